@@ -1,0 +1,63 @@
+"""FP4 models fast from plain PyTorch: ``quantize_model(model)``, then ``torch.compile(model)``.
+
+Importing this package registers ``torch.ops.fp4`` (schemas, CPU and CUDA implementations, gradients). It imports
+neither Triton nor Inductor and does not touch CUDA; the lowerings and graph passes register themselves when Inductor
+itself is first imported, which is when something is first compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import kernels, ops  # noqa: F401
+from ._torch.on_inductor import when_inductor_loads
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "quantize_model": ".api",
+    "save": ".api",
+    "load": ".api",
+    "explain": ".explain",
+    "report": ".report",
+    "NVFP4Config": ".config",
+    "DispatchConfig": ".config",
+    "dispatch": ".config",
+    "NVFP4Tensor": ".tensors",
+    "FP4Linear": ".modules",
+    "errors": ".errors",
+}
+__all__ = sorted(_PUBLIC)
+
+if TYPE_CHECKING:
+    from . import errors
+    from .api import load, quantize_model, save
+    from .config import DispatchConfig, NVFP4Config, dispatch
+    from .explain import explain
+    from .modules import FP4Linear
+    from .report import report
+    from .tensors import NVFP4Tensor
+
+
+def _register_with_inductor() -> None:
+    from . import lowerings, passes
+
+    passes.register()
+    lowerings.register()
+
+
+when_inductor_loads(_register_with_inductor)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_PUBLIC[name], __name__)
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

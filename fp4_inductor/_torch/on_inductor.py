@@ -1,0 +1,46 @@
+"""Run a callback when Inductor is first imported, without importing it.
+
+``import fp4_inductor`` must cost nothing, and a model that never mentions this package (a torchao checkpoint, say) must
+still be rewritten by ``torch.compile`` alone; so the registration waits for ``torch._inductor.compile_fx``, the module
+every compilation goes through.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+
+_TRIGGER = "torch._inductor.compile_fx"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds the trigger module once, through the other finders, and wraps its loader's ``exec_module``."""
+
+    def __init__(self, callback: Callable[[], None]):
+        self.callback = callback
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != _TRIGGER or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            self.callback()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_inductor_loads(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` right after Inductor's compile module is imported; now, if it already is."""
+    if _TRIGGER in sys.modules:
+        callback()
+    else:
+        sys.meta_path.insert(0, _AfterImport(callback))

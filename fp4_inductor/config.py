@@ -1,0 +1,100 @@
+"""Frozen configuration objects. An unknown field is a TypeError from the dataclass; a bad value is a ConfigError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from .errors import ConfigError
+
+ScaleSearch = Literal["amax", "four_over_six", "mse", "activation"]
+LargeM = Literal["auto", "fp8", "bf16"]
+
+
+def _one_of(name: str, value: object, literal: Any) -> None:
+    if value not in get_args(literal):
+        raise ConfigError(f"{name} is not a known choice", value=repr(value), limit=list(get_args(literal)))
+
+
+@dataclass(frozen=True)
+class NVFP4Config:
+    """How :func:`fp4_inductor.quantize_model` turns weights into NVFP4.
+
+    Args:
+        scale_search: how the E4M3 scale of each block of 16 weights is chosen.
+
+            * ``"amax"``: ``amax / 6``, the plain rule.
+            * ``"four_over_six"`` (default, needs no data): per block the better of ``amax/6`` and ``amax/4``
+              by squared error (Cook et al., "Four Over Six", 2025).
+            * ``"mse"``: the best of 15 neighbouring E4M3 codes by squared error.
+            * ``"activation"``: the same sweep with each input channel weighted by E[x^2] over ``calibration``.
+        calibration: for ``"activation"``: an iterable of batches. A batch is a tensor (passed as the only positional
+            argument), a tuple (positional arguments) or a mapping (keyword arguments) of the model's forward.
+        large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
+            cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
+            ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
+    """
+
+    scale_search: ScaleSearch = "four_over_six"
+    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    large_m: LargeM = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("scale_search", self.scale_search, ScaleSearch)
+        _one_of("large_m", self.large_m, LargeM)
+        if self.scale_search == "activation" and self.calibration is None:
+            raise ConfigError(
+                'scale_search="activation" needs calibration data',
+                value="calibration=None",
+                remedy='Pass calibration=[batch, ...] (a few thousand tokens), or use scale_search="four_over_six".',
+            )
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """Overrides of the measured dispatch rows of ``kernels/table.py``.
+
+    Args:
+        thresholds: ``{regime: largest M}``, e.g. ``{"gemv": 1, "mid": 512}``; regimes are those of
+            :data:`fp4_inductor.kernels.table.REGIMES`. A regime not named keeps its row.
+        unproven: what a compiled graph does when M cannot be proven to lie in one regime: ``"guard"`` (one graph per
+            regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
+            Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
+    """
+
+    thresholds: tuple[tuple[str, int], ...] = ()
+    unproven: Literal["guard", "runtime"] = "guard"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.thresholds, dict):
+            object.__setattr__(self, "thresholds", tuple(sorted(self.thresholds.items())))
+        for item in self.thresholds:
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int) and item[1] >= 0):
+                raise ConfigError("a threshold is (regime, largest M >= 0)", value=repr(item))
+        _one_of("unproven", self.unproven, Literal["guard", "runtime"])
+
+
+_dispatch = DispatchConfig()
+
+
+def dispatch_config() -> DispatchConfig:
+    """The :class:`DispatchConfig` in force in this process."""
+    return _dispatch
+
+
+@contextmanager
+def dispatch(**fields: Any):
+    """Context manager: run with some fields of :class:`DispatchConfig` replaced.
+
+    Compiled artifacts are keyed by it: a graph compiled under one config is never reused under another.
+    """
+    global _dispatch
+    old = _dispatch
+    new = replace(old, **fields)
+    _dispatch = new
+    try:
+        yield new
+    finally:
+        _dispatch = old

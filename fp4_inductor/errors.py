@@ -1,0 +1,69 @@
+"""Every error this package raises on purpose: one class per kind of failure.
+
+Each message carries three things: the value that was met, the limit it broke, and what to do about it.
+All of them derive from :class:`FP4Error`, and also from the builtin a caller would expect to catch.
+"""
+
+from __future__ import annotations
+
+
+class FP4Error(Exception):
+    """Base of every typed error.
+
+    Args:
+        what: one clause saying what is wrong, naming the tensor, layer or field.
+        value: the offending value.
+        limit: what would have been accepted.
+        remedy: what the caller can do.
+    """
+
+    def __init__(self, what: str, *, value: object = None, limit: object = None, remedy: str | None = None):
+        self.what, self.value, self.limit, self.remedy = what, value, limit, remedy
+        text = what
+        if value is not None:
+            text += f"; got {value}"
+        if limit is not None:
+            text += f"; accepted: {limit}"
+        if remedy is not None:
+            text += f". {remedy}"
+        super().__init__(text)
+
+
+class ShapeError(FP4Error, ValueError):
+    """A tensor has a shape this format, op or layer cannot take."""
+
+
+class DTypeError(FP4Error, TypeError):
+    """A tensor has a dtype this format, op or layer cannot take."""
+
+
+class DeviceError(FP4Error, RuntimeError):
+    """Tensors of one call lie on different devices, or the device cannot run what was asked for."""
+
+
+class NonFiniteError(FP4Error, ValueError):
+    """A weight or a calibration statistic holds NaN or Inf."""
+
+
+class ConfigError(FP4Error, ValueError):
+    """An option does not exist or its value is not one of the accepted ones."""
+
+
+class CoverageError(FP4Error, ValueError):
+    """``strict=True`` and some parameters that should have been quantized cannot be."""
+
+
+class CalibrationError(FP4Error, ValueError):
+    """Calibration data is missing, empty, or never reached a layer."""
+
+
+class UnsupportedOpError(FP4Error, NotImplementedError):
+    """An operation on a quantized tensor that has no faithful meaning."""
+
+
+class CheckpointError(FP4Error, ValueError):
+    """A checkpoint on disk is truncated, corrupt, incomplete or of another model."""
+
+
+class KernelError(FP4Error, RuntimeError):
+    """No kernel row accepts a call; the message lists every row and why it was refused."""

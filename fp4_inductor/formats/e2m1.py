@@ -1,0 +1,79 @@
+"""E2M1 ("FP4"): sign, two exponent bits, one mantissa bit. The one code table of this project.
+
+Source: OCP Microscaling Formats (MX) v1.0, section 5.3.3. Codes 0..7 are the magnitudes below, bit 3 is the sign,
+so code 8 is -0. There is no Inf and no NaN: magnitudes above 6 saturate.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError, ShapeError
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = MAGNITUDES + tuple(-v for v in MAGNITUDES)
+MAX = MAGNITUDES[-1]
+
+
+@functools.cache
+def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(VALUES, device=device, dtype=dtype)
+
+
+def round_to_grid(x: Tensor) -> Tensor:
+    """Nearest representable magnitude with the sign of ``x``; ties go to the even code, saturating at 6.
+
+    Args:
+        x: float32, any shape, finite.
+
+    Returns:
+        float32 of the same shape.
+    """
+    a = x.abs().clamp_(max=MAX)
+    # The grid's step is 1/2 below 2, 1 in [2, 4], 2 in [4, 6]. torch.round rounds half to even, which in
+    # units of the step is exactly "ties to the even code".
+    step = torch.where(a < 2.0, 0.5, torch.where(a < 4.0, 1.0, 2.0))
+    return torch.copysign(torch.round(a / step) * step, x)
+
+
+def encode(x: Tensor) -> Tensor:
+    """float32 -> codes 0..15 as uint8, same shape. Round to nearest, ties to even code, saturating; -0 is code 8."""
+    value = round_to_grid(x)
+    a = value.abs()
+    # 0, .5, 1, 1.5, 2 -> 0..4 ; 3, 4 -> 5, 6 ; 6 -> 7
+    code = torch.where(a <= 2.0, a * 2.0, torch.where(a <= 4.0, a + 2.0, 7.0)).to(torch.uint8)
+    return code | (torch.signbit(value).to(torch.uint8) << 3)
+
+
+def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Codes 0..15 (uint8) -> values in ``dtype`` (float32, bfloat16 or float16: all exact)."""
+    return _table(codes.device, dtype)[codes.long()]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes ``[..., K]`` -> bytes ``[..., K/2]``; the even k is the low nibble. K must be even."""
+    if codes.dtype != torch.uint8:
+        raise DTypeError("E2M1 codes are packed from uint8", value=codes.dtype, limit=torch.uint8)
+    if codes.shape[-1] % 2:
+        raise ShapeError("the last dimension of E2M1 codes must be even", value=tuple(codes.shape))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Bytes ``[..., K/2]`` -> codes ``[..., K]`` uint8."""
+    if packed.dtype != torch.uint8:
+        raise DTypeError("packed E2M1 is uint8", value=packed.dtype, limit=torch.uint8)
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+@functools.cache
+def byte_pairs(device: torch.device) -> Tensor:
+    """``[256]`` float64 whose 8 bytes are the two float32 values of that packed byte, low nibble first.
+
+    One gather of this table decodes two weights (used by the CPU kernel).
+    """
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    return decode(unpack(byte[:, None])).view(torch.float64).flatten()

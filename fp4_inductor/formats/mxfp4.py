@@ -1,0 +1,62 @@
+"""MXFP4: E2M1 codes, one E8M0 (power of two) scale per 32 consecutive k, no global scale.
+
+    value[n, k] = e2m1(code[n, k]) * 2 ** (scale[n, k // 32] - 127)
+
+Source: OCP Microscaling Formats (MX) v1.0, sections 5.2 and 6.3 (conversion with the floor exponent).
+Scale byte 255 is NaN and is never produced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError, NonFiniteError, ShapeError
+from . import e2m1
+from .nvfp4 import HIGH_PRECISION
+
+NAME = "mxfp4"
+GROUP = 32
+BIAS = 127
+SCALE_NAN = 255
+EMAX = 2  # exponent of the largest E2M1 magnitude: 6 = 1.5 * 2^2
+BITS_PER_WEIGHT = 4 + 8 / GROUP
+
+
+def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize ``w`` to MXFP4 by the OCP rule: scale = 2 ** (floor(log2(amax)) - 2), codes saturate.
+
+    Args:
+        w: ``[..., N, K]`` bfloat16, float16 or float32, finite; K a multiple of 32.
+
+    Returns:
+        ``(qdata uint8 [..., N, K/2], scale uint8 [..., N, K/32])``.
+    """
+    if w.dtype not in HIGH_PRECISION:
+        raise DTypeError("MXFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION))
+    if w.dim() < 2 or w.shape[-1] % GROUP:
+        raise ShapeError("MXFP4 needs [..., N, K] with K a multiple of 32", value=tuple(w.shape), limit="K % 32 == 0")
+    blocks = w.float().unflatten(-1, (-1, GROUP))
+    amax = blocks.abs().amax(-1)
+    if not torch.isfinite(amax).all():
+        raise NonFiniteError("a weight holds NaN or Inf", value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements")
+    # frexp: amax = m * 2**e with m in [0.5, 1), so floor(log2(amax)) = e - 1, subnormals included.
+    exponent = torch.frexp(amax).exponent - 1 - EMAX
+    byte = torch.where(amax > 0, exponent + BIAS, torch.zeros_like(exponent)).clamp(0, SCALE_NAN - 1)
+    # ldexp by at most 2 * 126 in two steps, so that neither factor overflows float32.
+    shift = BIAS - byte
+    half = torch.div(shift, 2, rounding_mode="floor")
+    scaled = torch.ldexp(torch.ldexp(blocks, half.unsqueeze(-1)), (shift - half).unsqueeze(-1))
+    return e2m1.pack(e2m1.encode(scaled).flatten(-2)), byte.to(torch.uint8)
+
+
+def scale_value(scale: Tensor) -> Tensor:
+    """E8M0 bytes -> float32 powers of two; byte 0 is the subnormal 2**-127, byte 255 is NaN."""
+    value = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.to(torch.int32) - BIAS)
+    return torch.where(scale == SCALE_NAN, torch.full_like(value, float("nan")), value)
+
+
+def dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``[..., N, K]`` in ``dtype`` from uint8 ``[..., N, K/2]`` codes and uint8 ``[..., N, K/32]`` scales."""
+    values = e2m1.decode(e2m1.unpack(qdata)).unflatten(-1, (-1, GROUP))
+    return (values * scale_value(scale).unsqueeze(-1)).flatten(-2).to(dtype)

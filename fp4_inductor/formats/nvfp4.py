@@ -1,0 +1,209 @@
+"""NVFP4: E2M1 codes, one E4M3 scale per 16 consecutive k, one float32 scale per matrix.
+
+    value[n, k] = e2m1(code[n, k]) * scale[n, k // 16] * global_scale
+
+The global scale **multiplies** (the ModelOpt and torchao convention; compressed-tensors stores its reciprocal).
+Source: NVIDIA, "Introducing NVFP4" (2025); block scaling as in the PTX ISA's ``mxf4nvf4`` with ``scale_vec::4X``.
+
+All functions take ``[..., N, K]`` with any number of leading (expert) dimensions; ``global_scale`` has the leading
+shape: ``[]`` for a matrix, ``[E]`` for experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DTypeError, NonFiniteError, ShapeError
+from . import e2m1
+
+NAME = "nvfp4"
+GROUP = 16
+SCALE_DTYPE = torch.float8_e4m3fn
+SCALE_MAX = 448.0
+HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+BITS_PER_WEIGHT = 4 + 8 / GROUP
+
+# With amax/(6*448) the block that holds the tensor's maximum sits at the top of E4M3 and cannot be scaled up;
+# a search that wants to go up leaves it headroom (measured: design/QUALITY.md).
+_TOP = {"amax": SCALE_MAX, "four_over_six": 256.0, "mse": 256.0, "activation": 256.0}
+SCALE_SEARCHES = tuple(_TOP)
+_SWEEP = range(-7, 8)  # E4M3 codes around amax/6: a factor 0.55 to 1.83
+_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX = 1, 0x7E
+_TINY = torch.finfo(torch.float32).tiny
+_CHUNK = 1 << 22  # weights handled at once: bounds the temporaries to about 100 MB
+
+
+def global_scale_of(amax: Tensor, scale_search: str = "amax") -> Tensor:
+    """float32 global scale for a tensor (or per expert) whose largest magnitude is ``amax`` (>= 0)."""
+    scale = amax.float() / (e2m1.MAX * _TOP[scale_search])
+    return torch.where(amax > 0, scale.clamp_min(_TINY), torch.ones_like(scale))
+
+
+def quantize(
+    w: Tensor,
+    scale_search: str = "amax",
+    global_scale: Tensor | None = None,
+    channel_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize ``w`` to NVFP4.
+
+    Args:
+        w: ``[..., N, K]`` bfloat16, float16 or float32, finite; K a multiple of 16.
+        scale_search: one of :data:`SCALE_SEARCHES`.
+        global_scale: float32 with the leading shape of ``w`` (``[]`` for a matrix), multiplying, > 0; derived from the
+            maximum if None. Give it to share one scale between fused projections.
+        channel_weight: ``[K]`` float32 >= 0, E[x^2] of each input channel; needed by ``"activation"``.
+
+    Returns:
+        ``(qdata uint8 [..., N, K/2], scale float8_e4m3fn [..., N, K/16], global_scale float32 [...])``.
+
+    Raises:
+        DTypeError, ShapeError, NonFiniteError, ConfigError.
+    """
+    check_weight(w)
+    if scale_search not in _TOP:
+        raise ConfigError("unknown scale_search", value=repr(scale_search), limit=list(SCALE_SEARCHES))
+    lead, (n, k) = w.shape[:-2], w.shape[-2:]
+    amax = w.abs().amax((-2, -1)).float() if w.numel() else w.new_zeros(lead, dtype=torch.float32)
+    if not torch.isfinite(amax).all():
+        raise NonFiniteError(
+            "a weight holds NaN or Inf",
+            value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements",
+            limit="finite values",
+            remedy="Repair or exclude this layer (ignore=[...]).",
+        )
+    if global_scale is None:
+        g = global_scale_of(amax, scale_search)
+    else:
+        g = _checked_global_scale(global_scale, lead, w.device)
+    weight = _checked_channel_weight(channel_weight, k, w.device) if scale_search == "activation" else None
+
+    rows = w.reshape(-1, k)
+    row_scale = g.reshape(-1, 1).expand(-1, n).reshape(-1)
+    qdata = torch.empty(rows.shape[0], k // 2, dtype=torch.uint8, device=w.device)
+    scale = torch.empty(rows.shape[0], k // GROUP, dtype=SCALE_DTYPE, device=w.device)
+    for part in _row_chunks(rows.shape[0], k):
+        blocks = rows[part].float().unflatten(-1, (-1, GROUP)) / row_scale[part, None, None]
+        codes = _choose_scale_codes(blocks, scale_search, weight)
+        s = codes.view(SCALE_DTYPE).float()
+        qdata[part] = e2m1.pack(e2m1.encode(_divide(blocks, s)).flatten(-2))
+        scale[part] = codes.view(SCALE_DTYPE)
+    return qdata.view(*lead, n, k // 2), scale.view(*lead, n, k // GROUP), g
+
+
+def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``[..., N, K]`` in ``dtype``: the exact product in float32, rounded once.
+
+    Args:
+        qdata: uint8 ``[..., N, K/2]``.
+        scale: float8_e4m3fn ``[..., N, K/16]``.
+        global_scale: float32 with the leading shape (``[]`` or ``[E]``; ``[E, 1, 1]`` is accepted too).
+    """
+    g = global_scale.reshape(*qdata.shape[:-2], 1, 1, 1)
+    values = e2m1.decode(e2m1.unpack(qdata)).unflatten(-1, (-1, GROUP))
+    # e2m1 * e4m3 has six significant bits: exact. The one rounding is the product with the global scale.
+    return ((values * scale.float().unsqueeze(-1)) * g).flatten(-2).to(dtype)
+
+
+def check_weight(w: Tensor) -> None:
+    """Raise ShapeError or DTypeError unless ``w`` is a high-precision ``[..., N, K]`` with K a multiple of 16."""
+    if w.dtype not in HIGH_PRECISION:
+        raise DTypeError("NVFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION))
+    if w.dim() < 2 or w.shape[-1] % GROUP:
+        raise ShapeError(
+            "NVFP4 needs a weight [..., N, K] with K a multiple of 16",
+            value=tuple(w.shape),
+            limit="dim >= 2 and K % 16 == 0",
+            remedy="Pad K with zeros, as FP4Linear does.",
+        )
+
+
+def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
+    """Raise unless the three tensors can be one NVFP4 weight: dtypes, shapes, one device. Reads no values."""
+    for name, t, want in (("qdata", qdata, torch.uint8), ("scale", scale, SCALE_DTYPE), ("global_scale", global_scale, torch.float32)):
+        if t.dtype != want:
+            raise DTypeError(f"NVFP4 {name} has the wrong dtype", value=t.dtype, limit=want)
+    want_scale = (*qdata.shape[:-1], qdata.shape[-1] * 2 // GROUP)
+    if qdata.dim() < 2 or (qdata.shape[-1] * 2) % GROUP or tuple(scale.shape) != want_scale:
+        raise ShapeError(
+            "NVFP4 qdata and scale do not belong together",
+            value=f"qdata {tuple(qdata.shape)}, scale {tuple(scale.shape)}",
+            limit="qdata [..., N, K/2], scale [..., N, K/16]",
+        )
+    lead = tuple(qdata.shape[:-2])
+    if tuple(global_scale.shape) not in (lead, (*lead, 1, 1)):
+        raise ShapeError("NVFP4 global_scale does not fit", value=tuple(global_scale.shape), limit=f"{lead} or {(*lead, 1, 1)}")
+
+
+# --- scale choice -----------------------------------------------------------------------------------------------
+
+
+def _divide(blocks: Tensor, s: Tensor) -> Tensor:
+    """blocks / s with a zero scale giving zeros (an all-zero block keeps scale byte 0)."""
+    return blocks * torch.where(s > 0, 1.0 / s, torch.zeros_like(s)).unsqueeze(-1)
+
+
+def _to_code(s: Tensor) -> Tensor:
+    """float32 >= 0 -> E4M3 code (uint8), saturating; a positive scale never becomes zero."""
+    code = s.clamp(max=SCALE_MAX).to(SCALE_DTYPE).view(torch.uint8)
+    return torch.where(s > 0, code.clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), torch.zeros_like(code))
+
+
+def _choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
+    """E4M3 codes (uint8 ``[R, B]``) for blocks ``[R, B, 16]`` already divided by the global scale."""
+    amax = blocks.abs().amax(-1)
+    base = _to_code(amax / 6.0)
+    if search == "amax":
+        return base
+    if search == "four_over_six":
+        candidates = [base, _to_code(amax / 4.0)]
+    else:
+        wide = base.to(torch.int16)
+        candidates = [torch.where(amax > 0, (wide + d).clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), wide).to(torch.uint8) for d in _SWEEP]
+    w = None if weight is None else weight.unflatten(-1, (-1, GROUP))
+    best, best_error = base, _error(blocks, base, w)
+    for code in candidates:
+        error = _error(blocks, code, w)
+        better = error < best_error
+        best, best_error = torch.where(better, code, best), torch.where(better, error, best_error)
+    return best
+
+
+def _error(blocks: Tensor, code: Tensor, weight: Tensor | None) -> Tensor:
+    s = code.view(SCALE_DTYPE).float()
+    d = torch.addcmul(blocks, e2m1.round_to_grid(_divide(blocks, s)), s.unsqueeze(-1), value=-1.0)
+    d = d.square()
+    return (d if weight is None else d * weight).sum(-1)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------
+
+
+def _checked_global_scale(g: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    g = torch.as_tensor(g, dtype=torch.float32, device=device)
+    if g.numel() != functools.reduce(lambda a, b: a * b, lead, 1):
+        raise ShapeError("global_scale does not fit the weight's leading shape", value=tuple(g.shape), limit=tuple(lead))
+    if not bool(((g > 0) & torch.isfinite(g)).all()):
+        raise NonFiniteError("global_scale must be positive and finite", value=g.flatten()[:4].tolist())
+    return g.reshape(lead)
+
+
+def _checked_channel_weight(weight: Tensor | None, k: int, device: torch.device) -> Tensor:
+    if weight is None:
+        raise ConfigError('scale_search="activation" needs channel_weight', value=None, limit=f"[{k}] float32, E[x^2] per input channel")
+    weight = weight.to(device=device, dtype=torch.float32)
+    if tuple(weight.shape) != (k,):
+        raise ShapeError("channel_weight does not fit K", value=tuple(weight.shape), limit=(k,))
+    if not bool((torch.isfinite(weight) & (weight >= 0)).all()):
+        raise NonFiniteError("channel_weight must be finite and >= 0", value="NaN, Inf or negative entries")
+    # A channel that calibration never excited still has to be representable.
+    return weight.clamp_min(weight.mean() * 1e-4 + _TINY)
+
+
+def _row_chunks(rows: int, k: int) -> Iterator[slice]:
+    step = max(1, _CHUNK // max(k, 1))
+    return (slice(i, min(i + step, rows)) for i in range(0, rows, step))

@@ -1,0 +1,5 @@
+"""F3: lowerings. Each op, in one regime of M, becomes kernels."""
+
+
+def register() -> None:
+    """Install the lowerings. Called once, when Inductor is first imported."""

@@ -1,0 +1,5 @@
+"""F2: modules that hold quantized weights as plain buffers and call ``fp4.*`` ops in forward."""
+
+from .linear import FP4Linear
+
+__all__ = ["FP4Linear"]

@@ -1,0 +1,46 @@
+"""``fp4.dequantize(qdata, scale, global_scale, dtype) -> [..., N, K]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError
+from ..formats import nvfp4
+from .contract import OpContract
+
+
+def reference(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`fp4_inductor.formats.nvfp4.dequantize`, with the parts checked."""
+    check(qdata, scale, global_scale, dtype)
+    return nvfp4.dequantize(qdata, scale, global_scale, dtype)
+
+
+def check(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> None:
+    nvfp4.check_parts(qdata, scale, global_scale)
+    if dtype not in nvfp4.HIGH_PRECISION:
+        raise DTypeError("NVFP4 dequantises to a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION))
+
+
+def fake(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    check(qdata, scale, global_scale, dtype)
+    return qdata.new_empty((*qdata.shape[:-1], qdata.shape[-1] * 2), dtype=dtype)
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    for shape in ((16, 32), (1, 16), (7, 48), (3, 5, 16), (2, 4, 64), (33, 16), (0, 32), (129, 80)):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"{shape} {dtype}", (*nvfp4.quantize(torch.randn(shape, device=device)), dtype)
+
+
+CONTRACT = OpContract(
+    name="dequantize",
+    schema="(Tensor qdata, Tensor scale, Tensor global_scale, ScalarType dtype) -> Tensor",
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    tolerance=dict.fromkeys(nvfp4.HIGH_PRECISION, 0.0),
+)
+CONTRACT.implement("CPU", reference)

@@ -1,0 +1,90 @@
+"""``fp4.linear(x, qdata, scale, global_scale, bias, large_m) -> x @ W.T + bias``, W an NVFP4 ``[N, K]``.
+
+The op dispatches itself by the number of rows of ``x`` wherever a compiler has not already done so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
+from ..formats import nvfp4
+from .contract import LIBRARY, OpContract
+
+LARGE_M = ("auto", "fp8", "bf16")
+
+
+def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+    """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
+    check(x, qdata, scale, global_scale, bias, large_m)
+    y = x.double() @ nvfp4.dequantize(qdata, scale, global_scale, torch.float32).double().mT
+    return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto") -> None:
+    """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
+    nvfp4.check_parts(qdata, scale, global_scale)
+    if qdata.dim() != 2:
+        raise ShapeError("fp4.linear takes one matrix", value=tuple(qdata.shape), limit="qdata [N, K/2]", remedy="Experts [E, N, K/2] go through fp4.bmm.")
+    if x.dtype not in nvfp4.HIGH_PRECISION:
+        raise DTypeError("fp4.linear: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION))
+    if x.dim() < 1 or x.shape[-1] != qdata.shape[-1] * 2:
+        raise ShapeError("fp4.linear: activation and weight disagree on K", value=f"x {tuple(x.shape)}", limit=f"[..., {qdata.shape[-1] * 2}]")
+    if bias is not None:
+        if bias.dim() != 1 or bias.shape[0] != qdata.shape[0]:
+            raise ShapeError("fp4.linear: bias does not fit N", value=tuple(bias.shape), limit=f"({qdata.shape[0]},)")
+        if bias.dtype != x.dtype:
+            raise DTypeError("fp4.linear: bias dtype", value=bias.dtype, limit=x.dtype, remedy="Cast the module with .to(dtype).")
+    if large_m not in LARGE_M:
+        raise ConfigError("fp4.linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M))
+    devices = {t.device for t in (x, qdata, scale, global_scale, bias) if t is not None}
+    if len(devices) > 1:
+        raise DeviceError("fp4.linear: tensors on different devices", value=sorted(map(str, devices)), limit="one device")
+
+
+def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+    check(x, qdata, scale, global_scale, bias, large_m)
+    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, qdata, scale, global_scale, bias, _ = inputs
+    ctx.save_for_backward(qdata, scale, global_scale)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, grad: Tensor):
+    """Gradients of the activation and the bias; the quantized weight is frozen."""
+    qdata, scale, global_scale = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grad @ torch.ops.fp4.dequantize(qdata, scale, global_scale, grad.dtype)
+    if ctx.has_bias and ctx.needs_input_grad[4]:
+        grad_bias = grad.flatten(0, -2).sum(0) if grad.dim() > 1 else grad
+    return grad_x, None, None, None, grad_bias, None
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (leading dims of x, N, K): M in {0, 1}, off-tile N, K % 16 == 0 only, 1-D to 3-D activations
+    shapes = (((16,), 64, 128), ((1,), 33, 48), ((0,), 8, 32), ((), 5, 16), ((2, 3), 17, 80), ((33,), 1, 64), ((1, 1), 96, 112), ((5,), 130, 272))
+    for i, (lead, n, k) in enumerate(shapes):
+        for dtype in (torch.float32, torch.bfloat16):
+            w = nvfp4.quantize(torch.randn(n, k, device=device) / k**0.5)
+            x = torch.randn(*lead, k, device=device).to(dtype)
+            bias = torch.randn(n, device=device).to(dtype) if i % 2 else None
+            yield f"x {(*lead, k)} N {n} {dtype}", (x, *w, bias)
+
+
+CONTRACT = OpContract(
+    name="linear",
+    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str large_m="auto") -> Tensor',
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    # bf16 / fp16: operands exact, float32 accumulation, one rounding. float32: tensor cores are not used.
+    tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
+)
+torch.library.register_autograd("fp4::linear", _backward, setup_context=_setup_context, lib=LIBRARY)

@@ -1,0 +1,5 @@
+"""F2: tensor subclasses, the API and checkpoint type of quantized weights."""
+
+from .nvfp4 import NVFP4Tensor
+
+__all__ = ["NVFP4Tensor"]

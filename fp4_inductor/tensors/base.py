@@ -1,0 +1,224 @@
+"""What every quantized weight tensor shares: flattening, moves, copies, views, and the dense fallback.
+
+A subclass lists its component tensors in ``PARTS`` and gives ``dequantize``; all else is derived from that list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._torch.pytree import tree_map_only
+from ..errors import DeviceError, UnsupportedOpError
+
+aten = torch.ops.aten
+
+
+class FP4Tensor(torch.Tensor):
+    """A weight ``[..., N, K]`` of dtype ``dtype`` stored in fewer bits; behaves as a dense tensor of that dtype.
+
+    ``transposed`` swaps the last two dimensions without moving data, so that ``w.t()`` (what linear layers become)
+    is free. Reads of any kind work: operations without a quantized form dequantise first. Writes other than
+    ``copy_`` from a tensor of the same kind raise :class:`UnsupportedOpError`; nothing is ever written to a temporary.
+    """
+
+    PARTS: ClassVar[tuple[str, ...]]
+    TABLE: ClassVar[dict[Any, Callable]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.TABLE = dict(_COMMON)
+        torch.serialization.add_safe_globals([cls])
+
+    # -- construction --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _wrapper(cls: type, shape: list, dtype: torch.dtype, device: torch.device, transposed: bool):
+        strides: list = []
+        step: Any = 1
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step = step * size
+        if transposed:
+            shape[-1], shape[-2] = shape[-2], shape[-1]
+            strides[-1], strides[-2] = strides[-2], strides[-1]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=False)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The component tensors, in the order of ``PARTS``."""
+        return tuple(getattr(self, name) for name in self.PARTS)
+
+    def with_parts(self, parts, *, dtype: torch.dtype | None = None, transposed: bool | None = None):
+        """The same kind of tensor over other components."""
+        return type(self)(*parts, self.logical_dtype if dtype is None else dtype, self.transposed if transposed is None else transposed)
+
+    def map_parts(self, fn: Callable[[Tensor], Tensor], **changes):
+        """The same kind of tensor with ``fn`` applied to each component."""
+        return self.with_parts([fn(t) for t in self.parts()], **changes)
+
+    # -- torch's protocols ---------------------------------------------------------------------------------------
+
+    def __tensor_flatten__(self):
+        # Never self.dtype or self.shape here: each goes through __torch_function__, per call.
+        return list(self.PARTS), (self.logical_dtype, self.transposed)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, outer_size, outer_stride):
+        return cls(*(parts[name] for name in cls.PARTS), *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Key of torch's AOTAutograd cache (read by torch >= 2.12)."""
+        layout = ";".join(f"{tuple(t.shape)}{tuple(t.stride())}{t.dtype}" for t in self.parts())
+        return f"{type(self).__qualname__}:{self.logical_dtype}:{self.transposed}:{layout}"
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, transposed={self.transposed})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # F.linear reaches __torch_dispatch__ only under inference_mode; elsewhere it is decomposed before.
+        if func is torch.nn.functional.linear:
+            result = cls.linear_function(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def linear_function(cls, x, weight, bias=None):
+        """``F.linear`` on a quantized weight, or NotImplemented."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        rule = cls.TABLE.get(func)
+        if rule is not None:
+            result = rule(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse_writes(cls, func, args, kwargs)
+        # The faithful fallback: right for every read, visible in a graph as fp4.dequantize.
+        dense_args, dense_kwargs = tree_map_only(FP4Tensor, lambda t: t.dequantize(), (args, kwargs))
+        return func(*dense_args, **dense_kwargs)
+
+    @classmethod
+    def implements(cls, *ops):
+        """Decorator: give ``ops`` a quantized form. A rule returning NotImplemented falls back to dense."""
+
+        def register(rule):
+            for op in ops:
+                cls.TABLE[op] = rule
+            return rule
+
+        return register
+
+
+def _refuse_writes(cls, func, args, kwargs) -> None:
+    for i, spec in enumerate(func._schema.arguments):
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(spec.name)
+            if isinstance(value, FP4Tensor):
+                raise UnsupportedOpError(
+                    f"{func} would write into a {type(value).__name__}",
+                    limit=f"copy_ from another {type(value).__name__} of the same shape",
+                    remedy="Quantize the new weight with from_dense() and assign it.",
+                )
+
+
+# --- operations whose meaning is the same for every format ------------------------------------------------------
+
+_COMMON: dict[Any, Callable] = {}
+
+
+def _common(*ops):
+    def register(rule):
+        for op in ops:
+            _COMMON[op] = rule
+        return rule
+
+    return register
+
+
+@_common(aten.detach.default, aten.alias.default)
+def _view_of_self(t):
+    return t.map_parts(lambda p: p.detach())
+
+
+@_common(aten.clone.default, aten.contiguous.default)
+def _clone(t, *, memory_format=None):
+    return t.map_parts(lambda p: p.clone())
+
+
+@_common(aten._to_copy.default)
+def _to_copy(t, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented
+    return t.map_parts(lambda p: p.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
+
+
+@_common(aten.copy_.default)
+def _copy_(dst, src, non_blocking=False):
+    # Falling back to dense here would copy into a temporary: load_state_dict would silently do nothing.
+    if not isinstance(dst, FP4Tensor):
+        return NotImplemented
+    if type(dst) is not type(src) or dst.shape != src.shape or dst.transposed != src.transposed:
+        raise UnsupportedOpError(
+            f"copy_ into a {type(dst).__name__} of shape {tuple(dst.shape)}",
+            value=f"{type(src).__name__} of shape {tuple(src.shape)}",
+            limit=f"a {type(dst).__name__} of the same shape",
+            remedy="Use load_state_dict(..., assign=True), or quantize the source with from_dense().",
+        )
+    for d, s in zip(dst.parts(), src.parts(), strict=True):
+        d.copy_(s, non_blocking)
+    return dst
+
+
+@_common(aten.empty_like.default)
+def _empty_like(t, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return t.map_parts(lambda p: torch.empty_like(p, device=device), dtype=dtype)
+
+
+@_common(aten._pin_memory.default)
+def _pin_memory(t, device=None):
+    return t.map_parts(lambda p: p.pin_memory())
+
+
+@_common(aten.is_pinned.default)
+def _is_pinned(t, device=None):
+    return all(p.is_pinned() for p in t.parts())
+
+
+@_common(aten.t.default)
+def _t(t):
+    return t.map_parts(lambda p: p.detach(), transposed=not t.transposed)
+
+
+@_common(aten.transpose.int)
+def _transpose(t, dim0, dim1):
+    if {dim0 % t.dim(), dim1 % t.dim()} != {t.dim() - 1, t.dim() - 2}:
+        return NotImplemented
+    return _t(t)
+
+
+@_common(aten.permute.default)
+def _permute(t, dims):
+    n = t.dim()
+    wanted = [d % n for d in dims]
+    if wanted == [*range(n - 2), n - 1, n - 2]:
+        return _t(t)
+    return _view_of_self(t) if wanted == list(range(n)) else NotImplemented
+
+
+@_common(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
+def _same_shape_view(t, size, **kwargs):
+    return _view_of_self(t) if list(size) == list(t.shape) else NotImplemented
+
+
+def require_same_device(parts: tuple[Tensor, ...], names: tuple[str, ...]) -> None:
+    """Raise DeviceError unless all components lie on one device."""
+    if len({p.device for p in parts}) > 1:
+        raise DeviceError("the parts of one weight lie on different devices", value={n: str(p.device) for n, p in zip(names, parts, strict=True)})

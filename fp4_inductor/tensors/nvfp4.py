@@ -1,0 +1,186 @@
+"""NVFP4Tensor: an NVFP4 weight ``[..., N, K]`` as a torch.Tensor."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..errors import DTypeError
+from ..formats import nvfp4
+from .base import FP4Tensor, aten, require_same_device
+
+fp4 = torch.ops.fp4
+_K_PER_BYTE = 2
+
+
+class NVFP4Tensor(FP4Tensor):
+    """An NVFP4 weight: ``value = e2m1(qdata) * scale * global_scale``.
+
+    Args:
+        qdata: uint8 ``[..., N, K/2]``, two E2M1 codes a byte, the even k in the low nibble.
+        scale: float8_e4m3fn ``[..., N, K/16]``.
+        global_scale: float32 of the leading shape (``[]`` for a matrix, ``[E]`` for experts); it multiplies.
+        dtype: bfloat16, float16 or float32: the dtype this weight presents and dequantises to.
+        transposed: present ``[..., K, N]``.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: if the parts do not belong together.
+    """
+
+    PARTS: ClassVar[tuple[str, ...]] = ("qdata", "scale", "global_scale")
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16, transposed: bool = False):
+        nvfp4.check_parts(qdata, scale, global_scale)
+        require_same_device((qdata, scale, global_scale), cls.PARTS)
+        if dtype not in nvfp4.HIGH_PRECISION:
+            raise DTypeError("NVFP4Tensor presents a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION))
+        shape = [*qdata.shape[:-1], qdata.shape[-1] * _K_PER_BYTE]
+        return FP4Tensor._wrapper(cls, shape, dtype, qdata.device, transposed)
+
+    def __init__(self, qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16, transposed: bool = False):
+        self.qdata, self.scale, self.global_scale = qdata, scale, global_scale
+        self.logical_dtype, self.transposed = dtype, transposed
+
+    @classmethod
+    def from_dense(cls, w: Tensor, scale_search: str = "amax", global_scale: Tensor | None = None, *, channel_weight: Tensor | None = None) -> NVFP4Tensor:
+        """Quantize a dense ``[..., N, K]`` weight (bf16, fp16 or fp32; K a multiple of 16).
+
+        Args:
+            w: the weight; not modified.
+            scale_search: see :class:`fp4_inductor.NVFP4Config`.
+            global_scale: float32, multiplying; derived from the maximum if None.
+            channel_weight: ``[K]`` float32 E[x^2] per input channel, for ``scale_search="activation"``.
+
+        Raises:
+            DTypeError, ShapeError, NonFiniteError, ConfigError.
+        """
+        return cls(*fp4.quantize(w.detach(), scale_search, global_scale, channel_weight), w.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense weight in ``dtype`` (default: this tensor's dtype), as an ordinary tensor."""
+        w = fp4.dequantize(self.qdata, self.scale, self.global_scale, dtype or self.logical_dtype)
+        return w.mT if self.transposed else w
+
+    @classmethod
+    def linear_function(cls, x, weight, bias=None):
+        if not isinstance(weight, NVFP4Tensor) or isinstance(x, FP4Tensor) or weight.transposed or weight.dim() != 2:
+            return NotImplemented
+        return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = None if bias is None else bias.to(x.dtype)
+    return fp4.linear(x, w.qdata, w.scale, w.global_scale, bias)
+
+
+@NVFP4Tensor.implements(aten.linear.default)
+def _aten_linear(x, w, bias=None):
+    if not isinstance(w, NVFP4Tensor) or w.transposed or isinstance(x, FP4Tensor) or w.dim() != 2:
+        return NotImplemented
+    return fp4.linear(x, *w.parts(), bias)
+
+
+@NVFP4Tensor.implements(aten.mm.default, aten.matmul.default)
+def _mm(x, w):
+    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor) or w.dim() != 2:
+        return NotImplemented
+    return fp4.linear(x, *w.parts())
+
+
+@NVFP4Tensor.implements(aten.addmm.default)
+def _addmm(bias, x, w, *, beta=1, alpha=1):
+    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor) or bias.dim() != 1 or beta != 1 or alpha != 1:
+        return NotImplemented
+    return fp4.linear(x, *w.parts(), bias)
+
+
+@NVFP4Tensor.implements(aten.bmm.default)
+def _bmm(x, w):
+    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor):
+        return NotImplemented
+    return fp4.bmm(x, *w.parts())
+
+
+# --- taking a part of a weight: N freely, K on block boundaries, leading dimensions freely -----------------------
+
+
+def _storage_axis(t: NVFP4Tensor, dim: int) -> int:
+    """The axis of qdata that the presented dimension ``dim`` lies on (-1 is K)."""
+    dim = dim % t.dim() - t.dim()
+    if t.transposed and dim >= -2:
+        dim = -3 - dim
+    return dim
+
+
+@NVFP4Tensor.implements(aten.slice.Tensor)
+def _slice(t, dim=0, start=None, end=None, step=1):
+    axis = _storage_axis(t, dim)
+    size = t.shape[dim]
+    if step != 1:
+        return NotImplemented
+    start = 0 if start is None else max(0, start + size if start < 0 else start)
+    end = size if end is None else min(size, end + size if end < 0 else end)
+    start, end = min(start, size), max(min(start, size), end)
+    if axis == -1:
+        if start % nvfp4.GROUP or end % nvfp4.GROUP:
+            return NotImplemented
+        return t.with_parts(
+            (
+                t.qdata.narrow(-1, start // _K_PER_BYTE, (end - start) // _K_PER_BYTE),
+                t.scale.narrow(-1, start // nvfp4.GROUP, (end - start) // nvfp4.GROUP),
+                t.global_scale,
+            )
+        )
+    g = t.global_scale if axis == -2 else t.global_scale.narrow(axis + 2, start, end - start)
+    return t.with_parts((t.qdata.narrow(axis, start, end - start), t.scale.narrow(axis, start, end - start), g))
+
+
+@NVFP4Tensor.implements(aten.split.Tensor)
+def _split(t, split_size, dim=0):
+    return [_slice_or_dense(t, dim, i, min(i + split_size, t.shape[dim])) for i in range(0, t.shape[dim], split_size)]
+
+
+@NVFP4Tensor.implements(aten.split_with_sizes.default)
+def _split_with_sizes(t, sizes, dim=0):
+    out, start = [], 0
+    for size in sizes:
+        out.append(_slice_or_dense(t, dim, start, start + size))
+        start += size
+    return out
+
+
+def _slice_or_dense(t, dim, start, end):
+    part = _slice(t, dim, start, end)
+    return t.dequantize().narrow(dim, start, end - start) if part is NotImplemented else part
+
+
+@NVFP4Tensor.implements(aten.select.int)
+def _select(t, dim, index):
+    axis = _storage_axis(t, dim)
+    if axis >= -2:
+        return NotImplemented
+    return t.with_parts((t.qdata.select(axis, index), t.scale.select(axis, index), t.global_scale.select(axis + 2, index)))
+
+
+@NVFP4Tensor.implements(aten.index_select.default)
+def _index_select(t, dim, index):
+    axis = _storage_axis(t, dim)
+    if axis == -1:
+        return NotImplemented
+    g = t.global_scale if axis == -2 else t.global_scale.index_select(axis + 2, index)
+    return t.with_parts((t.qdata.index_select(axis, index), t.scale.index_select(axis, index), g))
+
+
+@NVFP4Tensor.implements(aten.index.Tensor)
+def _index(t, indices):
+    if t.dim() < 3 or len(indices) != 1 or indices[0] is None:
+        return NotImplemented
+    return t.map_parts(lambda p: aten.index.Tensor(p, indices))
