@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import kernels, ops  # noqa: F401
+from . import kernels, ops
 from ._torch.on_inductor import when_inductor_loads
 
 __version__ = "0.1.0"

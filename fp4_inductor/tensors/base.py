@@ -27,6 +27,8 @@ class FP4Tensor(torch.Tensor):
 
     PARTS: ClassVar[tuple[str, ...]]
     TABLE: ClassVar[dict[Any, Callable]]
+    logical_dtype: torch.dtype
+    transposed: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -74,7 +76,7 @@ class FP4Tensor(torch.Tensor):
         layout = ";".join(f"{tuple(t.shape)}{tuple(t.stride())}{t.dtype}" for t in self.parts())
         return f"{type(self).__qualname__}:{self.logical_dtype}:{self.transposed}:{layout}"
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, transposed={self.transposed})"
 
     @classmethod
@@ -93,7 +95,7 @@ class FP4Tensor(torch.Tensor):
         return NotImplemented
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
         rule = cls.TABLE.get(func)
         if rule is not None:

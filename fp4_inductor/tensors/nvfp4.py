@@ -60,7 +60,8 @@ class NVFP4Tensor(FP4Tensor):
         Raises:
             DTypeError, ShapeError, NonFiniteError, ConfigError.
         """
-        return cls(*fp4.quantize(w.detach(), scale_search, global_scale, channel_weight), w.dtype)
+        qdata, scale, g = fp4.quantize(w.detach(), scale_search, global_scale, channel_weight)
+        return cls(qdata, scale, g, w.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight in ``dtype`` (default: this tensor's dtype), as an ordinary tensor."""

@@ -1,0 +1,39 @@
+# make demo    quantize, compile and run a small language model that ships with the repository
+# make test    linters, type checker and tests
+#
+# Both make an environment in .venv first (once; again when pyproject.toml changes). To use another:
+#   PYTHON=python3.12     the Python to build it from; if that one has torch >= 2.11 (your CUDA build), it is used
+#   VENV=/some/where      where it lies; an environment of your own is used as it is when it has a .fp4_ready file
+#   TORCH="torch==2.11.0 --index-url ..."   what to install when PYTHON has no torch
+#   TEST="-m gpu"         arguments of pytest        DEMO="--model smollm2"   arguments of the quickstart
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+TEST ?=
+DEMO ?=
+BIN := $(VENV)/bin
+READY := $(VENV)/.fp4_ready
+
+.PHONY: demo test lint pytest clean
+
+demo: $(READY)
+	$(BIN)/python examples/quickstart.py $(DEMO)
+
+test: lint pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) $(TEST)
+
+$(READY): pyproject.toml setup.py .ci/environment.py .ci/constraints.txt
+	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

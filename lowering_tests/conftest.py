@@ -1,0 +1,62 @@
+"""What every test shares: marks that skip, seeds, private compile caches, a fresh Dynamo."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+
+# Before torch is imported: a test must never meet a graph or a kernel that an older version of this package compiled.
+_CACHES = tempfile.mkdtemp(prefix="fp4_inductor_tests_")
+for _name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FP4_INDUCTOR_CACHE"):
+    os.environ[_name] = os.path.join(_CACHES, _name.lower())
+    os.makedirs(os.environ[_name], mode=0o700)
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers are the parallelism; compile in the worker itself instead of in a pool of its own.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import pytest
+import torch
+
+NO_GPU = "no CUDA device: gpu tests run on one"
+NOT_ASKED = "takes minutes: run with --slow"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    skips = []
+    if not torch.cuda.is_available():
+        skips.append(("gpu", pytest.mark.skip(reason=NO_GPU)))
+    if not config.getoption("--slow"):
+        skips.append(("slow", pytest.mark.skip(reason=NOT_ASKED)))
+    for item in items:
+        for name, skip in skips:
+            if item.get_closest_marker(name):  # not item.keywords: that holds the folder's name too
+                item.add_marker(skip)
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(_CACHES, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeds():
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """No test inherits another's compiled graphs, recompile counts or dynamic-shape history."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
