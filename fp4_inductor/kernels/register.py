@@ -18,5 +18,6 @@ def _at_first_call(module: str, name: str) -> Callable:
 
 
 linear.CONTRACT.implement("CPU", linear_cpu.linear)
+dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))

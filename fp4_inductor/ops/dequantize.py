@@ -43,4 +43,3 @@ CONTRACT = OpContract(
     inputs=inputs,
     tolerance=dict.fromkeys(nvfp4.HIGH_PRECISION, 0.0),
 )
-CONTRACT.implement("CPU", reference)

@@ -1,0 +1,80 @@
+"""Compile a csrc/ source at first use into a private, atomic cache.
+
+The cache lies in ``$FP4_INDUCTOR_CACHE`` (default ``~/.cache/fp4_inductor``), mode 0700. A library's name holds the hash
+of its sources, flags, compiler and processor, so a changed byte never meets an old binary; it is written under a
+temporary name and renamed, so that concurrent processes never load half a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+from .._sources import csrc_dir
+from ..errors import KernelError
+
+
+def cache_dir() -> Path:
+    """The build cache, created with mode 0700; refuses one that another user could write to."""
+    root = Path(os.environ.get("FP4_INDUCTOR_CACHE") or Path.home() / ".cache" / "fp4_inductor")
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = root.stat()
+    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KernelError(
+            "the build cache could be written by another user",
+            value=f"{root} uid {info.st_uid} mode {stat.S_IMODE(info.st_mode):o}",
+            limit="owned by you, mode 0700",
+            remedy="chmod 700 it, or set FP4_INDUCTOR_CACHE.",
+        )
+    return root
+
+
+@functools.cache
+def compiler() -> str | None:
+    """The C compiler: ``$CC``, else the first of cc, gcc, clang; None if there is none."""
+    named = os.environ.get("CC")
+    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    except OSError:
+        return platform.processor()
+
+
+def shared_library(source: str, flags: tuple[str, ...]) -> Path:
+    """Path of ``csrc/<source>`` compiled to a shared library with ``flags``, building it if needed (about a second).
+
+    Raises:
+        KernelError: no compiler, or the compiler's own message.
+    """
+    cc = compiler()
+    if cc is None:
+        raise KernelError("no C compiler", value="CC, cc, gcc and clang not found", remedy="Install one, or set CC.")
+    text = (csrc_dir() / source).read_bytes()
+    version = subprocess.run([cc, "--version"], capture_output=True, check=False).stdout
+    key = hashlib.sha256(b"\0".join((text, " ".join(flags).encode(), version, _processor().encode()))).hexdigest()[:24]
+    target = cache_dir() / f"{Path(source).stem}-{key}.so"
+    if target.exists():
+        return target
+    handle, partial = tempfile.mkstemp(suffix=".so", dir=cache_dir())
+    os.close(handle)
+    try:
+        run = subprocess.run(
+            [cc, "-O3", "-shared", "-fPIC", *flags, str(csrc_dir() / source), "-o", partial, "-lm"], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise KernelError(f"{cc} failed on csrc/{source}", value=run.stderr.strip()[-800:])
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return target

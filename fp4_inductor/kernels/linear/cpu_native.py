@@ -1,0 +1,70 @@
+"""The C kernels of ``csrc/cpu/nvfp4.c`` through ctypes, compiled at first use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import KernelError
+from ..build import shared_library
+
+MAX_M = 8
+_CAN_WRITE = (torch.float32, torch.bfloat16)
+
+
+def _openmp() -> tuple[str, ...]:
+    # Torch brings its own libgomp; a second OpenMP runtime in the process would spin against its threads.
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return ("-fopenmp", f"-L{bundled[0].parent}", f"-l:{bundled[0].name}", f"-Wl,-rpath,{bundled[0].parent}") if bundled else ("-fopenmp",)
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    reasons = []
+    for flags in (("-march=native", *_openmp()), ("-march=native", "-fopenmp"), ("-fopenmp",)):
+        try:
+            library = ctypes.CDLL(str(shared_library("cpu/nvfp4.c", flags)))
+        except (KernelError, OSError) as error:
+            reasons.append(str(error))
+            continue
+        library.fp4_isa.restype = ctypes.c_char_p
+        library.fp4_gemv.restype = ctypes.c_int
+        library.fp4_dequantize_rows.restype = None
+        return library, library.fp4_isa().decode()
+    return None, reasons[-1]
+
+
+def status() -> tuple[bool, str]:
+    """``(True, instruction set)`` if the C kernels run here, else ``(False, why not)``."""
+    library, text = _library()
+    return library is not None, text
+
+
+def _pointer(t: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(t.data_ptr())
+
+
+def dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: float, out: Tensor) -> None:
+    """Decode contiguous ``qdata [R, K/2]``, ``scale [R, K/16]`` into contiguous ``out [R, K]`` (float32 or bfloat16)."""
+    rows, half_k = qdata.shape
+    _library()[0].fp4_dequantize_rows(  # type: ignore[union-attr]
+        _pointer(qdata), _pointer(scale), ctypes.c_float(global_scale), _pointer(out), ctypes.c_int64(rows), ctypes.c_int64(half_k * 2),
+        ctypes.c_int(out.dtype == torch.bfloat16), ctypes.c_int(torch.get_num_threads()),
+    )  # fmt: skip
+
+
+def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """float32 ``[M, N]`` from contiguous float32 ``x [M, K]`` with M in 1..8."""
+    (m, k), n = x.shape, qdata.shape[0]
+    out = torch.empty(m, n, dtype=torch.float32)
+    refused = _library()[0].fp4_gemv(  # type: ignore[union-attr]
+        _pointer(x), _pointer(qdata), _pointer(scale), ctypes.c_float(global_scale), _pointer(out),
+        ctypes.c_int64(m), ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int(torch.get_num_threads()),
+    )  # fmt: skip
+    if refused:
+        raise KernelError("the C GEMV takes 1 to 8 rows", value=m)
+    return out
