@@ -45,7 +45,7 @@ def main(target: Path, torch: str) -> None:
         venv.create(target, with_pip=True, symlinks=True)
 
     def pip_install(*what: str) -> None:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what], cwd=ROOT, check=True)
+        subprocess.run([python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *what], cwd=ROOT, check=True)
 
     found = torch_here()
     if found is not None:
