@@ -11,13 +11,12 @@ shape: ``[]`` for a matrix, ``[E]`` for experts.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DTypeError, NonFiniteError, ShapeError
+from ..errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError
 from . import e2m1
 
 NAME = "nvfp4"
@@ -34,13 +33,18 @@ SCALE_SEARCHES = tuple(_TOP)
 _SWEEP = range(-7, 8)  # E4M3 codes around amax/6: a factor 0.55 to 1.83
 _ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX = 1, 0x7E
 _TINY = torch.finfo(torch.float32).tiny
+_LOAD_FIRST = "Load the weights (to_empty, then load_state_dict) before quantizing."
 _CHUNK = 1 << 22  # weights handled at once: bounds the temporaries to about 100 MB
 
 
 def global_scale_of(amax: Tensor, scale_search: str = "amax") -> Tensor:
-    """float32 global scale for a tensor (or per expert) whose largest magnitude is ``amax`` (>= 0)."""
+    """float32 global scale for a tensor (or per expert) whose largest magnitude is ``amax`` (>= 0).
+
+    The largest representable value, ``6 * 448 * global_scale``, stays finite in ``amax.dtype``.
+    """
     scale = amax.float() / (e2m1.MAX * _TOP[scale_search])
-    return torch.where(amax > 0, scale.clamp_min(_TINY), torch.ones_like(scale))
+    largest = torch.finfo(amax.dtype).max / (e2m1.MAX * SCALE_MAX) * (1 - 2.0**-23)
+    return torch.where(amax > 0, scale.clamp(_TINY, largest), torch.ones_like(scale))
 
 
 def quantize(
@@ -62,13 +66,14 @@ def quantize(
         ``(qdata uint8 [..., N, K/2], scale float8_e4m3fn [..., N, K/16], global_scale float32 [...])``.
 
     Raises:
-        DTypeError, ShapeError, NonFiniteError, ConfigError.
+        DTypeError, ShapeError, DeviceError, NonFiniteError, ConfigError.
     """
     check_weight(w)
-    if scale_search not in _TOP:
-        raise ConfigError("unknown scale_search", value=repr(scale_search), limit=list(SCALE_SEARCHES))
-    lead, (n, k) = w.shape[:-2], w.shape[-2:]
-    amax = w.abs().amax((-2, -1)).float() if w.numel() else w.new_zeros(lead, dtype=torch.float32)
+    check_search(scale_search)
+    if w.device.type == "meta":
+        raise DeviceError("a weight on the meta device has no values to quantize", value=tuple(w.shape), limit="a device with memory", remedy=_LOAD_FIRST)
+    lead, (n, k) = tuple(w.shape[:-2]), w.shape[-2:]
+    amax = w.abs().amax((-2, -1)) if w.numel() else w.new_zeros(lead)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(
             "a weight holds NaN or Inf",
@@ -82,11 +87,11 @@ def quantize(
         g = _checked_global_scale(global_scale, lead, w.device)
     weight = _checked_channel_weight(channel_weight, k, w.device) if scale_search == "activation" else None
 
-    rows = w.reshape(-1, k)
+    rows = w.flatten(0, -2)
     row_scale = g.reshape(-1, 1).expand(-1, n).reshape(-1)
     qdata = torch.empty(rows.shape[0], k // 2, dtype=torch.uint8, device=w.device)
     scale = torch.empty(rows.shape[0], k // GROUP, dtype=SCALE_DTYPE, device=w.device)
-    for part in _row_chunks(rows.shape[0], k):
+    for part in _row_chunks(rows.shape[0], k) if k else ():
         blocks = rows[part].float().unflatten(-1, (-1, GROUP)) / row_scale[part, None, None]
         codes = _choose_scale_codes(blocks, scale_search, weight)
         s = codes.view(SCALE_DTYPE).float()
@@ -96,7 +101,7 @@ def quantize(
 
 
 def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """``[..., N, K]`` in ``dtype``: the exact product in float32, rounded once.
+    """``[..., N, K]`` in ``dtype``: the product rounded to float32, then to ``dtype``.
 
     Args:
         qdata: uint8 ``[..., N, K/2]``.
@@ -110,7 +115,7 @@ def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
 
 
 def check_weight(w: Tensor) -> None:
-    """Raise ShapeError or DTypeError unless ``w`` is a high-precision ``[..., N, K]`` with K a multiple of 16."""
+    """Raise unless ``w`` is a high-precision ``[..., N, K]`` with K a multiple of 16. Reads no values."""
     if w.dtype not in HIGH_PRECISION:
         raise DTypeError("NVFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION))
     if w.dim() < 2 or w.shape[-1] % GROUP:
@@ -122,13 +127,18 @@ def check_weight(w: Tensor) -> None:
         )
 
 
+def check_search(scale_search: str) -> None:
+    """Raise ConfigError unless ``scale_search`` is one of :data:`SCALE_SEARCHES`."""
+    if scale_search not in _TOP:
+        raise ConfigError("unknown scale_search", value=repr(scale_search), limit=list(SCALE_SEARCHES))
+
+
 def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     """Raise unless the three tensors can be one NVFP4 weight: dtypes, shapes, one device. Reads no values."""
     for name, t, want in (("qdata", qdata, torch.uint8), ("scale", scale, SCALE_DTYPE), ("global_scale", global_scale, torch.float32)):
         if t.dtype != want:
             raise DTypeError(f"NVFP4 {name} has the wrong dtype", value=t.dtype, limit=want)
-    want_scale = (*qdata.shape[:-1], qdata.shape[-1] * 2 // GROUP)
-    if qdata.dim() < 2 or (qdata.shape[-1] * 2) % GROUP or tuple(scale.shape) != want_scale:
+    if qdata.dim() < 2 or (qdata.shape[-1] * 2) % GROUP or tuple(scale.shape) != (*qdata.shape[:-1], qdata.shape[-1] * 2 // GROUP):
         raise ShapeError(
             "NVFP4 qdata and scale do not belong together",
             value=f"qdata {tuple(qdata.shape)}, scale {tuple(scale.shape)}",
@@ -137,14 +147,24 @@ def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     lead = tuple(qdata.shape[:-2])
     if tuple(global_scale.shape) not in (lead, (*lead, 1, 1)):
         raise ShapeError("NVFP4 global_scale does not fit", value=tuple(global_scale.shape), limit=f"{lead} or {(*lead, 1, 1)}")
+    if not qdata.device == scale.device == global_scale.device:
+        raise DeviceError(
+            "the parts of one NVFP4 weight lie on different devices",
+            value=f"qdata {qdata.device}, scale {scale.device}, global_scale {global_scale.device}",
+            limit="one device",
+            remedy="Move the weight as a whole with .to(device).",
+        )
 
 
 # --- scale choice -----------------------------------------------------------------------------------------------
 
 
 def _divide(blocks: Tensor, s: Tensor) -> Tensor:
-    """blocks / s with a zero scale giving zeros (an all-zero block keeps scale byte 0)."""
-    return blocks * torch.where(s > 0, 1.0 / s, torch.zeros_like(s)).unsqueeze(-1)
+    """blocks / s with a zero scale giving zeros (an all-zero block keeps scale byte 0).
+
+    A true division: multiplying by the rounded reciprocal moves exact ties for 14 of the 126 scales.
+    """
+    return blocks / torch.where(s > 0, s, torch.ones_like(s)).unsqueeze(-1)
 
 
 def _to_code(s: Tensor) -> Tensor:
@@ -183,23 +203,40 @@ def _error(blocks: Tensor, code: Tensor, weight: Tensor | None) -> Tensor:
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
-def _checked_global_scale(g: Tensor, lead: torch.Size, device: torch.device) -> Tensor:
-    g = torch.as_tensor(g, dtype=torch.float32, device=device)
-    if g.numel() != functools.reduce(lambda a, b: a * b, lead, 1):
-        raise ShapeError("global_scale does not fit the weight's leading shape", value=tuple(g.shape), limit=tuple(lead))
+def _checked_global_scale(g: Tensor, lead: tuple[int, ...], device: torch.device) -> Tensor:
+    if g.device != device:
+        raise DeviceError("global_scale lies on another device than the weight", value=g.device, limit=device, remedy="Move it with .to(weight.device).")
+    # One matrix also takes the [1] that checkpoints store; experts also the [E, 1, 1] that broadcasts.
+    accepted = (lead, (*lead, 1, 1)) if lead else ((), (1,), (1, 1))
+    if tuple(g.shape) not in accepted:
+        raise ShapeError("global_scale does not fit the weight's leading shape", value=tuple(g.shape), limit=" or ".join(str(tuple(s)) for s in accepted))
+    g = g.to(torch.float32).reshape(lead)
     if not bool(((g > 0) & torch.isfinite(g)).all()):
-        raise NonFiniteError("global_scale must be positive and finite", value=g.flatten()[:4].tolist())
-    return g.reshape(lead)
+        raise NonFiniteError(
+            "global_scale must be positive and finite",
+            value=g.flatten()[:4].tolist(),
+            limit="> 0 in float32",
+            remedy="It multiplies: amax / 2688. A checkpoint that divides by it stores the reciprocal.",
+        )
+    return g
 
 
 def _checked_channel_weight(weight: Tensor | None, k: int, device: torch.device) -> Tensor:
     if weight is None:
-        raise ConfigError('scale_search="activation" needs channel_weight', value=None, limit=f"[{k}] float32, E[x^2] per input channel")
+        raise ConfigError(
+            'scale_search="activation" needs channel_weight',
+            value="None",
+            limit=f"[{k}] float32, E[x^2] per input channel",
+            remedy="quantize_model measures it from calibration batches.",
+        )
     weight = weight.to(device=device, dtype=torch.float32)
     if tuple(weight.shape) != (k,):
-        raise ShapeError("channel_weight does not fit K", value=tuple(weight.shape), limit=(k,))
+        raise ShapeError("channel_weight does not fit K", value=tuple(weight.shape), limit=f"({k},)")
     if not bool((torch.isfinite(weight) & (weight >= 0)).all()):
-        raise NonFiniteError("channel_weight must be finite and >= 0", value="NaN, Inf or negative entries")
+        bad = int((~(torch.isfinite(weight) & (weight >= 0))).sum())
+        raise NonFiniteError(
+            "channel_weight must be finite and >= 0", value=f"{bad} bad of {k} entries", limit="finite, >= 0", remedy="Check the calibration data."
+        )
     # A channel that calibration never excited still has to be representable.
     return weight.clamp_min(weight.mean() * 1e-4 + _TINY)
 

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from ..errors import DTypeError, ShapeError
 from ..formats import nvfp4
+from ..ops import cast_for_autocast
 from ..tensors.nvfp4 import NVFP4Tensor
 
-_BITS = {nvfp4.SCALE_DTYPE: torch.uint8, torch.float32: torch.int32}
+# Each packed buffer, and the integer dtype of the same width that stands for its bits.
+_BITS = {"qdata": torch.uint8, "scale": torch.uint8, "global_scale": torch.int32}
+_DTYPES = {"qdata": torch.uint8, "scale": nvfp4.SCALE_DTYPE, "global_scale": torch.float32}
+
+_DENSE = "Use dequantize() for a dense weight."
 
 
 class FP4Linear(nn.Module):
@@ -68,8 +73,7 @@ class FP4Linear(nn.Module):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x, _ = cast_for_autocast(x)
         if self.padding:
             x = nn.functional.pad(x, (0, self.padding))
         bias = self.bias
@@ -100,14 +104,33 @@ class FP4Linear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         # nn.Module.to(dtype) casts every floating tensor. Codes and scales are bits, not numbers to be cast:
         # show fn integers of the same width, so that device moves happen and casts do not.
-        for name in ("qdata", "scale", "global_scale"):
-            t = getattr(self, name)
-            bits = _BITS.get(t.dtype, t.dtype)
-            moved = fn(t.view(bits))
-            if moved.dtype != bits:
-                raise DTypeError(f"FP4Linear.{name} cannot be cast", value=moved.dtype, limit=t.dtype, remedy="Use dequantize() for a dense weight.")
-            setattr(self, name, moved.view(t.dtype))
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qdata.device if self.qdata.device.type != "meta" else "cpu")).dtype
-        if self.bias is not None:
-            self.bias = fn(self.bias)
+        dtype = self._probe(fn, self.dtype)
+        if dtype not in nvfp4.HIGH_PRECISION:
+            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
+        for bits in set(_BITS.values()):
+            if self._probe(fn, bits) != bits:
+                raise DTypeError("the codes and scales of FP4Linear cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
+        for name, bits in _BITS.items():
+            self._buffers[name] = getattr(self, name).view(bits)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for name, real in _DTYPES.items():
+                self._buffers[name] = getattr(self, name).view(real)
+        self.dtype = dtype
         return self
+
+    def _probe(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
+        """The dtype that ``fn`` turns ``dtype`` into."""
+        device = self.qdata.device
+        return fn(torch.empty(0, dtype=dtype, device="cpu" if device.type == "meta" else device)).dtype
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
+        for name, dtype in _DTYPES.items():
+            value = state_dict.get(prefix + name)
+            if value is not None and value.dtype != dtype:
+                raise DTypeError(
+                    f"{prefix}{name} in the state_dict has the wrong dtype", value=value.dtype, limit=dtype, remedy="Reinterpret bits with .view(dtype)."
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
-from .contract import OpContract
+from .contract import OpContract, refuse_gradient
 
 
 def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
@@ -43,6 +43,16 @@ def by_matrix(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> 
     return out
 
 
+def _setup_context(ctx, inputs, output) -> None:
+    refuse_gradient("bmm", ctx, scale=2, global_scale=3)
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx, grad: Tensor):
+    """Gradient of the activation; the quantized weights are frozen."""
+    return torch.bmm(grad, torch.ops.fp4.dequantize(*ctx.saved_tensors, grad.dtype)), None, None, None
+
+
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
     for e, m, n, k in ((1, 1, 16, 32), (3, 5, 7, 48), (2, 0, 8, 16), (0, 2, 8, 16), (4, 17, 33, 80), (2, 1, 1, 64), (5, 3, 130, 16), (2, 64, 96, 112)):
         x = torch.randn(e, m, k, device=device)
@@ -58,3 +68,4 @@ CONTRACT = OpContract(
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )
 CONTRACT.implement("CompositeExplicitAutograd", by_matrix)
+CONTRACT.differentiate(_backward, _setup_context)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import UnsupportedOpError
+
 LIBRARY = torch.library.Library("fp4", "FRAGMENT")
 CONTRACTS: dict[str, OpContract] = {}
 
@@ -45,6 +47,38 @@ class OpContract:
         """Attach a kernel for one dispatch key (``"CPU"``, ``"CUDA"``, ``"CompositeExplicitAutograd"``)."""
         LIBRARY.impl(self.name, fn, dispatch_key)
 
+    def differentiate(self, backward: Callable, setup_context: Callable) -> None:
+        """Register the gradient. Every op has one, if only to refuse: an op without would give None, silently."""
+        torch.library.register_autograd(f"fp4::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
+
     @property
     def op(self):
         return getattr(torch.ops.fp4, self.name).default
+
+
+def refuse_gradient(op: str, ctx, **inputs: int) -> None:
+    """Raise if autograd asks for the gradient of one of ``inputs`` (name -> position): codes and scales are frozen."""
+    wanted = [name for name, i in inputs.items() if ctx.needs_input_grad[i]]
+    if wanted:
+        raise UnsupportedOpError(
+            f"fp4.{op} has no gradient for {', '.join(wanted)}",
+            value="requires_grad=True",
+            limit="gradients of activations and biases",
+            remedy="Call .detach() or .requires_grad_(False) on it, or run under torch.no_grad().",
+        )
+
+
+def no_gradient(ctx, *grads):
+    """The backward of an op whose ``setup_context`` refuses every input that requires one."""
+    raise UnsupportedOpError("an fp4 op without a gradient was differentiated", limit="fp4.linear, fp4.bmm")
+
+
+def cast_for_autocast(x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What autocast does to ``F.linear``: floating operands but float64 go to the autocast dtype of ``x``'s device."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x, bias
+    dtype = torch.get_autocast_dtype(kind)
+    if x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(dtype)
+    return x, bias if bias is None else bias.to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import DTypeError
 from ..formats import nvfp4
-from .contract import OpContract
+from .contract import OpContract, no_gradient, refuse_gradient
 
 
 def reference(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,6 +29,10 @@ def fake(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype)
     return qdata.new_empty((*qdata.shape[:-1], qdata.shape[-1] * 2), dtype=dtype)
 
 
+def _setup_context(ctx, inputs, output) -> None:
+    refuse_gradient("dequantize", ctx, scale=1, global_scale=2)
+
+
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
     for shape in ((16, 32), (1, 16), (7, 48), (3, 5, 16), (2, 4, 64), (33, 16), (0, 32), (129, 80)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -43,3 +47,4 @@ CONTRACT = OpContract(
     inputs=inputs,
     tolerance=dict.fromkeys(nvfp4.HIGH_PRECISION, 0.0),
 )
+CONTRACT.differentiate(no_gradient, _setup_context)

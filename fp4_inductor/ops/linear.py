@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
-from .contract import LIBRARY, OpContract
+from .contract import OpContract, refuse_gradient
 
 LARGE_M = ("auto", "fp8", "bf16")
 
@@ -51,6 +51,7 @@ def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Te
 
 
 def _setup_context(ctx, inputs, output) -> None:
+    refuse_gradient("linear", ctx, scale=2, global_scale=3)
     _, qdata, scale, global_scale, bias, _ = inputs
     ctx.save_for_backward(qdata, scale, global_scale)
     ctx.has_bias = bias is not None
@@ -87,4 +88,4 @@ CONTRACT = OpContract(
     # bf16 / fp16: operands exact, float32 accumulation, one rounding. float32: tensor cores are not used.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )
-torch.library.register_autograd("fp4::linear", _backward, setup_context=_setup_context, lib=LIBRARY)
+CONTRACT.differentiate(_backward, _setup_context)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import nvfp4
-from .contract import OpContract
+from .contract import OpContract, no_gradient, refuse_gradient
 
 
 def reference(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None = None, channel_weight: Tensor | None = None):
@@ -19,12 +19,17 @@ def reference(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None
 
 def fake(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None = None, channel_weight: Tensor | None = None):
     nvfp4.check_weight(w)
+    nvfp4.check_search(scale_search)
     *lead, n, k = w.shape
     return (
         w.new_empty((*lead, n, k // 2), dtype=torch.uint8),
         w.new_empty((*lead, n, k // nvfp4.GROUP), dtype=nvfp4.SCALE_DTYPE),
         w.new_empty(tuple(lead), dtype=torch.float32),
     )
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    refuse_gradient("quantize", ctx, w=0, global_scale=2, channel_weight=3)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -42,3 +47,4 @@ CONTRACT = OpContract(
     tolerance=dict.fromkeys(nvfp4.HIGH_PRECISION, 0.0),
 )
 CONTRACT.implement("CompositeExplicitAutograd", reference)
+CONTRACT.differentiate(no_gradient, _setup_context)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.pytree import tree_map_only
-from ..errors import DeviceError, UnsupportedOpError
+from ..errors import UnsupportedOpError
 
 aten = torch.ops.aten
 
@@ -22,7 +22,8 @@ class FP4Tensor(torch.Tensor):
 
     ``transposed`` swaps the last two dimensions without moving data, so that ``w.t()`` (what linear layers become)
     is free. Reads of any kind work: operations without a quantized form dequantise first. Writes other than
-    ``copy_`` from a tensor of the same kind raise :class:`UnsupportedOpError`; nothing is ever written to a temporary.
+    ``copy_`` from a tensor of the same kind raise :class:`UnsupportedOpError`. A view without a packed form (``w[3]``,
+    ``w.view(-1)``) is a dense copy: writing to that copy does not reach the weight.
     """
 
     PARTS: ClassVar[tuple[str, ...]]
@@ -55,7 +56,12 @@ class FP4Tensor(torch.Tensor):
 
     def with_parts(self, parts, *, dtype: torch.dtype | None = None, transposed: bool | None = None):
         """The same kind of tensor over other components."""
-        return type(self)(*parts, self.logical_dtype if dtype is None else dtype, self.transposed if transposed is None else transposed)
+        context = self.logical_dtype if dtype is None else dtype, self.transposed if transposed is None else transposed
+        if torch.is_inference_mode_enabled() and not parts[0].is_inference():
+            # A view of a normal tensor is a normal tensor: autograd's bookkeeping refuses an inference wrapper there.
+            with torch.inference_mode(False):
+                return type(self)(*parts, *context)
+        return type(self)(*parts, *context)
 
     def map_parts(self, fn: Callable[[Tensor], Tensor], **changes):
         """The same kind of tensor with ``fn`` applied to each component."""
@@ -79,6 +85,36 @@ class FP4Tensor(torch.Tensor):
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, transposed={self.transposed})"
 
+    def share_memory_(self):
+        """Move every component to shared memory. (torch's own would follow this wrapper's null storage and crash.)"""
+        for t in self.parts():
+            t.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether every component lies in shared memory."""
+        return all(t.is_shared() for t in self.parts())
+
+    def __setitem__(self, index, value) -> None:
+        # Tensor's own would write into the dense copy that an index without a packed form returns.
+        part = self[index]
+        if not isinstance(part, FP4Tensor):
+            raise _write_error(self, f"assignment to [{index}] of a {type(self).__name__}")
+        part.copy_(value)
+
+    @property
+    def data(self):
+        """As for any tensor; assignment takes a weight of the same kind and shape, whose components it shares."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value) -> None:
+        if type(value) is not type(self) or value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise _write_error(self, f".data = {type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on a {type(self).__name__}")
+        for name in self.PARTS:
+            setattr(self, name, getattr(value, name))
+        self.transposed = value.transposed
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         # F.linear reaches __torch_dispatch__ only under inference_mode; elsewhere it is decomposed before.
@@ -90,7 +126,7 @@ class FP4Tensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def linear_function(cls, x, weight, bias=None):
+    def linear_function(cls, input, weight, bias=None):
         """``F.linear`` on a quantized weight, or NotImplemented."""
         return NotImplemented
 
@@ -119,16 +155,22 @@ class FP4Tensor(torch.Tensor):
         return register
 
 
+def _write_error(t, what: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        what,
+        value=f"shape {tuple(t.shape)}",
+        limit=f"copy_ from another {type(t).__name__} of the same shape",
+        remedy="Quantize the new weight with from_dense() and assign it.",
+    )
+
+
 def _refuse_writes(cls, func, args, kwargs) -> None:
     for i, spec in enumerate(func._schema.arguments):
         if spec.alias_info is not None and spec.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(spec.name)
-            if isinstance(value, FP4Tensor):
-                raise UnsupportedOpError(
-                    f"{func} would write into a {type(value).__name__}",
-                    limit=f"copy_ from another {type(value).__name__} of the same shape",
-                    remedy="Quantize the new weight with from_dense() and assign it.",
-                )
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, FP4Tensor):
+                    raise _write_error(t, f"{func} would write into a {type(t).__name__}")
 
 
 # --- operations whose meaning is the same for every format ------------------------------------------------------
@@ -151,7 +193,9 @@ def _view_of_self(t):
 
 
 @_common(aten.clone.default, aten.contiguous.default)
-def _clone(t, *, memory_format=None):
+def _clone(t, *, memory_format=torch.preserve_format):
+    if t.transposed and memory_format == torch.contiguous_format:
+        return NotImplemented  # [..., K, N] row-major has no packed form
     return t.map_parts(lambda p: p.clone())
 
 
@@ -159,7 +203,8 @@ def _clone(t, *, memory_format=None):
 def _to_copy(t, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    return t.map_parts(lambda p: p.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
+    moved = t.map_parts(lambda p: p.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype)
+    return moved.map_parts(lambda p: p.pin_memory()) if pin_memory else moved
 
 
 @_common(aten.copy_.default)
@@ -218,9 +263,3 @@ def _permute(t, dims):
 @_common(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape_view(t, size, **kwargs):
     return _view_of_self(t) if list(size) == list(t.shape) else NotImplemented
-
-
-def require_same_device(parts: tuple[Tensor, ...], names: tuple[str, ...]) -> None:
-    """Raise DeviceError unless all components lie on one device."""
-    if len({p.device for p in parts}) > 1:
-        raise DeviceError("the parts of one weight lie on different devices", value={n: str(p.device) for n, p in zip(names, parts, strict=True)})

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..errors import DTypeError
 from ..formats import nvfp4
-from .base import FP4Tensor, aten, require_same_device
+from ..ops import cast_for_autocast
+from .base import FP4Tensor, aten
 
 fp4 = torch.ops.fp4
 _K_PER_BYTE = 2
@@ -21,7 +22,8 @@ class NVFP4Tensor(FP4Tensor):
     Args:
         qdata: uint8 ``[..., N, K/2]``, two E2M1 codes a byte, the even k in the low nibble.
         scale: float8_e4m3fn ``[..., N, K/16]``.
-        global_scale: float32 of the leading shape (``[]`` for a matrix, ``[E]`` for experts); it multiplies.
+        global_scale: float32 of the leading shape (``[]`` for a matrix, ``[E]`` for experts; ``[E, 1, 1]`` becomes ``[E]``);
+            it multiplies.
         dtype: bfloat16, float16 or float32: the dtype this weight presents and dequantises to.
         transposed: present ``[..., K, N]``.
 
@@ -37,14 +39,20 @@ class NVFP4Tensor(FP4Tensor):
     @staticmethod
     def __new__(cls, qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16, transposed: bool = False):
         nvfp4.check_parts(qdata, scale, global_scale)
-        require_same_device((qdata, scale, global_scale), cls.PARTS)
         if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("NVFP4Tensor presents a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION))
+            raise DTypeError(
+                "NVFP4Tensor presents a high-precision dtype",
+                value=dtype,
+                limit=list(nvfp4.HIGH_PRECISION),
+                remedy="For a dense tensor of another dtype: .dequantize().to(dtype).",
+            )
         shape = [*qdata.shape[:-1], qdata.shape[-1] * _K_PER_BYTE]
         return FP4Tensor._wrapper(cls, shape, dtype, qdata.device, transposed)
 
     def __init__(self, qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16, transposed: bool = False):
-        self.qdata, self.scale, self.global_scale = qdata, scale, global_scale
+        # [E, 1, 1] broadcasts and [E] indexes: one form inside.
+        self.qdata, self.scale = qdata, scale
+        self.global_scale = global_scale if global_scale.dim() == qdata.dim() - 2 else global_scale.reshape(qdata.shape[:-2])
         self.logical_dtype, self.transposed = dtype, transposed
 
     @classmethod
@@ -69,17 +77,14 @@ class NVFP4Tensor(FP4Tensor):
         return w.mT if self.transposed else w
 
     @classmethod
-    def linear_function(cls, x, weight, bias=None):
-        if not isinstance(weight, NVFP4Tensor) or isinstance(x, FP4Tensor) or weight.transposed or weight.dim() != 2:
+    def linear_function(cls, input, weight, bias=None):
+        if not isinstance(weight, NVFP4Tensor) or isinstance(input, FP4Tensor) or weight.transposed or weight.dim() != 2:
             return NotImplemented
-        return _linear(x, weight, bias)
-
-
-def _linear(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = None if bias is None else bias.to(x.dtype)
-    return fp4.linear(x, w.qdata, w.scale, w.global_scale, bias)
+        if weight.requires_grad and torch.is_grad_enabled():
+            # The op's weight is frozen; autograd's own formula reaches the rules below and gives w.grad, dense.
+            return NotImplemented
+        x, bias = cast_for_autocast(input, bias)
+        return fp4.linear(x, weight.qdata, weight.scale, weight.global_scale, bias)
 
 
 @NVFP4Tensor.implements(aten.linear.default)
@@ -98,7 +103,7 @@ def _mm(x, w):
 
 @NVFP4Tensor.implements(aten.addmm.default)
 def _addmm(bias, x, w, *, beta=1, alpha=1):
-    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor) or bias.dim() != 1 or beta != 1 or alpha != 1:
+    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor) or bias.shape != w.shape[1:] or beta != 1 or alpha != 1:
         return NotImplemented
     return fp4.linear(x, *w.parts(), bias)
 
@@ -146,7 +151,8 @@ def _slice(t, dim=0, start=None, end=None, step=1):
 
 @NVFP4Tensor.implements(aten.split.Tensor)
 def _split(t, split_size, dim=0):
-    return [_slice_or_dense(t, dim, i, min(i + split_size, t.shape[dim])) for i in range(0, t.shape[dim], split_size)]
+    size = t.shape[dim]
+    return [_slice_or_dense(t, dim, i, min(i + split_size, size)) for i in range(0, max(size, 1), max(split_size, 1))]
 
 
 @NVFP4Tensor.implements(aten.split_with_sizes.default)
@@ -171,6 +177,13 @@ def _select(t, dim, index):
     return t.with_parts((t.qdata.select(axis, index), t.scale.select(axis, index), t.global_scale.select(axis + 2, index)))
 
 
+@NVFP4Tensor.implements(aten.unbind.int)
+def _unbind(t, dim=0):
+    if _storage_axis(t, dim) >= -2:
+        return NotImplemented
+    return [_select(t, dim, i) for i in range(t.shape[dim])]
+
+
 @NVFP4Tensor.implements(aten.index_select.default)
 def _index_select(t, dim, index):
     axis = _storage_axis(t, dim)
@@ -182,6 +195,6 @@ def _index_select(t, dim, index):
 
 @NVFP4Tensor.implements(aten.index.Tensor)
 def _index(t, indices):
-    if t.dim() < 3 or len(indices) != 1 or indices[0] is None:
+    if len(indices) != 1 or indices[0] is None or t.dim() < 3 or (indices[0].dtype in (torch.bool, torch.uint8) and indices[0].dim() > t.dim() - 2):
         return NotImplemented
     return t.map_parts(lambda p: aten.index.Tensor(p, indices))

@@ -1,0 +1,54 @@
+"""``fp4.dequantize_fp8(qdata, scale) -> float8_e4m3fn [N, K]``: the transient weight of the FP8 many-rows path.
+
+    w8 = e4m3(e2m1 * scale * WEIGHT_FACTOR);   W = w8 * (global_scale / WEIGHT_FACTOR)
+
+One power of two for every tensor: 6 * 448 / 8 = 336 always fits E4M3, no data-dependent pass is needed, and the product
+is exact wherever the scale's mantissa is 1.0, 1.25 or 1.5 (design/QUALITY.md; extra KL of the whole path 0.023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from ..formats import e2m1, nvfp4
+from .contract import OpContract
+
+WEIGHT_FACTOR = 0.125
+
+
+def reference(qdata: Tensor, scale: Tensor) -> Tensor:
+    """Exact product in float32, one rounding to E4M3."""
+    check(qdata, scale)
+    values = e2m1.decode(e2m1.unpack(qdata)).unflatten(-1, (-1, nvfp4.GROUP))
+    return (values * (scale.float() * WEIGHT_FACTOR).unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+
+
+def check(qdata: Tensor, scale: Tensor) -> None:
+    nvfp4.check_parts(qdata, scale, qdata.new_empty(qdata.shape[:-2], dtype=torch.float32))
+    if qdata.dim() != 2:
+        raise ShapeError("fp4.dequantize_fp8 takes one matrix", value=tuple(qdata.shape), limit="[N, K/2]")
+
+
+def fake(qdata: Tensor, scale: Tensor) -> Tensor:
+    check(qdata, scale)
+    return qdata.new_empty((qdata.shape[0], qdata.shape[1] * 2), dtype=torch.float8_e4m3fn)
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    for n, k in ((16, 32), (1, 16), (7, 48), (5, 16), (33, 80), (0, 32), (129, 80), (64, 128)):
+        yield f"{(n, k)}", nvfp4.quantize(torch.randn(n, k, device=device))[:2]
+
+
+CONTRACT = OpContract(
+    name="dequantize_fp8",
+    schema="(Tensor qdata, Tensor scale) -> Tensor",
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    tolerance={torch.float8_e4m3fn: 0.0},
+)
+CONTRACT.implement("CPU", reference)
