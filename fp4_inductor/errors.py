@@ -19,6 +19,7 @@ class FP4Error(Exception):
 
     def __init__(self, what: str, *, value: object = None, limit: object = None, remedy: str | None = None):
         self.what, self.value, self.limit, self.remedy = what, value, limit, remedy
+        self.problems: list[FP4Error] = []
         text = what
         if value is not None:
             text += f"; got {value}"
@@ -47,6 +48,10 @@ class NonFiniteError(FP4Error, ValueError):
 
 class ConfigError(FP4Error, ValueError):
     """An option does not exist or its value is not one of the accepted ones."""
+
+
+class PreflightError(FP4Error, ValueError):
+    """Several layers of a model cannot be quantized, for several kinds of reasons; ``problems`` holds the typed errors."""
 
 
 class CoverageError(FP4Error, ValueError):

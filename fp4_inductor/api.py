@@ -1,0 +1,116 @@
+"""The public functions that change, write and read whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import load, save
+from .config import NVFP4Config
+from .errors import ConfigError
+from .models.calibrate import mean_squares
+from .models.convert import convert_group
+from .models.plan import Plan, make_plan, model_bytes
+from .models.preflight import check_device, preflight
+from .report import LayerReport, Report, record
+
+__all__ = ["load", "quantize_model", "save"]
+
+
+def quantize_model(
+    model: nn.Module,
+    config: NVFP4Config | None = None,
+    *,
+    ignore: Iterable[str] | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    strict: bool = True,
+) -> nn.Module:
+    """Replace the linear layers of ``model`` by NVFP4 ones, in place, and print a report.
+
+    ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`. Output
+    heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
+    reason in the report (``fp4_inductor.report(model)``). Linear layers that share one weight share the quantized one.
+    Every layer is checked before the first is changed; then they are replaced one by one, each dense weight being
+    released before the next is touched, so peak memory is the model plus one layer.
+
+    Args:
+        model: any module, in bfloat16, float16 or float32. Quantize before ``torch.compile``.
+        config: an :class:`NVFP4Config`; its defaults if None.
+        ignore: layers to leave alone, besides the default list: names (``"model.layers.0"`` takes all below it), last
+            components (``"lm_head"``, ``"mlp.down_proj"``), or ``"re:..."`` matched from the start of the name.
+        filter_fn: ``filter_fn(module, name) -> bool``; False leaves the module alone.
+        device: quantize on this device and leave the whole model there. Each layer moves when its turn comes, so the
+            dense model never has to fit there. None: every layer is quantized where it is.
+        progress: show progress bars and print the report.
+        strict: raise if a linear or expert weight outside the skip list cannot be quantized. False keeps such weights
+            in high precision; the report's coverage says how much that is.
+
+    Returns:
+        ``model`` (a new :class:`FP4Linear` if ``model`` itself is a linear layer).
+
+    Raises:
+        CoverageError, NonFiniteError, DTypeError, ShapeError, DeviceError, ConfigError, PreflightError, CalibrationError:
+            before anything was changed; the message lists every layer concerned.
+    """
+    config = NVFP4Config() if config is None else config
+    if not isinstance(config, NVFP4Config):
+        raise ConfigError("quantize_model takes an NVFP4Config", value=type(config).__name__, limit="NVFP4Config(...)")
+    if not isinstance(model, nn.Module):
+        raise ConfigError("quantize_model takes a module", value=type(model).__name__, limit="torch.nn.Module")
+    target_device = check_device(device)
+    plan = make_plan(model, ignore, filter_fn)
+    preflight(plan, strict)
+    if not plan.groups:
+        raise ConfigError(
+            "there is no layer to quantize",
+            value=f"{len(plan.existing)} layers in FP4 already, {len(plan.skipped)} parameters skipped",
+            limit="at least one linear layer outside the skip list and ignore",
+        )
+    weights = _channel_weights(model, plan, config, strict, progress)
+    before = model_bytes(model)
+    layers: list[LayerReport] = list(plan.existing)
+    for group in _bar(plan.groups, progress):
+        search, weight, notes = config, None, ()
+        if config.scale_search == "activation":
+            weight = weights[group[0].name]
+            if weight is None:
+                search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
+        model, rows = convert_group(model, group, search, target_device, weight)
+        layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
+    if target_device is not None:
+        model.to(target_device)
+    result = Report(
+        layers=layers,
+        skipped=plan.skipped,
+        uncovered=plan.uncovered,
+        bytes_before=before,
+        bytes_after=model_bytes(model),
+        config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}",
+        notes=plan.notes,
+    )
+    record(model, result)
+    if progress:
+        print(result)
+    return model
+
+
+def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Tensor | None]:
+    if config.scale_search != "activation":
+        return {}
+    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress)
+    # Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached.
+    out: dict[str, Tensor | None] = {}
+    for group in plan.groups:
+        reached = [w for t in group if (w := found[t.name]) is not None]
+        out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
+    return out
+
+
+def _bar(groups: list, progress: bool) -> Iterable:
+    from tqdm.auto import tqdm
+
+    return tqdm(groups, desc="quantize", unit="layer", disable=not progress)

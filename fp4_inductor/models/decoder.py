@@ -1,0 +1,32 @@
+"""What every decoder shares: output heads and routers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .family import Experts, Family, Skip
+
+
+def _narrow(module: nn.Module) -> bool:
+    """A router has few outputs. A feed-forward layer that happens to be called ``gate`` has more outputs than inputs."""
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.dim() == 2 and 2 * weight.shape[0] <= weight.shape[1]
+
+
+FAMILY = Family(
+    name="decoder",
+    skips=(
+        Skip(r"(^|\.)(lm_head|embed_out|output_projection)$", "output head: its error goes straight into the logits"),
+        Skip(r"(^|\.)(score|classifier|qa_outputs)$", "task head: few weights, and its error goes straight into the answer", _narrow),
+        Skip(
+            r"(^|\.)(gate|router|wg|gate\.(wg|moe_statics)|router\.(layer|classifier|proj))$",
+            "router: a changed expert choice costs more than its weights weigh",
+            _narrow,
+        ),
+        Skip(r"(^|\.)(gate|router)\.moe_statics$", "router: balancing bias"),
+        Skip(r"(^|\.)shared_expert_gate$", "router: gate of the shared expert"),
+    ),
+    # The storage that transformers' @use_experts_implementation gives most families: mixtral, qwen2/3_moe, olmoe,
+    # deepseek, glm4_moe, granitemoe, minimax, ernie4_5_moe, lfm2_moe, hunyuan_moe.
+    experts=(Experts(r".*Experts", (("gate_up_proj", "[E, N, K]"), ("down_proj", "[E, N, K]"))),),
+)

@@ -1,0 +1,59 @@
+"""What a model family is to a quantizer: data, read by :mod:`.plan`. A new family is one file with a ``FAMILY``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Layers that stay in high precision by default.
+
+    Args:
+        pattern: regular expression searched in the dotted name of the module that owns the weight.
+        reason: one clause for the report.
+        when: a further condition on the owning module; None means always.
+    """
+
+    pattern: str
+    reason: str
+    when: Callable[[nn.Module], bool] | None = None
+
+    def matches(self, name: str, module: nn.Module) -> bool:
+        return re.search(self.pattern, name) is not None and (self.when is None or self.when(module))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Where a family keeps its expert weights.
+
+    Args:
+        owner: regular expression matched against the whole class name of the module that owns the Parameters.
+        layouts: Parameter name -> its dimensions, ``"[E, N, K]"`` (K contiguous, what a matmul in FP4 wants) or
+            ``"[E, K, N]"``.
+    """
+
+    owner: str
+    layouts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Args:
+        name: as in the report and in errors.
+        skips: default skip rules; they apply to every model, so patterns must be specific.
+        experts: 3-D expert Parameters of this family.
+        linears: ``(module path, class name)`` of linear layers that are no ``nn.Linear`` but hold ``weight [K, N]``
+            and ``bias [N]`` and compute ``x @ weight + bias``.
+    """
+
+    name: str
+    skips: tuple[Skip, ...] = ()
+    experts: tuple[Experts, ...] = ()
+    linears: tuple[tuple[str, str], ...] = ()

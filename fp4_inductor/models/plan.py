@@ -1,0 +1,310 @@
+"""What to do with every parameter of a model, decided before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..modules import FP4Linear
+from ..report import LayerReport, Report, Skipped
+from ..tensors.base import FP4Tensor
+from . import families
+
+FilterFn = Callable[[nn.Module, str], bool]
+_EXPERT_SIDE = 16  # a 3-D Parameter whose matrices are smaller than one scale block is no expert weight
+
+
+@dataclass
+class Target:
+    """One linear layer to be quantized. ``names``: every path it has in the model. ``transposed``: weight is ``[K, N]``."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass
+class Plan:
+    """The decision for one model. ``groups``: targets that share one weight tensor are one group."""
+
+    groups: list[list[Target]] = field(default_factory=list)
+    existing: list[LayerReport] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    uncovered: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def targets(self) -> list[Target]:
+        return [t for group in self.groups for t in group]
+
+
+def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None) -> Plan:
+    """Walk ``model`` once and decide. Changes nothing and reads no weight values."""
+    paths: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths[id(module)].append(name)
+    ignored = _Ignore(ignore)
+    heads = _output_heads(model)
+    owners = _owners(model)
+    plan = Plan()
+    wanted: dict[tuple, list[Target]] = defaultdict(list)
+    covered_keys: set[tuple] = set()
+
+    for _, module in model.named_modules():
+        names = tuple(paths[id(module)])
+        user = ignored.reason(names, module, filter_fn)
+        if isinstance(module, FP4Linear):
+            plan.existing.append(existing_layer(names, module))
+            continue
+        kind = _linear_kind(module)
+        for pname, p in module.named_parameters(recurse=False):
+            full = f"{names[0]}.{pname}" if names[0] else pname
+            if isinstance(p, FP4Tensor):
+                plan.existing.append(_existing_tensor(full, p))
+                continue
+            default = _default_skip(names[0], module, heads)
+            if kind in ("linear", "transposed") and pname == "weight":
+                reason = user or default or (None if p.numel() else "empty")
+                if reason is None:
+                    wanted[tensor_key(p)].append(Target(names, module, kind == "transposed"))
+                    continue
+            elif p.numel() == 0:
+                continue
+            elif p.dim() < 2:
+                reason = "vectors (norms, biases): no matrix product"
+            elif kind is not None and p.dim() == 2:
+                reason = user or default
+                if reason is None:
+                    plan.uncovered.append(Skipped(full, _once(p, covered_keys), _opaque_reason(kind, module)))
+                    continue
+            else:
+                family = expert_family(module, pname, p)
+                if family is not None and user is None and default is None:
+                    plan.uncovered.append(Skipped(full, _once(p, covered_keys), f"expert weights ({family}), not quantized yet"))
+                    continue
+                reason = user or default or _other_reason(module)
+            plan.skipped.append(Skipped(full, _once(p, covered_keys), reason))
+
+    # A linear layer whose bias is a plain vector is quantized with it: the bias is not a skipped parameter of its own.
+    quantized = {f"{t.name}.bias" if t.name else "bias" for group in wanted.values() for t in group}
+    for key, group in wanted.items():
+        own = {f"{n}.weight" if n else "weight" for t in group for n in t.names}
+        foreign = [n for n in owners[key] if n not in own]
+        if foreign:
+            quantized -= {f"{t.name}.bias" if t.name else "bias" for t in group}
+            plan.skipped += [Skipped(f"{t.name}.weight", 0, f"tied to {foreign[0]}") for t in group]
+        else:
+            plan.groups.append(group)
+    plan.skipped = [_tied_reason(s, owners, model) for s in plan.skipped if s.name not in quantized]
+    plan.notes += ignored.unused()
+    return plan
+
+
+def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict[str, str] | None = None) -> Report:
+    """The report of a model as it stands: what is FP4 already, what is skipped by default, what is not covered.
+
+    Args:
+        errors: relative errors on record, by layer name.
+        kept: reasons on record for layers left out on purpose, by parameter name.
+    """
+    errors, kept = errors or {}, kept or {}
+    plan = make_plan(model)
+    layers = [LayerReport(**{**vars(layer), "relative_error": errors.get(layer.name)}) for layer in plan.existing]
+    left = [Skipped(f"{t.name}.weight", _weight_of(t).numel(), "linear layer in high precision") for t in plan.targets]
+    missed = left + plan.uncovered
+    after = model_bytes(model)
+    return Report(
+        layers=layers,
+        skipped=plan.skipped + [Skipped(s.name, s.params, kept[s.name]) for s in missed if s.name in kept],
+        uncovered=[s for s in missed if s.name not in kept],
+        bytes_before=after + sum(layer.bytes_before - layer.bytes_after for layer in layers),
+        bytes_after=after,
+    )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers; a tensor that several modules share counts once."""
+    seen: dict[tuple, int] = {}
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for _, t in tensors:
+            for part in t.parts() if isinstance(t, FP4Tensor) else (t,):
+                seen[tensor_key(part)] = part.numel() * part.element_size()
+    return sum(seen.values())
+
+
+def tensor_key(t: Tensor) -> tuple:
+    """Equal for tensors that are the same memory in the same shape (the same Parameter, or an exact alias of it)."""
+    if isinstance(t, FP4Tensor):
+        return ("parts", *(tensor_key(p) for p in t.parts()))
+    # A lazy parameter has no shape, a meta or empty tensor no address: only identity tells those apart.
+    if isinstance(t, nn.parameter.UninitializedTensorMixin) or t.device.type == "meta" or t.numel() == 0 or not t.untyped_storage().data_ptr():
+        return (id(t),)
+    return (t.device, t.untyped_storage().data_ptr(), t.storage_offset(), t.dtype, tuple(t.shape), t.stride())
+
+
+def expert_family(module: nn.Module, name: str, p: Tensor) -> str | None:
+    """The family whose experts ``module.name`` holds, ``"unknown family"`` for experts nobody described, or None.
+
+    Any 3-D floating-point Parameter ``[E > 1, >= 16, >= 16]`` outside a convolution counts: a linear-only quantizer
+    that misses experts misses 95% of such a model.
+    """
+    if p.dim() != 3 or not p.dtype.is_floating_point or isinstance(module, nn.modules.conv._ConvNd):
+        return None
+    if p.shape[0] < 2 or min(p.shape[1:]) < _EXPERT_SIDE:
+        return None
+    named = [f.name for f in families() for e in f.experts if re.fullmatch(e.owner, type(module).__name__) and name in dict(e.layouts)]
+    # The most specific description wins; "decoder" holds the layout most families share.
+    named.sort(key=lambda n: n == "decoder")
+    return (type(module).__name__ if named[0] == "decoder" else named[0]) if named else "unknown family"
+
+
+def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
+    """The report row of an installed FP4Linear."""
+    bias = 0 if layer.bias is None else layer.bias.numel() * layer.bias.element_size()
+    weights = layer.out_features * layer.in_features
+    notes = [f"K padded to a multiple of 16 ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
+    notes += ["one module under several names"] if len(names) > 1 else []
+    return LayerReport(
+        names[0],
+        (layer.out_features, layer.in_features),
+        weights,
+        weights * layer.dtype.itemsize + bias,
+        sum(t.numel() * t.element_size() for t in (layer.qdata, layer.scale, layer.global_scale)) + bias,
+        None,
+        tuple(notes),
+    )
+
+
+# --- classification ----------------------------------------------------------------------------------------------
+
+
+def _linear_kind(module: nn.Module) -> str | None:
+    """``"linear"``, ``"transposed"``, or why a linear layer cannot be replaced (``"forward"``, ``"attention"``); None: not linear."""
+    cls = type(module)
+    qualified = {(c.__module__, c.__name__) for c in cls.__mro__}
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear) or isinstance(module, nn.MultiheadAttention):
+        return "attention"  # reads its weights itself, past any forward
+    if isinstance(module, nn.Linear):
+        return "linear" if cls.forward is nn.Linear.forward else "forward"
+    if any(item in qualified for f in families() for item in f.linears):
+        return "transposed"
+    weight = getattr(module, "weight", None)
+    if cls.__name__.endswith("Linear") and isinstance(weight, Tensor) and weight.dim() == 2:
+        return "forward"
+    return None
+
+
+def _opaque_reason(kind: str, module: nn.Module) -> str:
+    if kind == "attention":
+        return "nn.MultiheadAttention reads this weight itself"
+    return f"{type(module).__name__} is a linear layer with its own forward"
+
+
+def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
+    if id(module) in heads:
+        return "output head: its error goes straight into the logits"
+    for family in families():
+        for skip in family.skips:
+            if skip.matches(name, module):
+                return skip.reason
+    return None
+
+
+def _other_reason(module: nn.Module) -> str:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "embedding: a lookup, no matrix product"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolution"
+    return f"Parameter of {type(module).__name__}, which is not a linear layer"
+
+
+def _output_heads(model: nn.Module) -> set[int]:
+    getter = getattr(model, "get_output_embeddings", None)
+    if not callable(getter):
+        return set()
+    try:
+        head = getter()
+    except (NotImplementedError, AttributeError):  # transformers: models without a head raise either
+        return set()
+    return set() if head is None else {id(head)}
+
+
+def _owners(model: nn.Module) -> dict[tuple, list[str]]:
+    owners: dict[tuple, list[str]] = defaultdict(list)
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, t in named:
+            owners[tensor_key(t)].append(name)
+    return owners
+
+
+def _tied_reason(item: Skipped, owners: dict[tuple, list[str]], model: nn.Module) -> Skipped:
+    """Say so if a skipped linear weight is another module's parameter: that is the stronger reason."""
+    if item.reason.startswith(("tied", "vectors", "embedding")):
+        return item
+    prefix, _, pname = item.name.rpartition(".")
+    key = tensor_key(getattr(model.get_submodule(prefix), pname))
+    others = [n for n in owners[key] if n != item.name]
+    return Skipped(item.name, item.params, f"tied to {others[0]}") if others else item
+
+
+def _once(p: Tensor, seen: set[tuple]) -> int:
+    key = tensor_key(p)
+    if key in seen or isinstance(p, nn.parameter.UninitializedTensorMixin):
+        return 0
+    seen.add(key)
+    return p.numel()
+
+
+def _weight_of(t: Target) -> Tensor:
+    return t.module.get_parameter("weight")
+
+
+def _existing_tensor(name: str, p: FP4Tensor) -> LayerReport:
+    after = sum(t.numel() * t.element_size() for t in p.parts())
+    return LayerReport(name, (int(p.shape[-2]), int(p.shape[-1])), p.numel(), p.numel() * p.logical_dtype.itemsize, after)
+
+
+class _Ignore:
+    """The user's choice: names, trailing parts of names, ``re:`` patterns, and a filter function."""
+
+    def __init__(self, entries: Iterable[str] | None):
+        if isinstance(entries, str) or not all(isinstance(e, str) for e in entries or ()):
+            raise ConfigError("ignore is a list of names", value=repr(entries), limit='["lm_head", "model.layers.0", "re:.*mlp.*"]')
+        self.entries = list(entries or ())
+        self.used: set[str] = set()
+        self.patterns = {}
+        for e in self.entries:
+            if e.startswith("re:"):
+                try:
+                    self.patterns[e] = re.compile(e[3:])
+                except re.error as error:
+                    raise ConfigError("ignore holds an invalid regular expression", value=repr(e), limit=str(error)) from error
+
+    def reason(self, names: tuple[str, ...], module: nn.Module, filter_fn: FilterFn | None) -> str | None:
+        for entry in self.entries:
+            if any(self._matches(entry, n) for n in names):
+                self.used.add(entry)
+                return f"ignore={entry!r}"
+        if filter_fn is not None and next(module.parameters(recurse=False), None) is not None and not filter_fn(module, names[0]):
+            return "filter_fn"
+        return None
+
+    def _matches(self, entry: str, name: str) -> bool:
+        if entry in self.patterns:
+            return self.patterns[entry].match(name) is not None
+        # An entry names a module or a parent of it, by its full name or by its last components.
+        parts = name.split(".")
+        prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
+        return any(p == entry or p.endswith("." + entry) for p in prefixes)
+
+    def unused(self) -> list[str]:
+        return [f"ignore={e!r} matched nothing" for e in self.entries if e not in self.used]

@@ -1,0 +1,129 @@
+"""Everything that could go wrong while quantizing a model, found before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, NonFiniteError, PreflightError, ShapeError
+from ..formats import nvfp4
+from .plan import Plan, Target
+
+_SHOWN = 20
+_OWN = {"weight", "bias"}
+
+
+def preflight(plan: Plan, strict: bool) -> None:
+    """Raise one typed error that lists every problem of every layer, or return with nothing changed.
+
+    Problems of one kind raise that kind (``NonFiniteError``, ``DTypeError``, ...); mixed ones raise ``PreflightError``.
+    """
+    problems: list[FP4Error] = []
+    readable: list[tuple[str, Tensor]] = []
+    for target in plan.targets:
+        found = _structure(target)
+        problems += found
+        if not found:
+            module = target.module
+            readable += [(f"{target.name}.{n}".lstrip("."), p) for n, p in module.named_parameters(recurse=False)]
+    problems += _non_finite(readable)
+    if strict and plan.uncovered:
+        problems.append(_coverage(plan))
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    kinds = {type(p) for p in problems}
+    shown = "\n".join(f"  - {p}" for p in problems[:_SHOWN]) + (f"\n  - ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
+    error = (kinds.pop() if len(kinds) == 1 else PreflightError)(f"{len(problems)} layers cannot be quantized; nothing was changed:\n{shown}")
+    error.problems = problems
+    raise error
+
+
+def check_device(device: torch.device | str | None) -> torch.device | None:
+    """A usable device, or DeviceError."""
+    if device is None:
+        return None
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError("not a device", value=repr(device)) from error
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+        raise DeviceError("this device cannot be used here", value=str(device), limit=str(error).split("\n")[0]) from error
+    if device.type == "meta":
+        raise DeviceError("a model cannot be quantized onto the meta device", value="meta")
+    return device
+
+
+def _structure(target: Target) -> list[FP4Error]:
+    module, name = target.module, target.name or "the model"
+    weight = module._parameters.get("weight")
+    if nn.utils.parametrize.is_parametrized(module):
+        return [ConfigError(f"{name} is parametrized", remedy="Call torch.nn.utils.parametrize.remove_parametrizations first, or ignore the layer.")]
+    if weight is None:
+        return [ConfigError(f"{name}.weight is computed by a hook (weight_norm, pruning)", remedy="Remove the reparametrization first, or ignore the layer.")]
+    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+        return [ShapeError(f"{name} is lazy and has no shape yet", remedy="Run the model once, then quantize it.")]
+    if type(weight) is not nn.Parameter:
+        return [DTypeError(f"{name}.weight is a tensor subclass (already quantized, or distributed)", value=type(weight).__name__, limit="nn.Parameter")]
+    found: list[FP4Error] = []
+    if weight.dtype not in nvfp4.HIGH_PRECISION:
+        remedy = "Cast the model with .float() first." if weight.dtype == torch.float64 else "This layer looks quantized already: dequantise it, or ignore it."
+        found.append(DTypeError(f"{name}.weight", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
+    if weight.dim() != 2:
+        found.append(ShapeError(f"{name}.weight is not a matrix", value=tuple(weight.shape), limit="[N, K]"))
+    if weight.device.type == "meta":
+        found.append(
+            DeviceError(
+                f"{name} is on the meta device", limit="materialised weights", remedy="Load the weights first (from_pretrained, to_empty + load_state_dict)."
+            )
+        )
+    if "forward" in vars(module):
+        found.append(
+            ConfigError(f"{name}.forward was replaced on the instance (accelerate offloading does that)", remedy="Remove the hooks first, or ignore the layer.")
+        )
+    if module._state_dict_hooks or module._load_state_dict_pre_hooks:
+        found.append(ConfigError(f"{name} has state_dict hooks", remedy="Remove them first, or ignore the layer."))
+    others = (set(module._parameters) | set(module._buffers) | set(module._modules)) - _OWN
+    if others:
+        found.append(ConfigError(f"{name} holds more than a weight and a bias", value=sorted(others), remedy="Ignore the layer."))
+    bias = module._parameters.get("bias")
+    if bias is not None and bias.device != weight.device:
+        found.append(DeviceError(f"{name}: weight and bias are on different devices", value=f"{weight.device}, {bias.device}", limit="one device"))
+    return found
+
+
+def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
+    """One flag per tensor, read back with one synchronisation per device."""
+    flags: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
+    for name, t in tensors:
+        low, high = torch.aminmax(t.detach())
+        flags.setdefault(t.device, []).append((name, t, torch.isfinite(low) & torch.isfinite(high)))
+    found: list[FP4Error] = []
+    for items in flags.values():
+        for (name, t, _), finite in zip(items, torch.stack([flag for *_, flag in items]).tolist(), strict=True):
+            if not finite:
+                count = int((~torch.isfinite(t)).sum())
+                found.append(
+                    NonFiniteError(
+                        f"{name} holds NaN or Inf",
+                        value=f"{count} of {t.numel()} elements",
+                        limit="finite values",
+                        remedy="Repair the weight, or ignore the layer.",
+                    )
+                )
+    return found
+
+
+def _coverage(plan: Plan) -> CoverageError:
+    missed = sum(s.params for s in plan.uncovered)
+    total = missed + sum(t.module.get_parameter("weight").numel() for t in plan.targets) + sum(i.params for i in plan.existing)
+    names = "\n".join(f"  - {s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered[:_SHOWN])
+    more = f"\n  - ... and {len(plan.uncovered) - _SHOWN} more" if len(plan.uncovered) > _SHOWN else ""
+    return CoverageError(
+        f"{100.0 * missed / total:.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}{more}\n",
+        limit="100% coverage with strict=True",
+        remedy="Pass strict=False to quantize the rest and keep these, or name them in ignore=[...].",
+    )

@@ -1,0 +1,13 @@
+"""State-space and linear-attention layers: Mamba 1 and 2, gated delta net (Qwen3-Next, Qwen3.5)."""
+
+from .family import Family, Skip
+
+FAMILY = Family(
+    name="state_space",
+    skips=(
+        Skip(r"(^|\.)conv1d$", "short convolution, not a matrix product"),
+        Skip(r"(^|\.)conv\.conv$", "short convolution, not a matrix product"),
+        Skip(r"(^|\.)in_proj_(a|b|ba)$", "decay and write strength of the recurrent state: a few rows whose error accumulates over time"),
+        Skip(r"(^|\.)dt_proj$", "step size of the state-space scan, which reads the weight itself"),
+    ),
+)
