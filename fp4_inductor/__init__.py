@@ -8,6 +8,8 @@ itself is first imported, which is when something is first compiled.
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 from . import kernels, ops
@@ -48,6 +50,18 @@ def _register_with_inductor() -> None:
 
 
 when_inductor_loads(_register_with_inductor)
+
+
+class _Package(types.ModuleType):
+    """Keeps ``fp4_inductor.report`` the function: importing the submodule of the same name would rebind it to the module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and _PUBLIC.get(name) == f".{name}" and hasattr(value, name):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -12,9 +12,9 @@ from .config import NVFP4Config
 from .errors import ConfigError
 from .models.calibrate import mean_squares
 from .models.convert import convert_group
+from .models.coverage import LayerReport, Report, record
 from .models.plan import Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
-from .report import LayerReport, Report, record
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -74,7 +74,8 @@ def quantize_model(
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
     for group in _bar(plan.groups, progress):
-        search, weight, notes = config, None, ()
+        search, weight = config, None
+        notes: tuple[str, ...] = ()
         if config.scale_search == "activation":
             weight = weights[group[0].name]
             if weight is None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CalibrationError, NonFiniteError
 from .._torch.pytree import tree_map_only
+from ..errors import CalibrationError, NonFiniteError
 from .plan import Target
 
 _CHUNK = 1 << 22  # activations squared at once
@@ -31,7 +31,7 @@ class _Mean:
         self.rows += x.shape[0]
 
 
-def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any], *, strict: bool, progress: bool = False) -> dict[str, Tensor | None]:
+def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any] | None, *, strict: bool, progress: bool = False) -> dict[str, Tensor | None]:
     """Run ``batches`` through ``model`` and return ``{layer name: [K] float32 E[x^2]}``.
 
     The model runs in eval mode without gradients, where it is; its mode is restored. Tensors of a batch are moved to
@@ -74,7 +74,7 @@ def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any]
     return {name: None if m.sum is None or not m.rows else (m.sum / m.rows).float() for name, m in means.items()}
 
 
-def _feed(model: nn.Module, batches: Iterable[Any], device: torch.device | None, progress: bool) -> None:
+def _feed(model: nn.Module, batches: Iterable[Any] | None, device: torch.device | None, progress: bool) -> None:
     count = 0
     with torch.no_grad():
         for batch in _bar(_iterate(batches), progress):

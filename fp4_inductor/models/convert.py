@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..config import NVFP4Config
 from ..modules import FP4Linear
-from ..report import LayerReport
+from .coverage import LayerReport
 from .plan import Target, existing_layer
 
 _ERROR_CHUNK = 1 << 21  # weights compared at once

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..modules import FP4Linear
-from ..report import LayerReport, Report, Skipped
 from ..tensors.base import FP4Tensor
 from . import families
+from .coverage import LayerReport, Report, Skipped
 
 FilterFn = Callable[[nn.Module, str], bool]
 _EXPERT_SIDE = 16  # a 3-D Parameter whose matrices are smaller than one scale block is no expert weight
@@ -146,7 +146,7 @@ def tensor_key(t: Tensor) -> tuple:
     if isinstance(t, FP4Tensor):
         return ("parts", *(tensor_key(p) for p in t.parts()))
     # A lazy parameter has no shape, a meta or empty tensor no address: only identity tells those apart.
-    if isinstance(t, nn.parameter.UninitializedTensorMixin) or t.device.type == "meta" or t.numel() == 0 or not t.untyped_storage().data_ptr():
+    if is_lazy(t) or t.device.type == "meta" or t.numel() == 0 or not t.untyped_storage().data_ptr():
         return (id(t),)
     return (t.device, t.untyped_storage().data_ptr(), t.storage_offset(), t.dtype, tuple(t.shape), t.stride())
 
@@ -184,6 +184,11 @@ def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
     )
 
 
+def is_lazy(t: Tensor) -> bool:
+    """A parameter of a lazy module that has not run yet."""
+    return isinstance(t, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+
+
 # --- classification ----------------------------------------------------------------------------------------------
 
 
@@ -191,7 +196,7 @@ def _linear_kind(module: nn.Module) -> str | None:
     """``"linear"``, ``"transposed"``, or why a linear layer cannot be replaced (``"forward"``, ``"attention"``); None: not linear."""
     cls = type(module)
     qualified = {(c.__module__, c.__name__) for c in cls.__mro__}
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear) or isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, (nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention)):
         return "attention"  # reads its weights itself, past any forward
     if isinstance(module, nn.Linear):
         return "linear" if cls.forward is nn.Linear.forward else "forward"
@@ -258,7 +263,7 @@ def _tied_reason(item: Skipped, owners: dict[tuple, list[str]], model: nn.Module
 
 def _once(p: Tensor, seen: set[tuple]) -> int:
     key = tensor_key(p)
-    if key in seen or isinstance(p, nn.parameter.UninitializedTensorMixin):
+    if key in seen or is_lazy(p):
         return 0
     seen.add(key)
     return p.numel()

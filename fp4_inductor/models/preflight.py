@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, NonFiniteError, PreflightError, ShapeError
 from ..formats import nvfp4
-from .plan import Plan, Target
+from .plan import Plan, Target, is_lazy
 
 _SHOWN = 20
 _OWN = {"weight", "bias"}
@@ -64,7 +64,7 @@ def _structure(target: Target) -> list[FP4Error]:
         return [ConfigError(f"{name} is parametrized", remedy="Call torch.nn.utils.parametrize.remove_parametrizations first, or ignore the layer.")]
     if weight is None:
         return [ConfigError(f"{name}.weight is computed by a hook (weight_norm, pruning)", remedy="Remove the reparametrization first, or ignore the layer.")]
-    if isinstance(weight, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(weight):
         return [ShapeError(f"{name} is lazy and has no shape yet", remedy="Run the model once, then quantize it.")]
     if type(weight) is not nn.Parameter:
         return [DTypeError(f"{name}.weight is a tensor subclass (already quantized, or distributed)", value=type(weight).__name__, limit="nn.Parameter")]
