@@ -3,4 +3,4 @@
 from . import bmm, dequantize, dequantize_fp8, linear, quantize, quantize_rows_fp8
 from .contract import CONTRACTS, OpContract, cast_for_autocast
 
-__all__ = ["CONTRACTS", "OpContract", "bmm", "cast_for_autocast", "dequantize", "linear", "quantize"]
+__all__ = ["CONTRACTS", "OpContract", "bmm", "cast_for_autocast", "dequantize", "dequantize_fp8", "linear", "quantize", "quantize_rows_fp8"]

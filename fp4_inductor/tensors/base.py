@@ -79,8 +79,9 @@ class FP4Tensor(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's AOTAutograd cache (read by torch >= 2.12)."""
-        layout = ";".join(f"{tuple(t.shape)}{tuple(t.stride())}{t.dtype}" for t in self.parts())
-        return f"{type(self).__qualname__}:{self.logical_dtype}:{self.transposed}:{layout}"
+        # requires_grad too: a graph compiled without the weight's gradient would be reused where one is wanted.
+        layout = ";".join(f"{tuple(t.shape)}{tuple(t.stride())}{t.dtype}{t.device}" for t in self.parts())
+        return f"{type(self).__qualname__}:{self.logical_dtype}:{self.transposed}:{self.requires_grad}:{layout}"
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, transposed={self.transposed})"
@@ -215,7 +216,7 @@ def _copy_(dst, src, non_blocking=False):
     if type(dst) is not type(src) or dst.shape != src.shape or dst.transposed != src.transposed:
         raise UnsupportedOpError(
             f"copy_ into a {type(dst).__name__} of shape {tuple(dst.shape)}",
-            value=f"{type(src).__name__} of shape {tuple(src.shape)}",
+            value=f"{type(src).__name__} of shape {tuple(getattr(src, 'shape', ()))}",
             limit=f"a {type(dst).__name__} of the same shape",
             remedy="Use load_state_dict(..., assign=True), or quantize the source with from_dense().",
         )
