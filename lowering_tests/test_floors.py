@@ -28,7 +28,16 @@ PRIVATE = "_torch"
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 # Within a floor only these pairs know each other.
-NEIGHBOURS = {("modules", "tensors"), ("api", "explain"), ("__init__", "api"), ("__init__", "explain"), ("__init__", "report"), ("checkpoint", "models"), ("lowerings", "passes"), ("passes", "lowerings")}
+NEIGHBOURS = {
+    ("modules", "tensors"),
+    ("api", "explain"),
+    ("__init__", "api"),
+    ("__init__", "explain"),
+    ("__init__", "report"),
+    ("checkpoint", "models"),
+    ("lowerings", "passes"),
+    ("passes", "lowerings"),
+}
 # F3 sees kernels through the table and the selection ...
 KERNEL_DOORS = {"table", "select"}
 # ... and lowerings may take the source of a Triton kernel (kernels/<op>/triton_*.py) to inline it into generated code.

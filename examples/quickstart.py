@@ -1,0 +1,104 @@
+"""Quantize a language model to NVFP4, compile it, generate text, and see what it cost and what runs where.
+
+    python examples/quickstart.py                       a 2 M parameter model that ships with the repository
+    python examples/quickstart.py --model smollm2       SmolLM2-135M-Instruct
+    python examples/quickstart.py --model PATH_OR_HUB_ID --device cuda
+
+Everything that is specific to fp4_inductor is in main(): quantize_model, report and explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import textwrap
+import warnings
+
+import torch
+from _shared import ByteTokenizer, generate, held_out_text, load_model, score
+
+import fp4_inductor
+
+NOVEL_PROMPT = (
+    "They arrived at Bath. Catherine was all eager delight; her eyes were here,\nthere, everywhere, as they approached its fine and striking environs"
+)
+CHAT_PROMPT = "Explain in three sentences why the sky is blue."
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.sparse:
+        print("--sparse: this version has no 2:4-sparse weights yet; run with --dense.", file=sys.stderr)
+        return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch sees no CUDA device; run with --device cpu.", file=sys.stderr)
+        return 2
+
+    model, tokenizer = load_model(args.model, args.device)
+    text = held_out_text()
+    prompt = prompt_for(tokenizer)
+    small = isinstance(tokenizer, ByteTokenizer)
+    windows, tokens = args.windows or (32 if small else 4), args.tokens or (200 if small else 64)
+    how = "torch.compile" if args.compile else "eager"
+    print(f"{args.model} on {device_name(args.device)}, torch {torch.__version__}, {how}\n")
+
+    # 1. The model as it is, in bfloat16.
+    nats_bf16, _, logits = score(model, tokenizer, text, windows)
+    said_bf16 = generate(model, tokenizer, prompt, tokens, args.compile)
+
+    # 2. Every linear layer but the output head becomes NVFP4, in place. Then compile as before: nothing else changes.
+    torch.compiler.reset()
+    fp4_inductor.quantize_model(model)
+
+    # 3. The same again.
+    nats_fp4, kl, _ = score(model, tokenizer, text, windows, reference=logits)
+    said_fp4 = generate(model, tokenizer, prompt, tokens, args.compile)
+
+    show("prompt", prompt)
+    show("bf16", said_bf16.text)
+    show("NVFP4", said_fp4.text)
+    report = fp4_inductor.report(model)
+    print(f"{'':8} {'nats/byte':>10} {'KL':>8} {'tokens/s':>9} {'MB':>8} {'first call':>11}")
+    print(f"{'bf16':8} {nats_bf16:10.4f} {'':8} {said_bf16.tokens_per_s:9.1f} {report.bytes_before / 1e6:8.2f} {said_bf16.first_call_s:9.1f} s")
+    print(f"{'NVFP4':8} {nats_fp4:10.4f} {kl:8.4f} {said_fp4.tokens_per_s:9.1f} {report.bytes_after / 1e6:8.2f} {said_fp4.first_call_s:9.1f} s")
+    print(f"\nNVFP4 costs {nats_fp4 - nats_bf16:+.4f} nats per byte on {windows} x 512 tokens of held-out text.", end=" ")
+    print("tokens/s: batch 1, generate() under a StaticCache, best of two calls after the first; the first includes compilation.\n")
+
+    # 4. What runs where: one decode step.
+    if args.compile:
+        one_token = torch.tensor([tokenizer.encode(prompt)[:1]], device=model.device)
+        print(fp4_inductor.explain(model, one_token))
+    return 0
+
+
+def prompt_for(tokenizer) -> str:
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template([{"role": "user", "content": CHAT_PROMPT}], add_generation_prompt=True, tokenize=False)
+    return NOVEL_PROMPT
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU ({torch.get_num_threads()} threads)"
+
+
+def show(title: str, text: str) -> None:
+    print(f"--- {title}\n{textwrap.indent(text.strip(), '    ')}\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="austen_dense", help="austen_dense, smollm2, a folder or a hub id (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default here: %(default)s)")
+    parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, default=False, help="2:4-sparse NVFP4 instead of dense")
+    parser.add_argument("--dense", dest="sparse", action="store_false", help="dense NVFP4 (the default)")
+    parser.add_argument("--compile", action="store_true", default=True, help="run under torch.compile (the default)")
+    parser.add_argument("--eager", dest="compile", action="store_false", help="run without torch.compile")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens to generate (default: 200 for the byte-level models, else 64)")
+    parser.add_argument("--windows", type=int, default=0, help="windows of 512 held-out tokens to score (default: 32 for the byte-level models, else 4)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=UserWarning)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    sys.exit(main(arguments()))
