@@ -65,7 +65,7 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
         if isinstance(module, FP4Linear):
             plan.existing.append(existing_layer(names, module))
             continue
-        kind = _linear_kind(module)
+        kind = linear_kind(module)
         for pname, p in module.named_parameters(recurse=False):
             full = f"{names[0]}.{pname}" if names[0] else pname
             if isinstance(p, FP4Tensor):
@@ -192,7 +192,7 @@ def is_lazy(t: Tensor) -> bool:
 # --- classification ----------------------------------------------------------------------------------------------
 
 
-def _linear_kind(module: nn.Module) -> str | None:
+def linear_kind(module: nn.Module) -> str | None:
     """``"linear"``, ``"transposed"``, or why a linear layer cannot be replaced (``"forward"``, ``"attention"``); None: not linear."""
     cls = type(module)
     qualified = {(c.__module__, c.__name__) for c in cls.__mro__}

@@ -1,0 +1,193 @@
+"""Reading safetensors files that may lie: the whole header is proved consistent before a byte of data is used.
+
+Source: https://github.com/huggingface/safetensors#format. Own parser instead of the library's so that every refusal
+names the file, the tensor, the value and the limit, and so that tensors own their memory (the library maps the file:
+truncating it later would crash the process).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+_HEADER_LIMIT = 100_000_000  # as in the safetensors library
+_LENGTH_BYTES = 8
+_INCOMPLETE = "The file is incomplete or damaged: write or download it again."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file. ``start``, ``end``: byte offsets in the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The proved header of one file. ``digest``: SHA-256 of its bytes, in hex."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    size: int
+    digest: str
+
+
+def read_header(path: Path) -> Header:
+    """Read and prove the header of a safetensors file.
+
+    Raises:
+        CheckpointError: truncated, oversized or non-JSON header, duplicate names, unknown dtype, negative dimension,
+            offsets out of range, overlapping or leaving holes, or not matching dtype and shape.
+    """
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        raw_length = file.read(_LENGTH_BYTES)
+        if len(raw_length) < _LENGTH_BYTES:
+            raise CheckpointError(f"{path.name} is too short for a safetensors file", value=f"{size} bytes", limit=">= 8", remedy=_INCOMPLETE)
+        length = int.from_bytes(raw_length, "little")
+        limit = min(_HEADER_LIMIT, size - _LENGTH_BYTES)
+        if length > limit:
+            raise CheckpointError(f"{path.name}: the header is longer than the file or the limit", value=length, limit=f"<= {limit} bytes", remedy=_INCOMPLETE)
+        raw = file.read(length)
+    if len(raw) != length:
+        raise CheckpointError(f"{path.name}: the header is truncated", value=len(raw), limit=f"{length} bytes", remedy=_INCOMPLETE)
+    fields = parse_json(raw, path.name)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{path.name}: __metadata__ holds text only", value=type(metadata).__name__)
+    begin = _LENGTH_BYTES + length
+    entries = {name: _entry(path, name, value, begin, size) for name, value in fields.items()}
+    _no_gaps(path, entries, begin, size)
+    return Header(entries, metadata, size, hashlib.sha256(raw).hexdigest())
+
+
+def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object, or CheckpointError. A key that occurs twice is an error: readers would disagree on its value."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            names = [k for k, _ in pairs]
+            raise CheckpointError(f"{what}: a name occurs twice", value=next(k for k in names if names.count(k) > 1))
+        return out
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON", value=f"{type(error).__name__}: {error}", remedy=_INCOMPLETE) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is not a JSON object", value=type(value).__name__)
+    return value
+
+
+class Reader:
+    """Reads the tensors of several files, one open at a time."""
+
+    def __init__(self) -> None:
+        self._file: BufferedReader | None = None
+        self._path: Path | None = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, entry: Entry) -> Tensor:
+        """The tensor on the CPU, in memory of its own."""
+        try:
+            if self._file is None or self._path != entry.path:
+                if self._file is not None:
+                    self._file.close()
+                self._file, self._path = open(entry.path, "rb"), entry.path  # noqa: SIM115 - closed by __exit__
+            raw = torch.empty(entry.end - entry.start, dtype=torch.uint8)
+            self._file.seek(entry.start)
+            got = self._file.readinto(raw.numpy().data) if raw.numel() else 0
+        except OSError as error:
+            raise CheckpointError(f"{entry.name} cannot be read from {entry.path.name}", value=str(error)) from error
+        if got != raw.numel():
+            raise CheckpointError(f"{entry.name} is truncated in {entry.path.name}", value=got, limit=f"{raw.numel()} bytes", remedy=_INCOMPLETE)
+        if entry.dtype == torch.bool and bool((raw > 1).any()):
+            raise CheckpointError(f"{entry.name} is BOOL with bytes other than 0 and 1", value=int(raw.max()), limit="0, 1")
+        return raw.view(entry.dtype).reshape(entry.shape)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed by the with below; only opening is translated
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be opened", value=f"{error.strerror}: {path}", remedy="Is the checkpoint complete?") from error
+    with file:
+        yield file
+
+
+def _entry(path: Path, name: str, value: Any, begin: int, size: int) -> Entry:
+    where = f"{path.name}: {name}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} is not described by dtype, shape and data_offsets", value=repr(value)[:200])
+    shape, offsets = value["shape"], value["data_offsets"]
+    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise CheckpointError(f"{where} has an unknown dtype", value=repr(value["dtype"])[:80], limit=list(DTYPES))
+    if not _are_sizes(shape):
+        raise CheckpointError(f"{where} has an invalid shape", value=repr(shape)[:200], limit="a list of integers >= 0")
+    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - begin:
+        raise CheckpointError(
+            f"{where} has invalid data_offsets", value=repr(offsets)[:200], limit=f"[start, end] within {size - begin} bytes", remedy=_INCOMPLETE
+        )
+    needed = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != needed:
+        raise CheckpointError(f"{where}: dtype and shape do not fit its bytes", value=offsets[1] - offsets[0], limit=f"{needed} bytes for {dtype} {shape}")
+    return Entry(name, dtype, tuple(shape), path, begin + offsets[0], begin + offsets[1])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _no_gaps(path: Path, entries: dict[str, Entry], begin: int, size: int) -> None:
+    at = begin
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.end)):
+        if entry.start != at:
+            kind = "overlaps the tensor before it" if entry.start < at else "leaves a hole before it"
+            raise CheckpointError(f"{path.name}: {entry.name} {kind}", value=entry.start - begin, limit=f"offset {at - begin}")
+        at = entry.end
+    if at != size:
+        raise CheckpointError(f"{path.name}: bytes after the last tensor", value=size - at, limit=0)

@@ -1,0 +1,178 @@
+"""Write a model with FP4 layers as a native checkpoint: safetensors, an index above one shard, ``fp4_inductor.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..models.coverage import recorded
+from ..models.plan import tensor_key
+from ..modules import FP4Linear
+from ..tensors import NVFP4Tensor
+from ..tensors.base import FP4Tensor
+from . import manifest as mf
+from .safetensors_file import DTYPES, read_header
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def save(model: nn.Module, dir: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
+    """Write ``model`` to ``dir``, bit for bit, to be read back by :func:`fp4_inductor.load`.
+
+    Tensors keep their dtypes; a tensor that several names share is written once. A transformers model's configuration
+    is written too, so that ``load`` can rebuild it. Files are written aside and renamed: a reader finds the old
+    checkpoint, the new one, or (while a previous one is being replaced) none, never a mixture.
+
+    The shards are called ``fp4_inductor*.safetensors`` so that a loader which knows nothing of FP4 finds no weights
+    instead of half of them.
+
+    Args:
+        model: quantized or not; everything in its ``state_dict``.
+        dir: created if needed.
+        max_shard_size: bytes, or text like ``"5GB"``.
+
+    Raises:
+        CheckpointError: a tensor has no values (meta), a foreign subclass or dtype, a module keeps non-tensor state,
+            or the files cannot be written.
+    """
+    limit = _size(max_shard_size)
+    model = getattr(model, "_orig_mod", model)
+    stored, manifest = _collect(model)
+    directory = Path(dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".fp4_inductor-", dir=directory))
+    except OSError as error:
+        raise CheckpointError("the checkpoint cannot be written", value=f"{error.strerror}: {directory}") from error
+    try:
+        _write(stored, manifest, aside, limit)
+        _write_config(model, aside)
+        _publish(aside, directory)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError("the checkpoint cannot be written", value=f"{type(error).__name__}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
+    """Tensors to store by name, and the manifest without its files."""
+    state: dict[str, Tensor] = {}
+    tensors: dict[str, mf.TensorEntry] = {}
+    for name, t in model.state_dict(keep_vars=True).items():
+        if not isinstance(t, Tensor):
+            raise CheckpointError(f"{name} is not a tensor (a module's extra state)", value=type(t).__name__, limit="tensors: nothing is pickled")
+        if isinstance(t, NVFP4Tensor):
+            tensors[name] = mf.TensorEntry(_dtype_name(t.logical_dtype), t.transposed)
+            parts = {f"{name}.{part}": getattr(t, part) for part in t.PARTS}
+        elif isinstance(t, FP4Tensor) or type(t) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise CheckpointError(f"{name} is of a tensor subclass that this format does not know", value=type(t).__name__, limit="torch.Tensor, NVFP4Tensor")
+        else:
+            parts = {name: t}
+        for key, part in parts.items():
+            if key in state:
+                raise CheckpointError("two tensors of the model have one name on disk", value=key)
+            if part.device.type == "meta":
+                raise CheckpointError(f"{key} is on the meta device", limit="tensors with values")
+            if part.dtype not in DTYPES.values():
+                raise CheckpointError(f"{key} has a dtype that safetensors does not know", value=part.dtype, limit=[str(d) for d in DTYPES.values()])
+            state[key] = part.detach()
+
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple, str] = {}
+    for name, t in state.items():
+        origin = first.setdefault(tensor_key(t), name)
+        if origin == name:
+            stored[name] = t
+        else:
+            aliases[name] = origin
+    layers = {
+        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m)
+        for name, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, FP4Linear)
+    }
+    report = recorded(model)
+    errors = {i.name: i.relative_error for i in report.layers if i.relative_error is not None} if report else {}
+    kept = {s.name: s.reason for s in report.skipped} if report else {}
+    return stored, mf.Manifest(layers=layers, tensors=tensors, aliases=aliases, errors=errors, kept=kept)
+
+
+def _write(stored: dict[str, Tensor], manifest: mf.Manifest, aside: Path, limit: int) -> None:
+    shards = _shards(stored, limit)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = mf.SINGLE if len(shards) == 1 else f"{mf.STEM}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file({n: _owned(stored[n]) for n in names}, aside / file, metadata={"format": "pt"})
+        header = read_header(aside / file)
+        manifest.files[file] = mf.FileEntry(header.size, header.digest)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(t.numel() * t.element_size() for t in stored.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (aside / mf.INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+    (aside / mf.FILE).write_bytes(mf.write(manifest))
+
+
+def _shards(stored: dict[str, Tensor], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, t in stored.items():
+        size = t.numel() * t.element_size()
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _owned(t: Tensor) -> Tensor:
+    """Contiguous on the CPU and alone in its storage (safetensors refuses views that share one)."""
+    t = t.cpu().contiguous()
+    return t if t.untyped_storage().nbytes() == t.numel() * t.element_size() else t.clone()
+
+
+def _write_config(model: nn.Module, aside: Path) -> None:
+    for name in ("config", "generation_config"):
+        config = getattr(model, name, None)
+        write = getattr(config, "save_pretrained", None)
+        if callable(write):
+            write(aside)
+
+
+def _publish(aside: Path, directory: Path) -> None:
+    """Move the finished files into place. The manifest goes first and comes back last: without it nothing is a checkpoint."""
+    files = sorted(p.name for p in aside.iterdir() if p.is_file())
+    for name in files:
+        with open(aside / name, "rb") as file:
+            os.fsync(file.fileno())
+    (directory / mf.FILE).unlink(missing_ok=True)
+    for old in directory.iterdir():
+        if (mf.SHARD.fullmatch(old.name) or old.name == mf.INDEX) and old.name not in files:
+            old.unlink()
+    for name in sorted(files, key=lambda n: n == mf.FILE):
+        os.replace(aside / name, directory / name)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(value: int | str) -> int:
+    size = value if type(value) is int else 0
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", value, re.IGNORECASE)
+        size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size <= 0:
+        raise CheckpointError("max_shard_size", value=repr(value), limit='bytes > 0, or text like "5GB" or "500MB"')
+    return size
