@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from ..ops import dequantize, linear
+from ..ops import dequantize, dequantize_fp8, linear, quantize_rows_fp8
 from .linear import cpu as linear_cpu
 
 
@@ -21,3 +21,5 @@ linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
+dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
+quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))

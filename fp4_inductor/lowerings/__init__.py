@@ -3,3 +3,6 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
+    from . import linear
+
+    linear.register()

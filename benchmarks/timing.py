@@ -1,0 +1,72 @@
+"""Timing with a cold L2: rotate over weight copies larger than the cache, replay a CUDA graph, take the median.
+
+Protocol of design/KERNELS.md: copies together hold more than 256 MB, one graph holds one call per copy, medians over
+replays; ratios are only formed between figures of one run on one machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def copies_for(bytes_each: int, total: int = 512 << 20) -> int:
+    """How many weight copies make one pass larger than any L2."""
+    return max(4, -(-total // max(bytes_each, 1)))
+
+
+def graph_us(call: Callable[[int], object], copies: int, replays: int = 15) -> float:
+    """Median microseconds of ``call(i)``, i running over ``copies``, replayed as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(min(3, copies)):
+            call(i)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(copies):
+                call(i)
+        for _ in range(2):
+            graph.replay()
+        times = []
+        for _ in range(replays):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            stream.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / copies)
+    return sorted(times)[len(times) // 2]
+
+
+def machine() -> dict[str, str]:
+    """Columns that say where and with what a figure was measured."""
+    import triton
+
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    """Write ``rows`` (one dict a line, the first one's keys are the header)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as f:
+        writer = csv.DictWriter(f, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

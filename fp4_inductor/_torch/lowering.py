@@ -1,0 +1,142 @@
+"""What lowerings need of Inductor: registration, inlining of plain PyTorch, fallback calls, facts about symbols."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+aten = torch.ops.aten
+
+
+def register(op, fn: Callable) -> None:
+    """Register ``fn`` as the lowering of ``op``. Type promotion is off: it would promote uint8 and FP8 operands."""
+    register_lowering(op, type_promotion_kind=None, broadcast=False)(fn)
+
+
+def rows_of(x) -> sympy.Expr:
+    """M: the product of the leading sizes."""
+    m: sympy.Expr = sympy.Integer(1)
+    for size in x.get_size()[:-1]:
+        m = m * size
+    return sympy.sympify(m)
+
+
+class Symbols:
+    """What is known of sizes in the graph being lowered. A pure interface, so that ``regime`` can be tested without a graph."""
+
+    def at_most(self, m: sympy.Expr, bound: int) -> bool:
+        """Is ``m <= bound`` proven?"""
+        return V.graph.sizevars.statically_known_leq(m, bound)
+
+    def above(self, m: sympy.Expr, bound: int) -> bool:
+        """Is ``m > bound`` proven?"""
+        return V.graph.sizevars.statically_known_gt(m, bound)
+
+    def why_no_guard(self, m: sympy.Expr) -> str | None:
+        """None if a guard on ``m`` would be kept; else the reason."""
+        if V.graph.aot_mode:
+            return "ahead-of-time compilation drops guards"
+        if free_unbacked_symbols(m):
+            return "M is unbacked (data-dependent)"
+        return None
+
+    def guard_at_most(self, m: sympy.Expr, bound: int) -> bool:
+        """The truth of ``m <= bound`` for the example input, recorded as a guard of this graph."""
+        return bool(V.graph.sizevars.evaluate_expr(sympy.Le(m, bound)))
+
+    def hint(self, m: sympy.Expr, fallback: int) -> int:
+        """A likely value of ``m``; no guard."""
+        return int(V.graph.sizevars.optimization_hint(m, fallback=fallback))
+
+    def static_int(self, value) -> int:
+        """A weight's size: weights are static."""
+        return int(value)
+
+
+def call_op(op, *args):
+    """Emit a call of ``op`` as it is."""
+    return fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def inline(fn: Callable, args: Sequence[Any]):
+    """Lower plain PyTorch ``fn(*args)`` in place: its operations fuse with their neighbours as if the user had written them."""
+    tensors = [_input(a) for a in args]
+    with V.fake_mode:
+        fakes = [ir.ir_node_to_tensor(t) for t in tensors]
+        gm = make_fx(fn, decomposition_table=_decompositions(), tracing_mode="real")(*fakes)
+    return inline_subgraph_to_ir_nodes(gm, tensors, getattr(fn, "__name__", "fp4"))
+
+
+@functools.cache
+def _decompositions():
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def _input(x):
+    x = ir.ExternKernel.realize_input(x)
+    return x if isinstance(x, ir.TensorBox) else ir.TensorBox(x)
+
+
+def contiguous(x):
+    """``x`` as a realised, contiguous, 16-byte aligned buffer (copied if it is not)."""
+    x = ir.ExternKernel.require_contiguous(_input(x))
+    if not V.graph.sizevars.statically_known_multiple_of(x.get_layout().offset * x.get_dtype().itemsize, 16):
+        x = ir.ExternKernel.copy_input(x)
+    return _input(x)
+
+
+def view(x, size):
+    return lowerings[aten.view.default](x, size)
+
+
+def add(x, y):
+    return lowerings[aten.add.Tensor](x, y)
+
+
+def full(size, value, x):
+    return lowerings[aten.full.default](list(size), value, dtype=x.get_dtype(), device=x.get_device())
+
+
+def arch_of(x) -> int:
+    """Compute capability times ten of the device of ``x``; 0 for CPU."""
+    device = x.get_device()
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def buffer_name(x) -> str | None:
+    """The name of the buffer behind an IR value, if it is realised."""
+    try:
+        return x.get_name()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def current_names() -> tuple[str, str]:
+    """``(FX node name, innermost module path)`` of the node being lowered, for explain()."""
+    node = V.graph.current_node
+    if node is None:
+        return "", ""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return node.name, path
+
+
+def max_autotune() -> bool:
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)

@@ -1,0 +1,71 @@
+"""Tile shapes of the Triton kernels: pure functions of the shape, so that eager and compiled calls agree.
+
+Measured on an H200 (benchmarks/results/linear_h200.csv); the same tiles compile without spills for sm_80 to sm_121.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    block_m: int
+    block_n: int
+    block_w: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class MidConfig:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_n: int = 8
+
+
+def gemv(max_m: int, n: int, k: int) -> GemvConfig:
+    """For at most ``max_m`` rows (1 to 4; more rows take more programs)."""
+    block_m = 1 if max_m <= 1 else 2 if max_m == 2 else 4
+    block_w = 512 if k >= 4096 else 256 if k >= 2048 else 128 if k >= 1024 else 64
+    block_n = 8 if block_m < 4 else 4
+    return GemvConfig(block_m, block_n, block_w, 4)
+
+
+def mid(m: int, n: int, k: int) -> MidConfig:
+    """For about ``m`` rows (an upper bound or a hint; any number of rows is right)."""
+    if m <= 16:
+        return MidConfig(16, 64, 128, 4, 3)
+    if m <= 32:
+        return MidConfig(32, 64, 128, 4, 3)
+    if m <= 64:
+        return MidConfig(64, 64, 64, 4, 4)
+    return MidConfig(128, 64, 64, 4, 3)
+
+
+def gemv_choices(max_m: int, n: int, k: int) -> list[GemvConfig]:
+    """What max-autotune benchmarks: the default first."""
+    default = gemv(max_m, n, k)
+    others = [GemvConfig(default.block_m, bn, bw, w) for bn in (4, 8, 16) for bw in (256, 512) for w in (4, 8) if bw * 8 <= k and bn * bw >= 128 * w]
+    return [default, *[c for c in others if c != default]]
+
+
+def mid_choices(m: int, n: int, k: int) -> list[MidConfig]:
+    """What max-autotune benchmarks: the default first."""
+    default = mid(m, n, k)
+    others = [MidConfig(default.block_m, bn, bk, 4, s) for bn in (64, 128) for bk in (64, 128) for s in (2, 3, 4)]
+    return [default, *[c for c in others if c != default]]
+
+
+def gemv_constants(c: GemvConfig, n: int, k: int, arch: int) -> dict[str, object]:
+    """Constexpr arguments of ``linear_gemv`` for one shape and architecture."""
+    even = n % c.block_n == 0 and (k // 8) % c.block_w == 0
+    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True)
+
+
+def mid_constants(c: MidConfig, n: int, k: int) -> dict[str, object]:
+    """Constexpr arguments of ``linear_mid`` for one shape."""
+    even = n % c.block_n == 0 and k % c.block_k == 0
+    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n)

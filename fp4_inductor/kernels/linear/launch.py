@@ -1,0 +1,95 @@
+"""Host side of fp4.linear on CUDA: the self-dispatching op. No synchronisation, no host read, current stream."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ...config import dispatch_config
+from ...errors import DeviceError
+from ...ops import linear as contract
+from ...ops.dequantize_fp8 import WEIGHT_FACTOR
+from ..select import Call, Plan, plan
+from . import configs
+from .triton_gemv import linear_gemv
+from .triton_mid import linear_mid
+
+fp4 = torch.ops.fp4
+
+
+@functools.cache
+def _arch(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(call: Call, config) -> Plan:
+    return plan(call, config)
+
+
+def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+    """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
+    contract.check(x, qdata, scale, global_scale, bias, large_m)
+    if x.device.type != "cuda":
+        raise DeviceError("the CUDA kernel of fp4.linear got tensors elsewhere", value=str(x.device), limit="cuda")
+    n, k = qdata.shape[0], qdata.shape[1] * 2
+    rows = x.reshape(-1, k)
+    m = rows.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        out = x.new_zeros((m, n))
+        return (out if bias is None else out + bias).view(*x.shape[:-1], n)
+    row = _plan(Call("linear", _arch(x.device), x.dtype, n, k, large_m), dispatch_config()).pick(m)
+    with torch.cuda.device(x.device):
+        y = _LAUNCHERS[row.kernel](_aligned(rows), qdata.contiguous(), scale.contiguous(), global_scale)
+    if bias is not None:
+        y += bias
+    return y.view(*x.shape[:-1], n)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Contiguous rows whose address is a multiple of 16: the kernels read 16 bytes at once."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, config: configs.GemvConfig | None = None) -> Tensor:
+    """A few rows; see :mod:`.triton_gemv`."""
+    (m, k), n = x.shape, qdata.shape[0]
+    c = config or configs.gemv(m, n, k)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    constants = configs.gemv_constants(c, n, k, _arch(x.device))
+    linear_gemv[(-(-n // c.block_n), -(-m // c.block_m))](
+        x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k // 8, **constants, num_warps=c.num_warps, num_stages=2
+    )
+    return y
+
+
+def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, config: configs.MidConfig | None = None) -> Tensor:
+    """Up to a few hundred rows; see :mod:`.triton_mid`."""
+    (m, k), n = x.shape, qdata.shape[0]
+    c = config or configs.mid(m, n, k)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    constants = configs.mid_constants(c, n, k)
+    linear_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
+        x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
+    )
+    return y
+
+
+def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
+    x8, x_scale = fp4.quantize_rows_fp8(x)
+    w8 = fp4.dequantize_fp8(qdata, scale)
+    w_scale = (global_scale.reshape(1, 1) / WEIGHT_FACTOR).expand(1, w8.shape[0]).contiguous()
+    return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=x.dtype)
+
+
+def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Many rows through a transient weight in ``x.dtype``."""
+    return x @ fp4.dequantize(qdata, scale, global_scale, x.dtype).t()
+
+
+_LAUNCHERS = {"triton_gemv": gemv, "triton_mid": mid, "dequantize_fp8 + scaled_mm": large_fp8, "dequantize + mm": large_dense}

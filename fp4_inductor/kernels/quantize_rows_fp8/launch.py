@@ -1,0 +1,21 @@
+"""Host side of ``fp4.quantize_rows_fp8`` on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops import quantize_rows_fp8 as contract
+from .triton_rows import quantize_rows
+
+
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 ``[M, K]`` and float32 ``[M, 1]``."""
+    contract.check(x)
+    m, k = x.shape
+    out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.ones(m, 1, dtype=torch.float32, device=x.device)
+    if x.numel():
+        with torch.cuda.device(x.device):
+            quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, BLOCK=2048, num_warps=8)
+    return out, scale

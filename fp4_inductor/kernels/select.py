@@ -1,0 +1,113 @@
+"""Selection as a pure function: a description of a call -> an ordered plan of regimes, and why rows were refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config import DispatchConfig
+from ..errors import ConfigError, KernelError
+from .table import REGIMES, ROWS, Row
+
+
+@dataclass(frozen=True)
+class Call:
+    """What selection may look at. M is not part of it: it may be symbolic.
+
+    Args:
+        op: ``torch.ops.fp4`` name.
+        arch: compute capability times ten, 0 for CPU.
+        dtype: activation dtype.
+        n, k: weight shape.
+        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+    """
+
+    op: str
+    arch: int
+    dtype: torch.dtype
+    n: int
+    k: int
+    large_m: str = "auto"
+
+
+@dataclass(frozen=True)
+class Refused:
+    row: Row
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows in ascending order of ``max_m``; the last one has no limit. ``refused`` says why the others are absent."""
+
+    call: Call
+    rows: tuple[Row, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The M at which one regime gives way to the next."""
+        return tuple(row.max_m for row in self.rows[:-1] if row.max_m is not None)
+
+    def pick(self, m: int) -> Row:
+        """The row for a concrete number of rows."""
+        return self.rows[sum(m > bound for bound in self.bounds)]
+
+
+def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan:
+    """Filter and order the rows for ``call``.
+
+    Raises:
+        KernelError: no row without a limit on M accepts the call; the message lists every reason.
+        ConfigError: a threshold names an unknown regime.
+    """
+    overrides = dict(config.thresholds)
+    unknown = set(overrides) - set(REGIMES)
+    if unknown:
+        raise ConfigError("a threshold names an unknown regime", value=sorted(unknown), limit=list(REGIMES))
+    accepted, refused = [], []
+    for row in rows:
+        if row.op != call.op:
+            continue
+        why = _refusal(row, call)
+        if why is None and row.regime in overrides:
+            if row.max_m is None:
+                why = None
+            elif overrides[row.regime] == 0:
+                why = "switched off by DispatchConfig.thresholds"
+            else:
+                row = replace(row, max_m=overrides[row.regime])
+        if why is None:
+            accepted.append(row)
+        else:
+            refused.append(Refused(row, why))
+    accepted.sort(key=lambda row: float("inf") if row.max_m is None else row.max_m)
+    unlimited = [row for row in accepted if row.max_m is None]
+    if not unlimited:
+        raise KernelError(f"no kernel serves fp4.{call.op}", value=call, limit=[f"{r.row.kernel}: {r.reason}" for r in refused])
+    # Several rows without a limit: table order is preference. A row whose bound does not exceed the one before is unreachable.
+    chosen: list[Row] = []
+    for row in [*[r for r in accepted if r.max_m is not None], unlimited[0]]:
+        if chosen and row.max_m is not None and chosen[-1].max_m is not None and row.max_m <= chosen[-1].max_m:
+            refused.append(Refused(row, f"{chosen[-1].kernel} already serves M <= {chosen[-1].max_m}"))
+        else:
+            chosen.append(row)
+    refused += [Refused(row, f"{unlimited[0].kernel} is preferred") for row in unlimited[1:]]
+    return Plan(call, tuple(chosen), tuple(refused))
+
+
+def _refusal(row: Row, call: Call) -> str | None:
+    low, high = row.arch
+    if not low <= call.arch <= high:
+        return "needs a CPU" if high == 0 else f"needs sm_{low} to sm_{high}, this is {'a CPU' if call.arch == 0 else f'sm_{call.arch}'}"
+    if call.dtype not in row.dtypes:
+        return f"takes {', '.join(str(d).removeprefix('torch.') for d in row.dtypes)} activations, these are {str(call.dtype).removeprefix('torch.')}"
+    if call.large_m not in row.large_m:
+        return f'large_m="{call.large_m}"'
+    if call.k % row.k_multiple:
+        return f"K = {call.k} is not a multiple of {row.k_multiple}"
+    if call.n % row.n_multiple:
+        return f"N = {call.n} is not a multiple of {row.n_multiple}"
+    return None

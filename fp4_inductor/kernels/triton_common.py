@@ -1,0 +1,31 @@
+"""Triton helpers shared by the kernels: number decoding and the eager form of a template's store.
+
+Everything is bit arithmetic or inline PTX under a constexpr, so that the same source runs in Triton's interpreter
+(``ASM=False``), compiles ahead of time for every architecture from sm_80, and becomes an Inductor template.
+"""
+
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3_to_f32(byte):
+    """Non-negative E4M3 bytes (uint8) -> float32, subnormals included; no FP8 type is needed, so sm_80 can run it."""
+    return ((byte.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+
+
+@triton.jit
+def e2m1_to_f16(code):
+    """E2M1 codes (low 4 bits of an integer tensor) -> float16 value * 2**-14, exact."""
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def store_output(Y, idx_m, idx_n, y, mask, N):
+    """Eager form of Inductor's ``store_output``: row-major ``Y[M, N]``."""
+    tl.store(Y + idx_m.to(tl.int64) * N + idx_n, y.to(Y.dtype.element_ty), mask=mask)

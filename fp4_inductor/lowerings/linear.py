@@ -1,0 +1,136 @@
+"""fp4.linear -> the kernel of one regime, epilogues left to Inductor's fusion."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._torch import lowering as inductor
+from .._torch.template import Template
+from ..config import dispatch_config
+from ..kernels.linear import configs
+from ..kernels.select import Call, plan
+from ..kernels.table import Row
+from ..ops.dequantize_fp8 import WEIGHT_FACTOR
+from ..ops.quantize_rows_fp8 import reference as quantize_rows
+from .journal import Entry, record
+from .regime import decide
+
+fp4 = torch.ops.fp4
+_HINT = 64
+
+
+def register() -> None:
+    inductor.register(fp4.linear.default, lower)
+
+
+def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
+    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
+    symbols = inductor.Symbols()
+    *lead, k = x.get_size()
+    n, k = symbols.static_int(qdata.get_size()[0]), symbols.static_int(qdata.get_size()[1]) * 2
+    m = inductor.rows_of(x)
+    if m == 0 or n == 0 or k == 0:
+        return _empty(x, lead, n, bias)
+    call = Call("linear", inductor.arch_of(x), x.get_dtype(), n, k, large_m)
+    options = plan(call, dispatch_config())
+    decision = decide(options, m, symbols, dispatch_config())
+    node, module = inductor.current_names()
+    entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused))
+    if decision.row is None or decision.row.regime == "cpu":
+        return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
+    rows = x if len(lead) == 1 else inductor.view(x, [m, k])
+    y = _LOWER[decision.row.kernel](decision.row, rows, qdata, scale, global_scale, m, n, k)
+    entry.buffer = inductor.buffer_name(y)
+    if bias is not None:
+        y = inductor.add(y, bias)
+    return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+
+
+def _empty(x, lead, n, bias):
+    y = inductor.full([*lead, n], 0.0, x)
+    return y if bias is None else inductor.add(y, bias)
+
+
+# --- templates ---------------------------------------------------------------------------------------------------
+
+_INPUTS = ("X", "QDATA", "SCALE", "GLOBAL_SCALE")
+
+
+@functools.cache
+def _gemv_template() -> Template:
+    from ..kernels import triton_common as common
+    from ..kernels.linear import triton_gemv as t
+
+    helpers = (common.e4m3_to_f32, t.decode8, t.half2_dot, t.dot8, t.pack_half2, t.load_activations, t.partial_sums)
+    sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K8": '{{size("QDATA", 1)}} // 4'}
+    return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, _gemv_grid)
+
+
+def _gemv_grid(m, n, meta, *, cdiv):
+    return (cdiv(n, meta["BLOCK_N"]), cdiv(m, meta["BLOCK_M"]), 1)
+
+
+@functools.cache
+def _mid_template() -> Template:
+    from ..kernels import triton_common as common
+    from ..kernels.linear import triton_mid as t
+
+    sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K": '{{size("X", 1)}}'}
+    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32), _mid_grid)
+
+
+def _mid_grid(m, n, meta, *, cdiv):
+    return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
+
+
+def _arguments(x, qdata, scale, global_scale):
+    return tuple(inductor.contiguous(t) for t in (x, qdata, scale, global_scale))
+
+
+def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k):
+    largest = int(m) if m.is_number else row.max_m or 1
+    tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
+    arch = inductor.arch_of(x)
+    options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    return _gemv_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
+
+
+def _mid(row: Row, x, qdata, scale, global_scale, m, n, k):
+    likely = min(inductor.Symbols().hint(m, _HINT), row.max_m or _HINT)
+    tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
+    options = [dict(configs.mid_constants(c, n, k), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    return _mid_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
+
+
+# --- many rows: plain operations around a transient weight --------------------------------------------------------
+
+
+def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k):
+    dtype = x.get_dtype()
+
+    def large_fp8(x, qdata, scale, global_scale):
+        x8, x_scale = quantize_rows(x)
+        w8 = fp4.dequantize_fp8(qdata, scale)
+        w_scale = x_scale.new_full((1, n), 1.0 / WEIGHT_FACTOR) * global_scale
+        return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=dtype)
+
+    return inductor.inline(large_fp8, (x, qdata, scale, global_scale))
+
+
+def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
+    dtype = x.get_dtype()
+
+    def large_dense(x, qdata, scale, global_scale):
+        return x @ fp4.dequantize(qdata, scale, global_scale, dtype).t()
+
+    return inductor.inline(large_dense, (x, qdata, scale, global_scale))
+
+
+_LOWER = {
+    "triton_gemv": _gemv,
+    "triton_mid": _mid,
+    "dequantize_fp8 + scaled_mm": _large_fp8,
+    "dequantize + mm": _large_dense,
+}

@@ -1,0 +1,166 @@
+"""Inductor's CUDA code generation on a machine, and a torch build, without CUDA.
+
+Tensors are FakeTensors on device "cuda"; everything up to the generated Python and Triton source is the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch._dynamo as dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def _properties(cc: tuple[int, int], sms: int):
+    return types.SimpleNamespace(
+        name="fake GPU", major=cc[0], minor=cc[1], total_memory=141 << 30, multi_processor_count=sms, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20, gcnArchName="",
+        clock_rate=1980000, memory_clock_rate=3201000, memory_bus_width=6144,
+    )  # fmt: skip
+
+
+class _FakeDriver:
+    def __init__(self, cc):
+        self.cc = cc
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.cc[0] * 10 + self.cc[1], 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_device_capability(self, device=None):
+        return self.cc
+
+    def get_active_torch_device(self):
+        return torch.device("cuda", 0)
+
+    def get_device_interface(self):
+        return torch.cuda
+
+
+@contextlib.contextmanager
+def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132) -> Iterator[None]:
+    """Torch, Inductor and Triton see one GPU of compute capability ``cc``; nothing can run on it."""
+    from torch._dynamo import device_interface
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton as triton_utils
+    from triton.runtime import driver
+
+    properties = _properties(cc, sms)
+    interface = device_interface.CudaInterface
+    real_init = joint_graph.lazy_init
+    caches = [f for f in vars(triton_utils).values() if hasattr(f, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "get_device_properties", lambda d=None: properties),
+            (torch.cuda, "get_device_capability", lambda d=None: cc),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "current_device", lambda: 0),
+            (interface, "get_device_properties", staticmethod(lambda d=None: properties)),
+            (interface, "current_device", staticmethod(lambda: 0)),
+            (interface, "device_count", staticmethod(lambda: 1)),
+            (interface, "is_available", staticmethod(lambda: True)),
+            (interface.Worker, "get_device_properties", staticmethod(lambda d=None: properties)),
+            (interface.Worker, "current_device", staticmethod(lambda: 0)),
+            (interface, "synchronize", staticmethod(lambda d=None: None)),
+            (interface, "is_bf16_supported", staticmethod(lambda including_emulation=False: True)),
+            (driver, "_active", _FakeDriver(cc)),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
+            (joint_graph, "lazy_init", lambda *a, **k: real_init(torch.device("cpu"))),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for cached in (DeviceProperties.create, *caches):
+            cached.cache_clear()
+        try:
+            yield
+        finally:
+            for cached in (DeviceProperties.create, *caches):
+                cached.cache_clear()
+
+
+class _Generated(BaseException):
+    """Raised instead of running what was generated."""
+
+
+def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, **compile_options) -> list[str]:
+    """Inductor's output code for ``torch.compile(build())`` on fake CUDA tensors.
+
+    Args:
+        build: called under the fake mode; returns a module or function whose tensors are created with device="cuda".
+        shapes: ``(shape, dtype)`` of each input.
+        mark: called with the inputs before compilation (``mark_dynamic`` and the like).
+        config: patches of ``torch._inductor.config``.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.graph import GraphLowering
+
+    out: list[str] = []
+
+    def compile_to_module(self):
+        wrapper, kernels = self.codegen_with_cpp_wrapper() if self.cpp_wrapper else self.codegen()
+        out.append(wrapper.value)
+        if kernels:
+            out.append(kernels.value)
+
+        class Module:
+            __file__ = __file__
+
+            def call(self, *args, **kwargs):
+                raise _Generated
+
+        return Module()
+
+    dynamo.reset()
+    options = {"force_disable_caches": True, **(config or {})}
+    with (
+        pretend_cuda(cc),
+        FakeTensorMode(shape_env=ShapeEnv()),
+        torch.no_grad(),
+        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+        inductor_config.patch(options),
+    ):
+        inputs = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
+        if mark is not None:
+            mark(*inputs)
+        with contextlib.suppress(_Generated):
+            torch.compile(build(), fullgraph=True, **compile_options)(*inputs)
+    dynamo.reset()
+    return out
+
+
+_NOISE = re.compile(r"\s*(#|assert_|del |args\.clear|s\d+ = |arg.* = args|with torch.cuda|torch.cuda.set|\w*stream0 = |arg\d+_1 = copy_if)")
+
+
+def call_body(code: str) -> str:
+    """The wrapper's ``call`` without what differs between torch releases; symbols renamed by first use."""
+    body = code[code.index("    def call(self, args):") :].split("\nrunner = ")[0]
+    kept = []
+    for line in body.splitlines()[1:]:
+        line = line.split("  #")[0].rstrip()
+        if line.strip() and not _NOISE.match(line):
+            kept.append(re.sub(r"raw_stream0", "stream0", line.removeprefix(" " * 8)))
+    text = "\n".join(kept)
+    for pattern, name in ((r"\bs\d+\b", "s"), (r"\bbuf\d+\b", "b"), (r"\barg\d+_1\b", "in")):
+        seen: dict[str, str] = {}
+        text = re.sub(pattern, lambda m, n=name, s=seen: s.setdefault(m.group(0), f"{n}{len(s)}"), text)
+    return text
+
+
+def triton_sources(code: str) -> dict[str, str]:
+    """``{kernel name: source}`` of the Triton kernels in generated code."""
+    return dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.S))
