@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -77,6 +77,8 @@ class DispatchConfig:
 
 
 _dispatch = DispatchConfig()
+# Called after the config in force has changed. The passes put it into torch's cache keys from here.
+dispatch_observers: list[Callable[[], None]] = []
 
 
 def dispatch_config() -> DispatchConfig:
@@ -90,11 +92,17 @@ def dispatch(**fields: Any):
 
     Compiled artifacts are keyed by it: a graph compiled under one config is never reused under another.
     """
-    global _dispatch
     old = _dispatch
     new = replace(old, **fields)
-    _dispatch = new
+    _put_in_force(new)
     try:
         yield new
     finally:
-        _dispatch = old
+        _put_in_force(old)
+
+
+def _put_in_force(new: DispatchConfig) -> None:
+    global _dispatch
+    _dispatch = new
+    for changed in dispatch_observers:
+        changed()

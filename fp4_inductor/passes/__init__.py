@@ -1,5 +1,13 @@
 """F3: graph passes. They turn what users and other libraries write into the ops of ``torch.ops.fp4``."""
 
+from .counters import matches, reset_matches
+
+__all__ = ["matches", "register", "reset_matches"]
+
 
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
+    from . import dequantize_matmul, identity
+
+    dequantize_matmul.register()
+    identity.register()

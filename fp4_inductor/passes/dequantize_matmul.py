@@ -1,0 +1,126 @@
+"""Matmuls by an NVFP4 weight -> ``fp4.linear`` / ``fp4.bmm``.
+
+The forms a matmul has after AOTAutograd and Inductor's decompositions; ``w`` is the weight operand ``[K, N]``:
+
+* ``mm(x, w)``, ``addmm(bias, x, w)``, ``bmm(x, w)`` with one weight per matrix or one expanded over the batch;
+* ``sum(unsqueeze(x, -1) * unsqueeze(w, ..), -2)``: what a CUDA mm or bmm with M == 1 (or N == 1) becomes under
+  ``coordinate_descent_tuning``, before any graph pass runs; for 16-bit dtypes with both factors converted to float32
+  and the sum converted back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .._torch.fx import anchor
+from ..formats import nvfp4
+from .counters import matched
+from .layout import is_call, same, value
+from .weight import Weight, weight_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Rewrite = Callable[[], None]
+
+
+def register() -> None:
+    """Append the anchors to Inductor's post-grad patterns."""
+    anchor(aten.mm.default, 2, lambda node: _plan("mm", node, node.args[0], node.args[1]))
+    anchor(aten.addmm.default, 3, lambda node: _plan("addmm", node, node.args[1], node.args[2], node.args[0]))
+    anchor(aten.bmm.default, 2, lambda node: _plan("bmm", node, node.args[0], node.args[1]))
+    anchor(aten.sum.dim_IntList, 2, _plan_decomposed)
+
+
+def _plan(form: str, out: Node, x: object, operand: object, bias: object = None) -> Rewrite | None:
+    """A rewrite of ``out = x @ operand (+ bias)`` if the operand is an NVFP4 weight and nothing is lost."""
+    if not isinstance(x, Node) or not isinstance(operand, Node):
+        return None
+    dtype = value(out).dtype
+    if dtype not in nvfp4.HIGH_PRECISION or value(x).dtype != dtype:
+        return None
+    if bias is not None and not (isinstance(bias, Node) and value(bias).dtype == dtype and _is_bias(bias, value(out))):
+        return None
+    weight = weight_of(operand, dtype, out)
+    return None if weight is None else lambda: _rewrite(f"{weight.source}_{form}", out, x, weight, bias)
+
+
+def _plan_decomposed(out: Node) -> Rewrite | None:
+    """``sum(unsqueeze(x, -1) * unsqueeze(w, 0 or 1), [-2])``, with the conversions around it for 16-bit dtypes."""
+    product, dims = out.args
+    if not (is_call(product, aten.mul.Tensor) and isinstance(dims, (list, tuple)) and len(dims) == 1):
+        return None
+    left, right = product.args
+    if not (is_call(left, aten.unsqueeze.default) and is_call(right, aten.unsqueeze.default)):
+        return None
+    (x, x_dim), (operand, w_dim) = left.args, right.args
+    rank = value(x).dim()
+    if (x_dim % (rank + 1), w_dim % (rank + 1), dims[0] % (rank + 1)) != (rank, rank - 2, rank - 1):  # type: ignore[operator]
+        return None
+    name = "mm_decomposed" if rank == 2 else "bmm_decomposed"
+    if value(out).dtype == torch.float32 and _is_cast(x) and len(out.users) == 1 and _is_cast(user := next(iter(out.users))):
+        source = x.args[0]
+        if value(source).dtype == value(user).dtype:
+            return _plan(name, user, source, operand)
+    return _plan(name, out, x, operand)
+
+
+def _rewrite(pattern: str, out: Node, x: Node, weight: Weight, bias: Node | None) -> None:
+    graph = out.graph
+    with graph.inserting_before(out):
+        g = _global_scale(weight)
+        if weight.per_matrix:
+            new = graph.call_function(torch.ops.fp4.bmm.default, (x, weight.qdata, weight.scale, g))
+        else:
+            new = graph.call_function(torch.ops.fp4.linear.default, (x, weight.qdata, weight.scale, g, bias))
+    new.meta.update(out.meta)
+    out.replace_all_uses_with(new)
+    _erase(out)
+    matched(pattern)
+
+
+def _global_scale(weight: Weight) -> Node:
+    """The multiplying float32 global scale in the shape the ops take; emitted at the insertion point."""
+    graph, device = weight.qdata.graph, value(weight.qdata).device
+    if weight.global_scale is None:
+        return _emit(graph, aten.full.default, ([], 1.0), {"dtype": torch.float32, "device": device, "pin_memory": False})
+    g = weight.global_scale
+    if weight.source == "idiom" and value(g).dim():
+        g = _emit(graph, aten.reshape.default, (g, []))
+    return _emit(graph, aten.reciprocal.default, (g,)) if weight.divides else g
+
+
+def _emit(graph: torch.fx.Graph, op, args: tuple, kwargs: dict | None = None) -> Node:
+    """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape."""
+    node = graph.call_function(op, args, kwargs)
+    fakes = torch.fx.map_arg(args, value)
+    example = next((v for v in fakes if isinstance(v, Tensor)), None)
+    mode = getattr(example, "fake_mode", None)
+    if mode is None:
+        node.meta["val"] = op(*fakes, **(kwargs or {}))
+    else:
+        with mode:
+            node.meta["val"] = op(*fakes, **(kwargs or {}))
+    return node
+
+
+def _erase(node: Node) -> None:
+    """Remove ``node`` and whatever above it only it used."""
+    stack = [node]
+    while stack:
+        dead = stack.pop()
+        if dead.users or dead.op != "call_function" or dead._erased or dead.is_impure():
+            continue
+        above = dead.all_input_nodes
+        dead.graph.erase_node(dead)
+        stack.extend(above)
+
+
+def _is_bias(bias: Node, out: Tensor) -> bool:
+    return value(bias).dim() == 1 and same(value(bias).shape[0], out.shape[-1])
+
+
+def _is_cast(node: object) -> bool:
+    return is_call(node, prims.convert_element_type.default)

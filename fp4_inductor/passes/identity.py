@@ -1,0 +1,63 @@
+"""What a compiled artifact depends on beyond its graph: every byte of this package and the dispatch config in force.
+
+Lowerings and appended patterns are in no cache key of torch: a changed threshold would silently reuse the old artifact
+(shown on torch 2.11 to 2.15). ``torch.compiler.config.cache_key_tag`` is in the keys of the FX-graph cache, the
+AOTAutograd cache and the autotune cache; our element of it changes whenever one of ours does.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+
+from .. import config
+from .._torch import cache
+
+_PREFIX = "fp4:"
+_SOURCE_SUFFIXES = {".py", ".json", ".cu", ".cuh", ".cpp", ".h"}
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def register() -> None:
+    """Salt the cache key now, whenever the dispatch config changes, and at the start of each compilation.
+
+    The last covers a user who assigns ``cache_key_tag`` after this package was loaded.
+    """
+    cache.keep_dequantized(torch.ops.fp4.dequantize.default)
+    if refresh not in config.dispatch_observers:
+        config.dispatch_observers.append(refresh)
+    cache.on_compile_start(refresh)
+    refresh()
+
+
+def salt() -> str:
+    """``"fp4:<sha256 of the package's sources and of the dispatch config>"``."""
+    digest = hashlib.sha256(f"{sources_digest()}|{config.dispatch_config()!r}".encode()).hexdigest()
+    return _PREFIX + digest
+
+
+def refresh() -> None:
+    """Put the present salt into torch's cache key tag, in place of an older one, leaving the user's own elements."""
+    others = [part for part in cache.key_tag().split(";") if part and not part.startswith(_PREFIX)]
+    cache.set_key_tag(";".join([*others, salt()]))
+
+
+@functools.cache
+def sources_digest() -> str:
+    """sha256 over the names and bytes of all source files of the package, and of ``csrc`` beside it in a checkout."""
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(f"{path.relative_to(_PACKAGE.parent).as_posix()}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def sources() -> list[Path]:
+    """The files whose bytes decide what a compiled artifact does, sorted."""
+    roots = [_PACKAGE]
+    if (_PACKAGE.parent / "pyproject.toml").is_file():
+        roots.append(_PACKAGE.parent / "csrc")
+    return sorted(p for root in roots for p in root.rglob("*") if p.suffix in _SOURCE_SUFFIXES and p.is_file())

@@ -1,0 +1,96 @@
+"""Follow an operand back to ``fp4.dequantize`` through views and conversions; sizes may be symbolic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_SAME = {aten.clone.default, aten.alias.default, aten.detach.default}
+_RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """``operand[i0, i1, ..] == root[i_axes]``.
+
+    Args:
+        root: the ``fp4.dequantize`` node.
+        axes: for each dimension of the operand the dimension of ``root`` it runs along, or None where it is broadcast.
+        dtypes: every dtype on the way, ``root``'s first.
+        path: the nodes from the operand down to ``root``.
+    """
+
+    root: Node
+    axes: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype, ...]
+    path: tuple[Node, ...]
+
+
+def origin(operand: Node) -> Origin | None:
+    """Where ``operand`` comes from, or None if that is not one ``fp4.dequantize`` behind axis moves and conversions."""
+    axes: list[int | None] = list(range(value(operand).dim()))
+    path = [operand]
+    node = operand
+    while not is_call(node, torch.ops.fp4.dequantize.default):
+        moved = _below(node, axes) if node.op == "call_function" else None
+        if moved is None:
+            return None
+        axes = moved
+        node = node.args[0]  # type: ignore[assignment]
+        path.append(node)
+    return Origin(node, tuple(axes), tuple(value(n).dtype for n in reversed(path)), tuple(path))
+
+
+def _below(node: Node, axes: list[int | None]) -> list[int | None] | None:
+    """``axes`` in terms of ``node.args[0]``; None if ``node`` does more than move or broadcast axes."""
+    op, args = node.target, node.args
+    if op in _SAME or op is prims.convert_element_type.default:
+        return axes
+    if not isinstance(args[0] if args else None, Node):
+        return None
+    shape, below = value(node).shape, value(args[0]).shape
+    if op is aten.permute.default:
+        order = [d % len(shape) for d in args[1]]  # type: ignore[union-attr]
+        return [None if a is None else order[a] for a in axes]
+    if op is aten.unsqueeze.default:
+        dim = args[1] % len(shape)  # type: ignore[operator]
+        return [None if a is None or a == dim else a - (a > dim) for a in axes]
+    if op in _RESHAPES:
+        return _broadcast(axes, shape, below, op is aten.expand.default)
+    return None
+
+
+def _broadcast(axes: list[int | None], shape: torch.Size, below: torch.Size, expands: bool) -> list[int | None] | None:
+    new = len(shape) - len(below)
+    if new < 0 or (new and not expands):
+        return None
+    repeated = set(range(new))
+    for d, size in enumerate(below, start=new):
+        if same(size, shape[d]):
+            continue
+        if not expands or not same(size, 1):
+            return None
+        repeated.add(d)
+    return [None if a is None or a in repeated else a - new for a in axes]
+
+
+def same(a: object, b: object) -> bool:
+    """Equal as integers or as symbolic expressions; never adds a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
+        return a.node.expr == b.node.expr
+    return False
+
+
+def is_call(node: object, target: object) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target is target
+
+
+def value(node: object) -> Tensor:
+    """The fake tensor of ``node``."""
+    return node.meta["val"]  # type: ignore[attr-defined]
