@@ -73,7 +73,8 @@ def quantize(
     if w.device.type == "meta":
         raise DeviceError("a weight on the meta device has no values to quantize", value=tuple(w.shape), limit="a device with memory", remedy=_LOAD_FIRST)
     lead, (n, k) = tuple(w.shape[:-2]), w.shape[-2:]
-    amax = w.abs().amax((-2, -1)) if w.numel() else w.new_zeros(lead)
+    # Not w.abs().amax(): that writes a second copy of the weight.
+    amax = torch.maximum(w.amax((-2, -1)), -w.amin((-2, -1))) if w.numel() else w.new_zeros(lead)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(
             "a weight holds NaN or Inf",
