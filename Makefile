@@ -3,9 +3,9 @@
 #
 # Both make an environment in .venv first (once; again when pyproject.toml changes). To use another:
 #   PYTHON=python3.12     the Python to build it from; if that one has torch >= 2.11 (your CUDA build), it is used
-#   VENV=/some/where      where it lies; an environment of your own is used as it is when it has a .fp4_ready file
-#   TORCH="torch==2.11.0 --index-url ..."   what to install when PYTHON has no torch
-#   TEST="-m gpu"         arguments of pytest        DEMO="--model smollm2"   arguments of the quickstart
+#   VENV=/some/where      where it lies; if it exists already and has torch >= 2.11, that one is used
+#   TORCH=torch==2.11.0   what to install when neither has one; pip's options may follow
+#   TEST="-m gpu"         arguments of pytest (WORKERS=0: one process)      DEMO="--model smollm2"   of the quickstart
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,9 +24,9 @@ demo: $(READY)
 test: lint pytest
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 pytest: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) $(TEST)
