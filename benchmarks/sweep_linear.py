@@ -35,13 +35,17 @@ def error(y, r) -> float:
 
 def gemv_candidates(m):
     bm = 1 if m == 1 else 2 if m == 2 else 4
-    return [configs.GemvConfig(bm, bn, bw, w) for bn in (2, 4, 8, 16, 32) for bw in (128, 256, 512) for w in (2, 4, 8) if 8 <= bn * bw / (32 * w) <= 64 / bm + 16]
+    return [
+        configs.GemvConfig(bm, bn, bw, w) for bn in (2, 4, 8, 16, 32) for bw in (128, 256, 512) for w in (2, 4, 8) if 8 <= bn * bw / (32 * w) <= 64 / bm + 16
+    ]
 
 
 def mid_candidates(m):
     bm = max(16, min(128, 1 << (m - 1).bit_length()))
     tiles = [(64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (32, 128), (32, 256)]
-    return [configs.MidConfig(bm, bn, bk, w, st) for bn, bk in tiles for w in (4, 8) for st in (2, 3, 4) if bn * bm <= 128 * 128 and not (w == 8 and bn * bm < 4096)]
+    return [
+        configs.MidConfig(bm, bn, bk, w, st) for bn, bk in tiles for w in (4, 8) for st in (2, 3, 4) if bn * bm <= 128 * 128 and not (w == 8 and bn * bm < 4096)
+    ]
 
 
 def run(kind, config, x, q, s, g):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +51,12 @@ def machine() -> dict[str, str]:
     """Columns that say where and with what a figure was measured."""
     import triton
 
+    commit = os.environ.get("FP4_COMMIT", "")  # a machine without the repository's history is told
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+        commit = (
+            commit
+            or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+        )
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     return {

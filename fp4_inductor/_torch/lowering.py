@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ def current_names() -> tuple[str, str]:
     if node is None:
         return "", ""
     stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
+    path = re.sub(r"^L\['\w+'\]\.?", "", list(stack.values())[-1][0]) if stack else ""
     return node.name, path
 
 

@@ -21,6 +21,7 @@ class Entry:
     dtype: str
     decision: Decision
     refused: tuple[Refused, ...]
+    arch: int
     buffer: str | None = None
     epilogue: list[str] = field(default_factory=list)
 

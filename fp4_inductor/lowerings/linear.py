@@ -37,7 +37,7 @@ def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
-    entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused))
+    entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
     if decision.row is None or decision.row.regime == "cpu":
         return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])

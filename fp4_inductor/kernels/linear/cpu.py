@@ -21,8 +21,8 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     """``x [..., K] @ W.T + bias``, accumulated in float32; one rounding to ``x.dtype`` for M <= 8."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
     n, k = qdata.shape[0], qdata.shape[1] * 2
-    rows = x.reshape(-1, k)
-    m = rows.shape[0]
+    m = x.shape[:-1].numel()
+    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
     if m == 0 or n == 0 or k == 0:
         out = x.new_zeros((m, n))
         return (out if bias is None else out + bias).view(*x.shape[:-1], n)

@@ -1,0 +1,85 @@
+"""Compile once more, caches off, and look at what came out. Used by explain()."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import OptimizedModule
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.graph import GraphLowering
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_VIEWS = {"view", "reshape", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "convert_element_type", "_to_copy", "unknown"}
+
+
+def original(model: Any) -> tuple[Any, bool]:
+    """``(the module or function that was given to torch.compile, True)``, or ``(model, False)``."""
+    if isinstance(model, OptimizedModule):
+        return model._orig_mod, True
+    inner = getattr(model, "_torchdynamo_orig_callable", None)
+    return (inner, True) if inner is not None else (model, False)
+
+
+def _settings(model: Any) -> tuple[bool | None, dict[str, Any]]:
+    """``(dynamic, inductor options)`` that ``torch.compile`` was called with."""
+    context = getattr(model, "dynamo_ctx", None)
+    options = dict(getattr(context, "compiler_config", None) or {})
+    options.pop("triton.cudagraphs", None)  # capturing would only delay the answer
+    return getattr(context, "_dynamic", None), options
+
+
+def compile_again(model: Any, args: tuple, kwargs: dict, fused: Callable[[dict[str, list[str]]], None]) -> None:
+    """Compile and run the original of ``model`` on the example inputs; ``fused`` gets ``{buffer: fused operations}`` of each graph."""
+    dynamic, options = _settings(model)
+    codegen = GraphLowering.codegen
+
+    def watched(graph, *a, **k):
+        result = codegen(graph, *a, **k)
+        fused(_fusions(graph))
+        return result
+
+    def backend(gm, example_inputs):
+        return compile_fx(gm, example_inputs, config_patches=options)
+
+    with mock.patch.object(GraphLowering, "codegen", watched), inductor_config.patch(force_disable_caches=True), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
+        torch.compile(original(model)[0], backend=backend, dynamic=dynamic)(*args, **kwargs)
+
+
+def _fusions(graph) -> dict[str, list[str]]:
+    """For each template buffer: the operations fused behind it, in order."""
+    out: dict[str, list[str]] = {}
+    for fused in graph.scheduler.nodes:
+        members = fused.get_nodes()
+        template = next((m for m in members if m.is_template()), None)
+        if template is None or len(members) < 2:
+            continue
+        operations: list[str] = []
+        for member in members:
+            if member is not template:
+                operations += [name for name in _operations(member.node) if name not in operations]
+        out[template.node.get_name()] = operations
+    return out
+
+
+def _operations(buffer) -> list[str]:
+    nodes = sorted(buffer.get_origins(), key=lambda n: n.name)
+    names = [getattr(n.target, "_opname", None) or str(n.target) for n in nodes if n.op == "call_function"]
+    return [n for n in names if n not in _VIEWS and "fp4" not in n and n != "linear"]
+
+
+class WatchOps(TorchDispatchMode):
+    """Call ``seen(op, args)`` for every operator that reaches dispatch."""
+
+    def __init__(self, seen: Callable[[Any, tuple], None]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen(func, args)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,175 @@
+"""explain(): which quantized call runs which kernel, in which regime, decided how, and why nothing faster was taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .config import dispatch_config
+from .errors import ConfigError
+from .kernels.select import Call, plan
+
+
+@dataclass(frozen=True)
+class ExplainRow:
+    """One quantized call.
+
+    Args:
+        op: ``fp4.linear`` and so on.
+        module: path of the module, where torch knows it.
+        m: number of activation rows: a number, or the symbolic expression of the compiled graph.
+        n, k: weight shape.
+        regime, kernel: the row of ``kernels/table.py`` that serves the call; ``"any"`` and ``"by M"`` when the op decides at run time.
+        decision: ``"proven"``, ``"guard"`` or ``"runtime"``.
+        epilogue: operations fused behind the kernel.
+        refused: ``(kernel, reason)`` of each row that does not apply.
+        note: what else a reader should know.
+    """
+
+    op: str
+    module: str
+    m: str
+    n: int
+    k: int
+    dtype: str
+    regime: str
+    kernel: str
+    decision: str
+    epilogue: tuple[str, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+@dataclass
+class Explanation:
+    """The rows, and how many matmuls each graph pass rewrote into quantized ones."""
+
+    rows: list[ExplainRow] = field(default_factory=list)
+    matches: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "explain: no quantized call was reached."
+        groups: dict[tuple, list[str]] = {}
+        for r in self.rows:
+            key = (r.op, r.m, r.n, r.k, r.dtype, r.regime, r.kernel, r.decision, " ".join(r.epilogue) or "-", r.note)
+            groups.setdefault(key, []).append(r.module)
+        header = ("calls", "op", "M", "N", "K", "dtype", "regime", "kernel", "decision", "epilogue", "first module")
+        table = [header]
+        for (op, m, n, k, dtype, regime, kernel, decision, epilogue, _), modules in groups.items():
+            table.append((str(len(modules)), op, m, str(n), str(k), dtype, regime, kernel, decision, epilogue, modules[0] or "-"))
+        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        notes = sorted({r.note for r in self.rows if r.note})
+        lines += [f"note: {note}" for note in notes]
+        refusals = sorted({refusal for r in self.rows for refusal in r.refused})
+        lines += [f"not taken: {kernel}: {reason}" for kernel, reason in refusals]
+        if self.matches:
+            lines.append("patterns: " + ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items())))
+        return "\n".join(lines)
+
+
+def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanation:
+    """Say what runs when ``model`` is called with these inputs.
+
+    Args:
+        model: a module, or what ``torch.compile`` returned for it. A compiled model is compiled once more with all caches
+            off (its own graphs are left alone) and run once; a plain one is run once, eagerly.
+        example_inputs, example_kwargs: arguments of the call. Mark dynamic dimensions on them as usual.
+
+    Returns:
+        :class:`Explanation`: ``print`` it, or read ``.rows`` (``.op .m .regime .kernel .decision`` ...).
+    """
+    if not callable(model):
+        raise ConfigError("explain() takes a module or a function", value=type(model).__name__)
+    from ._torch.capture import original
+
+    _, compiled = original(model)
+    explanation = _explain_compiled(model, example_inputs, example_kwargs) if compiled else _explain_eager(model, example_inputs, example_kwargs)
+    return explanation
+
+
+def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
+    from ._torch.capture import compile_again
+    from .lowerings.journal import listen
+    from .passes import matches
+
+    before = matches()
+    done = 0
+    with listen() as entries:
+
+        def fused(found: dict[str, list[str]]) -> None:
+            nonlocal done
+            for entry in entries[done:]:
+                if entry.buffer in found:
+                    entry.epilogue = found[entry.buffer]
+            done = len(entries)
+
+        compile_again(model, args, kwargs, fused)
+    rows = []
+    for e in entries:
+        row = e.decision.row
+        rows.append(
+            ExplainRow(
+                e.op, e.module, e.m, e.n, e.k, e.dtype,
+                row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
+                tuple(e.epilogue), tuple((r.row.kernel, r.reason) for r in e.refused if _worth_telling(r.row, e.arch)), _note(row, e.decision.note),
+            )
+        )  # fmt: skip
+    rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
+    return Explanation(rows, rewritten)
+
+
+def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
+    from ._torch.capture import WatchOps
+
+    explanation = Explanation()
+    path: list[str] = []
+    hooks = []
+    linear = torch.ops.fp4.linear.default
+
+    def seen(op, op_args) -> None:
+        if op is not linear:
+            return
+        x, qdata = op_args[0], op_args[1]
+        n, k = qdata.shape[0], qdata.shape[1] * 2
+        arch = 0
+        if x.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(x.device)
+            arch = major * 10 + minor
+        m = x.numel() // max(k, 1)
+        options = plan(Call("linear", arch, x.dtype, n, k, op_args[5] if len(op_args) > 5 else "auto"), dispatch_config())
+        row = options.pick(m)
+        refused = tuple((r.row.kernel, r.reason) for r in options.refused if _worth_telling(r.row, arch))
+        dtype = str(x.dtype).removeprefix("torch.")
+        explanation.rows.append(
+            ExplainRow("fp4.linear", path[-1] if path else "", str(m), n, k, dtype, row.regime, row.kernel, "runtime", (), refused, _note(row, "eager"))
+        )
+
+    if isinstance(model, torch.nn.Module):
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
+            hooks.append(module.register_forward_hook(lambda *_: path.pop() and None, always_call=True))
+    try:
+        with torch.no_grad(), WatchOps(seen):
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return explanation
+
+
+def _worth_telling(row, arch: int) -> bool:
+    """Rows of other architectures are not news."""
+    return row.arch[0] <= arch <= row.arch[1]
+
+
+def _note(row, note: str) -> str:
+    if row is not None and row.regime == "cpu":
+        from .kernels.linear.cpu_native import status
+
+        native, text = status()
+        return f"C kernels ({text})" if native else f"ATen path, slower: {text}"
+    return "" if note == "eager" else note
