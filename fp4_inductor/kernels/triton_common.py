@@ -4,8 +4,6 @@ Everything is bit arithmetic or inline PTX under a constexpr, so that the same s
 (``ASM=False``), compiles ahead of time for every architecture from sm_80, and becomes an Inductor template.
 """
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import triton

@@ -1,7 +1,5 @@
 """Packed rows -> dense rows, one pass: read 4.5 bits, write 8, 16 or 32 bits a weight."""
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import triton

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -92,4 +93,4 @@ def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -
     return x @ fp4.dequantize(qdata, scale, global_scale, x.dtype).t()
 
 
-_LAUNCHERS = {"triton_gemv": gemv, "triton_mid": mid, "dequantize_fp8 + scaled_mm": large_fp8, "dequantize + mm": large_dense}
+_LAUNCHERS: dict[str, Callable[..., Tensor]] = {"triton_gemv": gemv, "triton_mid": mid, "dequantize_fp8 + scaled_mm": large_fp8, "dequantize + mm": large_dense}

@@ -9,8 +9,6 @@ Source of the decode: NVFP4's four bits sit in an E4M3 byte as ``(w & 0x80) | ((
 one instruction turns into half2 (sm_89 and later); elsewhere masks place them in float16 as value * 2**-14.
 """
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ The weight is the left operand (its N is the MMA's M), so few activations waste 
 significant bits, exact in float16 and in bfloat16; the global scale is applied to the float32 sum.
 """
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import triton

@@ -1,7 +1,5 @@
 """One program a row: the maximum, then the rounded quotient. The row is read twice, the second time from cache."""
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import triton
