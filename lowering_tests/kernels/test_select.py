@@ -1,0 +1,187 @@
+"""select.plan: pure, so every architecture is tested anywhere. No tile number and no threshold of today's table is assumed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fp4_inductor.config import DispatchConfig
+from fp4_inductor.errors import ConfigError, KernelError
+from fp4_inductor.kernels.select import Call, plan
+from fp4_inductor.kernels.table import ANY, HALF, REGIMES, ROWS, Row
+
+ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
+LARGE_M = ("auto", "fp8", "bf16")
+SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
+CALLS = [Call("linear", arch, dtype, n, k, large) for arch, dtype, large, (n, k) in itertools.product(ARCHS, ANY, LARGE_M, SHAPES)]
+GPU_CALLS = [c for c in CALLS if c.arch]
+DEFAULT = DispatchConfig()
+
+
+def limits(found) -> list[float]:
+    return [math.inf if row.max_m is None else row.max_m for row in found.rows]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.op}-{r.regime}-{r.kernel}-{r.arch[0]}")
+def test_every_row_is_complete(row):
+    assert row.regime in REGIMES
+    assert len(row.reason) > 10
+    assert row.arch[0] <= row.arch[1]
+    assert row.max_m is None or row.max_m > 0
+    assert row.dtypes and set(row.dtypes) <= set(ANY)
+    assert set(row.large_m) <= set(LARGE_M) and row.large_m
+    assert row.k_multiple >= 16 and row.k_multiple % 16 == 0  # every NVFP4 weight has K % 16 == 0
+    if row.status == "measured on H200":
+        assert row.arch[0] <= 90 <= row.arch[1], "what was measured on an H200 must serve one"
+
+
+def test_every_launcher_and_lowering_exists():
+    """A row whose kernel nobody implements would be found by the first user of that architecture."""
+    from fp4_inductor.kernels.linear import launch
+    from fp4_inductor.lowerings import linear
+
+    kernels = {row.kernel for row in ROWS if row.op == "linear" and row.regime != "cpu"}
+    assert kernels <= set(launch._LAUNCHERS)
+    assert kernels <= set(linear._LOWER)
+
+
+def test_one_ascending_list_that_ends_without_a_limit():
+    for call in CALLS:
+        found = plan(call, DEFAULT)
+        assert limits(found) == sorted(set(limits(found))), call
+        assert found.rows[-1].max_m is None, call
+        assert found.bounds == tuple(row.max_m for row in found.rows[:-1])
+        for row in found.rows:
+            assert row.arch[0] <= call.arch <= row.arch[1] and call.dtype in row.dtypes and call.large_m in row.large_m
+            assert call.k % row.k_multiple == 0 and call.n % row.n_multiple == 0
+        assert len(found.rows) + len(found.refused) == sum(row.op == "linear" for row in ROWS), "every row is taken or refused"
+
+
+def test_pick_at_every_bound_and_one_above():
+    for call in CALLS:
+        found = plan(call, DEFAULT)
+        assert found.pick(1) is found.rows[0]
+        for i, bound in enumerate(found.bounds):
+            assert found.pick(bound) is found.rows[i], (call, bound)
+            assert found.pick(bound + 1) is found.rows[i + 1], (call, bound)
+        assert found.pick(1 << 31) is found.rows[-1]
+
+
+def test_a_reason_names_the_value():
+    for call in GPU_CALLS:
+        for refused in plan(call, DEFAULT).refused:
+            row, why = refused.row, refused.reason
+            if not row.arch[0] <= call.arch <= row.arch[1]:
+                assert f"sm_{call.arch}" in why or why == "needs a CPU"
+            elif call.dtype not in row.dtypes:
+                assert str(call.dtype).removeprefix("torch.") in why
+            elif call.large_m not in row.large_m:
+                assert f'"{call.large_m}"' in why
+            elif call.k % row.k_multiple:
+                assert f"K = {call.k}" in why and str(row.k_multiple) in why
+            elif call.n % row.n_multiple:
+                assert f"N = {call.n}" in why and str(row.n_multiple) in why
+            else:
+                assert "already serves M <=" in why or "is preferred" in why, why
+
+
+def test_cpu_has_one_row_and_gpus_refuse_it():
+    for call in CALLS:
+        regimes = {row.regime for row in plan(call, DEFAULT).rows}
+        assert regimes == {"cpu"} if call.arch == 0 else "cpu" not in regimes
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a])
+def test_the_contract_of_large_m(arch):
+    def last(dtype, large_m, n=256, k=256):
+        return plan(Call("linear", arch, dtype, n, k, large_m), DEFAULT).rows[-1].regime
+
+    fp8 = "large_fp8" if arch >= 89 else "large_dense"
+    assert last(torch.bfloat16, "auto") == last(torch.bfloat16, "fp8") == fp8
+    assert last(torch.bfloat16, "bf16") == "large_dense"
+    assert last(torch.bfloat16, "auto", n=250) == "large_dense"  # rowwise scaled_mm wants N % 16 == 0
+    assert last(torch.float16, "auto") == last(torch.float32, "auto") == "large_dense"
+
+
+@pytest.mark.parametrize("arch", [a for a in ARCHS if a])
+@pytest.mark.parametrize("dtype", HALF)
+def test_few_rows_never_pay_for_a_transient_weight(arch, dtype):
+    for n, k in SHAPES:
+        row = plan(Call("linear", arch, dtype, n, k), DEFAULT).pick(1)
+        assert row.regime == "gemv", (n, k)
+
+
+def test_thresholds_override_rows():
+    for call in GPU_CALLS:
+        base = plan(call, DEFAULT)
+        named = {row.regime: row for row in base.rows[:-1]}
+        for regime in named:
+            moved = plan(call, DispatchConfig(thresholds={regime: 3000}))
+            mine = [row for row in moved.rows if row.regime == regime]
+            assert mine, call
+            assert mine[-1].max_m == 3000
+            assert moved.pick(3000).regime == regime
+            assert moved.pick(3001).max_m is None
+            assert limits(moved) == sorted(set(limits(moved)))
+
+
+def test_zero_switches_a_regime_off():
+    for call in GPU_CALLS:
+        base = plan(call, DEFAULT)
+        for regime in {row.regime for row in base.rows[:-1]}:
+            off = plan(call, DispatchConfig(thresholds={regime: 0}))
+            assert regime not in {row.regime for row in off.rows}
+            assert any(r.row.regime == regime and "DispatchConfig" in r.reason for r in off.refused)
+
+
+def test_all_limited_regimes_off_leaves_the_unlimited_one():
+    off = DispatchConfig(thresholds={regime: 0 for regime in REGIMES})
+    for call in CALLS:
+        found = plan(call, off)
+        assert len(found.rows) == 1 and found.rows[0].max_m is None and found.bounds == ()
+        assert found.pick(1) is found.rows[0]
+
+
+def test_an_unknown_regime_is_refused():
+    with pytest.raises(ConfigError, match="jemv"):
+        plan(CALLS[0], DispatchConfig(thresholds={"jemv": 4}))
+
+
+def test_a_bad_threshold_is_refused_where_it_is_written():
+    with pytest.raises(ConfigError, match="-1"):
+        DispatchConfig(thresholds={"gemv": -1})
+
+
+def test_nothing_serves_and_the_error_lists_every_reason():
+    call = Call("linear", 75, torch.bfloat16, 64, 64)
+    with pytest.raises(KernelError) as caught:
+        plan(call, DEFAULT)
+    for row in ROWS:
+        assert f"{row.kernel}: " in str(caught.value)
+    assert "sm_75" in str(caught.value)
+
+
+def _row(kernel, max_m, **fields):
+    return Row("linear", fields.pop("regime", "mid"), kernel, (80, 129), max_m, ANY, "invented for this test", "compiled, not run", **fields)
+
+
+def test_rows_that_never_get_a_turn_are_refused_with_the_reason():
+    rows = (_row("a", 8), _row("b", 8), _row("last", None), _row("spare", None), _row("other op", None))
+    rows = (*rows[:-1], Row("bmm", "mid", "other op", (80, 129), None, ANY, "invented for this test", "compiled, not run"))
+    found = plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, rows)
+    assert [row.kernel for row in found.rows] == ["a", "last"]
+    assert {(r.row.kernel, r.reason) for r in found.refused} == {("b", "a already serves M <= 8"), ("spare", "last is preferred")}
+
+
+def test_no_unlimited_row_is_an_error_even_if_others_accept():
+    with pytest.raises(KernelError, match="no kernel serves fp4.linear"):
+        plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, (_row("a", 8),))
+
+
+def test_divisibility_that_a_new_row_may_ask_for():
+    rows = (_row("fast", 8, k_multiple=64, n_multiple=8), _row("last", None))
+    for n, k, kernel in ((64, 128, "fast"), (63, 128, "last"), (64, 80, "last")):
+        assert plan(Call("linear", 90, torch.bfloat16, n, k), DEFAULT, rows).pick(1).kernel == kernel
