@@ -7,7 +7,8 @@ __all__ = ["matches", "register", "reset_matches"]
 
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
-    from . import dequantize_matmul, identity
+    from . import dequantize_matmul, identity, tables
 
+    tables.register()
     dequantize_matmul.register()
     identity.register()

@@ -11,6 +11,7 @@ The forms a matmul has after AOTAutograd and Inductor's decompositions; ``w`` is
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def _plan(form: str, out: Node, x: object, operand: object, bias: object = None)
 
 def _plan_decomposed(out: Node) -> Rewrite | None:
     """``sum(unsqueeze(x, -1) * unsqueeze(w, 0 or 1), [-2])``, with the conversions around it for 16-bit dtypes."""
-    product, dims = out.args
+    product, dims = cast("tuple[Any, Any]", out.args)
     if not (is_call(product, aten.mul.Tensor) and isinstance(dims, (list, tuple)) and len(dims) == 1):
         return None
     left, right = product.args
@@ -57,7 +58,9 @@ def _plan_decomposed(out: Node) -> Rewrite | None:
         return None
     (x, x_dim), (operand, w_dim) = left.args, right.args
     rank = value(x).dim()
-    if (x_dim % (rank + 1), w_dim % (rank + 1), dims[0] % (rank + 1)) != (rank, rank - 2, rank - 1):  # type: ignore[operator]
+    if rank not in (2, 3):
+        return None
+    if (x_dim % (rank + 1), w_dim % (rank + 1), dims[0] % (rank + 1)) != (rank, rank - 2, rank - 1):
         return None
     name = "mm_decomposed" if rank == 2 else "bmm_decomposed"
     if value(out).dtype == torch.float32 and _is_cast(x) and len(out.users) == 1 and _is_cast(user := next(iter(out.users))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +48,18 @@ def origin(operand: Node) -> Origin | None:
 
 def _below(node: Node, axes: list[int | None]) -> list[int | None] | None:
     """``axes`` in terms of ``node.args[0]``; None if ``node`` does more than move or broadcast axes."""
-    op, args = node.target, node.args
+    op: Any = node.target
+    args: Any = node.args
     if op in _SAME or op is prims.convert_element_type.default:
         return axes
     if not isinstance(args[0] if args else None, Node):
         return None
     shape, below = value(node).shape, value(args[0]).shape
     if op is aten.permute.default:
-        order = [d % len(shape) for d in args[1]]  # type: ignore[union-attr]
+        order = [d % len(shape) for d in args[1]]
         return [None if a is None else order[a] for a in axes]
     if op is aten.unsqueeze.default:
-        dim = args[1] % len(shape)  # type: ignore[operator]
+        dim = args[1] % len(shape)
         return [None if a is None or a == dim else a - (a > dim) for a in axes]
     if op in _RESHAPES:
         return _broadcast(axes, shape, below, op is aten.expand.default)

@@ -10,7 +10,7 @@ Everything here works on *positions*: a tuple with one int64 vector ``[S]`` per 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -188,7 +188,7 @@ class Evaluator:
 
     def _concatenated(self, node: Node, at: Position) -> Tensor:
         parts: Any = node.args[0]
-        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(at)  # type: ignore[operator]
+        dim = _int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(at)
         at = tuple(torch.broadcast_tensors(*at))
         out, start = None, 0
         for part in parts:
@@ -208,13 +208,13 @@ class Evaluator:
 
     def _masked(self, node: Node, at: Position) -> Tensor:
         """``x[mask] = value`` in its functional form."""
-        source, indices, value = node.args[:3]
+        source, indices, value = cast("tuple[Any, Any, Any]", node.args[:3])
         accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
-        mask = indices[0] if len(indices) == 1 else None  # type: ignore[arg-type,index]
+        mask = indices[0] if len(indices) == 1 else None
         plain = isinstance(mask, Node) and isinstance(value, Node) and not accumulate
-        if not plain or mask.meta["val"].dtype != torch.bool or sizes(mask) != sizes(node) or sizes(_node(value)) not in ((), (1,)):  # type: ignore[union-attr]
+        if not plain or mask.meta["val"].dtype != torch.bool or sizes(mask) != sizes(node) or sizes(value) not in ((), (1,)):
             raise NotPointwise(f"{node}: not a masked fill")
-        return torch.where(self(mask, at), self._operand(value, at), self(_node(source), at))  # type: ignore[arg-type]
+        return torch.where(self(mask, at), self._operand(value, at), self(source, at))
 
 
 def _with_rank_of(node: Node, value: Tensor) -> Tensor:
@@ -289,10 +289,11 @@ def _permutation(node: Node, rank: int) -> list[int]:
 
 
 def _slice(node: Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    dim, start, end, step = (*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :])
+    given: Any = node.args[1:]
+    dim, start, end, step = (*given, *(0, 0, None, 1)[len(given) :])
     dim = _int(dim) % len(shape)
-    start, stop, step = slice(None if start is None else _int(start), None if end is None else _int(end), _int(step)).indices(shape[dim])
-    return dim, start, stop, step
+    bounds = slice(None if start is None else _int(start), None if end is None else _int(end), _int(step))
+    return dim, *bounds.indices(shape[dim])
 
 
 def _flatten(at: Position, shape: tuple[int, ...]) -> Tensor:
