@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> int:
     print(f"{args.model} on {device_name(args.device)}, torch {torch.__version__}, {how}\n")
 
     # 1. The model as it is, in bfloat16.
+    print("bf16: scoring, compiling, generating ..." if args.compile else "bf16: scoring, generating ...", flush=True)
     nats_bf16, _, logits = score(model, tokenizer, text, windows)
     said_bf16 = generate(model, tokenizer, prompt, tokens, args.compile)
 
@@ -51,6 +52,7 @@ def main(args: argparse.Namespace) -> int:
     fp4_inductor.quantize_model(model)
 
     # 3. The same again.
+    print("\nNVFP4: scoring, compiling, generating ...\n" if args.compile else "\nNVFP4: scoring, generating ...\n", flush=True)
     nats_fp4, kl, _ = score(model, tokenizer, text, windows, reference=logits)
     said_fp4 = generate(model, tokenizer, prompt, tokens, args.compile)
 
@@ -64,10 +66,10 @@ def main(args: argparse.Namespace) -> int:
     print(f"\nNVFP4 costs {nats_fp4 - nats_bf16:+.4f} nats per byte on {windows} x 512 tokens of held-out text.", end=" ")
     print("tokens/s: batch 1, generate() under a StaticCache, best of two calls after the first; the first includes compilation.\n")
 
-    # 4. What runs where: one decode step.
-    if args.compile:
-        one_token = torch.tensor([tokenizer.encode(prompt)[:1]], device=model.device)
-        print(fp4_inductor.explain(model, one_token))
+    # 4. What runs where: one decode step, and the prompt (which generate() runs eagerly).
+    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
+    print(f"explain: one decode step, {how}\n{fp4_inductor.explain(torch.compile(model) if args.compile else model, ids[:, :1])}\n")
+    print(f"explain: the prompt, eager\n{fp4_inductor.explain(model, ids)}")
     return 0
 
 

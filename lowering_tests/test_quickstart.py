@@ -26,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    done = run("--tokens", "32", "--eager")
+    done = run("--tokens", "32")
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -51,6 +51,12 @@ def test_text_is_english(output):
 def test_report_covers_every_layer(output):
     assert re.search(r"quantized +35 layers", output)
     assert re.search(r"coverage +100\.00 %", output)
+
+
+def test_explain_names_every_call_of_the_compiled_step(output):
+    step = output.split("explain: one decode step, torch.compile\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^(\d+) +fp4\.linear +1 +\d+ +\d+ +bfloat16 +cpu +cpu +proven", step, re.MULTILINE)
+    assert sum(map(int, rows)) == 35
 
 
 @pytest.mark.parametrize(("arguments", "remedy"), [(["--sparse"], "--dense"), (["--device", "cuda"], "--device cpu")])
