@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,8 +103,8 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            names = [k for k, _ in pairs]
-            raise CheckpointError(f"{what}: a name occurs twice", value=next(k for k in names if names.count(k) > 1))
+            twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+            raise CheckpointError(f"{what}: a name occurs twice", value=twice[:200])
         return out
 
     try:

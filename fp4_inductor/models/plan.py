@@ -66,18 +66,22 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             plan.existing.append(existing_layer(names, module))
             continue
         kind = linear_kind(module)
+        default = _default_skip(names[0], module, heads)
+        if kind in ("linear", "transposed") and module._parameters.get("weight") is None and not (user or default):
+            # Its weight is computed (parametrized, pruned): still a linear layer, for the preflight to refuse.
+            wanted[(id(module),)].append(Target(names, module, kind == "transposed"))
+            continue
         for pname, p in module.named_parameters(recurse=False):
             full = f"{names[0]}.{pname}" if names[0] else pname
             if isinstance(p, FP4Tensor):
                 plan.existing.append(_existing_tensor(full, p))
                 continue
-            default = _default_skip(names[0], module, heads)
             if kind in ("linear", "transposed") and pname == "weight":
-                reason = user or default or (None if p.numel() else "empty")
+                reason = user or default or (None if is_lazy(p) or p.numel() else "empty")
                 if reason is None:
                     wanted[tensor_key(p)].append(Target(names, module, kind == "transposed"))
                     continue
-            elif p.numel() == 0:
+            elif is_lazy(p) or p.numel() == 0:
                 continue
             elif p.dim() < 2:
                 reason = "vectors (norms, biases): no matrix product"
@@ -98,7 +102,7 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     quantized = {f"{t.name}.bias" if t.name else "bias" for group in wanted.values() for t in group}
     for key, group in wanted.items():
         own = {f"{n}.weight" if n else "weight" for t in group for n in t.names}
-        foreign = [n for n in owners[key] if n not in own]
+        foreign = [n for n in owners.get(key, ()) if n not in own]
         if foreign:
             quantized -= {f"{t.name}.bias" if t.name else "bias" for t in group}
             plan.skipped += [Skipped(f"{t.name}.weight", 0, f"tied to {foreign[0]}") for t in group]
@@ -119,7 +123,7 @@ def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict
     errors, kept = errors or {}, kept or {}
     plan = make_plan(model)
     layers = [LayerReport(**{**vars(layer), "relative_error": errors.get(layer.name)}) for layer in plan.existing]
-    left = [Skipped(f"{t.name}.weight", _weight_of(t).numel(), "linear layer in high precision") for t in plan.targets]
+    left = [Skipped(f"{t.name}.weight", weight_count(t), "linear layer in high precision") for t in plan.targets]
     missed = left + plan.uncovered
     after = model_bytes(model)
     return Report(
@@ -136,7 +140,7 @@ def model_bytes(model: nn.Module) -> int:
     seen: dict[tuple, int] = {}
     for tensors in (model.named_parameters(), model.named_buffers()):
         for _, t in tensors:
-            for part in t.parts() if isinstance(t, FP4Tensor) else (t,):
+            for part in t.parts() if isinstance(t, FP4Tensor) else () if is_lazy(t) else (t,):
                 seen[tensor_key(part)] = part.numel() * part.element_size()
     return sum(seen.values())
 
@@ -269,8 +273,10 @@ def _once(p: Tensor, seen: set[tuple]) -> int:
     return p.numel()
 
 
-def _weight_of(t: Target) -> Tensor:
-    return t.module.get_parameter("weight")
+def weight_count(t: Target) -> int:
+    """Weights of a target; 0 where they are computed or not there yet."""
+    weight = t.module._parameters.get("weight")
+    return 0 if weight is None or is_lazy(weight) else weight.numel()
 
 
 def _existing_tensor(name: str, p: FP4Tensor) -> LayerReport:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, NonFiniteError, PreflightError, ShapeError
 from ..formats import nvfp4
-from .plan import Plan, Target, is_lazy
+from .plan import Plan, Target, is_lazy, weight_count
 
 _SHOWN = 20
 _OWN = {"weight", "bias"}
@@ -119,11 +119,11 @@ def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
 
 def _coverage(plan: Plan) -> CoverageError:
     missed = sum(s.params for s in plan.uncovered)
-    total = missed + sum(t.module.get_parameter("weight").numel() for t in plan.targets) + sum(i.params for i in plan.existing)
+    total = missed + sum(weight_count(t) for t in plan.targets) + sum(i.params for i in plan.existing)
     names = "\n".join(f"  - {s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered[:_SHOWN])
     more = f"\n  - ... and {len(plan.uncovered) - _SHOWN} more" if len(plan.uncovered) > _SHOWN else ""
     return CoverageError(
-        f"{100.0 * missed / total:.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}{more}\n",
+        f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}{more}\n",
         limit="100% coverage with strict=True",
         remedy="Pass strict=False to quantize the rest and keep these, or name them in ignore=[...].",
     )
