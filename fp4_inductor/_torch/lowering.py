@@ -59,9 +59,12 @@ class Symbols:
         """A likely value of ``m``; no guard."""
         return int(V.graph.sizevars.optimization_hint(m, fallback=fallback))
 
-    def static_int(self, value) -> int:
-        """A weight's size: weights are static."""
-        return int(value)
+    def static_int(self, value) -> int | None:
+        """A weight's size. ``dynamic=True`` makes weights that are graph inputs symbolic: guard on the size, or None."""
+        value = sympy.sympify(value)
+        if value.is_number:
+            return int(value)
+        return None if self.why_no_guard(value) else int(V.graph.sizevars.guard_int(value))
 
 
 def call_op(op, *args):

@@ -29,7 +29,10 @@ def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
     symbols = inductor.Symbols()
     *lead, k = x.get_size()
-    n, k = symbols.static_int(qdata.get_size()[0]), symbols.static_int(qdata.get_size()[1]) * 2
+    n, half_k = map(symbols.static_int, qdata.get_size())
+    if n is None or half_k is None:
+        return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
+    k = half_k * 2
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)

@@ -54,9 +54,12 @@ def _backward(ctx, grad: Tensor):
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    for e, m, n, k in ((1, 1, 16, 32), (3, 5, 7, 48), (2, 0, 8, 16), (0, 2, 8, 16), (4, 17, 33, 80), (2, 1, 1, 64), (5, 3, 130, 16), (2, 64, 96, 112)):
-        x = torch.randn(e, m, k, device=device)
-        yield f"E{e} M{m} N{n} K{k}", (x, *nvfp4.quantize(torch.randn(e, n, k, device=device) / k**0.5))
+    # (E, M, N, K): no expert, no row, one row, off-tile M and N, K % 16 == 0 only
+    shapes = ((1, 1, 16, 32), (3, 5, 7, 48), (2, 0, 8, 16), (0, 2, 8, 16), (4, 17, 33, 80), (2, 1, 1, 64), (5, 3, 130, 16), (2, 64, 96, 112))
+    for e, m, n, k in shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(e, m, k, device=device).to(dtype)
+            yield f"E{e} M{m} N{n} K{k} {dtype}", (x, *nvfp4.quantize(torch.randn(e, n, k, device=device) / k**0.5))
 
 
 CONTRACT = OpContract(

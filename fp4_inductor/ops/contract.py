@@ -58,7 +58,8 @@ class OpContract:
 
 def refuse_gradient(op: str, ctx, **inputs: int) -> None:
     """Raise if autograd asks for the gradient of one of ``inputs`` (name -> position): codes and scales are frozen."""
-    wanted = [name for name, i in inputs.items() if ctx.needs_input_grad[i]]
+    # Trailing defaults are not passed to autograd.
+    wanted = [name for name, i in inputs.items() if i < len(ctx.needs_input_grad) and ctx.needs_input_grad[i]]
     if wanted:
         raise UnsupportedOpError(
             f"fp4.{op} has no gradient for {', '.join(wanted)}",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..errors import DeviceError
 from ..formats import nvfp4
 from .contract import OpContract, no_gradient, refuse_gradient
 
@@ -20,6 +21,8 @@ def reference(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None
 def fake(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None = None, channel_weight: Tensor | None = None):
     nvfp4.check_weight(w)
     nvfp4.check_search(scale_search)
+    if global_scale is not None and global_scale.device != w.device:
+        raise DeviceError("fp4.quantize: tensors on different devices", value=f"w {w.device}, global_scale {global_scale.device}", limit="one device")
     *lead, n, k = w.shape
     return (
         w.new_empty((*lead, n, k // 2), dtype=torch.uint8),

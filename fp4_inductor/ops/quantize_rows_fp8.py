@@ -16,14 +16,15 @@ from ..formats import nvfp4
 from .contract import OpContract
 
 E4M3_MAX = 448.0
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """scale = amax(|row|) / 448 (1 for a zero row); x8 = e4m3(x / scale)."""
+    """scale = amax(|row|) / 448 (1 for a zero row, never subnormal: 0 / 0 would be NaN); x8 = e4m3(x / scale)."""
     check(x)
     rows = x.float()
     amax = rows.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+    scale = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(_TINY), 1.0)
     # Rounding may lift the quotient a hair above 448, which E4M3 would turn into NaN.
     return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
@@ -53,4 +54,5 @@ CONTRACT = OpContract(
     inputs=inputs,
     tolerance={torch.float8_e4m3fn: 0.0},
 )
-CONTRACT.implement("CPU", reference)
+# Elementwise operations keep the strides of a transposed x; the fake promises row-major.
+CONTRACT.implement("CPU", lambda x: reference(x.contiguous()))
