@@ -15,10 +15,12 @@ def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr):
         x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
         peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
     amax = tl.max(peak, 0)
-    scale = tl.where(amax == 0.0, 1.0, amax / LIMIT)
+    # As in the contract: divided, not approximated, and never subnormal.
+    scale = tl.maximum(tl.div_rn(amax, LIMIT), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.where(amax == 0.0, 1.0, scale)
     tl.store(ROW_SCALE + row, scale)
     for k in range(0, K, BLOCK):
         at = k + tl.arange(0, BLOCK)
         x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
         y = tl.clamp(tl.div_rn(x, scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(OUT + row * K + at, y.to(tl.float8e4nv), mask=at < K)
+        tl.store(OUT + row * K + at, y.to(OUT.dtype.element_ty), mask=at < K)

@@ -1,0 +1,172 @@
+"""Run by test_interpreter.py in a process of its own: every Triton kernel in Triton's interpreter, on CPU tensors.
+
+Prints one JSON object per case: ``{"case", "error", "bound"}``. The interpreter's own defects are kept out: its bfloat16
+``tl.dot`` and its roundings to bfloat16 and to E4M3 are wrong, so bfloat16 appears as an input of the GEMV only, and the
+FP8 kernels write float32, which torch then rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import torch
+
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.dequantize.triton_rows import dequantize_rows
+from fp4_inductor.kernels.linear import configs
+from fp4_inductor.kernels.linear.triton_gemv import linear_gemv
+from fp4_inductor.kernels.linear.triton_mid import linear_mid
+from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
+from fp4_inductor.ops import dequantize_fp8, linear, quantize_rows_fp8
+
+
+def report(case: str, error: float, bound: float) -> None:
+    print(json.dumps({"case": case, "error": error if error == error else 1e30, "bound": bound}), flush=True)
+
+
+def distance(y, r) -> float:
+    return ((y.double() - r.double()).norm() / r.double().norm().clamp_min(1e-300)).item()
+
+
+def weight(n, k):
+    """Every code and the whole range of scales occur, subnormal ones too."""
+    q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    s = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    return q, s, torch.tensor(0.37)
+
+
+def gemv(x, q, s, g, block_m, cvt_arch=80, config=None):
+    (m, k), n = x.shape, q.shape[0]
+    c = config or configs.GemvConfig(block_m, 8, 64, 4)
+    constants = {**configs.gemv_constants(c, n, k, cvt_arch), "ASM": False}
+    y = torch.full((m, n), float("nan"))
+    linear_gemv[(-(-n // c.block_n), -(-m // c.block_m))](x, q, s.view(torch.uint8), g, y, m, n, k // 8, **constants)
+    return y
+
+
+def mid(x, q, s, g, c):
+    (m, k), n = x.shape, q.shape[0]
+    y = torch.full((m, n), float("nan"))
+    linear_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](x, q, s.view(torch.uint8), g, y, m, n, k, **configs.mid_constants(c, n, k))
+    return y
+
+
+def exact(x, q, s, g):
+    return x.double() @ nvfp4.dequantize(q, s, g, torch.float32).double().T
+
+
+def gemv_cases():
+    for m, block_m in ((1, 1), (2, 2), (4, 4), (3, 2), (3, 4), (5, 4)):  # the last three: M tails
+        for n, k in ((16, 1024), (13, 512), (8, 528), (5, 16), (11, 592)):  # aligned; N tail; K % 16 == 0 only; both
+            for dtype in (torch.bfloat16, torch.float16):
+                x, w = torch.randn(m, k).to(dtype), weight(n, k)
+                report(f"gemv M{m}/{block_m} N{n} K{k} {dtype}", distance(gemv(x, *w, block_m), exact(x, *w)), linear.CONTRACT.tolerance[torch.float16])
+    for size in (1e30, 1e-30):
+        x, w = torch.randn(4, 528) * size, weight(13, 528)
+        report(f"gemv float32 activations of {size}", distance(gemv(x, *w, 4), exact(x, *w)), 1e-3)
+    x, w = torch.randn(2, 528) * torch.logspace(-25, 25, 528), weight(13, 528)
+    report("gemv fifty decades in one row", distance(gemv(x, *w, 2), exact(x, *w)), 1e-3)
+    c = configs.gemv(1, 13, 1040)
+    x, w = torch.randn(1, 1040).half(), weight(13, 1040)
+    report("gemv default tile", distance(gemv(x, *w, 1, config=c), exact(x, *w)), 1e-3)
+
+
+def mid_cases():
+    tiles = (configs.MidConfig(16, 32, 64, 4, 2), configs.MidConfig(32, 16, 32, 4, 2, group_n=2))
+    for m, n, k in ((16, 64, 128), (5, 64, 128), (33, 40, 128), (17, 50, 80), (1, 16, 16), (70, 33, 176)):
+        for dtype, bound in ((torch.float16, 1e-3), (torch.float32, 2e-6)):
+            for c in tiles:
+                x, w = torch.randn(m, k).to(dtype), weight(n, k)
+                report(f"mid {(m, n, k)} {dtype} {c}", distance(mid(x, *w, c), exact(x, *w)), bound)
+    for size in (1e30, 1e-30):
+        x, w = torch.randn(17, 80) * size, weight(50, 80)
+        report(f"mid float32 activations of {size}", distance(mid(x, *w, tiles[0]), exact(x, *w)), 2e-6)
+
+
+def rows_stay_apart():
+    """NaN and Inf stay in their row; a zero row gives exact zeros; what lies behind the last row is not read."""
+    w = weight(13, 80)
+    for kind, run in (("gemv", lambda x: gemv(x, *w, 4)), ("mid", lambda x: mid(x, *w, configs.MidConfig(16, 16, 32, 4, 2)))):
+        for bad in (float("nan"), float("inf")):
+            memory = torch.randn(9, 80).half()
+            memory[5:] = float("nan")  # behind the five rows of x
+            x = memory[:5]
+            clean = run(x)
+            x[2, 79] = bad
+            x[3] = 0
+            y = run(x)
+            others = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and bool(clean.isfinite().all())
+            zero = not y[3].any()
+            # 0 * inf, and inf, are not finite for any weight
+            report(f"{kind} {bad} stays in its row", float(not (others and zero and not y[2].isfinite().any())), 0.0)
+
+
+def dequantize_cases():
+    for shape in ((4, 64), (7, 48), (1, 16), (3, 5, 16), (2, 33, 80)):
+        for dtype in (torch.float32, torch.float16):
+            q, s, g = nvfp4.quantize(torch.randn(shape))
+            out = torch.full(shape, float("nan"), dtype=dtype)
+            per = shape[-2] * shape[-1] // 16
+            dequantize_rows[(-(-q.numel() // 256),)](q, s.view(torch.uint8), g, out, q.numel(), per, 0.0, BATCHED=len(shape) > 2, FP8=False, BLOCK=256)
+            report(f"dequantize {shape} {dtype}", float(not torch.equal(out, nvfp4.dequantize(q, s, g, dtype))), 0.0)
+    q = torch.arange(256, dtype=torch.uint8).repeat(127, 1)[:, :256]
+    s = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous().view(nvfp4.SCALE_DTYPE)
+    out = torch.empty(127, 512)
+    g = torch.tensor(1.7)
+    dequantize_rows[(127 * 256 // 256,)](q, s.view(torch.uint8), g, out, q.numel(), 1, 0.0, BATCHED=False, FP8=False, BLOCK=256)
+    want = nvfp4.dequantize(q, s, g, torch.float32)
+    report("dequantize all bytes, all scales", float(not torch.equal(out.view(torch.int32), want.view(torch.int32))), 0.0)
+    dequantize_rows[(127,)](q, s.view(torch.uint8), None, out, q.numel(), 1, dequantize_fp8.WEIGHT_FACTOR, BATCHED=False, FP8=True, BLOCK=256)
+    report("dequantize_fp8 all bytes, all scales", differing8(out, dequantize_fp8.reference(q, s)), 0.0)
+
+
+def quantize_cases():
+    for m, k in ((1, 16), (3, 48), (5, 272), (2, 600)):
+        for size in (1.0, 1e30, 1e-30):
+            x = torch.randn(m, k) * size
+            x[0, 0] = 0
+            check_quantize(f"quantize_rows {(m, k)} {size}", x)
+    x = torch.randn(4, 48)
+    x[1] = 0
+    check_quantize("quantize_rows zero row", x)
+    check_quantize("quantize_rows subnormal row", torch.full((2, 48), 1e-40))
+    for bad in (float("nan"), float("inf")):
+        x = torch.randn(4, 48).half()
+        x[2, 7] = bad
+        out, scale = run_quantize(x)
+        keep = [0, 1, 3]
+        want, want_scale = quantize_rows_fp8.reference(x[keep])
+        fine = not differing8(out[keep], want) and torch.equal(scale[keep], want_scale) and bool(out[2].isnan().any())
+        report(f"quantize_rows {bad} stays in its row", float(not fine), 0.0)
+
+
+def run_quantize(x):
+    out = torch.empty(x.shape)
+    scale = torch.empty(x.shape[0], 1)
+    quantize_rows[(x.shape[0],)](x, out, scale, x.shape[1], quantize_rows_fp8.E4M3_MAX, BLOCK=64)
+    return out, scale
+
+
+def differing8(y, want) -> float:
+    """How many of ``y`` do not round to the E4M3 bytes ``want``."""
+    return float((y.to(torch.float8_e4m3fn).view(torch.uint8) != want.view(torch.uint8)).sum())
+
+
+def check_quantize(case, x):
+    out, scale = run_quantize(x)
+    want, want_scale = quantize_rows_fp8.reference(x)
+    report(case + " scale", float(not torch.equal(scale, want_scale)), 0.0)
+    report(case + " codes", differing8(out, want), 0.0)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    gemv_cases()
+    mid_cases()
+    rows_stay_apart()
+    dequantize_cases()
+    quantize_cases()

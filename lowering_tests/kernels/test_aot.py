@@ -1,0 +1,146 @@
+"""Every Triton kernel compiled for every architecture it serves, and its machine code read: no spills, the intended instructions.
+
+Tiles come from ``configs``, architectures from the dispatch table, so a new tile or row is held to the same rules.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp4_inductor.config import DispatchConfig
+from fp4_inductor.kernels.dequantize.triton_rows import dequantize_rows
+from fp4_inductor.kernels.linear import configs
+from fp4_inductor.kernels.linear.triton_gemv import linear_gemv
+from fp4_inductor.kernels.linear.triton_mid import linear_mid
+from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
+from fp4_inductor.kernels.select import Call, plan
+from lowering_tests.kernels import aot
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a block may have (CUDA C Programming Guide, table of capabilities)
+TENSOR_CORE = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 103: "UTCHMMA", 120: "HMMA", 121: "HMMA"}
+POINTERS = ("X", "QDATA", "SCALE", "GLOBAL_SCALE", "Y")
+UNPACK = "F2FP.F16.E4M3.UNPACK_B"
+
+
+def linear_signature(dtype: str, sizes: str) -> dict[str, str]:
+    return {"X": f"*{dtype}", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}", **dict.fromkeys(sizes.split(), "i32")}
+
+
+def gemv(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, int]:
+    c = configs.gemv(m, n, k)
+    aligned = (*POINTERS, *(("K8",) if k % 128 == 0 else ()))
+    constants = configs.gemv_constants(c, n, k, cc)
+    return aot.compile_kernel(linear_gemv, linear_signature(dtype, "M N K8"), constants, cc, c.num_warps, 2, aligned), c.num_warps
+
+
+def mid(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, int]:
+    c = configs.mid(m, n, k)
+    aligned = (*POINTERS, "K", *(("N",) if n % 16 == 0 else ()))
+    done = aot.compile_kernel(linear_mid, linear_signature(dtype, "M N K"), configs.mid_constants(c, n, k), cc, c.num_warps, c.num_stages, aligned)
+    return done, c.num_warps
+
+
+def assert_fits(done: aot.Compiled, warps: int, cc: int, blocks: int = 1) -> None:
+    assert done.spills == 0 and done.stack == 0
+    assert done.registers <= 255
+    # registers are handed out to warps in units of 8 per thread
+    assert blocks * warps * 32 * -(-done.registers // 8) * 8 <= 65536, f"{done.registers} registers: {blocks} blocks do not fit an SM"
+    assert done.shared <= SHARED[cc] * 1024
+
+
+def loads_of_weights(done: aot.Compiled) -> dict[str, int]:
+    """Global loads that are marked evict-first: the streamed weights and scales."""
+    return {op: count for op, count in done.opcodes().items() if op.startswith("LDG") and ".EF" in op}
+
+
+def tensor_core_instructions(done: aot.Compiled) -> int:
+    return sum(done.count(name) for name in ("HMMA", "HGMMA", "UTCHMMA", "QGMMA", "QMMA"))
+
+
+@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 4), (90, 1), (90, 2), (90, 4), (100, 1), (100, 4), (120, 1), (120, 4), (121, 1)])
+def test_gemv(cc, m):
+    done, warps = gemv(cc, m, 4096, 4096)
+    assert_fits(done, warps, cc, blocks=2)
+    assert tensor_core_instructions(done) == 0
+    assert (done.count(UNPACK) > 0) == (cc >= 89)
+    wide = {op for op in loads_of_weights(done) if op.endswith(".128")}
+    assert wide, loads_of_weights(done)
+    assert done.count("LDL") == done.count("STL") == 0
+    assert done.count("RED") == done.count("ATOM") == 0  # deterministic
+
+
+@pytest.mark.parametrize(("cc", "n", "k", "dtype"), [(90, 4095, 1040, "bf16"), (90, 4096, 4096, "fp16"), (80, 33, 48, "fp16")])
+def test_gemv_off_the_tile(cc, n, k, dtype):
+    for m in (1, 4) if cc == 90 else (1,):
+        done, warps = gemv(cc, m, n, k, dtype)
+        assert_fits(done, warps, cc)
+        assert (done.count(UNPACK) > 0) == (cc >= 89)
+
+
+def mid_cases():
+    """One M per distinct tile."""
+    for cc, sizes in ((80, (16, 64, 256)), (89, (16,)), (90, (16, 32, 64, 128, 256)), (100, (16, 64, 256)), (120, (16, 256)), (121, (16,))):
+        seen = set()
+        for m in sizes:
+            tile = configs.mid(m, 4096, 4096)
+            if tile not in seen:
+                seen.add(tile)
+                yield cc, m
+
+
+@pytest.mark.parametrize(("cc", "m"), list(mid_cases()))
+def test_mid(cc, m):
+    done, warps = mid(cc, m, 4096, 4096)
+    assert_fits(done, warps, cc)
+    assert done.count(TENSOR_CORE[cc]) > 0, done.opcodes()
+    assert done.count("RED") == done.count("ATOM") == 0
+
+
+@pytest.mark.parametrize(("cc", "m", "n", "k", "dtype"), [(90, 64, 4095, 1040, "bf16"), (90, 16, 4096, 4096, "fp16"), (80, 16, 33, 48, "fp16")])
+def test_mid_off_the_tile(cc, m, n, k, dtype):
+    done, warps = mid(cc, m, n, k, dtype)
+    assert_fits(done, warps, cc)
+    assert done.count(TENSOR_CORE[cc]) > 0
+
+
+DEQUANTIZE = {"QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BYTES": "i32", "GROUPS_PER_MATRIX": "i32", "EXTRA": "fp32"}
+
+
+@pytest.mark.parametrize(("cc", "out"), [(80, "bf16"), (80, "fp32"), (90, "bf16"), (100, "fp16"), (121, "bf16"), (89, "fp8e4nv"), (90, "fp8e4nv"), (120, "fp8e4nv")])
+@pytest.mark.parametrize("batched", [False, True])
+def test_dequantize(cc, out, batched):
+    fp8 = out == "fp8e4nv"
+    if fp8 and batched:
+        pytest.skip("the FP8 transient is one matrix")
+    signature = {**DEQUANTIZE, "OUT": f"*{out}", "BYTES": "i64" if batched else "i32"}  # i64: more than 2**31 bytes of codes
+    constants = {"BATCHED": batched, "FP8": fp8, "BLOCK": 1024}
+    if fp8:
+        del signature["GLOBAL_SCALE"]
+        constants["GLOBAL_SCALE"] = None
+    done = aot.compile_kernel(dequantize_rows, signature, constants, cc, 4, 2, ("QDATA", "SCALE", "OUT", "BYTES"))
+    assert_fits(done, 4, cc, blocks=4)
+    stores = {op for op in done.opcodes() if op.startswith("STG")}
+    assert all(op.endswith(".128") for op in stores), stores
+    if fp8:
+        assert done.count("F2FP.SATFINITE.E4M3") > 0, done.opcodes()
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100, 120])
+def test_quantize_rows(cc):
+    signature = {"X": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "K": "i32", "LIMIT": "fp32"}
+    done = aot.compile_kernel(quantize_rows, signature, {"BLOCK": 2048}, cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
+    assert_fits(done, 8, cc)
+    assert done.count("F2FP.SATFINITE.E4M3") > 0
+
+
+def test_the_table_names_no_architecture_that_is_not_compiled_here():
+    """Rows that are served by Triton kernels lie on architectures of this file's lists."""
+    compiled = set(SHARED)
+    for arch in range(80, 130):
+        rows = plan(Call("linear", arch, torch.bfloat16, 4096, 4096), DispatchConfig()).rows
+        if any(row.kernel.startswith("triton") for row in rows):
+            nearest = max(cc for cc in compiled if cc <= arch)
+            assert arch // 10 == nearest // 10 or arch // 10 == 11, arch
