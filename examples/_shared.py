@@ -102,7 +102,7 @@ def score(model, tokenizer, text: str, windows: int, reference: list[Tensor] | N
         nats += F.nll_loss(log_p, part[1:], reduction="sum").item()
         if reference is not None:
             kl += F.kl_div(log_p, reference[i].float().log_softmax(-1), log_target=True, reduction="sum").item()
-    n_bytes = len(tokenizer.decode(ids[1:]).encode())
+    n_bytes = len(tokenizer.decode(ids[1:], clean_up_tokenization_spaces=False).encode())
     return nats / n_bytes, kl / (windows * WINDOW) if reference is not None else math.nan, logits
 
 
@@ -114,11 +114,11 @@ class Generation:
 
 
 @torch.no_grad()
-def generate(model, tokenizer, prompt: str, new_tokens: int, compiled: bool) -> Generation:
+def generate(model, tokenizer, prompt: list[int], new_tokens: int, compiled: bool) -> Generation:
     """Sample with ``model.generate`` under a StaticCache, the decode step compiled as one graph; the better of two calls after the first."""
     from transformers import CompileConfig
 
-    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
+    ids = torch.tensor([prompt], device=model.device)
     options: dict = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, cache_implementation="static", do_sample=True, temperature=0.8)
     options |= dict(attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.eos_token_id or 0)
     if compiled:
@@ -133,4 +133,5 @@ def generate(model, tokenizer, prompt: str, new_tokens: int, compiled: bool) -> 
         start = time.perf_counter()
         out = model.generate(ids, **options)[0].tolist()  # tolist waits for the device
         seconds.append(time.perf_counter() - start)
-    return Generation(tokenizer.decode(out[ids.shape[1] :], skip_special_tokens=True), new_tokens / min(seconds[1:]), seconds[0])
+    text = tokenizer.decode(out[len(prompt) :], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Generation(text, new_tokens / min(seconds[1:]), seconds[0])

@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
 
     model, tokenizer = load_model(args.model, args.device)
     text = held_out_text()
-    prompt = prompt_for(tokenizer)
+    prompt, prompt_ids = prompt_for(tokenizer)
     small = isinstance(tokenizer, ByteTokenizer)
     windows, tokens = args.windows or (32 if small else 4), args.tokens or (200 if small else 64)
     how = "torch.compile" if args.compile else "eager"
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     # 1. The model as it is, in bfloat16.
     print("bf16: scoring, compiling, generating ..." if args.compile else "bf16: scoring, generating ...", flush=True)
     nats_bf16, _, logits = score(model, tokenizer, text, windows)
-    said_bf16 = generate(model, tokenizer, prompt, tokens, args.compile)
+    said_bf16 = generate(model, tokenizer, prompt_ids, tokens, args.compile)
 
     # 2. Every linear layer but the output head becomes NVFP4, in place. Then compile as before: nothing else changes.
     torch.compiler.reset()
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     # 3. The same again.
     print("\nNVFP4: scoring, compiling, generating ...\n" if args.compile else "\nNVFP4: scoring, generating ...\n", flush=True)
     nats_fp4, kl, _ = score(model, tokenizer, text, windows, reference=logits)
-    said_fp4 = generate(model, tokenizer, prompt, tokens, args.compile)
+    said_fp4 = generate(model, tokenizer, prompt_ids, tokens, args.compile)
 
     show("prompt", prompt)
     show("bf16", said_bf16.text)
@@ -67,16 +67,17 @@ def main(args: argparse.Namespace) -> int:
     print("tokens/s: batch 1, generate() under a StaticCache, best of two calls after the first; the first includes compilation.\n")
 
     # 4. What runs where: one decode step, and the prompt (which generate() runs eagerly).
-    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)
+    ids = torch.tensor([prompt_ids], device=model.device)
     print(f"explain: one decode step, {how}\n{fp4_inductor.explain(torch.compile(model) if args.compile else model, ids[:, :1])}\n")
     print(f"explain: the prompt, eager\n{fp4_inductor.explain(model, ids)}")
     return 0
 
 
-def prompt_for(tokenizer) -> str:
+def prompt_for(tokenizer) -> tuple[str, list[int]]:
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template([{"role": "user", "content": CHAT_PROMPT}], add_generation_prompt=True, tokenize=False)
-    return NOVEL_PROMPT
+        text = tokenizer.apply_chat_template([{"role": "user", "content": CHAT_PROMPT}], add_generation_prompt=True, tokenize=False)
+        return text, tokenizer.encode(text, add_special_tokens=False)  # the template has them
+    return NOVEL_PROMPT, tokenizer.encode(NOVEL_PROMPT)
 
 
 def device_name(device: str) -> str:
