@@ -44,7 +44,8 @@ def mid(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compi
 
 
 def assert_fits(done: aot.Compiled, warps: int, cc: int, blocks: int = 1) -> None:
-    assert done.spills == 0 and done.stack == 0
+    assert done.spills == 0
+    assert done.stack == 0
     assert done.registers <= 255
     # registers are handed out to warps in units of 8 per thread
     assert blocks * warps * 32 * -(-done.registers // 8) * 8 <= 65536, f"{done.registers} registers: {blocks} blocks do not fit an SM"
@@ -60,7 +61,12 @@ def tensor_core_instructions(done: aot.Compiled) -> int:
     return sum(done.count(name) for name in ("HMMA", "HGMMA", "UTCHMMA", "QGMMA", "QMMA"))
 
 
-@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 4), (90, 1), (90, 2), (90, 4), (100, 1), (100, 4), (120, 1), (120, 4), (121, 1)])
+def global_atomics(done: aot.Compiled) -> set[str]:
+    """Sums in no fixed order: not deterministic. (ATOMS is shared memory: tcgen05 allocates with it.)"""
+    return {op for op in done.opcodes() if op.split(".")[0] in ("RED", "REDG", "ATOM", "ATOMG")}
+
+
+@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 1), (90, 1), (90, 2), (90, 4), (100, 1), (120, 4), (121, 1)])
 def test_gemv(cc, m):
     done, warps = gemv(cc, m, 4096, 4096)
     assert_fits(done, warps, cc, blocks=2)
@@ -68,16 +74,14 @@ def test_gemv(cc, m):
     assert (done.count(UNPACK) > 0) == (cc >= 89)
     wide = {op for op in loads_of_weights(done) if op.endswith(".128")}
     assert wide, loads_of_weights(done)
-    assert done.count("LDL") == done.count("STL") == 0
-    assert done.count("RED") == done.count("ATOM") == 0  # deterministic
+    assert not global_atomics(done)
 
 
 @pytest.mark.parametrize(("cc", "n", "k", "dtype"), [(90, 4095, 1040, "bf16"), (90, 4096, 4096, "fp16"), (80, 33, 48, "fp16")])
 def test_gemv_off_the_tile(cc, n, k, dtype):
-    for m in (1, 4) if cc == 90 else (1,):
-        done, warps = gemv(cc, m, n, k, dtype)
-        assert_fits(done, warps, cc)
-        assert (done.count(UNPACK) > 0) == (cc >= 89)
+    done, warps = gemv(cc, 1, n, k, dtype)
+    assert_fits(done, warps, cc)
+    assert (done.count(UNPACK) > 0) == (cc >= 89)
 
 
 def mid_cases():
@@ -96,7 +100,7 @@ def test_mid(cc, m):
     done, warps = mid(cc, m, 4096, 4096)
     assert_fits(done, warps, cc)
     assert done.count(TENSOR_CORE[cc]) > 0, done.opcodes()
-    assert done.count("RED") == done.count("ATOM") == 0
+    assert not global_atomics(done)
 
 
 @pytest.mark.parametrize(("cc", "m", "n", "k", "dtype"), [(90, 64, 4095, 1040, "bf16"), (90, 16, 4096, 4096, "fp16"), (80, 16, 33, 48, "fp16")])
@@ -109,12 +113,22 @@ def test_mid_off_the_tile(cc, m, n, k, dtype):
 DEQUANTIZE = {"QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BYTES": "i32", "GROUPS_PER_MATRIX": "i32", "EXTRA": "fp32"}
 
 
-@pytest.mark.parametrize(("cc", "out"), [(80, "bf16"), (80, "fp32"), (90, "bf16"), (100, "fp16"), (121, "bf16"), (89, "fp8e4nv"), (90, "fp8e4nv"), (120, "fp8e4nv")])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("cc", "out", "batched"),
+    [
+        (80, "bf16", False),
+        (80, "fp32", True),
+        (90, "bf16", False),
+        (90, "bf16", True),
+        (100, "fp16", True),
+        (121, "bf16", False),
+        (89, "fp8e4nv", False),
+        (90, "fp8e4nv", False),
+        (120, "fp8e4nv", False),
+    ],
+)
 def test_dequantize(cc, out, batched):
     fp8 = out == "fp8e4nv"
-    if fp8 and batched:
-        pytest.skip("the FP8 transient is one matrix")
     signature = {**DEQUANTIZE, "OUT": f"*{out}", "BYTES": "i64" if batched else "i32"}  # i64: more than 2**31 bytes of codes
     constants = {"BATCHED": batched, "FP8": fp8, "BLOCK": 1024}
     if fp8:

@@ -31,9 +31,12 @@ def test_every_row_is_complete(row):
     assert len(row.reason) > 10
     assert row.arch[0] <= row.arch[1]
     assert row.max_m is None or row.max_m > 0
-    assert row.dtypes and set(row.dtypes) <= set(ANY)
-    assert set(row.large_m) <= set(LARGE_M) and row.large_m
-    assert row.k_multiple >= 16 and row.k_multiple % 16 == 0  # every NVFP4 weight has K % 16 == 0
+    assert row.dtypes
+    assert set(row.dtypes) <= set(ANY)
+    assert set(row.large_m) <= set(LARGE_M)
+    assert row.large_m
+    assert row.k_multiple >= 16
+    assert row.k_multiple % 16 == 0
     if row.status == "measured on H200":
         assert row.arch[0] <= 90 <= row.arch[1], "what was measured on an H200 must serve one"
 
@@ -55,8 +58,11 @@ def test_one_ascending_list_that_ends_without_a_limit():
         assert found.rows[-1].max_m is None, call
         assert found.bounds == tuple(row.max_m for row in found.rows[:-1])
         for row in found.rows:
-            assert row.arch[0] <= call.arch <= row.arch[1] and call.dtype in row.dtypes and call.large_m in row.large_m
-            assert call.k % row.k_multiple == 0 and call.n % row.n_multiple == 0
+            assert row.arch[0] <= call.arch <= row.arch[1]
+            assert call.dtype in row.dtypes
+            assert call.large_m in row.large_m
+            assert call.k % row.k_multiple == 0
+            assert call.n % row.n_multiple == 0
         assert len(found.rows) + len(found.refused) == sum(row.op == "linear" for row in ROWS), "every row is taken or refused"
 
 
@@ -81,9 +87,11 @@ def test_a_reason_names_the_value():
             elif call.large_m not in row.large_m:
                 assert f'"{call.large_m}"' in why
             elif call.k % row.k_multiple:
-                assert f"K = {call.k}" in why and str(row.k_multiple) in why
+                assert f"K = {call.k}" in why
+                assert str(row.k_multiple) in why
             elif call.n % row.n_multiple:
-                assert f"N = {call.n}" in why and str(row.n_multiple) in why
+                assert f"N = {call.n}" in why
+                assert str(row.n_multiple) in why
             else:
                 assert "already serves M <=" in why or "is preferred" in why, why
 
@@ -141,7 +149,9 @@ def test_all_limited_regimes_off_leaves_the_unlimited_one():
     off = DispatchConfig(thresholds={regime: 0 for regime in REGIMES})
     for call in CALLS:
         found = plan(call, off)
-        assert len(found.rows) == 1 and found.rows[0].max_m is None and found.bounds == ()
+        assert len(found.rows) == 1
+        assert found.rows[0].max_m is None
+        assert found.bounds == ()
         assert found.pick(1) is found.rows[0]
 
 
@@ -177,7 +187,7 @@ def test_rows_that_never_get_a_turn_are_refused_with_the_reason():
 
 
 def test_no_unlimited_row_is_an_error_even_if_others_accept():
-    with pytest.raises(KernelError, match="no kernel serves fp4.linear"):
+    with pytest.raises(KernelError, match=r"no kernel serves fp4\.linear"):
         plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, (_row("a", 8),))
 
 
