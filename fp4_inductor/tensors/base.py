@@ -5,6 +5,7 @@ A subclass lists its component tensors in ``PARTS`` and gives ``dequantize``; al
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -139,10 +140,15 @@ class FP4Tensor(torch.Tensor):
             result = rule(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        # Under inference_mode composite operations arrive whole: their pieces may have rules.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         _refuse_writes(cls, func, args, kwargs)
         # The faithful fallback: right for every read, visible in a graph as fp4.dequantize.
-        dense_args, dense_kwargs = tree_map_only(FP4Tensor, lambda t: t.dequantize(), (args, kwargs))
-        return func(*dense_args, **dense_kwargs)
+        with _mode_of_result(func, args):
+            dense_args, dense_kwargs = tree_map_only(FP4Tensor, lambda t: t.dequantize(), (args, kwargs))
+            return func(*dense_args, **dense_kwargs)
 
     @classmethod
     def implements(cls, *ops):
@@ -163,6 +169,13 @@ def _write_error(t, what: str) -> UnsupportedOpError:
         limit=f"copy_ from another {type(t).__name__} of the same shape",
         remedy="Quantize the new weight with from_dense() and assign it.",
     )
+
+
+def _mode_of_result(func, args):
+    """Leave inference_mode for a view of a normal tensor: autograd's bookkeeping refuses an inference tensor there."""
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    normal = is_view and torch.is_inference_mode_enabled() and isinstance(args[0], FP4Tensor) and not args[0].is_inference()
+    return torch.inference_mode(False) if normal else contextlib.nullcontext()
 
 
 def _refuse_writes(cls, func, args, kwargs) -> None:
@@ -186,6 +199,13 @@ def _common(*ops):
         return rule
 
     return register
+
+
+def wrapped(dim: int, n: int) -> int:
+    """``dim`` counted from the front, as in any torch operation."""
+    if not -n <= dim < n:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {dim})")
+    return dim % n
 
 
 @_common(aten.detach.default, aten.alias.default)
@@ -247,15 +267,16 @@ def _t(t):
 
 @_common(aten.transpose.int)
 def _transpose(t, dim0, dim1):
-    if {dim0 % t.dim(), dim1 % t.dim()} != {t.dim() - 1, t.dim() - 2}:
-        return NotImplemented
-    return _t(t)
+    dims = {wrapped(dim0, t.dim()), wrapped(dim1, t.dim())}
+    if len(dims) == 1:
+        return _view_of_self(t)
+    return _t(t) if dims == {t.dim() - 1, t.dim() - 2} else NotImplemented
 
 
 @_common(aten.permute.default)
 def _permute(t, dims):
     n = t.dim()
-    wanted = [d % n for d in dims]
+    wanted = [wrapped(d, n) for d in dims]
     if wanted == [*range(n - 2), n - 1, n - 2]:
         return _t(t)
     return _view_of_self(t) if wanted == list(range(n)) else NotImplemented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..errors import DTypeError
 from ..formats import nvfp4
 from ..ops import cast_for_autocast
-from .base import FP4Tensor, aten
+from .base import FP4Tensor, aten, wrapped
 
 fp4 = torch.ops.fp4
 _K_PER_BYTE = 2
@@ -94,23 +95,29 @@ def _aten_linear(x, w, bias=None):
     return fp4.linear(x, *w.parts(), bias)
 
 
+def _is_packed_rhs(x, w) -> bool:
+    """Can ``x @ w`` run packed? Else the dense product, or torch's own error: ``@`` would turn our DTypeError (a
+    TypeError) into "unsupported operand"."""
+    return isinstance(w, NVFP4Tensor) and w.transposed and not isinstance(x, FP4Tensor) and x.dtype in nvfp4.HIGH_PRECISION
+
+
 @NVFP4Tensor.implements(aten.mm.default, aten.matmul.default)
 def _mm(x, w):
-    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor) or w.dim() != 2:
+    if not _is_packed_rhs(x, w) or w.dim() != 2:
         return NotImplemented
     return fp4.linear(x, *w.parts())
 
 
 @NVFP4Tensor.implements(aten.addmm.default)
 def _addmm(bias, x, w, *, beta=1, alpha=1):
-    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor) or bias.shape != w.shape[1:] or beta != 1 or alpha != 1:
+    if not _is_packed_rhs(x, w) or bias.shape != w.shape[1:] or beta != 1 or alpha != 1:
         return NotImplemented
     return fp4.linear(x, *w.parts(), bias)
 
 
 @NVFP4Tensor.implements(aten.bmm.default)
 def _bmm(x, w):
-    if not isinstance(w, NVFP4Tensor) or not w.transposed or isinstance(x, FP4Tensor):
+    if not _is_packed_rhs(x, w):
         return NotImplemented
     return fp4.bmm(x, *w.parts())
 
@@ -120,7 +127,7 @@ def _bmm(x, w):
 
 def _storage_axis(t: NVFP4Tensor, dim: int) -> int:
     """The axis of qdata that the presented dimension ``dim`` lies on (-1 is K)."""
-    dim = dim % t.dim() - t.dim()
+    dim = wrapped(dim, t.dim()) - t.dim()
     if t.transposed and dim >= -2:
         dim = -3 - dim
     return dim
@@ -152,21 +159,24 @@ def _slice(t, dim=0, start=None, end=None, step=1):
 @NVFP4Tensor.implements(aten.split.Tensor)
 def _split(t, split_size, dim=0):
     size = t.shape[dim]
-    return [_slice_or_dense(t, dim, i, min(i + split_size, size)) for i in range(0, max(size, 1), max(split_size, 1))]
+    if split_size <= 0:
+        return NotImplemented
+    starts = range(0, max(size, 1), split_size)
+    return _slices(t, dim, [(i, min(i + split_size, size)) for i in starts])
 
 
 @NVFP4Tensor.implements(aten.split_with_sizes.default)
 def _split_with_sizes(t, sizes, dim=0):
-    out, start = [], 0
-    for size in sizes:
-        out.append(_slice_or_dense(t, dim, start, start + size))
-        start += size
-    return out
+    ends = list(itertools.accumulate(sizes))
+    if min(sizes, default=-1) < 0 or ends[-1] != t.shape[dim]:
+        return NotImplemented
+    return _slices(t, dim, [(end - size, end) for size, end in zip(sizes, ends, strict=True)])
 
 
-def _slice_or_dense(t, dim, start, end):
-    part = _slice(t, dim, start, end)
-    return t.dequantize().narrow(dim, start, end - start) if part is NotImplemented else part
+def _slices(t, dim, bounds):
+    """All parts packed, or NotImplemented: then all are dense."""
+    parts = [_slice(t, dim, start, end) for start, end in bounds]
+    return NotImplemented if any(p is NotImplemented for p in parts) else parts
 
 
 @NVFP4Tensor.implements(aten.select.int)
