@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     given = model_or_factory if isinstance(model_or_factory, nn.Module) else build_empty(model_or_factory).eval()
     model = getattr(given, "_orig_mod", given)  # torch.compile's wrapper
     compiled = model is not given
-    lost = values_lost(model)
+    lost = [name for name in values_lost(model) if name not in checkpoint.manifest.derived]
     if lost:
         raise CheckpointError(
             "the model has tensors on the meta device that are in no checkpoint",
@@ -105,6 +105,9 @@ def open_checkpoint(dir: str | os.PathLike) -> Checkpoint:
         if alias in entries or name not in _stored_names(headers):
             raise CheckpointError(f"{mf.FILE}: alias {alias}", value=name, limit="a stored tensor under a name that is not stored itself")
     entries |= {alias: entries[name] for alias, name in manifest.aliases.items()}
+    absent = sorted(set(manifest.derived) - set(entries))
+    if absent:
+        raise CheckpointError(f"{mf.FILE} lists buffers that are not stored", value=", ".join(absent[:_SHOWN]))
     _check_parts(manifest, entries)
     return Checkpoint(manifest, entries)
 
@@ -208,9 +211,10 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     fp4: dict[str, tuple[nn.Module, str]] = {}
     used = {n for n in entries if n in taken}
     for prefix, module in modules.items():
-        for attribute, t in _persistent(module):
+        for attribute, t in _tensors(module):
             name = _join(prefix, attribute)
-            if name in taken:
+            derived = attribute in module._non_persistent_buffers_set
+            if name in taken or (derived and name not in manifest.derived):
                 continue
             if name in manifest.tensors:
                 used |= {f"{name}.{part}" for part in _PARTS}
@@ -231,7 +235,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
                 missing.append(name)
                 if not strict and t.device.type == "meta":
                     wrong.append(f"{name}: not in the checkpoint, and on the meta device in the model")
-    extra = sorted(set(entries) - used) + sorted(set(manifest.tensors) - set(fp4))
+    extra = sorted(set(entries) - used - set(manifest.derived)) + sorted(set(manifest.tensors) - set(fp4))
     if strict:
         wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in extra]
     if wrong:
@@ -243,14 +247,11 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     return _Slots(plain, fp4, layers)
 
 
-def _persistent(module: nn.Module):
-    """(attribute, tensor) of what belongs in a state_dict, this module only."""
-    for name, p in module._parameters.items():
-        if p is not None:
-            yield name, p
-    for name, b in module._buffers.items():
-        if b is not None and name not in module._non_persistent_buffers_set:
-            yield name, b
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(attribute, tensor) of the parameters and buffers of this module only."""
+    for name, t in (*module._parameters.items(), *module._buffers.items()):
+        if t is not None:
+            yield name, t
 
 
 def _misfit(module: nn.Module, layer: mf.LayerEntry) -> str | None:

@@ -5,6 +5,7 @@
     {"format": "fp4_inductor", "version": 1, "checksum": "<sha256 of the rest>",
      "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m"}},
      "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
+     "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
      "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256"}},
      "report":  {"errors": {"<layer>": 0.083}, "kept": {"<parameter>": "<reason>"}}}
@@ -35,7 +36,7 @@ INDEX = f"{STEM}.safetensors.index.json"
 SHARD = re.compile(rf"{STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 DTYPE_NAMES = {str(d).removeprefix("torch."): d for d in nvfp4.HIGH_PRECISION}
 _JSON_LIMIT = 256_000_000
-_KEYS = {"format", "version", "checksum", "layers", "tensors", "aliases", "files", "report"}
+_KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class FileEntry:
 class Manifest:
     layers: dict[str, LayerEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    derived: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
@@ -111,11 +113,14 @@ def read(directory: Path) -> Manifest:
         raise CheckpointError(f"{FILE} cannot be checked", value=f"{type(error).__name__}: {error}") from error
     if not right:
         raise CheckpointError(f"{FILE} was altered: its checksum does not match", value=repr(body["checksum"])[:80], remedy="Save the model again.")
+    derived = body["derived"]
+    _need(isinstance(derived, list) and all(isinstance(n, str) for n in derived), "derived", derived, "a list of names")
     report = body["report"]
     _need(isinstance(report, dict) and set(report) == {"errors", "kept"}, "report", report)
     return Manifest(
         layers={k: _layer(k, v) for k, v in _mapping(body, "layers").items()},
         tensors={k: _tensor(k, v) for k, v in _mapping(body, "tensors").items()},
+        derived=derived,
         aliases={k: _text(f"aliases[{k!r}]", v) for k, v in _mapping(body, "aliases").items()},
         files={check_file_name(k): _file(k, v) for k, v in _mapping(body, "files").items()},
         errors={k: _number(f"report.errors[{k!r}]", v) for k, v in _mapping(report, "errors").items()},

@@ -40,6 +40,7 @@ DTYPES = {
     "U32": torch.uint32,
     "U64": torch.uint64,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
 _HEADER_LIMIT = 100_000_000  # as in the safetensors library
 _LENGTH_BYTES = 8

@@ -37,7 +37,8 @@ def save(model: nn.Module, dir: str | os.PathLike, max_shard_size: int | str = "
     instead of half of them.
 
     Args:
-        model: quantized or not; everything in its ``state_dict``.
+        model: quantized or not; everything in its ``state_dict``, and the buffers that are not persistent (a rotary
+            table that ``.to(bfloat16)`` rounded would otherwise come back unrounded).
         dir: created if needed.
         max_shard_size: bytes, or text like ``"5GB"``.
 
@@ -68,7 +69,13 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
     """Tensors to store by name, and the manifest without its files."""
     state: dict[str, Tensor] = {}
     tensors: dict[str, mf.TensorEntry] = {}
-    for name, t in model.state_dict(keep_vars=True).items():
+    derived = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(name)) is not None
+    }
+    for name, t in {**model.state_dict(keep_vars=True), **derived}.items():
         if not isinstance(t, Tensor):
             raise CheckpointError(f"{name} is not a tensor (a module's extra state)", value=type(t).__name__, limit="tensors: nothing is pickled")
         if isinstance(t, NVFP4Tensor):
@@ -104,7 +111,7 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
     report = recorded(model)
     errors = {i.name: i.relative_error for i in report.layers if i.relative_error is not None} if report else {}
     kept = {s.name: s.reason for s in report.skipped} if report else {}
-    return stored, mf.Manifest(layers=layers, tensors=tensors, aliases=aliases, errors=errors, kept=kept)
+    return stored, mf.Manifest(layers=layers, tensors=tensors, derived=list(derived), aliases=aliases, errors=errors, kept=kept)
 
 
 def _write(stored: dict[str, Tensor], manifest: mf.Manifest, aside: Path, limit: int) -> None:
