@@ -28,6 +28,7 @@ class FP4Tensor(torch.Tensor):
     """
 
     PARTS: ClassVar[tuple[str, ...]]
+    global_scale: Tensor
     TABLE: ClassVar[dict[Any, Callable]]
     logical_dtype: torch.dtype
     transposed: bool
@@ -240,9 +241,25 @@ def _copy_(dst, src, non_blocking=False):
             limit=f"a {type(dst).__name__} of the same shape",
             remedy="Use load_state_dict(..., assign=True), or quantize the source with from_dense().",
         )
+    if _covers_part_of_its_matrix(dst) and not torch.equal(dst.global_scale.to(src.device), src.global_scale):
+        raise UnsupportedOpError(
+            f"copy_ into a part of a {type(dst).__name__} would change the global scale of the rest",
+            value=f"global_scale {src.global_scale.flatten()[:4].tolist()}",
+            limit=f"global_scale {dst.global_scale.flatten()[:4].tolist()}",
+            remedy="Quantize the source with from_dense(..., global_scale=whole.global_scale).",
+        )
     for d, s in zip(dst.parts(), src.parts(), strict=True):
         d.copy_(s, non_blocking)
     return dst
+
+
+def _covers_part_of_its_matrix(t) -> bool:
+    """Is ``t`` a slice of rows or columns whose global scale belongs to the whole matrix?"""
+
+    def covered(p: Tensor) -> float:
+        return p.numel() * p.element_size() / max(p.untyped_storage().nbytes(), 1)
+
+    return not t.is_meta and covered(t.parts()[0]) < covered(t.global_scale)
 
 
 @_common(aten.empty_like.default)
