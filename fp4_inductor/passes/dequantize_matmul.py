@@ -5,7 +5,9 @@ The forms a matmul has after AOTAutograd and Inductor's decompositions; ``w`` is
 * ``mm(x, w)``, ``addmm(bias, x, w)``, ``bmm(x, w)`` with one weight per matrix or one expanded over the batch;
 * ``sum(unsqueeze(x, -1) * unsqueeze(w, ..), -2)``: what a CUDA mm or bmm with M == 1 (or N == 1) becomes under
   ``coordinate_descent_tuning``, before any graph pass runs; for 16-bit dtypes with both factors converted to float32
-  and the sum converted back.
+  and the sum converted back;
+* ``mm`` and ``addmm`` with zero columns appended to ``w`` (and the bias), as Inductor's ``pad_mm`` does on CUDA when N is
+  not aligned.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ def _plan(form: str, out: Node, x: object, operand: object, bias: object = None)
     dtype = value(out).dtype
     if dtype not in nvfp4.HIGH_PRECISION or value(x).dtype != dtype:
         return None
-    if bias is not None and not (isinstance(bias, Node) and value(bias).dtype == dtype and _is_bias(bias, value(out))):
+    operand, bias, padding = _without_zero_columns(operand, bias)
+    n = value(operand).shape[-1]
+    if bias is not None and not (isinstance(bias, Node) and value(bias).dtype == dtype and value(bias).dim() == 1 and same(value(bias).shape[0], n)):
         return None
     weight = weight_of(operand, dtype, out)
-    return None if weight is None else lambda: _rewrite(f"{weight.source}_{form}", out, x, weight, bias)
+    return None if weight is None else lambda: _rewrite(f"{weight.source}_{form}", out, x, weight, bias, padding)
 
 
 def _plan_decomposed(out: Node) -> Rewrite | None:
@@ -70,7 +74,22 @@ def _plan_decomposed(out: Node) -> Rewrite | None:
     return _plan(name, out, x, operand)
 
 
-def _rewrite(pattern: str, out: Node, x: Node, weight: Weight, bias: Node | None) -> None:
+def _without_zero_columns(operand: Node, bias: object) -> tuple[Node, object, int]:
+    """``(w, bias, p)`` from ``w`` and a bias with p appended zeros; p = 0 and the operands themselves if there are none."""
+    if not is_call(operand, aten.constant_pad_nd.default):
+        return operand, bias, 0
+    inner, pads, *fill = cast("tuple[Any, ...]", operand.args)
+    if len(pads) < 2 or pads[0] != 0 or any(pads[2:]) or fill not in ([], [0], [0.0]) or not isinstance(pads[1], int) or pads[1] < 0:
+        return operand, bias, 0
+    if bias is None:
+        return inner, None, pads[1]
+    parts: Any = bias.args[0] if is_call(bias, aten.cat.default) else ()  # type: ignore[attr-defined]
+    if len(parts) != 2 or not is_call(parts[1], aten.full.default) or parts[1].args[1] != 0:
+        return operand, bias, 0
+    return inner, parts[0], pads[1]
+
+
+def _rewrite(pattern: str, out: Node, x: Node, weight: Weight, bias: Node | None, padding: int) -> None:
     graph = out.graph
     with graph.inserting_before(out):
         g = _global_scale(weight)
@@ -78,6 +97,10 @@ def _rewrite(pattern: str, out: Node, x: Node, weight: Weight, bias: Node | None
             new = graph.call_function(torch.ops.fp4.bmm.default, (x, weight.qdata, weight.scale, g))
         else:
             new = graph.call_function(torch.ops.fp4.linear.default, (x, weight.qdata, weight.scale, g, bias))
+        if padding:
+            fake = value(out)
+            new.meta["val"] = fake.new_empty((*fake.shape[:-1], fake.shape[-1] - padding))
+            new = graph.call_function(aten.constant_pad_nd.default, (new, [0, padding], 0.0))
     new.meta.update(out.meta)
     out.replace_all_uses_with(new)
     _erase(out)
@@ -119,10 +142,6 @@ def _erase(node: Node) -> None:
         above = dead.all_input_nodes
         dead.graph.erase_node(dead)
         stack.extend(above)
-
-
-def _is_bias(bias: Node, out: Tensor) -> bool:
-    return value(bias).dim() == 1 and same(value(bias).shape[0], out.shape[-1])
 
 
 def _is_cast(node: object) -> bool:
