@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import types
+import warnings
 from collections.abc import Iterator
 from unittest import mock
 
@@ -97,13 +98,11 @@ class _Generated(BaseException):
     """Raised instead of running what was generated."""
 
 
-def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, **compile_options) -> list[str]:
-    """Inductor's output code for ``torch.compile(build())`` on fake CUDA tensors.
+@contextlib.contextmanager
+def code_generation(cc: tuple[int, int] = (9, 0), config: dict | None = None) -> Iterator[list[str]]:
+    """Inside, ``torch.compile`` on fake CUDA tensors appends Inductor's output code to the list; ``call`` runs nothing.
 
     Args:
-        build: called under the fake mode; returns a module or function whose tensors are created with device="cuda".
-        shapes: ``(shape, dtype)`` of each input.
-        mark: called with the inputs before compilation (``mark_dynamic`` and the like).
         config: patches of ``torch._inductor.config``.
     """
     import torch._inductor.config as inductor_config
@@ -127,19 +126,42 @@ def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, **compil
 
     dynamo.reset()
     options = {"force_disable_caches": True, **(config or {})}
-    with (
-        pretend_cuda(cc),
-        FakeTensorMode(shape_env=ShapeEnv()),
-        torch.no_grad(),
-        mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
-        inductor_config.patch(options),
-    ):
+    try:
+        with (
+            pretend_cuda(cc),
+            FakeTensorMode(shape_env=ShapeEnv()),
+            torch.no_grad(),
+            mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
+            inductor_config.patch(options),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield out
+    finally:
+        dynamo.reset()
+
+
+def call(compiled, *inputs) -> None:
+    """Call a compiled function inside :func:`code_generation`."""
+    with contextlib.suppress(_Generated):
+        compiled(*inputs)
+
+
+def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, **compile_options) -> list[str]:
+    """Inductor's output code for ``torch.compile(build())`` on fake CUDA tensors.
+
+    Args:
+        build: called under the fake mode; returns a module or function whose tensors are created with device="cuda".
+        shapes: ``(shape, dtype)`` of each input.
+        mark: called with the inputs before compilation (``mark_dynamic`` and the like).
+        config: patches of ``torch._inductor.config``.
+    """
+    with code_generation(cc, config) as out:
         inputs = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
         if mark is not None:
             mark(*inputs)
-        with contextlib.suppress(_Generated):
-            torch.compile(build(), fullgraph=True, **compile_options)(*inputs)
-    dynamo.reset()
+        call(torch.compile(build(), fullgraph=True, **compile_options), *inputs)
     return out
 
 

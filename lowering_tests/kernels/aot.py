@@ -15,6 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
 
 @cache
 def tool(name: str) -> str:
