@@ -1,10 +1,10 @@
 """What quantization costs: perplexity and KL of a model with NVFP4 weights against the same model in bfloat16.
 
-    python benchmarks/quality.py --model smollm2             # or a folder, a .gguf file, a hub id, austen_dense ...
+    python benchmarks/quality.py --model smollm2   # or a folder, a hub id, austen_dense ...
 
 Texts that need no network: the bundled part of Northanger Abbey, and the language reference that comes with Python
 (``pydoc_data``). Each is cut into windows of 512 tokens; the first ones are evaluated, and ``activation`` is calibrated
-on 16 windows that are not. Rows go to ``benchmarks/results/quality_<model>.csv``, one run replacing the last.
+on 16 windows that are not. Rows go to ``benchmarks/results/quality_<name>.csv``, one run replacing the last.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4
     return plain + [("activation", name, NVFP4Config("activation", calibration=list(batch[:, :-1].split(4)))) for name, batch in calibration.items()]
 
 
-def run(name: str, device: str, count: int) -> list[dict]:
+def run(name: str, label: str, device: str, count: int) -> list[dict]:
     model, tokenizer = load_model(name, device)
     bodies = texts()
     batches = {k: windows(tokenizer, t, 0, count) for k, t in bodies.items()}
     calibration = {k: windows(tokenizer, t, len(t) // 2, CALIBRATION_WINDOWS) for k, t in bodies.items()}
-    label = Path(name).stem if Path(name).exists() else name.rsplit("/", 1)[-1]
     common = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
@@ -113,9 +112,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--windows", type=int, default=6, help="windows of 512 tokens to evaluate per text")
+    parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
-    rows = run(args.model, args.device, args.windows)
+    rows = run(args.model, args.name or args.model.rstrip("/").rsplit("/", 1)[-1], args.device, args.windows)
     for row in rows[:2]:
         print(_line(row))
     if not args.no_write:

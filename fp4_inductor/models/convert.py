@@ -33,9 +33,9 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
         is the layer.
     """
     dense = _dense_weight(group[0])
-    layer = FP4Linear.from_weight(
-        dense if device is None else dense.to(device), scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m
-    )
+    if device is not None:
+        dense = dense.to(device)
+    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
     error = relative_error(dense, layer)
     del dense
     rows = []
@@ -84,7 +84,7 @@ def relative_error(dense: Tensor, layer: FP4Linear) -> float:
     step = max(1, _ERROR_CHUNK // max(k, 1))
     for start in range(0, dense.shape[0], step):
         rows = slice(start, start + step)
-        w = dense[rows].to(layer.qdata.device, torch.float32)
+        w = dense[rows].float()
         d = torch.ops.fp4.dequantize(layer.qdata[rows], layer.scale[rows], layer.global_scale, torch.float32)[:, :k]
         norm = norm + torch.linalg.vector_norm(w).to(norm.dtype).square()
         error = error + torch.linalg.vector_norm(d.sub_(w)).to(norm.dtype).square()
