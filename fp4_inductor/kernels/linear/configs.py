@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class GemvConfig:
@@ -29,9 +31,10 @@ class MidConfig:
 def gemv(max_m: int, n: int, k: int) -> GemvConfig:
     """For at most ``max_m`` rows (1 to 4; more rows take more programs)."""
     block_m = 1 if max_m <= 1 else 2 if max_m == 2 else 4
-    block_w = 512 if k >= 4096 else 256 if k >= 2048 else 128 if k >= 1024 else 64
-    block_n = 8 if block_m < 4 else 4
-    return GemvConfig(block_m, block_n, block_w, 4)
+    block_w = 256 if k >= 2048 else 128 if k >= 1024 else 64
+    if block_m == 1:
+        return GemvConfig(1, 16 if n >= 8192 else 8, block_w, 4)
+    return GemvConfig(block_m, 8, min(block_w, 128), 4)
 
 
 def mid(m: int, n: int, k: int) -> MidConfig:
@@ -65,7 +68,7 @@ def gemv_constants(c: GemvConfig, n: int, k: int, arch: int) -> dict[str, object
     return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True)
 
 
-def mid_constants(c: MidConfig, n: int, k: int) -> dict[str, object]:
+def mid_constants(c: MidConfig, n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
     """Constexpr arguments of ``linear_mid`` for one shape."""
     even = n % c.block_n == 0 and k % c.block_k == 0
-    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n)
+    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n, BF16=dtype == torch.bfloat16, ASM=True)

@@ -31,6 +31,11 @@ def _plan(call: Call, config) -> Plan:
     return plan(call, config)
 
 
+def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
+    """The description of a call that ``select.plan`` reads."""
+    return Call("linear", _arch(x.device), x.dtype, qdata.shape[0], qdata.shape[1] * 2, large_m)
+
+
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
     """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
@@ -42,7 +47,7 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     if m == 0 or n == 0 or k == 0:
         out = x.new_zeros((m, n))
         return (out if bias is None else out + bias).view(*x.shape[:-1], n)
-    row = _plan(Call("linear", _arch(x.device), x.dtype, n, k, large_m), dispatch_config()).pick(m)
+    row = _plan(call_of(x, qdata, large_m), dispatch_config()).pick(m)
     with torch.cuda.device(x.device):
         y = _LAUNCHERS[row.kernel](_aligned(rows), qdata.contiguous(), scale.contiguous(), global_scale)
     if bias is not None:
@@ -73,7 +78,7 @@ def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, config: c
     (m, k), n = x.shape, qdata.shape[0]
     c = config or configs.mid(m, n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    constants = configs.mid_constants(c, n, k)
+    constants = configs.mid_constants(c, n, k, x.dtype)
     linear_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
         x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
     )

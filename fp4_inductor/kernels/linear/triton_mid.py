@@ -13,8 +13,51 @@ from ..triton_common import e2m1_to_f16, e4m3_to_f32, store_output
 
 
 @triton.jit
+def decode_bytes(q, scale, BF16: tl.constexpr, ASM: tl.constexpr):
+    """uint8 ``[.., K/2]`` and 16-bit ``scale`` of the same shape -> low and high nibble's values, in ``scale``'s dtype.
+
+    ``scale`` carries 2**118 (bfloat16) or 2**6 (float16), the decode 2**-126 or 2**-14: products are value * 2**-8, exact.
+    """
+    if ASM and BF16:
+        lo, hi = tl.inline_asm_elementwise(
+            """{ .reg .b32 v, t, s, n; mov.b32 n, 0x80008000;
+            prmt.b32 v, $4, 0, 0x1404;
+            shr.b32 t, v, 6; and.b32 t, t, 0x01C001C0; lop3.b32 s, v, 0x80008000, t, 0xEA; fma.rn.bf16x2 $2, s, $5, n;
+            shr.b32 t, v, 2; and.b32 t, t, 0x01C001C0; shl.b32 v, v, 4; lop3.b32 s, v, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, s, $5, n;
+            prmt.b32 v, $4, 0, 0x3424;
+            shr.b32 t, v, 6; and.b32 t, t, 0x01C001C0; lop3.b32 s, v, 0x80008000, t, 0xEA; fma.rn.bf16x2 $3, s, $6, n;
+            shr.b32 t, v, 2; and.b32 t, t, 0x01C001C0; shl.b32 v, v, 4; lop3.b32 s, v, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, s, $6, n; }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [q, scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    elif ASM:
+        lo, hi = tl.inline_asm_elementwise(
+            """{ .reg .b32 v, t, s;
+            prmt.b32 v, $4, 0, 0x1404;
+            shr.b32 t, v, 3; and.b32 t, t, 0x0E000E00; lop3.b32 s, v, 0x80008000, t, 0xEA; mul.rn.f16x2 $2, s, $5;
+            shl.b32 v, v, 4; shr.b32 t, v, 3; and.b32 t, t, 0x0E000E00; lop3.b32 s, v, 0x80008000, t, 0xEA; mul.rn.f16x2 $0, s, $5;
+            prmt.b32 v, $4, 0, 0x3424;
+            shr.b32 t, v, 3; and.b32 t, t, 0x0E000E00; lop3.b32 s, v, 0x80008000, t, 0xEA; mul.rn.f16x2 $3, s, $6;
+            shl.b32 v, v, 4; shr.b32 t, v, 3; and.b32 t, t, 0x0E000E00; lop3.b32 s, v, 0x80008000, t, 0xEA; mul.rn.f16x2 $1, s, $6; }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [q, scale],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        code = q.to(tl.int16)
+        lo = e2m1_to_f16(code).to(scale.dtype) * scale
+        hi = e2m1_to_f16(code >> 4).to(scale.dtype) * scale
+    return lo, hi
+
+
+@triton.jit
 def linear_mid(
-    X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr
+    X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     grid_n = tl.cdiv(N, BLOCK_N)
@@ -42,12 +85,11 @@ def linear_mid(
             q = tl.load(QDATA + row * (K // 2) + kb[None, :], mask=(rn < N)[:, None] & (kb < K // 2)[None, :], other=0)
             s = tl.load(scales + row * (K // 16) + ks[None, :], mask=(rn < N)[:, None] & (ks < K // 16)[None, :], other=0)
             x = tl.load(X + rm.to(tl.int64)[:, None] * K + kx[None, :], mask=(rm < M)[:, None] & (kx < K)[None, :], other=0.0)
-        code = q.to(tl.int16)
-        pair = tl.join(e2m1_to_f16(code), e2m1_to_f16(code >> 4))
-        # value * 2**-14 times scale * 2**6: at least 2**-18 and at most 12, exact in both 16-bit formats
-        w = tl.reshape(pair, (BLOCK_N, BLOCK_K // 16, 16)).to(x.dtype)
-        w = w * (e4m3_to_f32(s) * 64.0).to(x.dtype)[:, :, None]
-        acc = tl.dot(tl.reshape(w, (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
+        # 2**118 and 2**6: see decode_bytes. Interpreted, the bfloat16 decode is float16's: 2**-14.
+        s16 = (e4m3_to_f32(s) * (3.32306998946229e35 if BF16 and ASM else 64.0)).to(x.dtype)
+        s16 = tl.reshape(tl.broadcast_to(s16[:, :, None], (BLOCK_N, BLOCK_K // 16, 8)), (BLOCK_N, BLOCK_K // 2))
+        lo, hi = decode_bytes(q, s16, BF16, ASM)
+        acc = tl.dot(tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
     idx_m = rm[:, None]
     idx_n = rn[None, :]
     y = tl.trans(acc) * (tl.load(GLOBAL_SCALE) * 256.0)
