@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..errors import DTypeError, ShapeError
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
 from ..ops import cast_for_autocast
+from ..ops.linear import LARGE_M
 from ..tensors.nvfp4 import NVFP4Tensor
 
 # Each packed buffer, and the integer dtype of the same width that stands for its bits.
@@ -41,6 +42,10 @@ class FP4Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
         super().__init__()
+        if large_m not in LARGE_M:
+            raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M))
+        if dtype not in nvfp4.HIGH_PRECISION:
+            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
         self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
         self.padding = -in_features % nvfp4.GROUP
         k = in_features + self.padding
@@ -64,6 +69,10 @@ class FP4Linear(nn.Module):
         if weight.dim() != 2:
             raise ShapeError("FP4Linear takes a matrix", value=tuple(weight.shape), limit="[N, K]")
         n, k = weight.shape
+        if bias is not None and tuple(bias.shape) != (n,):
+            raise ShapeError("FP4Linear: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)")
+        if bias is not None and bias.device != weight.device:
+            raise DeviceError("FP4Linear: weight and bias on different devices", value=bias.device, limit=weight.device)
         layer = cls(k, n, dtype=weight.dtype, device="meta", large_m=large_m)
         if layer.padding:
             weight = nn.functional.pad(weight, (0, layer.padding))
