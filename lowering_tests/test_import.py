@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("import")  # one worker runs the subprocess once for all tests of this file
+
 LIMIT_S = 0.3
 FORBIDDEN = ("triton", "torch._inductor.compile_fx", "torch._dynamo", "transformers")
 

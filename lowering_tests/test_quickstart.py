@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("quickstart")  # one worker runs the subprocess once for all tests of this file
+
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "quickstart.py"
 ROW = re.compile(r"^(bf16|NVFP4) +([\d.]+) +(?:([\d.]+) +)?([\d.]+) +([\d.]+) +([\d.]+) s$", re.MULTILINE)
 
