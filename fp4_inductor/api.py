@@ -61,6 +61,9 @@ def quantize_model(
         raise ConfigError("quantize_model takes an NVFP4Config", value=type(config).__name__, limit="NVFP4Config(...)")
     if not isinstance(model, nn.Module):
         raise ConfigError("quantize_model takes a module", value=type(model).__name__, limit="torch.nn.Module")
+    inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper around the model
+    compiled = model if isinstance(inner, nn.Module) else None
+    model = inner if isinstance(inner, nn.Module) else model
     target_device = check_device(device)
     plan = make_plan(model, ignore, filter_fn)
     preflight(plan, strict)
@@ -96,7 +99,7 @@ def quantize_model(
     record(model, result)
     if progress:
         print(result)
-    return model
+    return model if compiled is None else compiled
 
 
 def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Tensor | None]:

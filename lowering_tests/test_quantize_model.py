@@ -114,6 +114,18 @@ def test_the_model_itself_may_be_the_layer():
     assert fp4_inductor.report(new).coverage == 100.0
 
 
+def test_a_compiled_model_is_quantized_inside_its_wrapper():
+    model = Net().eval()
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.arange(8)[None]
+    dense = compiled(ids)
+    assert quantize_model(compiled, progress=False) is compiled
+    assert quantized(model) == ALL
+    assert fp4_inductor.report(compiled) is fp4_inductor.report(model)
+    assert torch.equal(compiled(ids), model(ids))  # recompiled: the dense graph is not used again
+    assert not torch.equal(compiled(ids), dense)
+
+
 def test_k_is_padded_inside_and_noted():
     model = nn.Sequential(nn.Linear(70, 33))
     x = torch.randn(5, 70)
