@@ -141,9 +141,8 @@ def violations(sources: Sources) -> list[str]:
         for node in nodes(source):
             if isinstance(node, ast.Assert):
                 found.append(f"{module}:{node.lineno}: assert is not validation (python -O removes it)")
-            elif isinstance(node, ast.Attribute) and not in_torch_room:
-                if getattr(node.value, "id", None) == "torch" and node.attr in PRIVATE_TORCH_ATTRIBUTES:
-                    found.append(f"{module}:{node.lineno}: private torch (torch.{node.attr}) is used only in {PACKAGE}/_torch")
+            elif isinstance(node, ast.Attribute) and node.attr in PRIVATE_TORCH_ATTRIBUTES and getattr(node.value, "id", "") == "torch" and not in_torch_room:
+                found.append(f"{module}:{node.lineno}: private torch (torch.{node.attr}) is used only in {PACKAGE}/_torch")
         lines = source.count("\n")
         if lines > LINES:
             found.append(f"{module}: {lines} lines, at most {LINES}")
