@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, autotune_select_algorithm
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, TritonTemplateKernel, autotune_select_algorithm
 
 _STORE = '{{store_output(("idx_m", "idx_n"), "y", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}'
 
@@ -37,12 +37,22 @@ def source_of(kernel, inputs: tuple[str, ...], sizes: dict[str, str], helpers: t
     return "\n".join([f"{{{{def_kernel({arguments})}}}}", *prelude, *body, f"    {_STORE}", "", *tails])
 
 
+class _Kernel(TritonTemplateKernel):
+    def jit_lines(self):
+        # Our kernels read scales as bytes. Triton refuses the very mention of a pointer to E4M3 before sm_89.
+        return super().jit_lines().replace("'arg_SCALE': '*fp8e4nv'", "'arg_SCALE': '*u8'")
+
+
+class _TritonTemplate(TritonTemplate):
+    kernel_type = _Kernel
+
+
 class Template:
     """One Inductor template made from one kernel."""
 
     def __init__(self, name: str, kernel, inputs: tuple[str, ...], sizes: dict[str, str], helpers: tuple, grid: Callable):
         self.name = name
-        self.template = TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source_of(kernel, inputs, sizes, helpers))
+        self.template = _TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source_of(kernel, inputs, sizes, helpers))
 
     def lower(self, arguments: tuple, size: list, dtype, configs: list[dict[str, Any]]):
         """IR of the kernel over realised ``arguments``; several ``configs`` are benchmarked by Inductor, one is taken as it is."""
