@@ -1,8 +1,8 @@
 """One to four rows: a bandwidth-bound GEMV on canonical row-major NVFP4.
 
 A program owns BLOCK_N rows of the weight and walks K in steps of BLOCK_W words (8 codes each). Per word: decode to four
-half2, four HFMA2 against the activations, two conversions and one add; then one float32 FMA per word with the scales.
-Activations become half precision inside the kernel, each word of 8 normalised by its own power of two, so that any
+half2, four HFMA2 against the activations, two conversions and one add; then one float32 FMA per block with the scale.
+Activations become half precision inside the kernel, each block of 16 normalised by its own power of two, so that any
 bfloat16 range is safe and the conversion costs 2**-11 at most.
 
 Source of the decode: NVFP4's four bits sit in an E4M3 byte as ``(w & 0x80) | ((w >> 2) & 0x1C)`` = value * 2**-6, which
@@ -82,16 +82,16 @@ def pack_half2(lo, hi, ASM: tl.constexpr):
 
 @triton.jit
 def load_activations(X, row, M, k, K, BLOCK_W: tl.constexpr, FULL: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
-    """One row's 8 * BLOCK_W activations from ``k``: four half2 words in :func:`decode8`'s order, and each word's scale.
+    """One row's 8 * BLOCK_W activations from ``k``: four half2 words in :func:`decode8`'s order, and each scale block's factor.
 
-    A word is normalised to [2**8, 2**9) by a power of two; the scale returned undoes that and the decode's 2**-6 or 2**-14.
+    A block of 16 is normalised to [2**8, 2**9) by a power of two; the factor returned undoes that and the decode's 2**-6 or 2**-14.
     """
     offsets = k + tl.arange(0, BLOCK_W * 8)
     if FULL:
         x = tl.load(X + row * K + offsets).to(tl.float32)
     else:
         x = tl.load(X + row * K + offsets, mask=offsets < tl.where(row < M, K, 0), other=0.0).to(tl.float32)
-    x = tl.reshape(x, (BLOCK_W, 8))
+    x = tl.reshape(x, (BLOCK_W // 2, 16))
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.maximum(exponent, 0x08000000)  # 2**-111: below it activations count as zero
     up = ((0x7F000000 - exponent) + 0x04000000).to(tl.float32, bitcast=True)  # 2**(8 - e)
@@ -114,7 +114,7 @@ def partial_sums(X, row, M, k, K, h0, h1, h2, h3, s, BLOCK_N: tl.constexpr, BLOC
     x0, x1, x2, x3, undo = load_activations(X, row, M, k, K, BLOCK_W, FULL, CVT, ASM)
     zero = tl.zeros((BLOCK_N, BLOCK_W), tl.int32)
     p = dot8(h0, h1, h2, h3, x0[None, :] + zero, x1[None, :] + zero, x2[None, :] + zero, x3[None, :] + zero, ASM)
-    return tl.sum(tl.reshape(p * undo[None, :], (BLOCK_N, BLOCK_W // 2, 2)), 2) * s
+    return tl.sum(tl.reshape(p, (BLOCK_N, BLOCK_W // 2, 2)), 2) * (s * undo[None, :])
 
 
 @triton.jit
