@@ -77,16 +77,16 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def pack(codes: Tensor) -> Tensor:
     """Codes ``[..., K]`` -> bytes ``[..., K/2]``; the even k is the low nibble. K must be even."""
     if codes.dtype != torch.uint8:
-        raise DTypeError("E2M1 codes are packed from uint8", value=codes.dtype, limit=torch.uint8)
+        raise DTypeError("E2M1 codes are packed from uint8", value=codes.dtype, limit=torch.uint8, remedy="encode() gives such codes.")
     if codes.shape[-1] % 2:
-        raise ShapeError("the last dimension of E2M1 codes must be even", value=tuple(codes.shape))
+        raise ShapeError("the last dimension of E2M1 codes must be even", value=tuple(codes.shape), limit="[..., K] with K even", remedy="Pad K with code 0.")
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """Bytes ``[..., K/2]`` -> codes ``[..., K]`` uint8."""
     if packed.dtype != torch.uint8:
-        raise DTypeError("packed E2M1 is uint8", value=packed.dtype, limit=torch.uint8)
+        raise DTypeError("packed E2M1 is uint8", value=packed.dtype, limit=torch.uint8, remedy="Reinterpret bytes with .view(torch.uint8).")
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 

@@ -33,13 +33,18 @@ def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
         ``(qdata uint8 [..., N, K/2], scale uint8 [..., N, K/32])``.
     """
     if w.dtype not in HIGH_PRECISION:
-        raise DTypeError("MXFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION))
+        raise DTypeError("MXFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION), remedy="Cast it with .to(dtype).")
     if w.dim() < 2 or w.shape[-1] % GROUP:
-        raise ShapeError("MXFP4 needs [..., N, K] with K a multiple of 32", value=tuple(w.shape), limit="K % 32 == 0")
+        raise ShapeError("MXFP4 needs [..., N, K] with K a multiple of 32", value=tuple(w.shape), limit="K % 32 == 0", remedy="Pad K with zeros.")
     blocks = w.float().unflatten(-1, (-1, GROUP))
     amax = blocks.abs().amax(-1)
     if not torch.isfinite(amax).all():
-        raise NonFiniteError("a weight holds NaN or Inf", value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements")
+        raise NonFiniteError(
+            "a weight holds NaN or Inf",
+            value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements",
+            limit="finite values",
+            remedy="Repair or exclude this weight.",
+        )
     # frexp: amax = m * 2**e with m in [0.5, 1), so floor(log2(amax)) = e - 1, subnormals included.
     exponent = torch.frexp(amax).exponent - 1 - EMAX
     byte = torch.where(amax > 0, exponent + BIAS, torch.zeros_like(exponent)).clamp(0, SCALE_NAN - 1)

@@ -118,7 +118,7 @@ def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
 def check_weight(w: Tensor) -> None:
     """Raise unless ``w`` is a high-precision ``[..., N, K]`` with K a multiple of 16. Reads no values."""
     if w.dtype not in HIGH_PRECISION:
-        raise DTypeError("NVFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION))
+        raise DTypeError("NVFP4 is quantized from a high-precision weight", value=w.dtype, limit=list(HIGH_PRECISION), remedy="Cast it with .to(dtype).")
     if w.dim() < 2 or w.shape[-1] % GROUP:
         raise ShapeError(
             "NVFP4 needs a weight [..., N, K] with K a multiple of 16",
@@ -131,23 +131,31 @@ def check_weight(w: Tensor) -> None:
 def check_search(scale_search: str) -> None:
     """Raise ConfigError unless ``scale_search`` is one of :data:`SCALE_SEARCHES`."""
     if scale_search not in _TOP:
-        raise ConfigError("unknown scale_search", value=repr(scale_search), limit=list(SCALE_SEARCHES))
+        raise ConfigError("unknown scale_search", value=repr(scale_search), limit=list(SCALE_SEARCHES), remedy="NVFP4Config describes them.")
 
 
 def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     """Raise unless the three tensors can be one NVFP4 weight: dtypes, shapes, one device. Reads no values."""
     for name, t, want in (("qdata", qdata, torch.uint8), ("scale", scale, SCALE_DTYPE), ("global_scale", global_scale, torch.float32)):
         if t.dtype != want:
-            raise DTypeError(f"NVFP4 {name} has the wrong dtype", value=t.dtype, limit=want)
+            raise DTypeError(
+                f"NVFP4 {name} has the wrong dtype",
+                value=t.dtype,
+                limit=want,
+                remedy="Reinterpret stored bytes with .view(dtype); a cast would change the bits.",
+            )
     if qdata.dim() < 2 or (qdata.shape[-1] * 2) % GROUP or tuple(scale.shape) != (*qdata.shape[:-1], qdata.shape[-1] * 2 // GROUP):
         raise ShapeError(
             "NVFP4 qdata and scale do not belong together",
             value=f"qdata {tuple(qdata.shape)}, scale {tuple(scale.shape)}",
             limit="qdata [..., N, K/2], scale [..., N, K/16]",
+            remedy="Take both from one quantize() or one checkpoint entry.",
         )
     lead = tuple(qdata.shape[:-2])
     if tuple(global_scale.shape) not in (lead, (*lead, 1, 1)):
-        raise ShapeError("NVFP4 global_scale does not fit", value=tuple(global_scale.shape), limit=f"{lead} or {(*lead, 1, 1)}")
+        raise ShapeError(
+            "NVFP4 global_scale does not fit", value=tuple(global_scale.shape), limit=f"{lead} or {(*lead, 1, 1)}", remedy="One float32 per matrix."
+        )
     if not qdata.device == scale.device == global_scale.device:
         raise DeviceError(
             "the parts of one NVFP4 weight lie on different devices",
@@ -210,7 +218,12 @@ def _checked_global_scale(g: Tensor, lead: tuple[int, ...], device: torch.device
     # One matrix also takes the [1] that checkpoints store; experts also the [E, 1, 1] that broadcasts.
     accepted = (lead, (*lead, 1, 1)) if lead else ((), (1,), (1, 1))
     if tuple(g.shape) not in accepted:
-        raise ShapeError("global_scale does not fit the weight's leading shape", value=tuple(g.shape), limit=" or ".join(str(tuple(s)) for s in accepted))
+        raise ShapeError(
+            "global_scale does not fit the weight's leading shape",
+            value=tuple(g.shape),
+            limit=" or ".join(str(tuple(s)) for s in accepted),
+            remedy="One float32 per matrix.",
+        )
     g = g.to(torch.float32).reshape(lead)
     if not bool(((g > 0) & torch.isfinite(g)).all()):
         raise NonFiniteError(
@@ -232,7 +245,7 @@ def _checked_channel_weight(weight: Tensor | None, k: int, device: torch.device)
         )
     weight = weight.to(device=device, dtype=torch.float32)
     if tuple(weight.shape) != (k,):
-        raise ShapeError("channel_weight does not fit K", value=tuple(weight.shape), limit=f"({k},)")
+        raise ShapeError("channel_weight does not fit K", value=tuple(weight.shape), limit=f"({k},)", remedy="It has one E[x^2] per input channel.")
     if not bool((torch.isfinite(weight) & (weight >= 0)).all()):
         bad = int((~(torch.isfinite(weight) & (weight >= 0))).sum())
         raise NonFiniteError(

@@ -43,7 +43,7 @@ class FP4Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
         super().__init__()
         if large_m not in LARGE_M:
-            raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M))
+            raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
         if dtype not in nvfp4.HIGH_PRECISION:
             raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
         self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
@@ -67,12 +67,12 @@ class FP4Linear(nn.Module):
     ) -> FP4Linear:
         """Quantize ``weight`` ``[N, K]`` (bf16, fp16 or fp32; any K: padded to a multiple of 16). The inputs are not modified."""
         if weight.dim() != 2:
-            raise ShapeError("FP4Linear takes a matrix", value=tuple(weight.shape), limit="[N, K]")
+            raise ShapeError("FP4Linear takes a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Experts [E, N, K] are an NVFP4Tensor.")
         n, k = weight.shape
         if bias is not None and tuple(bias.shape) != (n,):
-            raise ShapeError("FP4Linear: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)")
+            raise ShapeError("FP4Linear: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)", remedy="The bias has one entry per output.")
         if bias is not None and bias.device != weight.device:
-            raise DeviceError("FP4Linear: weight and bias on different devices", value=bias.device, limit=weight.device)
+            raise DeviceError("FP4Linear: weight and bias on different devices", value=bias.device, limit=weight.device, remedy="Move both with .to(device).")
         layer = cls(k, n, dtype=weight.dtype, device="meta", large_m=large_m)
         if layer.padding:
             weight = nn.functional.pad(weight, (0, layer.padding))

@@ -21,11 +21,21 @@ def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> 
 def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     nvfp4.check_parts(qdata, scale, global_scale)
     if x.dtype not in nvfp4.HIGH_PRECISION:
-        raise DTypeError("fp4.bmm: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION))
+        raise DTypeError("fp4.bmm: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast it with .to(dtype).")
     if x.dim() != 3 or qdata.dim() != 3 or x.shape[0] != qdata.shape[0] or x.shape[-1] != qdata.shape[-1] * 2:
-        raise ShapeError("fp4.bmm takes x [E, M, K] and qdata [E, N, K/2]", value=f"x {tuple(x.shape)}, qdata {tuple(qdata.shape)}")
+        raise ShapeError(
+            "fp4.bmm takes x [E, M, K] and qdata [E, N, K/2]",
+            value=f"x {tuple(x.shape)}, qdata {tuple(qdata.shape)}",
+            limit="the same E and K",
+            remedy="Expand or select the experts first.",
+        )
     if len({t.device for t in (x, qdata, scale, global_scale)}) > 1:
-        raise DeviceError("fp4.bmm: tensors on different devices", value=[str(t.device) for t in (x, qdata, scale, global_scale)])
+        raise DeviceError(
+            "fp4.bmm: tensors on different devices",
+            value=[str(t.device) for t in (x, qdata, scale, global_scale)],
+            limit="one device",
+            remedy="Move the weight or the activation with .to(device).",
+        )
 
 
 def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:

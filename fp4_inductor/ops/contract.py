@@ -71,7 +71,9 @@ def refuse_gradient(op: str, ctx, **inputs: int) -> None:
 
 def no_gradient(ctx, *grads):
     """The backward of an op whose ``setup_context`` refuses every input that requires one."""
-    raise UnsupportedOpError("an fp4 op without a gradient was differentiated", limit="fp4.linear, fp4.bmm")
+    raise UnsupportedOpError(
+        "an fp4 op without a gradient was differentiated", value="a backward pass", limit="fp4.linear and fp4.bmm", remedy="Detach the weight's parts."
+    )
 
 
 def cast_for_autocast(x: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:

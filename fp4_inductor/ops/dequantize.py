@@ -21,7 +21,9 @@ def reference(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.d
 def check(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> None:
     nvfp4.check_parts(qdata, scale, global_scale)
     if dtype not in nvfp4.HIGH_PRECISION:
-        raise DTypeError("NVFP4 dequantises to a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION))
+        raise DTypeError(
+            "NVFP4 dequantises to a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast the result with .to(dtype)."
+        )
 
 
 def fake(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ def reference(qdata: Tensor, scale: Tensor) -> Tensor:
 def check(qdata: Tensor, scale: Tensor) -> None:
     nvfp4.check_parts(qdata, scale, qdata.new_empty(qdata.shape[:-2], dtype=torch.float32))
     if qdata.dim() != 2:
-        raise ShapeError("fp4.dequantize_fp8 takes one matrix", value=tuple(qdata.shape), limit="[N, K/2]")
+        raise ShapeError("fp4.dequantize_fp8 takes one matrix", value=tuple(qdata.shape), limit="[N, K/2]", remedy="Call it once per expert.")
 
 
 def fake(qdata: Tensor, scale: Tensor) -> Tensor:

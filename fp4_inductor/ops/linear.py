@@ -30,19 +30,31 @@ def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
     if qdata.dim() != 2:
         raise ShapeError("fp4.linear takes one matrix", value=tuple(qdata.shape), limit="qdata [N, K/2]", remedy="Experts [E, N, K/2] go through fp4.bmm.")
     if x.dtype not in nvfp4.HIGH_PRECISION:
-        raise DTypeError("fp4.linear: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION))
+        raise DTypeError("fp4.linear: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast it with .to(dtype).")
     if x.dim() < 1 or x.shape[-1] != qdata.shape[-1] * 2:
-        raise ShapeError("fp4.linear: activation and weight disagree on K", value=f"x {tuple(x.shape)}", limit=f"[..., {qdata.shape[-1] * 2}]")
+        raise ShapeError(
+            "fp4.linear: activation and weight disagree on K",
+            value=f"x {tuple(x.shape)}",
+            limit=f"[..., {qdata.shape[-1] * 2}]",
+            remedy="Pad the activation if K of the weight was padded.",
+        )
     if bias is not None:
         if bias.dim() != 1 or bias.shape[0] != qdata.shape[0]:
-            raise ShapeError("fp4.linear: bias does not fit N", value=tuple(bias.shape), limit=f"({qdata.shape[0]},)")
+            raise ShapeError(
+                "fp4.linear: bias does not fit N", value=tuple(bias.shape), limit=f"({qdata.shape[0]},)", remedy="The bias has one entry per output."
+            )
         if bias.dtype != x.dtype:
             raise DTypeError("fp4.linear: bias dtype", value=bias.dtype, limit=x.dtype, remedy="Cast the module with .to(dtype).")
     if large_m not in LARGE_M:
-        raise ConfigError("fp4.linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M))
+        raise ConfigError("fp4.linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
     devices = {t.device for t in (x, qdata, scale, global_scale, bias) if t is not None}
     if len(devices) > 1:
-        raise DeviceError("fp4.linear: tensors on different devices", value=sorted(map(str, devices)), limit="one device")
+        raise DeviceError(
+            "fp4.linear: tensors on different devices",
+            value=sorted(map(str, devices)),
+            limit="one device",
+            remedy="Move the layer or the activation with .to(device).",
+        )
 
 
 def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:

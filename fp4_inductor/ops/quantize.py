@@ -22,7 +22,12 @@ def fake(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None = No
     nvfp4.check_weight(w)
     nvfp4.check_search(scale_search)
     if global_scale is not None and global_scale.device != w.device:
-        raise DeviceError("fp4.quantize: tensors on different devices", value=f"w {w.device}, global_scale {global_scale.device}", limit="one device")
+        raise DeviceError(
+            "fp4.quantize: tensors on different devices",
+            value=f"w {w.device}, global_scale {global_scale.device}",
+            limit="one device",
+            remedy="Move it with .to(weight.device).",
+        )
     *lead, n, k = w.shape
     return (
         w.new_empty((*lead, n, k // 2), dtype=torch.uint8),

@@ -31,9 +31,9 @@ def reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def check(x: Tensor) -> None:
     if x.dim() != 2:
-        raise ShapeError("fp4.quantize_rows_fp8 takes [M, K]", value=tuple(x.shape))
+        raise ShapeError("fp4.quantize_rows_fp8 takes [M, K]", value=tuple(x.shape), limit="two dimensions", remedy="Flatten the leading ones.")
     if x.dtype not in nvfp4.HIGH_PRECISION:
-        raise DTypeError("fp4.quantize_rows_fp8: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION))
+        raise DTypeError("fp4.quantize_rows_fp8: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast it with .to(dtype).")
 
 
 def fake(x: Tensor) -> tuple[Tensor, Tensor]:
