@@ -53,14 +53,19 @@ class _FakeDriver:
 
 
 @contextlib.contextmanager
-def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132) -> Iterator[None]:
-    """Torch, Inductor and Triton see one GPU of compute capability ``cc``; nothing can run on it."""
+def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = "fake CUDA: nothing is compiled") -> Iterator[None]:
+    """Torch, Inductor and Triton see one GPU of compute capability ``cc``; nothing can run on it.
+
+    ``csrc``: what ``select.csrc_status`` answers: empty for "the CUDA sources are compiled".
+    """
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton as triton_utils
     from triton.runtime import driver
+
+    from fp4_inductor.kernels import select
 
     properties = _properties(cc, sms)
     interface = device_interface.CudaInterface
@@ -81,6 +86,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132) -> Iterator[None]
             (interface, "synchronize", staticmethod(lambda d=None: None)),
             (interface, "is_bf16_supported", staticmethod(lambda including_emulation=False: True)),
             (driver, "_active", _FakeDriver(cc)),
+            (select, "csrc_status", lambda arch: csrc),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (joint_graph, "lazy_init", lambda *a, **k: real_init(torch.device("cpu"))),
         ):
@@ -186,3 +192,25 @@ def call_body(code: str) -> str:
 def triton_sources(code: str) -> dict[str, str]:
     """``{kernel name: source}`` of the Triton kernels in generated code."""
     return dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", code, re.S))
+
+
+def triton_ptx(code: str, cc: tuple[int, int] = (9, 0)) -> dict[str, str]:
+    """``{kernel name: PTX}`` of the Triton templates in generated code, compiled for ``cc``."""
+    import triton
+    from torch._inductor.codecache import PyCodeCache
+
+    out: dict[str, str] = {}
+    compile_ = triton.compile
+
+    def record(*args, **kwargs):
+        done = compile_(*args, **kwargs)
+        out[done.metadata.name] = done.asm["ptx"]
+        return done
+
+    with pretend_cuda(cc), mock.patch.object(triton, "compile", record):
+        for name, source in triton_sources(code).items():
+            if name.startswith("triton_tem"):
+                kernel = getattr(PyCodeCache.load(source), name)
+                for config in kernel.configs:
+                    kernel._precompile_config(config)
+    return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -16,9 +17,7 @@ import torch
 
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.dequantize.triton_rows import dequantize_rows
-from fp4_inductor.kernels.linear import configs
-from fp4_inductor.kernels.linear.triton_gemv import linear_gemv
-from fp4_inductor.kernels.linear.triton_mid import linear_mid
+from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.ops import dequantize_fp8, linear, quantize_rows_fp8
 
@@ -38,20 +37,31 @@ def weight(n, k):
     return q, s, torch.tensor(0.37)
 
 
-def gemv(x, q, s, g, block_m, cvt_arch=80, config=None):
-    (m, k), n = x.shape, q.shape[0]
-    c = config or configs.GemvConfig(block_m, 8, 64, 4)
-    constants = {**configs.gemv_constants(c, n, k, cvt_arch), "ASM": False}
-    y = torch.full((m, n), float("nan"))
-    linear_gemv[(-(-n // c.block_n), -(-m // c.block_m))](x, q, s.view(torch.uint8), g, y, m, n, k // 8, **constants)
-    return y
+def _without_asm(constants):
+    return lambda *args: {**constants(*args), "ASM": False}
+
+
+def _float32_out(*shape, dtype, **options):
+    """For ``torch.empty`` in the launchers: unwritten elements are NaN; bfloat16 results stay float32."""
+    return torch.full(shape, float("nan"), dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
+
+
+def launched(kind, *args):
+    with (
+        mock.patch.object(launch, "_arch", return_value=80),
+        mock.patch.object(configs, "gemv_constants", _without_asm(configs.gemv_constants)),
+        mock.patch.object(configs, "mid_constants", _without_asm(configs.mid_constants)),
+        mock.patch.object(torch, "empty", _float32_out),
+    ):
+        return getattr(launch, kind)(*args)
+
+
+def gemv(x, q, s, g, block_m, config=None):
+    return launched("gemv", x, q, s, g, config or configs.GemvConfig(block_m, 8, 64, 4))
 
 
 def mid(x, q, s, g, c):
-    (m, k), n = x.shape, q.shape[0]
-    y = torch.full((m, n), float("nan"))
-    linear_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](x, q, s.view(torch.uint8), g, y, m, n, k, **configs.mid_constants(c, n, k))
-    return y
+    return launched("mid", x, q, s, g, c)
 
 
 def exact(x, q, s, g):

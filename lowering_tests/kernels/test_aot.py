@@ -23,26 +23,29 @@ TENSOR_CORE = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 
 SPILLS = 0 if aot.VERSION >= (3, 7) else 4
 # The nvdisasm of Triton 3.6 does not know sm_121.
 GB10 = 121 if aot.VERSION >= (3, 7) else 120
-POINTERS = ("X", "QDATA", "SCALE", "GLOBAL_SCALE", "Y")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 UNPACK = "F2FP.F16.E4M3.UNPACK_B"
 
 
-def linear_signature(dtype: str, sizes: str) -> dict[str, str]:
-    return {"X": f"*{dtype}", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}", **dict.fromkeys(sizes.split(), "i32")}
+def compile_linear(kernel, constants: dict, cc: int, m: int, n: int, k: int, dtype: str, warps: int, stages: int) -> aot.Compiled:
+    """As the launcher would: pointers aligned, sizes that are multiples of 16 known to be."""
+    types = {"X": f"*{dtype}", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
+    sizes = {"M": m, "N": n, "K": k, "K8": k // 8, "B": k // 16}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    unknown = set(signature) - set(types) - set(sizes)
+    assert not unknown, unknown
+    aligned = tuple(name for name in signature if name in types or (name != "M" and sizes[name] % 16 == 0))
+    return aot.compile_kernel(kernel, signature, constants, cc, warps, stages, aligned)
 
 
 def gemv(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, int]:
     c = configs.gemv(m, n, k)
-    aligned = (*POINTERS, *(("K8",) if k % 128 == 0 else ()))
-    constants = configs.gemv_constants(c, n, k, cc)
-    return aot.compile_kernel(linear_gemv, linear_signature(dtype, "M N K8"), constants, cc, c.num_warps, 2, aligned), c.num_warps
+    return compile_linear(linear_gemv, configs.gemv_constants(c, n, k, cc), cc, m, n, k, dtype, c.num_warps, 2), c.num_warps
 
 
 def mid(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, int]:
     c = configs.mid(m, n, k)
-    aligned = (*POINTERS, "K", *(("N",) if n % 16 == 0 else ()))
-    done = aot.compile_kernel(linear_mid, linear_signature(dtype, "M N K"), configs.mid_constants(c, n, k), cc, c.num_warps, c.num_stages, aligned)
-    return done, c.num_warps
+    return compile_linear(linear_mid, configs.mid_constants(c, n, k, DTYPES[dtype]), cc, m, n, k, dtype, c.num_warps, c.num_stages), c.num_warps
 
 
 def assert_fits(done: aot.Compiled, warps: int, cc: int, blocks: int = 1) -> None:
