@@ -225,8 +225,7 @@ def test_a_non_finite_activation_stays_in_its_row(m, bad, device):
             got = torch.ops.fp4.linear(dirty, *w)
             others = torch.arange(m, device=device) != row
             assert torch.equal(got[others], clean[others])
-            assert not torch.isfinite(got[row]).any() or bad == bad  # NaN reaches every output of its row
-            assert not torch.isfinite(got[row]).all()
+            assert not torch.isfinite(got[row]).any()  # Inf * 0 is NaN, too
 
 
 @pytest.mark.parametrize("device", DEVICES)
