@@ -90,7 +90,8 @@ def dispatch_config() -> DispatchConfig:
 def dispatch(**fields: Any):
     """Context manager: run with some fields of :class:`DispatchConfig` replaced.
 
-    Compiled artifacts are keyed by it: a graph compiled under one config is never reused under another.
+    Artifacts in torch's compile caches are keyed by it. A graph already in memory keeps the config it was compiled under, as
+    with torch's own configs; ``torch.compiler.reset()`` drops it.
     """
     old = _dispatch
     new = replace(old, **fields)
