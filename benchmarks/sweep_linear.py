@@ -1,4 +1,4 @@
-"""Search the tiles of fp4.linear's Triton kernels on this GPU: ``python benchmarks/sweep_linear.py gemv|mid|large [--out CSV]``.
+"""Search the tiles of fp4.linear's Triton kernels on this GPU: ``python benchmarks/sweep_linear.py gemv|small|mid [--out CSV]``.
 
 Compiles the candidates in parallel processes first (Triton's disk cache), then times each with a cold L2.
 """
@@ -48,8 +48,12 @@ def mid_candidates(m):
     ]
 
 
+def small_candidates(m):
+    return [configs.SmallConfig(*tile) for tile in ((2, 8, 4), (2, 16, 2), (4, 4, 3), (4, 8, 2), (4, 8, 3))]
+
+
 def run(kind, config, x, q, s, g):
-    return getattr(launch, kind)(x, q, s, g, config)
+    return getattr(launch, kind)(x, q, s, g, None, config)
 
 
 def _compile(job) -> str:
@@ -65,12 +69,12 @@ def _compile(job) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("gemv", "mid"))
+    parser.add_argument("kind", choices=("gemv", "small", "mid"))
     parser.add_argument("--m", type=int, nargs="+", required=True)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    candidates = gemv_candidates if args.kind == "gemv" else mid_candidates
+    candidates = {"gemv": gemv_candidates, "small": small_candidates, "mid": mid_candidates}[args.kind]
     jobs = [(args.kind, c, m, k, n) for m in args.m for c in candidates(m) for k, n in SHAPES[:1]]
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         failed = {r for r in pool.map(_compile, jobs, chunksize=4) if r != "ok"}

@@ -9,7 +9,7 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
-from .kernels.select import Call, plan
+from .kernels.select import Call, csrc_status, plan
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
             major, minor = torch.cuda.get_device_capability(x.device)
             arch = major * 10 + minor
         m = x.numel() // max(k, 1)
-        options = plan(Call("linear", arch, x.dtype, n, k, op_args[5] if len(op_args) > 5 else "auto"), dispatch_config())
+        large_m = op_args[5] if len(op_args) > 5 else "auto"
+        options = plan(Call("linear", arch, x.dtype, n, k, large_m, csrc_status(arch)), dispatch_config())
         row = options.pick(m)
         refused = tuple((r.row.kernel, r.reason) for r in options.refused if _worth_telling(r.row, arch))
         dtype = str(x.dtype).removeprefix("torch.")

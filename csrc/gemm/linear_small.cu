@@ -155,15 +155,15 @@ template <typename T, int MT>
 cudaError_t by_tile(int R, int warps, int stages, const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, cudaStream_t stream) {
 #define TILE(r, w, st) \
   if (R == r && warps == w && stages == st) return launch<T, MT, r, w, st>(x, q, s, g, bias, y, M, N, K, stream);
-  TILE(1, 8, 4) TILE(1, 16, 4) TILE(2, 4, 4) TILE(2, 8, 3) TILE(2, 8, 4) TILE(2, 16, 2) TILE(2, 16, 3) TILE(4, 4, 3) TILE(4, 4, 4) TILE(4, 8, 2) TILE(4, 8, 3) TILE(4, 16, 2) TILE(4, 16, 3)
+  TILE(2, 8, 4) TILE(2, 16, 2) TILE(4, 4, 3) TILE(4, 8, 2) TILE(4, 8, 3)
 #undef TILE
   return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. rows_16 in {1, 2, 4}; warps in {4, 8, 16}. M <= 32, K % 32 == 0,
-// x, q 16-byte aligned.
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, warps, stages): one of by_tile's. 1 <= M <= 32, K % 64 == 0,
+// x and q 16-byte aligned, scale 4-byte aligned; bias may be null.
 extern "C" int fp4_linear_small(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype,
                                 int rows_16, int warps, int stages, void* stream) {
   if (M < 1 || M > 32 || K % 64) return cudaErrorInvalidValue;

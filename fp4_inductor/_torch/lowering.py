@@ -9,12 +9,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch._guards import TracingContext
 from torch._inductor import ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
 
 aten = torch.ops.aten
 
@@ -49,6 +50,8 @@ class Symbols:
             return "ahead-of-time compilation drops guards"
         if free_unbacked_symbols(m):
             return "M is unbacked (data-dependent)"
+        if _range_is_promised(m):
+            return "mark_dynamic(min, max) spans several regimes, and a guard inside a promised range is an error"
         return None
 
     def guard_at_most(self, m: sympy.Expr, bound: int) -> bool:
@@ -65,6 +68,15 @@ class Symbols:
         if value.is_number:
             return int(value)
         return None if self.why_no_guard(value) else int(V.graph.sizevars.guard_int(value))
+
+
+def _range_is_promised(m: sympy.Expr) -> bool:
+    """Did the user give a bounded range of ``m`` with ``mark_dynamic(min=, max=)``? Dynamo refuses a guard that narrows it."""
+    tracing = TracingContext.try_get()
+    contexts = tracing.tensor_to_context.values() if tracing is not None else ()
+    strict = any(isinstance(c, StrictMinMaxConstraint) and not c.warn_only for context in contexts for c in getattr(context, "constraint_sizes", None) or ())
+    ranges = V.graph.sizevars.shape_env.var_to_range
+    return strict and any(s in ranges and ranges[s].upper < sympy.Integer(2) ** 62 for s in m.free_symbols)
 
 
 def call_op(op, *args):

@@ -51,8 +51,16 @@ def _processor() -> str:
         return platform.processor()
 
 
+@functools.cache
+def nvcc() -> str | None:
+    """The CUDA compiler: ``$CUDACXX``, ``$CUDA_HOME/bin/nvcc``, or nvcc on the PATH; None if there is none."""
+    named = os.environ.get("CUDACXX")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which(named) if named else shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
 def shared_library(source: str, flags: tuple[str, ...]) -> Path:
-    """Path of ``csrc/<source>`` compiled to a shared library with ``flags``, building it if needed (about a second).
+    """Path of the C file ``csrc/<source>`` compiled to a shared library with ``flags``, building it if needed (about a second).
 
     Raises:
         KernelError: no compiler, or the compiler's own message.
@@ -60,20 +68,38 @@ def shared_library(source: str, flags: tuple[str, ...]) -> Path:
     cc = compiler()
     if cc is None:
         raise KernelError("no C compiler", value="CC, cc, gcc and clang not found", remedy="Install one, or set CC.")
-    text = (csrc_dir() / source).read_bytes()
-    version = subprocess.run([cc, "--version"], capture_output=True, check=False).stdout
-    key = hashlib.sha256(b"\0".join((text, " ".join(flags).encode(), version, _processor().encode()))).hexdigest()[:24]
+    return _build(cc, source, (csrc_dir() / source,), ("-O3", "-shared", "-fPIC", *flags), ("-lm",), _processor())
+
+
+def cuda_library(source: str, arch: int) -> Path:
+    """Path of the CUDA file ``csrc/<source>`` compiled for ``arch`` (compute capability times ten), building it if needed.
+
+    Raises:
+        KernelError: no nvcc, or the compiler's own message.
+    """
+    compiler = nvcc()
+    if compiler is None:
+        raise KernelError("no CUDA compiler", value="nvcc not found", remedy="Install the CUDA toolkit, or set CUDA_HOME.")
+    # From Hopper on, the architecture-specific target: wgmma and block-scaled MMA exist only there.
+    name = f"{arch}a" if arch >= 90 else str(arch)
+    flags = ("-O3", "-std=c++17", f"-gencode=arch=compute_{name},code=sm_{name}", "-shared", "-Xcompiler", "-fPIC")
+    headers = tuple(sorted((csrc_dir() / "common").glob("*.cuh")))
+    return _build(compiler, source, (csrc_dir() / source, *headers), flags, (), "")
+
+
+def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], libraries: tuple[str, ...], machine: str) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    parts = (*(p.read_bytes() for p in inputs), " ".join(flags).encode(), version, machine.encode())
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     target = cache_dir() / f"{Path(source).stem}-{key}.so"
     if target.exists():
         return target
     handle, partial = tempfile.mkstemp(suffix=".so", dir=cache_dir())
     os.close(handle)
     try:
-        run = subprocess.run(
-            [cc, "-O3", "-shared", "-fPIC", *flags, str(csrc_dir() / source), "-o", partial, "-lm"], capture_output=True, text=True, check=False
-        )
+        run = subprocess.run([compiler, *flags, str(csrc_dir() / source), "-o", partial, *libraries], capture_output=True, text=True, check=False)
         if run.returncode:
-            raise KernelError(f"{cc} failed on csrc/{source}", value=run.stderr.strip()[-800:])
+            raise KernelError(f"{compiler} failed on csrc/{source}", value=run.stderr.strip()[-800:])
         os.replace(partial, target)
     finally:
         Path(partial).unlink(missing_ok=True)

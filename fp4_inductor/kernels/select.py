@@ -1,4 +1,7 @@
-"""Selection as a pure function: a description of a call -> an ordered plan of regimes, and why rows were refused."""
+"""Selection as a pure function: a description of a call -> an ordered plan of regimes, and why rows were refused.
+
+The one question to the machine, :func:`csrc_status`, is asked by whoever makes the description.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,13 @@ from ..errors import ConfigError, KernelError
 from .table import REGIMES, ROWS, Row
 
 
+def csrc_status(arch: int) -> str:
+    """Empty if the CUDA sources are compiled for ``arch`` (the first call compiles them, some seconds); else why they are not."""
+    from .linear import cuda_small
+
+    return cuda_small.why_not(arch)
+
+
 @dataclass(frozen=True)
 class Call:
     """What selection may look at. M is not part of it: it may be symbolic.
@@ -22,6 +32,7 @@ class Call:
         dtype: activation dtype.
         n, k: weight shape.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
     """
 
     op: str
@@ -30,6 +41,7 @@ class Call:
     n: int
     k: int
     large_m: str = "auto"
+    csrc: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,10 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f"takes {', '.join(str(d).removeprefix('torch.') for d in row.dtypes)} activations, these are {str(call.dtype).removeprefix('torch.')}"
     if call.large_m not in row.large_m:
         return f'large_m="{call.large_m}"'
+    if row.csrc is True and call.csrc:
+        return call.csrc
+    if row.csrc is False and not call.csrc:
+        return "the compiled CUDA kernels serve this range"
     if call.k % row.k_multiple:
         return f"K = {call.k} is not a multiple of {row.k_multiple}"
     if call.n % row.n_multiple:

@@ -9,6 +9,7 @@ import torch
 from .._torch import lowering as inductor
 from .._torch.template import Template
 from ..config import dispatch_config
+from ..kernels import select
 from ..kernels.linear import configs
 from ..kernels.select import Call, plan
 from ..kernels.table import Row
@@ -36,12 +37,13 @@ def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
-    call = Call("linear", inductor.arch_of(x), x.get_dtype(), n, k, large_m)
+    arch = inductor.arch_of(x)
+    call = Call("linear", arch, x.get_dtype(), n, k, large_m, select.csrc_status(arch))
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
     entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
-    if decision.row is None or decision.row.regime == "cpu":
+    if decision.row is None or decision.row.kernel in _CALLED:
         return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     y = _LOWER[decision.row.kernel](decision.row, rows, qdata, scale, global_scale, m, n, k)
@@ -131,6 +133,8 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
+# Kernels with no form inside generated code: the op is called, and picks the same row for the same M.
+_CALLED = {"cpu", "cuda_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

@@ -28,6 +28,24 @@ class MidConfig:
     group_n: int = 8
 
 
+@dataclass(frozen=True)
+class SmallConfig:
+    """Tile of ``csrc/gemm/linear_small.cu``: 16 * rows_16 rows of the weight a block, K split over warps."""
+
+    rows_16: int
+    warps: int
+    stages: int
+
+
+def small(m: int, n: int, k: int) -> SmallConfig:
+    """For ``m`` in 1..32: enough blocks and warps to fill the chip without splitting K over blocks."""
+    if n < 8192:
+        return SmallConfig(2, 8, 4) if m > 16 and k < 8192 else SmallConfig(2, 16, 2)
+    if n <= 8448:
+        return SmallConfig(4, 8, 3) if m <= 8 else SmallConfig(4, 8, 2)
+    return SmallConfig(4, 8, 2) if m <= 16 else SmallConfig(4, 4, 3)
+
+
 def gemv(max_m: int, n: int, k: int) -> GemvConfig:
     """For at most ``max_m`` rows (1 to 4; more rows take more programs)."""
     block_m = 1 if max_m <= 1 else 2 if max_m == 2 else 4
@@ -39,13 +57,14 @@ def gemv(max_m: int, n: int, k: int) -> GemvConfig:
 
 def mid(m: int, n: int, k: int) -> MidConfig:
     """For about ``m`` rows (an upper bound or a hint; any number of rows is right)."""
+    narrow = n <= 4096
     if m <= 16:
-        return MidConfig(16, 64, 128, 4, 3)
+        return MidConfig(16, 32, 256, 4, 3) if n <= 8192 else MidConfig(16, 64, 128, 4, 3)
     if m <= 32:
-        return MidConfig(32, 64, 128, 4, 3)
+        return MidConfig(32, 32 if narrow else 64, 128, 4, 3)
     if m <= 64:
-        return MidConfig(64, 64, 64, 4, 4)
-    return MidConfig(128, 64, 64, 4, 3)
+        return MidConfig(64, 32, 256, 4, 3) if narrow else MidConfig(64, 64, 128, 4, 4)
+    return MidConfig(128, 64, 128, 4, 3)
 
 
 def gemv_choices(max_m: int, n: int, k: int) -> list[GemvConfig]:

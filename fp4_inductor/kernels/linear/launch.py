@@ -12,8 +12,9 @@ from ...config import dispatch_config
 from ...errors import DeviceError
 from ...ops import linear as contract
 from ...ops.dequantize_fp8 import WEIGHT_FACTOR
+from .. import select
 from ..select import Call, Plan, plan
-from . import configs
+from . import configs, cuda_small
 from .triton_gemv import linear_gemv
 from .triton_mid import linear_mid
 
@@ -33,7 +34,8 @@ def _plan(call: Call, config) -> Plan:
 
 def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
     """The description of a call that ``select.plan`` reads."""
-    return Call("linear", _arch(x.device), x.dtype, qdata.shape[0], qdata.shape[1] * 2, large_m)
+    arch = _arch(x.device)
+    return Call("linear", arch, x.dtype, qdata.shape[0], qdata.shape[1] * 2, large_m, select.csrc_status(arch))
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -49,53 +51,66 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
         return (out if bias is None else out + bias).view(*x.shape[:-1], n)
     row = _plan(call_of(x, qdata, large_m), dispatch_config()).pick(m)
     with torch.cuda.device(x.device):
-        y = _LAUNCHERS[row.kernel](_aligned(rows), qdata.contiguous(), scale.contiguous(), global_scale)
-    if bias is not None:
-        y += bias
+        y = _LAUNCHERS[row.kernel](_aligned(rows), _aligned(qdata), _aligned(scale), global_scale, bias)
     return y.view(*x.shape[:-1], n)
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Contiguous rows whose address is a multiple of 16: the kernels read 16 bytes at once."""
+    """A contiguous tensor whose address is a multiple of 16: the kernels read 16 bytes at once."""
     rows = rows.contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
-def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, config: configs.GemvConfig | None = None) -> Tensor:
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y.add_(bias)
+
+
+def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.GemvConfig | None = None) -> Tensor:
     """A few rows; see :mod:`.triton_gemv`."""
     (m, k), n = x.shape, qdata.shape[0]
-    c = config or configs.gemv(m, n, k)
+    c = tile or configs.gemv(m, n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     constants = configs.gemv_constants(c, n, k, _arch(x.device))
     linear_gemv[(-(-n // c.block_n), -(-m // c.block_m))](
         x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k // 8, **constants, num_warps=c.num_warps, num_stages=2
     )
-    return y
+    return _plus(y, bias)
 
 
-def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, config: configs.MidConfig | None = None) -> Tensor:
+def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.SmallConfig | None = None) -> Tensor:
+    """Up to 32 rows; see ``csrc/gemm/linear_small.cu``. The bias is added in the kernel."""
+    return cuda_small.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+
+
+def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see :mod:`.triton_mid`."""
     (m, k), n = x.shape, qdata.shape[0]
-    c = config or configs.mid(m, n, k)
+    c = tile or configs.mid(m, n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     constants = configs.mid_constants(c, n, k, x.dtype)
     linear_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
         x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
     )
-    return y
+    return _plus(y, bias)
 
 
-def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
     x8, x_scale = fp4.quantize_rows_fp8(x)
     w8 = fp4.dequantize_fp8(qdata, scale)
     w_scale = (global_scale.reshape(1, 1) / WEIGHT_FACTOR).expand(1, w8.shape[0]).contiguous()
-    return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=x.dtype)
+    return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, bias=bias, out_dtype=x.dtype)
 
 
-def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows through a transient weight in ``x.dtype``."""
-    return x @ fp4.dequantize(qdata, scale, global_scale, x.dtype).t()
+    return torch.nn.functional.linear(x, fp4.dequantize(qdata, scale, global_scale, x.dtype), bias)
 
 
-_LAUNCHERS: dict[str, Callable[..., Tensor]] = {"triton_gemv": gemv, "triton_mid": mid, "dequantize_fp8 + scaled_mm": large_fp8, "dequantize + mm": large_dense}
+_LAUNCHERS: dict[str, Callable[..., Tensor]] = {
+    "triton_gemv": gemv,
+    "cuda_small": small,
+    "triton_mid": mid,
+    "dequantize_fp8 + scaled_mm": large_fp8,
+    "dequantize + mm": large_dense,
+}
