@@ -75,8 +75,10 @@ def _range_is_promised(m: sympy.Expr) -> bool:
     tracing = TracingContext.try_get()
     contexts = tracing.tensor_to_context.values() if tracing is not None else ()
     strict = any(isinstance(c, StrictMinMaxConstraint) and not c.warn_only for context in contexts for c in getattr(context, "constraint_sizes", None) or ())
+    if not strict:
+        return False
     ranges = V.graph.sizevars.shape_env.var_to_range
-    return strict and any(s in ranges and ranges[s].upper < sympy.Integer(2) ** 62 for s in m.free_symbols)
+    return any(s in ranges and ranges[s].upper < sympy.Integer(2) ** 62 for s in m.free_symbols)
 
 
 def call_op(op, *args):
