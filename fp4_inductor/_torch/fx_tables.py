@@ -9,7 +9,6 @@ which they are when they are written into the graph before the key is computed.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,25 +17,35 @@ from torch._dynamo.source import AttrSource, GlobalSource
 from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.fx_passes.pre_grad import efficient_conv_bn_eval_pass
-from torch._inductor.pattern_matcher import Arg, CallFunction, Match, register_graph_pattern
+from torch._inductor.pattern_matcher import GraphPatternEntry, Match, PatternExpr
 from torch.fx import Graph, Node
 
-__all__ = ["anchor_lookups", "guard_unchanged", "module_level_tensors", "run_before_cache_lookup"]
+__all__ = ["before_autograd", "guard_unchanged", "module_level_tensors", "run_before_cache_lookup"]
 
 
-def anchor_lookups(apply: Callable[[Graph], None]) -> None:
-    """Call ``apply(graph)`` before AOTAutograd for each graph, at each of its ``a[b]``.
+class _AtOutput(PatternExpr):
+    """Matches the output node, which every graph has once."""
+
+    op = "output"
+
+    def _match(self, node: Node, ctx: Any) -> Match:  # type: ignore[override]
+        match = Match(ctx, self)
+        match.nodes.append(node)
+        return match
+
+
+def before_autograd(apply: Callable[[Graph], None]) -> None:
+    """Call ``apply(graph)`` for each graph that Inductor is given, before AOTAutograd.
 
     Appended to a pattern table that Inductor always applies; the ``pre_grad_custom_pass`` slot is left to others.
     """
 
     def check(match: Match) -> bool:
-        apply(match.output_node().graph)
-        return False
+        apply(match.nodes[-1].graph)
+        return False  # nothing to count and no node to replace
 
-    def never(match: Match, *args: Any) -> None: ...
-
-    register_graph_pattern(CallFunction(operator.getitem, Arg(), Arg()), extra_check=check, pass_dict=efficient_conv_bn_eval_pass)(never)
+    entry = GraphPatternEntry(pattern=_AtOutput(), extra_check=check, handler=lambda match: None)
+    entry.register(efficient_conv_bn_eval_pass, target="output")
 
 
 def run_before_cache_lookup() -> None:

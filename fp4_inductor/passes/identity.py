@@ -7,6 +7,7 @@ AOTAutograd cache and the autotune cache; our element of it changes whenever one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from pathlib import Path
@@ -14,22 +15,28 @@ from pathlib import Path
 import torch
 
 from .. import config
+from .._sources import csrc_dir
 from .._torch import cache
+from .._torch.fx_tables import before_autograd
+from ..errors import KernelError
 
 _PREFIX = "fp4:"
-_SOURCE_SUFFIXES = {".py", ".json", ".cu", ".cuh", ".cpp", ".h"}
+_BUILT = {".pyc", ".so", ".o", ".pyd"}
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def register() -> None:
-    """Salt the cache key now, whenever the dispatch config changes, and at the start of each compilation.
+    """Salt the cache key now, whenever the dispatch config changes, and in each compilation before a key is computed.
 
-    The last covers a user who assigns ``cache_key_tag`` after this package was loaded.
+    The last covers a user who assigns ``cache_key_tag`` after this package was loaded. It hangs on two hooks: Dynamo's
+    start callback, which ``torch._dynamo.reset()`` forgets, and the passes before AOTAutograd, which a user may move
+    behind the cache look-up (``pre_grad_pass_timing = "late"``).
     """
     cache.keep_dequantized(torch.ops.fp4.dequantize.default)
     if refresh not in config.dispatch_observers:
         config.dispatch_observers.append(refresh)
     cache.on_compile_start(refresh)
+    before_autograd(lambda graph: refresh())
     refresh()
 
 
@@ -47,7 +54,7 @@ def refresh() -> None:
 
 @functools.cache
 def sources_digest() -> str:
-    """sha256 over the names and bytes of all source files of the package, and of ``csrc`` beside it in a checkout."""
+    """sha256 over the names and bytes of all source files of the package and of its ``csrc``."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(f"{path.relative_to(_PACKAGE.parent).as_posix()}\0{path.stat().st_size}\0".encode())
@@ -58,6 +65,6 @@ def sources_digest() -> str:
 def sources() -> list[Path]:
     """The files whose bytes decide what a compiled artifact does, sorted."""
     roots = [_PACKAGE]
-    if (_PACKAGE.parent / "pyproject.toml").is_file():
-        roots.append(_PACKAGE.parent / "csrc")
-    return sorted(p for root in roots for p in root.rglob("*") if p.suffix in _SOURCE_SUFFIXES and p.is_file())
+    with contextlib.suppress(KernelError):  # a copy without the C and CUDA sources has none that could change
+        roots.append(csrc_dir())
+    return sorted({p for root in roots for p in root.rglob("*") if p.is_file() and p.suffix not in _BUILT and "__pycache__" not in p.parts})

@@ -142,19 +142,19 @@ def _structure(nodes: list[Node], parts: tuple[Node, Node], dtype: torch.dtype) 
 
 
 def _judge(operand: Node, qdata: Node, scale: Node, scalars: list[Node], dtype: torch.dtype) -> _Verdict | None:
+    samples = Samples(*reversed(sizes(operand)))
     for index in range(len(scalars)) if scalars else [None]:
         g = None if index is None else scalars[index]
         for divides in (False, True) if g is not None else (False,):
             try:
-                if _holds(operand, qdata, scale, g, divides, dtype):
+                if _holds(operand, qdata, scale, g, divides, samples, dtype):
                     return _Verdict(index, divides)
             except NotPointwise as reason:
                 log.debug("%s does not decode %s, %s, %s: %s", operand, qdata, scale, g, reason)
     return None
 
 
-def _holds(operand: Node, qdata: Node, scale: Node, g: Node | None, divides: bool, dtype: torch.dtype) -> bool:
-    samples = Samples(*reversed(sizes(operand)))
+def _holds(operand: Node, qdata: Node, scale: Node, g: Node | None, divides: bool, samples: Samples, dtype: torch.dtype) -> bool:
     row, col = samples.position
     leaves: dict = {qdata: Checked((row, col // 2), samples.byte), scale: Checked((row, col // nvfp4.GROUP), samples.scale)}
     if g is None:

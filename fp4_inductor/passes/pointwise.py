@@ -139,13 +139,12 @@ class Evaluator:
 
     def _elementwise(self, node: Node, at: Position) -> Tensor:
         if node.target in _CASTS:
-            value = self._operand(node.args[0], at)
-            dtype = node.meta["val"].dtype
+            source, dtype = _node(node.args[0]), node.meta["val"].dtype
             if node.target is not aten.view.dtype:
-                return value.to(dtype)
-            if value.dtype.itemsize != dtype.itemsize:
+                return self._operand(source, at).to(dtype)
+            if source.meta["val"].dtype.itemsize != dtype.itemsize:
                 raise NotPointwise(f"{node} changes the element size")
-            return value.contiguous().view(dtype)
+            return self._operand(source, at).contiguous().view(dtype)
         args = [self._operand(a, at) for a in node.args]
         kwargs = {k: self._operand(v, at) for k, v in node.kwargs.items()}
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -162,7 +161,7 @@ class Evaluator:
         return self(arg, tail)
 
     def _looked_up(self, node: Node, at: Position) -> Tensor:
-        """``table[idx]`` along dimension 0, for the three spellings of it; the table is a constant."""
+        """``table[idx]`` along dimension 0, for the three spellings of it."""
         if node.target is aten.index_select.default:
             table_node, dim, index = node.args
             if dim != 0:
@@ -179,8 +178,6 @@ class Evaluator:
         rows = self(index, at[:split])
         if rows.dtype in (torch.bool, torch.uint8):
             raise NotPointwise(f"{node}: a mask, not an index")
-        if table_node in self.leaves:
-            raise NotPointwise(f"{node}: gathers from a leaf")
         count = sizes(table_node)[0]
         if bool(((rows < -count) | (rows >= count)).any()):
             raise NotPointwise(f"{node}: reads outside its table")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._torch.fx_tables import anchor_lookups, guard_unchanged, module_level_tensors, run_before_cache_lookup
+from .._torch.fx_tables import before_autograd, guard_unchanged, module_level_tensors, run_before_cache_lookup
 from ..formats import e2m1
 
 
 def register() -> None:
     run_before_cache_lookup()
-    anchor_lookups(specialise)
+    before_autograd(specialise)
 
 
 def specialise(graph: Graph) -> None:

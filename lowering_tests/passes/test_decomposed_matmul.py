@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp4_inductor import passes
 
@@ -29,10 +34,27 @@ class Model(nn.Module):
         return torch.relu(x @ w.mT)
 
 
+class _Enough(BaseException):
+    """Raised after the passes: there is no GPU to go on with."""
+
+
+def _only_the_passes(module, example_inputs):
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
+
+    def inner(gm, inputs, **kwargs):
+        _recursive_post_grad_passes(gm, is_inference=True)
+        raise _Enough
+
+    return compile_fx(module, example_inputs, inner_compile=inner)
+
+
 def compile_fake(dtype, dequantized_to, experts, shape, tuning):
-    config = {"coordinate_descent_tuning": tuning, "shape_padding": False}
+    config = {"coordinate_descent_tuning": tuning, "shape_padding": False, "force_disable_caches": True}
     passes.reset_matches()
-    fake_cuda.generated_code(lambda: Model(dtype, dequantized_to, experts), [(shape, dtype)], config=config)
+    torch._dynamo.reset()
+    with fake_cuda.pretend_cuda(), FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad(), inductor_config.patch(config), contextlib.suppress(_Enough):
+        x = torch.empty(shape, dtype=dtype, device="cuda")
+        torch.compile(Model(dtype, dequantized_to, experts), fullgraph=True, backend=_only_the_passes)(x)
     return passes.matches()
 
 
@@ -52,7 +74,6 @@ def test_more_rows_or_no_tuning():
 def graph_of(build):
     """A post-grad graph by hand, with fake values, after our patterns."""
     from torch._inductor.fx_passes.post_grad import pass_patterns
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     graph, mode = torch.fx.Graph(), FakeTensorMode()
 
