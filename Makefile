@@ -29,7 +29,7 @@ lint: $(READY)
 	$(BIN)/python -m mypy
 
 pytest: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(TEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST)
 
 $(READY): pyproject.toml setup.py .ci/environment.py .ci/constraints.txt
 	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"

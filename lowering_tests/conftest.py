@@ -32,6 +32,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    # The longest test first, so that the workers end together.
+    items.sort(key=lambda item: item.path.name != "test_quickstart.py")
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", pytest.mark.skip(reason=NO_GPU)))

@@ -8,10 +8,6 @@ import statistics
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("import")  # one worker runs the subprocess once for all tests of this file
-
 LIMIT_S = 0.3
 FORBIDDEN = ("triton", "torch._inductor.compile_fx", "torch._dynamo", "transformers")
 
@@ -19,9 +15,9 @@ _TIMED = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # of the processor: the figure must not depend on what else the machine is doing
 import fp4_inductor
-took = time.perf_counter() - start
+took = time.process_time() - start
 print(json.dumps({"s": took, "new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
 """
 
@@ -48,27 +44,17 @@ def _python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
 
 
-@pytest.fixture(scope="module")
-def imports() -> list[dict]:
-    runs = [_python(_TIMED) for _ in range(3)]
-    failed = [r.stderr for r in runs if r.returncode]
-    assert not failed, failed[0]
-    return [json.loads(r.stdout) for r in runs]
-
-
-def test_import_adds_little_to_torch(imports):
-    times = [run["s"] for run in imports]
+def test_import_is_cheap_and_touches_nothing():
+    runs = []
+    for _ in range(3):
+        done = _python(_TIMED)
+        assert done.returncode == 0, done.stderr
+        runs.append(json.loads(done.stdout))
+    times = [run["s"] for run in runs]
     assert statistics.median(times) <= LIMIT_S, times
-
-
-@pytest.mark.parametrize("name", FORBIDDEN)
-def test_import_does_not_bring(imports, name):
-    brought = [m for run in imports for m in run["new"] if m == name or m.startswith(name + ".")]
-    assert not brought
-
-
-def test_import_does_not_initialise_cuda(imports):
-    assert [run["cuda"] for run in imports] == [False] * 3
+    brought = {m for run in runs for m in run["new"] if any(m == name or m.startswith(name + ".") for name in FORBIDDEN)}
+    assert brought == set()
+    assert not any(run["cuda"] for run in runs)
 
 
 def test_a_child_forked_after_the_import_can_compute():

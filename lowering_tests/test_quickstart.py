@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("quickstart")  # one worker runs the subprocess once for all tests of this file
-
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "quickstart.py"
 ROW = re.compile(r"^(bf16|NVFP4) +([\d.]+) +(?:([\d.]+) +)?([\d.]+) +([\d.]+) +([\d.]+) s$", re.MULTILINE)
 
@@ -26,14 +24,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
-@pytest.fixture(scope="module")
-def output() -> str:
+def test_default_run():
+    # One test, not a fixture and five: the run takes half a minute, and each pytest worker would repeat it.
     done = run("--tokens", "32")
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    check_report(done.stdout)
+    check_figures(done.stdout)
+    check_text(done.stdout.split("--- NVFP4\n")[1].split("\n\n")[0])
+    check_explain(done.stdout.split("explain: one decode step, torch.compile\n")[1].split("\n\n")[0])
 
 
-def test_figures_are_those_of_a_working_model(output):
+def check_report(output: str) -> None:
+    assert re.search(r"quantized +35 layers", output)
+    assert re.search(r"coverage +100\.00 %", output)
+
+
+def check_figures(output: str) -> None:
     rows = {name: dict(zip(("nats", "kl", "speed", "mb", "first"), (float(v or "nan") for v in values))) for name, *values in ROW.findall(output)}
     assert rows["bf16"]["nats"] == pytest.approx(BF16_NATS, rel=0.003)
     assert 0.0 < rows["NVFP4"]["nats"] - rows["bf16"]["nats"] <= MOST_ADDED_NATS
@@ -42,21 +48,13 @@ def test_figures_are_those_of_a_working_model(output):
     assert min(rows["bf16"]["speed"], rows["NVFP4"]["speed"]) > 1.0
 
 
-def test_text_is_english(output):
-    said = output.split("--- NVFP4\n")[1].split("\n\n")[0]
-    words = re.findall(r"[a-z]+", said.lower())
-    assert len(words) >= 3
+def check_text(said: str) -> None:
     assert len(said.strip()) >= 24
+    assert len(re.findall(r"[a-z]+", said.lower())) >= 3
     assert sum(c.isalpha() or c in " .,;:'\n" for c in said) >= 0.9 * len(said)
 
 
-def test_report_covers_every_layer(output):
-    assert re.search(r"quantized +35 layers", output)
-    assert re.search(r"coverage +100\.00 %", output)
-
-
-def test_explain_names_every_call_of_the_compiled_step(output):
-    step = output.split("explain: one decode step, torch.compile\n")[1].split("\n\n")[0]
+def check_explain(step: str) -> None:
     rows = re.findall(r"^(\d+) +fp4\.linear +1 +\d+ +\d+ +bfloat16 +cpu +cpu +proven", step, re.MULTILINE)
     assert sum(map(int, rows)) == 35
 
