@@ -56,7 +56,12 @@ class Symbols:
 
     def guard_at_most(self, m: sympy.Expr, bound: int) -> bool:
         """The truth of ``m <= bound`` for the example input, recorded as a guard of this graph."""
+        V.graph.__dict__.setdefault("fp4_guarded", set()).add(m)
         return bool(V.graph.sizevars.evaluate_expr(sympy.Le(m, bound)))
+
+    def guarded(self, m: sympy.Expr) -> bool:
+        """Has this graph a guard from :meth:`guard_at_most` on ``m``?"""
+        return m in V.graph.__dict__.get("fp4_guarded", ())
 
     def hint(self, m: sympy.Expr, fallback: int) -> int:
         """A likely value of ``m``; no guard."""

@@ -20,6 +20,7 @@ class SymbolFacts(Protocol):
     def above(self, m: Any, bound: int) -> bool: ...
     def why_no_guard(self, m: Any) -> str | None: ...
     def guard_at_most(self, m: Any, bound: int) -> bool: ...
+    def guarded(self, m: Any) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def decide(plan: Plan, m: Any, symbols: SymbolFacts, config: DispatchConfig) -> 
             last = i
             break
     if first == last:
-        return Decision(plan.rows[first], "proven")
+        # A graph's second call finds M proven by the guard that its first call added.
+        return Decision(plan.rows[first], "guard" if symbols.guarded(m) else "proven")
     if config.unproven == "runtime":
         return Decision(None, "runtime", 'DispatchConfig(unproven="runtime")')
     refusal = symbols.why_no_guard(m)

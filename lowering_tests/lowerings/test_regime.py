@@ -47,6 +47,9 @@ class Facts:
         self.asked.append(bound)
         return self.hint <= bound
 
+    def guarded(self, m):
+        return bool(self.asked)
+
 
 @pytest.mark.parametrize(
     ("low", "high", "kernel"),
@@ -110,6 +113,12 @@ def test_the_user_may_prefer_run_time():
     assert "unproven" in found.note
     assert facts.asked == []
     assert decide(PLAN, "m", Facts(1, 1), config).how == "proven"
+
+
+def test_the_second_call_of_a_graph_owes_its_regime_to_the_guard():
+    facts = Facts(5, 64, asked=[64])
+    assert decide(PLAN, "m", facts, DispatchConfig()) == Decision(PLAN.rows[1], "guard")
+    assert facts.asked == [64]
 
 
 def test_one_row_is_always_proven():
