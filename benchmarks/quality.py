@@ -33,7 +33,7 @@ from fp4_inductor import NVFP4Config  # noqa: E402
 
 WINDOW = 512
 CALIBRATION_WINDOWS = 16
-COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "weights", "calibration", "ppl", "kl", "ratio", "seconds")
+COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "weights", "calibration", "ppl", "kl", "ratio")
 
 
 def texts() -> dict[str, str]:
@@ -87,7 +87,7 @@ def run(name: str, label: str, device: str, count: int) -> list[dict]:
     }
     reference = {k: log_probabilities(model, b) for k, b in batches.items()}
     base = {k: perplexity(reference[k], batches[k]) for k in batches}
-    rows = [common | {"text": k, "weights": "bf16", "calibration": "", "ppl": base[k], "kl": 0.0, "ratio": 1.0, "seconds": 0.0} for k in batches]
+    rows = [common | {"text": k, "weights": "bf16", "calibration": "", "ppl": base[k], "kl": 0.0, "ratio": 1.0} for k in batches]
     for weights, calibrated_on, config in configurations({k: b.to(device) for k, b in calibration.items()}):
         quantized = copy.deepcopy(model)
         start = time.perf_counter()
@@ -96,15 +96,15 @@ def run(name: str, label: str, device: str, count: int) -> list[dict]:
         for text, batch in batches.items():
             log_p = log_probabilities(quantized, batch)
             ppl = perplexity(log_p, batch)
-            figures = {"ppl": ppl, "kl": divergence(log_p, reference[text]), "ratio": ppl / base[text], "seconds": seconds}
+            figures = {"ppl": ppl, "kl": divergence(log_p, reference[text]), "ratio": ppl / base[text]}
             rows.append(common | {"text": text, "weights": weights, "calibration": calibrated_on} | figures)
-            print(_line(rows[-1]), flush=True)
+            print(f"{_line(rows[-1])}  quantized in {seconds:.1f} s", flush=True)
     return rows
 
 
 def _line(row: dict) -> str:
     name = row["weights"] + (f" ({row['calibration']})" if row["calibration"] else "")
-    return f"{row['text']:18s} {name:32s} ppl {row['ppl']:8.3f}  kl {row['kl']:.4f}  ratio {row['ratio']:.4f}  quantized in {row['seconds']:.1f} s"
+    return f"{row['text']:18s} {name:32s} ppl {row['ppl']:8.3f}  kl {row['kl']:.4f}  ratio {row['ratio']:.4f}"
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def main() -> None:
         path = HERE / "results" / f"quality_{rows[0]['model'].lower().replace('-', '_')}.csv"
         path.parent.mkdir(exist_ok=True)
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
         print(f"wrote {path.relative_to(HERE.parent)}")
