@@ -16,7 +16,7 @@ DEMO ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 
-.PHONY: demo test lint pytest clean
+.PHONY: demo test lint pytest readme clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -34,6 +34,9 @@ pytest: $(READY)
 $(READY): pyproject.toml setup.py .ci/environment.py .ci/constraints.txt
 	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
 	@touch $@
+
+readme: $(READY)
+	$(BIN)/python .ci/readme.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

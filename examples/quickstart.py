@@ -49,7 +49,11 @@ def main(args: argparse.Namespace) -> int:
 
     # 2. Every linear layer but the output head becomes NVFP4, in place. Then compile as before: nothing else changes.
     torch.compiler.reset()
-    fp4_inductor.quantize_model(model)
+    try:
+        fp4_inductor.quantize_model(model)
+    except fp4_inductor.errors.FP4Error as refused:
+        print(f"{args.model} was not quantized: {refused}", file=sys.stderr)
+        return 2
 
     # 3. The same again.
     print("\nNVFP4: scoring, compiling, generating ...\n" if args.compile else "\nNVFP4: scoring, generating ...\n", flush=True)

@@ -1,0 +1,36 @@
+"""Write the dispatch rows of kernels/table.py into README.md: ``make readme``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fp4_inductor.kernels.table import ROWS
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- dispatch rows: begin (make readme) -->", "<!-- dispatch rows: end -->"
+
+
+def sm(arch: tuple[int, int]) -> str:
+    low, high = arch
+    return "CPU" if high == 0 else f"sm_{low}" if low == high else f"sm_{low} - {high}"
+
+
+def table() -> str:
+    lines = ["| for | M | kernel | with | status | why |", "|---|---|---|---|---|---|"]
+    for row in ROWS:
+        needs = {True: "nvcc", False: "no nvcc", None: ""}[row.csrc]
+        options = "" if len(row.large_m) == 3 else f"`large_m` {' or '.join(row.large_m)}"
+        with_ = ", ".join(filter(None, (needs, options)))
+        upto = "any" if row.max_m is None else f"<= {row.max_m}"
+        lines.append(f"| {sm(row.arch)} | {upto} | {row.kernel} | {with_} | {row.status} | {row.reason} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    text = README.read_text()
+    head, rest = text.split(BEGIN)
+    README.write_text(f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
