@@ -25,6 +25,8 @@ _MAX_NODES = 400
 _FINITE_SCALES = [b for b in range(256) if b & 0x7F != 0x7F]
 # Powers of two: every product is exact in any of the dtypes a library may compute in, so the comparison is bit for bit.
 _EXACT = (2.0**-3, 2.0**2)
+# Stored global scales lie out here (amax/2688, or its reciprocal); float16 would leave its range.
+_EXACT_WIDE = (2.0**-17, 2.0**14)
 # Then a value that rounds: libraries round scale * global_scale once more than nvfp4.dequantize does.
 _ROUNDING, _ROUNDING_EPS = 1.0 / 3.0, 2.0
 
@@ -159,7 +161,8 @@ def _holds(operand: Node, qdata: Node, scale: Node, g: Node | None, divides: boo
     leaves: dict = {qdata: Checked((row, col // 2), samples.byte), scale: Checked((row, col // nvfp4.GROUP), samples.scale)}
     if g is None:
         return _agrees(operand, leaves, samples, samples.exact, dtype, 0.0)
-    for number, tolerance in (*((e, 0.0) for e in _EXACT), (_ROUNDING, _ROUNDING_EPS)):
+    exact = _EXACT if dtype == torch.float16 else _EXACT + _EXACT_WIDE
+    for number, tolerance in (*((e, 0.0) for e in exact), (_ROUNDING, _ROUNDING_EPS)):
         factor = torch.tensor(number)
         leaves[g] = Scalar(factor.reshape(sizes(g)))
         if not _agrees(operand, leaves, samples, samples.exact / factor if divides else samples.exact * factor, dtype, tolerance):

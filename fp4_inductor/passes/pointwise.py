@@ -58,6 +58,7 @@ _MOVES = {
     aten.alias.default,
     aten.detach.default,
     aten.lift_fresh_copy.default,
+    prims.device_put.default,
 }
 _FILLS = {aten.full.default, aten.scalar_tensor.default, aten.full_like.default}
 _TABLES = {aten.index.Tensor, aten.embedding.default, aten.index_select.default}

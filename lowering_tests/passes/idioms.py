@@ -59,7 +59,7 @@ def torchao(packed: Tensor, scale: Tensor, g: Tensor | None, dtype, *, group=16,
 
 def compressed_tensors(packed: Tensor, scale: Tensor, g: Tensor, dtype, *, table=None, multiply=False) -> Tensor:
     """compressed-tensors 0.20 ``unpack_fp4_from_uint8`` and ``dequantize``: the global scale divides."""
-    table = TABLE if table is None else table
+    table = (TABLE if table is None else table).to(device=packed.device)
     n, k = packed.shape[0], packed.shape[1] * 2
     flat = packed.flatten()
     codes = torch.stack((flat & 0x0F, (flat & 0xF0) >> 4), dim=1).flatten()

@@ -91,6 +91,18 @@ return v0""",
     )
 
 
+def test_generated_code(compiled):
+    """All the way through Inductor: what the lowerings make of the rewritten graph."""
+    for body, shape, x_shape in (
+        (lambda m, x: F.linear(x, m.w(), m.bias).relu(), (N, K), (2, M, K)),
+        (lambda m, x: torch.bmm(x, m.w().mT), (E, N, K), (E, M, K)),
+    ):
+        model, x = Model(body, shape), torch.randn(x_shape).bfloat16()
+        c = compiled(model, x, generate=True)
+        assert sum(c.matches.values()) == 1
+        assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
+
+
 def test_another_user_keeps_the_dequantize(compiled):
     model, x = Model(lambda m, x: F.linear(x, m.w()) * m.w().sum()), torch.randn(M, K).bfloat16()
     c = compiled(model, x)

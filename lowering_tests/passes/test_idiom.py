@@ -128,6 +128,47 @@ def test_dynamic_rows(compiled):
     assert compiled(Model(idioms.torchao, bias=True), x).matches == {"idiom_addmm": 1}
 
 
+@pytest.mark.parametrize("n", [96, 151936])
+def test_more_rows_than_samples(n):
+    """A vocabulary-sized weight: every row is still visited."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import pass_patterns, view_to_reshape
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from fp4_inductor import passes
+
+    with FakeTensorMode():
+        inputs = [torch.empty(n, K // 2, dtype=torch.uint8), torch.empty(n, K // 16, dtype=torch.float8_e4m3fn), torch.empty(1)]
+        fn = torch.func.functionalize(lambda x, q, s, g: F.linear(x, idioms.torchao(q, s, g, torch.bfloat16)))
+        module = make_fx(fn, select_decomp_table(), tracing_mode="fake")(torch.empty(M, K, dtype=torch.bfloat16), *inputs)
+    view_to_reshape(module)
+    passes.reset_matches()
+    pass_patterns[0].apply(module.graph)
+    module.graph.lint()
+    assert passes.matches() == {"idiom_mm": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode", ["torchao", "compressed_tensors"])
+def test_on_cuda(compiled, decode):
+    """The table lies on the CPU and is moved in the graph, as the library does."""
+    model = Model(getattr(idioms, decode), divides=decode == "compressed_tensors", bias=True).cuda()
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    c = compiled(model, x, generate=True)
+    assert c.matches == {"idiom_addmm": 1}
+    assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
+
+
+def test_generated_code(compiled):
+    """All the way through Inductor, once for each library."""
+    for decode, divides in ((idioms.torchao, False), (idioms.compressed_tensors, True)):
+        model, x = Model(decode, divides=divides, bias=True), torch.randn(M, K).bfloat16()
+        c = compiled(model, x, generate=True)
+        assert c.matches == {"idiom_addmm": 1}
+        assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
+
+
 def mxfp4_scales(packed, scale, g, dtype):
     """E8M0 scales: powers of two from the exponent bits."""
     s = (scale.view(torch.uint8).to(torch.int32) << 23).view(torch.float32)

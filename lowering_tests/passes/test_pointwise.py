@@ -46,6 +46,7 @@ CHAINS = {
     "masked write": lambda x: torch.index_put(x, [x > 0.3], torch.tensor(7.0)),
     "shifts": lambda x: ((x * 100).to(torch.int32) >> 2) << 1,
     "a gather from the leaf": lambda x: x.flatten()[(x.abs() * 3).to(torch.int64).clamp(0, 5)],
+    "moved to a device": lambda x: torch.ops.prims.device_put.default(x, torch.device("cpu")) + 1,
     "fp8": lambda x: x.to(torch.float8_e4m3fn).float() / 3,
 }
 
