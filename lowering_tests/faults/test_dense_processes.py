@@ -67,6 +67,7 @@ def test_processes_that_build_the_same_kernel_at_once(tmp_path):
     assert all(f.stat().st_mode & 0o022 == 0 for f in tmp_path.iterdir())
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 segfaults when eight threads compile eight nn.Linear, this package not imported")
 def test_eight_threads_build_compile_and_compute(tmp_path):
     """Each thread compiles its own layer, all start together, the kernel cache is empty."""
     text = output(

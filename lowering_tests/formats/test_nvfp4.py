@@ -170,6 +170,15 @@ def test_activation_search_weights_the_channels():
     assert torch.equal(nvfp4.quantize(w, "activation", channel_weight=torch.ones(64))[0], plain[0])
 
 
+def test_activation_search_goes_down_all_seven_codes():
+    """An outlier in a channel that hardly matters is clipped; without weights that never pays."""
+    w, weight = torch.rand(400, 16) * 2 - 1, torch.ones(16)
+    w[:, 3], weight[3] = 4.0, 1e-3
+    check_against_reference(w, "activation", channel_weight=weight)
+    steps = [nvfp4.quantize(w, s, torch.tensor(2.0**-6), weight)[1].view(torch.uint8).int() for s in ("activation", "amax")]
+    assert (steps[0] - steps[1]).min() == -7
+
+
 def test_equal_errors_keep_the_earlier_candidate():
     one_hot = torch.zeros(1, 16)
     one_hot[0, 3] = 12.0  # 6 * 2.0 and 4 * 3.0 are both exact

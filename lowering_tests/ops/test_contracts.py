@@ -102,7 +102,8 @@ def test_quantize_returns_its_own_global_scale():
 @pytest.mark.parametrize("name", OPS)
 def test_fake_has_the_shape_strides_and_dtype_of_the_real_result(name, device):
     for description, args in cases(name, device):
-        for variant in (args, tuple(_strided(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in args)):
+        layouts = [tuple(layout(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in args) for layout in (_strided, _transposed)]
+        for variant in (args, *layouts):
             mode = FakeTensorMode()
             fake = outputs(CONTRACTS[name].op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in variant)))
             real = outputs(CONTRACTS[name].op(*variant))
