@@ -62,9 +62,12 @@ def measure(model, name: str, mode: str, batches: list[int], context: int, prefi
         cache = StaticCache(config=model.config, max_cache_len=max(context, prefill) + 8)
         ids = torch.randint(0, 1000, (batch, tokens), device="cuda")
         positions = torch.arange(tokens, device="cuda") + (context if tokens == 1 else 0)
+        # The cache allocates itself at its first use: outside the graphs, or replays would overwrite it.
+        model(input_ids=ids[:, :1], past_key_values=cache, cache_position=positions[:1], position_ids=positions[None, :1], use_cache=True, logits_to_keep=1)
         forward = torch.compile(model, mode=mode, fullgraph=True, dynamic=False)
 
         def step(forward=forward, ids=ids, cache=cache, positions=positions):
+            torch.compiler.cudagraph_mark_step_begin()
             return forward(input_ids=ids, past_key_values=cache, cache_position=positions, position_ids=positions[None], use_cache=True, logits_to_keep=1)
 
         begin = time.perf_counter()
