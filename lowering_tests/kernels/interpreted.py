@@ -46,22 +46,22 @@ def _float32_out(*shape, dtype, **options):
     return torch.full(shape, float("nan"), dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
 
 
-def launched(kind, *args):
+def launched(kind, x, w, tile):
     with (
         mock.patch.object(launch, "_arch", return_value=80),
         mock.patch.object(configs, "gemv_constants", _without_asm(configs.gemv_constants)),
         mock.patch.object(configs, "mid_constants", _without_asm(configs.mid_constants)),
         mock.patch.object(torch, "empty", _float32_out),
     ):
-        return getattr(launch, kind)(*args)
+        return getattr(launch, kind)(x, *w, None, tile)
 
 
 def gemv(x, q, s, g, block_m, config=None):
-    return launched("gemv", x, q, s, g, config or configs.GemvConfig(block_m, 8, 64, 4))
+    return launched("gemv", x, (q, s, g), config or configs.GemvConfig(block_m, 8, 64, 4))
 
 
 def mid(x, q, s, g, c):
-    return launched("mid", x, q, s, g, c)
+    return launched("mid", x, (q, s, g), c)
 
 
 def exact(x, q, s, g):

@@ -1,0 +1,58 @@
+"""Random NVFP4 weights on the GPU, float64 references, and the bound that a call's kernel must keep."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.linear import launch
+from fp4_inductor.kernels.select import Plan, plan
+from fp4_inductor.ops import linear
+
+DEVICE = "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Activations and weights both rounded to E4M3: 0.034 measured on Gaussian data.
+FP8_BOUND = 0.04
+
+
+def weight(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bytes are drawn directly: every code occurs, scales span 2**-2 to 2**2; results are of the order of the activations."""
+    q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+    s = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device=DEVICE).view(nvfp4.SCALE_DTYPE)
+    return q, s, torch.full((), 0.3 / k**0.5, device=DEVICE)
+
+
+def exact(x: Tensor, q: Tensor, s: Tensor, g: Tensor, bias: Tensor | None = None) -> Tensor:
+    """float64 on the dequantised weight."""
+    y = x.double() @ nvfp4.dequantize(q, s, g, torch.float32).double().mT
+    return y if bias is None else y + bias.double()
+
+
+def error(y: Tensor, r: Tensor) -> float:
+    """Relative Frobenius error; infinite if anything is not finite."""
+    if not bool(y.isfinite().all()):
+        return float("inf")
+    return ((y.double() - r).norm() / r.norm().clamp_min(1e-300)).item() if y.numel() else 0.0
+
+
+def plan_of(x: Tensor, q: Tensor, large_m: str = "auto") -> Plan:
+    return plan(launch.call_of(x, q, large_m), dispatch_config())
+
+
+def bound_of(x: Tensor, q: Tensor, large_m: str = "auto", fused: bool = False) -> float:
+    """The contract's tolerance, or that of the FP8 path where it serves the call."""
+    m = x.shape[:-1].numel()
+    if m and plan_of(x, q, large_m).pick(m).regime == "large_fp8":
+        return FP8_BOUND
+    few = 2 if m * q.shape[0] < 32 else 1  # a handful of roundings do not average
+    accumulated = 6e-8 * x.shape[-1] ** 0.5  # float32 sums over K
+    # a bias added after the rounding, or an epilogue, rounds once more
+    return linear.CONTRACT.tolerance[x.dtype] * few * (2 if fused else 1) + accumulated
+
+
+def one_m_per_regime(x_dtype: torch.dtype, q: Tensor, large_m: str = "auto") -> list[int]:
+    """The first and the last M of every regime."""
+    found = plan_of(torch.empty(1, q.shape[1] * 2, dtype=x_dtype, device=DEVICE), q, large_m)
+    return sorted({m for bound in (0, *found.bounds) for m in (bound, bound + 1) if m})
