@@ -7,6 +7,7 @@ import warnings
 import idioms
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
@@ -204,6 +205,23 @@ def test_left_alone(compiled, case):
     c = compiled(model, x)
     assert c.matches == {}
     assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
+
+
+def test_a_table_in_a_buffer(compiled):
+    """Nothing says what an input holds when the graph runs, so nothing is proven, whatever it holds now."""
+    model, x = Model(lambda *a: idioms.compressed_tensors(*a, table=model.table), divides=True), torch.randn(M, K).bfloat16()
+    model.register_buffer("table", idioms.TABLE.clone())
+    c = compiled(model, x)
+    assert c.matches == {}
+    assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "pre_grad_pass_timing"), reason="torch < 2.13 has no such option")
+def test_a_table_that_the_cache_key_would_not_see(compiled):
+    """Passes after the cache look-up would let another table hit this graph's entry."""
+    model, x = Model(idioms.compressed_tensors, divides=True), torch.randn(M, K).bfloat16()
+    assert compiled(model, x, config={"pre_grad_pass_timing": "late"}).matches == {}
+    assert compiled(model, x, config={"pre_grad_pass_timing": "early"}).matches == {"idiom_mm": 1}
 
 
 def test_group_of_32(compiled):
