@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--windows", type=int, default=6, help="windows of 512 tokens to evaluate per text")
+    parser.add_argument("--windows", type=int, default=5, help="windows of 512 tokens to evaluate per text")
     parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
