@@ -35,12 +35,15 @@ def build(layers: int):
     return model
 
 
-def median_ms(step, count: int = 20) -> float:
+def median_ms(step, reset, count: int = 20) -> float:
+    """Median of ``step()``; ``reset()`` runs before each, untimed."""
     for _ in range(4):
+        reset()
         step()
     times = []
     for _ in range(count):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        reset()
         start.record()
         step()
         end.record()
@@ -70,12 +73,17 @@ def measure(model, name: str, mode: str, batches: list[int], context: int, prefi
             torch.compiler.cudagraph_mark_step_begin()
             return forward(input_ids=ids, past_key_values=cache, cache_position=positions, position_ids=positions[None], use_cache=True, logits_to_keep=1)
 
+        def reset(cache=cache, length=context if tokens == 1 else 0):
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(length)
+
+        reset()
         begin = time.perf_counter()
         step()
         torch.cuda.synchronize()
         compile_s = time.perf_counter() - begin
         torch.cuda.reset_peak_memory_stats()
-        ms = median_ms(step)
+        ms = median_ms(step, reset)
         peak = torch.cuda.max_memory_allocated() / 2**30
         rows.append(
             dict(machine(), model=f"qwen3-8b-shape x{layers} layers", weights=name, mode=mode, batch=batch, tokens=tokens, ms=round(ms, 3), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))

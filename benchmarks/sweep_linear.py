@@ -49,7 +49,8 @@ def mid_candidates(m):
 
 
 def small_candidates(m):
-    return [configs.SmallConfig(*tile) for tile in ((2, 8, 4), (2, 16, 2), (4, 4, 3), (4, 8, 2), (4, 8, 3))]
+    extra = ((4, 8, 3),) if m <= 8 else () if m <= 16 else ((2, 8, 4), (4, 4, 3))
+    return [configs.SmallConfig(*tile) for tile in ((2, 16, 2), (4, 8, 2), *extra)]
 
 
 def run(kind, config, x, q, s, g):

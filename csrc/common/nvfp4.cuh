@@ -20,7 +20,8 @@ template <> struct Numbers<__nv_bfloat16> {
   static constexpr int kShift = 6;
   static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
     uint32_t d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    // mul.bf16x2 exists from sm_90; a * b + -0 is the same number everywhere
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
     return d;
   }
   // Two E4M3 bytes (bits 0..15 of v) -> bfloat16 pair, times 2^118.

@@ -37,12 +37,15 @@ class SmallConfig:
     stages: int
 
 
-def small(m: int, n: int, k: int) -> SmallConfig:
+LARGE_SHARED_MEMORY = (80, 87, 90, 100, 103, 110)  # 160 KB and more a block; the others have 99 (CUDA C Programming Guide)
+
+
+def small(m: int, n: int, k: int, arch: int = 90) -> SmallConfig:
     """For ``m`` in 1..32: enough blocks and warps to fill the chip without splitting K over blocks."""
     if n < 8192:
         return SmallConfig(2, 8, 4) if m > 16 and k < 8192 else SmallConfig(2, 16, 2)
     if n <= 8448:
-        return SmallConfig(4, 8, 3) if m <= 8 else SmallConfig(4, 8, 2)
+        return SmallConfig(4, 8, 3) if m <= 8 and arch in LARGE_SHARED_MEMORY else SmallConfig(4, 8, 2)
     return SmallConfig(4, 8, 2) if m <= 16 else SmallConfig(4, 4, 3)
 
 

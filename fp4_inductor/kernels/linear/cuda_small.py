@@ -38,7 +38,7 @@ def _pointer(t: Tensor | None) -> ctypes.c_void_p:
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, arch: int, tile: configs.SmallConfig | None = None) -> Tensor:
     """``[M, N]`` from contiguous, 16-byte aligned ``x [M, K]``, 1 <= M <= 32, K % 64 == 0, on the current stream."""
     (m, k), n = x.shape, qdata.shape[0]
-    c = tile or configs.small(m, n, k)
+    c = tile or configs.small(m, n, k, arch)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     library, reason = _library(arch)
     if library is None:
