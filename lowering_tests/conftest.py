@@ -22,6 +22,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every CI run; by hand, new ones each time.
+settings.register_profile("ci", derandomize=True, database=None, print_blob=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 NO_GPU = "no CUDA device: gpu tests run on one"
 NOT_ASKED = "takes minutes: run with --slow"
