@@ -161,6 +161,7 @@ def _publish(aside: Path, directory: Path) -> None:
     """Move the finished files into place. The manifest goes first and comes back last: without it nothing is a checkpoint."""
     files = sorted(p.name for p in aside.iterdir() if p.is_file())
     for name in files:
+        shutil.copymode(aside / mf.FILE, aside / name)  # safetensors writes 0600 whatever the umask says
         with open(aside / name, "rb") as file:
             os.fsync(file.fileno())
     (directory / mf.FILE).unlink(missing_ok=True)

@@ -186,6 +186,8 @@ def test_what_is_on_disk(tmp_path):
     assert manifest["aliases"] == {"lm_head.weight": "embed.weight"}
     assert manifest["layers"]["odd"] == {"in_features": 70, "out_features": 64, "dtype": "bfloat16", "bias": False, "large_m": "auto"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fp4_inductor.json", "fp4_inductor.safetensors"]
+    (tmp_path / "plain").write_text("")
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1  # the umask's, not 0600
 
 
 def test_two_saves_are_the_same_bytes(tmp_path):
