@@ -16,7 +16,8 @@ from fp4_inductor.kernels.table import ANY, HALF, REGIMES, ROWS, Row
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16")
 SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
-CALLS = [Call("linear", arch, dtype, n, k, large) for arch, dtype, large, (n, k) in itertools.product(ARCHS, ANY, LARGE_M, SHAPES)]
+CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
+CALLS = [Call("linear", arch, dtype, n, k, large, csrc) for arch, dtype, large, (n, k), csrc in itertools.product(ARCHS, ANY, LARGE_M, SHAPES, CSRC)]
 GPU_CALLS = [c for c in CALLS if c.arch]
 DEFAULT = DispatchConfig()
 
@@ -61,6 +62,7 @@ def test_one_ascending_list_that_ends_without_a_limit():
             assert row.arch[0] <= call.arch <= row.arch[1]
             assert call.dtype in row.dtypes
             assert call.large_m in row.large_m
+            assert row.csrc in (None, not call.csrc)
             assert call.k % row.k_multiple == 0
             assert call.n % row.n_multiple == 0
         assert len(found.rows) + len(found.refused) == sum(row.op == "linear" for row in ROWS), "every row is taken or refused"
@@ -86,6 +88,8 @@ def test_a_reason_names_the_value():
                 assert str(call.dtype).removeprefix("torch.") in why
             elif call.large_m not in row.large_m:
                 assert f'"{call.large_m}"' in why
+            elif row.csrc is True and call.csrc:
+                assert why == call.csrc
             elif row.csrc is False and not call.csrc:
                 assert "compiled CUDA kernels" in why
             elif call.k % row.k_multiple:

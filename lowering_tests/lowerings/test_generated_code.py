@@ -232,6 +232,17 @@ return (reinterpret_tensor(b0, (2048, ), (1, ), 0), )""",
 return (b1, )""",
         )
 
+    def test_a_promised_range_over_regimes_is_left_to_the_op(self):
+        """Dynamo refuses a guard that narrows ``mark_dynamic(min, max)``."""
+        body = self.compile(layer, (40, K), mark=marked(2, 1000))
+        self.assertExpectedInline(
+            body,
+            """\
+    b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, None, 'auto')
+    b1 = b0
+return (b1, )""",
+        )
+
     def test_ahead_of_time_never_guards(self):
         """AOTInductor drops guards: the graph must hold the self-dispatching op."""
         from torch._inductor.virtualized import V
@@ -343,7 +354,13 @@ class Fused(Base):
                 self.one_kernel(build, (*shape, K), (*shape, N))
 
     def test_ptx(self):
-        for cc, m, instruction in (((9, 0), 40, "wgmma.mma_async"), ((9, 0), 1, "cvt.rn.f16x2.e4m3x2"), ((8, 0), 40, "mma.sync"), ((12, 0), 40, "mma.sync")):
+        for cc, m, instruction in (
+            ((9, 0), 40, "wgmma.mma_async"),
+            ((9, 0), 1, "cvt.rn.f16x2.e4m3x2"),
+            ((8, 0), 40, "mma.sync"),
+            ((8, 0), 1, "fma.rn.f16x2"),
+            ((12, 0), 40, "mma.sync"),
+        ):
             with self.subTest(cc=cc, m=m):
                 self.compile(around(lambda linear, x: nn.functional.silu(linear(x)), bias=True), (m, K), cc=cc, mark=marked() if m > 1 else None)
                 (ptx,) = triton_ptx(self.code, cc).values()
