@@ -44,7 +44,9 @@ def test_linear(lead, n, k, dtype, search, with_bias, kind, seed):
     if not layer.padding:
         assert torch.equal(F.linear(x, layer.weight, bias), got)
         if x.dim() > 1 and not with_bias:
-            assert torch.equal(x @ layer.weight.t(), got)
+            product = x @ layer.weight.t()
+            # torch turns a transposed 3-D activation into a bmm with an expanded weight, which is dequantised: same value, other rounding.
+            assert torch.equal(product, got) if kind != "transposed" else relative(product, want) <= CONTRACTS["linear"].tolerance[dtype]
 
 
 @settings(max_examples=60, deadline=None)
