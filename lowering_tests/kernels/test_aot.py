@@ -55,8 +55,9 @@ def tensor_core(cc: int, tile: configs.MidConfig) -> str:
     return TENSOR_CORE[cc] if tile.block_n >= 64 else "HMMA"
 
 
-def assert_fits(done: aot.Compiled, warps: int, cc: int, blocks: int = 1) -> None:
-    allowed = 0 if cc == 90 and aot.VERSION >= (3, 7) else A_FEW_SPILLS
+def assert_fits(done: aot.Compiled, warps: int, cc: int, blocks: int = 1, older: int = A_FEW_SPILLS) -> None:
+    """``older``: spills allowed where Triton is older or the architecture is not measured."""
+    allowed = 0 if cc == 90 and aot.VERSION >= (3, 7) else older
     assert done.spills <= allowed
     assert done.stack <= 4 * allowed
     assert done.registers <= 255
@@ -121,7 +122,7 @@ def test_mid(cc, m, n):
 @pytest.mark.parametrize(("cc", "m", "n", "k", "dtype"), [(90, 64, 4095, 1040, "bf16"), (90, 16, 16384, 4096, "fp16"), (80, 16, 33, 48, "fp16")])
 def test_mid_off_the_tile(cc, m, n, k, dtype):
     done, tile = mid(cc, m, n, k, dtype)
-    assert_fits(done, tile.num_warps, cc)
+    assert_fits(done, tile.num_warps, cc, older=24)  # Triton 3.6 spills 20 words of masks at (64, 4095, 1040)
     assert done.count(tensor_core(cc, tile)) > 0
 
 
