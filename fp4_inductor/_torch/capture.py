@@ -62,13 +62,14 @@ def _fusions(graph) -> dict[str, list[str]]:
         operations: list[str] = []
         for member in members:
             if member is not template:
-                operations += [name for name in _operations(member.node) if name not in operations]
+                operations += [name for name in _operations(member.node, template.node) if name not in operations]
         out[template.node.get_name()] = operations
     return out
 
 
-def _operations(buffer) -> list[str]:
-    nodes = sorted(buffer.get_origins(), key=lambda n: n.name)
+def _operations(buffer, template) -> list[str]:
+    # What computed the template's inputs is among the origins of everything behind it.
+    nodes = sorted(set(buffer.get_origins()) - set(template.get_origins()), key=lambda n: n.name)
     names = [getattr(n.target, "_opname", None) or str(n.target) for n in nodes if n.op == "call_function"]
     return [n for n in names if n not in _VIEWS and "fp4" not in n and n != "linear"]
 

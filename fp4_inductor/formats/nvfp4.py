@@ -42,7 +42,8 @@ def global_scale_of(amax: Tensor, scale_search: str = "amax") -> Tensor:
 
     The largest representable value, ``6 * 448 * global_scale``, stays finite in ``amax.dtype``.
     """
-    scale = amax.float() / (e2m1.MAX * _TOP[scale_search])
+    # By a tensor: CUDA divides by a number with its rounded reciprocal, and the scale would differ from the CPU's by a bit.
+    scale = amax.float() / torch.full_like(amax, e2m1.MAX * _TOP[scale_search], dtype=torch.float32)
     largest = torch.finfo(amax.dtype).max / (e2m1.MAX * SCALE_MAX) * (1 - 2.0**-23)
     return torch.where(amax > 0, scale.clamp(_TINY, largest), torch.ones_like(scale))
 
@@ -206,7 +207,11 @@ def _error(blocks: Tensor, code: Tensor, weight: Tensor | None) -> Tensor:
     s = code.view(SCALE_DTYPE).float()
     d = torch.addcmul(blocks, e2m1.round_to_grid(_divide(blocks, s)), s.unsqueeze(-1), value=-1.0)
     d = d.square()
-    return (d if weight is None else d * weight).sum(-1)
+    d = d if weight is None else d * weight
+    # Pairwise, in one order on every device, so that CPU and CUDA choose the same scales.
+    for half in (8, 4, 2, 1):
+        d = d[..., :half] + d[..., half:]
+    return d.squeeze(-1)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------

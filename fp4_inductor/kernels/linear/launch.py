@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -44,15 +45,17 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     if x.device.type != "cuda":
         raise DeviceError("the CUDA kernel of fp4.linear got tensors elsewhere", value=str(x.device), limit="cuda")
     n, k = qdata.shape[0], qdata.shape[1] * 2
-    rows = x.reshape(-1, k)
-    m = rows.shape[0]
+    lead = x.shape[:-1]
+    m = math.prod(lead)
     if m == 0 or n == 0 or k == 0:
-        out = x.new_zeros((m, n))
-        return (out if bias is None else out + bias).view(*x.shape[:-1], n)
+        out = x.new_zeros((*lead, n))
+        return out if bias is None else out + bias
+    rows = x.reshape(m, k)
     row = _plan(call_of(x, qdata, large_m), dispatch_config()).pick(m)
     with torch.cuda.device(x.device):
+        bias = None if bias is None else _aligned(bias)
         y = _LAUNCHERS[row.kernel](_aligned(rows), _aligned(qdata), _aligned(scale), global_scale, bias)
-    return y.view(*x.shape[:-1], n)
+    return y.view(*lead, n)
 
 
 def _aligned(rows: Tensor) -> Tensor:
