@@ -163,7 +163,7 @@ def explain_cuda(build, shape, dtype=BF16, mark=None, **options) -> Explanation:
 
 
 def test_cuda_epilogues_and_module_names():
-    with dispatch(thresholds={"gemv": 4, "mid": 256}):
+    with dispatch(thresholds={"gemv": 4, "small": 0, "mid": 256}):
         found = explain_cuda(Net, (40, 1024), mark=lambda x: torch._dynamo.mark_dynamic(x, 0))
     assert [r.module for r in found.rows] == CUDA_NAMES
     assert {(r.decision, r.dtype) for r in found.rows} == {("guard", "bfloat16")}
@@ -179,7 +179,7 @@ def test_cuda_epilogues_and_module_names():
 
 def test_cuda_proven_and_runtime():
     mark = lambda x: torch._dynamo.mark_dynamic(x, 0, min=2, max=4)  # noqa: E731
-    with dispatch(thresholds={"gemv": 4, "mid": 256}):
+    with dispatch(thresholds={"gemv": 4, "small": 0, "mid": 256}):
         assert {(r.regime, r.decision) for r in explain_cuda(Net, (3, 1024), mark=mark).rows} == {("gemv", "proven")}
         assert {(r.regime, r.decision) for r in explain_cuda(Net, (4096, 1024)).rows} == {("large_fp8", "proven")}
     with dispatch(unproven="runtime"):

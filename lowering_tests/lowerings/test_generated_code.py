@@ -20,6 +20,7 @@ from fp4_inductor.kernels.linear import configs
 from fp4_inductor.kernels.select import plan
 from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.lowerings import linear as lowering
+from fp4_inductor.lowerings.journal import listen
 from lowering_tests.fake_cuda import call, call_body, code_generation, generated_code, triton_ptx, triton_sources
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -228,6 +229,24 @@ return (reinterpret_tensor(b0, (2048, ), (1, ), 0), )""",
             body,
             """\
     b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, None, 'auto')
+    b1 = b0
+return (b1, )""",
+        )
+
+    def test_a_row_of_the_compiled_sources_calls_the_op(self):
+        """Proven or guarded like any other, and the op picks the same row; the bias goes along."""
+        with (
+            mock.patch.object(lowering, "plan", plan),
+            mock.patch.object(lowering.select, "csrc_status", return_value=""),
+            dispatch(thresholds=(("gemv", 1), ("small", 16))),
+            listen() as entries,
+        ):
+            body = self.compile(lambda: layer(bias=True), (8, K), mark=marked(2, 16))
+        assert [(e.decision.row.kernel, e.decision.how) for e in entries] == [("cuda_small", "proven")]
+        self.assertExpectedInline(
+            body,
+            """\
+    b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, in4, 'auto')
     b1 = b0
 return (b1, )""",
         )

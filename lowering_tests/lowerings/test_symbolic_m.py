@@ -85,7 +85,7 @@ def test_a_marked_range_inside_a_regime_takes_one_graph_and_no_guard(bounds, mon
 
     monkeypatch.setattr(lowering.inductor.Symbols, "guard_at_most", refuse)
     low, high = bounds
-    with dispatch(thresholds={"gemv": 4, "mid": 256}):
+    with dispatch(thresholds={"gemv": 4, "small": 0, "mid": 256}):
         found = graphs(Block, [(low,), (high,), ((low + high) // 2,), (low + 1,)], mark=lambda x: dynamo.mark_dynamic(x, 0, min=low, max=high))
     assert found == [(low,)]
 
@@ -105,12 +105,12 @@ def test_torch_check_is_a_range_too(monkeypatch):
             torch._check(x.shape[0] > 8)
             return self.linear(x)
 
-    with dispatch(thresholds={"gemv": 4, "mid": 256}):
+    with dispatch(thresholds={"gemv": 4, "small": 0, "mid": 256}):
         assert graphs(Checked, [(9,), (200,), (64,)], dynamic=True) == [(9,)]
 
 
 def test_a_range_over_two_regimes_takes_two_graphs():
-    with dispatch(thresholds={"gemv": 4, "mid": 256}):
+    with dispatch(thresholds={"gemv": 4, "small": 0, "mid": 256}):
         found = graphs(Block, [(m,) for m in (100, 300, 256, 257, 5)], dynamic=True)
     assert found == [(100,), (300,)]
 
