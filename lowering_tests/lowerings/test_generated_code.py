@@ -237,7 +237,7 @@ return (b1, )""",
         """Proven or guarded like any other, and the op picks the same row; the bias goes along."""
         with (
             mock.patch.object(lowering, "plan", plan),
-            mock.patch.object(lowering.select, "csrc_status", return_value=""),
+            mock.patch.object(lowering, "select", mock.Mock(csrc_status=lambda arch: "")),  # pretend_cuda says that nothing is compiled
             dispatch(thresholds=(("gemv", 1), ("small", 16))),
             listen() as entries,
         ):
