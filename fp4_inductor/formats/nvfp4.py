@@ -186,7 +186,7 @@ def _to_code(s: Tensor) -> Tensor:
 def _choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
     """E4M3 codes (uint8 ``[R, B]``) for blocks ``[R, B, 16]`` already divided by the global scale."""
     amax = blocks.abs().amax(-1)
-    base = _to_code(amax / 6.0)
+    base = _to_code(amax / torch.full_like(amax, e2m1.MAX))  # by a tensor: see global_scale_of
     if search == "amax":
         return base
     if search == "four_over_six":

@@ -86,7 +86,7 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         why = _refusal(row, call)
         if why is None and row.regime in overrides:
             if row.max_m is None:
-                why = None
+                pass  # the last resort has no bound to override
             elif overrides[row.regime] == 0:
                 why = "switched off by DispatchConfig.thresholds"
             else:
@@ -95,6 +95,9 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
             accepted.append(row)
         else:
             refused.append(Refused(row, why))
+    for row in [r for r in accepted if r.without in {other.regime for other in accepted}]:
+        accepted.remove(row)
+        refused.append(Refused(row, f"the {row.without} regime serves this range"))
     accepted.sort(key=lambda row: float("inf") if row.max_m is None else row.max_m)
     unlimited = [row for row in accepted if row.max_m is None]
     if not unlimited:
@@ -118,10 +121,8 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f"takes {', '.join(str(d).removeprefix('torch.') for d in row.dtypes)} activations, these are {str(call.dtype).removeprefix('torch.')}"
     if call.large_m not in row.large_m:
         return f'large_m="{call.large_m}"'
-    if row.csrc is True and call.csrc:
+    if row.csrc and call.csrc:
         return call.csrc
-    if row.csrc is False and not call.csrc:
-        return "the compiled CUDA kernels serve this range"
     if call.k % row.k_multiple:
         return f"K = {call.k} is not a multiple of {row.k_multiple}"
     if call.n % row.n_multiple:

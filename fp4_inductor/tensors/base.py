@@ -18,6 +18,9 @@ from ..errors import UnsupportedOpError
 aten = torch.ops.aten
 
 
+_MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
 class FP4Tensor(torch.Tensor):
     """A weight ``[..., N, K]`` of dtype ``dtype`` stored in fewer bits; behaves as a dense tensor of that dtype.
 
@@ -121,12 +124,21 @@ class FP4Tensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         # F.linear reaches __torch_dispatch__ only under inference_mode; elsewhere it is decomposed before.
+        # torch.matmul of a strided 3-D activation would expand the weight into a bmm, and so dequantise it.
+        result = NotImplemented
         if func is torch.nn.functional.linear:
             result = cls.linear_function(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
+        elif func in _MATMUL and len(args) == 2 and not kwargs:
+            result = cls.matmul_function(*args)
+        if result is not NotImplemented:
+            return result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def matmul_function(cls, input, other):
+        """``input @ other`` with a quantized ``other``, or NotImplemented."""
+        return NotImplemented
 
     @classmethod
     def linear_function(cls, input, weight, bias=None):

@@ -78,6 +78,12 @@ class NVFP4Tensor(FP4Tensor):
         return w.mT if self.transposed else w
 
     @classmethod
+    def matmul_function(cls, input, other):
+        if not isinstance(other, NVFP4Tensor) or not other.transposed or isinstance(input, FP4Tensor) or not isinstance(input, Tensor) or input.dim() < 2:
+            return NotImplemented
+        return cls.linear_function(input, other.mT)
+
+    @classmethod
     def linear_function(cls, input, weight, bias=None):
         if not isinstance(weight, NVFP4Tensor) or isinstance(input, FP4Tensor) or weight.transposed or weight.dim() != 2:
             return NotImplemented

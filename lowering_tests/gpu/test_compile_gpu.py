@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -239,11 +242,28 @@ def test_run_time_dispatch_is_one_graph():
         assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_aot_inductor_one_artifact_for_every_m(tmp_path):
-    lin = layer()
-    program = torch.export.export(lin, (rows(5),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    run = torch._inductor.aoti_load_package(path)
+AOTI = """
+import sys, torch
+from fp4_inductor import FP4Linear
+N, K, ROWS = 512, 1024, (0, 1, 2, 3, 5, 16, 17, 33, 64, 512, 4096)
+make = lambda m: torch.randn(m, K, device="cuda").to(torch.bfloat16)
+lin = torch.nn.Linear(K, N, device="cuda", dtype=torch.bfloat16) if sys.argv[1] == "dense" else FP4Linear.from_weight(make(N) / 32, make(1)[0, :N].clone())
+program = torch.export.export(lin, (make(5),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+run = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[2]))
+with torch.no_grad():
     for m in ROWS:
-        x = rows(m)
-        assert torch.equal(run(x), lin(x)), m
+        x = make(m)
+        assert torch.equal(run(x), lin(x)) or sys.argv[1] == "dense", m
+"""
+
+
+def _aoti(kind, tmp_path):
+    """In a process of its own: torch 2.11 ended with a segmentation fault while loading (H200, 2026-11-20)."""
+    return subprocess.run([sys.executable, "-c", AOTI, kind, str(tmp_path / f"{kind}.pt2")], capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_aot_inductor_one_artifact_for_every_m(tmp_path):
+    ours = _aoti("nvfp4", tmp_path)
+    if ours.returncode < 0 and _aoti("dense", tmp_path).returncode < 0:
+        pytest.skip(f"AOTInductor crashes here for a plain nn.Linear too (signal {-ours.returncode})")
+    assert ours.returncode == 0, ours.stderr[-2000:]
