@@ -58,9 +58,26 @@ def quantize_model(
     """
     config = NVFP4Config() if config is None else config
     if not isinstance(config, NVFP4Config):
-        raise ConfigError("quantize_model takes an NVFP4Config", value=type(config).__name__, limit="NVFP4Config(...)")
+        raise ConfigError(
+            "quantize_model takes an NVFP4Config",
+            value=type(config).__name__,
+            limit="NVFP4Config(...) or None",
+            remedy="Put the options into NVFP4Config(...); None takes its defaults.",
+        )
     if not isinstance(model, nn.Module):
-        raise ConfigError("quantize_model takes a module", value=type(model).__name__, limit="torch.nn.Module")
+        raise ConfigError(
+            "quantize_model takes a module",
+            value=type(model).__name__,
+            limit="torch.nn.Module",
+            remedy="Build or load the model first, e.g. AutoModelForCausalLM.from_pretrained(path).",
+        )
+    if filter_fn is not None and not callable(filter_fn):
+        raise ConfigError(
+            "filter_fn is not a function",
+            value=repr(filter_fn),
+            limit="filter_fn(module, name) -> bool",
+            remedy="Pass names of layers to leave alone as ignore=[...].",
+        )
     inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper around the model
     compiled = model if isinstance(inner, nn.Module) else None
     model = inner if isinstance(inner, nn.Module) else model
@@ -72,6 +89,7 @@ def quantize_model(
             "there is no layer to quantize",
             value=f"{len(plan.existing)} layers in FP4 already, {len(plan.skipped)} parameters skipped",
             limit="at least one linear layer outside the skip list and ignore",
+            remedy="Shorten ignore or widen filter_fn; report(model) names what was skipped and why.",
         )
     weights = _channel_weights(model, plan, config, strict, progress)
     before = model_bytes(model)

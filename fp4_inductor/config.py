@@ -13,9 +13,16 @@ ScaleSearch = Literal["amax", "four_over_six", "mse", "activation"]
 LargeM = Literal["auto", "fp8", "bf16"]
 
 
-def _one_of(name: str, value: object, literal: Any) -> None:
+def _one_of(config: Any, name: str, literal: Any) -> None:
+    value = getattr(config, name)
     if value not in get_args(literal):
-        raise ConfigError(f"{name} is not a known choice", value=repr(value), limit=list(get_args(literal)))
+        default = type(config).__dataclass_fields__[name].default
+        raise ConfigError(
+            f"{name} is not a known choice",
+            value=repr(value),
+            limit=list(get_args(literal)),
+            remedy=f'Leave {name} out for the default, "{default}".',
+        )
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,19 @@ class NVFP4Config:
     large_m: LargeM = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("scale_search", self.scale_search, ScaleSearch)
-        _one_of("large_m", self.large_m, LargeM)
+        _one_of(self, "scale_search", ScaleSearch)
+        _one_of(self, "large_m", LargeM)
         if self.scale_search == "activation" and self.calibration is None:
             raise ConfigError(
                 'scale_search="activation" needs calibration data',
                 value="calibration=None",
+                limit="an iterable of batches",
                 remedy='Pass calibration=[batch, ...] (a few thousand tokens), or use scale_search="four_over_six".',
             )
+
+
+def _is_threshold(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], int) and item[1] >= 0
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,17 @@ class DispatchConfig:
     unproven: Literal["guard", "runtime"] = "guard"
 
     def __post_init__(self) -> None:
-        if isinstance(self.thresholds, dict):
-            object.__setattr__(self, "thresholds", tuple(sorted(self.thresholds.items())))
-        for item in self.thresholds:
-            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int) and item[1] >= 0):
-                raise ConfigError("a threshold is (regime, largest M >= 0)", value=repr(item))
-        _one_of("unproven", self.unproven, Literal["guard", "runtime"])
+        given = self.thresholds
+        items = tuple(given.items()) if isinstance(given, dict) else tuple(given) if isinstance(given, (list, tuple)) else None
+        if items is None or not all(_is_threshold(item) for item in items):
+            raise ConfigError(
+                "thresholds are not {regime: largest M}",
+                value=repr(given),
+                limit="names of regimes and integers >= 0",
+                remedy='Write thresholds={"gemv": 1, "mid": 512}; 0 switches a regime off.',
+            )
+        object.__setattr__(self, "thresholds", tuple(sorted(items)))
+        _one_of(self, "unproven", Literal["guard", "runtime"])
 
 
 _dispatch = DispatchConfig()

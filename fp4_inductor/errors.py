@@ -20,11 +20,10 @@ class FP4Error(Exception):
     def __init__(self, what: str, *, value: object = None, limit: object = None, remedy: str | None = None):
         self.what, self.value, self.limit, self.remedy = what, value, limit, remedy
         self.problems: list[FP4Error] = []
-        text = what
-        if value is not None:
-            text += f"; got {value}"
-        if limit is not None:
-            text += f"; accepted: {limit}"
+        clauses = [f"got {value}"] if value is not None else []
+        clauses += [f"accepted: {limit}"] if limit is not None else []
+        # After a list of problems, one a line, the clauses start a line.
+        text = "; ".join([what, *clauses]) if not what.endswith("\n") else what + "; ".join(clauses)
         if remedy is not None:
             text += f". {remedy}"
         super().__init__(text)

@@ -83,7 +83,12 @@ def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanat
         :class:`Explanation`: ``print`` it, or read ``.rows`` (``.op .m .regime .kernel .decision`` ...).
     """
     if not callable(model):
-        raise ConfigError("explain() takes a module or a function", value=type(model).__name__)
+        raise ConfigError(
+            "explain() takes a module or a function",
+            value=type(model).__name__,
+            limit="a callable",
+            remedy="Pass the model, or what torch.compile(model) returned, followed by example inputs.",
+        )
     from ._torch.capture import original
 
     _, compiled = original(model)

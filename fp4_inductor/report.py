@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .errors import ConfigError
 from .models.coverage import LayerReport, Report, Skipped, recorded
 from .models.plan import inspect
 
@@ -15,7 +16,17 @@ def report(model: nn.Module) -> Report:
 
     For a model quantized or loaded in this process: what was recorded then. Otherwise (a copy, or FP4Linear installed
     by hand) it is worked out from the modules, and relative errors, which need the original weights, are None.
+
+    Raises:
+        ConfigError: ``model`` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "report() takes a module",
+            value=type(model).__name__,
+            limit="torch.nn.Module",
+            remedy="Pass the model that quantize_model or load returned.",
+        )
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     found = recorded(model)
     return inspect(model) if found is None else found

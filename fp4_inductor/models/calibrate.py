@@ -84,7 +84,12 @@ def _feed(model: nn.Module, batches: Iterable[Any] | None, device: torch.device 
             try:
                 model(*args, **kwargs)
             except Exception as error:
-                raise CalibrationError(f"the model's forward failed on calibration batch {count}", value=f"{type(error).__name__}: {error}") from error
+                raise CalibrationError(
+                    f"the model's forward failed on calibration batch {count}",
+                    value=f"{type(error).__name__}: {error}",
+                    limit="batches that the model's forward takes",
+                    remedy="Call the model on this batch without fp4_inductor: a tuple gives positional arguments, a mapping keywords.",
+                ) from error
             count += 1
     if count == 0:
         raise CalibrationError(
@@ -107,7 +112,12 @@ def _arguments(batch: Any, index: int) -> tuple[tuple, dict]:
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         return tuple(batch), {}
-    raise CalibrationError(f"calibration batch {index}", value=type(batch).__name__, limit="a tensor, a tuple (positional) or a mapping (keywords)")
+    raise CalibrationError(
+        f"calibration batch {index} is of an unknown kind",
+        value=type(batch).__name__,
+        limit="a tensor, a tuple (positional) or a mapping (keywords)",
+        remedy='Tokenize text first, e.g. tokenizer(text, return_tensors="pt").',
+    )
 
 
 def _watch(name: str, mean: _Mean, order: dict[str, None]):

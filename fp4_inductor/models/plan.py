@@ -288,9 +288,16 @@ class _Ignore:
     """The user's choice: names, trailing parts of names, ``re:`` patterns, and a filter function."""
 
     def __init__(self, entries: Iterable[str] | None):
-        if isinstance(entries, str) or not all(isinstance(e, str) for e in entries or ()):
-            raise ConfigError("ignore is a list of names", value=repr(entries), limit='["lm_head", "model.layers.0", "re:.*mlp.*"]')
-        self.entries = list(entries or ())
+        entries = () if entries is None else entries
+        listed = list(entries) if isinstance(entries, Iterable) else []
+        if not isinstance(entries, Iterable) or isinstance(entries, str) or not all(isinstance(e, str) for e in listed):
+            raise ConfigError(
+                "ignore is a list of names",
+                value=repr(entries),
+                limit='["lm_head", "model.layers.0", "re:.*mlp.*"]',
+                remedy="Wrap a single name in a list.",
+            )
+        self.entries = listed
         self.used: set[str] = set()
         self.patterns = {}
         for e in self.entries:
@@ -298,7 +305,12 @@ class _Ignore:
                 try:
                     self.patterns[e] = re.compile(e[3:])
                 except re.error as error:
-                    raise ConfigError("ignore holds an invalid regular expression", value=repr(e), limit=str(error)) from error
+                    raise ConfigError(
+                        "ignore holds an invalid regular expression",
+                        value=f"{e!r} ({error})",
+                        limit='"re:" and what re.match takes',
+                        remedy='Escape special characters with a backslash, or leave out "re:" to name a layer.',
+                    ) from error
 
     def reason(self, names: tuple[str, ...], module: nn.Module, filter_fn: FilterFn | None) -> str | None:
         for entry in self.entries:

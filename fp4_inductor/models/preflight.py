@@ -35,7 +35,13 @@ def preflight(plan: Plan, strict: bool) -> None:
         raise problems[0]
     kinds = {type(p) for p in problems}
     shown = "\n".join(f"  - {p}" for p in problems[:_SHOWN]) + (f"\n  - ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
-    error = (kinds.pop() if len(kinds) == 1 else PreflightError)(f"{len(problems)} layers cannot be quantized; nothing was changed:\n{shown}")
+    kind = kinds.pop() if len(kinds) == 1 else PreflightError
+    error = kind(
+        f"{len(problems)} layers cannot be quantized; nothing was changed:\n{shown}\n",
+        value=f"{len(problems)} problems",
+        limit="none",
+        remedy="Do what each line says, or name the layers in ignore=[...].",
+    )
     error.problems = problems
     raise error
 
@@ -46,14 +52,27 @@ def check_device(device: torch.device | str | None) -> torch.device | None:
         return None
     try:
         device = torch.device(device)
-    except RuntimeError as error:
-        raise DeviceError("not a device", value=repr(device)) from error
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            "not a device", value=repr(device), limit='"cpu", "cuda", "cuda:1", a torch.device', remedy="Leave device out to keep tensors where they are."
+        ) from error
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
-        raise DeviceError("this device cannot be used here", value=str(device), limit=str(error).split("\n")[0]) from error
+        reason = str(error).split("\n")[0]
+        raise DeviceError(
+            "this device cannot be used here",
+            value=f"{device} ({reason})",
+            limit="a device this build of torch can allocate on",
+            remedy='Pass device="cpu", or install the build of torch for this device.',
+        ) from error
     if device.type == "meta":
-        raise DeviceError("a model cannot be quantized onto the meta device", value="meta")
+        raise DeviceError(
+            "a model on the meta device would have no values",
+            value="meta",
+            limit="a device with memory",
+            remedy='Pass device="cpu" or "cuda", or leave it out to keep tensors where they are.',
+        )
     return device
 
 
@@ -61,37 +80,76 @@ def _structure(target: Target) -> list[FP4Error]:
     module, name = target.module, target.name or "the model"
     weight = module._parameters.get("weight")
     if nn.utils.parametrize.is_parametrized(module):
-        return [ConfigError(f"{name} is parametrized", remedy="Call torch.nn.utils.parametrize.remove_parametrizations first, or ignore the layer.")]
+        return [
+            ConfigError(
+                f"{name} is parametrized",
+                value=", ".join(module.parametrizations),  # type: ignore[arg-type, union-attr]
+                limit="plain Parameters",
+                remedy="Call torch.nn.utils.parametrize.remove_parametrizations first, or ignore the layer.",
+            )
+        ]
     if weight is None:
-        return [ConfigError(f"{name}.weight is computed by a hook (weight_norm, pruning)", remedy="Remove the reparametrization first, or ignore the layer.")]
+        return [
+            ConfigError(
+                f"{name}.weight is computed by a hook (weight_norm, pruning)",
+                value=list(module._parameters),
+                limit="a Parameter called weight",
+                remedy="Remove the reparametrization first, or ignore the layer.",
+            )
+        ]
     if is_lazy(weight):
-        return [ShapeError(f"{name} is lazy and has no shape yet", remedy="Run the model once, then quantize it.")]
+        return [ShapeError(f"{name} is lazy and has no shape yet", value=type(weight).__name__, limit="[N, K]", remedy="Run the model once, then quantize it.")]
     if type(weight) is not nn.Parameter:
-        return [DTypeError(f"{name}.weight is a tensor subclass (already quantized, or distributed)", value=type(weight).__name__, limit="nn.Parameter")]
+        return [
+            DTypeError(
+                f"{name}.weight is a tensor subclass (already quantized, or distributed)",
+                value=type(weight).__name__,
+                limit="nn.Parameter",
+                remedy="Give the layer a plain dense weight (dequantized, gathered), or ignore it.",
+            )
+        ]
     found: list[FP4Error] = []
     if weight.dtype not in nvfp4.HIGH_PRECISION:
         remedy = "Cast the model with .float() first." if weight.dtype == torch.float64 else "This layer looks quantized already: dequantise it, or ignore it."
-        found.append(DTypeError(f"{name}.weight", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
+        found.append(DTypeError(f"{name}.weight is not in high precision", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
     if weight.dim() != 2:
-        found.append(ShapeError(f"{name}.weight is not a matrix", value=tuple(weight.shape), limit="[N, K]"))
+        found.append(
+            ShapeError(f"{name}.weight is not a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Reshape it to [N, K], or ignore the layer.")
+        )
     if weight.device.type == "meta":
         found.append(
             DeviceError(
-                f"{name} is on the meta device", limit="materialised weights", remedy="Load the weights first (from_pretrained, to_empty + load_state_dict)."
+                f"{name} is on the meta device",
+                value=weight.device,
+                limit="materialised weights",
+                remedy="Load the weights first (from_pretrained, to_empty + load_state_dict).",
             )
         )
     if "forward" in vars(module):
         found.append(
-            ConfigError(f"{name}.forward was replaced on the instance (accelerate offloading does that)", remedy="Remove the hooks first, or ignore the layer.")
+            ConfigError(
+                f"{name}.forward was replaced on the instance (accelerate offloading does that)",
+                value=repr(vars(module)["forward"])[:200],
+                limit=f"{type(module).__name__}.forward",
+                remedy="Remove the hooks first (accelerate.hooks.remove_hook_from_module), or ignore the layer.",
+            )
         )
     if module._state_dict_hooks or module._load_state_dict_pre_hooks:
-        found.append(ConfigError(f"{name} has state_dict hooks", remedy="Remove them first, or ignore the layer."))
+        hooks = [getattr(h, "__qualname__", type(h).__name__) for h in (*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values())]
+        found.append(ConfigError(f"{name} has state_dict hooks", value=", ".join(hooks), limit="none", remedy="Remove them first, or ignore the layer."))
     others = (set(module._parameters) | set(module._buffers) | set(module._modules)) - _OWN
     if others:
-        found.append(ConfigError(f"{name} holds more than a weight and a bias", value=sorted(others), remedy="Ignore the layer."))
+        found.append(ConfigError(f"{name} holds more than a weight and a bias", value=sorted(others), limit=sorted(_OWN), remedy="Ignore the layer."))
     bias = module._parameters.get("bias")
     if bias is not None and bias.device != weight.device:
-        found.append(DeviceError(f"{name}: weight and bias are on different devices", value=f"{weight.device}, {bias.device}", limit="one device"))
+        found.append(
+            DeviceError(
+                f"{name}: weight and bias are on different devices",
+                value=f"{weight.device}, {bias.device}",
+                limit="one device",
+                remedy="Move the layer with .to(device), or ignore it.",
+            )
+        )
     return found
 
 
@@ -124,6 +182,7 @@ def _coverage(plan: Plan) -> CoverageError:
     more = f"\n  - ... and {len(plan.uncovered) - _SHOWN} more" if len(plan.uncovered) > _SHOWN else ""
     return CoverageError(
         f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}{more}\n",
+        value=f"{missed} of {total} weights",
         limit="100% coverage with strict=True",
         remedy="Pass strict=False to quantize the rest and keep these, or name them in ignore=[...].",
     )
