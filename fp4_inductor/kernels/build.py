@@ -23,9 +23,14 @@ from ..errors import KernelError
 
 def cache_dir() -> Path:
     """The build cache, created with mode 0700; refuses one that another user could write to."""
-    root = Path(os.environ.get("FP4_INDUCTOR_CACHE") or Path.home() / ".cache" / "fp4_inductor")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = root.stat()
+    try:
+        root = Path(os.environ.get("FP4_INDUCTOR_CACHE") or Path.home() / ".cache" / "fp4_inductor")
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = root.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise KernelError(
+            "the build cache cannot be made", value=str(error), limit="a directory you may write to", remedy="Set FP4_INDUCTOR_CACHE to one."
+        ) from error
     if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelError(
             "the build cache could be written by another user",
@@ -67,7 +72,7 @@ def shared_library(source: str, flags: tuple[str, ...]) -> Path:
     """
     cc = compiler()
     if cc is None:
-        raise KernelError("no C compiler", value="CC, cc, gcc and clang not found", remedy="Install one, or set CC.")
+        raise KernelError("no C compiler", value="CC, cc, gcc and clang not found", limit="gcc, clang or what CC names", remedy="Install one, or set CC.")
     return _build(cc, source, (csrc_dir() / source,), ("-O3", "-shared", "-fPIC", *flags), ("-lm",), _processor())
 
 
@@ -79,7 +84,9 @@ def cuda_library(source: str, arch: int) -> Path:
     """
     compiler = nvcc()
     if compiler is None:
-        raise KernelError("no CUDA compiler", value="nvcc not found", remedy="Install the CUDA toolkit, or set CUDA_HOME.")
+        raise KernelError(
+            "no CUDA compiler", value="nvcc not found", limit="nvcc of CUDACXX, CUDA_HOME or the PATH", remedy="Install the CUDA toolkit, or set CUDA_HOME."
+        )
     # From Hopper on, the architecture-specific target: wgmma and block-scaled MMA exist only there.
     name = f"{arch}a" if arch >= 90 else str(arch)
     flags = ("-O3", "-std=c++17", f"-gencode=arch=compute_{name},code=sm_{name}", f"-DFP4_ARCH={arch}", "-shared", "-Xcompiler", "-fPIC")
@@ -99,7 +106,13 @@ def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[st
     try:
         run = subprocess.run([compiler, *flags, str(csrc_dir() / source), "-o", partial, *libraries], capture_output=True, text=True, check=False)
         if run.returncode:
-            raise KernelError(f"{compiler} failed on csrc/{source}", value=run.stderr.strip()[-800:])
+            variable = "CUDACXX" if source.endswith(".cu") else "CC"
+            raise KernelError(
+                f"{compiler} failed on csrc/{source}",
+                value=f"exit status {run.returncode}: {run.stderr.strip()[-800:]}",
+                limit="exit status 0",
+                remedy=f"Set {variable} to a newer compiler.",
+            )
         os.replace(partial, target)
     finally:
         Path(partial).unlink(missing_ok=True)

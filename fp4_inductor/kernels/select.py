@@ -78,7 +78,9 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
     overrides = dict(config.thresholds)
     unknown = set(overrides) - set(REGIMES)
     if unknown:
-        raise ConfigError("a threshold names an unknown regime", value=sorted(unknown), limit=list(REGIMES))
+        raise ConfigError(
+            "a threshold names an unknown regime", value=sorted(unknown), limit=list(REGIMES), remedy="Correct the names in DispatchConfig(thresholds=...)."
+        )
     accepted, refused = [], []
     for row in rows:
         if row.op != call.op:
@@ -101,7 +103,12 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
     accepted.sort(key=lambda row: float("inf") if row.max_m is None else row.max_m)
     unlimited = [row for row in accepted if row.max_m is None]
     if not unlimited:
-        raise KernelError(f"no kernel serves fp4.{call.op}", value=call, limit=[f"{r.row.kernel}: {r.reason}" for r in refused])
+        raise KernelError(
+            f"no kernel serves fp4.{call.op}",
+            value=call,
+            limit=[f"{r.row.kernel}: {r.reason}" for r in refused],
+            remedy="Remove one of these reasons, or move the model to the CPU.",
+        )
     # Several rows without a limit: table order is preference. A row whose bound does not exceed the one before is unreachable.
     chosen: list[Row] = []
     for row in [*[r for r in accepted if r.max_m is not None], unlimited[0]]:

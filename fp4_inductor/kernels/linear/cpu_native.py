@@ -66,5 +66,5 @@ def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: float) -> Tensor
         ctypes.c_int64(m), ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int(torch.get_num_threads()),
     )  # fmt: skip
     if refused:
-        raise KernelError("the C GEMV takes 1 to 8 rows", value=m)
+        raise KernelError("the C GEMV takes few rows", value=m, limit=f"1 to {MAX_M}", remedy="Call torch.ops.fp4.linear, which takes any number.")
     return out

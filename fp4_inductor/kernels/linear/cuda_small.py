@@ -42,11 +42,21 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     library, reason = _library(arch)
     if library is None:
-        raise KernelError("csrc/gemm/linear_small.cu is not available", value=reason)
+        raise KernelError(
+            "csrc/gemm/linear_small.cu is not available",
+            value=reason,
+            limit=f"built for sm_{arch}",
+            remedy="Call torch.ops.fp4.linear, which takes another kernel then.",
+        )
     status = library.fp4_linear_small(
         _pointer(x), _pointer(qdata), _pointer(scale), _pointer(global_scale), _pointer(bias), _pointer(y), m, n, k,
         int(x.dtype == torch.float16), c.rows_16, c.warps, c.stages, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
     )  # fmt: skip
     if status:
-        raise KernelError("fp4_linear_small failed", value=f"cudaError {status} for M={m}, N={n}, K={k}, {c}")
+        raise KernelError(
+            "fp4_linear_small failed",
+            value=f"cudaError {status} for M={m}, N={n}, K={k}, {c}",
+            limit="cudaSuccess",
+            remedy='Switch it off with fp4_inductor.dispatch(thresholds={"small": 0}).',
+        )
     return y

@@ -43,7 +43,7 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
     if x.device.type != "cuda":
-        raise DeviceError("the CUDA kernel of fp4.linear got tensors elsewhere", value=str(x.device), limit="cuda")
+        raise DeviceError("the CUDA kernel of fp4.linear got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Move them with .to('cuda').")
     n, k = qdata.shape[0], qdata.shape[1] * 2
     lead = x.shape[:-1]
     m = math.prod(lead)
