@@ -18,7 +18,12 @@ def build_empty(factory: Callable[[], nn.Module]) -> nn.Module:
     Buffers that are not in a checkpoint (rotary frequencies, masks) are computed by the constructor, so building on the
     meta device would lose them; only Parameters are dropped, one by one as they are made. If the constructor needs the
     values of Parameters, the factory is called a second time, as it is.
+
+    Raises:
+        ConfigError: the factory is no function, or what it makes is no module.
     """
+    if not callable(factory):
+        raise _not_a_module(factory)
     me = threading.get_ident()
 
     def drop(module: nn.Module, name: str, param: Tensor | None):
@@ -41,8 +46,17 @@ def build_empty(factory: Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(model, nn.Module) or values_lost(model):
         model = factory()
     if not isinstance(model, nn.Module):
-        raise ConfigError("load() takes a module or a function without arguments that makes one", value=type(model).__name__, limit="torch.nn.Module")
+        raise _not_a_module(model)
     return model
+
+
+def _not_a_module(value: object) -> ConfigError:
+    return ConfigError(
+        "load() takes a module or a function without arguments that makes one",
+        value=type(value).__name__,
+        limit="torch.nn.Module",
+        remedy="Pass the model, or lambda: Model(config).",
+    )
 
 
 def values_lost(model: nn.Module) -> list[str]:

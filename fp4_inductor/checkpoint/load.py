@@ -25,6 +25,7 @@ from .safetensors_file import Entry, Header, Reader, parse_json, read_header
 
 _SHOWN = 20
 _PARTS = NVFP4Tensor.PARTS
+_DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
 
@@ -67,6 +68,7 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
         raise CheckpointError(
             "the model has tensors on the meta device that are in no checkpoint",
             value=", ".join(lost[:_SHOWN]),
+            limit="tensors with values",
             remedy="Pass a function that builds the model: load(lambda: Model(config), dir).",
         )
     slots = _match(model, checkpoint, strict)
@@ -86,28 +88,35 @@ def open_checkpoint(dir: str | os.PathLike) -> Checkpoint:
     directory = Path(dir)
     manifest = mf.read(directory)
     if not manifest.files:
-        raise CheckpointError(f"{mf.FILE} lists no file")
+        raise CheckpointError(f"{mf.FILE} lists no file", value=0, limit=">= 1", remedy=mf.REWRITE)
     headers = {name: read_header(directory / name) for name in manifest.files}
     for name, header in headers.items():
         want = manifest.files[name]
         if header.size != want.bytes:
-            raise CheckpointError(f"{name} has another size than when it was saved", value=header.size, limit=f"{want.bytes} bytes")
+            raise CheckpointError(f"{name} has another size than when it was saved", value=header.size, limit=f"{want.bytes} bytes", remedy=mf.MIXED)
         if header.digest != want.header_sha256:
-            raise CheckpointError(f"{name}: the header was altered since it was saved", value=header.digest, limit=want.header_sha256)
+            raise CheckpointError(f"{name}: the header was altered since it was saved", value=header.digest, limit=want.header_sha256, remedy=mf.MIXED)
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
         for name, entry in header.entries.items():
             if name in entries:
-                raise CheckpointError(f"{name} is in two shards", value=f"{entries[name].path.name}, {file}", limit="one")
+                raise CheckpointError(f"{name} is in two shards", value=f"{entries[name].path.name}, {file}", limit="one", remedy=mf.REWRITE)
             entries[name] = entry
     _check_index(directory, headers)
     for alias, name in manifest.aliases.items():
         if alias in entries or name not in _stored_names(headers):
-            raise CheckpointError(f"{mf.FILE}: alias {alias}", value=name, limit="a stored tensor under a name that is not stored itself")
+            raise CheckpointError(
+                f"{mf.FILE}: alias {alias} is not valid",
+                value=name,
+                limit="a stored tensor under a name that is not stored itself",
+                remedy=mf.REWRITE,
+            )
     entries |= {alias: entries[name] for alias, name in manifest.aliases.items()}
     absent = sorted(set(manifest.derived) - set(entries))
     if absent:
-        raise CheckpointError(f"{mf.FILE} lists buffers that are not stored", value=", ".join(absent[:_SHOWN]))
+        raise CheckpointError(
+            f"{mf.FILE} lists buffers that are not stored", value=", ".join(absent[:_SHOWN]), limit="names of stored tensors", remedy=mf.REWRITE
+        )
     _check_parts(manifest, entries)
     return Checkpoint(manifest, entries)
 
@@ -122,15 +131,15 @@ def _check_index(directory: Path, headers: dict[str, Header]) -> None:
     index = parse_json(mf.read_small(directory / mf.INDEX), mf.INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{mf.INDEX} has no weight_map", value=type(weight_map).__name__, limit="an object")
+        raise CheckpointError(f"{mf.INDEX} has no weight_map", value=type(weight_map).__name__, limit="an object", remedy=mf.MIXED)
     real = {name: file for file, header in headers.items() for name in header.entries}
     for name, file in weight_map.items():
         mf.check_file_name(file)
         if real.get(name) != file:
-            raise CheckpointError(f"{mf.INDEX}: {name} is not in {file}", value=real.get(name, "in no shard"), limit=file)
+            raise CheckpointError(f"{mf.INDEX}: {name} is not in {file}", value=real.get(name, "in no shard"), limit=file, remedy=mf.MIXED)
     missing = sorted(set(real) - set(weight_map))
     if missing:
-        raise CheckpointError(f"{mf.INDEX} misses tensors", value=", ".join(missing[:_SHOWN]))
+        raise CheckpointError(f"{mf.INDEX} misses tensors", value=", ".join(missing[:_SHOWN]), limit="every stored tensor", remedy=mf.MIXED)
 
 
 def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
@@ -139,9 +148,15 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
         _check_matrix(name, entries, (layer.out_features, k))
         bias = entries.get(_join(name, "bias"))
         if (bias is not None) != layer.bias:
-            raise CheckpointError(f"{name}.bias", value="absent" if bias is None else "present", limit="present" if layer.bias else "absent")
+            there, wanted = ("absent", "present") if bias is None else ("present", "absent")
+            raise CheckpointError(f"{name}.bias is not as {mf.FILE} says", value=there, limit=wanted, remedy=mf.REWRITE)
         if bias is not None and (bias.shape != (layer.out_features,) or bias.dtype not in nvfp4.HIGH_PRECISION):
-            raise CheckpointError(f"{name}.bias has the wrong shape or dtype", value=f"{bias.dtype} {bias.shape}", limit=f"({layer.out_features},)")
+            raise CheckpointError(
+                f"{name}.bias has the wrong shape or dtype",
+                value=f"{bias.dtype} {bias.shape}",
+                limit=f"({layer.out_features},) in {', '.join(mf.DTYPE_NAMES)}",
+                remedy=mf.REWRITE,
+            )
     for name in manifest.tensors:
         qdata = entries.get(f"{name}.qdata")
         shape = None if qdata is None or len(qdata.shape) < 2 else (*qdata.shape[:-1], qdata.shape[-1] * 2)
@@ -151,7 +166,12 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
 def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] | None) -> None:
     """qdata, scale and global_scale of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
     if shape is None or shape[-1] % nvfp4.GROUP:
-        raise CheckpointError(f"{name}.qdata is missing or no matrix of whole blocks", value=shape, limit="[..., N, K/2] with K % 16 == 0")
+        raise CheckpointError(
+            f"{name}.qdata is missing or no matrix of whole blocks",
+            value="no matrix" if shape is None else f"K = {shape[-1]}",
+            limit="[..., N, K/2] with K % 16 == 0",
+            remedy=mf.REWRITE,
+        )
     want = {
         "qdata": ((*shape[:-1], shape[-1] // 2), torch.uint8),
         "scale": ((*shape[:-1], shape[-1] // nvfp4.GROUP), nvfp4.SCALE_DTYPE),
@@ -160,9 +180,14 @@ def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] |
     for part, (part_shape, dtype) in want.items():
         entry = entries.get(_join(name, part))
         if entry is None:
-            raise CheckpointError(f"{_join(name, part)} is missing")
+            raise CheckpointError(f"{_join(name, part)} is missing", value="no such tensor", limit=f"{dtype} {part_shape}", remedy=mf.REWRITE)
         if entry.shape != part_shape or entry.dtype != dtype:
-            raise CheckpointError(f"{_join(name, part)} has the wrong shape or dtype", value=f"{entry.dtype} {entry.shape}", limit=f"{dtype} {part_shape}")
+            raise CheckpointError(
+                f"{_join(name, part)} has the wrong shape or dtype",
+                value=f"{entry.dtype} {entry.shape}",
+                limit=f"{dtype} {part_shape}",
+                remedy=mf.REWRITE,
+            )
 
 
 def check_scales(checkpoint: Checkpoint) -> None:
@@ -171,10 +196,15 @@ def check_scales(checkpoint: Checkpoint) -> None:
         for name in (*checkpoint.manifest.layers, *checkpoint.manifest.tensors):
             scale = reader.read(checkpoint.entries[_join(name, "scale")]).view(torch.uint8)
             if scale.numel() and int(scale.max()) > _E4M3_MAX_BYTE:
-                raise CheckpointError(f"{_join(name, 'scale')} holds a NaN or negative scale", value=hex(int(scale.max())), limit="0x00 .. 0x7e")
+                raise CheckpointError(
+                    f"{_join(name, 'scale')} holds a NaN or negative scale", value=hex(int(scale.max())), limit="0x00 .. 0x7e", remedy=_DAMAGED
+                )
             g = reader.read(checkpoint.entries[_join(name, "global_scale")])
-            if not bool((torch.isfinite(g) & (g > 0)).all()):
-                raise CheckpointError(f"{_join(name, 'global_scale')} must be finite and positive", value=g.flatten()[:4].tolist(), limit="> 0")
+            bad = g[~(torch.isfinite(g) & (g > 0))]
+            if bad.numel():
+                raise CheckpointError(
+                    f"{_join(name, 'global_scale')} must be finite and positive", value=bad[:4].tolist(), limit="finite and > 0", remedy=_DAMAGED
+                )
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
@@ -241,7 +271,13 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     if wrong:
         more = f"\n  - ... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         listed = "\n".join(f"  - {w}" for w in wrong[:_SHOWN])
-        raise CheckpointError(f"the checkpoint does not fit the model; nothing was changed:\n{listed}{more}\n", remedy="Build the architecture that was saved.")
+        raise CheckpointError(
+            f"the checkpoint does not fit the model; nothing was changed:\n{listed}{more}\n",
+            value=f"{len(wrong)} tensors or layers that do not fit",
+            limit="the architecture that was saved",
+            remedy="Build the model from the configuration it was saved with"
+            + ("; strict=False forgives names that are missing on one side." if strict else "."),
+        )
     if missing or extra:
         warnings.warn(f"load(strict=False): not in the checkpoint: {missing}; not in the model: {extra}", stacklevel=3)
     return _Slots(plain, fp4, layers)

@@ -35,6 +35,8 @@ SINGLE = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
 SHARD = re.compile(rf"{STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
 DTYPE_NAMES = {str(d).removeprefix("torch."): d for d in nvfp4.HIGH_PRECISION}
+REWRITE = "Save the model again with fp4_inductor.save()."
+MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
 _JSON_LIMIT = 256_000_000
 _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
 
@@ -102,21 +104,24 @@ def read(directory: Path) -> Manifest:
     """Read and prove ``fp4_inductor.json``; every field is checked for type and range."""
     body = parse_json(read_small(directory / FILE), FILE)
     if body.get("format") != FORMAT:
-        raise CheckpointError(f"{FILE} is of another format", value=repr(body.get("format"))[:80], limit=repr(FORMAT))
+        remedy = "Load it with the library that wrote it; fp4_inductor.load() reads what fp4_inductor.save() writes."
+        raise CheckpointError(f"{FILE} is of another format", value=repr(body.get("format"))[:80], limit=repr(FORMAT), remedy=remedy)
     if type(body.get("version")) is not int or body["version"] != VERSION:
         raise CheckpointError(f"{FILE} has an unknown version", value=repr(body.get("version"))[:80], limit=VERSION, remedy="Update fp4_inductor.")
     if set(body) != _KEYS:
-        raise CheckpointError(f"{FILE} has missing or unknown fields", value=sorted(set(body) ^ _KEYS)[:20], limit=sorted(_KEYS))
+        raise CheckpointError(f"{FILE} has missing or unknown fields", value=sorted(set(body) ^ _KEYS)[:20], limit=sorted(_KEYS), remedy=REWRITE)
     try:
         right = body["checksum"] == checksum(body)
     except (ValueError, RecursionError) as error:  # lone surrogates cannot be encoded again
-        raise CheckpointError(f"{FILE} cannot be checked", value=f"{type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{FILE} cannot be checked", value=f"{type(error).__name__}: {error}", limit="JSON that can be written again", remedy=REWRITE
+        ) from error
     if not right:
-        raise CheckpointError(f"{FILE} was altered: its checksum does not match", value=repr(body["checksum"])[:80], remedy="Save the model again.")
+        raise CheckpointError(f"{FILE} was altered: its checksum does not match", value=repr(body["checksum"])[:80], limit=checksum(body), remedy=REWRITE)
     derived = body["derived"]
     _need(isinstance(derived, list) and all(isinstance(n, str) for n in derived), "derived", derived, "a list of names")
     report = body["report"]
-    _need(isinstance(report, dict) and set(report) == {"errors", "kept"}, "report", report)
+    _need(isinstance(report, dict) and set(report) == {"errors", "kept"}, "report", report, "errors and kept")
     return Manifest(
         layers={k: _layer(k, v) for k, v in _mapping(body, "layers").items()},
         tensors={k: _tensor(k, v) for k, v in _mapping(body, "tensors").items()},
@@ -133,23 +138,28 @@ def read_small(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > _JSON_LIMIT:
-            raise CheckpointError(f"{path.name} is too large", value=size, limit=f"<= {_JSON_LIMIT} bytes")
+            raise CheckpointError(f"{path.name} is too large", value=size, limit=f"<= {_JSON_LIMIT} bytes", remedy=REWRITE)
         return path.read_bytes()
     except OSError as error:
         remedy = "Is this a directory written by fp4_inductor.save()?"
-        raise CheckpointError(f"{path.name} cannot be read", value=f"{error.strerror}: {path}", remedy=remedy) from error
+        raise CheckpointError(f"{path.name} cannot be read", value=f"{error.strerror}: {path}", limit="a readable file", remedy=remedy) from error
 
 
 def check_file_name(name: Any) -> str:
     """A shard's name, never a path: ``../x``, ``/x`` and ``a/b`` are refused."""
     if not isinstance(name, str) or not SHARD.fullmatch(name):
-        raise CheckpointError("a shard lies outside the checkpoint or has a foreign name", value=repr(name)[:200], limit=f"{STEM}-00001-of-00002.safetensors")
+        raise CheckpointError(
+            "a shard lies outside the checkpoint or has a foreign name",
+            value=repr(name)[:200],
+            limit=f"{STEM}-00001-of-00002.safetensors",
+            remedy="fp4_inductor.save() never writes such a name: get the checkpoint from a source you trust.",
+        )
     return name
 
 
-def _need(condition: bool, what: str, value: Any, limit: object = None) -> None:
+def _need(condition: bool, what: str, value: Any, limit: object) -> None:
     if not condition:
-        raise CheckpointError(f"{FILE}: {what} is not valid", value=repr(value)[:200], limit=limit)
+        raise CheckpointError(f"{FILE}: {what} is not valid", value=repr(value)[:200], limit=limit, remedy=REWRITE)
 
 
 def _mapping(body: dict, key: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ DTYPES = {
 _HEADER_LIMIT = 100_000_000  # as in the safetensors library
 _LENGTH_BYTES = 8
 _INCOMPLETE = "The file is incomplete or damaged: write or download it again."
+_FOREIGN = "No safetensors writer makes such a file: write it again, or get it from a source you trust."
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def read_header(path: Path) -> Header:
     fields = parse_json(raw, path.name)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{path.name}: __metadata__ holds text only", value=type(metadata).__name__)
+        raise CheckpointError(f"{path.name}: __metadata__ is not valid", value=repr(metadata)[:200], limit="an object of text", remedy=_FOREIGN)
     begin = _LENGTH_BYTES + length
     entries = {name: _entry(path, name, value, begin, size) for name, value in fields.items()}
     _no_gaps(path, entries, begin, size)
@@ -105,15 +106,15 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
             twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
-            raise CheckpointError(f"{what}: a name occurs twice", value=twice[:200])
+            raise CheckpointError(f"{what}: a name occurs twice", value=twice[:200], limit="every name once", remedy=_FOREIGN)
         return out
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON", value=f"{type(error).__name__}: {error}", remedy=_INCOMPLETE) from error
+        raise CheckpointError(f"{what} is not valid JSON", value=f"{type(error).__name__}: {error}", limit="UTF-8 JSON", remedy=_INCOMPLETE) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is not a JSON object", value=type(value).__name__)
+        raise CheckpointError(f"{what} is not a JSON object", value=type(value).__name__, limit="an object", remedy=_INCOMPLETE)
     return value
 
 
@@ -142,11 +143,16 @@ class Reader:
             self._file.seek(entry.start)
             got = self._file.readinto(raw.numpy().data) if raw.numel() else 0
         except OSError as error:
-            raise CheckpointError(f"{entry.name} cannot be read from {entry.path.name}", value=str(error)) from error
+            raise CheckpointError(
+                f"{entry.name} cannot be read from {entry.path.name}",
+                value=str(error),
+                limit="a readable file",
+                remedy="Check its permissions and its disk, and that nobody replaces the checkpoint meanwhile.",
+            ) from error
         if got != raw.numel():
             raise CheckpointError(f"{entry.name} is truncated in {entry.path.name}", value=got, limit=f"{raw.numel()} bytes", remedy=_INCOMPLETE)
         if entry.dtype == torch.bool and bool((raw > 1).any()):
-            raise CheckpointError(f"{entry.name} is BOOL with bytes other than 0 and 1", value=int(raw.max()), limit="0, 1")
+            raise CheckpointError(f"{entry.name} is BOOL with bytes other than 0 and 1", value=int(raw.max()), limit="0, 1", remedy=_INCOMPLETE)
         return raw.view(entry.dtype).reshape(entry.shape)
 
 
@@ -155,7 +161,8 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed by the with below; only opening is translated
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be opened", value=f"{error.strerror}: {path}", remedy="Is the checkpoint complete?") from error
+        remedy = "Copy the missing file to the others, or correct its permissions."
+        raise CheckpointError(f"{path.name} cannot be opened", value=f"{error.strerror}: {path}", limit="a readable file", remedy=remedy) from error
     with file:
         yield file
 
@@ -163,20 +170,22 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 def _entry(path: Path, name: str, value: Any, begin: int, size: int) -> Entry:
     where = f"{path.name}: {name}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where} is not described by dtype, shape and data_offsets", value=repr(value)[:200])
+        raise CheckpointError(f"{where} is not described", value=repr(value)[:200], limit="an object of dtype, shape and data_offsets", remedy=_FOREIGN)
     shape, offsets = value["shape"], value["data_offsets"]
     dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
-        raise CheckpointError(f"{where} has an unknown dtype", value=repr(value["dtype"])[:80], limit=list(DTYPES))
+        raise CheckpointError(f"{where} has an unknown dtype", value=repr(value["dtype"])[:80], limit=list(DTYPES), remedy="Cast it before saving.")
     if not _are_sizes(shape):
-        raise CheckpointError(f"{where} has an invalid shape", value=repr(shape)[:200], limit="a list of integers >= 0")
+        raise CheckpointError(f"{where} has an invalid shape", value=repr(shape)[:200], limit="a list of integers >= 0", remedy=_FOREIGN)
     if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - begin:
         raise CheckpointError(
             f"{where} has invalid data_offsets", value=repr(offsets)[:200], limit=f"[start, end] within {size - begin} bytes", remedy=_INCOMPLETE
         )
     needed = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != needed:
-        raise CheckpointError(f"{where}: dtype and shape do not fit its bytes", value=offsets[1] - offsets[0], limit=f"{needed} bytes for {dtype} {shape}")
+        raise CheckpointError(
+            f"{where}: dtype and shape do not fit its bytes", value=offsets[1] - offsets[0], limit=f"{needed} bytes for {dtype} {shape}", remedy=_FOREIGN
+        )
     return Entry(name, dtype, tuple(shape), path, begin + offsets[0], begin + offsets[1])
 
 
@@ -189,7 +198,7 @@ def _no_gaps(path: Path, entries: dict[str, Entry], begin: int, size: int) -> No
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.end)):
         if entry.start != at:
             kind = "overlaps the tensor before it" if entry.start < at else "leaves a hole before it"
-            raise CheckpointError(f"{path.name}: {entry.name} {kind}", value=entry.start - begin, limit=f"offset {at - begin}")
+            raise CheckpointError(f"{path.name}: {entry.name} {kind}", value=entry.start - begin, limit=f"offset {at - begin}", remedy=_FOREIGN)
         at = entry.end
     if at != size:
-        raise CheckpointError(f"{path.name}: bytes after the last tensor", value=size - at, limit=0)
+        raise CheckpointError(f"{path.name}: bytes after the last tensor", value=size - at, limit=0, remedy=_FOREIGN)

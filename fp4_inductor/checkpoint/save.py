@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
 from ..modules import FP4Linear
@@ -45,8 +45,11 @@ def save(model: nn.Module, dir: str | os.PathLike, max_shard_size: int | str = "
     Raises:
         CheckpointError: a tensor has no values (meta), a foreign subclass or dtype, a module keeps non-tensor state,
             or the files cannot be written.
+        ConfigError: ``model`` is not a module.
     """
     limit = _size(max_shard_size)
+    if not isinstance(model, nn.Module):
+        raise ConfigError("save() takes a module", value=type(model).__name__, limit="torch.nn.Module", remedy="Pass the model itself, not its state_dict.")
     model = getattr(model, "_orig_mod", model)
     stored, manifest = _collect(model)
     directory = Path(dir)
@@ -54,13 +57,23 @@ def save(model: nn.Module, dir: str | os.PathLike, max_shard_size: int | str = "
         directory.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".fp4_inductor-", dir=directory))
     except OSError as error:
-        raise CheckpointError("the checkpoint cannot be written", value=f"{error.strerror}: {directory}") from error
+        raise CheckpointError(
+            "the checkpoint cannot be written",
+            value=f"{error.strerror}: {directory}",
+            limit="a directory you may write to",
+            remedy="Choose another directory, or correct its permissions.",
+        ) from error
     try:
         _write(stored, manifest, aside, limit)
         _write_config(model, aside)
         _publish(aside, directory)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError("the checkpoint cannot be written", value=f"{type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            "the checkpoint cannot be written",
+            value=f"{type(error).__name__}: {error}",
+            limit=f"{sum(t.numel() * t.element_size() for t in stored.values())} bytes of tensors in {directory}",
+            remedy="Check the space and the permissions there, then save again.",
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -77,21 +90,36 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
     }
     for name, t in {**model.state_dict(keep_vars=True), **derived}.items():
         if not isinstance(t, Tensor):
-            raise CheckpointError(f"{name} is not a tensor (a module's extra state)", value=type(t).__name__, limit="tensors: nothing is pickled")
+            raise CheckpointError(
+                f"{name} is not a tensor (a module's extra state)",
+                value=type(t).__name__,
+                limit="tensors: nothing is pickled",
+                remedy="Keep it in a buffer, or remove the module's get_extra_state.",
+            )
         if isinstance(t, NVFP4Tensor):
             tensors[name] = mf.TensorEntry(_dtype_name(t.logical_dtype), t.transposed)
             parts = {f"{name}.{part}": getattr(t, part) for part in t.PARTS}
         elif isinstance(t, FP4Tensor) or type(t) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise CheckpointError(f"{name} is of a tensor subclass that this format does not know", value=type(t).__name__, limit="torch.Tensor, NVFP4Tensor")
+            raise CheckpointError(
+                f"{name} is of a tensor subclass that this format does not know",
+                value=type(t).__name__,
+                limit="torch.Tensor, NVFP4Tensor",
+                remedy="Make it a plain tensor first (dequantize, gather).",
+            )
         else:
             parts = {name: t}
         for key, part in parts.items():
             if key in state:
-                raise CheckpointError("two tensors of the model have one name on disk", value=key)
+                raise CheckpointError("two tensors of the model have one name on disk", value=key, limit="one", remedy="Rename one of them.")
             if part.device.type == "meta":
-                raise CheckpointError(f"{key} is on the meta device", limit="tensors with values")
+                raise CheckpointError(f"{key} is on the meta device", value=part.device, limit="tensors with values", remedy="Load the weights before saving.")
             if part.dtype not in DTYPES.values():
-                raise CheckpointError(f"{key} has a dtype that safetensors does not know", value=part.dtype, limit=[str(d) for d in DTYPES.values()])
+                raise CheckpointError(
+                    f"{key} has a dtype that safetensors does not know",
+                    value=part.dtype,
+                    limit=[str(d) for d in DTYPES.values()],
+                    remedy="Cast it to one of these.",
+                )
             state[key] = part.detach()
 
     stored: dict[str, Tensor] = {}
@@ -154,7 +182,17 @@ def _write_config(model: nn.Module, aside: Path) -> None:
         config = getattr(model, name, None)
         write = getattr(config, "save_pretrained", None)
         if callable(write):
-            write(aside)
+            try:
+                write(aside)
+            except OSError:
+                raise
+            except Exception as error:  # transformers refuses to write a generation_config whose options contradict each other
+                raise CheckpointError(
+                    f"the model's {name} cannot be written",
+                    value=f"{type(error).__name__}: {error}",
+                    limit=f"what model.{name}.save_pretrained() writes",
+                    remedy=f"Correct the options of model.{name} that it names.",
+                ) from error
 
 
 def _publish(aside: Path, directory: Path) -> None:
@@ -182,5 +220,7 @@ def _size(value: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B)\s*", value, re.IGNORECASE)
         size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size <= 0:
-        raise CheckpointError("max_shard_size", value=repr(value), limit='bytes > 0, or text like "5GB" or "500MB"')
+        raise CheckpointError(
+            "max_shard_size is no size", value=repr(value), limit='bytes > 0, or text like "5GB" or "500MB"', remedy='Leave it out for "5GB".'
+        )
     return size
