@@ -56,6 +56,7 @@ def refused(error: type, model: nn.Module, *args, match: str, **kwargs):
         quantize_model(model, *args, progress=False, **kwargs)
     assert fingerprint(model) == before
     assert isinstance(caught.value, errors.FP4Error)
+    assert None not in (caught.value.value, caught.value.limit, caught.value.remedy)
     return caught.value
 
 

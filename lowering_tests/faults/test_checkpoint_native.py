@@ -73,6 +73,7 @@ def refused(directory: Path, match: str, model: nn.Module | None = None, **optio
     with pytest.raises(errors.CheckpointError, match=match) as caught:
         fp4_inductor.load(model, directory, **options)
     assert _state(model) == before
+    assert None not in (caught.value.value, caught.value.limit, caught.value.remedy)
     return caught.value
 
 
