@@ -182,11 +182,24 @@ def call_body(code: str) -> str:
         line = line.split("  #")[0].rstrip()
         if line.strip() and not _NOISE.match(line):
             kept.append(re.sub(r"raw_stream0", "stream0", line.removeprefix(" " * 8)))
-    text = "\n".join(kept)
+    text = _without_aliases("\n".join(kept))
     for pattern, name in ((r"\bs\d+\b", "s"), (r"\bbuf\d+\b", "b"), (r"\barg\d+_1\b", "in")):
         seen: dict[str, str] = {}
         text = re.sub(pattern, lambda m, n=name, s=seen: s.setdefault(m.group(0), f"{n}{len(s)}"), text)
     return text
+
+
+def _without_aliases(text: str) -> str:
+    """``buf1 = buf0`` (written by torch 2.11 to 2.13 behind a fallback, not by 2.15, and for reuse in place) resolved."""
+    lines: list[str] = []
+    renamed: dict[str, str] = {}
+    for line in text.splitlines():
+        alias = re.fullmatch(r"\s*(buf\d+) = (buf\d+)(?:; del buf\d+)?", line)
+        if alias:
+            renamed[alias[1]] = renamed.get(alias[2], alias[2])
+        else:
+            lines.append(re.sub(r"\bbuf\d+\b", lambda m: renamed.get(m.group(0), m.group(0)), line))
+    return "\n".join(lines)
 
 
 def triton_sources(code: str) -> dict[str, str]:

@@ -148,12 +148,11 @@ return (reinterpret_tensor(b0, (s1, s0, 2048), (2048*s0, 2048, 1), 0), )""",
     b1 = empty_strided_cuda((s0, 1), (1, 1), torch.float32)
     triton_per_fused_linear_0.run(in0, b0, b1, s0, 1024, stream=stream0)
     b2 = torch.ops.fp4.dequantize_fp8.default(in1, in2)
-    b3 = b2
-    b4 = empty_strided_cuda((1, 2048), (2048, 1), torch.float32)
-    triton_poi_fused_linear_1.run(in3, b4, 2048, stream=stream0)
-    b5 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
-    extern_kernels._scaled_mm(b0, reinterpret_tensor(b3, (1024, 2048), (1, 1024), 0), b1, b4, out_dtype=torch.bfloat16, use_fast_accum=False, out=b5)
-return (b5, )""",
+    b3 = empty_strided_cuda((1, 2048), (2048, 1), torch.float32)
+    triton_poi_fused_linear_1.run(in3, b3, 2048, stream=stream0)
+    b4 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
+    extern_kernels._scaled_mm(b0, reinterpret_tensor(b2, (1024, 2048), (1, 1024), 0), b1, b3, out_dtype=torch.bfloat16, use_fast_accum=False, out=b4)
+return (b4, )""",
         )
 
     def test_many_rows_float16(self):
@@ -162,10 +161,9 @@ return (b5, )""",
             body,
             """\
     b0 = torch.ops.fp4.dequantize.default(in0, in1, in2, torch.float16)
-    b1 = b0
-    b2 = empty_strided_cuda((s0, 2048), (2048, 1), torch.float16)
-    extern_kernels.mm(in3, reinterpret_tensor(b1, (1024, 2048), (1, 1024), 0), out=b2)
-return (b2, )""",
+    b1 = empty_strided_cuda((s0, 2048), (2048, 1), torch.float16)
+    extern_kernels.mm(in3, reinterpret_tensor(b0, (1024, 2048), (1, 1024), 0), out=b1)
+return (b1, )""",
         )
 
     def test_float32_has_one_regime(self):
@@ -174,10 +172,9 @@ return (b2, )""",
             body,
             """\
     b0 = torch.ops.fp4.dequantize.default(in0, in1, in2, torch.float32)
-    b1 = b0
-    b2 = empty_strided_cuda((s0, 2048), (2048, 1), torch.float32)
-    extern_kernels.mm(in3, reinterpret_tensor(b1, (1024, 2048), (1, 1024), 0), out=b2)
-return (b2, )""",
+    b1 = empty_strided_cuda((s0, 2048), (2048, 1), torch.float32)
+    extern_kernels.mm(in3, reinterpret_tensor(b0, (1024, 2048), (1, 1024), 0), out=b1)
+return (b1, )""",
         )
 
     def test_many_rows_bfloat16_asked_for(self):
@@ -187,10 +184,9 @@ return (b2, )""",
             body,
             """\
     b0 = torch.ops.fp4.dequantize.default(in0, in1, in2, torch.bfloat16)
-    b1 = b0
-    b2 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
-    extern_kernels.mm(in3, reinterpret_tensor(b1, (1024, 2048), (1, 1024), 0), out=b2)
-return (b2, )""",
+    b1 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
+    extern_kernels.mm(in3, reinterpret_tensor(b0, (1024, 2048), (1, 1024), 0), out=b1)
+return (b1, )""",
         )
 
     def test_no_rows(self):
@@ -229,8 +225,7 @@ return (reinterpret_tensor(b0, (2048, ), (1, ), 0), )""",
             body,
             """\
     b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, None, 'auto')
-    b1 = b0
-return (b1, )""",
+return (b0, )""",
         )
 
     def test_a_row_of_the_compiled_sources_calls_the_op(self):
@@ -247,8 +242,7 @@ return (b1, )""",
             body,
             """\
     b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, in4, 'auto')
-    b1 = b0
-return (b1, )""",
+return (b0, )""",
         )
 
     def test_a_promised_range_over_regimes_is_left_to_the_op(self):
@@ -258,8 +252,7 @@ return (b1, )""",
             body,
             """\
     b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, None, 'auto')
-    b1 = b0
-return (b1, )""",
+return (b0, )""",
         )
 
     def test_ahead_of_time_never_guards(self):
@@ -316,8 +309,7 @@ class CPU(Base):
             call_body(code[-1]),
             """\
 b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, in4, 'auto')
-b1 = b0
-return (b1, )""",
+return (b0, )""",
         )
 
 
@@ -409,12 +401,11 @@ class Fused(Base):
     b1 = empty_strided_cuda((s0, 1), (1, 1), torch.float32)
     triton_per_fused__to_copy_add_linear_mean_mul_pow_rsqrt_0.run(in0, in1, b0, b1, s0, 1024, stream=stream0)
     b2 = torch.ops.fp4.dequantize_fp8.default(in2, in3)
-    b3 = b2
-    b4 = empty_strided_cuda((1, 2048), (2048, 1), torch.float32)
-    triton_poi_fused__to_copy_add_linear_mean_mul_pow_rsqrt_1.run(in4, b4, 2048, stream=stream0)
-    b5 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
-    extern_kernels._scaled_mm(b0, reinterpret_tensor(b3, (1024, 2048), (1, 1024), 0), b1, b4, out_dtype=torch.bfloat16, use_fast_accum=False, out=b5)
-return (b5, )""",
+    b3 = empty_strided_cuda((1, 2048), (2048, 1), torch.float32)
+    triton_poi_fused__to_copy_add_linear_mean_mul_pow_rsqrt_1.run(in4, b3, 2048, stream=stream0)
+    b4 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
+    extern_kernels._scaled_mm(b0, reinterpret_tensor(b2, (1024, 2048), (1, 1024), 0), b1, b3, out_dtype=torch.bfloat16, use_fast_accum=False, out=b4)
+return (b4, )""",
         )
 
     def test_gate_and_up_share_nothing_but_their_input(self):
