@@ -273,10 +273,10 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
         listed = "\n".join(f"  - {w}" for w in wrong[:_SHOWN])
         raise CheckpointError(
             f"the checkpoint does not fit the model; nothing was changed:\n{listed}{more}\n",
-            value=f"{len(wrong)} tensors or layers that do not fit",
+            value=f"{len(wrong)} differences",
             limit="the architecture that was saved",
             remedy="Build the model from the configuration it was saved with"
-            + ("; strict=False forgives names that are missing on one side." if strict else "."),
+            + ("; strict=False forgives names that are missing on one side." if missing or extra else "."),
         )
     if missing or extra:
         warnings.warn(f"load(strict=False): not in the checkpoint: {missing}; not in the model: {extra}", stacklevel=3)

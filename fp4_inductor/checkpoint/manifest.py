@@ -141,7 +141,7 @@ def read_small(path: Path) -> bytes:
             raise CheckpointError(f"{path.name} is too large", value=size, limit=f"<= {_JSON_LIMIT} bytes", remedy=REWRITE)
         return path.read_bytes()
     except OSError as error:
-        remedy = "Is this a directory written by fp4_inductor.save()?"
+        remedy = "Name a directory that fp4_inductor.save() wrote."
         raise CheckpointError(f"{path.name} cannot be read", value=f"{error.strerror}: {path}", limit="a readable file", remedy=remedy) from error
 
 
