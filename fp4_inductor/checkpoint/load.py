@@ -276,7 +276,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
             value=f"{len(wrong)} differences",
             limit="the architecture that was saved",
             remedy="Build the model from the configuration it was saved with"
-            + ("; strict=False forgives names that are missing on one side." if missing or extra else "."),
+            + ("; strict=False forgives names that are missing on one side." if strict and (missing or extra) else "."),
         )
     if missing or extra:
         warnings.warn(f"load(strict=False): not in the checkpoint: {missing}; not in the model: {extra}", stacklevel=3)
