@@ -10,7 +10,10 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from . import kernels, ops
 from ._torch.on_inductor import when_inductor_loads
@@ -43,10 +46,19 @@ if TYPE_CHECKING:
 
 
 def _register_with_inductor() -> None:
-    from . import lowerings, passes
+    try:
+        from . import lowerings, passes
 
-    passes.register()
-    lowerings.register()
+        passes.register()
+        lowerings.register()
+    except Exception as error:
+        # This runs inside somebody's torch.compile, perhaps of a model that is none of ours: say so, and let it compile.
+        warnings.warn(
+            f"fp4_inductor {__version__} could not register with the Inductor of torch {torch.__version__} ({type(error).__name__}: {error}). "
+            "Quantized layers stay right: they call their ops, without fused kernels and graph passes. Supported: torch 2.11 to 2.15.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 when_inductor_loads(_register_with_inductor)

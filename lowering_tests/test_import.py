@@ -60,3 +60,25 @@ def test_import_is_cheap_and_touches_nothing():
 def test_a_child_forked_after_the_import_can_compute():
     child = _python(_FORKED)
     assert child.returncode == 0, child.stderr
+
+
+_UNREGISTERED = """
+import sys, warnings
+import torch, fp4_inductor
+import fp4_inductor.lowerings
+def broken():
+    raise ImportError("moved in a later torch")
+fp4_inductor.lowerings.register = broken
+layer, x = fp4_inductor.FP4Linear.from_weight(torch.randn(16, 32)), torch.randn(3, 32)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    same = torch.equal(torch.compile(torch.nn.Linear(4, 4).requires_grad_(False))(x[:, :4]).isfinite(), torch.ones(3, 4, dtype=torch.bool))
+    same = same and torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+told = [str(w.message) for w in seen if "could not register" in str(w.message)]
+sys.exit(0 if same and len(told) == 1 and "moved in a later torch" in told[0] else f"{same} {told}")
+"""
+
+
+def test_a_torch_that_moved_is_told_and_compiles_all_the_same():
+    done = _python(_UNREGISTERED)
+    assert done.returncode == 0, done.stderr
