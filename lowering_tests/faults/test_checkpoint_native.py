@@ -467,7 +467,8 @@ def _mutate(rng: random.Random, directory: Path) -> tuple[str, str]:
     elif kind == "delete":
         del raw[i : i + rng.randint(1, 8)]
     else:
-        j, n = rng.randrange(end), rng.randint(1, 12)
+        j = rng.randrange(end)
+        n = min(rng.randint(1, 12), end - i, end - j)  # stay inside the structure: changed weights are not what is looked for
         a, b = bytes(raw[i : i + n]), bytes(raw[j : j + n])
         raw[j : j + len(a)] = a
         if kind == "swap" and abs(i - j) >= n:
