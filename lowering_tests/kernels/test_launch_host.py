@@ -1,0 +1,52 @@
+"""The host side of fp4.linear on CUDA, without a GPU: fake tensors on a pretended device, launchers replaced by a spy."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.linear import launch
+from lowering_tests.fake_cuda import pretend_cuda
+
+
+@pytest.fixture
+def fake_gpu():
+    launch._arch.cache_clear()
+    with pretend_cuda(), FakeTensorMode(), mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()):
+        yield
+    launch._arch.cache_clear()
+
+
+def parts(n: int, k: int) -> tuple[torch.Tensor, ...]:
+    return (
+        torch.empty(n, k // 2, dtype=torch.uint8, device="cuda"),
+        torch.empty(n, k // nvfp4.GROUP, dtype=nvfp4.SCALE_DTYPE, device="cuda"),
+        torch.empty((), device="cuda"),
+    )
+
+
+@pytest.mark.parametrize(("lead", "n", "k"), [((0,), 5, 16), ((3,), 0, 16), ((2, 0, 4), 5, 32), ((), 5, 0), ((3,), 5, 0), ((0,), 0, 0)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_empty_dimensions_launch_nothing(fake_gpu, lead, n, k, with_bias):
+    launched = mock.Mock(side_effect=AssertionError("launched"))
+    bias = torch.empty(n, device="cuda") if with_bias else None
+    with mock.patch.dict(launch._LAUNCHERS, dict.fromkeys(launch._LAUNCHERS, launched)):
+        y = launch.linear(torch.empty(*lead, k, device="cuda"), *parts(n, k), bias)
+    assert (tuple(y.shape), y.dtype, y.device.type) == ((*lead, n), torch.float32, "cuda")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: t[::2], lambda t: t[1:], lambda t: t[3:][::3], lambda t: t.view(8, 8).t()], ids=["strided", "offset", "both", "transposed"]
+)
+def test_what_a_kernel_reads_is_dense_and_aligned(make):
+    t = make(torch.arange(64, dtype=torch.bfloat16))
+    ready = launch._aligned(t)
+    assert ready.is_contiguous()
+    assert ready.data_ptr() % 16 == 0
+    assert torch.equal(ready, t)
+    assert launch._aligned(ready).data_ptr() == ready.data_ptr(), "no copy where none is needed"
