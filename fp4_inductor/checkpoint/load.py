@@ -21,7 +21,7 @@ from ..modules import FP4Linear
 from ..tensors import NVFP4Tensor
 from . import manifest as mf
 from .build import build_empty, values_lost
-from .safetensors_file import Entry, Header, Reader, parse_json, read_header
+from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, read_header
 
 _SHOWN = 20
 _PARTS = NVFP4Tensor.PARTS
@@ -59,6 +59,7 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     """
     where = check_device(device)
     checkpoint = open_checkpoint(dir)
+    check_data(checkpoint, Path(dir))
     check_scales(checkpoint)
     given = model_or_factory if isinstance(model_or_factory, nn.Module) else build_empty(model_or_factory).eval()
     model = getattr(given, "_orig_mod", given)  # torch.compile's wrapper
@@ -187,6 +188,16 @@ def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] |
                 value=f"{entry.dtype} {entry.shape}",
                 limit=f"{dtype} {part_shape}",
                 remedy=mf.REWRITE,
+            )
+
+
+def check_data(checkpoint: Checkpoint, directory: Path) -> None:
+    """Every byte of every tensor is the one that was saved: a flipped bit in a code is a legal code, and only this sees it."""
+    for name, entry in checkpoint.manifest.files.items():
+        crc = data_crc32(directory / name)
+        if crc != entry.data_crc32:
+            raise CheckpointError(
+                f"{name}: the tensors were altered since they were saved", value=f"CRC-32 {crc:08x}", limit=f"{entry.data_crc32:08x}", remedy=_DAMAGED
             )
 
 

@@ -7,7 +7,7 @@
      "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
-     "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256"}},
+     "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256", "data_crc32"}},
      "report":  {"errors": {"<layer>": 0.083}, "kept": {"<parameter>": "<reason>"}}}
 """
 
@@ -72,6 +72,7 @@ class TensorEntry:
 class FileEntry:
     bytes: int
     header_sha256: str
+    data_crc32: int
 
 
 @dataclass(frozen=True)
@@ -204,4 +205,5 @@ def _file(name: str, value: Any) -> FileEntry:
     v = _fields(f"files[{name!r}]", value, FileEntry)
     _need(type(v["bytes"]) is int and v["bytes"] >= 8, f"files[{name!r}].bytes", v["bytes"], "an integer >= 8")
     _need(isinstance(v["header_sha256"], str), f"files[{name!r}].header_sha256", v["header_sha256"], "text")
+    _need(type(v["data_crc32"]) is int, f"files[{name!r}].data_crc32", v["data_crc32"], "an integer")
     return FileEntry(**v)

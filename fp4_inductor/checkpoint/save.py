@@ -21,7 +21,7 @@ from ..modules import FP4Linear
 from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
-from .safetensors_file import DTYPES, read_header
+from .safetensors_file import DTYPES, data_crc32, read_header
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -149,7 +149,7 @@ def _write(stored: dict[str, Tensor], manifest: mf.Manifest, aside: Path, limit:
         file = mf.SINGLE if len(shards) == 1 else f"{mf.STEM}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file({n: _owned(stored[n]) for n in names}, aside / file, metadata={"format": "pt"})
         header = read_header(aside / file)
-        manifest.files[file] = mf.FileEntry(header.size, header.digest)
+        manifest.files[file] = mf.FileEntry(header.size, header.digest, data_crc32(aside / file))
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for t in stored.values())
