@@ -15,6 +15,7 @@ from .models.convert import convert_group
 from .models.coverage import LayerReport, Report, record
 from .models.plan import Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
+from .models.progress import bar
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -94,7 +95,7 @@ def quantize_model(
     weights = _channel_weights(model, plan, config, strict, progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
-    for group in _bar(plan.groups, progress):
+    for group in bar(plan.groups, "quantize", "layer", progress):
         search, weight = config, None
         notes: tuple[str, ...] = ()
         if config.scale_search == "activation":
@@ -130,9 +131,3 @@ def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: 
         reached = [w for t in group if (w := found[t.name]) is not None]
         out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
     return out
-
-
-def _bar(groups: list, progress: bool) -> Iterable:
-    from tqdm.auto import tqdm
-
-    return tqdm(groups, desc="quantize", unit="layer", disable=not progress)

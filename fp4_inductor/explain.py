@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
-from .kernels.select import Call, csrc_status, plan
+from .kernels.select import Refused, describe, plan
+from .kernels.table import Row
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,8 @@ def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanat
         )
     from ._torch.capture import original
 
-    _, compiled = original(model)
-    explanation = _explain_compiled(model, example_inputs, example_kwargs) if compiled else _explain_eager(model, example_inputs, example_kwargs)
-    return explanation
+    explained = _explain_compiled if original(model)[1] else _explain_eager
+    return explained(model, example_inputs, example_kwargs)
 
 
 def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
@@ -120,7 +121,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), tuple((r.row.kernel, r.reason) for r in e.refused if _worth_telling(r.row, e.arch)), _note(row, e.decision.note),
+                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.decision.note),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -140,18 +141,26 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
             return
         x, qdata = op_args[0], op_args[1]
         n, k = qdata.shape[0], qdata.shape[1] * 2
-        arch = 0
-        if x.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(x.device)
-            arch = major * 10 + minor
         m = x.numel() // max(k, 1)
         large_m = op_args[5] if len(op_args) > 5 else "auto"
-        options = plan(Call("linear", arch, x.dtype, n, k, large_m, csrc_status(arch)), dispatch_config())
+        options = plan(describe("linear", x.device, x.dtype, n, k, large_m), dispatch_config())
         row = options.pick(m)
-        refused = tuple((r.row.kernel, r.reason) for r in options.refused if _worth_telling(r.row, arch))
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
-            ExplainRow("fp4.linear", path[-1] if path else "", str(m), n, k, dtype, row.regime, row.kernel, "runtime", (), refused, _note(row, "eager"))
+            ExplainRow(
+                "fp4.linear",
+                path[-1] if path else "",
+                str(m),
+                n,
+                k,
+                dtype,
+                row.regime,
+                row.kernel,
+                "runtime",
+                (),
+                _news(options.refused, options.call.arch),
+                _note(row),
+            )
         )
 
     if isinstance(model, torch.nn.Module):
@@ -167,15 +176,15 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     return explanation
 
 
-def _worth_telling(row, arch: int) -> bool:
-    """Rows of other architectures are not news."""
-    return row.arch[0] <= arch <= row.arch[1]
+def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
+    """``(kernel, reason)`` of each refusal; rows of other architectures are not news."""
+    return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
 
 
-def _note(row, note: str) -> str:
+def _note(row: Row | None, note: str = "") -> str:
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 
         native, text = status()
         return f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    return "" if note == "eager" else note
+    return note

@@ -52,8 +52,11 @@ class _FakeDriver:
         return torch.cuda
 
 
+NOT_COMPILED = "fake CUDA: nothing is compiled"
+
+
 @contextlib.contextmanager
-def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = "fake CUDA: nothing is compiled") -> Iterator[None]:
+def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_COMPILED) -> Iterator[None]:
     """Torch, Inductor and Triton see one GPU of compute capability ``cc``; nothing can run on it.
 
     ``csrc``: what ``select.csrc_status`` answers: empty for "the CUDA sources are compiled".
@@ -105,11 +108,12 @@ class _Generated(BaseException):
 
 
 @contextlib.contextmanager
-def code_generation(cc: tuple[int, int] = (9, 0), config: dict | None = None) -> Iterator[list[str]]:
+def code_generation(cc: tuple[int, int] = (9, 0), config: dict | None = None, csrc: str = NOT_COMPILED) -> Iterator[list[str]]:
     """Inside, ``torch.compile`` on fake CUDA tensors appends Inductor's output code to the list; ``call`` runs nothing.
 
     Args:
         config: patches of ``torch._inductor.config``.
+        csrc: see :func:`pretend_cuda`.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.graph import GraphLowering
@@ -134,7 +138,7 @@ def code_generation(cc: tuple[int, int] = (9, 0), config: dict | None = None) ->
     options = {"force_disable_caches": True, **(config or {})}
     try:
         with (
-            pretend_cuda(cc),
+            pretend_cuda(cc, csrc=csrc),
             FakeTensorMode(shape_env=ShapeEnv()),
             torch.no_grad(),
             mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
@@ -154,7 +158,7 @@ def call(compiled, *inputs) -> None:
         compiled(*inputs)
 
 
-def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, **compile_options) -> list[str]:
+def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, csrc=NOT_COMPILED, **compile_options) -> list[str]:
     """Inductor's output code for ``torch.compile(build())`` on fake CUDA tensors.
 
     Args:
@@ -162,8 +166,9 @@ def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, **compil
         shapes: ``(shape, dtype)`` of each input.
         mark: called with the inputs before compilation (``mark_dynamic`` and the like).
         config: patches of ``torch._inductor.config``.
+        csrc: see :func:`pretend_cuda`.
     """
-    with code_generation(cc, config) as out:
+    with code_generation(cc, config, csrc) as out:
         inputs = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
         if mark is not None:
             mark(*inputs)

@@ -132,15 +132,6 @@ def full(size, value, x):
     return lowerings[aten.full.default](list(size), value, dtype=x.get_dtype(), device=x.get_device())
 
 
-def arch_of(x) -> int:
-    """Compute capability times ten of the device of ``x``; 0 for CPU."""
-    device = x.get_device()
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
 def buffer_name(x) -> str | None:
     """The name of the buffer behind an IR value, if it is realised."""
     try:

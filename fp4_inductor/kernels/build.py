@@ -7,6 +7,7 @@ temporary name and renamed, so that concurrent processes never load half a file.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -16,6 +17,8 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+
+from torch import Tensor
 
 from .._sources import csrc_dir
 from ..errors import KernelError
@@ -62,6 +65,11 @@ def nvcc() -> str | None:
     named = os.environ.get("CUDACXX")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which(named) if named else shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+
+
+def pointer(t: Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor's data as a C argument; null for None."""
+    return ctypes.c_void_p(None if t is None else t.data_ptr())
 
 
 def shared_library(source: str, flags: tuple[str, ...]) -> Path:

@@ -1,6 +1,6 @@
 """Selection as a pure function: a description of a call -> an ordered plan of regimes, and why rows were refused.
 
-The one question to the machine, :func:`csrc_status`, is asked by whoever makes the description.
+The questions to the machine are asked in :func:`describe`, once, while the description is made.
 """
 
 from __future__ import annotations
@@ -42,6 +42,20 @@ class Call:
     k: int
     large_m: str = "auto"
     csrc: str = ""
+
+
+def arch_of(device: torch.device) -> int:
+    """Compute capability times ten; 0 for anything but CUDA."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto") -> Call:
+    """The :class:`Call` for a weight ``[n, k]`` on ``device``."""
+    arch = arch_of(device)
+    return Call(op, arch, dtype, n, k, large_m, csrc_status(arch))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..kernels.select import Refused
@@ -36,15 +38,12 @@ def record(entry: Entry) -> Entry:
     return entry
 
 
-class listen:  # noqa: N801 - used as a context manager, like a function
+@contextmanager
+def listen() -> Iterator[list[Entry]]:
     """``with listen() as entries:`` collects what is lowered inside."""
-
-    def __enter__(self) -> list[Entry]:
-        global _entries
-        self.previous = _entries
-        _entries = []
-        return _entries
-
-    def __exit__(self, *exc) -> None:
-        global _entries
-        _entries = self.previous
+    global _entries
+    outer, _entries = _entries, []
+    try:
+        yield _entries
+    finally:
+        _entries = outer

@@ -11,9 +11,9 @@ from .._torch.template import Template
 from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.linear import configs
-from ..kernels.select import Call, plan
+from ..kernels.select import plan
 from ..kernels.table import Row
-from ..ops.dequantize_fp8 import WEIGHT_FACTOR
+from ..ops.dequantize_fp8 import fp8_product
 from ..ops.quantize_rows_fp8 import reference as quantize_rows
 from .journal import Entry, record
 from .regime import decide
@@ -29,7 +29,7 @@ def register() -> None:
 def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
     symbols = inductor.Symbols()
-    *lead, k = x.get_size()
+    lead = x.get_size()[:-1]
     n, half_k = map(symbols.static_int, qdata.get_size())
     if n is None or half_k is None:
         return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
@@ -37,8 +37,7 @@ def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
-    arch = inductor.arch_of(x)
-    call = Call("linear", arch, x.get_dtype(), n, k, large_m, select.csrc_status(arch))
+    call = select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
@@ -97,7 +96,7 @@ def _arguments(x, qdata, scale, global_scale):
 def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
-    arch = inductor.arch_of(x)
+    arch = select.arch_of(x.get_device())
     options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
     return _gemv_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
@@ -117,9 +116,7 @@ def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k):
 
     def large_fp8(x, qdata, scale, global_scale):
         x8, x_scale = quantize_rows(x)
-        w8 = fp4.dequantize_fp8(qdata, scale)
-        w_scale = x_scale.new_full((1, n), 1.0 / WEIGHT_FACTOR) * global_scale
-        return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=dtype)
+        return fp8_product(x8, x_scale, qdata, scale, global_scale, dtype)
 
     return inductor.inline(large_fp8, (x, qdata, scale, global_scale))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .._torch.pytree import tree_map_only
 from ..errors import CalibrationError, NonFiniteError
 from .plan import Target
+from .progress import bar
 
 _CHUNK = 1 << 22  # activations squared at once
 
@@ -77,7 +78,7 @@ def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any]
 def _feed(model: nn.Module, batches: Iterable[Any] | None, device: torch.device | None, progress: bool) -> None:
     count = 0
     with torch.no_grad():
-        for batch in _bar(_iterate(batches), progress):
+        for batch in bar(_iterate(batches), "calibrate", "batch", progress):
             args, kwargs = _arguments(batch, count)
             if device is not None and device.type != "meta":
                 args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
@@ -140,9 +141,3 @@ def _check_finite(order: dict[str, None], means: dict[str, _Mean]) -> None:
             limit="finite activations",
             remedy="Check the calibration batches, and the model in its dtype without quantization.",
         )
-
-
-def _bar(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
-    from tqdm.auto import tqdm
-
-    return tqdm(batches, desc="calibrate", unit="batch", disable=not progress)

@@ -62,6 +62,12 @@ def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Te
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
+def without_products(x: Tensor, n: int, bias: Tensor | None) -> Tensor:
+    """The result ``[..., n]`` where M, N or K is 0: no product is summed, the bias alone remains."""
+    out = x.new_zeros((*x.shape[:-1], n))
+    return out if bias is None else out + bias
+
+
 def _setup_context(ctx, inputs, output) -> None:
     refuse_gradient("linear", ctx, scale=2, global_scale=3)
     _, qdata, scale, global_scale, bias, _ = inputs

@@ -16,10 +16,10 @@ from lowering_tests.fake_cuda import pretend_cuda
 
 @pytest.fixture
 def fake_gpu():
-    launch._arch.cache_clear()
+    launch._plan.cache_clear()
     with pretend_cuda(), FakeTensorMode(), mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()):
         yield
-    launch._arch.cache_clear()
+    launch._plan.cache_clear()
 
 
 def parts(n: int, k: int) -> tuple[torch.Tensor, ...]:

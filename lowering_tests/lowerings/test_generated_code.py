@@ -232,11 +232,10 @@ return (b0, )""",
         """Proven or guarded like any other, and the op picks the same row; the bias goes along."""
         with (
             mock.patch.object(lowering, "plan", plan),
-            mock.patch.object(lowering, "select", mock.Mock(csrc_status=lambda arch: "")),  # pretend_cuda says that nothing is compiled
             dispatch(thresholds=(("gemv", 1), ("small", 16))),
             listen() as entries,
         ):
-            body = self.compile(lambda: layer(bias=True), (8, K), mark=marked(2, 16))
+            body = self.compile(lambda: layer(bias=True), (8, K), mark=marked(2, 16), csrc="")
         assert [(e.decision.row.kernel, e.decision.how) for e in entries] == [("cuda_small", "proven")]
         self.assertExpectedInline(
             body,

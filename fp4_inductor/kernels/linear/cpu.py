@@ -22,14 +22,13 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     contract.check(x, qdata, scale, global_scale, bias, large_m)
     n, k = qdata.shape[0], qdata.shape[1] * 2
     m = x.shape[:-1].numel()
-    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
     if m == 0 or n == 0 or k == 0:
-        out = x.new_zeros((m, n))
-        return (out if bias is None else out + bias).view(*x.shape[:-1], n)
+        return contract.without_products(x, n, bias)
+    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
     qdata, scale = qdata.contiguous(), scale.contiguous()
     native, _ = cpu_native.status()
     if native and m <= cpu_native.MAX_M:
-        y = cpu_native.gemv(rows.float().contiguous(), qdata, scale, float(global_scale))
+        y = cpu_native.gemv(rows.float(), qdata, scale, float(global_scale))
     else:
         y = _blocked(rows, qdata, scale, float(global_scale), native)
     if bias is not None:
@@ -43,12 +42,8 @@ def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
     if not cpu_native.status()[0] or qdata.numel() == 0:
         return dequantize_contract.reference(qdata, scale, global_scale, dtype)
     out = torch.empty(*qdata.shape[:-1], qdata.shape[-1] * 2, dtype=torch.float32 if dtype == torch.float16 else dtype)
-    matrices = (
-        zip(qdata.contiguous().flatten(0, -3), scale.contiguous().flatten(0, -3), global_scale.flatten(), out.flatten(0, -3), strict=True)
-        if qdata.dim() > 2
-        else [(qdata.contiguous(), scale.contiguous(), global_scale, out)]
-    )
-    for q, s, g, w in matrices:
+    stacks = (t.contiguous().view(-1, *t.shape[-2:]) for t in (qdata, scale, out))
+    for q, s, w, g in zip(*stacks, global_scale.reshape(-1), strict=True):
         cpu_native.dequantize_rows(q, s, float(g), w)
     return out.to(dtype)
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelError
-from ..build import shared_library
+from ..build import pointer, shared_library
 
 MAX_M = 8
-_CAN_WRITE = (torch.float32, torch.bfloat16)
 
 
 def _openmp() -> tuple[str, ...]:
@@ -44,15 +43,11 @@ def status() -> tuple[bool, str]:
     return library is not None, text
 
 
-def _pointer(t: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())
-
-
 def dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: float, out: Tensor) -> None:
     """Decode contiguous ``qdata [R, K/2]``, ``scale [R, K/16]`` into contiguous ``out [R, K]`` (float32 or bfloat16)."""
     rows, half_k = qdata.shape
     _library()[0].fp4_dequantize_rows(  # type: ignore[union-attr]
-        _pointer(qdata), _pointer(scale), ctypes.c_float(global_scale), _pointer(out), ctypes.c_int64(rows), ctypes.c_int64(half_k * 2),
+        pointer(qdata), pointer(scale), ctypes.c_float(global_scale), pointer(out), ctypes.c_int64(rows), ctypes.c_int64(half_k * 2),
         ctypes.c_int(out.dtype == torch.bfloat16), ctypes.c_int(torch.get_num_threads()),
     )  # fmt: skip
 
@@ -62,7 +57,7 @@ def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: float) -> Tensor
     (m, k), n = x.shape, qdata.shape[0]
     out = torch.empty(m, n, dtype=torch.float32)
     refused = _library()[0].fp4_gemv(  # type: ignore[union-attr]
-        _pointer(x), _pointer(qdata), _pointer(scale), ctypes.c_float(global_scale), _pointer(out),
+        pointer(x), pointer(qdata), pointer(scale), ctypes.c_float(global_scale), pointer(out),
         ctypes.c_int64(m), ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int(torch.get_num_threads()),
     )  # fmt: skip
     if refused:

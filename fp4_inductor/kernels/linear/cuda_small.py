@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelError
-from ..build import cuda_library
+from ..build import cuda_library, pointer
 from . import configs
 
 MAX_M = 32
-K_MULTIPLE = 64
 
 
 @functools.cache
@@ -31,10 +30,6 @@ def why_not(arch: int) -> str:
     return "" if arch == 0 else _library(arch)[1]
 
 
-def _pointer(t: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if t is None else t.data_ptr())
-
-
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, arch: int, tile: configs.SmallConfig | None = None) -> Tensor:
     """``[M, N]`` from contiguous, 16-byte aligned ``x [M, K]``, 1 <= M <= 32, K % 64 == 0, on the current stream."""
     (m, k), n = x.shape, qdata.shape[0]
@@ -49,7 +44,7 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
             remedy="Call torch.ops.fp4.linear, which takes another kernel then.",
         )
     status = library.fp4_linear_small(
-        _pointer(x), _pointer(qdata), _pointer(scale), _pointer(global_scale), _pointer(bias), _pointer(y), m, n, k,
+        pointer(x), pointer(qdata), pointer(scale), pointer(global_scale), pointer(bias), pointer(y), m, n, k,
         int(x.dtype == torch.float16), c.rows_16, c.warps, c.stages, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
     )  # fmt: skip
     if status:

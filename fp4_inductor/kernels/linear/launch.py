@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...config import dispatch_config
+from ...config import DispatchConfig, dispatch_config
 from ...errors import DeviceError
 from ...ops import linear as contract
-from ...ops.dequantize_fp8 import WEIGHT_FACTOR
+from ...ops.dequantize_fp8 import fp8_product
 from .. import select
 from ..select import Call, Plan, plan
 from . import configs, cuda_small
@@ -22,21 +22,17 @@ from .triton_mid import linear_mid
 fp4 = torch.ops.fp4
 
 
-@functools.cache
-def _arch(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+_arch = functools.cache(select.arch_of)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(call: Call, config) -> Plan:
-    return plan(call, config)
+def _plan(device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
+    return plan(select.describe("linear", device, dtype, n, k, large_m), config)
 
 
 def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
     """The description of a call that ``select.plan`` reads."""
-    arch = _arch(x.device)
-    return Call("linear", arch, x.dtype, qdata.shape[0], qdata.shape[1] * 2, large_m, select.csrc_status(arch))
+    return select.describe("linear", x.device, x.dtype, qdata.shape[0], qdata.shape[1] * 2, large_m)
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -48,10 +44,9 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     lead = x.shape[:-1]
     m = math.prod(lead)
     if m == 0 or n == 0 or k == 0:
-        out = x.new_zeros((*lead, n))
-        return out if bias is None else out + bias
+        return contract.without_products(x, n, bias)
     rows = x.reshape(m, k)
-    row = _plan(call_of(x, qdata, large_m), dispatch_config()).pick(m)
+    row = _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
     with torch.cuda.device(x.device):
         bias = None if bias is None else _aligned(bias)
         y = _LAUNCHERS[row.kernel](_aligned(rows), _aligned(qdata), _aligned(scale), global_scale, bias)
@@ -100,9 +95,7 @@ def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Ten
 def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
     x8, x_scale = fp4.quantize_rows_fp8(x)
-    w8 = fp4.dequantize_fp8(qdata, scale)
-    w_scale = (global_scale.reshape(1, 1) / WEIGHT_FACTOR).expand(1, w8.shape[0]).contiguous()
-    return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, bias=bias, out_dtype=x.dtype)
+    return fp8_product(x8, x_scale, qdata, scale, global_scale, x.dtype, bias)
 
 
 def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
