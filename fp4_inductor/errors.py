@@ -45,6 +45,10 @@ class NonFiniteError(FP4Error, ValueError):
     """A weight or a calibration statistic holds NaN or Inf."""
 
 
+class SparsityError(FP4Error, ValueError):
+    """A weight, a mask or metadata is not the 2:4 pattern it has to be."""
+
+
 class ConfigError(FP4Error, ValueError):
     """An option does not exist or its value is not one of the accepted ones."""
 

@@ -71,18 +71,8 @@ def quantize(
     """
     check_weight(w)
     check_search(scale_search)
-    if w.device.type == "meta":
-        raise DeviceError("a weight on the meta device has no values to quantize", value=tuple(w.shape), limit="a device with memory", remedy=_LOAD_FIRST)
     lead, (n, k) = tuple(w.shape[:-2]), w.shape[-2:]
-    # Not w.abs().amax(): that writes a second copy of the weight.
-    amax = torch.maximum(w.amax((-2, -1)), -w.amin((-2, -1))) if w.numel() else w.new_zeros(lead)
-    if not torch.isfinite(amax).all():
-        raise NonFiniteError(
-            "a weight holds NaN or Inf",
-            value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements",
-            limit="finite values",
-            remedy="Repair or exclude this layer (ignore=[...]).",
-        )
+    amax = check_finite(w)
     if global_scale is None:
         g = global_scale_of(amax, scale_search)
     else:
@@ -129,6 +119,23 @@ def check_weight(w: Tensor) -> None:
         )
 
 
+def check_finite(w: Tensor) -> Tensor:
+    """The largest magnitude of each matrix of ``w`` (shape: its leading dimensions, its dtype); NonFiniteError if there is NaN or Inf."""
+    if w.device.type == "meta":
+        raise DeviceError("a weight on the meta device has no values to quantize", value=tuple(w.shape), limit="a device with memory", remedy=_LOAD_FIRST)
+    # Not w.abs().amax(): that writes a second copy of the weight.
+    dims = tuple(range(-min(w.dim(), 2), 0))
+    amax = torch.maximum(w.amax(dims), -w.amin(dims)) if w.numel() else w.new_zeros(w.shape[:-2])
+    if not torch.isfinite(amax).all():
+        raise NonFiniteError(
+            "a weight holds NaN or Inf",
+            value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements",
+            limit="finite values",
+            remedy="Repair or exclude this layer (ignore=[...]).",
+        )
+    return amax
+
+
 def check_search(scale_search: str) -> None:
     """Raise ConfigError unless ``scale_search`` is one of :data:`SCALE_SEARCHES`."""
     if scale_search not in _TOP:
@@ -137,14 +144,7 @@ def check_search(scale_search: str) -> None:
 
 def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     """Raise unless the three tensors can be one NVFP4 weight: dtypes, shapes, one device. Reads no values."""
-    for name, t, want in (("qdata", qdata, torch.uint8), ("scale", scale, SCALE_DTYPE), ("global_scale", global_scale, torch.float32)):
-        if t.dtype != want:
-            raise DTypeError(
-                f"NVFP4 {name} has the wrong dtype",
-                value=t.dtype,
-                limit=want,
-                remedy="Reinterpret stored bytes with .view(dtype); a cast would change the bits.",
-            )
+    check_dtypes(qdata=(qdata, torch.uint8), scale=(scale, SCALE_DTYPE), global_scale=(global_scale, torch.float32))
     if qdata.dim() < 2 or (qdata.shape[-1] * 2) % GROUP or tuple(scale.shape) != (*qdata.shape[:-1], qdata.shape[-1] * 2 // GROUP):
         raise ShapeError(
             "NVFP4 qdata and scale do not belong together",
@@ -152,15 +152,36 @@ def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
             limit="qdata [..., N, K/2], scale [..., N, K/16]",
             remedy="Take both from one quantize() or one checkpoint entry.",
         )
-    lead = tuple(qdata.shape[:-2])
+    check_global_scale(global_scale, tuple(qdata.shape[:-2]))
+    check_one_device(qdata=qdata, scale=scale, global_scale=global_scale)
+
+
+def check_dtypes(**parts: tuple[Tensor, torch.dtype]) -> None:
+    """Raise unless each part of a weight has its dtype."""
+    for name, (t, want) in parts.items():
+        if t.dtype != want:
+            raise DTypeError(
+                f"NVFP4 {name} has the wrong dtype",
+                value=t.dtype,
+                limit=want,
+                remedy="Reinterpret stored bytes with .view(dtype); a cast would change the bits.",
+            )
+
+
+def check_global_scale(global_scale: Tensor, lead: tuple[int, ...]) -> None:
+    """Raise unless a stored global scale has one element per matrix of leading shape ``lead``."""
     if tuple(global_scale.shape) not in (lead, (*lead, 1, 1)):
         raise ShapeError(
             "NVFP4 global_scale does not fit", value=tuple(global_scale.shape), limit=f"{lead} or {(*lead, 1, 1)}", remedy="One float32 per matrix."
         )
-    if not qdata.device == scale.device == global_scale.device:
+
+
+def check_one_device(**parts: Tensor) -> None:
+    """Raise unless all parts of a weight lie on one device."""
+    if len({t.device for t in parts.values()}) > 1:
         raise DeviceError(
             "the parts of one NVFP4 weight lie on different devices",
-            value=f"qdata {qdata.device}, scale {scale.device}, global_scale {global_scale.device}",
+            value=", ".join(f"{name} {t.device}" for name, t in parts.items()),
             limit="one device",
             remedy="Move the weight as a whole with .to(device).",
         )
