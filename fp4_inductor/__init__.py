@@ -30,7 +30,9 @@ _PUBLIC = {
     "DispatchConfig": ".config",
     "dispatch": ".config",
     "NVFP4Tensor": ".tensors",
+    "Sparse24NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
+    "Sparse24Linear": ".modules",
     "errors": ".errors",
 }
 __all__ = sorted(_PUBLIC)
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
     from .api import load, quantize_model, save
     from .config import DispatchConfig, NVFP4Config, dispatch
     from .explain import explain
-    from .modules import FP4Linear
+    from .modules import FP4Linear, Sparse24Linear
     from .report import report
-    from .tensors import NVFP4Tensor
+    from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
 
 
 def _register_with_inductor() -> None:

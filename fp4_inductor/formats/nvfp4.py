@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError
 from . import e2m1
+from .storage import Part, Storage
 
 NAME = "nvfp4"
 GROUP = 16
@@ -25,6 +26,8 @@ SCALE_DTYPE = torch.float8_e4m3fn
 SCALE_MAX = 448.0
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 BITS_PER_WEIGHT = 4 + 8 / GROUP
+SCALES = (Part("scale", SCALE_DTYPE, GROUP), Part("global_scale", torch.float32, 0))
+STORAGE = Storage(NAME, (Part("qdata", torch.uint8, 2), *SCALES), GROUP, BITS_PER_WEIGHT)
 
 # With amax/(6*448) the block that holds the tensor's maximum sits at the top of E4M3 and cannot be scaled up;
 # a search that wants to go up leaves it headroom (measured: design/QUALITY.md).

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from ..errors import DeviceError, DTypeError, ShapeError, SparsityError
 from . import e2m1, nvfp4
+from .storage import Part, Storage
 
 NAME = "sparse24_nvfp4"
 K_MULTIPLE = 32
 BITS_PER_WEIGHT = 2 + 1 + 8 / nvfp4.GROUP
+STORAGE = Storage(NAME, (Part("values", torch.uint8, 4), Part("meta", torch.uint8, 8), *nvfp4.SCALES), K_MULTIPLE, BITS_PER_WEIGHT)
 # (pos0, pos1) of the two kept k in a group of four. A kernel's table has this order too.
 PATTERNS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 NIBBLES = tuple(p0 | p1 << 2 for p0, p1 in PATTERNS)
+_REMEDY_PARTS = "Take all parts from one quantize_sparse24() or one checkpoint entry."
 _REMEDY_MASK = "mask_of_scores(score) gives such a mask; complete_mask(keep) fills up groups that keep fewer."
 
 
@@ -154,7 +157,7 @@ def compress(qdata: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]
     groups = codes.unflatten(-1, (-1, 4))
     kept = torch.stack((nibble & 3, nibble >> 2), dim=-1)
     values = e2m1.pack(groups.gather(-1, kept.long()).flatten(-2))
-    return values, pack_meta(nibble)
+    return values.contiguous(), pack_meta(nibble).contiguous()
 
 
 def decompress(values: Tensor, meta: Tensor) -> Tensor:
@@ -225,6 +228,12 @@ def check_weight(w: Tensor) -> None:
 
 def check_mask(mask: Tensor, w: Tensor) -> None:
     """Raise unless ``mask`` is bool, of ``w``'s shape and device, with exactly two True in every group of four."""
+    check_mask_shape(mask, w)
+    _check_counts(mask, "the mask is not 2:4", 2, _REMEDY_MASK)
+
+
+def check_mask_shape(mask: Tensor, w: Tensor) -> None:
+    """The part of :func:`check_mask` that reads no values."""
     if mask.dtype != torch.bool:
         raise DTypeError("a 2:4 mask is bool", value=mask.dtype, limit=torch.bool, remedy="Compare: mask = w != 0.")
     if mask.shape != w.shape:
@@ -232,22 +241,29 @@ def check_mask(mask: Tensor, w: Tensor) -> None:
     if mask.device != w.device:
         raise DeviceError("the mask lies on another device than the weight", value=mask.device, limit=w.device, remedy="Move it with .to(weight.device).")
     _check_groups(mask, "a mask")
-    _check_counts(mask, "the mask is not 2:4", 2, _REMEDY_MASK)
 
 
 def check_parts(values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     """Raise unless the four tensors can be one weight: dtypes, shapes, one device. Reads no values (:func:`validate_meta` does)."""
-    nvfp4.check_dtypes(values=(values, torch.uint8), meta=(meta, torch.uint8), scale=(scale, nvfp4.SCALE_DTYPE), global_scale=(global_scale, torch.float32))
-    shape = tuple(values.shape)
-    if len(shape) < 2 or shape[-1] % 8 or tuple(meta.shape) != (*shape[:-1], shape[-1] // 2) or tuple(scale.shape) != (*shape[:-1], shape[-1] // 4):
-        raise ShapeError(
-            "2:4 values, meta and scale do not belong together",
-            value=f"values {shape}, meta {tuple(meta.shape)}, scale {tuple(scale.shape)}",
-            limit="values [..., N, K/4], meta [..., N, K/8], scale [..., N, K/16], K % 32 == 0",
-            remedy="Take all from one quantize_sparse24() or one checkpoint entry.",
-        )
-    nvfp4.check_global_scale(global_scale, shape[:-2])
+    check_packed(values, meta)
+    nvfp4.check_dtypes(scale=(scale, nvfp4.SCALE_DTYPE), global_scale=(global_scale, torch.float32))
+    if tuple(scale.shape) != (want := STORAGE.shapes(STORAGE.logical(values.shape))["scale"]):
+        raise ShapeError("2:4 values and scale do not belong together", value=f"scale {tuple(scale.shape)}", limit=want, remedy=_REMEDY_PARTS)
+    nvfp4.check_global_scale(global_scale, tuple(values.shape[:-2]))
     nvfp4.check_one_device(values=values, meta=meta, scale=scale, global_scale=global_scale)
+
+
+def check_packed(values: Tensor, meta: Tensor) -> None:
+    """:func:`check_parts` for the codes and the metadata alone."""
+    nvfp4.check_dtypes(values=(values, torch.uint8), meta=(meta, torch.uint8))
+    if values.dim() < 2 or values.shape[-1] % 8 or tuple(meta.shape) != (*values.shape[:-1], values.shape[-1] // 2):
+        raise ShapeError(
+            "2:4 values and meta do not belong together",
+            value=f"values {tuple(values.shape)}, meta {tuple(meta.shape)}",
+            limit="values [..., N, K/4], meta [..., N, K/8], K % 32 == 0",
+            remedy=_REMEDY_PARTS,
+        )
+    nvfp4.check_one_device(values=values, meta=meta)
 
 
 # --- inside -------------------------------------------------------------------------------------------------------

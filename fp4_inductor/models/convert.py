@@ -44,7 +44,7 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
         bias = target.module._parameters.get("bias")
         if bias is not None:
             # Not cloned: a bias that other modules share stays shared.
-            new.bias = bias.detach().to(device=new.qdata.device, dtype=new.dtype)
+            new.bias = bias.detach().to(device=new.scale.device, dtype=new.dtype)
         carry_over(target.module, new)
         model = replace_module(model, target.names, new)
         rows.append(_row(group, i, new, error))
@@ -54,8 +54,8 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
 
 def share(layer: FP4Linear) -> FP4Linear:
     """Another FP4Linear over the same weight buffers, without bias."""
-    new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
-    new.qdata, new.scale, new.global_scale = layer.qdata, layer.scale, layer.global_scale
+    new = type(layer)(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
+    new.take(layer.parts())
     return new
 
 
@@ -80,12 +80,12 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 def relative_error(dense: Tensor, layer: FP4Linear) -> float:
     """``|W - dequantized| / |W|``, Frobenius norms accumulated in float64; 0 for an all-zero weight."""
     k = dense.shape[1]
-    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.qdata.device)
+    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.scale.device)
     step = max(1, _ERROR_CHUNK // max(k, 1))
     for start in range(0, dense.shape[0], step):
         rows = slice(start, start + step)
         w = dense[rows].float()
-        d = torch.ops.fp4.dequantize(layer.qdata[rows], layer.scale[rows], layer.global_scale, torch.float32)[:, :k]
+        d = layer.dequantize(torch.float32, rows)
         norm = norm + torch.linalg.vector_norm(w).to(norm.dtype).square()
         error = error + torch.linalg.vector_norm(d.sub_(w)).to(norm.dtype).square()
     return float((error / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt())

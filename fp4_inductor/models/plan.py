@@ -175,14 +175,14 @@ def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
     """The report row of an installed FP4Linear."""
     bias = 0 if layer.bias is None else layer.bias.numel() * layer.bias.element_size()
     weights = layer.out_features * layer.in_features
-    notes = [f"K padded to a multiple of 16 ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
+    notes = [f"K padded to a multiple of {layer.storage().k_multiple} ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
     notes += ["one module under several names"] if len(names) > 1 else []
     return LayerReport(
         names[0],
         (layer.out_features, layer.in_features),
         weights,
         weights * layer.dtype.itemsize + bias,
-        sum(t.numel() * t.element_size() for t in (layer.qdata, layer.scale, layer.global_scale)) + bias,
+        sum(t.numel() * t.element_size() for t in layer.parts()) + bias,
         None,
         tuple(notes),
     )

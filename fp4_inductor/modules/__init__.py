@@ -1,5 +1,8 @@
 """F2: modules that hold quantized weights as plain buffers and call ``fp4.*`` ops in forward."""
 
 from .linear import FP4Linear
+from .sparse24 import Sparse24Linear
 
-__all__ = ["FP4Linear"]
+BY_STORAGE = {cls.storage().name: cls for cls in (FP4Linear, Sparse24Linear)}
+
+__all__ = ["BY_STORAGE", "FP4Linear", "Sparse24Linear"]

@@ -7,19 +7,21 @@ outside the compiled graph (design/ARCHITECTURE.md); buffers cost a quarter of a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
+from ..formats.storage import Storage
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
-from ..tensors.nvfp4 import NVFP4Tensor
+from ..tensors import NVFP4Tensor
+from ..tensors.base import FP4Tensor
 
-# Each packed buffer, and the integer dtype of the same width that stands for its bits.
-_BITS = {"qdata": torch.uint8, "scale": torch.uint8, "global_scale": torch.int32}
-_DTYPES = {"qdata": torch.uint8, "scale": nvfp4.SCALE_DTYPE, "global_scale": torch.float32}
+# The integer dtype of the same width that stands for a buffer's bits.
+_BITS = {1: torch.uint8, 4: torch.int32}
 
 _DENSE = "Use dequantize() for a dense weight."
 
@@ -33,8 +35,11 @@ class FP4Linear(nn.Module):
 
     ``.to(dtype)``, ``.half()``, ``.bfloat16()`` cast the bias and set :attr:`dtype`; the codes and scales keep their
     bits. ``.to(device)``, ``deepcopy``, ``pin_memory``, ``state_dict`` work as for any module.
+
+    A subclass stores the weight in another format: it names the tensor class, whose components become the buffers.
     """
 
+    TENSOR: ClassVar[type[FP4Tensor]] = NVFP4Tensor
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
@@ -43,16 +48,26 @@ class FP4Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
         super().__init__()
         if large_m not in LARGE_M:
-            raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+            raise ConfigError(f"{type(self).__name__}: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
         if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
+            raise DTypeError(f"{type(self).__name__} computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
         self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
-        self.padding = -in_features % nvfp4.GROUP
-        k = in_features + self.padding
-        self.register_buffer("qdata", torch.zeros(out_features, k // 2, dtype=torch.uint8, device=device))
-        self.register_buffer("scale", torch.zeros(out_features, k // nvfp4.GROUP, dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE))
-        self.register_buffer("global_scale", torch.ones((), dtype=torch.float32, device=device))
+        self.padding = -in_features % self.storage().k_multiple
+        shapes = self.storage().shapes((out_features, in_features + self.padding))
+        for part in self.storage().parts:
+            zeros = torch.zeros(shapes[part.name], dtype=_BITS[part.dtype.itemsize], device=device)
+            self.register_buffer(part.name, zeros.view(part.dtype))
+        self._empty_weight()
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    def _empty_weight(self) -> None:
+        """Make the zero-filled buffers a legal weight, all zeros."""
+        self.global_scale.fill_(1.0)
+
+    @classmethod
+    def storage(cls) -> Storage:
+        """How the weight lies in the buffers."""
+        return cls.TENSOR.STORAGE
 
     @classmethod
     def from_weight(
@@ -66,20 +81,43 @@ class FP4Linear(nn.Module):
         large_m: str = "auto",
     ) -> FP4Linear:
         """Quantize ``weight`` ``[N, K]`` (bf16, fp16 or fp32; any K: padded to a multiple of 16). The inputs are not modified."""
+        layer, weight, channel_weight = cls._prepare(weight, bias, channel_weight, large_m)
+        return layer._fill(torch.ops.fp4.quantize(weight, scale_search, global_scale, channel_weight), bias)
+
+    @classmethod
+    def _prepare(cls, weight: Tensor, bias: Tensor | None, channel_weight: Tensor | None, large_m: str):
+        """``(a layer without values, the weight and channel_weight padded)``; raises for shapes that are no linear layer."""
         if weight.dim() != 2:
-            raise ShapeError("FP4Linear takes a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Experts [E, N, K] are an NVFP4Tensor.")
+            raise ShapeError(
+                f"{cls.__name__} takes a matrix", value=tuple(weight.shape), limit="[N, K]", remedy=f"Experts [E, N, K] are a {cls.TENSOR.__name__}."
+            )
         n, k = weight.shape
         if bias is not None and tuple(bias.shape) != (n,):
-            raise ShapeError("FP4Linear: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)", remedy="The bias has one entry per output.")
+            raise ShapeError(f"{cls.__name__}: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)", remedy="The bias has one entry per output.")
         if bias is not None and bias.device != weight.device:
-            raise DeviceError("FP4Linear: weight and bias on different devices", value=bias.device, limit=weight.device, remedy="Move both with .to(device).")
+            raise DeviceError(
+                f"{cls.__name__}: weight and bias on different devices", value=bias.device, limit=weight.device, remedy="Move both with .to(device)."
+            )
         layer = cls(k, n, dtype=weight.dtype, device="meta", large_m=large_m)
+        weight = weight.detach()
         if layer.padding:
             weight = nn.functional.pad(weight, (0, layer.padding))
             channel_weight = None if channel_weight is None else nn.functional.pad(channel_weight, (0, layer.padding))
-        layer.qdata, layer.scale, layer.global_scale = torch.ops.fp4.quantize(weight.detach(), scale_search, global_scale, channel_weight)
-        layer.bias = None if bias is None else bias.detach().to(weight.dtype).clone()
-        return layer
+        return layer, weight, channel_weight
+
+    def _fill(self, parts: tuple[Tensor, ...], bias: Tensor | None):
+        self.take(parts)
+        self.bias = None if bias is None else bias.detach().to(self.dtype).clone()
+        return self
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The weight's buffers, in the order in which the ops take them."""
+        return tuple(getattr(self, name) for name in self.TENSOR.PARTS)
+
+    def take(self, parts: tuple[Tensor, ...]) -> None:
+        """Make ``parts`` the weight's buffers."""
+        for name, part in zip(self.TENSOR.PARTS, parts, strict=True):
+            setattr(self, name, part)
 
     def forward(self, x: Tensor) -> Tensor:
         x, _ = cast_for_autocast(x)
@@ -88,58 +126,68 @@ class FP4Linear(nn.Module):
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
+        return self._product(x, bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.large_m)
 
     @property
-    def weight(self) -> NVFP4Tensor:
-        """The weight as an :class:`NVFP4Tensor` ``[N, K]`` that shares this layer's memory."""
+    def weight(self) -> FP4Tensor:
+        """The weight ``[N, K]`` as a tensor of class :attr:`TENSOR` that shares this layer's memory."""
         if self.padding:
             raise ShapeError(
-                "this layer's K is padded, so its weight is not an NVFP4Tensor [N, K]",
+                f"this layer's K is padded, so its weight is not a {self.TENSOR.__name__} [N, K]",
                 value=self.in_features,
-                limit="in_features % 16 == 0",
-                remedy="Use layer.dequantize(), or qdata and scale directly.",
+                limit=f"in_features % {self.storage().k_multiple} == 0",
+                remedy="Use layer.dequantize(), or layer.parts() directly.",
             )
-        return NVFP4Tensor(self.qdata, self.scale, self.global_scale, self.dtype)
+        return self.TENSOR(*self.parts(), self.dtype)  # type: ignore[abstract]
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight ``[N, in_features]`` in ``dtype`` (default: :attr:`dtype`)."""
-        w = torch.ops.fp4.dequantize(self.qdata, self.scale, self.global_scale, dtype or self.dtype)
+    def dequantize(self, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
+        """``rows`` of the weight, ``[.., in_features]``, in ``dtype`` (default: :attr:`dtype`)."""
+        w = self._dense(rows, dtype or self.dtype)
         return w[:, : self.in_features] if self.padding else w
 
+    def _dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return torch.ops.fp4.dequantize(self.qdata[rows], self.scale[rows], self.global_scale, dtype)
+
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}, large_m={self.large_m}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}, large_m={self.large_m}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         # nn.Module.to(dtype) casts every floating tensor. Codes and scales are bits, not numbers to be cast:
         # show fn integers of the same width, so that device moves happen and casts do not.
         dtype = self._probe(fn, self.dtype)
         if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
-        for bits in set(_BITS.values()):
+            raise DTypeError(f"{type(self).__name__} computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
+        bits_of = {part: _BITS[part.dtype.itemsize] for part in self.storage().parts}
+        for bits in set(bits_of.values()):
             if self._probe(fn, bits) != bits:
-                raise DTypeError("the codes and scales of FP4Linear cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
-        for name, bits in _BITS.items():
-            self._buffers[name] = getattr(self, name).view(bits)
+                raise DTypeError(f"the codes and scales of {type(self).__name__} cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
+        for part, bits in bits_of.items():
+            self._buffers[part.name] = getattr(self, part.name).view(bits)
         try:
             super()._apply(fn, recurse)
         finally:
-            for name, real in _DTYPES.items():
-                self._buffers[name] = getattr(self, name).view(real)
+            for part in bits_of:
+                self._buffers[part.name] = getattr(self, part.name).view(part.dtype)
         self.dtype = dtype
         return self
 
     def _probe(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
         """The dtype that ``fn`` turns ``dtype`` into."""
-        device = self.qdata.device
+        device = self.scale.device
         return fn(torch.empty(0, dtype=dtype, device="cpu" if device.type == "meta" else device)).dtype
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
-        for name, dtype in _DTYPES.items():
-            value = state_dict.get(prefix + name)
-            if value is not None and value.dtype != dtype:
+        for part in self.storage().parts:
+            value = state_dict.get(prefix + part.name)
+            if value is not None and value.dtype != part.dtype:
                 raise DTypeError(
-                    f"{prefix}{name} in the state_dict has the wrong dtype", value=value.dtype, limit=dtype, remedy="Reinterpret bits with .view(dtype)."
+                    f"{prefix}{part.name} in the state_dict has the wrong dtype",
+                    value=value.dtype,
+                    limit=part.dtype,
+                    remedy="Reinterpret bits with .view(dtype).",
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
