@@ -32,12 +32,23 @@ static inline uint16_t to_bf16(float f) {
   return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1)) >> 16);
 }
 
-// Both nibbles of n metadata bytes have pos0 < pos1?
-static int meta_is_legal(const uint8_t* meta, int64_t n) {
-  uint8_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint8_t a = meta[i], b = a >> 1, c = a >> 2, d = a >> 3;  // bits 0 and 4: pos0 = b a, pos1 = d c
-    bad |= (uint8_t)~((d & ~b) | (~(b ^ d) & ~a & c)) & 0x11;
+// Bit 0 of each nibble is set where metadata is illegal: not pos0 (bits 1, 0) < pos1 (bits 3, 2).
+static inline uint64_t illegal(uint64_t a) {
+  const uint64_t b = a >> 1, c = a >> 2, d = a >> 3;
+  return ~((d & ~b) | (~(b ^ d) & ~a & c)) & 0x1111111111111111u;
+}
+// n bytes of metadata, n a multiple of 4.
+static inline int meta_is_legal(const uint8_t* meta, int64_t n) {
+  uint64_t bad = 0, word;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    memcpy(&word, meta + i, 8);
+    bad |= illegal(word);
+  }
+  if (i < n) {
+    uint32_t half;
+    memcpy(&half, meta + i, 4);
+    bad |= illegal(half) & 0x11111111u;
   }
   return !bad;
 }
@@ -139,67 +150,102 @@ int fp4_dequantize_rows(const uint8_t* q, const uint8_t* meta, const uint8_t* sc
 
 // y[m, n] = g * sum_k x[m, k] * e2m1 * scale for m < 8 rows of float32 activations; y has row stride n. 1 if metadata is illegal, else 0.
 #define MAX_M 8
-#define ARGUMENTS                                                                                                     \
-  const float *x, const uint8_t *q, const uint8_t *meta, const uint8_t *scale, const float *table, float g, float *y, int64_t n, int64_t k, int64_t first, int64_t last
-#define ROW(SPARSE)                                                                                                       \
-  const uint8_t *qr = q + r * (SPARSE ? k / 4 : k / 2), *mr = SPARSE ? meta + r * (k / 8) : 0, *sr = scale + r * blocks;  \
-  if (SPARSE && !meta_is_legal(mr, k / 8)) return 1;
+#define ARGUMENTS                                                                                   \
+  const float *x, const uint8_t *q, const uint8_t *meta, const uint8_t *scale, const float *table, float g, float *y, \
+      int64_t n, int64_t k, int64_t first, int64_t last
 #if defined(__AVX512F__)
-#define GEMV(NAME, M, SPARSE)                                                                                         \
-  static int NAME##_##M(ARGUMENTS) {                                                                                  \
-    const __m512 lut = _mm512_loadu_ps(E2M1);                                                                         \
-    const __m512i spread = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);                          \
-    const __m512i shifts = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);                \
-    const int64_t blocks = k / 16;                                                                                    \
-    for (int64_t r = first; r < last; ++r) {                                                                          \
-      ROW(SPARSE)                                                                                                     \
-      __m512 even[M], odd[M];                                                                                         \
-      for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();                                             \
-      int64_t b = 0;                                                                                                  \
-      for (; b + 1 < blocks; b += 2) {                                                                                \
-        const __m512 w0 = _mm512_mul_ps(BLOCK16(SPARSE, b), _mm512_set1_ps(table[sr[b]]));                            \
-        const __m512 w1 = _mm512_mul_ps(BLOCK16(SPARSE, b + 1), _mm512_set1_ps(table[sr[b + 1]]));                    \
-        for (int m = 0; m < M; ++m) {                                                                                 \
-          even[m] = _mm512_fmadd_ps(w0, _mm512_loadu_ps(x + m * k + b * 16), even[m]);                                \
-          odd[m] = _mm512_fmadd_ps(w1, _mm512_loadu_ps(x + m * k + b * 16 + 16), odd[m]);                             \
-        }                                                                                                             \
-      }                                                                                                               \
-      if (b < blocks) {                                                                                               \
-        const __m512 w0 = _mm512_mul_ps(BLOCK16(SPARSE, b), _mm512_set1_ps(table[sr[b]]));                            \
-        for (int m = 0; m < M; ++m) even[m] = _mm512_fmadd_ps(w0, _mm512_loadu_ps(x + m * k + b * 16), even[m]);      \
-      }                                                                                                               \
-      for (int m = 0; m < M; ++m) y[m * n + r] = g * _mm512_reduce_add_ps(_mm512_add_ps(even[m], odd[m]));            \
-    }                                                                                                                 \
-    return 0;                                                                                                         \
+#define CONSTANTS                                                                                   \
+  const __m512 lut = _mm512_loadu_ps(E2M1);                                                         \
+  const __m512i spread = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);          \
+  const __m512i shifts = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+#define DENSE(M)                                                                                                          \
+  static int dense_##M(ARGUMENTS) {                                                                                       \
+    CONSTANTS                                                                                                             \
+    const int64_t blocks = k / 16;                                                                                        \
+    (void)meta;                                                                                                           \
+    for (int64_t r = first; r < last; ++r) {                                                                              \
+      const uint8_t *qr = q + r * (k / 2), *sr = scale + r * blocks;                                                      \
+      __m512 even[M], odd[M];                                                                                             \
+      for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();                                                 \
+      int64_t b = 0;                                                                                                      \
+      for (; b + 1 < blocks; b += 2) {                                                                                    \
+        const __m512 w0 = _mm512_mul_ps(decode16(qr + b * 8, lut, spread, shifts), _mm512_set1_ps(table[sr[b]]));         \
+        const __m512 w1 = _mm512_mul_ps(decode16(qr + b * 8 + 8, lut, spread, shifts), _mm512_set1_ps(table[sr[b + 1]])); \
+        for (int m = 0; m < M; ++m) {                                                                                     \
+          even[m] = _mm512_fmadd_ps(w0, _mm512_loadu_ps(x + m * k + b * 16), even[m]);                                    \
+          odd[m] = _mm512_fmadd_ps(w1, _mm512_loadu_ps(x + m * k + b * 16 + 16), odd[m]);                                 \
+        }                                                                                                                 \
+      }                                                                                                                   \
+      if (b < blocks) {                                                                                                   \
+        const __m512 w0 = _mm512_mul_ps(decode16(qr + b * 8, lut, spread, shifts), _mm512_set1_ps(table[sr[b]]));         \
+        for (int m = 0; m < M; ++m) even[m] = _mm512_fmadd_ps(w0, _mm512_loadu_ps(x + m * k + b * 16), even[m]);          \
+      }                                                                                                                   \
+      for (int m = 0; m < M; ++m) y[m * n + r] = g * _mm512_reduce_add_ps(_mm512_add_ps(even[m], odd[m]));                \
+    }                                                                                                                     \
+    return 0;                                                                                                             \
+  }
+// 32 k: 16 kept weights in one register, and of each activation row the 16 that they meet.
+#define KEPT32(M, sum, b)                                                                                                      \
+  {                                                                                                                            \
+    uint32_t word;                                                                                                             \
+    memcpy(&word, mr + (b) * 2, 4);                                                                                            \
+    const __m512i at = _mm512_ternarylogic_epi32(_mm512_srlv_epi32(_mm512_set1_epi32((int)word), pairs), three, groups, 0xEA); \
+    const __m512 s = _mm512_mask_broadcastss_ps(_mm512_set1_ps(table[sr[b]]), 0xFF00, _mm_load_ss(table + sr[(b) + 1]));       \
+    const __m512 w = _mm512_mul_ps(decode16(qr + (b) * 4, lut, spread, shifts), s);                                            \
+    for (int m = 0; m < M; ++m) {                                                                                              \
+      const float* xb = x + m * k + (b) * 16;                                                                                  \
+      sum[m] = _mm512_fmadd_ps(w, _mm512_permutex2var_ps(_mm512_loadu_ps(xb), at, _mm512_loadu_ps(xb + 16)), sum[m]);          \
+    }                                                                                                                          \
+  }
+#define SPARSE(M)                                                                                                                    \
+  static int sparse_##M(ARGUMENTS) {                                                                                                 \
+    CONSTANTS                                                                                                                        \
+    const __m512i pairs = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), three = _mm512_set1_epi32(3); \
+    const __m512i groups = _mm512_set_epi32(28, 28, 24, 24, 20, 20, 16, 16, 12, 12, 8, 8, 4, 4, 0, 0);                               \
+    const int64_t blocks = k / 16;                                                                                                   \
+    for (int64_t r = first; r < last; ++r) {                                                                                         \
+      const uint8_t *qr = q + r * (k / 4), *mr = meta + r * (k / 8), *sr = scale + r * blocks;                                       \
+      if (!meta_is_legal(mr, k / 8)) return 1;                                                                                       \
+      __m512 even[M], odd[M];                                                                                                        \
+      for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();                                                            \
+      int64_t b = 0;                                                                                                                 \
+      for (; b + 2 < blocks; b += 4) {                                                                                               \
+        KEPT32(M, even, b)                                                                                                           \
+        KEPT32(M, odd, b + 2)                                                                                                        \
+      }                                                                                                                              \
+      if (b < blocks) KEPT32(M, even, b)                                                                                             \
+      for (int m = 0; m < M; ++m) y[m * n + r] = g * _mm512_reduce_add_ps(_mm512_add_ps(even[m], odd[m]));                           \
+    }                                                                                                                                \
+    return 0;                                                                                                                        \
   }
 #else
-#define GEMV(NAME, M, SPARSE)                                                                                         \
-  static int NAME##_##M(ARGUMENTS) {                                                                                  \
-    const int64_t blocks = k / 16;                                                                                    \
-    for (int64_t r = first; r < last; ++r) {                                                                          \
-      ROW(SPARSE)                                                                                                     \
-      float acc[M][16];                                                                                               \
-      memset(acc, 0, sizeof acc);                                                                                     \
-      for (int64_t b = 0; b < blocks; ++b) {                                                                          \
-        float w[16];                                                                                                  \
-        block16(SPARSE, qr, mr, b, table[sr[b]], w);                                                                  \
-        for (int m = 0; m < M; ++m)                                                                                   \
-          for (int i = 0; i < 16; ++i) acc[m][i] += w[i] * x[m * k + b * 16 + i];                                     \
-      }                                                                                                               \
-      for (int m = 0; m < M; ++m) {                                                                                   \
-        float sum = 0;                                                                                                \
-        for (int i = 0; i < 16; ++i) sum += acc[m][i];                                                                \
-        y[m * n + r] = g * sum;                                                                                       \
-      }                                                                                                               \
-    }                                                                                                                 \
-    return 0;                                                                                                         \
+#define ROWS(NAME, M, SPARSE_ROWS)                                                                                                     \
+  static int NAME##_##M(ARGUMENTS) {                                                                                                   \
+    const int64_t blocks = k / 16;                                                                                                     \
+    for (int64_t r = first; r < last; ++r) {                                                                                           \
+      const uint8_t *qr = q + r * (SPARSE_ROWS ? k / 4 : k / 2), *mr = SPARSE_ROWS ? meta + r * (k / 8) : 0, *sr = scale + r * blocks; \
+      if (SPARSE_ROWS && !meta_is_legal(mr, k / 8)) return 1;                                                                          \
+      float acc[M][16];                                                                                                                \
+      memset(acc, 0, sizeof acc);                                                                                                      \
+      for (int64_t b = 0; b < blocks; ++b) {                                                                                           \
+        float w[16];                                                                                                                   \
+        block16(SPARSE_ROWS, qr, mr, b, table[sr[b]], w);                                                                              \
+        for (int m = 0; m < M; ++m)                                                                                                    \
+          for (int i = 0; i < 16; ++i) acc[m][i] += w[i] * x[m * k + b * 16 + i];                                                      \
+      }                                                                                                                                \
+      for (int m = 0; m < M; ++m) {                                                                                                    \
+        float sum = 0;                                                                                                                 \
+        for (int i = 0; i < 16; ++i) sum += acc[m][i];                                                                                 \
+        y[m * n + r] = g * sum;                                                                                                        \
+      }                                                                                                                                \
+    }                                                                                                                                  \
+    return 0;                                                                                                                          \
   }
+#define DENSE(M) ROWS(dense, M, 0)
+#define SPARSE(M) ROWS(sparse, M, 1)
 #endif
-#define GEMV_1_TO_8(NAME, SPARSE)                                                                                     \
-  GEMV(NAME, 1, SPARSE) GEMV(NAME, 2, SPARSE) GEMV(NAME, 3, SPARSE) GEMV(NAME, 4, SPARSE)                             \
-  GEMV(NAME, 5, SPARSE) GEMV(NAME, 6, SPARSE) GEMV(NAME, 7, SPARSE) GEMV(NAME, 8, SPARSE)
-GEMV_1_TO_8(dense, 0)
-GEMV_1_TO_8(sparse, 1)
+DENSE(1) DENSE(2) DENSE(3) DENSE(4) DENSE(5) DENSE(6) DENSE(7) DENSE(8)
+SPARSE(1) SPARSE(2) SPARSE(3) SPARSE(4) SPARSE(5) SPARSE(6) SPARSE(7) SPARSE(8)
 typedef int (*gemv_fn)(ARGUMENTS);
 static const gemv_fn GEMVS[2][MAX_M] = {{dense_1, dense_2, dense_3, dense_4, dense_5, dense_6, dense_7, dense_8},
                                         {sparse_1, sparse_2, sparse_3, sparse_4, sparse_5, sparse_6, sparse_7, sparse_8}};
