@@ -27,6 +27,7 @@ _PUBLIC = {
     "explain": ".explain",
     "report": ".report",
     "NVFP4Config": ".config",
+    "Sparse24Config": ".config",
     "DispatchConfig": ".config",
     "dispatch": ".config",
     "NVFP4Tensor": ".tensors",
@@ -40,7 +41,7 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from . import errors
     from .api import load, quantize_model, save
-    from .config import DispatchConfig, NVFP4Config, dispatch
+    from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch
     from .explain import explain
     from .modules import FP4Linear, Sparse24Linear
     from .report import report

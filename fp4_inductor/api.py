@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import load, save
-from .config import NVFP4Config
+from .config import NVFP4Config, Sparse24Config
 from .errors import ConfigError
 from .models.calibrate import mean_squares
 from .models.convert import convert_group
@@ -16,13 +16,14 @@ from .models.coverage import LayerReport, Report, record
 from .models.plan import Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
+from .models.sparsify import Outcome, sparsify
 
 __all__ = ["load", "quantize_model", "save"]
 
 
 def quantize_model(
     model: nn.Module,
-    config: NVFP4Config | None = None,
+    config: NVFP4Config | Sparse24Config | None = None,
     *,
     ignore: Iterable[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -30,7 +31,7 @@ def quantize_model(
     progress: bool = True,
     strict: bool = True,
 ) -> nn.Module:
-    """Replace the linear layers of ``model`` by NVFP4 ones, in place, and print a report.
+    """Replace the linear layers of ``model`` by NVFP4 ones, dense or 2:4-sparse, in place, and print a report.
 
     ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`. Output
     heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
@@ -40,7 +41,7 @@ def quantize_model(
 
     Args:
         model: any module, in bfloat16, float16 or float32. Quantize before ``torch.compile``.
-        config: an :class:`NVFP4Config`; its defaults if None.
+        config: an :class:`NVFP4Config`, or a :class:`Sparse24Config` for 2:4-sparse weights; None: ``NVFP4Config()``.
         ignore: layers to leave alone, besides the default list: names (``"model.layers.0"`` takes all below it), last
             components (``"lm_head"``, ``"mlp.down_proj"``), or ``"re:..."`` matched from the start of the name.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the module alone.
@@ -58,12 +59,12 @@ def quantize_model(
             before anything was changed; the message lists every layer concerned.
     """
     config = NVFP4Config() if config is None else config
-    if not isinstance(config, NVFP4Config):
+    if not isinstance(config, (NVFP4Config, Sparse24Config)):
         raise ConfigError(
-            "quantize_model takes an NVFP4Config",
+            "quantize_model takes an NVFP4Config or a Sparse24Config",
             value=type(config).__name__,
-            limit="NVFP4Config(...) or None",
-            remedy="Put the options into NVFP4Config(...); None takes its defaults.",
+            limit="NVFP4Config(...), Sparse24Config(...) or None",
+            remedy="Put the options into one of them; None takes NVFP4Config's defaults.",
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -92,9 +93,14 @@ def quantize_model(
             limit="at least one linear layer outside the skip list and ignore",
             remedy="Shorten ignore or widen filter_fn; report(model) names what was skipped and why.",
         )
-    weights = _channel_weights(model, plan, config, strict, progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
+    if isinstance(config, Sparse24Config):
+        outcome = sparsify(model, plan, config, target_device, strict, progress)
+        model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
+        described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
+        return _finish(model, compiled, plan, layers, before, target_device, described, progress, outcome)
+    weights = _channel_weights(model, plan, config, strict, progress)
     for group in bar(plan.groups, "quantize", "layer", progress):
         search, weight = config, None
         notes: tuple[str, ...] = ()
@@ -104,16 +110,35 @@ def quantize_model(
                 search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
         model, rows = convert_group(model, group, search, target_device, weight)
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
-    if target_device is not None:
-        model.to(target_device)
+    described = f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}"
+    return _finish(model, compiled, plan, layers, before, target_device, described, progress)
+
+
+def _finish(
+    model: nn.Module,
+    compiled: nn.Module | None,
+    plan: Plan,
+    layers: list[LayerReport],
+    before: int,
+    device: torch.device | None,
+    described: str,
+    progress: bool,
+    outcome: Outcome | None = None,
+) -> nn.Module:
+    """Move the model, record and print its report."""
+    if device is not None:
+        model.to(device)
+    kl = outcome.measure(model) if outcome is not None else None
     result = Report(
         layers=layers,
         skipped=plan.skipped,
         uncovered=plan.uncovered,
         bytes_before=before,
         bytes_after=model_bytes(model),
-        config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}",
+        config=described,
         notes=plan.notes,
+        kl=kl,
+        warnings=outcome.verdict(kl) if outcome is not None else [],
     )
     record(model, result)
     if progress:

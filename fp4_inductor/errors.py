@@ -75,3 +75,7 @@ class CheckpointError(FP4Error, ValueError):
 
 class KernelError(FP4Error, RuntimeError):
     """No kernel row accepts a call; the message lists every row and why it was refused."""
+
+
+class QualityWarning(UserWarning):
+    """Quantization or pruning cost a model more than a user may expect; the report has the figure."""

@@ -88,7 +88,7 @@ def quantize(
     scale = torch.empty(rows.shape[0], k // GROUP, dtype=SCALE_DTYPE, device=w.device)
     for part in _row_chunks(rows.shape[0], k) if k else ():
         blocks = rows[part].float().unflatten(-1, (-1, GROUP)) / row_scale[part, None, None]
-        codes = _choose_scale_codes(blocks, scale_search, weight)
+        codes = choose_scale_codes(blocks, scale_search, weight)
         s = codes.view(SCALE_DTYPE).float()
         qdata[part] = e2m1.pack(e2m1.encode(_divide(blocks, s)).flatten(-2))
         scale[part] = codes.view(SCALE_DTYPE)
@@ -207,7 +207,7 @@ def _to_code(s: Tensor) -> Tensor:
     return torch.where(s > 0, code.clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), torch.zeros_like(code))
 
 
-def _choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
+def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
     """E4M3 codes (uint8 ``[R, B]``) for blocks ``[R, B, 16]`` already divided by the global scale."""
     amax = blocks.abs().amax(-1)
     base = _to_code(amax / torch.full_like(amax, e2m1.MAX))  # by a tensor: see global_scale_of

@@ -32,12 +32,17 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
         ``(the model, one LayerReport per layer)``. The model is the one given, or the FP4Linear if the model itself
         is the layer.
     """
-    dense = _dense_weight(group[0])
+    dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
     layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
     error = relative_error(dense, layer)
     del dense
+    return install(model, group, layer, error)
+
+
+def install(model: nn.Module, group: list[Target], layer: FP4Linear, error: float):
+    """Put ``layer``, which has no bias yet, in place of each layer of ``group``. Returns as :func:`convert_group`."""
     rows = []
     for i, target in enumerate(group):
         new = layer if i == 0 else share(layer)
@@ -91,7 +96,8 @@ def relative_error(dense: Tensor, layer: FP4Linear) -> float:
     return float((error / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt())
 
 
-def _dense_weight(target: Target) -> Tensor:
+def dense_weight(target: Target) -> Tensor:
+    """``[N, K]``, a view of the layer's Parameter."""
     weight = target.module.get_parameter("weight").detach()
     return weight.t() if target.transposed else weight
 
