@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .checkpoint import load, save
 from .config import NVFP4Config
 from .errors import ConfigError
-from .models.calibrate import mean_squares
 from .models.convert import convert_group
 from .models.coverage import LayerReport, Report, record
 from .models.plan import Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
+from .models.scale_choice import choose
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -92,16 +92,11 @@ def quantize_model(
             limit="at least one linear layer outside the skip list and ignore",
             remedy="Shorten ignore or widen filter_fn; report(model) names what was skipped and why.",
         )
-    weights = _channel_weights(model, plan, config, strict, progress)
+    scales = choose(model, plan, config, strict=strict, progress=progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
     for group in bar(plan.groups, "quantize", "layer", progress):
-        search, weight = config, None
-        notes: tuple[str, ...] = ()
-        if config.scale_search == "activation":
-            weight = weights[group[0].name]
-            if weight is None:
-                search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
+        search, weight, notes = scales.of(group)
         model, rows = convert_group(model, group, search, target_device, weight)
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
     if target_device is not None:
@@ -112,22 +107,10 @@ def quantize_model(
         uncovered=plan.uncovered,
         bytes_before=before,
         bytes_after=model_bytes(model),
-        config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}",
-        notes=plan.notes,
+        config=f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}",
+        notes=plan.notes + ([] if scales.note is None else [scales.note]),
     )
     record(model, result)
     if progress:
         print(result)
     return model if compiled is None else compiled
-
-
-def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Tensor | None]:
-    if config.scale_search != "activation":
-        return {}
-    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress)
-    # Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached.
-    out: dict[str, Tensor | None] = {}
-    for group in plan.groups:
-        reached = [w for t in group if (w := found[t.name]) is not None]
-        out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
-    return out
