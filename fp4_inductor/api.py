@@ -12,7 +12,7 @@ from .config import NVFP4Config
 from .errors import ConfigError
 from .models.convert import convert_group
 from .models.coverage import LayerReport, Report, record
-from .models.plan import Plan, make_plan, model_bytes
+from .models.plan import make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
 from .models.scale_choice import choose

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..config import NVFP4Config
+from ..config import NVFP4Config, ScaleSearch
 from ..errors import CalibrationError, NonFiniteError
 from . import self_calibration
 from .calibrate import mean_squares
 from .plan import Plan, Target
 
-_UNWEIGHTED = "mse"  # the same sweep as "activation", without data
-_NO_DATA = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
+_UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
+_NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
 
 
 @dataclass

@@ -7,8 +7,10 @@ resemble what it was trained on; random tokens do not (measured on the bundled b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CalibrationError
 
@@ -18,7 +20,7 @@ _CPU_PARAMETERS = 2_000_000_000
 _SEED = 0
 
 
-def why_not(model: nn.Module) -> str | None:
+def why_not(model: Any) -> str | None:
     """Why ``model`` cannot write its own calibration text in reasonable time; None if it can be tried."""
     can_generate = getattr(model, "can_generate", None)
     if not callable(can_generate) or not can_generate():
@@ -33,7 +35,7 @@ def why_not(model: nn.Module) -> str | None:
     return None
 
 
-def write(model: nn.Module) -> list[dict[str, Tensor | bool]]:
+def write(model: Any) -> list[dict[str, Tensor | bool]]:
     """One batch: ``input_ids`` int64 ``[16, 64]``, sampled from ``model`` at temperature 1 after its first token.
 
     The same model gives the same text on the same device; the state of torch's random generators is restored.
@@ -57,7 +59,7 @@ def write(model: nn.Module) -> list[dict[str, Tensor | bool]]:
     raise _error(reason)
 
 
-def _sample(model: nn.Module) -> Tensor:
+def _sample(model: Any) -> Tensor:
     from transformers import GenerationConfig
 
     device = next(model.parameters()).device
@@ -82,20 +84,20 @@ def _sample(model: nn.Module) -> Tensor:
             disable_compile=True,
             remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
         )
-        # generate() comes with the model (transformers); nn.Module does not know it.
-        return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain)  # type: ignore[operator]
+        return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain)
 
 
-def _first_tokens(model: nn.Module) -> Tensor:
+def _first_tokens(model: Any) -> Tensor:
     """``[16, 1]``: the beginning-of-text token where the model has one, else tokens at random."""
+    size = _vocabulary(model) or 1
     for config in (getattr(model, "generation_config", None), model.config):
         begin = getattr(config, "bos_token_id", None)
-        if isinstance(begin, int) and 0 <= begin < _vocabulary(model):
+        if isinstance(begin, int) and 0 <= begin < size:
             return torch.full((SEQUENCES, 1), begin)
-    return torch.randint(_vocabulary(model), (SEQUENCES, 1))
+    return torch.randint(size, (SEQUENCES, 1))
 
 
-def _vocabulary(model: nn.Module) -> int | None:
+def _vocabulary(model: Any) -> int | None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     size = getattr(config, "vocab_size", None)
     return size if isinstance(size, int) and size > 0 else None
