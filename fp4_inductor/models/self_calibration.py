@@ -43,20 +43,23 @@ def write(model: Any) -> list[dict[str, Tensor | bool]]:
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
     """
-    reason = why_not(model)
+    reason, cause = why_not(model), None
     if reason is None:
         modes = [(m, m.training) for m in model.modules()]
         try:
             model.eval()
-            ids = _sample(model)
+            return [{"input_ids": _sample(model), "use_cache": False}]
         except Exception as error:
-            reason = f"generate() failed with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise _error(reason) from error
+            reason, cause = f"generate() failed with {type(error).__name__}: {error}".splitlines()[0], error
         finally:
             for module, training in modes:
                 module.training = training
-        return [{"input_ids": ids, "use_cache": False}]
-    raise _error(reason)
+    raise CalibrationError(
+        "the model cannot write its own calibration text",
+        value=reason,
+        limit='a causal language model of transformers (calibration="self")',
+        remedy='Pass calibration=[batch, ...], or use scale_search="four_over_six".',
+    ) from cause
 
 
 def _sample(model: Any) -> Tensor:
@@ -101,12 +104,3 @@ def _vocabulary(model: Any) -> int | None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     size = getattr(config, "vocab_size", None)
     return size if isinstance(size, int) and size > 0 else None
-
-
-def _error(reason: str) -> CalibrationError:
-    return CalibrationError(
-        "the model cannot write its own calibration text",
-        value=reason,
-        limit='a causal language model of transformers (calibration="self")',
-        remedy='Pass calibration=[batch, ...], or use scale_search="four_over_six".',
-    )
