@@ -98,7 +98,7 @@ def cuda_library(source: str, arch: int) -> Path:
     # From Hopper on, the architecture-specific target: wgmma and block-scaled MMA exist only there.
     name = f"{arch}a" if arch >= 90 else str(arch)
     flags = ("-O3", "-std=c++17", f"-gencode=arch=compute_{name},code=sm_{name}", f"-DFP4_ARCH={arch}", "-shared", "-Xcompiler", "-fPIC")
-    headers = tuple(sorted((csrc_dir() / "common").glob("*.cuh")))
+    headers = tuple(sorted(csrc_dir().rglob("*.cuh")))
     return _build(compiler, source, (csrc_dir() / source, *headers), flags, (), "")
 
 
