@@ -68,11 +68,7 @@ class Activation:
 
     def __call__(self, z: Tensor, inner: int) -> Tensor:
         """``[..., 2 * inner or inner]`` -> ``[..., inner]``, in the dtype of ``z``."""
-        up: Tensor | None = None
-        if z.shape[-1] != inner:
-            gate, up = (z[..., 0::2], z[..., 1::2]) if self.interleaved else (z[..., :inner], z[..., inner:])
-        else:
-            gate = z
+        gate, up = self._halves(z, inner)
         if self.limit is not None:
             gate = gate.clamp(max=self.limit)
             up = None if up is None else up.clamp(-self.limit, self.limit)
@@ -80,6 +76,37 @@ class Activation:
         if up is None:
             return h
         return h * (up + 1) if self.name == "swiglu_oai" else h * up
+
+    def gradient(self, z: Tensor, inner: int, grad: Tensor) -> Tensor:
+        """The gradient of ``z`` from that of the result, ``[..., inner]``."""
+        raw_gate, raw_up = self._halves(z, inner)
+        gate = raw_gate if self.limit is None else raw_gate.clamp(max=self.limit)
+        up = raw_up if self.limit is None or raw_up is None else raw_up.clamp(-self.limit, self.limit)
+        factor: Tensor | float = 1.0 if up is None else up + 1 if self.name == "swiglu_oai" else up
+        grad_gate = grad * factor * self._slope(gate)
+        if self.limit is not None:
+            grad_gate = torch.where(raw_gate <= self.limit, grad_gate, 0.0)
+        if raw_up is None:
+            return grad_gate
+        grad_up = grad * self._act(gate)
+        if self.limit is not None:
+            grad_up = torch.where(raw_up.abs() <= self.limit, grad_up, 0.0)
+        return torch.stack((grad_gate, grad_up), -1).flatten(-2) if self.interleaved else torch.cat((grad_gate, grad_up), -1)
+
+    def _halves(self, z: Tensor, inner: int) -> tuple[Tensor, Tensor | None]:
+        if z.shape[-1] == inner:
+            return z, None
+        return (z[..., 0::2], z[..., 1::2]) if self.interleaved else (z[..., :inner], z[..., inner:])
+
+    def _slope(self, z: Tensor) -> Tensor:
+        if self.name in ("gelu", "gelu_tanh"):
+            return torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate="tanh" if self.name == "gelu_tanh" else "none")
+        if self.name == "relu":
+            return (z > 0).to(z.dtype)
+        if self.name == "relu2":
+            return 2 * z.relu()
+        s = torch.sigmoid(self.alpha * z)
+        return s * (1 + self.alpha * z * (1 - s))
 
     def _act(self, z: Tensor) -> Tensor:
         if self.name == "gelu":
