@@ -151,7 +151,7 @@ def test_nothing_to_do_is_zero(t, k, experts, device):
 
 def test_experts_without_tokens_are_not_read():
     """The other experts hold NaN: one that was read and multiplied by zero would show."""
-    parts, up, down = layer(experts=5)
+    parts, *_ = layer(experts=5)
     x, w, ids = torch.randn(4, 48), torch.rand(4, 2), torch.tensor([[1, 3], [3, 1], [1, 1], [3, -1]])
     clean = moe(x, ids, w, *parts)
     for g in (parts[2], parts[5]):
