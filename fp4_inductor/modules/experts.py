@@ -75,7 +75,14 @@ class FP4Experts(nn.Module):
     """
 
     def __init__(
-        self, first: FP4ExpertWeight, down: FP4ExpertWeight, activation: Activation, *, first_name: str = "gate_up_proj", dense: bool = False, large_m: str = "auto"
+        self,
+        first: FP4ExpertWeight,
+        down: FP4ExpertWeight,
+        activation: Activation,
+        *,
+        first_name: str = "gate_up_proj",
+        dense: bool = False,
+        large_m: str = "auto",
     ):
         super().__init__()
         if large_m not in LARGE_M:
@@ -104,7 +111,9 @@ class FP4Experts(nn.Module):
         if self.dense:
             ids, weights = self._routing_of_dense(rows)
         elif top_k_index is None or top_k_weights is None:
-            raise ShapeError("FP4Experts takes tokens and their routing", value="no routing", limit="hidden, top_k_index, top_k_weights", remedy="Pass all three.")
+            raise ShapeError(
+                "FP4Experts takes tokens and their routing", value="no routing", limit="hidden, top_k_index, top_k_weights", remedy="Pass all three."
+            )
         else:
             ids, weights = top_k_index, top_k_weights
         first, down = self.first, self.down_proj

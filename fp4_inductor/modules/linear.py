@@ -16,6 +16,7 @@ from ..ops.linear import LARGE_M
 from ..tensors.nvfp4 import NVFP4Tensor
 from .packed import PackedWeight
 
+
 class FP4Linear(PackedWeight):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
