@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -24,6 +24,10 @@ class Refused(Exception):  # noqa: N818  (a verdict about a graph; its text is w
     def __init__(self, reason: str, stage: int = 0):
         super().__init__(reason)
         self.reason, self.stage = reason, stage
+
+
+class Unaligned(Exception):  # noqa: N818
+    """A reshape regroups dimensions in a way that has no position expression."""
 
 
 class Split(Exception):  # noqa: N818
@@ -87,8 +91,8 @@ class Flat:
     digits: tuple[tuple[Index, sympy.Expr], ...]
 
 
-Index = Union[Var, Const, Shift, Value, Inverse, Div, Flat]
-Position = tuple[Index, ...]
+Index: TypeAlias = Var | Const | Shift | Value | Inverse | Div | Flat
+Position: TypeAlias = tuple[Index, ...]
 ZERO = Const(0)
 
 
@@ -132,7 +136,7 @@ def split(index: Index, size: sympy.Expr, shape: Sequence[sympy.Expr]) -> Positi
 
     Raises:
         Split: a variable would have to be taken apart for that.
-        Refused: the dimensions do not line up.
+        Unaligned: the dimensions do not line up.
     """
     if index == ZERO:
         return (ZERO,) * len(shape)
@@ -142,7 +146,7 @@ def split(index: Index, size: sympy.Expr, shape: Sequence[sympy.Expr]) -> Positi
         taken: list[tuple[Index, sympy.Expr]] = []
         while not equal(product(s for _, s in taken), wanted):
             if not rest:
-                raise Refused("a reshape that does not line up with the dimensions before it")
+                raise Unaligned
             digit, extent = rest.pop()
             missing = _quotient(wanted, product(s for _, s in taken))
             if missing is not None and _quotient(missing, extent) is not None:
@@ -150,16 +154,16 @@ def split(index: Index, size: sympy.Expr, shape: Sequence[sympy.Expr]) -> Positi
                 continue
             above = None if missing is None else _quotient(extent, missing)
             if above is None:
-                raise Refused("a reshape that does not line up with the dimensions before it")
+                raise Unaligned
             if isinstance(digit, Var):
                 raise Split(digit, (above, missing))
             if not isinstance(digit, Const) or not missing.is_Integer:
-                raise Refused("a reshape of a sliced dimension")
+                raise Unaligned
             rest.append((Const(digit.value // int(missing)), above))
             taken.insert(0, (Const(digit.value % int(missing)), missing))
         out.insert(0, join(taken))
     if any(d != ZERO and s != 1 for d, s in rest):
-        raise Refused("a reshape that does not line up with the dimensions before it")
+        raise Unaligned
     return tuple(out)
 
 
