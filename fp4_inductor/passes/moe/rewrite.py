@@ -61,9 +61,11 @@ def _call(layer: Layer, x: layout.Layout, ids: layout.Layout, weights: layout.La
         _cast(layout.write(x), layer.dtype), chosen, weight, *_parts(layer.gate_up), *_parts(layer.down),
         *(None if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias)), *act.arguments(), layer.weight_on_input,
     )  # fmt: skip
-    while args[-1] in (None, False, 1.0) or (len(args) == 12 and args[-1] == "silu"):
-        args = args[:-1]  # the schema's defaults, as the op's other callers leave them out
-    out = _cast(emit(graph, torch.ops.fp4.moe.default, args), dtype_of(layer.root))
+    op = torch.ops.fp4.moe.default
+    defaults = [a.default_value for a in op._schema.arguments]
+    while (type(args[-1]), args[-1]) == (type(defaults[len(args) - 1]), defaults[len(args) - 1]):
+        args = args[:-1]  # as the op's other callers leave them out: equal graphs, equal cache entries
+    out = _cast(emit(graph, op, args), dtype_of(layer.root))
     return layout.reshape(out, shape_of(layer.root), layer.root)
 
 
