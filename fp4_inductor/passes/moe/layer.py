@@ -21,7 +21,7 @@ from . import index as ix
 from .index import Const, Index, Position, Refused, Value, Var
 from .read import Read, aten, dtype_of, shape_of
 from .summand import Layer, Proof
-from .sums import Sums, filled, operand
+from .sums import Mask, Sums, filled, operand
 
 _MOST_SPLITS = 8
 _MOST_TERMS = 1024
@@ -85,6 +85,7 @@ def _layer(root: Node, sums: Sums) -> Layer:
     summands = _summands(sums, sums.read(root, tuple(at)))
     # what is not part of a layer usually comes first: the accumulator, a residual
     layers = [Proof(sums, tokens, n).layer(read) for read in summands]
+    layers = [layers[0], *(_in_terms_of(layers[0], layer) for layer in layers[1:])]
     if layers[0].kind == "loop":
         return _over_experts(layers)
     return layers[0] if len(layers) == 1 else _over_slots(root, sums, layers)
@@ -160,16 +161,29 @@ def _generalised(ats: list[Position], index: Index) -> Position:
     return tuple(out)
 
 
+def _in_terms_of(first: Layer, layer: Layer) -> Layer:
+    """``layer`` with the variables of ``first`` where it has its own for the same thing."""
+    if [v.size for v in layer.slots] != [v.size for v in first.slots]:
+        raise Refused("a sum of layers with different numbers of slots", 3)
+    new: dict[Var, Index] = dict(zip((layer.channel, *layer.slots), (first.channel, *first.slots), strict=True))
+
+    def renamed(read: Read) -> Read:
+        return Read(read.node, tuple(ix.substitute(i, new) for i in read.at))
+
+    ids = renamed(Read(layer.ids.node, layer.ids.at))
+    return replace(
+        layer,
+        slots=first.slots, channel=first.channel, ids=Value(ids.node, ids.at), x=renamed(layer.x), weights=renamed(layer.weights),
+        masks=[Mask(renamed(m.condition), m.keeps) for m in layer.masks],
+    )  # fmt: skip
+
+
 def _equal(a: Layer, b: Layer) -> bool:
     """The same layer but for which expert or slot it is a part of."""
 
     def key(layer: Layer) -> tuple:
-        x = tuple(ix.substitute(i, {layer.channel: _CHANNEL}) for i in layer.x.at)
         biases = tuple(b if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias))
-        same = (layer.tokens, layer.slots, layer.activation, layer.weight_on_input, layer.constant, layer.masks)
-        return (layer.x.node, x, layer.gate_up.parts, layer.down.parts, biases, same)
+        routing = (layer.tokens, layer.slots, layer.weight_on_input, layer.constant, layer.masks)
+        return (layer.x, layer.gate_up.parts, layer.down.parts, biases, layer.activation, routing)
 
     return key(a) == key(b)
-
-
-_CHANNEL = Var(ix.expression(0), ("channel",))
