@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import NVFP4Config, ScaleSearch
 from ..errors import CalibrationError, NonFiniteError
 from . import self_calibration
 from .calibrate import mean_squares
-from .plan import Plan, Target
+from .plan import ExpertsTarget, Plan, Target
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
@@ -19,17 +20,24 @@ _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no
 
 @dataclass
 class ScaleChoice:
-    """``config``: the search actually used. ``weights``: E[x^2] ``[K]`` by group name, for ``"activation"``. ``note``: how ``"auto"`` was decided."""
+    """What one model gets.
+
+    Args:
+        config: the search actually used.
+        weights: for ``"activation"``, by the name of a group or of a module of experts: E[x^2] ``[K]``, the experts'
+            :class:`.calibrate_experts.Statistics`, or None where no token came.
+        note: how ``"auto"`` was decided.
+    """
 
     config: NVFP4Config
-    weights: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
 
-    def of(self, group: list[Target]) -> tuple[NVFP4Config, Tensor | None, tuple[str, ...]]:
-        """``(config, channel weight, notes)`` for the weight that ``group`` shares."""
+    def of(self, item: list[Target] | ExpertsTarget) -> tuple[NVFP4Config, Any, tuple[str, ...]]:
+        """``(config, channel weights, notes)`` for the weight that a group shares, or for a module of experts."""
         if self.config.scale_search != "activation":
             return self.config, None, ()
-        weight = self.weights[group[0].name]
+        weight = self.weights[item.name if isinstance(item, ExpertsTarget) else item[0].name]
         if weight is None:
             return replace(self.config, scale_search=_UNWEIGHTED, calibration=None), None, ("not reached by calibration: unweighted scales",)
         return self.config, weight, ()
@@ -49,7 +57,7 @@ def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, p
     if config.scale_search != "activation":
         return ScaleChoice(config)
     batches = self_calibration.write(model) if config.calibration == "self" else config.calibration
-    found = mean_squares(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress)
+    found = mean_squares(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress, experts=plan.experts)
     return ScaleChoice(config, _by_group(plan, found))
 
 
@@ -67,10 +75,9 @@ def _automatic(model: nn.Module, plan: Plan, config: NVFP4Config, progress: bool
     return ScaleChoice(replace(config, scale_search=_NO_DATA), note=f'scale_search="auto": "{_NO_DATA}", because {reason}')
 
 
-def _by_group(plan: Plan, found: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _by_group(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
     """Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached."""
-    out: dict[str, Tensor | None] = {}
     for group in plan.groups:
         reached = [w for t in group if (w := found[t.name]) is not None]
-        out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
-    return out
+        found[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
+    return found
