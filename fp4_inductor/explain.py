@@ -10,6 +10,7 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
+from .formats import nvfp4, sparse24
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
 from .passes.missed import Missed
@@ -142,21 +143,23 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     explanation = Explanation()
     path: list[str] = []
     hooks = []
-    linear = torch.ops.fp4.linear.default
+    storages = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}
 
     def seen(op, op_args) -> None:
-        if op is not linear:
+        if op not in storages:
             return
-        x, qdata = op_args[0], op_args[1]
-        n, k = qdata.shape[0], qdata.shape[1] * 2
+        storage = storages[op]
+        x = op_args[0]
+        n, k = storage.logical(op_args[1].shape)
         m = x.numel() // max(k, 1)
-        large_m = op_args[5] if len(op_args) > 5 else "auto"
-        options = plan(describe("linear", x.device, x.dtype, n, k, large_m), dispatch_config())
+        after_bias = 1 + len(storage.parts) + 1
+        large_m = op_args[after_bias] if len(op_args) > after_bias else "auto"
+        options = plan(describe(op._opname, x.device, x.dtype, n, k, large_m), dispatch_config())
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
             ExplainRow(
-                "fp4.linear",
+                f"fp4.{op._opname}",
                 path[-1] if path else "",
                 str(m),
                 n,

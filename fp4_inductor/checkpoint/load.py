@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..formats import nvfp4
+from ..errors import CheckpointError, SparsityError
+from ..formats import nvfp4, sparse24
+from ..formats.storage import Storage
 from ..integrations.transformers import use_experts_backend
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
 from ..models.preflight import check_device
-from ..modules import FP4Linear
-from ..tensors import NVFP4Tensor
+from ..modules import BY_STORAGE, FP4Linear
+from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .build import build_empty, values_lost
 from .experts import experts_in_place
 from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, read_header
 
 _SHOWN = 20
-_PARTS = NVFP4Tensor.PARTS
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
@@ -149,8 +149,9 @@ def _check_index(directory: Path, headers: dict[str, Header]) -> None:
 
 def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, layer in manifest.layers.items():
-        k = layer.in_features + -layer.in_features % nvfp4.GROUP
-        _check_matrix(name, entries, (layer.out_features, k))
+        storage = mf.STORAGES[layer.storage]
+        k = layer.in_features + -layer.in_features % storage.k_multiple
+        _check_matrix(name, entries, storage, (layer.out_features, k))
         bias = entries.get(_join(name, "bias"))
         if (bias is not None) != layer.bias:
             there, wanted = ("absent", "present") if bias is None else ("present", "absent")
@@ -165,36 +166,32 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, experts in manifest.experts.items():
         blank = experts.module()
         for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
-            _check_matrix(_join(name, part), entries, tuple(weight.weight.shape))
-    for name in manifest.tensors:
-        qdata = entries.get(f"{name}.qdata")
-        shape = None if qdata is None or len(qdata.shape) < 2 else (*qdata.shape[:-1], qdata.shape[-1] * 2)
-        _check_matrix(name, entries, shape)
+            _check_matrix(_join(name, part), entries, nvfp4.STORAGE, tuple(weight.weight.shape))
+    for name, kept in manifest.tensors.items():
+        storage = mf.STORAGES[kept.storage]
+        first = entries.get(f"{name}.{storage.parts[0].name}")
+        _check_matrix(name, entries, storage, None if first is None or len(first.shape) < 2 else storage.logical(first.shape))
 
 
-def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] | None) -> None:
-    """qdata, scale and global_scale of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
-    if shape is None or shape[-1] % nvfp4.GROUP:
+def _check_matrix(name: str, entries: dict[str, Entry], storage: Storage, shape: tuple[int, ...] | None) -> None:
+    """The components of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
+    if shape is None or shape[-1] % storage.k_multiple:
+        part = storage.parts[0]
         raise CheckpointError(
-            f"{name}.qdata is missing or no matrix of whole blocks",
+            f"{name}.{part.name} is missing or no matrix of whole blocks",
             value="no matrix" if shape is None else f"K = {shape[-1]}",
-            limit="[..., N, K/2] with K % 16 == 0",
+            limit=f"[..., N, K/{part.k}] with K % {storage.k_multiple} == 0",
             remedy=mf.REWRITE,
         )
-    want = {
-        "qdata": ((*shape[:-1], shape[-1] // 2), torch.uint8),
-        "scale": ((*shape[:-1], shape[-1] // nvfp4.GROUP), nvfp4.SCALE_DTYPE),
-        "global_scale": (tuple(shape[:-2]), torch.float32),
-    }
-    for part, (part_shape, dtype) in want.items():
-        entry = entries.get(_join(name, part))
+    for part, part_shape in zip(storage.parts, storage.shapes(shape).values(), strict=True):
+        entry = entries.get(_join(name, part.name))
         if entry is None:
-            raise CheckpointError(f"{_join(name, part)} is missing", value="no such tensor", limit=f"{dtype} {part_shape}", remedy=mf.REWRITE)
-        if entry.shape != part_shape or entry.dtype != dtype:
+            raise CheckpointError(f"{_join(name, part.name)} is missing", value="no such tensor", limit=f"{part.dtype} {part_shape}", remedy=mf.REWRITE)
+        if entry.shape != part_shape or entry.dtype != part.dtype:
             raise CheckpointError(
-                f"{_join(name, part)} has the wrong shape or dtype",
+                f"{_join(name, part.name)} has the wrong shape or dtype",
                 value=f"{entry.dtype} {entry.shape}",
-                limit=f"{dtype} {part_shape}",
+                limit=f"{part.dtype} {part_shape}",
                 remedy=mf.REWRITE,
             )
 
@@ -210,10 +207,16 @@ def check_data(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def check_scales(checkpoint: Checkpoint) -> None:
-    """No scale byte is NaN or negative, every global scale is finite and positive. Reads a ninth of the weights."""
+    """No scale byte is NaN or negative, every global scale is finite and positive, 2:4 metadata is legal. Reads a ninth of a dense weight."""
     with Reader() as reader:
         experts = [_join(name, part) for name, e in checkpoint.manifest.experts.items() for part in (e.first, "down_proj")]
-        for name in (*checkpoint.manifest.layers, *experts, *checkpoint.manifest.tensors):
+        weights = {name: e.storage for name, e in checkpoint.manifest.layers.items()} | {name: e.storage for name, e in checkpoint.manifest.tensors.items()}
+        for name, storage in (weights | dict.fromkeys(experts, nvfp4.NAME)).items():
+            if storage == sparse24.NAME:
+                try:
+                    sparse24.validate_meta(reader.read(checkpoint.entries[_join(name, "meta")]))
+                except SparsityError as error:
+                    raise CheckpointError(f"{_join(name, 'meta')}: {error.what}", value=error.value, limit=error.limit, remedy=_DAMAGED) from error
             scale = reader.read(checkpoint.entries[_join(name, "scale")]).view(torch.uint8)
             if scale.numel() and int(scale.max()) > _E4M3_MAX_BYTE:
                 raise CheckpointError(
@@ -248,7 +251,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     taken: set[str] = set()
     paths: dict[int, list[str]] = {}
     for name, layer in manifest.layers.items():
-        taken |= {_join(name, part) for part in (*_PARTS, "bias", "weight")}
+        taken |= {_join(name, part) for part in (*mf.STORAGES[layer.storage].names, "bias", "weight")}
         module = modules.get(name)
         problem = "the model has no such module" if module is None else _misfit(module, layer)
         if problem:
@@ -267,16 +270,18 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
             if name in taken or (derived and name not in manifest.derived):
                 continue
             if name in manifest.tensors:
-                used |= {f"{name}.{part}" for part in _PARTS}
+                used |= {f"{name}.{part}" for part in _parts(manifest.tensors[name])}
                 fp4[name] = (module, attribute)
-                shape = _logical_shape(manifest.tensors[name], entries[f"{name}.qdata"])
+                kept = manifest.tensors[name]
+                *lead, n, k = mf.STORAGES[kept.storage].logical(entries[f"{name}.{_parts(kept)[0]}"].shape)
+                shape = (*lead, k, n) if kept.transposed else (*lead, n, k)
                 if tuple(t.shape) != shape:
                     wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(t.shape)} in the model")
             elif name in entries:
                 used.add(name)
                 plain[name] = (module, attribute)
-                if isinstance(t, NVFP4Tensor):
-                    wrong.append(f"{name}: dense in the checkpoint, an NVFP4Tensor in the model")
+                if isinstance(t, FP4Tensor):
+                    wrong.append(f"{name}: dense in the checkpoint, a quantized tensor in the model")
                 elif tuple(t.shape) != entries[name].shape:
                     wrong.append(f"{name}: shape {entries[name].shape} in the checkpoint, {tuple(t.shape)} in the model")
                 elif entries[name].dtype != t.dtype and not (entries[name].dtype in _FLOATS and t.dtype in _FLOATS):
@@ -347,11 +352,10 @@ def _places(slots: _Slots, device: torch.device | None, default: torch.device, c
 
     out = {name: place(getattr(module, attribute)) for name, (module, attribute) in slots.plain.items()}
     for name, (module, attribute) in slots.fp4.items():
-        out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _PARTS}
+        out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _parts(checkpoint.manifest.tensors[name])}
     for names, module in slots.layers:
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        parts = (*_PARTS, "bias") if checkpoint.manifest.layers[names[0]].bias else _PARTS
-        out |= {_join(names[0], part): place(old) for part in parts}
+        layer = checkpoint.manifest.layers[names[0]]
+        out |= {_join(names[0], part): place(_weight_of(module)) for part in (*_parts(layer), *(("bias",) if layer.bias else ()))}
     return out
 
 
@@ -376,23 +380,28 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
     for name, (module, attribute) in slots.fp4.items():
         kind = checkpoint.manifest.tensors[name]
         old = getattr(module, attribute)
-        qdata, scale, global_scale = (get(f"{name}.{part}", old) for part in _PARTS)
-        weight = NVFP4Tensor(qdata, scale, global_scale, kind.torch_dtype, kind.transposed)
+        parts = [get(f"{name}.{part}", old) for part in _parts(kind)]
+        weight = BY_STORAGE[kind.storage].TENSOR(*parts, kind.torch_dtype, kind.transposed)  # type: ignore[abstract]
         setattr(module, attribute, nn.Parameter(weight, requires_grad=False) if attribute in module._parameters else weight)
     for names, module in slots.layers:
         layer = checkpoint.manifest.layers[names[0]]
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
-        new.qdata, new.scale, new.global_scale = (get(_join(names[0], part), old) for part in _PARTS)
+        old = _weight_of(module)
+        new = BY_STORAGE[layer.storage](layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
+        new.take(tuple(get(_join(names[0], part), old) for part in _parts(layer)))
         new.bias = get(_join(names[0], "bias"), old) if layer.bias else None
         carry_over(module, new)
         model = replace_module(model, names, new)
     return model
 
 
-def _logical_shape(entry: mf.TensorEntry, qdata: Entry) -> tuple[int, ...]:
-    shape = (*qdata.shape[:-1], qdata.shape[-1] * 2)
-    return (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+def _parts(entry: mf.LayerEntry | mf.TensorEntry) -> tuple[str, ...]:
+    """Names of the weight's components."""
+    return mf.STORAGES[entry.storage].names
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """A tensor that lies where the layer's weight does."""
+    return module.scale if isinstance(module, FP4Linear) else module._parameters["weight"]
 
 
 def _join(prefix: str, name: str) -> str:

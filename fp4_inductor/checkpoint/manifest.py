@@ -3,13 +3,15 @@
 ::
 
     {"format": "fp4_inductor", "version": 1, "checksum": "<sha256 of the rest>",
-     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m"}},
+     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "storage"}},
      "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m"}},
-     "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
+     "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed", "storage"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
      "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256", "data_crc32"}},
      "report":  {"errors": {"<layer>": 0.083}, "kept": {"<parameter>": "<reason>"}}}
+
+``storage`` names the format (:data:`STORAGES`) and so the tensors of a weight; without it a weight is dense NVFP4.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..formats import nvfp4
+from ..formats import nvfp4, sparse24
 from ..modules import FP4Experts, FP4ExpertWeight
 from ..ops.activation import Activation
 from ..ops.linear import LARGE_M
@@ -45,6 +47,9 @@ _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "alias
 _LATER = {"experts"}  # absent in checkpoints written before there were any
 
 
+STORAGES = {storage.name: storage for storage in (nvfp4.STORAGE, sparse24.STORAGE)}
+
+
 @dataclass(frozen=True)
 class LayerEntry:
     """An FP4Linear."""
@@ -54,6 +59,7 @@ class LayerEntry:
     dtype: str
     bias: bool
     large_m: str
+    storage: str = nvfp4.NAME
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -85,10 +91,11 @@ class ExpertsEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A Parameter that is an NVFP4Tensor."""
+    """A Parameter that is an FP4Tensor."""
 
     dtype: str
     transposed: bool
+    storage: str = nvfp4.NAME
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -119,6 +126,9 @@ def write(manifest: Manifest) -> bytes:
     body = asdict(manifest)
     if not manifest.experts:
         del body["experts"]
+    for entry in (*body["layers"].values(), *body["tensors"].values()):
+        if entry["storage"] == nvfp4.NAME:
+            del entry["storage"]
     body["report"] = {"errors": body.pop("errors"), "kept": body.pop("kept")}
     body |= {"format": FORMAT, "version": VERSION}
     body["checksum"] = checksum(body)
@@ -211,7 +221,8 @@ def _number(what: str, value: Any) -> float:
 
 def _fields(what: str, value: Any, cls: type[LayerEntry] | type[ExpertsEntry] | type[TensorEntry] | type[FileEntry]) -> dict[str, Any]:
     names = {f.name for f in fields(cls)}
-    _need(isinstance(value, dict) and set(value) == names, what, value, sorted(names))
+    required = {f.name for f in fields(cls) if f.default is MISSING}
+    _need(isinstance(value, dict) and required <= set(value) <= names, what, value, sorted(names))
     return value
 
 
@@ -222,6 +233,7 @@ def _layer(name: str, value: Any) -> LayerEntry:
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"layers[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["bias"]) is bool, f"layers[{name!r}].bias", v["bias"], "true or false")
     _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
+    _storage(f"layers[{name!r}]", v)
     return LayerEntry(**v)
 
 
@@ -254,7 +266,13 @@ def _tensor(name: str, value: Any) -> TensorEntry:
     v = _fields(f"tensors[{name!r}]", value, TensorEntry)
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"tensors[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["transposed"]) is bool, f"tensors[{name!r}].transposed", v["transposed"], "true or false")
+    _storage(f"tensors[{name!r}]", v)
     return TensorEntry(**v)
+
+
+def _storage(what: str, v: dict[str, Any]) -> None:
+    name = v.get("storage", nvfp4.NAME)
+    _need(isinstance(name, str) and name in STORAGES, f"{what}.storage", name, list(STORAGES))
 
 
 def _file(name: str, value: Any) -> FileEntry:
