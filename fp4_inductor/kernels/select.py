@@ -33,6 +33,7 @@ class Call:
         n, k: weight shape.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
+        experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Call:
     k: int
     large_m: str = "auto"
     csrc: str = ""
+    experts: int = 1
 
 
 def arch_of(device: torch.device) -> int:
@@ -52,10 +54,11 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto") -> Call:
-    """The :class:`Call` for a weight ``[n, k]`` on ``device``."""
+def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
+    """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
     arch = arch_of(device)
-    return Call(op, arch, dtype, n, k, large_m, csrc_status(arch))
+    csrc = csrc_status(arch) if any(row.csrc for row in ROWS if row.op == op) else ""
+    return Call(op, arch, dtype, n, k, large_m, csrc, experts)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         if row.op != call.op:
             continue
         why = _refusal(row, call)
+        if row.m_per_expert and row.max_m is not None:
+            row = replace(row, max_m=max(row.max_m, int(row.m_per_expert * call.experts)))
         if why is None and row.regime in overrides:
             if row.max_m is None:
                 pass  # the last resort has no bound to override

@@ -180,9 +180,8 @@ def test_nothing_serves_and_the_error_lists_every_reason():
     call = Call("linear", 75, torch.bfloat16, 64, 64)
     with pytest.raises(KernelError) as caught:
         plan(call, DEFAULT)
-    for row in ROWS:
-        if row.op == call.op:
-            assert f"{row.kernel}: " in str(caught.value)
+    for row in (row for row in ROWS if row.op == call.op):
+        assert f"{row.kernel}: " in str(caught.value)
     assert "sm_75" in str(caught.value)
 
 
