@@ -37,6 +37,7 @@ class FP4Tensor(torch.Tensor):
 
     STORAGE: ClassVar[Storage]
     PARTS: ClassVar[tuple[str, ...]]
+    ATTRIBUTES: ClassVar[tuple[str, ...]]
     scale: Tensor
     global_scale: Tensor
     logical_dtype: torch.dtype
@@ -45,6 +46,8 @@ class FP4Tensor(torch.Tensor):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.PARTS = cls.STORAGE.names
+        # torch.export finds a component only under a name that torch.Tensor does not have; a property gives it the other.
+        cls.ATTRIBUTES = tuple(f"{name}_" if hasattr(torch.Tensor, name) else name for name in cls.PARTS)
         torch.serialization.add_safe_globals([cls])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -73,7 +76,7 @@ class FP4Tensor(torch.Tensor):
     def _hold(self, parts: tuple[Tensor, ...], dtype: torch.dtype, transposed: bool) -> None:
         """Keep the components; the body of a subclass' ``__init__``."""
         first = parts[0]
-        for name, part in zip(self.PARTS, parts, strict=True):
+        for name, part in zip(self.ATTRIBUTES, parts, strict=True):
             # Global scale: [E, 1, 1] broadcasts and [E] indexes: one form inside.
             setattr(self, name, part.reshape(first.shape[:-2]) if name == "global_scale" and part.dim() != first.dim() - 2 else part)
         self.logical_dtype, self.transposed = dtype, transposed
@@ -87,7 +90,7 @@ class FP4Tensor(torch.Tensor):
 
     def parts(self) -> tuple[Tensor, ...]:
         """The component tensors, in the order of ``PARTS``."""
-        return tuple(getattr(self, name) for name in self.PARTS)
+        return tuple(getattr(self, name) for name in self.ATTRIBUTES)
 
     def with_parts(self, parts, *, dtype: torch.dtype | None = None, transposed: bool | None = None):
         """The same kind of tensor over other components."""
@@ -106,11 +109,11 @@ class FP4Tensor(torch.Tensor):
 
     def __tensor_flatten__(self):
         # Never self.dtype or self.shape here: each goes through __torch_function__, per call.
-        return list(self.PARTS), (self.logical_dtype, self.transposed)
+        return list(self.ATTRIBUTES), (self.logical_dtype, self.transposed)
 
     @classmethod
     def __tensor_unflatten__(cls, parts, context, outer_size, outer_stride):
-        return cls._of_parts([parts[name] for name in cls.PARTS], *context)
+        return cls._of_parts([parts[name] for name in cls.ATTRIBUTES], *context)
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's AOTAutograd cache (read by torch >= 2.12)."""
@@ -147,7 +150,7 @@ class FP4Tensor(torch.Tensor):
     def data(self, value) -> None:
         if type(value) is not type(self) or value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise _write_error(self, f".data = {type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on a {type(self).__name__}")
-        for name in self.PARTS:
+        for name in self.ATTRIBUTES:
             setattr(self, name, getattr(value, name))
         self.transposed = value.transposed
 

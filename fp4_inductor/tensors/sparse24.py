@@ -34,8 +34,13 @@ class Sparse24NVFP4Tensor(FP4Tensor):
     """
 
     STORAGE: ClassVar[Storage] = sparse24.STORAGE
-    values: Tensor  # type: ignore[assignment]  # Tensor.values() is for sparse COO tensors, which this is not
+    values_: Tensor
     meta: Tensor
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """uint8 ``[..., N, K/4]``. (``torch.Tensor.values()`` is for sparse COO tensors, which this is not.)"""
+        return self.values_
 
     @staticmethod
     def __new__(
@@ -99,11 +104,11 @@ class Sparse24NVFP4Tensor(FP4Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight in ``dtype`` (default: this tensor's dtype), as an ordinary tensor."""
-        w = fp4.sparse_dequantize(self.values, self.meta, self.scale, self.global_scale, dtype or self.logical_dtype)
+        w = fp4.sparse_dequantize(self.values_, self.meta, self.scale, self.global_scale, dtype or self.logical_dtype)
         return w.mT if self.transposed else w
 
     def _linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return fp4.sparse_linear(x, self.values, self.meta, self.scale, self.global_scale, bias)
+        return fp4.sparse_linear(x, self.values_, self.meta, self.scale, self.global_scale, bias)
 
     def _bmm(self, x: Tensor) -> Tensor:
-        return fp4.bmm(x, fp4.sparse_decompress(self.values, self.meta), self.scale, self.global_scale)
+        return fp4.bmm(x, fp4.sparse_decompress(self.values_, self.meta), self.scale, self.global_scale)
