@@ -16,7 +16,9 @@ BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
 
-Status = Literal["measured on H200", "compiled, not run", "runs in CI"]
+# A row that is only emulated never serves a call by itself: DispatchConfig(candidates=...) switches it on.
+Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed"]
+EMULATED: Status = "emulated, not timed"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Row:
         status: what has been run.
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
-        csrc: needs the compiled CUDA sources.
+        csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
     """
 
@@ -49,13 +51,14 @@ class Row:
     large_m: tuple[str, ...] = ("auto", "fp8", "bf16")
     k_multiple: int = 16
     n_multiple: int = 1
-    csrc: bool = False
+    csrc: str = ""
     without: str | None = None
 
 
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
 _SMALL = "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
+_CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 
 ROWS: tuple[Row, ...] = (
@@ -76,9 +79,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small"),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small"),
-    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, "measured on H200", k_multiple=64, csrc=True),
-    Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc=True),
-    Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc=True),
+    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, "measured on H200", k_multiple=64, csrc="linear_small"),
+    Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
+    Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
+    Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid"),
     Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200"),
     Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run"),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run"),

@@ -42,10 +42,15 @@ def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
     entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
-    if decision.row is None or decision.row.kernel in _CALLED:
+    row = decision.row
+    if row is None or row.kernel == "cpu":
         return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
-    y = _LOWER[decision.row.kernel](decision.row, rows, qdata, scale, global_scale, m, n, k)
+    if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
+        operator = getattr(torch.ops.fp4_csrc, row.csrc).default
+        y = inductor.call_op(operator, *_arguments(rows, qdata, scale, global_scale), bias, call.arch)
+        return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+    y = _LOWER[row.kernel](row, rows, qdata, scale, global_scale, m, n, k)
     entry.buffer = inductor.buffer_name(y)
     if bias is not None:
         y = inductor.add(y, bias)
@@ -130,8 +135,8 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
-# Kernels with no form inside generated code: the op is called, and picks the same row for the same M.
-_CALLED = {"cpu", "cuda_small"}
+# Kernels with no form inside generated code: an operator is called.
+_CALLED = {"cpu", "cuda_small", "cuda_mid"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,
