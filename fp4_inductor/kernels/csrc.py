@@ -84,7 +84,7 @@ def door(name: str, arch: int) -> str:
 
 
 def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = ()) -> Tensor:
-    """``[M, N]`` from contiguous, 16-byte aligned ``x [M, K]`` and the parts of a weight of N rows, on the current stream.
+    """``[M, N]`` from ``x [M, K]`` and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
 
     Args:
         tile: a tile that the source instantiates; empty: the kernel's choice.
@@ -94,9 +94,9 @@ def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, b
     """
     try:
         return getattr(torch.ops.fp4_csrc, name).default(x, *weight, global_scale, bias, arch, *tile)
-    except KernelError:
-        raise
     except RuntimeError as error:
+        if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
+            raise
         raise _refused(name, str(error)) from error
 
 

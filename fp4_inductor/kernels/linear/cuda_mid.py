@@ -11,5 +11,5 @@ from . import configs
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, arch: int, tile: configs.CudaMidConfig | None = None) -> Tensor:
-    """``[M, N]`` from contiguous, 16-byte aligned ``x [M, K]``, any number of rows, on the current stream."""
+    """``[M, N]`` from ``x [M, K]``, any number of rows, on the current stream."""
     return csrc.call("linear_mid", x, (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())

@@ -13,5 +13,5 @@ MAX_M = 32
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, arch: int, tile: configs.SmallConfig | None = None) -> Tensor:
-    """``[M, N]`` from contiguous, 16-byte aligned ``x [M, K]``, 1 <= M <= 32 (16 on other than sm_90), on the current stream."""
+    """``[M, N]`` from ``x [M, K]``, 1 <= M <= 32 (16 on other than sm_90), on the current stream."""
     return csrc.call("linear_small", x, (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())

@@ -47,6 +47,8 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
         return contract.without_products(x, n, bias)
     rows = x.reshape(m, k)
     row = _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
+    if row.csrc:  # its operator sees to device, strides and alignment
+        return _LAUNCHERS[row.kernel](rows, qdata, scale, global_scale, bias).view(*lead, n)
     with torch.cuda.device(x.device):
         bias = None if bias is None else _aligned(bias)
         y = _LAUNCHERS[row.kernel](_aligned(rows), _aligned(qdata), _aligned(scale), global_scale, bias)
