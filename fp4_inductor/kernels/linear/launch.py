@@ -113,6 +113,7 @@ def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, b
 _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_gemv": gemv,
     "cuda_small": small,
+    "cuda_small_any_k": small,
     "cuda_mid": middle,
     "triton_mid": mid,
     "dequantize_fp8 + scaled_mm": large_fp8,
