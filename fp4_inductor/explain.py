@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
+from .passes.missed import Missed
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,19 @@ class ExplainRow:
 
 @dataclass
 class Explanation:
-    """The rows, and how many matmuls each graph pass rewrote into quantized ones."""
+    """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
+
+    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes.
+    """
 
     rows: list[ExplainRow] = field(default_factory=list)
     matches: dict[str, int] = field(default_factory=dict)
+    missed: list[Missed] = field(default_factory=list)
 
     def __str__(self) -> str:
+        return "\n".join([self._table(), *(f"left dense: {m}" for m in self.missed)])
+
+    def _table(self) -> str:
         if not self.rows:
             return "explain: no quantized call was reached."
         groups: dict[tuple, list[str]] = {}
@@ -101,11 +109,11 @@ def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanat
 def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
     from ._torch.capture import compile_again
     from .lowerings.journal import listen
-    from .passes import matches
+    from .passes import matches, missed
 
     before = matches()
     done = 0
-    with listen() as entries:
+    with listen() as entries, missed.listen() as left:
 
         def fused(found: dict[str, list[str]]) -> None:
             nonlocal done
@@ -126,7 +134,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
-    return Explanation(rows, rewritten)
+    return Explanation(rows, rewritten, left)
 
 
 def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..formats import nvfp4
+from ..integrations.transformers import use_experts_backend
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
@@ -21,6 +22,7 @@ from ..modules import FP4Linear
 from ..tensors import NVFP4Tensor
 from . import manifest as mf
 from .build import build_empty, values_lost
+from .experts import experts_in_place
 from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, read_header
 
 _SHOWN = 20
@@ -72,11 +74,13 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
             limit="tensors with values",
             remedy="Pass a function that builds the model: load(lambda: Model(config), dir).",
         )
-    slots = _match(model, checkpoint, strict)
-    tensors = _read(model, checkpoint, slots, where)
+    with experts_in_place(model, checkpoint.manifest.experts) as model:
+        slots = _match(model, checkpoint, strict)
+        tensors = _read(model, checkpoint, slots, where)
     model = _install(model, checkpoint, slots, tensors)
     if where is not None:
         model.to(where)
+    use_experts_backend(model)
     record(model, inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept))
     return given if compiled else model
 
@@ -158,6 +162,10 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
                 limit=f"({layer.out_features},) in {', '.join(mf.DTYPE_NAMES)}",
                 remedy=mf.REWRITE,
             )
+    for name, experts in manifest.experts.items():
+        blank = experts.module()
+        for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
+            _check_matrix(_join(name, part), entries, tuple(weight.weight.shape))
     for name in manifest.tensors:
         qdata = entries.get(f"{name}.qdata")
         shape = None if qdata is None or len(qdata.shape) < 2 else (*qdata.shape[:-1], qdata.shape[-1] * 2)
@@ -204,7 +212,8 @@ def check_data(checkpoint: Checkpoint, directory: Path) -> None:
 def check_scales(checkpoint: Checkpoint) -> None:
     """No scale byte is NaN or negative, every global scale is finite and positive. Reads a ninth of the weights."""
     with Reader() as reader:
-        for name in (*checkpoint.manifest.layers, *checkpoint.manifest.tensors):
+        experts = [_join(name, part) for name, e in checkpoint.manifest.experts.items() for part in (e.first, "down_proj")]
+        for name in (*checkpoint.manifest.layers, *experts, *checkpoint.manifest.tensors):
             scale = reader.read(checkpoint.entries[_join(name, "scale")]).view(torch.uint8)
             if scale.numel() and int(scale.max()) > _E4M3_MAX_BYTE:
                 raise CheckpointError(
