@@ -165,10 +165,13 @@ class DispatchConfig:
         unproven: what a compiled graph does when M cannot be proven to lie in one regime: ``"guard"`` (one graph per
             regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
+        candidates: kernels whose rows are off by default because nobody has timed them on a GPU yet, e.g. ``("cuda_mid",)``. One that
+            is named here serves its regime in place of that regime's other rows.
     """
 
     thresholds: tuple[tuple[str, int], ...] = ()
     unproven: Literal["guard", "runtime"] = "guard"
+    candidates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         given = self.thresholds
@@ -182,6 +185,11 @@ class DispatchConfig:
             )
         object.__setattr__(self, "thresholds", tuple(sorted(items)))
         _one_of(self, "unproven", Literal["guard", "runtime"])
+        if isinstance(self.candidates, str) or not all(isinstance(name, str) for name in self.candidates):
+            raise ConfigError(
+                "candidates are not names of kernels", value=repr(self.candidates), limit="a tuple of strings", remedy='Write candidates=("cuda_mid",).'
+            )
+        object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
 
 
 _dispatch = DispatchConfig()

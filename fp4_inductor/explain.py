@@ -11,6 +11,7 @@ import torch
 from .config import dispatch_config
 from .errors import ConfigError
 from .formats import nvfp4, sparse24
+from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
 from .passes.missed import Missed
@@ -130,7 +131,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.decision.note),
+                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.arch, e.decision.note),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -170,7 +171,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row),
+                _note(row, options.call.arch),
             )
         )
 
@@ -192,7 +193,10 @@ def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
 
 
-def _note(row: Row | None, note: str = "") -> str:
+def _note(row: Row | None, arch: int, note: str = "") -> str:
+    if row is not None and row.csrc:
+        called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
+        return f"{note}; {called}" if note else called
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 

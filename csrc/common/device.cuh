@@ -5,6 +5,9 @@
 #pragma once
 #include <cstdint>
 
+// 160 KB of shared memory a block and more; the others have 99 (CUDA C Programming Guide).
+constexpr bool kLargeSharedMemory = FP4_ARCH == 80 || FP4_ARCH == 87 || FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120);
+
 #ifdef FP4_EMULATED
 #include "device.h"
 #else

@@ -125,13 +125,26 @@ template <typename T, int R, int TILES, int GROUPS, int STAGES, bool ANY_K = fal
   return launch(linear_mid<T, R, TILES, GROUPS, STAGES, ANY_K>, blocks, S::kThreads, bytes, splits, p, stream);
 }
 
-template <typename T> cudaError_t by_tile(int R, int tokens, int groups, int stages, int splits, const Linear<T>& p, cudaStream_t stream) {
-  if (p.K % 64) return run<T, 1, 4, 2, 3, true>(splits, p, stream);
+struct Tile {
+  int rows_16, tokens, groups, stages, splits;
+};
+
+// By reasoning, not by measurement: the widest tile that M fills, and enough blocks for the 132 SMs of an H200 as long as every
+// group of warps keeps some steps of K.
+Tile best(int M, int N, int K) {
+  Tile t = FP4_ARCH == 90 && M <= 16 ? Tile{2, 16, 4, 3, 1} : FP4_ARCH == 90 && M <= 32 ? Tile{2, 32, 4, 3, 1} : Tile{2, 64, 2, 4, 1};
+  const int64_t blocks = (int64_t)((N + kRows - 1) / kRows) * ((M + t.tokens - 1) / t.tokens);
+  while (FP4_ARCH >= 90 && t.splits < 8 && blocks * t.splits <= 66 && K / kStepK >= 4 * t.splits * t.groups) t.splits *= 2;
+  return t;
+}
+
+template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
+  if (p.K % 64) return run<T, 1, 4, 2, 3, true>(tile.splits, p, stream);
 #define TILE(r, m, gr, st) \
-  if (R == r && tokens == m && groups == gr && stages == st) return run<T, r, m / 8, gr, st>(splits, p, stream);
+  if (tile.rows_16 == r && tile.tokens == m && tile.groups == gr && tile.stages == st) return run<T, r, m / 8, gr, st>(tile.splits, p, stream);
   TILE(2, 64, 2, 4)
 #if FP4_ARCH == 90  // 512 threads: other assemblers spill
-  TILE(1, 64, 2, 4) TILE(2, 32, 4, 3)
+  TILE(1, 64, 2, 4) TILE(2, 32, 4, 3) TILE(2, 16, 4, 3) TILE(4, 32, 4, 2)
 #endif
 #undef TILE
   return cudaErrorInvalidConfiguration;
@@ -139,17 +152,18 @@ template <typename T> cudaError_t by_tile(int R, int tokens, int groups, int sta
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, tokens, groups, stages): one of by_tile's; K % 64 != 0 has one
-// tile of its own. splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90. 1 <= M <= 2^20, K % 16 == 0; x and q 16-byte
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, tokens, groups, stages): one of by_tile's, splits in {1, 2, 4, 8}:
+// blocks that share K, 1 below sm_90; all 0 for best(). K % 64 != 0 has one tile of its own. 1 <= M <= 2^20, K % 16 == 0; x and q 16-byte
 // aligned, scale 4-byte aligned; bias may be null.
 extern "C" int fp4_linear_mid(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype,
                               int rows_16, int tokens, int groups, int stages, int splits, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 16 || K % 16) return cudaErrorInvalidValue;
-  if (splits < 1 || splits > (FP4_ARCH >= 90 ? 8 : 1) || (splits & (splits - 1))) return cudaErrorInvalidConfiguration;
+  const Tile tile = rows_16 ? Tile{rows_16, tokens, groups, stages, splits} : best(M, N, K);
+  if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K};
-    return by_tile<T>(rows_16, tokens, groups, stages, splits, p, (cudaStream_t)stream);
+    return by_tile<T>(tile, p, (cudaStream_t)stream);
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -94,9 +94,20 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K = false> 
   return launch(linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((p.N + 16 * R - 1) / (16 * R)), 32 * WARPS, bytes, 1, p, stream);
 }
 
-template <typename T, int MT> cudaError_t by_tile(int R, int warps, int stages, const Linear<T>& p, cudaStream_t stream) {
+struct Tile {
+  int rows_16, warps, stages;
+};
+
+// Enough blocks and warps to fill the chip without splitting K over blocks; measured on an H200 (benchmarks/results/linear.csv).
+Tile best(int M, int N, int K) {
+  if (N < 8192) return M > 16 && K < 8192 ? Tile{2, 8, 4} : Tile{2, 16, 2};
+  if (N <= 8448) return M <= 8 && kLargeSharedMemory ? Tile{4, 8, 3} : Tile{4, 8, 2};
+  return M <= 16 ? Tile{4, 8, 2} : Tile{4, 4, 3};
+}
+
+template <typename T, int MT> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
 #define TILE(r, w, st) \
-  if (R == r && warps == w && stages == st) return run<T, MT, r, w, st>(p, stream);
+  if (tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, MT, r, w, st>(p, stream);
   if (p.K % 64) return run<T, MT, 2, 8, 2, true>(p, stream);
   TILE(2, 16, 2) TILE(4, 8, 2)
   if constexpr (MT == 1) { TILE(4, 8, 3) }
@@ -105,25 +116,26 @@ template <typename T, int MT> cudaError_t by_tile(int R, int warps, int stages, 
   return cudaErrorInvalidConfiguration;
 }
 
-template <typename T> cudaError_t by_tokens(int rows_16, int warps, int stages, const Linear<T>& p, cudaStream_t stream) {
-  if (p.M <= 8) return by_tile<T, 1>(rows_16, warps, stages, p, stream);
-  if (p.M <= 16) return by_tile<T, 2>(rows_16, warps, stages, p, stream);
+template <typename T> cudaError_t by_tokens(Tile tile, const Linear<T>& p, cudaStream_t stream) {
+  if (p.M <= 8) return by_tile<T, 1>(tile, p, stream);
+  if (p.M <= 16) return by_tile<T, 2>(tile, p, stream);
 #if FP4_ARCH == 90  // 32 tokens a block fit the registers on sm_90 only; the dispatch rows say the same
-  if (p.M <= 32) return by_tile<T, 4>(rows_16, warps, stages, p, stream);
+  if (p.M <= 32) return by_tile<T, 4>(tile, p, stream);
 #endif
   return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, warps, stages): one of by_tile's; K % 64 != 0 has one tile of
-// its own. 1 <= M <= 32 on sm_90, 16 elsewhere, K % 16 == 0; x and q 16-byte aligned, scale 4-byte aligned; bias may be null.
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, warps, stages): one of by_tile's, or (0, 0, 0) for best(); K % 64
+// != 0 has one tile of its own. 1 <= M <= 32 on sm_90, 16 elsewhere, K % 16 == 0; x and q 16-byte aligned, scale 4-byte aligned; bias may be null.
 extern "C" int fp4_linear_small(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype,
                                 int rows_16, int warps, int stages, void* stream) {
   if (M < 1 || N < 1 || K < 16 || K % 16) return cudaErrorInvalidValue;
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    return by_tokens<T>(rows_16, warps, stages, {(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K}, (cudaStream_t)stream);
+    const Tile tile = rows_16 ? Tile{rows_16, warps, stages} : best(M, N, K);
+    return by_tokens<T>(tile, {(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K}, (cudaStream_t)stream);
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

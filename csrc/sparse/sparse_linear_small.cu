@@ -111,23 +111,37 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 struct Call {
   const void *x, *values, *meta, *scale, *global_scale, *bias;
   void* y;
-  int M, N, K, splits;
+  int M, N, K;
   cudaStream_t stream;
 };
 
-template <typename T, int MT, int R, int WARPS, int STAGES> cudaError_t run(const Call& c) {
+template <typename T, int MT, int R, int WARPS, int STAGES> cudaError_t run(const Call& c, int splits) {
   constexpr int ring = WARPS * STAGES * (16 * R * kRowBytes + 8 * MT * kTokenBytes), sums = kSumBytes<R, MT, WARPS>;
   constexpr int bytes = ring > sums ? ring : sums;
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  return launch(sparse_linear_small<T, MT, R, WARPS, STAGES>, dim3((c.N + 16 * R - 1) / (16 * R), 1, c.splits), 32 * WARPS, bytes, c.splits, c.stream,
+  return launch(sparse_linear_small<T, MT, R, WARPS, STAGES>, dim3((c.N + 16 * R - 1) / (16 * R), 1, splits), 32 * WARPS, bytes, splits, c.stream,
                 (const T*)c.x, (const uint8_t*)c.values, (const uint8_t*)c.meta, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias,
                 (T*)c.y, c.M, c.N, c.K);
 }
 
-template <typename T> cudaError_t by_tile(int R, int warps, int stages, const Call& c) {
+struct Tile {
+  int rows_16, warps, stages, splits;
+};
+
+// By reasoning, not by measurement: 64 rows a block where there are enough blocks (the activations are read half as often), and
+// enough blocks for the 132 SMs of an H200 as long as every warp keeps a step of K.
+Tile best(int M, int N, int K) {
+  Tile t = M > 16 || !kLargeSharedMemory ? Tile{2, 8, 2, 1} : N >= 8192 ? Tile{4, 8, M <= 8 ? 3 : 2, 1} : M <= 8 ? Tile{2, 16, 2, 1} : Tile{2, 8, 3, 1};
+  const int blocks = (N + 16 * t.rows_16 - 1) / (16 * t.rows_16);
+  while (FP4_ARCH >= 90 && t.splits < 8 && blocks * t.splits <= 66 && K / kStepK >= 2 * t.splits * t.warps) t.splits *= 2;
+  return t;
+}
+
+template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 #define TILE(mt, r, w, st) \
-  if (c.M <= 8 * mt && R == r && warps == w && stages == st) return run<T, mt, r, w, st>(c);
-  TILE(1, 2, 8, 3) TILE(1, 4, 8, 3) TILE(1, 2, 16, 2) TILE(2, 2, 8, 3) TILE(2, 4, 8, 2) TILE(4, 2, 8, 2)
+  if (c.M <= 8 * mt && tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, mt, r, w, st>(c, tile.splits);
+  TILE(1, 2, 8, 2) TILE(1, 2, 16, 2) TILE(1, 4, 8, 3) TILE(2, 2, 8, 2) TILE(2, 2, 8, 3) TILE(2, 4, 8, 2)
+  if constexpr (kLargeSharedMemory) { TILE(4, 2, 8, 2) }
 #undef TILE
   return cudaErrorInvalidConfiguration;
 }
@@ -135,12 +149,14 @@ template <typename T> cudaError_t by_tile(int R, int warps, int stages, const Ca
 }  // namespace
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
-// metadata. (rows_16, warps, stages): one of by_tile's; splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90. 1 <= M <= 32,
-// K % 64 == 0; x and values 16-byte aligned, meta 8-byte, scale 4-byte aligned; bias may be null.
+// metadata. (rows_16, warps, stages): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90; all 0 for best().
+// 1 <= M <= 32 (16 where a block has 99 KB of shared memory), K % 64 == 0; x and values 16-byte aligned, meta 8-byte, scale 4-byte
+// aligned; bias may be null.
 extern "C" int fp4_sparse_linear_small(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                                        int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream) {
   if (M < 1 || M > 32 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
-  if (splits < 1 || splits > (FP4_ARCH >= 90 ? 8 : 1) || (splits & (splits - 1))) return cudaErrorInvalidConfiguration;
-  const Call call{x, values, meta, s, g, bias, y, M, N, K, splits, (cudaStream_t)stream};
-  return dtype == 0 ? by_tile<__nv_bfloat16>(rows_16, warps, stages, call) : by_tile<__half>(rows_16, warps, stages, call);
+  const Tile tile = rows_16 ? Tile{rows_16, warps, stages, splits} : best(M, N, K);
+  if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
+  const Call call{x, values, meta, s, g, bias, y, M, N, K, (cudaStream_t)stream};
+  return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
 }

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from ..ops import dequantize, dequantize_fp8, linear, moe, quantize_rows_fp8, sparse_decompress, sparse_dequantize, sparse_dequantize_fp8, sparse_linear
+from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
 from .moe import cpu as moe_cpu
 

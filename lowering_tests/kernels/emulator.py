@@ -1,7 +1,7 @@
 """CUDA kernels of csrc/ on a CPU: the sources compiled by the C++ compiler against ``emulated/``, called through ctypes.
 
 Every launch is checked as compute-sanitizer would check it (bounds, alignment, initialisation, races, asynchronous copies
-that nobody waited for, barriers that not all threads reach); :class:`Fault` carries what was found.
+that nobody waited for, barriers that not all threads reach); :class:`EmulatorError` carries what was found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "emulated"
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
 
 
-class Fault(Exception):
+class EmulatorError(Exception):
     """What the emulator found wrong in a launch."""
 
 
@@ -86,7 +86,7 @@ class Emulated:
         """``name(tensors..., out, rest..., stream)``; returns what was written to a copy of ``out``.
 
         Raises:
-            Fault: a check of the emulator, or the status the function returned.
+            EmulatorError: a check of the emulator, or the status the function returned.
         """
         self.library.emulator_seed(seed)
         try:
@@ -95,7 +95,7 @@ class Emulated:
             status = getattr(self.library, name)(*pointers, place, *rest, ctypes.c_void_p(None))
             message = self.library.emulator_message().decode()
             if status or message:
-                raise Fault(message or f"status {status}")
+                raise EmulatorError(message or f"status {status}")
             written = torch.empty_like(out)
             ctypes.memmove(written.data_ptr(), place.value, out.numel() * out.element_size())
             return written

@@ -46,9 +46,13 @@ inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2
   mma_sparse(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, b2, b3}, meta);
 }
 
+#ifdef FP4_ARCH  // a source of csrc/, not device.cpp
 template <typename... P, typename... A>
 inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t, A... arguments) {
+  constexpr int most = FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99;  // KB a block
+  if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
   return emulated::launch(blocks, threads, shared_bytes, cluster, [=] { kernel((P)arguments...); });
 }
+#endif
 
 }  // namespace fp4
