@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .checkpoint import load, save
 from .config import NVFP4Config, Sparse24Config
 from .errors import ConfigError
-from .models.calibrate import mean_squares
-from .models.convert import convert_group
+from .integrations.transformers import use_experts_backend
+from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, record
-from .models.plan import Plan, make_plan, model_bytes
+from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
+from .models.scale_choice import choose
 from .models.sparsify import Outcome, sparsify
 
 __all__ = ["load", "quantize_model", "save"]
@@ -31,9 +32,10 @@ def quantize_model(
     progress: bool = True,
     strict: bool = True,
 ) -> nn.Module:
-    """Replace the linear layers of ``model`` by NVFP4 ones, dense or 2:4-sparse, in place, and print a report.
+    """Replace the linear layers and experts of ``model`` by NVFP4 ones, dense or 2:4-sparse, in place, and print a report.
 
-    ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`. Output
+    ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`; modules
+    that hold the weights of routed experts as 3-D Parameters become :class:`fp4_inductor.modules.FP4Experts`. Output
     heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
     reason in the report (``fp4_inductor.report(model)``). Linear layers that share one weight share the quantized one.
     Every layer is checked before the first is changed; then they are replaced one by one, each dense weight being
@@ -55,7 +57,7 @@ def quantize_model(
         ``model`` (a new :class:`FP4Linear` if ``model`` itself is a linear layer).
 
     Raises:
-        CoverageError, NonFiniteError, DTypeError, ShapeError, DeviceError, ConfigError, PreflightError, CalibrationError:
+        CoverageError, GatingError, NonFiniteError, DTypeError, ShapeError, DeviceError, ConfigError, PreflightError, CalibrationError:
             before anything was changed; the message lists every layer concerned.
     """
     config = NVFP4Config() if config is None else config
@@ -86,7 +88,7 @@ def quantize_model(
     target_device = check_device(device)
     plan = make_plan(model, ignore, filter_fn)
     preflight(plan, strict)
-    if not plan.groups:
+    if not plan.groups and not plan.experts:
         raise ConfigError(
             "there is no layer to quantize",
             value=f"{len(plan.existing)} layers in FP4 already, {len(plan.skipped)} parameters skipped",
@@ -98,19 +100,19 @@ def quantize_model(
     if isinstance(config, Sparse24Config):
         outcome = sparsify(model, plan, config, target_device, strict, progress)
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
+        for target in bar(plan.experts, "quantize", "experts", progress and bool(plan.experts)):
+            model, rows = convert_experts(model, target, NVFP4Config("four_over_six", large_m=config.large_m), target_device, None)
+            layers += [LayerReport(**{**vars(row), "notes": (*row.notes, "experts are not pruned: dense NVFP4")}) for row in rows]
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
         return _finish(model, compiled, plan, layers, before, target_device, described, progress, outcome)
-    weights = _channel_weights(model, plan, config, strict, progress)
-    for group in bar(plan.groups, "quantize", "layer", progress):
-        search, weight = config, None
-        notes: tuple[str, ...] = ()
-        if config.scale_search == "activation":
-            weight = weights[group[0].name]
-            if weight is None:
-                search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
-        model, rows = convert_group(model, group, search, target_device, weight)
+    scales = choose(model, plan, config, strict=strict, progress=progress)
+    for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
+        convert = convert_experts if isinstance(item, ExpertsTarget) else convert_group
+        search, weight, notes = scales.of(item)
+        model, rows = convert(model, item, search, target_device, weight)  # type: ignore[operator]
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
-    described = f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}"
+    plan.notes += [] if scales.note is None else [scales.note]
+    described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
     return _finish(model, compiled, plan, layers, before, target_device, described, progress)
 
 
@@ -128,6 +130,7 @@ def _finish(
     """Move the model, record and print its report."""
     if device is not None:
         model.to(device)
+    use_experts_backend(model)
     kl = outcome.measure(model) if outcome is not None else None
     result = Report(
         layers=layers,
@@ -144,15 +147,3 @@ def _finish(
     if progress:
         print(result)
     return model if compiled is None else compiled
-
-
-def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Tensor | None]:
-    if config.scale_search != "activation":
-        return {}
-    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress)
-    # Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached.
-    out: dict[str, Tensor | None] = {}
-    for group in plan.groups:
-        reached = [w for t in group if (w := found[t.name]) is not None]
-        out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
-    return out

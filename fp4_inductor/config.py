@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
-ScaleSearch = Literal["amax", "four_over_six", "mse", "activation"]
+ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
 LargeM = Literal["auto", "fp8", "bf16"]
 Pruning = Literal["existing", "magnitude", "wanda", "sparsegpt", "admm"]
 _NEEDS_DATA = ("wanda", "sparsegpt", "admm")
@@ -35,20 +35,24 @@ class NVFP4Config:
     Args:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
+            * ``"auto"`` (default, needs no data): ``"activation"`` over text the model writes itself, if it is a language
+              model of transformers; ``"four_over_six"`` for every other model, and where writing fails or would take
+              long (above 2 G parameters on a CPU). The report says which, and why. With ``calibration``: "activation".
             * ``"amax"``: ``amax / 6``, the plain rule.
-            * ``"four_over_six"`` (default, needs no data): per block the better of ``amax/6`` and ``amax/4``
-              by squared error (Cook et al., "Four Over Six", 2025).
+            * ``"four_over_six"``: per block the better of ``amax/6`` and ``amax/4`` by squared error
+              (Cook et al., "Four Over Six", 2025).
             * ``"mse"``: the best of 15 neighbouring E4M3 codes by squared error.
             * ``"activation"``: the same sweep with each input channel weighted by E[x^2] over ``calibration``.
-        calibration: for ``"activation"``: an iterable of batches. A batch is a tensor (passed as the only positional
-            argument), a tuple (positional arguments) or a mapping (keyword arguments) of the model's forward.
+        calibration: for ``"activation"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
+            tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword
+            arguments) of the model's forward.
         large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
             cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
             ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
     """
 
-    scale_search: ScaleSearch = "four_over_six"
-    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    scale_search: ScaleSearch = "auto"
+    calibration: Iterable[Any] | Literal["self"] | None = field(default=None, repr=False, compare=False)
     large_m: LargeM = "auto"
 
     def __post_init__(self) -> None:
@@ -58,8 +62,15 @@ class NVFP4Config:
             raise ConfigError(
                 'scale_search="activation" needs calibration data',
                 value="calibration=None",
-                limit="an iterable of batches",
-                remedy='Pass calibration=[batch, ...] (a few thousand tokens), or use scale_search="four_over_six".',
+                limit='an iterable of batches, or "self"',
+                remedy='Pass calibration=[batch, ...] (a few thousand tokens), or calibration="self" for text the model writes.',
+            )
+        if self.scale_search not in ("auto", "activation") and self.calibration is not None:
+            raise ConfigError(
+                "calibration data would not be used",
+                value=f'scale_search="{self.scale_search}"',
+                limit='scale_search="activation"',
+                remedy="Leave scale_search out, or calibration.",
             )
 
 
@@ -154,10 +165,13 @@ class DispatchConfig:
         unproven: what a compiled graph does when M cannot be proven to lie in one regime: ``"guard"`` (one graph per
             regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
+        candidates: kernels whose rows are off by default because nobody has timed them on a GPU yet, e.g. ``("cuda_mid",)``. One that
+            is named here serves its regime in place of that regime's other rows.
     """
 
     thresholds: tuple[tuple[str, int], ...] = ()
     unproven: Literal["guard", "runtime"] = "guard"
+    candidates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         given = self.thresholds
@@ -171,6 +185,11 @@ class DispatchConfig:
             )
         object.__setattr__(self, "thresholds", tuple(sorted(items)))
         _one_of(self, "unproven", Literal["guard", "runtime"])
+        if isinstance(self.candidates, str) or not all(isinstance(name, str) for name in self.candidates):
+            raise ConfigError(
+                "candidates are not names of kernels", value=repr(self.candidates), limit="a tuple of strings", remedy='Write candidates=("cuda_mid",).'
+            )
+        object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
 
 
 _dispatch = DispatchConfig()

@@ -36,6 +36,8 @@ NEIGHBOURS = {
     ("__init__", "explain"),
     ("__init__", "report"),
     ("checkpoint", "models"),
+    ("checkpoint", "integrations"),
+    ("integrations", "models"),
     ("lowerings", "passes"),
     ("passes", "lowerings"),
 }

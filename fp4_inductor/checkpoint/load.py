@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, SparsityError
 from ..formats import nvfp4, sparse24
 from ..formats.storage import Storage
+from ..integrations.transformers import use_experts_backend
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
@@ -22,6 +23,7 @@ from ..modules import BY_STORAGE, FP4Linear
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .build import build_empty, values_lost
+from .experts import experts_in_place
 from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, read_header
 
 _SHOWN = 20
@@ -72,11 +74,13 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
             limit="tensors with values",
             remedy="Pass a function that builds the model: load(lambda: Model(config), dir).",
         )
-    slots = _match(model, checkpoint, strict)
-    tensors = _read(model, checkpoint, slots, where)
+    with experts_in_place(model, checkpoint.manifest.experts) as model:
+        slots = _match(model, checkpoint, strict)
+        tensors = _read(model, checkpoint, slots, where)
     model = _install(model, checkpoint, slots, tensors)
     if where is not None:
         model.to(where)
+    use_experts_backend(model)
     record(model, inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept))
     return given if compiled else model
 
@@ -159,6 +163,10 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
                 limit=f"({layer.out_features},) in {', '.join(mf.DTYPE_NAMES)}",
                 remedy=mf.REWRITE,
             )
+    for name, experts in manifest.experts.items():
+        blank = experts.module()
+        for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
+            _check_matrix(_join(name, part), entries, nvfp4.STORAGE, tuple(weight.weight.shape))
     for name, kept in manifest.tensors.items():
         storage = mf.STORAGES[kept.storage]
         first = entries.get(f"{name}.{storage.parts[0].name}")
@@ -201,9 +209,10 @@ def check_data(checkpoint: Checkpoint, directory: Path) -> None:
 def check_scales(checkpoint: Checkpoint) -> None:
     """No scale byte is NaN or negative, every global scale is finite and positive, 2:4 metadata is legal. Reads a ninth of a dense weight."""
     with Reader() as reader:
-        weights: dict[str, mf.LayerEntry | mf.TensorEntry] = {**checkpoint.manifest.layers, **checkpoint.manifest.tensors}
-        for name, kept in weights.items():
-            if kept.storage == sparse24.NAME:
+        experts = [_join(name, part) for name, e in checkpoint.manifest.experts.items() for part in (e.first, "down_proj")]
+        weights = {name: e.storage for name, e in checkpoint.manifest.layers.items()} | {name: e.storage for name, e in checkpoint.manifest.tensors.items()}
+        for name, storage in (weights | dict.fromkeys(experts, nvfp4.NAME)).items():
+            if storage == sparse24.NAME:
                 try:
                     sparse24.validate_meta(reader.read(checkpoint.entries[_join(name, "meta")]))
                 except SparsityError as error:

@@ -50,10 +50,15 @@ def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered:
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
     entry = record(Entry(f"fp4.{name}", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
-    if decision.row is None or decision.row.kernel in CALLED:
+    row = decision.row
+    if row is None or row.kernel == "cpu":
         return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
-    y = lowered[decision.row.kernel](decision.row, rows, *weight, m, n, k)
+    if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
+        operator = getattr(torch.ops.fp4_csrc, row.csrc).default
+        y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch)
+        return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+    y = lowered[row.kernel](row, rows, *weight, m, n, k)
     entry.buffer = inductor.buffer_name(y)
     if bias is not None:
         y = inductor.add(y, bias)
@@ -139,8 +144,8 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
-# Kernels with no form inside generated code: the op is called, and picks the same row for the same M.
-CALLED = {"cpu", "cuda_small"}
+# Kernels with no form inside generated code: an operator is called.
+CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_sparse_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

@@ -6,27 +6,17 @@ outside the compiled graph (design/ARCHITECTURE.md); buffers cost a quarter of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
-from ..formats import nvfp4
-from ..formats.storage import Storage
+from ..errors import ConfigError, DeviceError, ShapeError
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
-from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
-
-# The integer dtype of the same width that stands for a buffer's bits.
-_BITS = {1: torch.uint8, 4: torch.int32}
-
-_DENSE = "Use dequantize() for a dense weight."
+from .packed import PackedWeight
 
 
-class FP4Linear(nn.Module):
+class FP4Linear(PackedWeight):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
     Buffers (names as in the native checkpoint): ``qdata`` uint8 ``[N, K/2]``, ``scale`` float8_e4m3fn ``[N, K/16]``,
@@ -39,35 +29,12 @@ class FP4Linear(nn.Module):
     A subclass stores the weight in another format: it names the tensor class, whose components become the buffers.
     """
 
-    TENSOR: ClassVar[type[FP4Tensor]] = NVFP4Tensor
-    qdata: Tensor
-    scale: Tensor
-    global_scale: Tensor
-    bias: Tensor | None
-
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
-        super().__init__()
         if large_m not in LARGE_M:
             raise ConfigError(f"{type(self).__name__}: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
-        if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError(f"{type(self).__name__} computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
-        self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
-        self.padding = -in_features % self.storage().k_multiple
-        shapes = self.storage().shapes((out_features, in_features + self.padding))
-        for part in self.storage().parts:
-            zeros = torch.zeros(shapes[part.name], dtype=_BITS[part.dtype.itemsize], device=device)
-            self.register_buffer(part.name, zeros.view(part.dtype))
-        self._empty_weight()
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
-
-    def _empty_weight(self) -> None:
-        """Make the zero-filled buffers a legal weight, all zeros."""
-        self.global_scale.fill_(1.0)
-
-    @classmethod
-    def storage(cls) -> Storage:
-        """How the weight lies in the buffers."""
-        return cls.TENSOR.STORAGE
+        padding = -in_features % self.storage().k_multiple
+        super().__init__((), out_features, in_features + padding, bias, dtype, device)
+        self.in_features, self.out_features, self.large_m, self.padding = in_features, out_features, large_m, padding
 
     @classmethod
     def from_weight(
@@ -110,15 +77,6 @@ class FP4Linear(nn.Module):
         self.bias = None if bias is None else bias.detach().to(self.dtype).clone()
         return self
 
-    def parts(self) -> tuple[Tensor, ...]:
-        """The weight's buffers, in the order in which the ops take them."""
-        return tuple(getattr(self, name) for name in self.TENSOR.PARTS)
-
-    def take(self, parts: tuple[Tensor, ...]) -> None:
-        """Make ``parts`` the weight's buffers."""
-        for name, part in zip(self.TENSOR.PARTS, parts, strict=True):
-            setattr(self, name, part)
-
     def forward(self, x: Tensor) -> Tensor:
         x, _ = cast_for_autocast(x)
         if self.padding:
@@ -153,41 +111,3 @@ class FP4Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}, large_m={self.large_m}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
-        # nn.Module.to(dtype) casts every floating tensor. Codes and scales are bits, not numbers to be cast:
-        # show fn integers of the same width, so that device moves happen and casts do not.
-        dtype = self._probe(fn, self.dtype)
-        if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError(f"{type(self).__name__} computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
-        bits_of = {part: _BITS[part.dtype.itemsize] for part in self.storage().parts}
-        for bits in set(bits_of.values()):
-            if self._probe(fn, bits) != bits:
-                raise DTypeError(f"the codes and scales of {type(self).__name__} cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
-        for part, bits in bits_of.items():
-            self._buffers[part.name] = getattr(self, part.name).view(bits)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for part in bits_of:
-                self._buffers[part.name] = getattr(self, part.name).view(part.dtype)
-        self.dtype = dtype
-        return self
-
-    def _probe(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
-        """The dtype that ``fn`` turns ``dtype`` into."""
-        device = self.scale.device
-        return fn(torch.empty(0, dtype=dtype, device="cpu" if device.type == "meta" else device)).dtype
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
-        for part in self.storage().parts:
-            value = state_dict.get(prefix + part.name)
-            if value is not None and value.dtype != part.dtype:
-                raise DTypeError(
-                    f"{prefix}{part.name} in the state_dict has the wrong dtype",
-                    value=value.dtype,
-                    limit=part.dtype,
-                    remedy="Reinterpret bits with .view(dtype).",
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)

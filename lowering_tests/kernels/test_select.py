@@ -11,7 +11,7 @@ import torch
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.table import ANY, HALF, REGIMES, ROWS, Row
+from fp4_inductor.kernels.table import ANY, EMULATED, HALF, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16")
@@ -69,6 +69,7 @@ def test_one_ascending_list_that_ends_without_a_limit():
             assert call.dtype in row.dtypes
             assert call.large_m in row.large_m
             assert not (row.csrc and call.csrc)
+            assert row.status != EMULATED
             assert row.without not in {other.regime for other in found.rows}
             assert call.k % row.k_multiple == 0
             assert call.n % row.n_multiple == 0
@@ -97,6 +98,9 @@ def test_a_reason_names_the_value():
                 assert f'"{call.large_m}"' in why
             elif row.csrc and call.csrc:
                 assert why == call.csrc
+            elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple):
+                assert why.startswith("emulated, not timed")
+                assert row.kernel in why
             elif call.k % row.k_multiple:
                 assert f"K = {call.k}" in why
                 assert str(row.k_multiple) in why
@@ -180,9 +184,8 @@ def test_nothing_serves_and_the_error_lists_every_reason():
     call = Call("linear", 75, torch.bfloat16, 64, 64)
     with pytest.raises(KernelError) as caught:
         plan(call, DEFAULT)
-    for row in ROWS:
-        if row.op == call.op:
-            assert f"{row.kernel}: " in str(caught.value)
+    for row in (row for row in ROWS if row.op == call.op):
+        assert f"{row.kernel}: " in str(caught.value)
     assert "sm_75" in str(caught.value)
 
 
@@ -214,3 +217,27 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
     for csrc, k, kernel in (("", 4096, "cuda_small"), ("no nvcc", 4096, "triton_gemv"), ("", 4096 + 32, "triton_gemv")):
         found = plan(Call("linear", 90, torch.bfloat16, 4096, k, csrc=csrc), DEFAULT)
         assert [found.pick(m).kernel for m in (1, 2, 4)] == ["triton_gemv", kernel, kernel]
+
+
+def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regime():
+    call = Call("linear", 90, torch.bfloat16, 4096, 4096)
+    [(refused, why)] = [(r.row, r.reason) for r in plan(call, DEFAULT).refused if r.row.kernel == "cuda_mid"]
+    assert refused.status == EMULATED
+    assert why == 'emulated, not timed on a GPU: switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))'
+    on = plan(call, DispatchConfig(candidates=("cuda_mid",)))
+    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_small", "cuda_mid", "cuda_mid", "dequantize_fp8 + scaled_mm"]
+    assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
+    alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "mid": 700}))
+    assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
+    # where it cannot run it takes nothing from the others
+    elsewhere = plan(Call("linear", 89, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid",)))
+    assert elsewhere.pick(33).kernel == "triton_mid"
+
+
+def test_a_candidate_that_is_none_is_refused():
+    for name in ("cuda_midd", "cuda_small"):
+        with pytest.raises(ConfigError, match=name):
+            plan(CALLS[0], DispatchConfig(candidates=(name,)))
+    with pytest.raises(ConfigError, match="cuda_mid"):
+        DispatchConfig(candidates="cuda_mid")
+    assert DispatchConfig(candidates=["b", "a"]) == DispatchConfig(candidates=("a", "b"))

@@ -17,7 +17,7 @@ from ...ops import linear as contract
 from ...ops.dequantize_fp8 import fp8_product
 from .. import select
 from ..select import Call, Plan, plan
-from . import configs, cuda_small
+from . import configs, cuda_mid, cuda_small
 from .triton_gemv import linear_gemv
 from .triton_mid import linear_mid
 
@@ -56,6 +56,8 @@ def by_rows(
         return contract.without_products(x, n, bias)
     rows = x.reshape(m, k)
     row = _plan(op, x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
+    if row.csrc:  # its operator sees to device, strides and alignment
+        return launchers[row.kernel](rows, *weight, bias).view(*lead, n)
     with torch.cuda.device(x.device):
         bias = None if bias is None else _aligned(bias)
         y = launchers[row.kernel](_aligned(rows), *(_aligned(t) for t in weight[:-1]), weight[-1], bias)
@@ -89,6 +91,11 @@ def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
     return cuda_small.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
 
 
+def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
+    """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
+    return cuda_mid.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+
+
 def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see :mod:`.triton_mid`."""
     (m, k), n = x.shape, qdata.shape[0]
@@ -115,6 +122,8 @@ def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, b
 _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_gemv": gemv,
     "cuda_small": small,
+    "cuda_small_any_k": small,
+    "cuda_mid": middle,
     "triton_mid": mid,
     "dequantize_fp8 + scaled_mm": large_fp8,
     "dequantize + mm": large_dense,

@@ -11,7 +11,7 @@ from ...formats import sparse24
 from ...ops import sparse_linear as contract
 from ...ops.dequantize_fp8 import scaled_product
 from ..linear import launch as dense
-from . import configs
+from . import configs, cuda_small
 from .triton_gemv import sparse_gemv
 from .triton_mid import sparse_mid
 
@@ -52,6 +52,19 @@ def mid(
     return dense._plus(y, bias)
 
 
+def small(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    tile: cuda_small.SparseSmallConfig | None = None,
+) -> Tensor:
+    """Up to 32 rows; see ``csrc/sparse/sparse_linear_small.cu``. The bias is added in the kernel."""
+    return cuda_small.linear(x, values, meta, scale, global_scale, bias, dense._arch(x.device), tile)
+
+
 def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
     x8, x_scale = fp4.quantize_rows_fp8(x)
@@ -65,6 +78,7 @@ def large_dense(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_s
 
 LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_sparse_gemv": gemv,
+    "cuda_sparse_small": small,
     "triton_sparse_mid": mid,
     "sparse_dequantize_fp8 + scaled_mm": large_fp8,
     "sparse_dequantize + mm": large_dense,
