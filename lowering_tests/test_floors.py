@@ -36,6 +36,8 @@ NEIGHBOURS = {
     ("__init__", "explain"),
     ("__init__", "report"),
     ("checkpoint", "models"),
+    ("integrations", "models"),
+    ("integrations", "checkpoint"),
     ("lowerings", "passes"),
     ("passes", "lowerings"),
 }

@@ -35,9 +35,19 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
     dense = _dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
-    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
-    error = relative_error(dense, layer)
+    layer, error = quantize_dense(dense, config, channel_weight)
     del dense
+    return install_group(model, group, layer, error)
+
+
+def quantize_dense(dense: Tensor, config: NVFP4Config, channel_weight: Tensor | None = None) -> tuple[FP4Linear, float]:
+    """A layer over ``dense`` ``[N, K]``, without bias, and its relative error."""
+    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
+    return layer, relative_error(dense, layer)
+
+
+def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error: float) -> tuple[nn.Module, list[LayerReport]]:
+    """Put ``layer`` in place of the layers of ``group``, which keep their biases; returns as :func:`convert_group`."""
     rows = []
     for i, target in enumerate(group):
         new = layer if i == 0 else share(layer)

@@ -28,7 +28,7 @@ def preflight(plan: Plan, strict: bool) -> None:
             readable += [(f"{target.name}.{n}".lstrip("."), p) for n, p in module.named_parameters(recurse=False)]
     problems += _non_finite(readable)
     if strict and plan.uncovered:
-        problems.append(_coverage(plan))
+        problems.append(coverage_error(plan))
     if not problems:
         return
     if len(problems) == 1:
@@ -175,7 +175,8 @@ def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
     return found
 
 
-def _coverage(plan: Plan) -> CoverageError:
+def coverage_error(plan: Plan) -> CoverageError:
+    """What ``strict`` raises for the weights that ``plan`` does not cover."""
     missed = sum(s.params for s in plan.uncovered)
     total = missed + sum(weight_count(t) for t in plan.targets) + sum(i.params for i in plan.existing)
     names = "\n".join(f"  - {s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered[:_SHOWN])

@@ -18,8 +18,8 @@ from ..ops.linear import LARGE_M
 from ..tensors.nvfp4 import NVFP4Tensor
 
 # Each packed buffer, and the integer dtype of the same width that stands for its bits.
-_BITS = {"qdata": torch.uint8, "scale": torch.uint8, "global_scale": torch.int32}
-_DTYPES = {"qdata": torch.uint8, "scale": nvfp4.SCALE_DTYPE, "global_scale": torch.float32}
+_BITS = {"qdata": torch.uint8, "scale": torch.uint8, "global_scale": torch.int32, "input_scale": torch.int32}
+_DTYPES = {"qdata": torch.uint8, "scale": nvfp4.SCALE_DTYPE, "global_scale": torch.float32, "input_scale": torch.float32}
 
 _DENSE = "Use dequantize() for a dense weight."
 
@@ -28,8 +28,9 @@ class FP4Linear(nn.Module):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
     Buffers (names as in the native checkpoint): ``qdata`` uint8 ``[N, K/2]``, ``scale`` float8_e4m3fn ``[N, K/16]``,
-    ``global_scale`` float32 ``[]`` (multiplying), ``bias`` ``[N]`` or None. K is ``in_features`` padded with zero
-    weights to a multiple of 16.
+    ``global_scale`` float32 ``[]`` (multiplying), ``bias`` ``[N]`` or None, ``input_scale`` float32 ``[]`` or None. K is
+    ``in_features`` padded with zero weights to a multiple of 16. ``input_scale`` (multiplying) is what a W4A4 checkpoint
+    recorded for its activations: kept for export, not used by a forward pass whose activations stay in high precision.
 
     ``.to(dtype)``, ``.half()``, ``.bfloat16()`` cast the bias and set :attr:`dtype`; the codes and scales keep their
     bits. ``.to(device)``, ``deepcopy``, ``pin_memory``, ``state_dict`` work as for any module.
@@ -38,6 +39,7 @@ class FP4Linear(nn.Module):
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
+    input_scale: Tensor | None
     bias: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
@@ -52,6 +54,7 @@ class FP4Linear(nn.Module):
         self.register_buffer("qdata", torch.zeros(out_features, k // 2, dtype=torch.uint8, device=device))
         self.register_buffer("scale", torch.zeros(out_features, k // nvfp4.GROUP, dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE))
         self.register_buffer("global_scale", torch.ones((), dtype=torch.float32, device=device))
+        self.register_buffer("input_scale", None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
@@ -119,13 +122,14 @@ class FP4Linear(nn.Module):
         for bits in set(_BITS.values()):
             if self._probe(fn, bits) != bits:
                 raise DTypeError("the codes and scales of FP4Linear cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
-        for name, bits in _BITS.items():
-            self._buffers[name] = getattr(self, name).view(bits)
+        held = [name for name in _BITS if self._buffers[name] is not None]
+        for name in held:
+            self._buffers[name] = getattr(self, name).view(_BITS[name])
         try:
             super()._apply(fn, recurse)
         finally:
-            for name, real in _DTYPES.items():
-                self._buffers[name] = getattr(self, name).view(real)
+            for name in held:
+                self._buffers[name] = getattr(self, name).view(_DTYPES[name])
         self.dtype = dtype
         return self
 

@@ -214,3 +214,32 @@ def _index(t, indices):
     if len(indices) != 1 or indices[0] is None or t.dim() < 3 or (indices[0].dtype in (torch.bool, torch.uint8) and indices[0].dim() > t.dim() - 2):
         return NotImplemented
     return t.map_parts(lambda p: aten.index.Tensor(p, indices))
+
+
+# --- putting weights together: leading dimensions freely, N and K where one global scale holds for all ------------
+
+
+def _alike(tensors) -> bool:
+    first = tensors[0]
+    return all(isinstance(t, NVFP4Tensor) and (t.transposed, t.logical_dtype, t.dim()) == (first.transposed, first.logical_dtype, first.dim()) for t in tensors)
+
+
+@NVFP4Tensor.implements(aten.stack.default)
+def _stack(tensors, dim=0):
+    if not _alike(tensors) or wrapped(dim, tensors[0].dim() + 1) > tensors[0].dim() - 2 or len({tuple(t.shape) for t in tensors}) > 1:
+        return NotImplemented
+    return tensors[0].with_parts([torch.stack(parts, dim) for parts in zip(*(t.parts() for t in tensors), strict=True)])
+
+
+@NVFP4Tensor.implements(aten.cat.default)
+def _cat(tensors, dim=0):
+    if not _alike(tensors):
+        return NotImplemented
+    axis = _storage_axis(tensors[0], dim)
+    parts = [list(p) for p in zip(*(t.parts() for t in tensors), strict=True)]
+    if axis < -2:
+        return tensors[0].with_parts([torch.cat(parts[0], axis), torch.cat(parts[1], axis), torch.cat(parts[2], axis + 2)])
+    g = parts[2][0]
+    if not g.is_meta and not all(torch.equal(g, other) for other in parts[2][1:]):
+        return NotImplemented
+    return tensors[0].with_parts([torch.cat(parts[0], axis), torch.cat(parts[1], axis), g])

@@ -1,0 +1,101 @@
+"""``load_pretrained``: one call for every quantized checkpoint that there is a reader for."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.shards import read_json
+from ...errors import ConfigError
+from ...models.preflight import check_device
+from .config import FP4InductorConfig
+from .plan import format_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+_HUB = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download")
+_CODE = ("trust_remote_code", "code_revision")
+
+
+def load_pretrained(
+    path_or_id: str | os.PathLike,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    strict: bool = True,
+    large_m: str = "auto",
+    model_class: Any = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a quantized model, its codes and scales bit for bit, and run it in FP4 on any device.
+
+    Reads ModelOpt NVFP4, compressed-tensors ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``, gpt-oss MXFP4, torchao
+    ``NVFP4Tensor`` and what ``save_pretrained`` writes for models quantized here, file by file, straight to ``device``.
+    No pickle is read and no code of the checkpoint is run.
+
+    Args:
+        path_or_id: a directory, or a hub id (``revision``, ``token``, ``cache_dir`` are passed on).
+        device: where the model goes; the CPU if None. ``device_map`` is passed on instead if given.
+        dtype: of what is not quantized, and of activations; None takes what config.json says.
+        strict: raise for tensors that are missing on either side, and for weights that NVFP4 cannot hold without loss.
+            False names them in the report and keeps the latter in high precision.
+        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        model_class: an auto class or model class of transformers; ``AutoModelForCausalLM`` if None.
+        options: of ``from_pretrained``, e.g. ``revision``, ``attn_implementation``, ``device_map``, ``tp_plan``.
+
+    Returns:
+        The model in eval mode; ``fp4_inductor.report(model)`` says what became of every parameter.
+
+    Raises:
+        CheckpointError, CoverageError, ConfigError, DeviceError: nothing is left half loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # not above: this module is imported while transformers is
+
+    if refused := [name for name in _CODE if options.get(name)]:
+        remedy = "Build the model yourself, load its dense weights and call fp4_inductor.quantize_model."
+        raise ConfigError("load_pretrained runs no code of a checkpoint", value=refused, limit="none of them", remedy=remedy)
+    where = check_device(device)
+    if where is not None and options.get("device_map") is not None:
+        raise ConfigError("device and device_map say the same", value=[str(where), options["device_map"]], limit="one of them", remedy="Leave out device.")
+    auto = AutoModelForCausalLM if model_class is None else model_class
+    path = Path(path_or_id)
+    hub: dict[str, Any] = {
+        k: options[k] for k in ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download") if k in options
+    }
+    if path.is_dir():
+        read_json(path / "config.json")  # a typed error rather than transformers' for a damaged one
+    config = AutoConfig.from_pretrained(path_or_id, **hub)
+    source = take_quantization_config(config)
+    if source is None:
+        source = _hf_quant_config(path_or_id, hub)
+    format_of(source)
+    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
+    if where is not None:
+        options["device_map"] = {"": where}
+    return auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, dtype="auto" if dtype is None else dtype, **options)
+
+
+def take_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Remove ``quantization_config`` from a config, and from its text part, and return it."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            del part.quantization_config
+            return copy.deepcopy(dict(found) if isinstance(found, Mapping) else found.to_dict())
+    return None
+
+
+def _hf_quant_config(path_or_id: str | os.PathLike, hub: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ModelOpt wrote beside config.json before it wrote into it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path_or_id, HF_QUANT_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
+    return None if file is None else read_json(Path(file))
