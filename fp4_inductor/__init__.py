@@ -25,6 +25,7 @@ _PUBLIC = {
     "save": ".api",
     "load": ".api",
     "load_pretrained": ".integrations.transformers",
+    "export_pretrained": ".integrations.transformers",
     "FP4InductorConfig": ".integrations.transformers",
     "explain": ".explain",
     "report": ".report",
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .api import load, quantize_model, save
     from .config import DispatchConfig, NVFP4Config, dispatch
     from .explain import explain
-    from .integrations.transformers import FP4InductorConfig, load_pretrained
+    from .integrations.transformers import FP4InductorConfig, export_pretrained, load_pretrained
     from .modules import FP4Linear
     from .report import report
     from .tensors import NVFP4Tensor

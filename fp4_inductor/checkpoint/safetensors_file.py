@@ -105,13 +105,18 @@ def read_header(path: Path) -> Header:
 
 
 def data_crc32(path: Path) -> int:
-    """CRC-32 of everything behind the header of a file that :func:`read_header` accepts. Reads it once, at about 7 GB/s."""
+    """CRC-32 of everything behind the header of a file that :func:`read_header` accepts. Native checkpoints of version 1."""
     crc = 0
     with _opened(path) as file:
         file.seek(_LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little"))
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def crc32(t: Tensor) -> int:
+    """CRC-32 of the bytes of a contiguous CPU tensor, at about 7 GB/s."""
+    return zlib.crc32(t.detach().reshape(-1).view(torch.uint8).numpy().data) if t.numel() else 0
 
 
 def parse_json(raw: bytes, what: str) -> dict[str, Any]:

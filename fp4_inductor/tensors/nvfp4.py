@@ -193,6 +193,21 @@ def _select(t, dim, index):
     return t.with_parts((t.qdata.select(axis, index), t.scale.select(axis, index), t.global_scale.select(axis + 2, index)))
 
 
+@NVFP4Tensor.implements(aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(t, dim):
+    axes = sorted({wrapped(d, t.dim()) for d in ([dim] if isinstance(dim, int) else dim) if t.shape[d] == 1}, reverse=True)
+    if any(axis >= t.dim() - 2 for axis in axes):
+        return NotImplemented
+    for axis in axes:
+        t = _select(t, axis, 0)
+    return t if axes else t.map_parts(lambda p: p.detach())
+
+
+@NVFP4Tensor.implements(aten.squeeze.default)
+def _squeeze_all(t):
+    return _squeeze(t, list(range(t.dim())))
+
+
 @NVFP4Tensor.implements(aten.unbind.int)
 def _unbind(t, dim=0):
     if _storage_axis(t, dim) >= -2:

@@ -89,6 +89,15 @@ def put_header(path: Path, fields: dict | bytes, data: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def sums(raw: bytes, n: int) -> dict[str, int]:
+    """What save() would record for this file; a header that cannot be read is refused before anyone looks at the sums."""
+    try:
+        fields = json.loads(raw[8 : 8 + n])
+        return {k: zlib.crc32(raw[8 + n :][slice(*v["data_offsets"])]) for k, v in fields.items() if k != "__metadata__"}
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError, IndexError):
+        return {}
+
+
 def put_manifest(directory: Path, edit: Callable[[dict], None] = lambda body: None, resign: bool = True) -> None:
     """Edit the manifest; ``resign`` makes sizes, digests and the checksum right again, as an attacker would."""
     path = directory / mf.FILE
@@ -99,7 +108,7 @@ def put_manifest(directory: Path, edit: Callable[[dict], None] = lambda body: No
             body["files"][name]["bytes"] = len(raw)
             n = min(struct.unpack("<Q", raw[:8])[0], len(raw)) if len(raw) >= 8 else 0
             body["files"][name]["header_sha256"] = hashlib.sha256(raw[8 : 8 + n]).hexdigest()
-            body["files"][name]["data_crc32"] = zlib.crc32(raw[8 + n :])
+            body["files"][name]["crc32"] = sums(raw, n)
     edit(body)
     if resign:
         body["checksum"] = mf.checksum(body)
@@ -282,9 +291,49 @@ def test_a_flipped_bit_in_a_tensor_is_seen(single, name):
     for at in {entry.start, entry.end - 1}:
         for bit in (0, 7):
             _poke(single, name, bytes([raw[at] ^ 1 << bit]), at - entry.start, resign=False)
-            refused(single, r"tensors were altered since they were saved.*CRC-32")
+            refused(single, r"was altered since it was saved.*CRC-32")
             (single / mf.SINGLE).write_bytes(raw)
     fp4_inductor.load(Net(), single)
+
+
+def _as_version_1(body: dict) -> None:
+    body["version"] = 1
+    for layer in body["layers"].values():
+        del layer["input_scale"]
+
+
+def test_version_1_is_read_and_checked(single):
+    """It has one sum over the data of a file, and knows no input scales."""
+    raw = (single / mf.SINGLE).read_bytes()
+    n = struct.unpack("<Q", raw[:8])[0]
+    want = _bits(fp4_inductor.load(Net(), single))
+
+    def edit(body: dict) -> None:
+        _as_version_1(body)
+        del body["files"][mf.SINGLE]["crc32"]
+        body["files"][mf.SINGLE]["data_crc32"] = zlib.crc32(raw[8 + n :])
+
+    put_manifest(single, edit)
+    assert _bits(fp4_inductor.load(Net(), single)) == want
+    _poke(single, "up.qdata", bytes([raw[read_header(single / mf.SINGLE).entries["up.qdata"].start] ^ 1]), resign=False)
+    refused(single, r"tensors were altered since they were saved.*CRC-32")
+
+
+def test_version_1_with_sums_of_version_2(single):
+    put_manifest(single, _as_version_1)
+    refused(single, "files.*is not valid")
+
+
+def test_input_scales_are_kept_and_checked(tmp_path):
+    model = fp4_inductor.quantize_model(Net().bfloat16(), progress=False)
+    model.up.input_scale = torch.tensor(0.0125)
+    fp4_inductor.save(model, tmp_path)
+    loaded = fp4_inductor.load(Net(), tmp_path)
+    assert loaded.down.input_scale is None
+    assert torch.equal(loaded.up.input_scale, model.up.input_scale)
+    assert loaded.half().up.input_scale.dtype == torch.float32
+    _poke(tmp_path, "up.input_scale", struct.pack("<f", -1.0))
+    refused(tmp_path, r"up\.input_scale must be finite and positive")
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80, 0xB8])
@@ -361,8 +410,8 @@ def test_an_altered_manifest(single):
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda b: b.update(version=2), "unknown version"),
-        (lambda b: b.update(version="1"), "unknown version"),
+        (lambda b: b.update(version=3), "unknown version"),
+        (lambda b: b.update(version="2"), "unknown version"),
         (lambda b: b.update(version=True), "unknown version"),
         (lambda b: b.update(format="other"), "another format"),
         (lambda b: b.pop("aliases"), "missing or unknown fields"),
@@ -399,6 +448,11 @@ def test_an_altered_manifest(single):
         (lambda b: b["files"][mf.SINGLE].update(bytes=True), "bytes is not valid"),
         (lambda b: b["files"][mf.SINGLE].update(bytes=9), "another size"),
         (lambda b: b["files"][mf.SINGLE].update(header_sha256="0"), "altered"),
+        (lambda b: b["files"][mf.SINGLE]["crc32"].pop("up.qdata"), "crc32 does not list"),
+        (lambda b: b["files"][mf.SINGLE]["crc32"].update({"up.qdata": "1"}), "crc32 is not valid"),
+        (lambda b: b["files"][mf.SINGLE].update(data_crc32=1), "files.*is not valid"),
+        (lambda b: b["layers"]["up"].update(input_scale=True), "input_scale is not as"),
+        (lambda b: b["layers"]["up"].update(input_scale=1), "input_scale is not valid"),
         (lambda b: b["files"].update({SHARD_1: b["files"][mf.SINGLE]}), "cannot be opened"),
     ],
 )

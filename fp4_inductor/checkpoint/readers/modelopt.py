@@ -28,7 +28,14 @@ def check(config: Mapping[str, Any]) -> None:
     # hf_quant_config.json nests what config.json spells out.
     body = config.get("quantization", config)
     algorithm = body.get("quant_algo") if isinstance(body, Mapping) else None
-    if algorithm not in _ALGORITHMS:
+    layers = body.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
+    if isinstance(layers, Mapping):
+        kinds = {name: layer.get("quant_algo") if isinstance(layer, Mapping) else layer for name, layer in layers.items()}
+        others = {name: kind for name, kind in kinds.items() if kind not in _ALGORITHMS}
+        if others:
+            name, kind = min(others.items(), key=str)
+            raise unsupported(f"modelopt: quant_algo of {name} and {len(others) - 1} other layers", kind, list(_ALGORITHMS))
+    elif algorithm not in _ALGORITHMS:
         raise unsupported("modelopt: quant_algo", algorithm, list(_ALGORITHMS))
     if body.get("group_size", nvfp4.GROUP) != nvfp4.GROUP:
         raise unsupported("modelopt: group_size", body.get("group_size"), nvfp4.GROUP)

@@ -7,10 +7,11 @@ import warnings
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
 from .config import FP4InductorConfig, ModelOptConfig
+from .export import export_pretrained
 from .pretrained import load_pretrained
 from .quantizer import FP4InductorQuantizer
 
-__all__ = ["FP4InductorConfig", "ModelOptConfig", "load_pretrained", "register"]
+__all__ = ["FP4InductorConfig", "ModelOptConfig", "export_pretrained", "load_pretrained", "register"]
 
 
 def register() -> list[str]:

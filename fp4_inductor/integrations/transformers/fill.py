@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...checkpoint.ahead import ahead
 from ...checkpoint.readers import PackedWeight
 from ...checkpoint.safetensors_file import Reader
 from ...errors import CoverageError
@@ -20,9 +18,6 @@ from ...modules import FP4Linear
 from ...tensors import NVFP4Tensor
 from .names import Assembly, Source
 from .plan import LoadPlan, unhide
-
-_THREADS = min(4, os.cpu_count() or 1)
-_AHEAD = 1 << 30  # bytes read and not yet placed
 
 
 def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: bool, progress: bool) -> list[str]:
@@ -37,7 +32,7 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
         CheckpointError: damaged values. CoverageError: a weight that cannot be held, with ``strict``.
     """
     notes: list[str] = []
-    with Reader() as reader, ThreadPoolExecutor(_THREADS) as pool:
+    with Reader() as reader:
 
         def read(item: Assembly) -> tuple[dict[str, Tensor], Tensor | None]:
             def get(source: Source) -> Tensor:
@@ -46,22 +41,10 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
             scales = [s for w in item.weights if (s := w.read_input_scale(reader)) is not None]
             return item.make(model, get), scales[0] if len(scales) == 1 else None
 
-        waiting: deque[tuple[Assembly, Future]] = deque()
-        todo = deque(plan.assemblies)
-        try:
-            for _ in bar(range(len(plan.assemblies)), "load", "weight", progress):
-                while todo and (not waiting or sum(w.bytes for a, _ in waiting for w in a.weights) + sum(w.bytes for w in todo[0].weights) <= _AHEAD):
-                    item = todo.popleft()
-                    waiting.append((item, pool.submit(read, item)))
-                item, future = waiting.popleft()
-                made, input_scale = future.result()
-                del future
-                for name, t in made.items():
-                    notes += _place(model, name, t, input_scale, dtype, strict)
-                    del t
-                del made
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        found = ahead(plan.assemblies, read, lambda item: sum(w.bytes for w in item.weights))
+        for _, (made, input_scale) in bar(found, "load", "weight", progress, total=len(plan.assemblies)):
+            for name in list(made):
+                notes += _place(model, name, made.pop(name), input_scale, dtype, strict)
     return notes
 
 
