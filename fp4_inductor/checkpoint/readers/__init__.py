@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import compressed_tensors, gpt_oss, modelopt, native, torchao
-from .weight import Format, Found, PackedWeight
+from .weight import Format, Found, StoredWeight
 
 FORMATS: dict[str, Format] = {module.METHOD: module for module in (modelopt, compressed_tensors, gpt_oss, torchao, native)}
 
-__all__ = ["FORMATS", "Format", "Found", "PackedWeight"]
+__all__ = ["FORMATS", "Format", "Found", "StoredWeight"]

@@ -19,7 +19,7 @@ from ..safetensors_file import Entry
 from ..shards import Shards
 from .modelopt import need_packed
 from .mx import decode as decode_mx
-from .weight import Found, PackedWeight, check_groups, need, packed_k, unsupported
+from .weight import Found, StoredWeight, check_groups, need, packed_k, unsupported
 
 METHOD = "compressed-tensors"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
@@ -49,7 +49,7 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
     return found
 
 
-def _linear(module: str, entries: Mapping[str, Entry]) -> PackedWeight:
+def _linear(module: str, entries: Mapping[str, Entry]) -> StoredWeight:
     name = f"{module}.weight"
     weight = need_packed(entries.get(f"{module}{_PACKED}"), f"{module}{_PACKED}")
     n, k = weight.shape[0], packed_k(weight)
@@ -60,10 +60,10 @@ def _linear(module: str, entries: Mapping[str, Entry]) -> PackedWeight:
     if scale is not None and scale.dtype == torch.uint8:
         packed_k(weight, group=mxfp4.GROUP)
         need(scale, scale.name, (n, k // mxfp4.GROUP), torch.uint8)
-        return PackedWeight(name, (n, k), (weight, scale), decode_mx, input_scale=of_input, input_scale_divides=True)
+        return StoredWeight(name, (n, k), (weight, scale), decode_mx, input_scale=of_input, input_scale_divides=True)
     scale = need(scale, f"{name}_scale", (n, k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
     whole = need(entries.get(f"{name}_global_scale"), f"{name}_global_scale", ((), (1,)), torch.float32)  # type: ignore[arg-type]
-    return PackedWeight(name, (n, k), (weight, scale, whole), _divided, input_scale=of_input, input_scale_divides=True)
+    return StoredWeight(name, (n, k), (weight, scale, whole), _divided, input_scale=of_input, input_scale_divides=True)
 
 
 def _divided(qdata: Tensor, scale: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...formats import mxfp4
 from ..shards import Shards
 from .mx import decode
-from .weight import Found, PackedWeight, need
+from .weight import Found, StoredWeight, need
 
 METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -34,7 +34,7 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
         need(entry, name, entry.shape if known else ("E", "N", "K/32", 16), torch.uint8)  # type: ignore[arg-type]
         e, n, groups, _ = entry.shape
         scales = need(shards.entries.get(base + _SCALES), base + _SCALES, (e, n, groups), torch.uint8)
-        found.add(PackedWeight(base, (e, groups * mxfp4.GROUP, n), (entry, scales), _flat, transposed=True))
+        found.add(StoredWeight(base, (e, groups * mxfp4.GROUP, n), (entry, scales), _flat, transposed=True))
     return found
 
 

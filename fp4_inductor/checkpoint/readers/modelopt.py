@@ -17,7 +17,7 @@ from torch import Tensor
 from ...formats import nvfp4
 from ..safetensors_file import Entry
 from ..shards import Shards
-from .weight import Found, PackedWeight, check_groups, need, packed_k, unsupported
+from .weight import Found, StoredWeight, check_groups, need, packed_k, unsupported
 
 METHOD = "modelopt"
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
@@ -57,7 +57,7 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
     return found
 
 
-def _linear(name: str, entries: Mapping[str, Entry]) -> PackedWeight:
+def _linear(name: str, entries: Mapping[str, Entry]) -> StoredWeight:
     weight = need_packed(entries.get(name), name)
     n, k = weight.shape[0], packed_k(weight)
     scale = need(entries.get(f"{name}_scale"), f"{name}_scale", (n, k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
@@ -65,17 +65,17 @@ def _linear(name: str, entries: Mapping[str, Entry]) -> PackedWeight:
     of_input = entries.get(f"{name.removesuffix('weight')}input_scale")
     if of_input is not None:
         need(of_input, of_input.name, ((), (1,)), torch.float32)  # type: ignore[arg-type]
-    return PackedWeight(name, (n, k), (weight, scale, second), _as_stored, input_scale=of_input)
+    return StoredWeight(name, (n, k), (weight, scale, second), _as_stored, input_scale=of_input)
 
 
-def _fused(name: str, entries: Mapping[str, Entry]) -> PackedWeight:
+def _fused(name: str, entries: Mapping[str, Entry]) -> StoredWeight:
     weight = need_packed(entries.get(name), name, dims=3)
     e, _, n = weight.shape
     k = packed_k(weight, dim=-2)
     scale = need(entries.get(f"{name}_weight_scale"), f"{name}_weight_scale", (e, k // nvfp4.GROUP, n), nvfp4.SCALE_DTYPE)
     second = need(entries.get(f"{name}_weight_scale_2"), f"{name}_weight_scale_2", ((), (1,), (e,), (e, 1, 1)), torch.float32)
     of_input = entries.get(f"{name}_input_scale")
-    return PackedWeight(name, (e, k, n), (weight, scale, second), _along_rows, transposed=True, input_scale=of_input)
+    return StoredWeight(name, (e, k, n), (weight, scale, second), _along_rows, transposed=True, input_scale=of_input)
 
 
 def need_packed(entry: Entry | None, name: str, dims: int = 2) -> Entry:

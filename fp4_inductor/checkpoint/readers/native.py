@@ -15,7 +15,7 @@ from ...formats import nvfp4
 from ..safetensors_file import Entry
 from ..shards import Shards
 from .modelopt import need_packed
-from .weight import Found, PackedWeight, need, packed_k, unsupported
+from .weight import Found, StoredWeight, need, packed_k, unsupported
 
 METHOD = "fp4_inductor"
 VERSION = 1
@@ -34,13 +34,13 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
     return found
 
 
-def _linear(module: str, entries: Mapping[str, Entry]) -> PackedWeight:
+def _linear(module: str, entries: Mapping[str, Entry]) -> StoredWeight:
     weight = need_packed(entries.get(f"{module}.qdata"), f"{module}.qdata")
     n, k = weight.shape[0], packed_k(weight)
     scale = need(entries.get(f"{module}.scale"), f"{module}.scale", (n, k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
     whole = need(entries.get(f"{module}.global_scale"), f"{module}.global_scale", (), torch.float32)
     of_input = entries.get(f"{module}.input_scale")
-    return PackedWeight(f"{module}.weight", (n, k), (weight, scale, whole), _as_stored, input_scale=of_input)
+    return StoredWeight(f"{module}.weight", (n, k), (weight, scale, whole), _as_stored, input_scale=of_input)
 
 
 def _as_stored(qdata: Tensor, scale: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ...formats import nvfp4
 from ..safetensors_file import parse_json
 from ..shards import Shards
 from .modelopt import need_packed
-from .weight import Found, PackedWeight, need, packed_k, unsupported
+from .weight import Found, StoredWeight, need, packed_k, unsupported
 
 METHOD = "torchao"
 _TILE_ROWS, _TILE_COLS = 128, 4
@@ -47,7 +47,7 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
     return found
 
 
-def _weight(name: str, what: Mapping[str, Any], shards: Shards) -> PackedWeight:
+def _weight(name: str, what: Mapping[str, Any], shards: Shards) -> StoredWeight:
     data, names = what.get("_data"), what.get("_tensor_data_names")
     if not isinstance(data, Mapping) or not isinstance(names, list) or not {"qdata", "scale"} <= set(names) <= _KNOWN:
         raise unsupported(f"torchao: {name}", names, sorted(_KNOWN))
@@ -67,7 +67,7 @@ def _weight(name: str, what: Mapping[str, Any], shards: Shards) -> PackedWeight:
     parts = [weight, need(entries.get(on_disk("scale")), on_disk("scale"), shape, nvfp4.SCALE_DTYPE)]
     if "per_tensor_scale" in names:
         parts.append(need(entries.get(on_disk("per_tensor_scale")), on_disk("per_tensor_scale"), ((), (1,)), torch.float32))  # type: ignore[arg-type]
-    return PackedWeight(name, (n, k), tuple(parts), functools.partial(_decode, swizzled))
+    return StoredWeight(name, (n, k), tuple(parts), functools.partial(_decode, swizzled))
 
 
 def _up(n: int, multiple: int) -> int:

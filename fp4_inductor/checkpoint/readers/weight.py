@@ -21,7 +21,7 @@ _AGAIN = "Download the checkpoint again, or quantize the model again."
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class StoredWeight:
     """One quantized weight on disk.
 
     Args:
@@ -93,11 +93,11 @@ class Found:
     ``ignored``: names on disk that mean nothing to a forward pass here (scales of a quantized KV cache), and why.
     """
 
-    weights: dict[str, PackedWeight] = field(default_factory=dict)
+    weights: dict[str, StoredWeight] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     ignored: dict[str, str] = field(default_factory=dict)
 
-    def add(self, weight: PackedWeight, also: Iterable[str] = ()) -> None:
+    def add(self, weight: StoredWeight, also: Iterable[str] = ()) -> None:
         if weight.name in self.weights:
             raise CheckpointError(f"{weight.name} is stored twice, in two layouts", value=[p.name for p in weight.parts], limit="one", remedy=_AGAIN)
         self.weights[weight.name] = weight

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...checkpoint.ahead import ahead
-from ...checkpoint.readers import PackedWeight
+from ...checkpoint.readers import StoredWeight
 from ...checkpoint.safetensors_file import Reader
 from ...errors import CoverageError
 from ...models.convert import carry_over, replace_module
@@ -36,7 +36,7 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
 
         def read(item: Assembly) -> tuple[dict[str, Tensor], Tensor | None]:
             def get(source: Source) -> Tensor:
-                return source.read(reader, dtype) if isinstance(source, PackedWeight) else reader.read(source)
+                return source.read(reader, dtype) if isinstance(source, StoredWeight) else reader.read(source)
 
             scales = [s for w in item.weights if (s := w.read_input_scale(reader)) is not None]
             return item.make(model, get), scales[0] if len(scales) == 1 else None

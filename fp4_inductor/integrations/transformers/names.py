@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from ...checkpoint.readers import PackedWeight
+from ...checkpoint.readers import StoredWeight
 from ...checkpoint.safetensors_file import Entry
 from ...errors import CheckpointError, FP4Error
 
-Source = PackedWeight | Entry
+Source = StoredWeight | Entry
 _OTHER_MODEL = "Use the config.json that came with the weights."
 # llm-compressor writes the experts of Mixtral under the names that other models use.
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
@@ -43,11 +43,11 @@ class Assembly:
 
     @property
     def packed(self) -> bool:
-        return isinstance(self.sources[0][2], PackedWeight)
+        return isinstance(self.sources[0][2], StoredWeight)
 
     @property
-    def weights(self) -> list[PackedWeight]:
-        return [source for _, _, source in self.sources if isinstance(source, PackedWeight)]
+    def weights(self) -> list[StoredWeight]:
+        return [source for _, _, source in self.sources if isinstance(source, StoredWeight)]
 
     def make(self, model: PreTrainedModel, get: Callable[[Source], Tensor]) -> dict[str, Tensor]:
         """Model names -> tensors, from ``get(source)`` of everything on disk."""
@@ -60,7 +60,7 @@ class Assembly:
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
 
-def assemble(model: PreTrainedModel, weights: Mapping[str, PackedWeight], dense: Mapping[str, Entry]) -> tuple[list[Assembly], list[str]]:
+def assemble(model: PreTrainedModel, weights: Mapping[str, StoredWeight], dense: Mapping[str, Entry]) -> tuple[list[Assembly], list[str]]:
     """Sort everything on disk by what it becomes.
 
     Args:
@@ -101,8 +101,8 @@ def assemble(model: PreTrainedModel, weights: Mapping[str, PackedWeight], dense:
             raise CheckpointError(f"{target} is stored twice", value=f"{item.sources[0][0]}, {name}", limit="one", remedy=_OTHER_MODEL)
         item.sources.append((name, pattern or name, everything[name]))
     for item in assemblies.values():
-        if len({isinstance(source, PackedWeight) for _, _, source in item.sources}) > 1:
-            kinds = {isinstance(source, PackedWeight): name for name, _, source in item.sources}
+        if len({isinstance(source, StoredWeight) for _, _, source in item.sources}) > 1:
+            kinds = {isinstance(source, StoredWeight): name for name, _, source in item.sources}
             raise CheckpointError(
                 f"{item.target} is quantized in part only",
                 value=f"quantized: {kinds[True]}; not: {kinds[False]}",
@@ -116,7 +116,7 @@ def shapes(item: Assembly, model: PreTrainedModel, dtype: torch.dtype) -> dict[s
     """What ``item`` will make, on the meta device."""
 
     def stand_in(source: Source) -> Tensor:
-        return source.like_meta(dtype) if isinstance(source, PackedWeight) else torch.empty(source.shape, dtype=source.dtype, device="meta")
+        return source.like_meta(dtype) if isinstance(source, StoredWeight) else torch.empty(source.shape, dtype=source.dtype, device="meta")
 
     try:
         return item.make(model, stand_in)
