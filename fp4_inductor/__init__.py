@@ -24,9 +24,9 @@ _PUBLIC = {
     "quantize_model": ".api",
     "save": ".api",
     "load": ".api",
-    "load_pretrained": ".integrations.transformers",
-    "export_pretrained": ".integrations.transformers",
-    "FP4InductorConfig": ".integrations.transformers",
+    "load_pretrained": ".integrations.pretrained",
+    "export_pretrained": ".integrations.pretrained",
+    "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
     "report": ".report",
     "NVFP4Config": ".config",
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .api import load, quantize_model, save
     from .config import DispatchConfig, NVFP4Config, dispatch
     from .explain import explain
-    from .integrations.transformers import FP4InductorConfig, export_pretrained, load_pretrained
+    from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .modules import FP4Linear
     from .report import report
     from .tensors import NVFP4Tensor
@@ -66,7 +66,7 @@ def _register_with_inductor() -> None:
 
 
 def _register_with_transformers() -> None:
-    name = f"{__name__}.integrations.transformers"
+    name = f"{__name__}.integrations.pretrained"
     if name in sys.modules:
         return  # it is what imports transformers right now, and registers at its end
     try:

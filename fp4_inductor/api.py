@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .checkpoint import load, save
 from .config import NVFP4Config
 from .errors import ConfigError
 from .models.calibrate import mean_squares
-from .models.convert import convert_group
+from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, record
-from .models.plan import Plan, make_plan, model_bytes
+from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
 
@@ -30,9 +31,10 @@ def quantize_model(
     progress: bool = True,
     strict: bool = True,
 ) -> nn.Module:
-    """Replace the linear layers of ``model`` by NVFP4 ones, in place, and print a report.
+    """Replace the linear layers and experts of ``model`` by NVFP4 ones, in place, and print a report.
 
-    ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`. Output
+    ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`; modules
+    that hold the weights of routed experts as 3-D Parameters become :class:`fp4_inductor.modules.FP4Experts`. Output
     heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
     reason in the report (``fp4_inductor.report(model)``). Linear layers that share one weight share the quantized one.
     Every layer is checked before the first is changed; then they are replaced one by one, each dense weight being
@@ -54,7 +56,7 @@ def quantize_model(
         ``model`` (a new :class:`FP4Linear` if ``model`` itself is a linear layer).
 
     Raises:
-        CoverageError, NonFiniteError, DTypeError, ShapeError, DeviceError, ConfigError, PreflightError, CalibrationError:
+        CoverageError, GatingError, NonFiniteError, DTypeError, ShapeError, DeviceError, ConfigError, PreflightError, CalibrationError:
             before anything was changed; the message lists every layer concerned.
     """
     config = NVFP4Config() if config is None else config
@@ -85,7 +87,7 @@ def quantize_model(
     target_device = check_device(device)
     plan = make_plan(model, ignore, filter_fn)
     preflight(plan, strict)
-    if not plan.groups:
+    if not plan.groups and not plan.experts:
         raise ConfigError(
             "there is no layer to quantize",
             value=f"{len(plan.existing)} layers in FP4 already, {len(plan.skipped)} parameters skipped",
@@ -95,14 +97,12 @@ def quantize_model(
     weights = _channel_weights(model, plan, config, strict, progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
-    for group in bar(plan.groups, "quantize", "layer", progress):
-        search, weight = config, None
-        notes: tuple[str, ...] = ()
-        if config.scale_search == "activation":
-            weight = weights[group[0].name]
-            if weight is None:
-                search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
-        model, rows = convert_group(model, group, search, target_device, weight)
+    unweighted = NVFP4Config(scale_search="mse", large_m=config.large_m)
+    for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
+        convert, name = (convert_experts, item.name) if isinstance(item, ExpertsTarget) else (convert_group, item[0].name)
+        missed = config.scale_search == "activation" and weights[name] is None
+        model, rows = convert(model, item, unweighted if missed else config, target_device, weights.get(name))  # type: ignore[operator]
+        notes = ("not reached by calibration: unweighted scales",) if missed else ()
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
     if target_device is not None:
         model.to(target_device)
@@ -121,13 +121,12 @@ def quantize_model(
     return model if compiled is None else compiled
 
 
-def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Tensor | None]:
+def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Any]:
     if config.scale_search != "activation":
         return {}
-    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress)
+    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress, experts=plan.experts)
     # Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached.
-    out: dict[str, Tensor | None] = {}
     for group in plan.groups:
         reached = [w for t in group if (w := found[t.name]) is not None]
-        out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
-    return out
+        found[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
+    return found

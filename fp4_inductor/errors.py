@@ -57,6 +57,10 @@ class CoverageError(FP4Error, ValueError):
     """``strict=True`` and some parameters that should have been quantized cannot be."""
 
 
+class GatingError(FP4Error, ValueError):
+    """Expert weights of a module whose computation (activation, gating, interface) is not known: never assumed."""
+
+
 class CalibrationError(FP4Error, ValueError):
     """Calibration data is missing, empty, or never reached a layer."""
 

@@ -24,7 +24,7 @@ OTHERS = {
     ("checkpoint/build.py", "_not_a_module"): "makes a typed error",
     ("models/preflight.py", "problems"): "a list of typed errors",
     ("models/preflight.py", "error"): "the typed error over several layers",
-    ("integrations/transformers/on_the_fly.py", "coverage_error"): "makes a typed error",
+    ("integrations/pretrained/on_the_fly.py", "uncovered_errors"): "makes typed errors",
     **{(f"checkpoint/readers/{name}.py", "unsupported"): "makes a typed error" for name in ("compressed_tensors", "modelopt", "native", "torchao", "weight")},
     ("passes/pointwise.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",
     ("passes/idiom.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",

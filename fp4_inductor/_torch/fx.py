@@ -7,13 +7,24 @@ from typing import Any
 
 import torch
 from torch._inductor.fx_passes import post_grad
-from torch._inductor.pattern_matcher import Arg, CallFunction, Match, get_mutation_region_id, register_graph_pattern
-from torch.fx import Node
+from torch._inductor.pattern_matcher import Arg, CallFunction, GraphPatternEntry, Match, PatternExpr, get_mutation_region_id, register_graph_pattern
+from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = ["anchor", "constant_of", "in_one_mutation_region", "without_modes"]
+__all__ = ["anchor", "constant_of", "in_one_mutation_region", "whole_graph", "without_modes"]
 
 Rewrite = Callable[[], None]
+
+
+class AtOutput(PatternExpr):
+    """Matches the output node, which every graph has once."""
+
+    op = "output"
+
+    def _match(self, node: Node, ctx: Any) -> Match:  # type: ignore[override]
+        match = Match(ctx, self)
+        match.nodes.append(node)
+        return match
 
 
 def anchor(target: Any, arity: int, plan: Callable[[Node], Rewrite | None]) -> None:
@@ -32,6 +43,20 @@ def anchor(target: Any, arity: int, plan: Callable[[Node], Rewrite | None]) -> N
 
     pattern = CallFunction(target, *(Arg() for _ in range(arity)))
     register_graph_pattern(pattern, extra_check=check, pass_dict=post_grad.pass_patterns[0])(run)
+
+
+def whole_graph(stage: int, apply: Callable[[Graph], None]) -> None:
+    """Call ``apply(graph)`` for each graph in post-grad pattern table ``stage`` (0 to 2), before the other entries of that table.
+
+    An entry is visited where its node stands, the last node first: this one hangs on the output.
+    """
+
+    def check(match: Match) -> bool:
+        apply(match.nodes[-1].graph)
+        return False  # nothing to count and no node to replace
+
+    entry = GraphPatternEntry(pattern=AtOutput(), extra_check=check, handler=lambda match: None)
+    entry.register(post_grad.pass_patterns[stage], target="output")
 
 
 def in_one_mutation_region(nodes: Iterable[Node]) -> bool:

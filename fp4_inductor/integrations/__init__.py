@@ -1,1 +1,1 @@
-"""F4: how other libraries reach this package. Nothing here is imported until that library is."""
+"""F4: other libraries' extension points. Importing this package imports none of them."""

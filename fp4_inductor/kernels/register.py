@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from ..ops import dequantize, dequantize_fp8, linear, quantize_rows_fp8
+from ..ops import dequantize, dequantize_fp8, linear, moe, quantize_rows_fp8
 from .linear import cpu as linear_cpu
+from .moe import cpu as moe_cpu
 
 
 def _at_first_call(module: str, name: str) -> Callable:
@@ -20,6 +21,7 @@ def _at_first_call(module: str, name: str) -> Callable:
 linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
+moe.CONTRACT.implement("CPU", moe_cpu.moe)
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))

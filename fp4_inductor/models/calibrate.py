@@ -1,16 +1,17 @@
-"""E[x^2] of every input channel of every layer, from a forward pass over calibration batches."""
+"""E[x^2] of every input channel of every layer (and every expert), from a forward pass over calibration batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch.pytree import tree_map_only
-from ..errors import CalibrationError, NonFiniteError
-from .plan import Target
+from ..errors import CalibrationError
+from .calibrate_experts import ExpertsMeans, non_finite
+from .plan import ExpertsTarget, Target
 from .progress import bar
 
 _CHUNK = 1 << 22  # activations squared at once
@@ -31,30 +32,48 @@ class _Mean:
             self.sum = squares if self.sum is None else self.sum.to(squares.device) + squares
         self.rows += x.shape[0]
 
+    def result(self) -> Tensor | None:
+        return None if self.sum is None or not self.rows else (self.sum / self.rows).float()
 
-def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any] | None, *, strict: bool, progress: bool = False) -> dict[str, Tensor | None]:
-    """Run ``batches`` through ``model`` and return ``{layer name: [K] float32 E[x^2]}``.
+    def check_finite(self) -> bool:
+        return self.sum is None or bool(torch.isfinite(self.sum).all())
+
+
+def mean_squares(
+    model: nn.Module,
+    targets: list[Target],
+    batches: Iterable[Any] | None,
+    *,
+    strict: bool,
+    progress: bool = False,
+    experts: Sequence[ExpertsTarget] = (),
+) -> dict[str, Any]:
+    """Run ``batches`` through ``model`` and return ``{layer name: [K] float32 E[x^2]}``; of experts :class:`.calibrate_experts.Statistics`.
 
     The model runs in eval mode without gradients, where it is; its mode is restored. Tensors of a batch are moved to
     the device of the model's first parameter.
 
     Args:
-        targets: the layers to watch.
+        targets, experts: the layers to watch.
         batches: see :class:`fp4_inductor.NVFP4Config`.
-        strict: a layer that no batch reached is an error; otherwise its entry is None.
+        strict: a layer that no batch reached is an error; otherwise its entry is None. A single expert that no token
+            reached is none: see :mod:`.calibrate_experts`.
 
     Raises:
         CalibrationError: no batch, a batch of an unknown kind, the forward failed, or a layer was never reached.
         NonFiniteError: a layer met NaN or Inf; names the first in execution order.
     """
-    means = {t.name: _Mean() for t in targets}
+    linear = {t.name: _Mean() for t in targets}
+    routed = {t.name: ExpertsMeans(t) for t in experts}
     order: dict[str, None] = {}
     handles = []
     modes = [(m, m.training) for m in model.modules()]
     device = next((p.device for p in model.parameters()), None)
     try:
         for t in targets:
-            handles.append(t.module.register_forward_pre_hook(_watch(t.name, means[t.name], order), with_kwargs=True))
+            handles.append(t.module.register_forward_pre_hook(_watch(t.name, linear[t.name], order), with_kwargs=True))
+        for e in experts:
+            handles.append(e.module.register_forward_pre_hook(routed[e.name].hook(order), with_kwargs=True))
         model.eval()
         _feed(model, batches, device, progress)
     finally:
@@ -63,16 +82,19 @@ def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any]
         for module, training in modes:
             module.training = training
 
-    _check_finite(order, means)
-    missed = [t.name for t in targets if means[t.name].rows == 0]
+    means: dict[str, _Mean | ExpertsMeans] = {**linear, **routed}
+    bad = [name for name in order if not means[name].check_finite()]
+    if bad:
+        raise non_finite(bad, len(order))
+    missed = [name for name, m in means.items() if m.rows == 0]
     if missed and strict:
         raise CalibrationError(
-            f"{len(missed)} of {len(targets)} layers were not reached by the calibration batches",
+            f"{len(missed)} of {len(means)} layers were not reached by the calibration batches",
             value=", ".join(missed[:20]) + (" ..." if len(missed) > 20 else ""),
             limit="every layer to be quantized",
             remedy="Add batches that exercise them, ignore them, or pass strict=False (unweighted scales for them).",
         )
-    return {name: None if m.sum is None or not m.rows else (m.sum / m.rows).float() for name, m in means.items()}
+    return {name: m.result() for name, m in means.items()}
 
 
 def _feed(model: nn.Module, batches: Iterable[Any] | None, device: torch.device | None, progress: bool) -> None:
@@ -129,15 +151,3 @@ def _watch(name: str, mean: _Mean, order: dict[str, None]):
             mean.add(x)
 
     return hook
-
-
-def _check_finite(order: dict[str, None], means: dict[str, _Mean]) -> None:
-    reached = [(name, means[name].sum) for name in order]
-    bad = [name for name, s in reached if s is not None and not bool(torch.isfinite(s).all())]
-    if bad:
-        raise NonFiniteError(
-            f"calibration: the input of {bad[0]} holds NaN or Inf (or its squares overflow float32)",
-            value=f"{len(bad)} of {len(reached)} layers affected, the first in execution order is {bad[0]}",
-            limit="finite activations",
-            remedy="Check the calibration batches, and the model in its dtype without quantization.",
-        )

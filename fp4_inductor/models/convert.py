@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import NVFP4Config
-from ..modules import FP4Linear
+from ..formats import nvfp4
+from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ..modules.experts import pack_experts
+from .calibrate_experts import Statistics
 from .coverage import LayerReport
-from .plan import Target, existing_layer
+from .plan import ExpertsTarget, Target, existing_experts, existing_layer
 
 _ERROR_CHUNK = 1 << 21  # weights compared at once
 _HOOKS = (
@@ -60,6 +63,60 @@ def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error
         rows.append(_row(group, i, new, error))
         target.module = new  # the last reference this package holds to the dense layer
     return model, rows
+
+
+def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config, device: torch.device | None, statistics: Statistics | None):
+    """Quantize the weights of one module of experts, a few experts at a time, and put FP4Experts in its place.
+
+    Each dense weight is released as soon as it is packed, unless someone outside the model holds it.
+
+    Args:
+        statistics: E[x^2] of each expert's inputs, for ``scale_search="activation"``.
+
+    Returns:
+        ``(the model, one LayerReport per weight)``.
+    """
+    module, spec = target.module, target.spec
+    weight = module.get_parameter("down_proj")
+    inner = weight.shape[1 if spec.transposed else 2]
+    extra = -inner % nvfp4.GROUP
+    first_rows = module.get_parameter(spec.first).shape[2 if spec.transposed else 1]
+    halves = first_rows // inner
+    # What I is padded with, the gates and the ups get as zero rows: one block at the end of each, or of both where they alternate.
+    pad_first = (1, halves * extra) if spec.activation.interleaved or halves == 1 else (halves, extra)
+    weights, rows = [], []
+    for name, pad, channel_weight in (
+        (spec.first, pad_first, None if statistics is None else statistics.first),
+        ("down_proj", (1, 0), None if statistics is None else statistics.down),
+    ):
+        dense = module.get_parameter(name).detach()
+        bias = module.get_parameter(f"{name}_bias") if spec.bias else None
+        packed = pack_experts(
+            dense, bias, transposed=spec.transposed, scale_search=config.scale_search, channel_weight=channel_weight, pad_rows=pad, device=device
+        )
+        error = _experts_error(dense.mT if spec.transposed else dense, packed, pad)
+        del module._parameters[name], dense
+        row = existing_experts(tuple(f"{n}.{name}" if n else name for n in target.names), packed)
+        rows.append(LayerReport(**{**vars(row), "relative_error": error, "notes": (*row.notes, *(statistics.notes if statistics else ()))}))
+        weights.append(packed)
+    new = FP4Experts(weights[0], weights[1], spec.activation, first_name=spec.first, dense=spec.dense, large_m=config.large_m)
+    carry_over(module, new)
+    model = replace_module(model, target.names, new)
+    target.module = new  # the last reference this package holds to the dense experts
+    return model, rows
+
+
+def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int]) -> float:
+    """As :func:`relative_error`, over all experts."""
+    parts, extra = pad
+    error = norm = 0.0
+    for e in range(packed.num_experts):
+        d = torch.ops.fp4.dequantize(packed.qdata[e], packed.scale[e], packed.global_scale[e], torch.float32)[:, : packed.columns]
+        d = torch.cat([p[: p.shape[0] - extra] for p in d.chunk(parts)]) if extra else d
+        w = dense[e].to(d.device).float()
+        norm += float(torch.linalg.vector_norm(w)) ** 2
+        error += float(torch.linalg.vector_norm(d.sub_(w))) ** 2
+    return (error / norm) ** 0.5 if norm else 0.0
 
 
 def share(layer: FP4Linear) -> FP4Linear:

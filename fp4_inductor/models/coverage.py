@@ -13,11 +13,11 @@ _WORST = 5
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One quantized layer.
+    """One quantized weight.
 
     Args:
         name: dotted module name.
-        shape: ``(out_features, in_features)``.
+        shape: ``(out_features, in_features)``; ``(experts, out, in)`` for expert weights.
         params: weights.
         bytes_before, bytes_after: weight and bias.
         relative_error: ``|W - dequantized| / |W|`` (Frobenius); None if the original weight was never seen (after load).
@@ -25,7 +25,7 @@ class LayerReport:
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     params: int
     bytes_before: int
     bytes_after: int

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..modules import FP4Linear
+from ..modules import FP4ExpertWeight, FP4Linear
 from ..tensors.base import FP4Tensor
 from . import families
 from .coverage import LayerReport, Report, Skipped
+from .experts import ExpertsSpec, describe_experts
 
 FilterFn = Callable[[nn.Module, str], bool]
 _EXPERT_SIDE = 16  # a 3-D Parameter whose matrices are smaller than one scale block is no expert weight
@@ -33,13 +34,31 @@ class Target:
 
 
 @dataclass
+class ExpertsTarget:
+    """One module of expert weights to be quantized. ``names``: every path it has in the model."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    spec: ExpertsSpec
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass
 class Plan:
-    """The decision for one model. ``groups``: targets that share one weight tensor are one group."""
+    """The decision for one model.
+
+    ``groups``: targets that share one weight tensor are one group. ``gating``: those of ``uncovered`` whose computation is unknown.
+    """
 
     groups: list[list[Target]] = field(default_factory=list)
+    experts: list[ExpertsTarget] = field(default_factory=list)
     existing: list[LayerReport] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     uncovered: list[Skipped] = field(default_factory=list)
+    gating: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -62,17 +81,22 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     for _, module in model.named_modules():
         names = tuple(paths[id(module)])
         user = ignored.reason(names, module, filter_fn)
-        if isinstance(module, FP4Linear):
-            plan.existing.append(existing_layer(names, module))
+        if isinstance(module, (FP4Linear, FP4ExpertWeight)):
+            plan.existing.append(existing_layer(names, module) if isinstance(module, FP4Linear) else existing_experts(names, module))
             continue
         kind = linear_kind(module)
         default = _default_skip(names[0], module, heads)
+        experts, unknown, tied = (None, None, None) if user or default else _experts(names, module, owners)
+        if experts is not None:
+            plan.experts.append(experts)
         if kind in ("linear", "transposed") and module._parameters.get("weight") is None and not (user or default):
             # Its weight is computed (parametrized, pruned): still a linear layer, for the preflight to refuse.
             wanted[(id(module),)].append(Target(names, module, kind == "transposed"))
             continue
         for pname, p in module.named_parameters(recurse=False):
             full = f"{names[0]}.{pname}" if names[0] else pname
+            if experts is not None and pname in experts.spec.parameters:
+                continue
             if isinstance(p, FP4Tensor):
                 plan.existing.append(_existing_tensor(full, p))
                 continue
@@ -93,7 +117,10 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             else:
                 family = expert_family(module, pname, p)
                 if family is not None and user is None and default is None:
-                    plan.uncovered.append(Skipped(full, _once(p, covered_keys), f"expert weights ({family}), not quantized yet"))
+                    missed = Skipped(full, _once(p, covered_keys), unknown or tied or f"expert weights ({family})")
+                    plan.uncovered.append(missed)
+                    if unknown:
+                        plan.gating.append(missed)
                     continue
                 reason = user or default or _other_reason(module)
             plan.skipped.append(Skipped(full, _once(p, covered_keys), reason))
@@ -113,6 +140,19 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     return plan
 
 
+def _experts(names: tuple[str, ...], module: nn.Module, owners: dict[tuple, list[str]]) -> tuple[ExpertsTarget | None, str | None, str | None]:
+    """``(the module's experts as a target, why what they compute is unknown, what they are tied to)``, at most one of them."""
+    spec = describe_experts(module)
+    if not isinstance(spec, ExpertsSpec):
+        return None, spec, None
+    own = {f"{n}.{p}" if n else p for n in names for p in spec.parameters}
+    for p in spec.parameters:
+        foreign = [n for n in owners.get(tensor_key(module.get_parameter(p)), ()) if n not in own]
+        if foreign:
+            return None, None, f"expert weights tied to {foreign[0]}"
+    return ExpertsTarget(names, module, spec), None, None
+
+
 def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict[str, str] | None = None) -> Report:
     """The report of a model as it stands: what is FP4 already, what is skipped by default, what is not covered.
 
@@ -124,6 +164,11 @@ def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict
     plan = make_plan(model)
     layers = [LayerReport(**{**vars(layer), "relative_error": errors.get(layer.name)}) for layer in plan.existing]
     left = [Skipped(f"{t.name}.weight", weight_count(t), "linear layer in high precision") for t in plan.targets]
+    left += [
+        Skipped(f"{t.name}.{p}".lstrip("."), t.module.get_parameter(p).numel(), "expert weights in high precision")
+        for t in plan.experts
+        for p in t.spec.parameters[:2]
+    ]
     missed = left + plan.uncovered
     after = model_bytes(model)
     return Report(
@@ -186,6 +231,17 @@ def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
         None,
         tuple(notes),
     )
+
+
+def existing_experts(names: tuple[str, ...], w: FP4ExpertWeight) -> LayerReport:
+    """The report row of one weight of installed FP4Experts."""
+    bias = 0 if w.bias is None else w.bias.numel() * w.bias.element_size()
+    experts, rows, columns = w.shape
+    weights = experts * rows * columns
+    n, k = w.qdata.shape[1], w.qdata.shape[2] * 2
+    notes = [f"padded to whole blocks ({[rows, columns]} -> {[n, k]})"] if (n, k) != (rows, columns) else []
+    packed = sum(t.numel() * t.element_size() for t in (w.qdata, w.scale, w.global_scale))
+    return LayerReport(names[0], w.shape, weights, weights * w.dtype.itemsize + bias, packed + bias, None, tuple(notes))
 
 
 def is_lazy(t: Tensor) -> bool:
@@ -273,8 +329,10 @@ def _once(p: Tensor, seen: set[tuple]) -> int:
     return p.numel()
 
 
-def weight_count(t: Target) -> int:
+def weight_count(t: Target | ExpertsTarget) -> int:
     """Weights of a target; 0 where they are computed or not there yet."""
+    if isinstance(t, ExpertsTarget):
+        return sum(t.module.get_parameter(p).numel() for p in t.spec.parameters[:2])
     weight = t.module._parameters.get("weight")
     return 0 if weight is None or is_lazy(weight) else weight.numel()
 

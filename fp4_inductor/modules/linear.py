@@ -6,56 +6,34 @@ outside the compiled graph (design/ARCHITECTURE.md); buffers cost a quarter of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
+from ..errors import ConfigError, DeviceError, ShapeError
 from ..formats import nvfp4
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
 from ..tensors.nvfp4 import NVFP4Tensor
-
-# Each packed buffer, and the integer dtype of the same width that stands for its bits.
-_BITS = {"qdata": torch.uint8, "scale": torch.uint8, "global_scale": torch.int32, "input_scale": torch.int32}
-_DTYPES = {"qdata": torch.uint8, "scale": nvfp4.SCALE_DTYPE, "global_scale": torch.float32, "input_scale": torch.float32}
-
-_DENSE = "Use dequantize() for a dense weight."
+from .packed import PackedWeight
 
 
-class FP4Linear(nn.Module):
+class FP4Linear(PackedWeight):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
     Buffers (names as in the native checkpoint): ``qdata`` uint8 ``[N, K/2]``, ``scale`` float8_e4m3fn ``[N, K/16]``,
-    ``global_scale`` float32 ``[]`` (multiplying), ``bias`` ``[N]`` or None, ``input_scale`` float32 ``[]`` or None. K is
-    ``in_features`` padded with zero weights to a multiple of 16. ``input_scale`` (multiplying) is what a W4A4 checkpoint
-    recorded for its activations: kept for export, not used by a forward pass whose activations stay in high precision.
+    ``global_scale`` float32 ``[]`` (multiplying), ``bias`` ``[N]`` or None. K is ``in_features`` padded with zero
+    weights to a multiple of 16.
 
     ``.to(dtype)``, ``.half()``, ``.bfloat16()`` cast the bias and set :attr:`dtype`; the codes and scales keep their
     bits. ``.to(device)``, ``deepcopy``, ``pin_memory``, ``state_dict`` work as for any module.
     """
 
-    qdata: Tensor
-    scale: Tensor
-    global_scale: Tensor
-    input_scale: Tensor | None
-    bias: Tensor | None
-
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
-        super().__init__()
         if large_m not in LARGE_M:
             raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
-        if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
-        self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
-        self.padding = -in_features % nvfp4.GROUP
-        k = in_features + self.padding
-        self.register_buffer("qdata", torch.zeros(out_features, k // 2, dtype=torch.uint8, device=device))
-        self.register_buffer("scale", torch.zeros(out_features, k // nvfp4.GROUP, dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE))
-        self.register_buffer("global_scale", torch.ones((), dtype=torch.float32, device=device))
-        self.register_buffer("input_scale", None)
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        padding = -in_features % nvfp4.GROUP
+        super().__init__((), out_features, in_features + padding, bias, dtype, device)
+        self.in_features, self.out_features, self.large_m, self.padding = in_features, out_features, large_m, padding
 
     @classmethod
     def from_weight(
@@ -112,38 +90,3 @@ class FP4Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}, large_m={self.large_m}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
-        # nn.Module.to(dtype) casts every floating tensor. Codes and scales are bits, not numbers to be cast:
-        # show fn integers of the same width, so that device moves happen and casts do not.
-        dtype = self._probe(fn, self.dtype)
-        if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
-        for bits in set(_BITS.values()):
-            if self._probe(fn, bits) != bits:
-                raise DTypeError("the codes and scales of FP4Linear cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
-        held = [name for name in _BITS if self._buffers[name] is not None]
-        for name in held:
-            self._buffers[name] = getattr(self, name).view(_BITS[name])
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for name in held:
-                self._buffers[name] = getattr(self, name).view(_DTYPES[name])
-        self.dtype = dtype
-        return self
-
-    def _probe(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
-        """The dtype that ``fn`` turns ``dtype`` into."""
-        device = self.qdata.device
-        return fn(torch.empty(0, dtype=dtype, device="cpu" if device.type == "meta" else device)).dtype
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
-        for name, dtype in _DTYPES.items():
-            value = state_dict.get(prefix + name)
-            if value is not None and value.dtype != dtype:
-                raise DTypeError(
-                    f"{prefix}{name} in the state_dict has the wrong dtype", value=value.dtype, limit=dtype, remedy="Reinterpret bits with .view(dtype)."
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -7,8 +7,9 @@ __all__ = ["matches", "register", "reset_matches"]
 
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
-    from . import dequantize_matmul, identity, tables
+    from . import dequantize_matmul, identity, moe, tables
 
     tables.register()
+    moe.register()
     dequantize_matmul.register()
     identity.register()

@@ -30,17 +30,23 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
     found = Found()
     for name in shards.entries:
         if name.endswith(".qdata"):
-            found.add(_linear(name.removesuffix(".qdata"), shards.entries))
+            found.add(_weight(name.removesuffix(".qdata"), shards.entries))
     return found
 
 
-def _linear(module: str, entries: Mapping[str, Entry]) -> StoredWeight:
-    weight = need_packed(entries.get(f"{module}.qdata"), f"{module}.qdata")
-    n, k = weight.shape[0], packed_k(weight)
-    scale = need(entries.get(f"{module}.scale"), f"{module}.scale", (n, k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
-    whole = need(entries.get(f"{module}.global_scale"), f"{module}.global_scale", (), torch.float32)
+def _weight(module: str, entries: Mapping[str, Entry]) -> StoredWeight:
+    """``X.weight`` of a linear layer, the Parameter ``X`` of a module of experts."""
+    codes = entries[f"{module}.qdata"]
+    experts = len(codes.shape) == 3
+    weight = need_packed(codes, f"{module}.qdata", dims=3 if experts else 2)
+    k, lead = packed_k(weight), weight.shape[:-2]
+    scale = need(entries.get(f"{module}.scale"), f"{module}.scale", (*weight.shape[:-1], k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
+    whole = need(entries.get(f"{module}.global_scale"), f"{module}.global_scale", lead, torch.float32)
     of_input = entries.get(f"{module}.input_scale")
-    return StoredWeight(f"{module}.weight", (n, k), (weight, scale, whole), _as_stored, input_scale=of_input)
+    if of_input is not None:
+        need(of_input, of_input.name, ((), lead), torch.float32)
+    name = module if experts else f"{module}.weight"
+    return StoredWeight(name, (*weight.shape[:-1], k), (weight, scale, whole), _as_stored, input_scale=of_input)
 
 
 def _as_stored(qdata: Tensor, scale: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:

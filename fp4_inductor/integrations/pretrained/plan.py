@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.readers import FORMATS, Format, Found
+from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
+from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
 from ...errors import CheckpointError
 from ...formats import nvfp4
 from ...models.convert import carry_over, replace_module
+from ...models.experts import ExpertsSpec, describe_experts
 from ...models.plan import linear_kind
-from ...modules import FP4Linear
+from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
-from .names import Assembly, assemble, shapes
+from .names import Assembly, Source, assemble, shapes
 
 _SHOWN = 20
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -27,10 +30,11 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass
 class LoadPlan:
-    """``assemblies``: the quantized ones, in the order of the files. ``notes``: for the report."""
+    """``assemblies``: what this package reads, in the order of the files. ``replaced``: modules of experts that were replaced, by path."""
 
     assemblies: list[Assembly] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    replaced: dict[str, nn.Module] = field(default_factory=dict)
 
 
 def format_of(config: Mapping[str, Any] | None) -> Format:
@@ -88,9 +92,30 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     notes = [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
     notes += [f"not in the checkpoint: {', '.join(missing[:_SHOWN])}"] if missing else []
     notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:_SHOWN])}"] if unknown else []
-    packed = [a for a in assemblies if a.packed]
-    packed.sort(key=lambda a: min((p.path.name, p.start) for w in a.weights for p in w.parts))
-    return LoadPlan(packed, notes)
+    ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
+    ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
+    return LoadPlan(ours, notes)
+
+
+def parts_of(source: Source) -> tuple[Entry, ...]:
+    """What is on disk of ``source``."""
+    return source.parts if isinstance(source, StoredWeight) else (source,)
+
+
+def _is_expert_bias(model: PreTrainedModel, name: str, assemblies: list[Assembly]) -> bool:
+    """FP4Experts hold their biases themselves, under other names than the module they replace."""
+    owner, _, attribute = name.rpartition(".")
+    spec = describe_experts(model.get_submodule(owner)) if attribute.endswith("_bias") else None
+    if not isinstance(spec, ExpertsSpec) or attribute not in spec.parameters:
+        return False
+    return any(a.packed and a.target.startswith(f"{owner}.") for a in assemblies)
+
+
+def _padded_bias(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, assemblies: list[Assembly]) -> bool:
+    """The bias of experts whose rows were padded when they were quantized here."""
+    if t.dim() != 2 or old.dim() != 2 or t.shape[0] != old.shape[0] or not _is_expert_bias(model, name, assemblies):
+        return False
+    return 0 < t.shape[1] - old.shape[1] < 2 * nvfp4.GROUP
 
 
 def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dtype: torch.dtype) -> tuple[list[str], set[str]]:
@@ -98,6 +123,7 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
     wrong: list[str] = []
     made: set[str] = set()
     known = model.state_dict()
+    packed = {item.target for item in assemblies if item.packed}
     for item in assemblies:
         for name, t in shapes(item, model, dtype).items():
             made.add(name)
@@ -105,8 +131,8 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
             if old is None:
                 wrong.append(f"{name}: not in the model")
             elif item.packed:
-                wrong += _misfit(model, name, t, old)
-            elif tuple(t.shape) != tuple(old.shape):
+                wrong += _misfit(model, name, t, old, packed)
+            elif tuple(t.shape) != tuple(old.shape) and not _padded_bias(model, name, t, old, assemblies):
                 wrong.append(f"{name}: shape {tuple(t.shape)} in the checkpoint, {tuple(old.shape)} in the model")
             elif t.dtype != old.dtype and not (t.dtype in _FLOATS and old.dtype in _FLOATS):
                 wrong.append(f"{name}: {t.dtype} in the checkpoint, {old.dtype} in the model")
@@ -115,20 +141,32 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
     return wrong, made
 
 
-def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor) -> list[str]:
+def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: set[str]) -> list[str]:
     if not isinstance(t, NVFP4Tensor):
         return [f"{name}: the model's conversion rules rearrange it in a way that packed weights cannot follow"]
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     kind = linear_kind(module)
-    shape = tuple(old.shape) if kind != "transposed" else tuple(old.shape[::-1])
-    padded = (*shape[:-1], shape[-1] + -shape[-1] % nvfp4.GROUP)  # as FP4Linear pads K
-    if tuple(t.shape) not in (shape, padded):
-        return [f"{name}: shape {tuple(t.shape)} in the checkpoint, {shape} in the model"]
+    experts = describe_experts(module) if t.dim() == 3 else None
     if kind in ("linear", "transposed") and attribute == "weight":
-        tied = [n for n in (*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()) if n == name]
-        return [f"{name}: quantized in the checkpoint, tied to another weight in the model"] if tied else []
-    return [f"{name}: quantized in the checkpoint, a parameter of {type(module).__name__} in the model"]
+        swapped, rows = kind == "transposed", False
+    elif isinstance(experts, ExpertsSpec) and attribute in (experts.first, "down_proj"):
+        swapped, rows = experts.transposed, attribute == experts.first
+        other = "down_proj" if rows else experts.first
+        if f"{owner}.{other}" not in packed:
+            return [f"{name}: quantized in the checkpoint, but {owner}.{other} is not"]
+    else:
+        why = experts if isinstance(experts, str) else f"a parameter of {type(module).__name__} in the model"
+        return [f"{name}: quantized in the checkpoint, {why}"]
+    if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
+        return [f"{name}: quantized in the checkpoint, tied to another weight in the model"]
+    *lead, n, k = (*old.shape[:-2], old.shape[-1], old.shape[-2]) if swapped else old.shape
+    *stored_lead, stored_n, stored_k = (*t.qdata.shape[:-1], t.qdata.shape[-1] * 2)
+    # K padded to whole blocks, and the rows of an expert's first product with it: only models quantized here are.
+    fits = stored_k in (k, k + -k % nvfp4.GROUP) and (stored_n == n or (rows and stored_n > n and stored_n - n < 2 * nvfp4.GROUP))
+    if stored_lead != lead or not fits:
+        return [f"{name}: shape {(*stored_lead, stored_n, stored_k)} in the checkpoint, {(*lead, n, k)} in the model"]
+    return []
 
 
 def _missing(model: PreTrainedModel, made: set[str]) -> list[str]:
@@ -142,26 +180,45 @@ def _matches(name: str, patterns: Any) -> bool:
 
 
 def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: str) -> None:
-    """Put a layer without values in place of each that will be quantized. Transformers moves their buffers to their devices."""
-    for item in plan.assemblies:
-        for name in shapes(item, model, dtype):
-            owner = name.rpartition(".")[0]
-            old = model.get_submodule(owner)
-            if isinstance(old, FP4Linear):
-                continue
+    """Put modules without values in place of all that will be quantized. Transformers moves their buffers to their devices."""
+    made = {name: t for item in plan.assemblies if item.packed for name, t in shapes(item, model, dtype).items()}
+    for name, t in made.items():
+        owner, _, attribute = name.rpartition(".")
+        old = model.get_submodule(owner)
+        if linear_kind(old) is not None:
             weight = old.get_parameter("weight")
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
-            new = FP4Linear(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m)
-            hide(new)
-            carry_over(old, new)
-            replace_module(model, (owner,), new)
+            _replace(model, owner, old, FP4Linear(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m))
+        elif attribute == "down_proj":
+            spec = describe_experts(old)
+            if isinstance(spec, ExpertsSpec):
+                first = _empty_experts(old, spec, spec.first, cast(NVFP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
+                down = _empty_experts(old, spec, "down_proj", cast(NVFP4Tensor, t), dtype)
+                plan.replaced[owner] = old
+                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
+                _replace(model, owner, old, new)
 
 
-def hide(layer: nn.Module) -> None:
+def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: NVFP4Tensor, dtype: torch.dtype) -> FP4ExpertWeight:
+    e, *dims = module.get_parameter(name).shape
+    rows, columns = reversed(dims) if spec.transposed else dims
+    n, k = t.qdata.shape[1], t.qdata.shape[2] * 2
+    return FP4ExpertWeight(e, n, k, rows=rows, columns=columns, bias=spec.bias, dtype=dtype, device="meta")
+
+
+def _replace(model: PreTrainedModel, path: str, old: nn.Module, new: nn.Module) -> None:
+    for module in new.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        if isinstance(module, PackedWeight):
+            hide(module)
+    carry_over(old, new)
+    replace_module(model, (path,), new)
+
+
+def hide(module: PackedWeight) -> None:
     """Keep the packed buffers out of the state_dict: transformers would look for them on disk, and initialise them."""
-    layer._non_persistent_buffers_set |= set(NVFP4Tensor.PARTS)
-    layer._is_hf_initialized = True  # type: ignore[assignment]
+    module._non_persistent_buffers_set |= {*NVFP4Tensor.PARTS, "bias"} if isinstance(module, FP4ExpertWeight) else set(NVFP4Tensor.PARTS)
 
 
-def unhide(layer: nn.Module) -> None:
-    layer._non_persistent_buffers_set -= set(NVFP4Tensor.PARTS)
+def unhide(module: PackedWeight) -> None:
+    module._non_persistent_buffers_set -= {*NVFP4Tensor.PARTS, "bias"}

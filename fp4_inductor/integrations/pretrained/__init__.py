@@ -8,7 +8,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from .config import FP4InductorConfig, ModelOptConfig
 from .export import export_pretrained
-from .pretrained import load_pretrained
+from .load import load_pretrained
 from .quantizer import FP4InductorQuantizer
 
 __all__ = ["FP4InductorConfig", "ModelOptConfig", "export_pretrained", "load_pretrained", "register"]

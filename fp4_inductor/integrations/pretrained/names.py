@@ -145,6 +145,9 @@ def _first_gap(names: Iterable[str]) -> str:
 
 
 def _spellings(name: str, patterns: Mapping[str, Any]) -> list[str]:
+    if name.endswith("_proj.bias"):
+        # FP4Experts keep the bias with its weight; the module they replace has a Parameter of its own for it.
+        return [name, f"{name.removesuffix('.bias')}_bias"]
     if any(".w1." in p for p in patterns) and _EXPERT.search(name):
         return [_EXPERT.sub(lambda m: f"{m[1]}{_MIXTRAL[m[2]]}.", name), name]
     return [name]

@@ -13,7 +13,7 @@ from ...errors import FP4Error, NonFiniteError
 from ...models.convert import install_group, quantize_dense
 from ...models.coverage import LayerReport
 from ...models.plan import make_plan
-from ...models.preflight import coverage_error
+from ...models.preflight import uncovered_errors
 from ...modules import FP4Linear
 
 
@@ -28,7 +28,7 @@ class QuantizeOnLoad(ConversionOps):
         self.config = NVFP4Config(scale_search=config.scale_search, large_m=config.large_m)
         self.plan = make_plan(model, config.ignore)
         if config.strict and self.plan.uncovered:
-            raise coverage_error(self.plan)
+            raise uncovered_errors(self.plan)[0]
         self.groups = {f"{group[0].name}.weight": group for group in self.plan.groups}
         self.layers: dict[str, tuple[FP4Linear, float]] = {}
         self.failed: list[tuple[str, FP4Error]] = []
