@@ -89,7 +89,7 @@ def to_nvfp4(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | No
     """
     exponent = scale.to(torch.int16) - BIAS
     blocks = qdata.unflatten(-1, (-1, GROUP // 2)) if qdata.numel() else qdata.new_zeros((*scale.shape, GROUP // 2))
-    used = (blocks & 0x77).any(-1)
+    used = (blocks & 0x77 != 0).any(-1)
     lead = scale.shape[:-2]
     flat, mask = exponent.reshape(*lead, -1), used.reshape(*lead, -1)
     if flat.shape[-1] == 0:

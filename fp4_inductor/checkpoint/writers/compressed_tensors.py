@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...formats import nvfp4
 from ...tensors import NVFP4Tensor
+from ..readers.weight import unsupported
 from ..reciprocal import reciprocal
 
 METHOD = "compressed-tensors"
@@ -17,6 +18,8 @@ FORMAT = "nvfp4-pack-quantized"
 
 def tensors(name: str, weight: NVFP4Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
     """``name``: of the dense weight, ``X.weight``. The global scale divides there: the one that gives the same bfloat16 weights."""
+    if weight.dim() != 2:
+        raise unsupported(f"compressed-tensors: {name}", f"experts stacked {tuple(weight.shape)}", "one file entry per expert")
     whole = reciprocal(weight.global_scale.cpu(), dividing=False).reshape(1)
     out = {f"{name}_packed": weight.qdata, f"{name}_scale": weight.scale, f"{name}_global_scale": whole}
     return out if input_scale is None else out | {f"{name.removesuffix('weight')}input_global_scale": input_scale.reciprocal().reshape(1)}

@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...formats import nvfp4
 from ...tensors import NVFP4Tensor
+from ..readers.weight import unsupported
 
 METHOD = "modelopt"
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # the version whose layout this is; readers look at the name
 
 
 def tensors(name: str, weight: NVFP4Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
-    """``name``: of the dense weight, ``X.weight``. The global scale is stored as it is."""
+    """``name``: of the dense weight, ``X.weight``; experts stored transposed (gpt-oss) have no ``.weight``. The global scale is stored as it is."""
+    if weight.dim() == 3:
+        return _fused(name, weight, input_scale)
     out = {name: weight.qdata, f"{name}_scale": weight.scale, f"{name}_scale_2": weight.global_scale}
     return out if input_scale is None else out | {f"{name.removesuffix('weight')}input_scale": input_scale}
+
+
+def _fused(name: str, weight: NVFP4Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
+    """gpt-oss: packed along the second dimension from the end, one global scale per expert (ModelOpt writes one for all; readers take both)."""
+    if not weight.transposed:
+        raise unsupported(f"modelopt: {name}", "experts stacked [E, N, K]", "one file entry per expert, or gpt-oss' [E, K, N]")
+    bits = weight.scale.view(torch.uint8).mT.contiguous().view(nvfp4.SCALE_DTYPE)
+    out = {name: weight.qdata.mT.contiguous(), f"{name}_weight_scale": bits, f"{name}_weight_scale_2": weight.global_scale}
+    return out if input_scale is None else out | {f"{name}_input_scale": input_scale.amax()}
 
 
 def config(ignore: Iterable[str], activations: bool) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -17,7 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
 from ...errors import CheckpointError, ConfigError
-from ...modules import FP4Linear
+from ...models.experts import ExpertsSpec, describe_experts
+from ...modules import FP4ExpertWeight
+from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from ...tensors.base import FP4Tensor
 
@@ -57,14 +61,11 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     packed = {name: t for name, t in original.items() if isinstance(t, NVFP4Tensor)}
     if not packed:
         raise CheckpointError("nothing to export", value=f"{len(original)} tensors, none in FP4", limit=">= 1", remedy="Call quantize_model first.")
-    scales = {name: inputs.get(name) for name in packed}
-    activations = all(s is not None for s in scales.values())
+    activations = len(inputs) == sum(isinstance(t, NVFP4Tensor) for t in state.values())
+    scales = _original_input_scales(model, state, inputs) if activations else {}
     tensors: dict[str, Tensor] = {}
     for name, t in original.items():
-        if isinstance(t, NVFP4Tensor):
-            tensors |= layout.tensors(name, t, scales[name] if activations else None)
-        else:
-            tensors[name] = t
+        tensors |= layout.tensors(name, t, scales.get(name)) if isinstance(t, NVFP4Tensor) else {name: t}
     ignore = _ignored(model, packed)
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations)}
     config["architectures"] = [type(model).__name__]
@@ -77,28 +78,39 @@ def _dense_names(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, T
     """The state_dict a dense model would have, its quantized weights as NVFP4Tensor; and the input scales by weight name."""
     state: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP4Linear)}
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
+    with torch.device("meta"):
+        dense = type(model)(copy.deepcopy(model.config))  # how this architecture stores its experts
     for key, t in model.state_dict(keep_vars=True).items():
         owner, _, attribute = key.rpartition(".")
-        if owner not in layers:
-            if isinstance(t, FP4Tensor) and not isinstance(t, NVFP4Tensor):
-                raise CheckpointError(f"{key} has no form in this layout", value=type(t).__name__, limit="NVFP4Tensor", remedy="Dequantize it first.")
+        if isinstance(t, FP4Tensor) and not isinstance(t, NVFP4Tensor):
+            raise CheckpointError(f"{key} has no form in this layout", value=type(t).__name__, limit="NVFP4Tensor", remedy="Dequantize it first.")
+        if owner not in packed:
             state[key] = t.detach()
         elif attribute == "bias":
-            state[key] = t.detach()
-    for name, layer in layers.items():
-        if layer.padding:
+            state[f"{owner}_bias" if isinstance(packed[owner], FP4ExpertWeight) else key] = t.detach()
+    for name, module in packed.items():
+        experts = isinstance(module, FP4ExpertWeight)
+        key = name if experts else f"{name}.weight"
+        shape = tuple(dense.get_parameter(key).shape)
+        weight = NVFP4Tensor(module.qdata, module.scale, module.global_scale, module.dtype, transposed=experts and _is_transposed(dense, name))
+        if tuple(weight.shape) not in (shape, shape[::-1] if len(shape) == 2 else shape):
             raise CheckpointError(
-                f"{name}: K = {layer.in_features} is no whole number of blocks",
-                value=layer.in_features,
-                limit="a multiple of 16",
+                f"{name} is padded to whole blocks, which this layout cannot say",
+                value=shape,
+                limit=f"{tuple(weight.shape)}: every K a multiple of 16",
                 remedy="Leave this layer out when quantizing: ignore=[...].",
             )
-        state[f"{name}.weight"] = layer.weight
-        if layer.input_scale is not None:
-            inputs[f"{name}.weight"] = layer.input_scale
+        state[key] = weight
+        if module.input_scale is not None:
+            inputs[key] = module.input_scale
     tied: Mapping[str, str] = model.all_tied_weights_keys
     return {k: v for k, v in state.items() if k not in tied}, inputs
+
+
+def _is_transposed(dense: PreTrainedModel, name: str) -> bool:
+    spec = describe_experts(dense.get_submodule(name.rpartition(".")[0]))
+    return isinstance(spec, ExpertsSpec) and spec.transposed
 
 
 def _original_names(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -109,6 +121,12 @@ def _original_names(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[st
         return revert_weight_conversion(model, state)
     finally:
         model._weight_conversions = used  # type: ignore[assignment]
+
+
+def _original_input_scales(model: PreTrainedModel, state: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The input scale of every weight by its name on disk: each travels through the same rules, in place of its weight's global scale."""
+    carriers = {name: NVFP4Tensor(t.qdata, t.scale, inputs[name], t.logical_dtype, t.transposed) for name, t in state.items() if isinstance(t, NVFP4Tensor)}
+    return {name: t.global_scale for name, t in _original_names(model, dict(carriers)).items() if isinstance(t, NVFP4Tensor)}
 
 
 def _ignored(model: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:

@@ -30,11 +30,16 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass
 class LoadPlan:
-    """``assemblies``: what this package reads, in the order of the files. ``replaced``: modules of experts that were replaced, by path."""
+    """What to read and where it goes.
+
+    ``assemblies``: what this package reads, in the order of the files. ``replaced``: modules of experts that were replaced, by
+    path. ``dense``: names of the model's tensors that the checkpoint keeps in high precision.
+    """
 
     assemblies: list[Assembly] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     replaced: dict[str, nn.Module] = field(default_factory=dict)
+    dense: list[str] = field(default_factory=list)
 
 
 def format_of(config: Mapping[str, Any] | None) -> Format:
@@ -94,7 +99,7 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:_SHOWN])}"] if unknown else []
     ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
     ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
-    return LoadPlan(ours, notes)
+    return LoadPlan(ours, notes, dense=[a.target for a in assemblies if not a.packed])
 
 
 def parts_of(source: Source) -> tuple[Entry, ...]:

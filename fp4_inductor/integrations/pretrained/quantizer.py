@@ -73,11 +73,13 @@ class FP4InductorQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         notes: list[str] = []
         errors: dict[str, float] = {}
+        kept: dict[str, str] = {}
         if self.on_load is not None:
             errors = {row.name: row.relative_error for row in self.on_load.finish(model) if row.relative_error is not None}
         elif self.plan is not None:
+            kept = dict.fromkeys(self.plan.dense, "in high precision in the checkpoint")
             notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict, progress=self.progress)
-        finish(model, self, notes, errors)
+        finish(model, self, notes, errors, kept)
         self.plan = self.on_load = None
         return model
 
@@ -105,7 +107,7 @@ class FP4InductorQuantizer(HfQuantizer):
         return False
 
 
-def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float]) -> None:
+def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
     """Make ``save_pretrained`` write what is in memory: our tensors, under the model's own names, with our config."""
     from .config import FP4InductorConfig
 
@@ -113,5 +115,5 @@ def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[
     quantizer.quantization_config = config
     model.config.quantization_config = config
     model._weight_conversions = []  # type: ignore[assignment]  # transformers would split what its rules joined, packed buffers included
-    report = inspect(model, errors)
+    report = inspect(model, errors, kept)
     record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
