@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from . import compressed_tensors, gpt_oss, modelopt, native, torchao
+from . import compressed_tensors, gguf, gpt_oss, modelopt, native, torchao
 from .weight import Format, Found, StoredWeight
 
-FORMATS: dict[str, Format] = {module.METHOD: module for module in (modelopt, compressed_tensors, gpt_oss, torchao, native)}
+FORMATS: dict[str, Format] = {module.METHOD: module for module in (modelopt, compressed_tensors, gpt_oss, torchao, gguf, native)}
 
 __all__ = ["FORMATS", "Format", "Found", "StoredWeight"]

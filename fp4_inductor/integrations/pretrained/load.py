@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...checkpoint.readers import gguf
 from ...checkpoint.shards import read_json
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ...models.preflight import check_device
 from .config import FP4InductorConfig
 from .plan import format_of
@@ -38,11 +39,12 @@ def load_pretrained(
     """Load a quantized model, its codes and scales bit for bit, and run it in FP4 on any device.
 
     Reads ModelOpt NVFP4, compressed-tensors ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``, gpt-oss MXFP4, torchao
-    ``NVFP4Tensor`` and what ``save_pretrained`` writes for models quantized here, file by file, straight to ``device``.
+    ``NVFP4Tensor``, GGUF files with NVFP4 tensors (llama, qwen2, qwen3), and what ``save_pretrained`` writes for models
+    quantized here: file by file, straight to ``device``.
     No pickle is read and no code of the checkpoint is run.
 
     Args:
-        path_or_id: a directory, or a hub id (``revision``, ``token``, ``cache_dir`` are passed on).
+        path_or_id: a directory, a ``.gguf`` file, or a hub id (``revision``, ``token``, ``cache_dir`` are passed on).
         device: where the model goes; the CPU if None. ``device_map`` is passed on instead if given.
         dtype: of what is not quantized, and of activations; None takes what config.json says.
         strict: raise for tensors that are missing on either side, and for weights that NVFP4 cannot hold without loss.
@@ -70,6 +72,11 @@ def load_pretrained(
     hub: dict[str, Any] = {
         k: options[k] for k in ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download") if k in options
     }
+    if where is not None:
+        options["device_map"] = {"": where}
+    options["dtype"] = "auto" if dtype is None else dtype
+    if path.suffix == ".gguf" and path.is_file():
+        return _load_gguf(path, auto, large_m, strict, options)
     if path.is_dir():
         read_json(path / "config.json")  # a typed error rather than transformers' for a damaged one
     config = AutoConfig.from_pretrained(path_or_id, **hub)
@@ -78,9 +85,30 @@ def load_pretrained(
         source = _hf_quant_config(path_or_id, hub)
     format_of(source)
     wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
-    if where is not None:
-        options["device_map"] = {"": where}
-    return auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, dtype="auto" if dtype is None else dtype, **options)
+    return auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options)
+
+
+def _load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # it reads the whole header with gguf-py, which trusts its input
+        raise CheckpointError(
+            f"{path.name} holds no model configuration that transformers reads",
+            value=f"{type(error).__name__}: {str(error)[:200]}",
+            limit="an architecture of transformers' GGUF support",
+            remedy="Download the file again, or load another format of this model.",
+        ) from error
+    mapping = getattr(auto, "_model_mapping", None)
+    model_class = auto if mapping is None else mapping[type(config)]
+    with torch.device("meta"):
+        names = list(model_class(copy.deepcopy(config)).state_dict())
+    shards, dense = gguf.open_gguf(path, names)
+    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source={"quant_method": gguf.METHOD, "shards": shards, "dense": list(dense)})
+    if options["dtype"] == "auto":
+        options["dtype"] = torch.bfloat16  # a GGUF file does not say
+    return model_class.from_pretrained(None, config=config, state_dict=dense, quantization_config=wanted, **options)
 
 
 def take_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:

@@ -10,11 +10,11 @@ from transformers.core_model_loading import ConversionOps
 
 from ...config import NVFP4Config
 from ...errors import FP4Error, NonFiniteError
-from ...models.convert import install_group, quantize_dense
+from ...models.convert import experts_row, install_experts, install_group, quantize_dense, quantize_expert_weight, rows_to_pad
 from ...models.coverage import LayerReport
 from ...models.plan import make_plan
 from ...models.preflight import uncovered_errors
-from ...modules import FP4Linear
+from ...modules import FP4ExpertWeight, FP4Linear
 
 
 class QuantizeOnLoad(ConversionOps):
@@ -30,24 +30,35 @@ class QuantizeOnLoad(ConversionOps):
         if config.strict and self.plan.uncovered:
             raise uncovered_errors(self.plan)[0]
         self.groups = {f"{group[0].name}.weight": group for group in self.plan.groups}
+        self.experts = {f"{t.name}.{name}": t for t in self.plan.experts for name in t.spec.parameters[:2]}
+        self.pads = {t.name: rows_to_pad(t) for t in self.plan.experts}
         self.layers: dict[str, tuple[FP4Linear, float]] = {}
+        self.expert_weights: dict[str, tuple[FP4ExpertWeight, float]] = {}
         self.failed: list[tuple[str, FP4Error]] = []
 
     def wants(self, name: str) -> bool:
-        return name in self.groups
+        return name in self.groups or name in self.experts
 
     def convert(self, input_dict: dict[str, Any], *args: Any, full_layer_name: str = "", missing_keys: set[str] | None = None, **kwargs: Any) -> dict:
         """Keep the quantized layer; nothing is left for transformers to place."""
         value: Any = next(iter(input_dict.values()))
         weight: Tensor = value[0] if isinstance(value, list) else value
-        target = self.groups[full_layer_name][0]
+        _, _, attribute = full_layer_name.rpartition(".")
         try:
-            self.layers[full_layer_name] = quantize_dense(weight.t() if target.transposed else weight, self.config)
+            if full_layer_name in self.experts:
+                experts = self.experts[full_layer_name]
+                module = experts.module
+                self.expert_weights[full_layer_name] = quantize_expert_weight(experts, weight, self.config, self.pads[experts.name][attribute])
+            else:
+                target = self.groups[full_layer_name][0]
+                module = target.module
+                self.layers[full_layer_name] = quantize_dense(weight.t() if target.transposed else weight, self.config)
         except FP4Error as error:  # transformers would print it and go on
             self.failed.append((full_layer_name, error))
+            return {}
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
-        target.module.get_parameter("weight")._is_hf_initialized = True  # type: ignore[attr-defined]
+        module.get_parameter(attribute)._is_hf_initialized = True  # type: ignore[attr-defined]
         return {}
 
     def finish(self, model: PreTrainedModel) -> list[LayerReport]:
@@ -63,4 +74,8 @@ class QuantizeOnLoad(ConversionOps):
         rows: list[LayerReport] = []
         for name, (layer, relative) in self.layers.items():
             rows += install_group(model, self.groups[name], layer, relative)[1]
+        for target in self.plan.experts:
+            weights = {name: self.expert_weights[f"{target.name}.{name}"] for name in target.spec.parameters[:2]}
+            rows += [experts_row(target, name, packed, relative) for name, (packed, relative) in weights.items()]
+            install_experts(model, target, {name: packed for name, (packed, _) in weights.items()}, self.pads[target.name], self.config.large_m)
         return rows

@@ -81,7 +81,7 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     dense = {name: e for name, e in shards.entries.items() if name not in found.used and name not in found.ignored}
     assemblies, homeless = assemble(model, found.weights, dense)
     wrong, made = _check(model, assemblies, found, dtype)
-    missing = _missing(model, made)
+    missing = _missing(model, made | set(config.get("dense", ())))
     unknown = [name for name in homeless if not _matches(name, model._keys_to_ignore_on_load_unexpected)]
     if strict:
         wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in unknown]

@@ -51,7 +51,7 @@ class FP4InductorQuantizer(HfQuantizer):
         if self.source is None:
             self.on_load = QuantizeOnLoad(model, self.quantization_config)
             return
-        shards = self._shards(checkpoint_files or [])
+        shards = self.source.get("shards") or self._shards(checkpoint_files or [])
         self.plan = make_load_plan(model, shards, self.source, self.dtype, self.strict)
         install_empty(model, self.plan, self.dtype, self.large_m)
         # Everything on disk was accounted for above; the packed tensors are not transformers' to place.
