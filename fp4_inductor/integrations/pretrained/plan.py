@@ -24,6 +24,9 @@ from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from .names import Assembly, Source, assemble, shapes
 
+# Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
+NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
 _SHOWN = 20
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
