@@ -11,6 +11,8 @@ from torch import nn
 from .checkpoint import load, save
 from .config import NVFP4Config
 from .errors import ConfigError
+from .integrations import describe_for_saving
+from .integrations.transformers import use_experts_backend
 from .models.calibrate import mean_squares
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, record
@@ -106,6 +108,8 @@ def quantize_model(
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
     if target_device is not None:
         model.to(target_device)
+    use_experts_backend(model)
+    describe_for_saving(model, config.large_m)
     result = Report(
         layers=layers,
         skipped=plan.skipped,

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..formats import nvfp4
+from ..integrations import describe_for_saving
+from ..integrations.transformers import use_experts_backend
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
@@ -22,6 +24,7 @@ from ..tensors import NVFP4Tensor
 from . import manifest as mf
 from .ahead import ahead
 from .build import build_empty, values_lost
+from .experts import experts_in_place
 from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, read_header
 from .shards import check_index
 
@@ -73,11 +76,15 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
             limit="tensors with values",
             remedy="Pass a function that builds the model: load(lambda: Model(config), dir).",
         )
-    slots = _match(model, checkpoint, strict)
-    tensors = _read(model, checkpoint, slots, where)
+    with experts_in_place(model, checkpoint.manifest.experts) as model:
+        slots = _match(model, checkpoint, strict)
+        tensors = _read(model, checkpoint, slots, where)
     model = _install(model, checkpoint, slots, tensors)
     if where is not None:
         model.to(where)
+    use_experts_backend(model)
+    large_m = [e.large_m for e in checkpoint.manifest.layers.values()] + [e.large_m for e in checkpoint.manifest.experts.values()]
+    describe_for_saving(model, large_m[0] if large_m else "auto")
     record(model, inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept))
     return given if compiled else model
 
@@ -162,6 +169,16 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
             there = "absent" if of_input is None else f"{of_input.dtype} {of_input.shape}"
             limit = "float32 ()" if layer.input_scale else "absent"
             raise CheckpointError(f"{name}.input_scale is not as {mf.FILE} says", value=there, limit=limit, remedy=mf.REWRITE)
+    for name, experts in manifest.experts.items():
+        blank = experts.module()
+        for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
+            _check_matrix(_join(name, part), entries, tuple(weight.weight.shape))
+            of_input = entries.get(_join(name, f"{part}.input_scale"))
+            if (weight.input_scale is not None) != (of_input is not None) or (
+                of_input and (of_input.shape, of_input.dtype) != ((len(weight.global_scale),), torch.float32)
+            ):
+                there = "absent" if of_input is None else f"{of_input.dtype} {of_input.shape}"
+                raise CheckpointError(f"{name}.{part}.input_scale is not as {mf.FILE} says", value=there, limit=experts.input_scales, remedy=mf.REWRITE)
     for name in manifest.tensors:
         qdata = entries.get(f"{name}.qdata")
         shape = None if qdata is None or len(qdata.shape) < 2 else (*qdata.shape[:-1], qdata.shape[-1] * 2)
@@ -320,7 +337,8 @@ def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch
     """Every tensor on its device, read once and checked as it is read, however many names share it."""
     default = next((t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"), torch.device("cpu"))
     manifest, entries = checkpoint.manifest, checkpoint.entries
-    scales = {_join(name, part) for name in (*manifest.layers, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
+    experts = [_join(name, part) for name, e in manifest.experts.items() for part in (e.first, "down_proj")]
+    scales = {_join(name, part) for name in (*manifest.layers, *experts, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
     scales = {entries[name].name for name in scales if name in entries}  # an alias is checked under its own name
     wanted: dict[Entry, list[torch.device]] = {}
     for name, place in _places(slots, device, default, checkpoint).items():

@@ -4,6 +4,7 @@
 
     {"format": "fp4_inductor", "version": 2, "checksum": "<sha256 of the rest>",
      "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "input_scale"}},
+     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m", "input_scales"}},
      "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
@@ -23,8 +24,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..formats import nvfp4
+from ..modules import FP4Experts, FP4ExpertWeight
+from ..ops.activation import Activation
 from ..ops.linear import LARGE_M
 from .safetensors_file import parse_json
 
@@ -40,6 +43,7 @@ REWRITE = "Save the model again with fp4_inductor.save()."
 MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
 _JSON_LIMIT = 256_000_000
 _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
+_LATER = {"experts"}  # absent in checkpoints written before there were any
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,37 @@ class LayerEntry:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPE_NAMES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ExpertsEntry:
+    """FP4Experts.
+
+    ``first``: attribute of the first weight; ``gate_up`` and ``down``: ``[E, N, K]`` without padding; ``input_scales``: the
+    weights that have one.
+    """
+
+    first: str
+    gate_up: tuple[int, int, int]
+    down: tuple[int, int, int]
+    dtype: str
+    bias: bool
+    activation: dict[str, Any]
+    dense: bool
+    large_m: str
+    input_scales: tuple[str, ...] = ()
+
+    def module(self) -> FP4Experts:
+        """The module, on the meta device."""
+        (experts, rows, columns), (_, width, inner) = self.gate_up, self.down
+        options: dict[str, Any] = {"bias": self.bias, "dtype": DTYPE_NAMES[self.dtype], "device": "meta"}
+        extra = -inner % nvfp4.GROUP
+        first = FP4ExpertWeight(experts, rows + rows // inner * extra, columns + -columns % nvfp4.GROUP, rows=rows, columns=columns, **options)
+        down = FP4ExpertWeight(experts, width, inner + extra, rows=width, columns=inner, **options)
+        for name, weight in ((self.first, first), ("down_proj", down)):
+            if name in self.input_scales:
+                weight.input_scale = torch.ones(experts, dtype=torch.float32, device="meta")
+        return FP4Experts(first, down, Activation(**self.activation), first_name=self.first, dense=self.dense, large_m=self.large_m)
 
 
 @dataclass(frozen=True)
@@ -83,6 +118,7 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     layers: dict[str, LayerEntry] = field(default_factory=dict)
+    experts: dict[str, ExpertsEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     derived: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -94,6 +130,8 @@ class Manifest:
 def write(manifest: Manifest) -> bytes:
     """The file's bytes; the same manifest gives the same bytes."""
     body = asdict(manifest)
+    if not manifest.experts:
+        del body["experts"]
     body["report"] = {"errors": body.pop("errors"), "kept": body.pop("kept")}
     for entry in body["files"].values():
         del entry["data_crc32"]
@@ -117,8 +155,8 @@ def read(directory: Path) -> Manifest:
     version = body.get("version")
     if type(version) is not int or version not in (_FIRST, VERSION):
         raise CheckpointError(f"{FILE} has an unknown version", value=repr(version)[:80], limit=f"{_FIRST}, {VERSION}", remedy="Update fp4_inductor.")
-    if set(body) != _KEYS:
-        raise CheckpointError(f"{FILE} has missing or unknown fields", value=sorted(set(body) ^ _KEYS)[:20], limit=sorted(_KEYS), remedy=REWRITE)
+    if set(body) - _LATER != _KEYS:
+        raise CheckpointError(f"{FILE} has missing or unknown fields", value=sorted((set(body) - _LATER) ^ _KEYS)[:20], limit=sorted(_KEYS), remedy=REWRITE)
     try:
         right = body["checksum"] == checksum(body)
     except (ValueError, RecursionError) as error:  # lone surrogates cannot be encoded again
@@ -133,6 +171,7 @@ def read(directory: Path) -> Manifest:
     _need(isinstance(report, dict) and set(report) == {"errors", "kept"}, "report", report, "errors and kept")
     return Manifest(
         layers={k: _layer(k, v, version) for k, v in _mapping(body, "layers").items()},
+        experts={k: _experts(k, v, version) for k, v in _mapping({"experts": {}} | body, "experts").items()},
         tensors={k: _tensor(k, v) for k, v in _mapping(body, "tensors").items()},
         derived=derived,
         aliases={k: _text(f"aliases[{k!r}]", v) for k, v in _mapping(body, "aliases").items()},
@@ -186,7 +225,7 @@ def _number(what: str, value: Any) -> float:
     return float(value)
 
 
-def _fields(what: str, value: Any, cls: type[LayerEntry] | type[TensorEntry] | type[FileEntry], without: str = "") -> dict[str, Any]:
+def _fields(what: str, value: Any, cls: type[LayerEntry] | type[ExpertsEntry] | type[TensorEntry] | type[FileEntry], without: str = "") -> dict[str, Any]:
     names = {f.name for f in fields(cls)} - {without}
     _need(isinstance(value, dict) and set(value) == names, what, value, sorted(names))
     return value
@@ -201,6 +240,33 @@ def _layer(name: str, value: Any, version: int) -> LayerEntry:
         _need(type(v.get(key, False)) is bool, f"layers[{name!r}].{key}", v.get(key), "true or false")
     _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
     return LayerEntry(**v)
+
+
+def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
+    what = f"experts[{name!r}]"
+    v = _fields(what, value, ExpertsEntry, "input_scales" if version == _FIRST else "")
+    scales = v.setdefault("input_scales", [])
+    _need(isinstance(scales, list) and all(s in (v["first"], "down_proj") for s in scales), f"{what}.input_scales", scales, "names of its weights")
+    _need(v["first"] in ("gate_up_proj", "up_proj"), f"{what}.first", v["first"], "gate_up_proj or up_proj")
+    for key in ("gate_up", "down"):
+        shape = v[key]
+        _need(isinstance(shape, list) and len(shape) == 3 and all(type(d) is int and 0 < d < 2**40 for d in shape), f"{what}.{key}", shape, "[E, N, K]")
+    (experts, rows, _), (others, _, inner) = v["gate_up"], v["down"]
+    _need(experts == others and rows in (inner, 2 * inner), f"{what}.gate_up", v["gate_up"], f"[{others}, {inner} or {2 * inner}, K]")
+    _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"{what}.dtype", v["dtype"], list(DTYPE_NAMES))
+    _need(type(v["bias"]) is bool and type(v["dense"]) is bool, f"{what}.bias and .dense", (v["bias"], v["dense"]), "true or false")
+    _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"{what}.large_m", v["large_m"], list(LARGE_M))
+    act = v["activation"]
+    right = (
+        isinstance(act, dict) and set(act) == {"name", "alpha", "limit", "interleaved"} and isinstance(act["name"], str) and type(act["interleaved"]) is bool
+    )
+    right = right and type(act["alpha"]) in (int, float) and (act["limit"] is None or type(act["limit"]) in (int, float))
+    _need(right, f"{what}.activation", act, "name, alpha, limit, interleaved")
+    try:
+        Activation(**act)
+    except ConfigError as error:
+        raise CheckpointError(f"{FILE}: {what}.activation: {error.what}", value=error.args[0], limit="an activation of fp4.moe", remedy=REWRITE) from error
+    return ExpertsEntry(**{**v, "gate_up": tuple(v["gate_up"]), "down": tuple(v["down"]), "input_scales": tuple(scales)})
 
 
 def _tensor(name: str, value: Any) -> TensorEntry:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
-from ..modules import FP4Linear
+from ..modules import FP4Experts, FP4Linear
 from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
@@ -136,10 +137,25 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP4Linear)
     }
+    experts = {
+        name: mf.ExpertsEntry(
+            m.first_name,
+            m.first.shape,
+            m.down_proj.shape,
+            _dtype_name(m.first.dtype),
+            m.first.bias is not None,
+            asdict(m.activation),
+            m.dense,
+            m.large_m,
+            tuple(part for part in (m.first_name, "down_proj") if getattr(m, part).input_scale is not None),
+        )
+        for name, m in model.named_modules(remove_duplicate=False)
+        if isinstance(m, FP4Experts)
+    }
     report = recorded(model)
     errors = {i.name: i.relative_error for i in report.layers if i.relative_error is not None} if report else {}
     kept = {s.name: s.reason for s in report.skipped} if report else {}
-    return stored, mf.Manifest(layers=layers, tensors=tensors, derived=list(derived), aliases=aliases, errors=errors, kept=kept)
+    return stored, mf.Manifest(layers=layers, experts=experts, tensors=tensors, derived=list(derived), aliases=aliases, errors=errors, kept=kept)
 
 
 def _write(stored: dict[str, Tensor], manifest: mf.Manifest, aside: Path, limit: int) -> None:

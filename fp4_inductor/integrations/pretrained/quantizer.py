@@ -15,6 +15,7 @@ from ...checkpoint.shards import INDEX, Shards, collect, open_shards
 from ...errors import CheckpointError, DeviceError
 from ...models.coverage import Report, record
 from ...models.plan import inspect
+from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
 from .plan import LoadPlan, install_empty, make_load_plan
@@ -108,12 +109,21 @@ class FP4InductorQuantizer(HfQuantizer):
 
 
 def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
+    """What is done after every kind of loading."""
+    use_experts_backend(model)
+    describe_for_saving(model, quantizer.large_m, quantizer)
+    report = inspect(model, errors, kept)
+    record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
+
+
+def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4InductorQuantizer | None = None) -> None:
     """Make ``save_pretrained`` write what is in memory: our tensors, under the model's own names, with our config."""
     from .config import FP4InductorConfig
 
-    config = FP4InductorConfig(large_m=quantizer.large_m)
+    config = FP4InductorConfig(large_m=large_m)
+    if quantizer is None:
+        quantizer = FP4InductorQuantizer(config, pre_quantized=True)
+        model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, config.quant_method  # type: ignore[assignment]
     quantizer.quantization_config = config
     model.config.quantization_config = config
     model._weight_conversions = []  # type: ignore[assignment]  # transformers would split what its rules joined, packed buffers included
-    report = inspect(model, errors, kept)
-    record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))

@@ -19,7 +19,7 @@ from .rewrite import rewrite
 
 log = logging.getLogger(__name__)
 fp4 = torch.ops.fp4
-_REACH = 80
+_REACH = 40
 _REASON = "fp4_moe_refused"
 # What can be the last operation of a layer: it weights, sums, or rounds.
 _LAST = {
@@ -29,8 +29,10 @@ _LAST = {
     aten.bmm.default,
     aten.index_put.default,
     aten.index_add.default,
+    aten.add.Tensor,
     prims.convert_element_type.default,
 }
+_VIEWS = {aten.reshape.default, aten.permute.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int}
 
 
 def register() -> None:
@@ -46,9 +48,8 @@ def apply(graph: Graph) -> None:
         return
     number = {node: i for i, node in enumerate(graph.nodes)}
     reach = {node: _downstream(node) for node in sources}
-    ends = {n for nodes in reach.values() for n in nodes if n.target in _LAST and value(n).is_floating_point()}
     refused: dict[Node, Refused] = {}
-    for root in sorted(ends, key=lambda n: -number[n]):
+    for root in _ends(set().union(*reach.values()), number):
         if root._erased or not root.users:
             continue
         try:
@@ -80,13 +81,25 @@ def _expert_reads(graph: Graph) -> Iterator[Node]:
                 yield node
 
 
-def _downstream(start: Node) -> list[Node]:
-    """What is computed from ``start``, nearest first, as far as a layer can be long."""
+def _ends(nodes: set[Node], number: dict[Node, int]) -> list[Node]:
+    """Where a layer may end, the most likely first: the last operation that computes something, else a view of such a one."""
+    floats = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and value(n).is_floating_point()]
+    computed = {n for n in floats if n.target in _LAST}
+    views = {n for n in floats if n.target in _VIEWS and _viewed(n) in computed}
+    return sorted(computed, key=lambda n: -number[n]) + sorted(views, key=lambda n: number[n])
+
+
+def _viewed(node: Node) -> Node:
+    while node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _downstream(start: Node) -> set[Node]:
+    """What is computed from ``start``, as far as a layer can be long."""
     seen = {start}
-    order = [start]
-    for node in order:  # grows while it is walked
-        for user in node.users:
-            if user not in seen and user.op == "call_function" and len(order) < _REACH:
-                seen.add(user)
-                order.append(user)
-    return [n for n in order if isinstance(n.meta.get("val"), torch.Tensor)]
+    front = [start]
+    for _ in range(_REACH):
+        front = [user for user in dict.fromkeys(u for node in front for u in node.users) if user not in seen and user.op == "call_function"]
+        seen.update(front)
+    return seen

@@ -179,6 +179,16 @@ def _expand(reader, node, at):
     return _source(node), at[len(at) - len(shape_of(_source(node))) :]
 
 
+@_moves(aten.repeat.default)
+def _repeat(reader, node, at):
+    below = shape_of(_source(node))
+    times = node.args[1][len(at) - len(below) :]
+    kept = at[len(at) - len(below) :]
+    if not all(isinstance(t, int) for t in times):
+        return None
+    return _source(node), tuple(i if t == 1 else ix.split(i, size * t, (ix.expression(t), size))[1] for i, t, size in zip(kept, times, below, strict=True))
+
+
 @_moves(aten.slice.Tensor)
 def _slice(reader, node, at):
     dim, start, step = argument(node, 1, "dim", 0), argument(node, 2, "start") or 0, argument(node, 4, "step", 1)

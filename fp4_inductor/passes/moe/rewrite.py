@@ -11,44 +11,45 @@ from ..counters import matched
 from ..emit import emit, erase
 from ..layout import is_call
 from . import layout
-from .index import Refused, Value
-from .layer import Layer
+from .index import Refused
+from .layer import Proven
 from .read import Read, aten, dtype_of, prims, shape_of
-from .sums import Mask, Weight
+from .sums import Weight
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
-def rewrite(layer: Layer) -> None:
-    """Replace ``layer.root``.
+def rewrite(proven: Proven) -> None:
+    """Replace ``proven.root``.
 
     Raises:
         Refused: part of the layer is used elsewhere, or a tensor cannot be brought into the op's shape. Nothing is changed.
     """
-    region = _region(layer)
+    root, layer = proven.root, proven.layer
+    region = _region(proven)
     inside = set(region)
     for node in region:
         other = next((u for u in node.users if u not in inside), None)
-        if node is not layer.root and other is not None:
+        if node is not root and other is not None:
             raise Refused(f"{node} inside the layer is also used by {other}", 4)
     if not in_one_mutation_region([*region, *layer.gate_up.parts, *layer.down.parts, layer.x.node]):
         raise Refused("something the layer reads is written to in between", 4)
     pairs = (layer.tokens, layer.slots)
-    assert isinstance(layer.ids, Value)
-    x = layout.plan(_in_dtype(layer.x, layer.dtype), (layer.tokens, [layer.channel]), "the first product's input")
+    x = layout.plan(_in_dtype(layer.x, proven.dtype), (layer.tokens, [layer.channel]), "the first product's input")
     ids = layout.plan(Read(layer.ids.node, layer.ids.at), pairs, "the choice of experts")
     weights = layout.plan(layer.weights, pairs, "the router's weight")
     masks = [(layout.plan(m.condition, pairs, "a mask"), m.keeps) for m in layer.masks]
-    with layer.root.graph.inserting_before(layer.root):
-        new = _call(layer, x, ids, weights, masks)
-    new.meta.update({k: v for k, v in layer.root.meta.items() if k not in ("val", "eager_input_vals")})
-    layer.root.replace_all_uses_with(new)
-    erase(layer.root)
+    with root.graph.inserting_before(root):
+        new = _call(proven, x, ids, weights, masks)
+    new.meta.update({k: v for k, v in root.meta.items() if k not in ("val", "eager_input_vals")})
+    root.replace_all_uses_with(new)
+    erase(root)
     matched(f"moe_{layer.kind}")
 
 
-def _call(layer: Layer, x: layout.Layout, ids: layout.Layout, weights: layout.Layout, masks: list[tuple[layout.Layout, bool]]) -> Node:
-    graph = layer.root.graph
+def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.Layout, masks: list[tuple[layout.Layout, bool]]) -> Node:
+    layer, root = proven.layer, proven.root
+    graph = root.graph
     chosen = _cast(layout.write(ids), *_ID_DTYPES[::-1])
     for mask, keeps in masks:
         none = emit(graph, aten.full.default, ([], -1), {"dtype": dtype_of(chosen), "device": chosen.meta["val"].device, "pin_memory": False})
@@ -58,13 +59,15 @@ def _call(layer: Layer, x: layout.Layout, ids: layout.Layout, weights: layout.La
         weight = emit(graph, aten.mul.Tensor, (_cast(weight, torch.float32), layer.constant))
     act = layer.activation
     args = (
-        _cast(layout.write(x), layer.dtype), chosen, weight, *_parts(layer.gate_up), *_parts(layer.down),
+        _cast(layout.write(x), proven.dtype), chosen, weight, *_parts(layer.gate_up), *_parts(layer.down),
         *(None if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias)), *act.arguments(), layer.weight_on_input,
     )  # fmt: skip
-    while args[-1] in (None, False, 1.0) or (len(args) == 12 and args[-1] == "silu"):
-        args = args[:-1]  # the schema's defaults, as the op's other callers leave them out
-    out = _cast(emit(graph, torch.ops.fp4.moe.default, args), dtype_of(layer.root))
-    return layout.reshape(out, shape_of(layer.root), layer.root)
+    op = torch.ops.fp4.moe.default
+    defaults = [a.default_value for a in op._schema.arguments]
+    while (type(args[-1]), args[-1]) == (type(defaults[len(args) - 1]), defaults[len(args) - 1]):
+        args = args[:-1]  # as the op's other callers leave them out: equal graphs, equal cache entries
+    out = _cast(emit(graph, op, args), dtype_of(root))
+    return layout.reshape(out, shape_of(root), root)
 
 
 def _parts(weight: Weight) -> list[Node]:
@@ -84,13 +87,13 @@ def _in_dtype(read: Read, dtype: torch.dtype) -> Read:
     return read
 
 
-def _region(layer: Layer) -> list[Node]:
+def _region(proven: Proven) -> list[Node]:
     """The nodes from the first products to the root: what the op replaces."""
-    assert isinstance(layer.ids, Value)
+    layer, root = proven.layer, proven.root
     leaves = {layer.x.node, layer.ids.node, layer.weights.node, *layer.gate_up.parts, *layer.down.parts, *(m.condition.node for m in layer.masks)}
     leaves |= {b.node for b in (layer.gate_up_bias, layer.down_bias) if b is not None}
     reaches: dict[Node, bool] = {}
-    stack: list[tuple[Node, bool]] = [(layer.root, False)]
+    stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, done = stack.pop()
         if done:
@@ -101,6 +104,3 @@ def _region(layer: Layer) -> list[Node]:
             if node not in leaves and node not in layer.products:
                 stack += [(n, False) for n in node.all_input_nodes]
     return [node for node, inside in reaches.items() if inside]
-
-
-__all__ = ["Mask", "rewrite"]

@@ -193,7 +193,7 @@ def _product(sums, node, at):
 
 def _matmul(sums: Sums, node: Node, left: Node, right: Node, at: Position) -> Term:
     k, bound = sums.variable(shape_of(left)[-1], "k", node)
-    return Term([sums.read(left, (*at[:-1], k)), sums.read(right, (*at[:-2], k, at[-1]))], bound, matmuls=[node])
+    return Term([sums.read(left, (*at[:-1], k)), sums.read(right, (*at[:-2], k, at[-1]))], list(bound), matmuls=[node])
 
 
 @_expands(aten.addmm.default, aten.baddbmm.default)
@@ -259,8 +259,13 @@ def _unless_one(sums: Sums, node: Node, at: Position) -> list[Factor]:
 
 
 @_expands(prims.convert_element_type.default)
-def _from_bool(sums, node, at):
-    return Term([condition_factor(sums, operand(sums, node.args[0], at), True)]) if dtype_of(node.args[0]) == torch.bool else None
+def _converted(sums, node, at):
+    """0 and 1, of whatever type; floating conversions are followed by the reader, or round."""
+    before = dtype_of(node.args[0])
+    if before.is_floating_point:
+        return None
+    below = operand(sums, node.args[0], at)
+    return Term([condition_factor(sums, below, True)] if before == torch.bool else [below])
 
 
 @_expands(aten.eq.Tensor, aten.eq.Scalar)
@@ -279,7 +284,7 @@ def _scatter(sums, node, at):
         return None
     j, bound = sums.variable(shape_of(ids)[dim], "slot", node)
     there = (*at[:dim], j, *at[dim + 1 :])
-    return Term([Delta(sums.index(ids, there), at[dim]), sums.read(values, there)], bound)
+    return Term([Delta(sums.index(ids, there), at[dim]), sums.read(values, there)], list(bound))
 
 
 def _distinct(ids: Node, dim: int) -> bool:
@@ -318,12 +323,14 @@ def _added_rows(sums: Sums, node: Node, base: Node, indices: Node, values: Node,
     to = sums.index(indices, (probe,))
     j, bound = sums.variable(slots, "slot", node)
     pair = ix.join(((at[0], tokens), (j, slots)))
+    if sums.index(indices, (pair,)) == at[0]:
+        return Term([sums.read(values, (pair, *at[1:]))], list(bound))
     row: Index = pair
     if isinstance(to, ix.Div) and isinstance(to.index, ix.Value) and ix.is_sort(to.index.node) and to.index.at == (probe,):
         row = ix.inverse(to.index.node, pair)  # rows sorted by expert
     if ix.substitute(to, {probe: row}) != at[0]:
         return None
-    return Term([sums.read(values, (row, *at[1:]))], bound)
+    return Term([sums.read(values, (row, *at[1:]))], list(bound))
 
 
 @_expands(fp4.dequantize.default)
@@ -335,14 +342,14 @@ def _dequantize(sums, node, at):
 def _fp4_bmm(sums, node, at):
     x, *parts = node.args
     k, bound = sums.variable(shape_of(x)[-1], "k", node)
-    return Term([sums.weight(tuple(parts), at[:1], at[2], k), sums.read(x, (*at[:-1], k))], bound, matmuls=[node])
+    return Term([sums.weight(tuple(parts), at[:1], at[2], k), sums.read(x, (*at[:-1], k))], list(bound), matmuls=[node])
 
 
 @_expands(fp4.linear.default)
 def _fp4_linear(sums, node, at):
     x, *parts = node.args[:4]
     k, bound = sums.variable(shape_of(x)[-1], "k", node)
-    product = Term([sums.weight(tuple(parts), (), at[-1], k), sums.read(x, (*at[:-1], k))], bound, matmuls=[node])
+    product = Term([sums.weight(tuple(parts), (), at[-1], k), sums.read(x, (*at[:-1], k))], list(bound), matmuls=[node])
     bias = argument(node, 4, "bias")
     return product if bias is None else _with_bias(product, operand(sums, bias, at))
 
@@ -353,7 +360,7 @@ def _grouped(sums, node, at):
         return None
     k, bound = sums.variable(shape_of(x)[1], "k", node)
     expert = expert_of_row(sums, node, offsets, shape_of(w)[0], at[0])
-    return Term([sums.read(x, (at[0], k)), sums.read(w, (expert, k, at[1]))], bound, matmuls=[node])
+    return Term([sums.read(x, (at[0], k)), sums.read(w, (expert, k, at[1]))], list(bound), matmuls=[node])
 
 
 def filled(node: object) -> float | None:
