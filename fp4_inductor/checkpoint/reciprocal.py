@@ -2,7 +2,9 @@
 
 ``1 / x`` is rounded in both directions, and the two libraries multiply in another order, so a weight could differ by one
 bfloat16 step. There are only 16 x 127 products of a code and a block scale: they are all compared, and of the float32
-neighbours of ``1 / x`` the nearest one that gives the same bfloat16 for every product is taken.
+neighbours of ``1 / x`` the nearest one that gives the same bfloat16 for every product is taken. There is one for almost
+every scale; amax / 2688 of some bfloat16 amax is the exception (2 of 128 mantissas; amax / 1536: 12 of 128), where products
+lie exactly between two bfloat16 numbers. Then the neighbour with the fewest differences is taken, each of one bfloat16 step.
 """
 
 from __future__ import annotations
@@ -43,15 +45,24 @@ def reciprocal(g: Tensor, *, dividing: bool = True) -> Tensor:
         g: float32 ``[]``; ``dividing``: it divides and the result multiplies, else the other way round.
 
     Returns:
-        float32 ``[]``: ``1 / g``, or a neighbour of it where only that one gives the same bfloat16 weights; ``1 / g`` itself if none does.
+        float32 ``[]``: ``1 / g``, or the neighbour of it that gives the same bfloat16 weights, or the fewest other ones.
     """
     near = g.reciprocal()
     if not bool(torch.isfinite(near) & (near > 0) & torch.isfinite(g) & (g > 0)):
         return near
     ours, theirs = (multiplied, divided) if dividing else (divided, multiplied)
     want = theirs(g)
+    best, fewest = near, want.numel()
     for step in _NEIGHBOURS:
         candidate = (near.view(torch.int32) + step).view(torch.float32)
-        if torch.equal(ours(candidate), want):
-            return candidate
-    return near
+        different = int((ours(candidate) != want).sum())
+        if different < fewest:
+            best, fewest = candidate, different
+        if not different:
+            break
+    return best
+
+
+def is_exact(g: Tensor, dividing: Tensor) -> bool:
+    """Do a multiplying and a dividing global scale give the same bfloat16 weights, whatever the codes and block scales?"""
+    return torch.equal(multiplied(g), divided(dividing))

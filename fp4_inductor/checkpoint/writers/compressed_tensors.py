@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,19 +10,30 @@ from torch import Tensor
 from ...formats import nvfp4
 from ...tensors import NVFP4Tensor
 from ..readers.weight import unsupported
-from ..reciprocal import reciprocal
+from ..reciprocal import is_exact, reciprocal
 
 METHOD = "compressed-tensors"
 FORMAT = "nvfp4-pack-quantized"
 
 
 def tensors(name: str, weight: NVFP4Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
-    """``name``: of the dense weight, ``X.weight``. The global scale divides there: the one that gives the same bfloat16 weights."""
+    """``name``: of the dense weight, ``X.weight``. The global scale divides there: see :mod:`..reciprocal`."""
     if weight.dim() != 2:
         raise unsupported(f"compressed-tensors: {name}", f"experts stacked {tuple(weight.shape)}", "one file entry per expert")
     whole = reciprocal(weight.global_scale.cpu(), dividing=False).reshape(1)
     out = {f"{name}_packed": weight.qdata, f"{name}_scale": weight.scale, f"{name}_global_scale": whole}
     return out if input_scale is None else out | {f"{name.removesuffix('weight')}input_global_scale": input_scale.reciprocal().reshape(1)}
+
+
+def remark(weights: Mapping[str, NVFP4Tensor]) -> str | None:
+    """What is not exact about this layout for these weights, or None."""
+    odd = [n for n, w in weights.items() if not is_exact(g := w.global_scale.cpu(), reciprocal(g, dividing=False))]
+    if not odd:
+        return None
+    return (
+        f"{len(odd)} of {len(weights)} weights ({odd[0]}, ...) have a global scale without an exact reciprocal: codes and scales are exact, but "
+        "values that lie between two bfloat16 numbers may round the other way in compressed-tensors' arithmetic; the modelopt layout has no reciprocal"
+    )
 
 
 def config(ignore: Iterable[str], activations: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     """Write a quantized model for another library: vLLM, TensorRT-LLM, SGLang, compressed-tensors.
 
     Codes and block scales are written bit for bit. A global scale that has to divide (compressed-tensors) is the float32
-    whose bfloat16 weights are the same. Without input scales the checkpoint says that activations are not quantized.
+    whose bfloat16 weights are the same; a warning says where there is none (see ``checkpoint/reciprocal.py``). Without
+    input scales the checkpoint says that activations are not quantized.
 
     Args:
         model: a transformers model, quantized with :func:`fp4_inductor.quantize_model` or loaded here.
@@ -70,6 +72,8 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations)}
     config["architectures"] = [type(model).__name__]
     _write(directory, tensors, {CONFIG: config, **layout.other_files(ignore, activations)}, max_shard_size)
+    if remark := layout.remark(packed):
+        warnings.warn(f"export_pretrained: {remark}", stacklevel=2)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
 
