@@ -20,6 +20,7 @@ import fp4_inductor
 from fp4_inductor import FP4Linear, errors
 from fp4_inductor.checkpoint import manifest as mf
 from fp4_inductor.checkpoint.safetensors_file import read_header
+from lowering_tests.faults.mutations import header, mutate, put_header
 
 MUTATIONS = int(os.environ.get("FP4_MUTATIONS", "400"))  # 10^5 by hand: FP4_MUTATIONS=100000
 SHARD_1, SHARD_2 = "fp4_inductor-00001-of-00002.safetensors", "fp4_inductor-00002-of-00002.safetensors"
@@ -76,17 +77,6 @@ def refused(directory: Path, match: str, model: nn.Module | None = None, **optio
     assert _state(model) == before
     assert None not in (caught.value.value, caught.value.limit, caught.value.remedy)
     return caught.value
-
-
-def header(path: Path) -> tuple[dict, bytes]:
-    raw = path.read_bytes()
-    n = struct.unpack("<Q", raw[:8])[0]
-    return json.loads(raw[8 : 8 + n]), raw[8 + n :]
-
-
-def put_header(path: Path, fields: dict | bytes, data: bytes) -> None:
-    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def sums(raw: bytes, n: int) -> dict[str, int]:
@@ -515,39 +505,6 @@ def test_no_pickle_is_read(single):
 # --- mutations -----------------------------------------------------------------------------------------------------
 
 
-def _mutate(rng: random.Random, directory: Path) -> tuple[str, str]:
-    """One random change to one file; returns (file, kind)."""
-    file = rng.choice(sorted(p.name for p in directory.iterdir()))
-    path = directory / file
-    raw = bytearray(path.read_bytes())
-    # Most of a shard is data: aim at the structure, mostly.
-    end = len(raw) if rng.random() < 0.2 else 8 + struct.unpack("<Q", raw[:8])[0] if file.endswith(".safetensors") else len(raw)
-    kind = rng.choice(["flip", "byte", "digit", "truncate", "insert", "delete", "swap", "copy"])
-    i = rng.randrange(end)
-    if kind == "flip":
-        raw[i] ^= 1 << rng.randrange(8)
-    elif kind == "byte":
-        raw[i] = rng.randrange(256)
-    elif kind == "digit":
-        places = [j for j in range(end) if chr(raw[j]).isdigit()]
-        raw[rng.choice(places)] = ord(rng.choice("0123456789"))
-    elif kind == "truncate":
-        del raw[rng.randrange(len(raw)) :]
-    elif kind == "insert":
-        raw[i:i] = bytes(rng.choices(b'0123456789-[]{},:"eE. \0\xff', k=rng.randint(1, 4)))
-    elif kind == "delete":
-        del raw[i : i + rng.randint(1, 8)]
-    else:
-        j = rng.randrange(end)
-        n = rng.randint(1, 12)
-        a, b = bytes(raw[i : i + n]), bytes(raw[j : j + n])
-        raw[j : j + len(a)] = a
-        if kind == "swap" and abs(i - j) >= n:
-            raw[i : i + len(b)] = b
-    path.write_bytes(raw)
-    return file, kind
-
-
 def _structure(model: nn.Module) -> list[tuple]:
     layers = [(n, m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, FP4Linear)]
     return [(n, t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()] + layers
@@ -569,7 +526,7 @@ def test_mutated_files(originals, tmp_path, kind, resign):
     for _ in range(MUTATIONS // 4):
         for name, raw in pristine.items():
             (tmp_path / name).write_bytes(raw)
-        changed = _mutate(rng, tmp_path)
+        changed = mutate(rng, tmp_path)
         if resign:
             try:
                 put_manifest(tmp_path)

@@ -165,4 +165,4 @@ def check_groups(config: Mapping[str, Any], group_sizes: Mapping[str, int], meth
 def unsupported(what: str, value: object, limit: object) -> CheckpointError:
     """The error for a variant of a known format that this package does not read."""
     remedy = "Load it with the library that wrote it, or quantize the original model with fp4_inductor.quantize_model."
-    return CheckpointError(f"{what} is not one that can be read", value=value, limit=limit, remedy=remedy)
+    return CheckpointError(f"{what} is not one that can be read", value="nothing" if value is None else value, limit=limit, remedy=remedy)

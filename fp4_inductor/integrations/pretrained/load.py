@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 from ...checkpoint.readers import gguf
-from ...checkpoint.shards import read_json
-from ...errors import CheckpointError, ConfigError
+from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
+from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
 from .config import FP4InductorConfig
 from .plan import format_of
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
+_COUNTS = re.compile(r"(num_.*(layers|experts)|n_layers?|n_routed_experts|.*_num_experts)$")
+_SLACK = 64
 _HUB = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download")
 _CODE = ("trust_remote_code", "code_revision")
 
@@ -78,14 +81,14 @@ def load_pretrained(
     if path.suffix == ".gguf" and path.is_file():
         return _load_gguf(path, auto, large_m, strict, options)
     if path.is_dir():
-        read_json(path / "config.json")  # a typed error rather than transformers' for a damaged one
-    config = AutoConfig.from_pretrained(path_or_id, **hub)
+        check_config(read_json(path / CONFIG), open_shards(path))
+    config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
     source = take_quantization_config(config)
     if source is None:
         source = _hf_quant_config(path_or_id, hub)
     format_of(source)
     wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
-    return auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options)
+    return _typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
 
 
 def _load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any]) -> nn.Module:
@@ -109,6 +112,29 @@ def _load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[
     if options["dtype"] == "auto":
         options["dtype"] = torch.bfloat16  # a GGUF file does not say
     return model_class.from_pretrained(None, config=config, state_dict=dense, quantization_config=wanted, **options)
+
+
+def check_config(config: Mapping[str, Any], shards: Shards) -> None:
+    """Refuse a config.json that asks for more layers or experts than there are tensors, before anyone builds them."""
+    for part in (config, *(v for v in config.values() if isinstance(v, Mapping))):
+        for name, value in part.items():
+            if _COUNTS.search(name) and type(value) is int and value > len(shards.entries) + _SLACK:
+                raise CheckpointError(f"config.json: {name}", value=value, limit=f"{len(shards.entries)} tensors in all", remedy="Download config.json again.")
+
+
+def _typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
+    """Run transformers' own code on files that may be damaged: what it raises about them becomes a CheckpointError."""
+    try:
+        return do()
+    except (FP4Error, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot load {Path(path).name}",
+            value=f"{type(error).__name__}: {str(error)[:500]}",
+            limit="a config.json that this version of transformers knows, and the weights that go with it",
+            remedy="Download the checkpoint again, or update transformers; the cause is in the traceback above.",
+        ) from error
 
 
 def take_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:

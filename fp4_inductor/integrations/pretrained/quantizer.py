@@ -124,7 +124,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4Indu
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
-    model.is_quantized = False  # transformers would refuse .half() and .float(), which leave packed weights alone
+    model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config
     model._weight_conversions = []  # type: ignore[assignment]  # transformers would split what its rules joined, packed buffers included
