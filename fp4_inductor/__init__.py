@@ -30,10 +30,13 @@ _PUBLIC = {
     "explain": ".explain",
     "report": ".report",
     "NVFP4Config": ".config",
+    "Sparse24Config": ".config",
     "DispatchConfig": ".config",
     "dispatch": ".config",
     "NVFP4Tensor": ".tensors",
+    "Sparse24NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
+    "Sparse24Linear": ".modules",
     "errors": ".errors",
 }
 __all__ = sorted(_PUBLIC)
@@ -41,12 +44,12 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from . import errors
     from .api import load, quantize_model, save
-    from .config import DispatchConfig, NVFP4Config, dispatch
+    from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch
     from .explain import explain
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
-    from .modules import FP4Linear
+    from .modules import FP4Linear, Sparse24Linear
     from .report import report
-    from .tensors import NVFP4Tensor
+    from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
 
 
 def _register_with_inductor() -> None:

@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..formats import nvfp4
+from ..errors import CheckpointError, SparsityError
+from ..formats import nvfp4, sparse24
+from ..formats.storage import Storage
 from ..integrations import describe_for_saving
 from ..integrations.transformers import use_experts_backend
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
 from ..models.preflight import check_device
-from ..modules import FP4Linear
-from ..tensors import NVFP4Tensor
+from ..modules import BY_STORAGE, FP4Linear
+from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .ahead import ahead
 from .build import build_empty, values_lost
@@ -29,7 +30,6 @@ from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, rea
 from .shards import check_index
 
 _SHOWN = 20
-_PARTS = NVFP4Tensor.PARTS
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
@@ -151,8 +151,9 @@ def _check_index(directory: Path, headers: dict[str, Header], entries: dict[str,
 
 def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, layer in manifest.layers.items():
-        k = layer.in_features + -layer.in_features % nvfp4.GROUP
-        _check_matrix(name, entries, (layer.out_features, k))
+        storage = mf.STORAGES[layer.storage]
+        k = layer.in_features + -layer.in_features % storage.k_multiple
+        _check_matrix(name, entries, storage, (layer.out_features, k))
         bias = entries.get(_join(name, "bias"))
         if (bias is not None) != layer.bias:
             there, wanted = ("absent", "present") if bias is None else ("present", "absent")
@@ -172,42 +173,38 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, experts in manifest.experts.items():
         blank = experts.module()
         for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
-            _check_matrix(_join(name, part), entries, tuple(weight.weight.shape))
+            _check_matrix(_join(name, part), entries, nvfp4.STORAGE, tuple(weight.weight.shape))
             of_input = entries.get(_join(name, f"{part}.input_scale"))
             if (weight.input_scale is not None) != (of_input is not None) or (
                 of_input and (of_input.shape, of_input.dtype) != ((len(weight.global_scale),), torch.float32)
             ):
                 there = "absent" if of_input is None else f"{of_input.dtype} {of_input.shape}"
                 raise CheckpointError(f"{name}.{part}.input_scale is not as {mf.FILE} says", value=there, limit=experts.input_scales, remedy=mf.REWRITE)
-    for name in manifest.tensors:
-        qdata = entries.get(f"{name}.qdata")
-        shape = None if qdata is None or len(qdata.shape) < 2 else (*qdata.shape[:-1], qdata.shape[-1] * 2)
-        _check_matrix(name, entries, shape)
+    for name, kept in manifest.tensors.items():
+        storage = mf.STORAGES[kept.storage]
+        first = entries.get(f"{name}.{storage.parts[0].name}")
+        _check_matrix(name, entries, storage, None if first is None or len(first.shape) < 2 else storage.logical(first.shape))
 
 
-def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] | None) -> None:
-    """qdata, scale and global_scale of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
-    if shape is None or shape[-1] % nvfp4.GROUP:
+def _check_matrix(name: str, entries: dict[str, Entry], storage: Storage, shape: tuple[int, ...] | None) -> None:
+    """The components of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
+    if shape is None or shape[-1] % storage.k_multiple:
+        part = storage.parts[0]
         raise CheckpointError(
-            f"{name}.qdata is missing or no matrix of whole blocks",
+            f"{name}.{part.name} is missing or no matrix of whole blocks",
             value="no matrix" if shape is None else f"K = {shape[-1]}",
-            limit="[..., N, K/2] with K % 16 == 0",
+            limit=f"[..., N, K/{part.k}] with K % {storage.k_multiple} == 0",
             remedy=mf.REWRITE,
         )
-    want = {
-        "qdata": ((*shape[:-1], shape[-1] // 2), torch.uint8),
-        "scale": ((*shape[:-1], shape[-1] // nvfp4.GROUP), nvfp4.SCALE_DTYPE),
-        "global_scale": (tuple(shape[:-2]), torch.float32),
-    }
-    for part, (part_shape, dtype) in want.items():
-        entry = entries.get(_join(name, part))
+    for part, part_shape in zip(storage.parts, storage.shapes(shape).values(), strict=True):
+        entry = entries.get(_join(name, part.name))
         if entry is None:
-            raise CheckpointError(f"{_join(name, part)} is missing", value="no such tensor", limit=f"{dtype} {part_shape}", remedy=mf.REWRITE)
-        if entry.shape != part_shape or entry.dtype != dtype:
+            raise CheckpointError(f"{_join(name, part.name)} is missing", value="no such tensor", limit=f"{part.dtype} {part_shape}", remedy=mf.REWRITE)
+        if entry.shape != part_shape or entry.dtype != part.dtype:
             raise CheckpointError(
-                f"{_join(name, part)} has the wrong shape or dtype",
+                f"{_join(name, part.name)} has the wrong shape or dtype",
                 value=f"{entry.dtype} {entry.shape}",
-                limit=f"{dtype} {part_shape}",
+                limit=f"{part.dtype} {part_shape}",
                 remedy=mf.REWRITE,
             )
 
@@ -222,11 +219,17 @@ def check_data(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def check_values(name: str, t: Tensor) -> None:
-    """A block scale is not NaN or negative, a global scale is finite and positive. ``name``: of the tensor."""
+    """A block scale is not NaN or negative, a global scale is finite and positive, 2:4 metadata is legal. ``name``: of the tensor."""
     if t.dtype == nvfp4.SCALE_DTYPE:
         largest = int(t.view(torch.uint8).max()) if t.numel() else 0
         if largest > _E4M3_MAX_BYTE:
             raise CheckpointError(f"{name} holds a NaN or negative scale", value=hex(largest), limit="0x00 .. 0x7e", remedy=_DAMAGED)
+        return
+    if t.dtype == torch.uint8:
+        try:
+            sparse24.validate_meta(t)
+        except SparsityError as error:
+            raise CheckpointError(f"{name}: {error.what}", value=error.value, limit=error.limit, remedy=_DAMAGED) from error
         return
     bad = t[~(torch.isfinite(t) & (t > 0))]
     if bad.numel():
@@ -254,7 +257,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     taken: set[str] = set()
     paths: dict[int, list[str]] = {}
     for name, layer in manifest.layers.items():
-        taken |= {_join(name, part) for part in (*_PARTS, "bias", "input_scale", "weight")}
+        taken |= {_join(name, part) for part in (*mf.STORAGES[layer.storage].names, "bias", "input_scale", "weight")}
         module = modules.get(name)
         problem = "the model has no such module" if module is None else _misfit(module, layer)
         if problem:
@@ -273,16 +276,18 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
             if name in taken or (derived and name not in manifest.derived):
                 continue
             if name in manifest.tensors:
-                used |= {f"{name}.{part}" for part in _PARTS}
+                used |= {f"{name}.{part}" for part in _parts(manifest.tensors[name])}
                 fp4[name] = (module, attribute)
-                shape = _logical_shape(manifest.tensors[name], entries[f"{name}.qdata"])
+                kept = manifest.tensors[name]
+                *lead, n, k = mf.STORAGES[kept.storage].logical(entries[f"{name}.{_parts(kept)[0]}"].shape)
+                shape = (*lead, k, n) if kept.transposed else (*lead, n, k)
                 if tuple(t.shape) != shape:
                     wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(t.shape)} in the model")
             elif name in entries:
                 used.add(name)
                 plain[name] = (module, attribute)
-                if isinstance(t, NVFP4Tensor):
-                    wrong.append(f"{name}: dense in the checkpoint, an NVFP4Tensor in the model")
+                if isinstance(t, FP4Tensor):
+                    wrong.append(f"{name}: dense in the checkpoint, a quantized tensor in the model")
                 elif tuple(t.shape) != entries[name].shape:
                     wrong.append(f"{name}: shape {entries[name].shape} in the checkpoint, {tuple(t.shape)} in the model")
                 elif entries[name].dtype != t.dtype and not (entries[name].dtype in _FLOATS and t.dtype in _FLOATS):
@@ -338,8 +343,10 @@ def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch
     default = next((t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"), torch.device("cpu"))
     manifest, entries = checkpoint.manifest, checkpoint.entries
     experts = [_join(name, part) for name, e in manifest.experts.items() for part in (e.first, "down_proj")]
-    scales = {_join(name, part) for name in (*manifest.layers, *experts, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
-    scales = {entries[name].name for name in scales if name in entries}  # an alias is checked under its own name
+    checked = {_join(name, part) for name in (*manifest.layers, *experts, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
+    sparse = [name for weights in (manifest.layers, manifest.tensors) for name, e in weights.items() if e.storage == sparse24.NAME]
+    checked |= {_join(name, "meta") for name in sparse}
+    checked = {entries[name].name for name in checked if name in entries}  # an alias is checked under its own name
     wanted: dict[Entry, list[torch.device]] = {}
     for name, place in _places(slots, device, default, checkpoint).items():
         places = wanted.setdefault(entries[name], [])
@@ -349,7 +356,7 @@ def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch
 
         def read(entry: Entry) -> Tensor:
             t = reader.read(entry, manifest.files[entry.path.name].crc32.get(entry.name))
-            if entry.name in scales:
+            if entry.name in checked:
                 check_values(entry.name, t)
             return t
 
@@ -365,10 +372,11 @@ def _places(slots: _Slots, device: torch.device | None, default: torch.device, c
 
     out = {name: place(getattr(module, attribute)) for name, (module, attribute) in slots.plain.items()}
     for name, (module, attribute) in slots.fp4.items():
-        out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _PARTS}
+        out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _parts(checkpoint.manifest.tensors[name])}
     for names, module in slots.layers:
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        out |= {_join(names[0], part): place(old) for part in _parts(checkpoint.manifest.layers[names[0]])}
+        layer = checkpoint.manifest.layers[names[0]]
+        own = (*_parts(layer), *(("bias",) if layer.bias else ()), *(("input_scale",) if layer.input_scale else ()))
+        out |= {_join(names[0], part): place(_weight_of(module)) for part in own}
     return out
 
 
@@ -393,14 +401,14 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
     for name, (module, attribute) in slots.fp4.items():
         kind = checkpoint.manifest.tensors[name]
         old = getattr(module, attribute)
-        qdata, scale, global_scale = (get(f"{name}.{part}", old) for part in _PARTS)
-        weight = NVFP4Tensor(qdata, scale, global_scale, kind.torch_dtype, kind.transposed)
+        parts = [get(f"{name}.{part}", old) for part in _parts(kind)]
+        weight = BY_STORAGE[kind.storage].TENSOR(*parts, kind.torch_dtype, kind.transposed)  # type: ignore[abstract]
         setattr(module, attribute, nn.Parameter(weight, requires_grad=False) if attribute in module._parameters else weight)
     for names, module in slots.layers:
         layer = checkpoint.manifest.layers[names[0]]
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
-        new.qdata, new.scale, new.global_scale = (get(_join(names[0], part), old) for part in _PARTS)
+        old = _weight_of(module)
+        new = BY_STORAGE[layer.storage](layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
+        new.take(tuple(get(_join(names[0], part), old) for part in _parts(layer)))
         new.bias = get(_join(names[0], "bias"), old) if layer.bias else None
         new.input_scale = get(_join(names[0], "input_scale"), old) if layer.input_scale else None
         carry_over(module, new)
@@ -408,14 +416,14 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
     return model
 
 
-def _parts(layer: mf.LayerEntry) -> tuple[str, ...]:
-    """The tensors of a layer."""
-    return (*_PARTS, *(["bias"] if layer.bias else []), *(["input_scale"] if layer.input_scale else []))
+def _parts(entry: mf.LayerEntry | mf.TensorEntry) -> tuple[str, ...]:
+    """Names of the weight's components."""
+    return mf.STORAGES[entry.storage].names
 
 
-def _logical_shape(entry: mf.TensorEntry, qdata: Entry) -> tuple[int, ...]:
-    shape = (*qdata.shape[:-1], qdata.shape[-1] * 2)
-    return (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """A tensor that lies where the layer's weight does."""
+    return module.scale if isinstance(module, FP4Linear) else module._parameters["weight"]
 
 
 def _join(prefix: str, name: str) -> str:

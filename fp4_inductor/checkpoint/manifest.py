@@ -3,13 +3,15 @@
 ::
 
     {"format": "fp4_inductor", "version": 2, "checksum": "<sha256 of the rest>",
-     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "input_scale"}},
+     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "input_scale", "storage"}},
      "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m", "input_scales"}},
-     "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
+     "tensors": {"<parameter that is an FP4Tensor>": {"dtype", "transposed", "storage"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
      "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256", "crc32": {"<tensor>": 1234567890}}},
      "report":  {"errors": {"<layer>": 0.083}, "kept": {"<parameter>": "<reason>"}}}
+
+``storage`` names the format (:data:`STORAGES`) and so the tensors of a weight; without it a weight is dense NVFP4.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..formats import nvfp4
+from ..formats import nvfp4, sparse24
 from ..modules import FP4Experts, FP4ExpertWeight
 from ..ops.activation import Activation
 from ..ops.linear import LARGE_M
@@ -43,7 +45,11 @@ REWRITE = "Save the model again with fp4_inductor.save()."
 MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
 _JSON_LIMIT = 256_000_000
 _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
+_OPTIONAL = {"storage"}
 _LATER = {"experts"}  # absent in checkpoints written before there were any
+
+
+STORAGES = {storage.name: storage for storage in (nvfp4.STORAGE, sparse24.STORAGE)}
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class LayerEntry:
     bias: bool
     large_m: str
     input_scale: bool = False
+    storage: str = nvfp4.NAME
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -95,10 +102,11 @@ class ExpertsEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A Parameter that is an NVFP4Tensor."""
+    """A Parameter that is an FP4Tensor."""
 
     dtype: str
     transposed: bool
+    storage: str = nvfp4.NAME
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -132,6 +140,9 @@ def write(manifest: Manifest) -> bytes:
     body = asdict(manifest)
     if not manifest.experts:
         del body["experts"]
+    for entry in (*body["layers"].values(), *body["tensors"].values()):
+        if entry["storage"] == nvfp4.NAME:
+            del entry["storage"]
     body["report"] = {"errors": body.pop("errors"), "kept": body.pop("kept")}
     for entry in body["files"].values():
         del entry["data_crc32"]
@@ -227,7 +238,7 @@ def _number(what: str, value: Any) -> float:
 
 def _fields(what: str, value: Any, cls: type[LayerEntry] | type[ExpertsEntry] | type[TensorEntry] | type[FileEntry], without: str = "") -> dict[str, Any]:
     names = {f.name for f in fields(cls)} - {without}
-    _need(isinstance(value, dict) and set(value) == names, what, value, sorted(names))
+    _need(isinstance(value, dict) and names - _OPTIONAL <= set(value) <= names, what, value, sorted(names))
     return value
 
 
@@ -239,6 +250,7 @@ def _layer(name: str, value: Any, version: int) -> LayerEntry:
     for key in ("bias", "input_scale"):
         _need(type(v.get(key, False)) is bool, f"layers[{name!r}].{key}", v.get(key), "true or false")
     _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
+    _storage(f"layers[{name!r}]", v)
     return LayerEntry(**v)
 
 
@@ -273,7 +285,13 @@ def _tensor(name: str, value: Any) -> TensorEntry:
     v = _fields(f"tensors[{name!r}]", value, TensorEntry)
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"tensors[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["transposed"]) is bool, f"tensors[{name!r}].transposed", v["transposed"], "true or false")
+    _storage(f"tensors[{name!r}]", v)
     return TensorEntry(**v)
+
+
+def _storage(what: str, v: dict[str, Any]) -> None:
+    name = v.get("storage", nvfp4.NAME)
+    _need(isinstance(name, str) and name in STORAGES, f"{what}.storage", name, list(STORAGES))
 
 
 def _file(name: str, value: Any, version: int) -> FileEntry:

@@ -19,7 +19,6 @@ from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
 from ..modules import FP4Experts, FP4Linear
-from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .safetensors_file import DTYPES, crc32, read_header
@@ -97,14 +96,14 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
                 limit="tensors: nothing is pickled",
                 remedy="Keep it in a buffer, or remove the module's get_extra_state.",
             )
-        if isinstance(t, NVFP4Tensor):
-            tensors[name] = mf.TensorEntry(_dtype_name(t.logical_dtype), t.transposed)
+        if isinstance(t, FP4Tensor) and t.STORAGE.name in mf.STORAGES:
+            tensors[name] = mf.TensorEntry(_dtype_name(t.logical_dtype), t.transposed, t.STORAGE.name)
             parts = {f"{name}.{part}": getattr(t, part) for part in t.PARTS}
         elif isinstance(t, FP4Tensor) or type(t) not in (Tensor, nn.Parameter, nn.Buffer):
             raise CheckpointError(
                 f"{name} is of a tensor subclass that this format does not know",
                 value=type(t).__name__,
-                limit="torch.Tensor, NVFP4Tensor",
+                limit="torch.Tensor, NVFP4Tensor, Sparse24NVFP4Tensor",
                 remedy="Make it a plain tensor first (dequantize, gather).",
             )
         else:
@@ -133,7 +132,7 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
         else:
             aliases[name] = origin
     layers = {
-        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m, m.input_scale is not None)
+        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m, m.input_scale is not None, m.storage().name)
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP4Linear)
     }

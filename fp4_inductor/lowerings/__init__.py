@@ -3,6 +3,7 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
-    from . import linear
+    from . import linear, sparse_linear
 
     linear.register()
+    sparse_linear.register()

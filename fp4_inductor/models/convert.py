@@ -35,7 +35,7 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
         ``(the model, one LayerReport per layer)``. The model is the one given, or the FP4Linear if the model itself
         is the layer.
     """
-    dense = _dense_weight(group[0])
+    dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
     layer, error = quantize_dense(dense, config, channel_weight)
@@ -57,7 +57,7 @@ def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error
         bias = target.module._parameters.get("bias")
         if bias is not None:
             # Not cloned: a bias that other modules share stays shared.
-            new.bias = bias.detach().to(device=new.qdata.device, dtype=new.dtype)
+            new.bias = bias.detach().to(device=new.scale.device, dtype=new.dtype)
         carry_over(target.module, new)
         model = replace_module(model, target.names, new)
         rows.append(_row(group, i, new, error))
@@ -148,8 +148,8 @@ def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int])
 
 def share(layer: FP4Linear) -> FP4Linear:
     """Another FP4Linear over the same weight buffers, without bias."""
-    new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
-    new.qdata, new.scale, new.global_scale = layer.qdata, layer.scale, layer.global_scale
+    new = type(layer)(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
+    new.take(layer.parts())
     return new
 
 
@@ -174,18 +174,19 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 def relative_error(dense: Tensor, layer: FP4Linear) -> float:
     """``|W - dequantized| / |W|``, Frobenius norms accumulated in float64; 0 for an all-zero weight."""
     k = dense.shape[1]
-    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.qdata.device)
+    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.scale.device)
     step = max(1, _ERROR_CHUNK // max(k, 1))
     for start in range(0, dense.shape[0], step):
         rows = slice(start, start + step)
         w = dense[rows].float()
-        d = torch.ops.fp4.dequantize(layer.qdata[rows], layer.scale[rows], layer.global_scale, torch.float32)[:, :k]
+        d = layer.dequantize(torch.float32, rows)
         norm = norm + torch.linalg.vector_norm(w).to(norm.dtype).square()
         error = error + torch.linalg.vector_norm(d.sub_(w)).to(norm.dtype).square()
     return float((error / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt())
 
 
-def _dense_weight(target: Target) -> Tensor:
+def dense_weight(target: Target) -> Tensor:
+    """``[N, K]``, a view of the layer's Parameter."""
     weight = target.module.get_parameter("weight").detach()
     return weight.t() if target.transposed else weight
 

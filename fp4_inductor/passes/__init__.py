@@ -7,9 +7,10 @@ __all__ = ["matches", "register", "reset_matches"]
 
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
-    from . import dequantize_matmul, identity, moe, tables
+    from . import dequantize_matmul, floats, identity, moe, tables
 
     tables.register()
+    floats.register()
     moe.register()
     dequantize_matmul.register()
     identity.register()

@@ -59,7 +59,7 @@ def apply(graph: Graph) -> None:
             refused[root] = reason
     for node in sources:
         if not node._erased:
-            reasons = [refused[n] for n in reach[node] if n in refused]
+            reasons = [reason for end, reason in refused.items() if end in reach[node]]
             node.meta[_REASON] = max(reasons, key=lambda r: r.stage).reason if reasons else "nothing downstream of it weights and sums experts"
     for node in sources:
         if not node._erased and is_call(node, fp4.dequantize.default):

@@ -8,6 +8,7 @@ Two graphs of one layer give the same expressions here, however they were writte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,10 +110,13 @@ def product(sizes: Iterable[sympy.Expr]) -> sympy.Expr:
     return math.prod(sizes, start=sympy.Integer(1))
 
 
-def _quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+@functools.lru_cache(maxsize=4096)
+def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
     """a / b if that divides evenly as a polynomial."""
     if b == 0:
         return None
+    if a.is_Integer and b.is_Integer:
+        return a // b if a % b == 0 else None
     numerator, denominator = sympy.fraction(sympy.cancel(a / b))
     return numerator if denominator == 1 else None
 
@@ -148,11 +152,11 @@ def split(index: Index, size: sympy.Expr, shape: Sequence[sympy.Expr]) -> Positi
             if not rest:
                 raise Unaligned
             digit, extent = rest.pop()
-            missing = _quotient(wanted, product(s for _, s in taken))
-            if missing is not None and _quotient(missing, extent) is not None:
+            missing = quotient(wanted, product(s for _, s in taken))
+            if missing is not None and quotient(missing, extent) is not None:
                 taken.insert(0, (digit, extent))
                 continue
-            above = None if missing is None else _quotient(extent, missing)
+            above = None if missing is None else quotient(extent, missing)
             if above is None:
                 raise Unaligned
             if isinstance(digit, Var):

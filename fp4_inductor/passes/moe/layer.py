@@ -143,7 +143,7 @@ def _over_slots(root: Node, sums: Sums, layers: list[Layer]) -> Layer:
     weights = _generalised([layer.weights.at for layer in layers], index)
     return replace(
         first,
-        ids=Value(first.ids.node, ids), weights=Read(first.weights.node, weights), slots=[*first.slots, *new],
+        ids=Value(first.ids.node, ids), weights=Read(first.weights.node, weights, first.weights.rounded), slots=[*first.slots, *new],
         products=[p for layer in layers for p in layer.products], kind="loop",
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def _in_terms_of(first: Layer, layer: Layer) -> Layer:
     new: dict[Var, Index] = dict(zip((layer.channel, *layer.slots), (first.channel, *first.slots), strict=True))
 
     def renamed(read: Read) -> Read:
-        return Read(read.node, tuple(ix.substitute(i, new) for i in read.at))
+        return Read(read.node, tuple(ix.substitute(i, new) for i in read.at), read.rounded)
 
     ids = renamed(Read(layer.ids.node, layer.ids.at))
     return replace(

@@ -55,6 +55,8 @@ def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.
         none = emit(graph, aten.full.default, ([], -1), {"dtype": dtype_of(chosen), "device": chosen.meta["val"].device, "pin_memory": False})
         chosen = emit(graph, aten.where.self, (layout.write(mask), *((chosen, none) if keeps else (none, chosen))))
     weight = _cast(layout.write(weights), torch.float32, *nvfp4.HIGH_PRECISION)
+    if weights.read.rounded is not None:
+        weight = _cast(weight, weights.read.rounded)
     if layer.constant != 1:
         weight = emit(graph, aten.mul.Tensor, (_cast(weight, torch.float32), layer.constant))
     act = layer.activation

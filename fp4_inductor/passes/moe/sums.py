@@ -20,6 +20,7 @@ from .index import Const, Index, Position, Refused, Var
 from .read import Read, Reader, argument, aten, dtype_of, prims, shape_of
 
 fp4 = torch.ops.fp4
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._grouped_mm.default, fp4.linear.default, fp4.bmm.default}
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ def _added_rows(sums: Sums, node: Node, base: Node, indices: Node, values: Node,
     if filled(base) != 0.0 or len(shape_of(indices)) != 1 or len(shape_of(values)) != len(at):
         return None
     rows, tokens = shape_of(indices)[0], shape_of(base)[0]
-    slots = ix._quotient(rows, tokens)
+    slots = ix.quotient(rows, tokens)
     if slots is None:
         return None
     probe = Var(rows, ("row of", node))
