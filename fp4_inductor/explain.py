@@ -22,7 +22,7 @@ class ExplainRow:
     Args:
         op: ``fp4.linear`` and so on.
         module: path of the module, where torch knows it.
-        m: number of activation rows: a number, or the symbolic expression of the compiled graph.
+        m: number of activation rows (of fp4.moe: tokens times choices): a number, or the symbolic expression of the compiled graph.
         n, k: weight shape.
         regime, kernel: the row of ``kernels/table.py`` that serves the call; ``"any"`` and ``"by M"`` when the op decides at run time.
         decision: ``"proven"``, ``"guard"`` or ``"runtime"``.
@@ -129,7 +129,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.decision.note),
+                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.decision.note, e.experts),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -142,21 +142,18 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     explanation = Explanation()
     path: list[str] = []
     hooks = []
-    linear = torch.ops.fp4.linear.default
 
     def seen(op, op_args) -> None:
-        if op is not linear:
+        call = _described(op, op_args)
+        if call is None:
             return
-        x, qdata = op_args[0], op_args[1]
-        n, k = qdata.shape[0], qdata.shape[1] * 2
-        m = x.numel() // max(k, 1)
-        large_m = op_args[5] if len(op_args) > 5 else "auto"
-        options = plan(describe("linear", x.device, x.dtype, n, k, large_m), dispatch_config())
+        name, m, x, n, k, large_m, experts = call
+        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts), dispatch_config())
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
             ExplainRow(
-                "fp4.linear",
+                f"fp4.{name}",
                 path[-1] if path else "",
                 str(m),
                 n,
@@ -167,7 +164,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row),
+                _note(row, experts=experts),
             )
         )
 
@@ -184,15 +181,27 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     return explanation
 
 
+def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
+    """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+    if op is torch.ops.fp4.linear.default:
+        x, qdata = args[0], args[1]
+        k = qdata.shape[1] * 2
+        return "linear", x.numel() // max(k, 1), x, qdata.shape[0], k, args[5] if len(args) > 5 else "auto", 1
+    if op is torch.ops.fp4.moe.default:
+        x, ids, gate_up, down = args[0], args[1], args[3], args[6]
+        return "moe", ids.numel(), x, down.shape[1], gate_up.shape[2] * 2, args[17] if len(args) > 17 else "auto", gate_up.shape[0]
+    return None
+
+
 def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     """``(kernel, reason)`` of each refusal; rows of other architectures are not news."""
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
 
 
-def _note(row: Row | None, note: str = "") -> str:
+def _note(row: Row | None, note: str = "", experts: int = 1) -> str:
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 
         native, text = status()
-        return f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    return note
+        note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
+    return note if experts == 1 else f"fp4.moe, {experts} experts: M is tokens times choices{f'; {note}' if note else ''}"

@@ -3,6 +3,7 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
-    from . import linear
+    from . import linear, moe
 
     linear.register()
+    moe.register()
