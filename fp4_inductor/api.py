@@ -10,6 +10,7 @@ from torch import nn
 from .checkpoint import load, save
 from .config import NVFP4Config, Sparse24Config
 from .errors import ConfigError
+from .integrations import describe_for_saving
 from .integrations.transformers import use_experts_backend
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, record
@@ -104,7 +105,7 @@ def quantize_model(
             model, rows = convert_experts(model, target, NVFP4Config("four_over_six", large_m=config.large_m), target_device, None)
             layers += [LayerReport(**{**vars(row), "notes": (*row.notes, "experts are not pruned: dense NVFP4")}) for row in rows]
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
-        return _finish(model, compiled, plan, layers, before, target_device, described, progress, outcome)
+        return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, outcome)
     scales = choose(model, plan, config, strict=strict, progress=progress)
     for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
         convert = convert_experts if isinstance(item, ExpertsTarget) else convert_group
@@ -113,7 +114,7 @@ def quantize_model(
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
     plan.notes += [] if scales.note is None else [scales.note]
     described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
-    return _finish(model, compiled, plan, layers, before, target_device, described, progress)
+    return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress)
 
 
 def _finish(
@@ -123,6 +124,7 @@ def _finish(
     layers: list[LayerReport],
     before: int,
     device: torch.device | None,
+    large_m: str,
     described: str,
     progress: bool,
     outcome: Outcome | None = None,
@@ -131,6 +133,7 @@ def _finish(
     if device is not None:
         model.to(device)
     use_experts_backend(model)
+    describe_for_saving(model, large_m)
     kl = outcome.measure(model) if outcome is not None else None
     result = Report(
         layers=layers,

@@ -18,7 +18,7 @@ from ..modules import FP4Linear, Sparse24Linear
 from .calibrate import batches_of, statistics
 from .chain import Chain, find_chain, recording
 from .choose import Candidate, choose
-from .convert import dense_weight, install, relative_error
+from .convert import dense_weight, install_group, relative_error
 from .coverage import LayerReport
 from .hessian import Moments
 from .plan import Names, Plan, Target
@@ -266,7 +266,7 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
 
 def _install(model: nn.Module, pending: list, rows: list[LayerReport]) -> nn.Module:
     for group, layer, error, output, notes in pending:
-        model, found = install(model, group, layer, error)
+        model, found = install_group(model, group, layer, error)
         rows += [replace(row, output_error=output, notes=(*row.notes, *notes)) for row in found]
     pending.clear()
     return model

@@ -39,6 +39,11 @@ class BitBuffers(nn.Module):
         """How the weight lies in the buffers."""
         return cls.TENSOR.STORAGE
 
+    @classmethod
+    def _bit_dtypes(cls) -> dict[str, torch.dtype]:
+        """The buffers that keep their bits: the weight's components, and the scale a checkpoint recorded for the activations."""
+        return {part.name: part.dtype for part in cls.storage().parts} | {"input_scale": torch.float32}
+
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in nvfp4.HIGH_PRECISION:
             raise DTypeError(f"{type(self).__name__} computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
@@ -47,7 +52,7 @@ class BitBuffers(nn.Module):
         # nn.Module.to(dtype) casts every floating tensor: show fn integers of the same width.
         dtype = self._probe(fn, self.dtype)
         self._check_dtype(dtype)
-        held = {part.name: part.dtype for part in self.storage().parts if self._buffers.get(part.name) is not None}
+        held = {name: real for name, real in self._bit_dtypes().items() if self._buffers.get(name) is not None}
         for bits in {BITS[real.itemsize] for real in held.values()}:
             if self._probe(fn, bits) != bits:
                 raise DTypeError(f"the codes and scales of {type(self).__name__} cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
@@ -68,13 +73,10 @@ class BitBuffers(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
-        for part in self.storage().parts:
-            value = state_dict.get(prefix + part.name)
-            if value is not None and value.dtype != part.dtype:
+        for name, dtype in self._bit_dtypes().items():
+            value = state_dict.get(prefix + name)
+            if value is not None and value.dtype != dtype:
                 raise DTypeError(
-                    f"{prefix}{part.name} in the state_dict has the wrong dtype",
-                    value=value.dtype,
-                    limit=part.dtype,
-                    remedy="Reinterpret bits with .view(dtype).",
+                    f"{prefix}{name} in the state_dict has the wrong dtype", value=value.dtype, limit=dtype, remedy="Reinterpret bits with .view(dtype)."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)

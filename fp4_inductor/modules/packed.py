@@ -13,12 +13,15 @@ from .bits import BITS, BitBuffers
 class PackedWeight(BitBuffers):
     """The components of one weight ``[..., N, K]`` of class :attr:`TENSOR` as buffers, and its ``bias`` ``[..., N]`` or None.
 
-    Made with an all-zero weight. ``lead``: the leading dimensions, ``()`` or ``(E,)``.
+    Made with an all-zero weight. ``lead``: the leading dimensions, ``()`` or ``(E,)``. ``input_scale`` (float32, multiplying, the
+    leading shape, or None) is what a W4A4 checkpoint recorded for its activations: kept for export, not used by a forward pass
+    whose activations stay in high precision.
     """
 
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
+    input_scale: Tensor | None
     bias: Tensor | None
 
     def __init__(self, lead: tuple[int, ...], n: int, k: int, bias: bool, dtype: torch.dtype, device: Any):
@@ -28,6 +31,7 @@ class PackedWeight(BitBuffers):
             zeros = torch.zeros(shapes[part.name], dtype=BITS[part.dtype.itemsize], device=device)
             self.register_buffer(part.name, zeros.view(part.dtype))
         self._empty_weight()
+        self.register_buffer("input_scale", None)
         self.register_buffer("bias", torch.zeros(*lead, n, dtype=dtype, device=device) if bias else None)
 
     def _empty_weight(self) -> None:

@@ -108,6 +108,21 @@ def _select(t, dim, index):
     return _each(t, lambda p, k: p.select(axis, index), lambda g: g.select(axis + 2, index))
 
 
+@rule(aten.squeeze.dim, aten.squeeze.dims)
+def _squeeze(t, dim):
+    axes = sorted({wrapped(d, t.dim()) for d in ([dim] if isinstance(dim, int) else dim) if t.shape[d] == 1}, reverse=True)
+    if any(axis >= t.dim() - 2 for axis in axes):
+        return NotImplemented
+    for axis in axes:
+        t = _select(t, axis, 0)
+    return t if axes else t.map_parts(lambda p: p.detach())
+
+
+@rule(aten.squeeze.default)
+def _squeeze_all(t):
+    return _squeeze(t, list(range(t.dim())))
+
+
 @rule(aten.unbind.int)
 def _unbind(t, dim=0):
     if _storage_axis(t, dim) >= -2:
@@ -128,3 +143,32 @@ def _index(t, indices):
     if len(indices) != 1 or indices[0] is None or t.dim() < 3 or (indices[0].dtype in (torch.bool, torch.uint8) and indices[0].dim() > t.dim() - 2):
         return NotImplemented
     return t.map_parts(lambda p: aten.index.Tensor(p, indices))
+
+
+# --- putting weights together: leading dimensions freely, N and K where one global scale holds for all ------------
+
+
+def _alike(tensors) -> bool:
+    first = tensors[0]
+    return all(type(t) is type(first) and (t.transposed, t.logical_dtype, t.dim()) == (first.transposed, first.logical_dtype, first.dim()) for t in tensors)
+
+
+@rule(aten.stack.default)
+def _stack(tensors, dim=0):
+    if not _alike(tensors) or wrapped(dim, tensors[0].dim() + 1) > tensors[0].dim() - 2 or len({tuple(t.shape) for t in tensors}) > 1:
+        return NotImplemented
+    return tensors[0].with_parts([torch.stack(parts, dim) for parts in zip(*(t.parts() for t in tensors), strict=True)])
+
+
+@rule(aten.cat.default)
+def _cat(tensors, dim=0):
+    if not _alike(tensors):
+        return NotImplemented
+    first = tensors[0]
+    axis = _storage_axis(first, dim)
+    g = first.global_scale
+    if axis >= -2 and not g.is_meta and not all(torch.equal(g, other.global_scale) for other in tensors[1:]):
+        return NotImplemented
+    pieces = zip(*(t.parts() for t in tensors), strict=True)
+    joined = [torch.cat(p, axis) if spec.k else g if axis >= -2 else torch.cat(p, axis + 2) for p, spec in zip(pieces, first.STORAGE.parts, strict=True)]
+    return first.with_parts(joined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,7 @@ from torch import nn
 import fp4_inductor
 from fp4_inductor import FP4Linear, Sparse24Linear, Sparse24NVFP4Tensor, errors
 from fp4_inductor.checkpoint import manifest as mf
-from fp4_inductor.checkpoint.safetensors_file import data_crc32, read_header
+from fp4_inductor.checkpoint.safetensors_file import read_header
 from fp4_inductor.formats import sparse24
 
 
@@ -62,7 +63,7 @@ def test_what_is_on_disk(tmp_path):
     saved(tmp_path)
     body = json.loads((tmp_path / mf.FILE).read_text())
     assert body["layers"]["sparse"] == {
-        "in_features": 96, "out_features": 64, "dtype": "float32", "bias": True, "large_m": "auto", "storage": "sparse24_nvfp4"
+        "in_features": 96, "out_features": 64, "dtype": "float32", "bias": True, "large_m": "auto", "input_scale": False, "storage": "sparse24_nvfp4"
     }  # fmt: skip
     assert "storage" not in body["layers"]["dense"]
     assert body["tensors"]["w"] == {"dtype": "float32", "transposed": True, "storage": "sparse24_nvfp4"}
@@ -84,7 +85,9 @@ def rewrite(path, change) -> None:
     safetensors.torch.save_file(tensors, path / mf.SINGLE, metadata={"format": "pt"})
     header = read_header(path / mf.SINGLE)
     body = json.loads((path / mf.FILE).read_text())
-    body["files"] = {mf.SINGLE: {"bytes": header.size, "header_sha256": header.digest, "data_crc32": data_crc32(path / mf.SINGLE)}}
+    data = (path / mf.SINGLE).read_bytes()
+    sums = {name: zlib.crc32(data[e.start : e.end]) for name, e in header.entries.items()}
+    body["files"] = {mf.SINGLE: {"bytes": header.size, "header_sha256": header.digest, "crc32": sums}}
     sign(path, body)
 
 
