@@ -140,7 +140,7 @@ def recover(student: nn.Module, teacher: nn.Module, rows: Tensor, steps: int, ba
         if now + pace > deadline:
             break
         for group in optimizer.param_groups:
-            group["lr"] = group["rate"] * min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
+            group["lr"] = group["rate"] * min(1.0, max((step + 1) / 10, fraction / 0.1)) * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
         x = rows[order[step * batch : (step + 1) * batch], :-1].to(device)
         with torch.no_grad(), low_precision:
             wanted = teacher(input_ids=x, use_cache=False).logits.float().log_softmax(-1)

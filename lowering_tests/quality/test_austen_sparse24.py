@@ -138,6 +138,6 @@ def test_what_is_trained_is_what_is_packed():
     want = trainable(x)
     want.sum().backward()
     assert trainable.values.grad[~trainable.mask].abs().max() == 0
-    assert (trainable.log_scale.grad != 0).float().mean() > 0.9  # but for those that left the range of E4M3
+    assert (trainable.log_scale.grad != 0).float().mean() > 0.8  # but for those that left the range of E4M3
     torch.testing.assert_close(trainable.pack()(x), want.detach(), rtol=1e-5, atol=1e-5)
     assert math.isfinite(float(want.sum()))
