@@ -16,6 +16,8 @@ from .models.coverage import LayerReport, Report, record
 from .models.plan import Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
+from .models.siblings import annotated, planned, shared_global_scale
+from .modules import FP4Linear, pack
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -36,7 +38,8 @@ def quantize_model(
     heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
     reason in the report (``fp4_inductor.report(model)``). Linear layers that share one weight share the quantized one.
     Every layer is checked before the first is changed; then they are replaced one by one, each dense weight being
-    released before the next is touched, so peak memory is the model plus one layer.
+    released before the next is touched, so peak memory is the model plus one layer. Siblings (q/k/v, gate/up) become
+    adjacent rows of one buffer, see :class:`NVFP4Config`.
 
     Args:
         model: any module, in bfloat16, float16 or float32. Quantize before ``torch.compile``.
@@ -95,15 +98,22 @@ def quantize_model(
     weights = _channel_weights(model, plan, config, strict, progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
+    together = {t.name: family for family in planned(model, plan) for t in family} if config.pack_siblings else {}
+    shared_scales: dict[str, Tensor] = {}
     for group in bar(plan.groups, "quantize", "layer", progress):
         search, weight = config, None
+        family = together.get(group[0].name, [])
+        if family and group[0].name not in shared_scales:
+            shared_scales |= dict.fromkeys((t.name for t in family), shared_global_scale(family, config.scale_search))
         notes: tuple[str, ...] = ()
         if config.scale_search == "activation":
             weight = weights[group[0].name]
             if weight is None:
                 search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
-        model, rows = convert_group(model, group, search, target_device, weight)
+        model, rows = convert_group(model, group, search, target_device, weight, shared_scales.get(group[0].name))
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
+        if family and all(isinstance(t.module, FP4Linear) for t in family):
+            pack([t.module for t in family])
     if target_device is not None:
         model.to(target_device)
     result = Report(
@@ -115,6 +125,7 @@ def quantize_model(
         config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}",
         notes=plan.notes,
     )
+    result = annotated(result, model)
     record(model, result)
     if progress:
         print(result)

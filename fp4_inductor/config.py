@@ -42,15 +42,20 @@ class NVFP4Config:
         large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
             cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
             ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
+        pack_siblings: layers of one module that usually read one input (q/k/v, gate/up) get one global scale and
+            adjacent rows of one buffer; compiled graphs then make one call of them. Checkpoints stay per layer.
     """
 
     scale_search: ScaleSearch = "four_over_six"
     calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
     large_m: LargeM = "auto"
+    pack_siblings: bool = True
 
     def __post_init__(self) -> None:
         _one_of(self, "scale_search", ScaleSearch)
         _one_of(self, "large_m", LargeM)
+        if type(self.pack_siblings) is not bool:
+            raise ConfigError("pack_siblings is no bool", value=repr(self.pack_siblings), limit="True or False", remedy="Leave it out for True.")
         if self.scale_search == "activation" and self.calibration is None:
             raise ConfigError(
                 'scale_search="activation" needs calibration data',

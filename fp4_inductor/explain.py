@@ -121,7 +121,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.decision.note),
+                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.decision.note)))),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}

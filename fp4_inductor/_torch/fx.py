@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._inductor.fx_passes import post_grad
-from torch._inductor.pattern_matcher import Arg, CallFunction, Match, get_mutation_region_id, register_graph_pattern
-from torch.fx import Node
+from torch._inductor.pattern_matcher import Arg, CallFunction, GraphPatternEntry, Match, PatternExpr, get_mutation_region_id, register_graph_pattern
+from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = ["anchor", "constant_of", "in_one_mutation_region", "without_modes"]
+__all__ = ["AtOutput", "anchor", "constant_of", "in_one_mutation_region", "module_path", "on_each_graph", "without_modes"]
 
 Rewrite = Callable[[], None]
 
@@ -34,12 +35,40 @@ def anchor(target: Any, arity: int, plan: Callable[[Node], Rewrite | None]) -> N
     register_graph_pattern(pattern, extra_check=check, pass_dict=post_grad.pass_patterns[0])(run)
 
 
+class AtOutput(PatternExpr):
+    """Matches the output node, which every graph has once."""
+
+    op = "output"
+
+    def _match(self, node: Node, ctx: Any) -> Match:  # type: ignore[override]
+        match = Match(ctx, self)
+        match.nodes.append(node)
+        return match
+
+
+def on_each_graph(apply: Callable[[Graph], None], pass_dict: Any = None) -> None:
+    """Call ``apply(graph)`` for each graph: by default each post-grad graph, after the patterns of :func:`anchor`."""
+
+    def check(match: Match) -> bool:
+        apply(match.nodes[-1].graph)
+        return False  # nothing to count and no node to replace
+
+    entry = GraphPatternEntry(pattern=AtOutput(), extra_check=check, handler=lambda match: None)
+    entry.register(post_grad.pass_patterns[1] if pass_dict is None else pass_dict, target="output")
+
+
 def in_one_mutation_region(nodes: Iterable[Node]) -> bool:
     """False if a mutating node lies between them: what one reads is then not what another one would read.
 
     Placeholders and attributes stand before everything and are not counted.
     """
     return len({get_mutation_region_id(n.graph, n) for n in nodes if n.op not in ("placeholder", "get_attr")}) <= 1
+
+
+def module_path(node: Node) -> str:
+    """Path of the innermost module that ``node`` comes from, where torch knows it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return re.sub(r"^L\['\w+'\]\.?", "", list(stack.values())[-1][0]) if stack else ""
 
 
 def constant_of(node: Node) -> torch.Tensor | None:

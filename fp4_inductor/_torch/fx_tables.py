@@ -17,21 +17,11 @@ from torch._dynamo.source import AttrSource, GlobalSource
 from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.fx_passes.pre_grad import efficient_conv_bn_eval_pass
-from torch._inductor.pattern_matcher import GraphPatternEntry, Match, PatternExpr
 from torch.fx import Graph, Node
 
+from .fx import on_each_graph
+
 __all__ = ["before_autograd", "guard_unchanged", "module_level_tensors", "run_before_cache_lookup"]
-
-
-class _AtOutput(PatternExpr):
-    """Matches the output node, which every graph has once."""
-
-    op = "output"
-
-    def _match(self, node: Node, ctx: Any) -> Match:  # type: ignore[override]
-        match = Match(ctx, self)
-        match.nodes.append(node)
-        return match
 
 
 def before_autograd(apply: Callable[[Graph], None]) -> None:
@@ -39,13 +29,7 @@ def before_autograd(apply: Callable[[Graph], None]) -> None:
 
     Appended to a pattern table that Inductor always applies; the ``pre_grad_custom_pass`` slot is left to others.
     """
-
-    def check(match: Match) -> bool:
-        apply(match.nodes[-1].graph)
-        return False  # nothing to count and no node to replace
-
-    entry = GraphPatternEntry(pattern=_AtOutput(), extra_check=check, handler=lambda match: None)
-    entry.register(efficient_conv_bn_eval_pass, target="output")
+    on_each_graph(apply, efficient_conv_bn_eval_pass)
 
 
 def run_before_cache_lookup() -> None:

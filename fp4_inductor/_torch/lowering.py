@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
+
+from .fx import module_path
 
 aten = torch.ops.aten
 
@@ -143,11 +144,13 @@ def buffer_name(x) -> str | None:
 def current_names() -> tuple[str, str]:
     """``(FX node name, innermost module path)`` of the node being lowered, for explain()."""
     node = V.graph.current_node
-    if node is None:
-        return "", ""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = re.sub(r"^L\['\w+'\]\.?", "", list(stack.values())[-1][0]) if stack else ""
-    return node.name, path
+    return ("", "") if node is None else (node.name, module_path(node))
+
+
+def current_meta(key: str) -> Any:
+    """``meta[key]`` of the FX node being lowered, or None."""
+    node = V.graph.current_node
+    return None if node is None else node.meta.get(key)
 
 
 def max_autotune() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..formats import nvfp4
+from ..models import siblings
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
@@ -52,7 +53,8 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
             with a warning that names them. Damage and wrong shapes are errors in any case.
 
     Returns:
-        The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized.
+        The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized. Siblings
+        that share one global scale are packed again, as ``quantize_model`` does.
 
     Raises:
         CheckpointError: damaged, inconsistent, incomplete, or of another model; the model is unchanged.
@@ -77,7 +79,8 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     model = _install(model, checkpoint, slots, tensors)
     if where is not None:
         model.to(where)
-    record(model, inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept))
+    siblings.pack_model(model)
+    record(model, siblings.annotated(inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept), model))
     return given if compiled else model
 
 

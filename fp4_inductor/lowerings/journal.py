@@ -26,6 +26,7 @@ class Entry:
     arch: int
     buffer: str | None = None
     epilogue: list[str] = field(default_factory=list)
+    note: str = ""
 
 
 _entries: list[Entry] | None = None

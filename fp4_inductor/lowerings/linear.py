@@ -15,6 +15,7 @@ from ..kernels.select import plan
 from ..kernels.table import Row
 from ..ops.dequantize_fp8 import fp8_product
 from ..ops.quantize_rows_fp8 import reference as quantize_rows
+from ..passes.siblings import MEMBERS
 from .journal import Entry, record
 from .regime import decide
 
@@ -41,7 +42,10 @@ def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
-    entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
+    members = inductor.current_meta(MEMBERS)
+    note = f"one call for siblings: {', '.join(name.rpartition('.')[2] or '?' for name in members)}" if members else ""
+    dtype = str(x.get_dtype()).removeprefix("torch.")
+    entry = record(Entry("fp4.linear", node, module, str(m), n, k, dtype, decision, options.refused, call.arch, note=note))
     if decision.row is None or decision.row.kernel in _CALLED:
         return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])

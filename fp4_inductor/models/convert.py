@@ -23,7 +23,14 @@ _HOOKS = (
 )
 
 
-def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, device: torch.device | None, channel_weight: Tensor | None):
+def convert_group(
+    model: nn.Module,
+    group: list[Target],
+    config: NVFP4Config,
+    device: torch.device | None,
+    channel_weight: Tensor | None,
+    global_scale: Tensor | None = None,
+):
     """Quantize the one weight of ``group`` and put an FP4Linear in place of each of its layers.
 
     The dense weight is released before this returns, unless someone outside the model holds it.
@@ -35,7 +42,11 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
     dense = _dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
-    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
+    if global_scale is not None:
+        global_scale = global_scale.to(dense.device)
+    layer = FP4Linear.from_weight(
+        dense, scale_search=config.scale_search, channel_weight=channel_weight, global_scale=global_scale, large_m=config.large_m
+    )
     error = relative_error(dense, layer)
     del dense
     rows = []

@@ -1,5 +1,6 @@
 """F2: modules that hold quantized weights as plain buffers and call ``fp4.*`` ops in forward."""
 
 from .linear import FP4Linear
+from .packed import PackedFP4Linear, PackedWeight, pack
 
-__all__ = ["FP4Linear"]
+__all__ = ["FP4Linear", "PackedFP4Linear", "PackedWeight", "pack"]

@@ -16,15 +16,10 @@ from ..formats import nvfp4
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
 from ..tensors.nvfp4 import NVFP4Tensor
-
-# Each packed buffer, and the integer dtype of the same width that stands for its bits.
-_BITS = {"qdata": torch.uint8, "scale": torch.uint8, "global_scale": torch.int32}
-_DTYPES = {"qdata": torch.uint8, "scale": nvfp4.SCALE_DTYPE, "global_scale": torch.float32}
-
-_DENSE = "Use dequantize() for a dense weight."
+from .bits import DENSE, PARTS, BitBuffers, probe
 
 
-class FP4Linear(nn.Module):
+class FP4Linear(BitBuffers):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
     Buffers (names as in the native checkpoint): ``qdata`` uint8 ``[N, K/2]``, ``scale`` float8_e4m3fn ``[N, K/16]``,
@@ -45,7 +40,7 @@ class FP4Linear(nn.Module):
         if large_m not in LARGE_M:
             raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
         if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
+            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=DENSE)
         self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
         self.padding = -in_features % nvfp4.GROUP
         k = in_features + self.padding
@@ -85,10 +80,14 @@ class FP4Linear(nn.Module):
         x, _ = cast_for_autocast(x)
         if self.padding:
             x = nn.functional.pad(x, (0, self.padding))
-        bias = self.bias
+        qdata, scale, global_scale, bias = self.operands()
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.large_m)
+        return torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, self.large_m)
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """``(qdata, scale, global_scale, bias)`` as :meth:`forward` passes them to ``fp4.linear``."""
+        return self.qdata, self.scale, self.global_scale, self.bias
 
     @property
     def weight(self) -> NVFP4Tensor:
@@ -111,32 +110,16 @@ class FP4Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}, large_m={self.large_m}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
-        # nn.Module.to(dtype) casts every floating tensor. Codes and scales are bits, not numbers to be cast:
-        # show fn integers of the same width, so that device moves happen and casts do not.
-        dtype = self._probe(fn, self.dtype)
+        dtype = probe(self, fn, self.dtype)
         if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=_DENSE)
-        for bits in set(_BITS.values()):
-            if self._probe(fn, bits) != bits:
-                raise DTypeError("the codes and scales of FP4Linear cannot be cast", value=self._probe(fn, bits), limit=bits, remedy=_DENSE)
-        for name, bits in _BITS.items():
-            self._buffers[name] = getattr(self, name).view(bits)
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for name, real in _DTYPES.items():
-                self._buffers[name] = getattr(self, name).view(real)
+            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=DENSE)
+        super()._apply(fn, recurse)
         self.dtype = dtype
         return self
 
-    def _probe(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
-        """The dtype that ``fn`` turns ``dtype`` into."""
-        device = self.qdata.device
-        return fn(torch.empty(0, dtype=dtype, device="cpu" if device.type == "meta" else device)).dtype
-
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
-        for name, dtype in _DTYPES.items():
+        for name, dtype in PARTS.items():
             value = state_dict.get(prefix + name)
             if value is not None and value.dtype != dtype:
                 raise DTypeError(

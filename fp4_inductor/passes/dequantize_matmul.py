@@ -22,6 +22,7 @@ from torch.fx import Node
 from .._torch.fx import anchor
 from ..formats import nvfp4
 from .counters import matched
+from .edit import emit, erase
 from .layout import is_call, same, value
 from .weight import Weight, weight_of
 
@@ -103,7 +104,7 @@ def _rewrite(pattern: str, out: Node, x: Node, weight: Weight, bias: Node | None
             new = graph.call_function(aten.constant_pad_nd.default, (new, [0, padding], 0.0))
     new.meta.update(out.meta)
     out.replace_all_uses_with(new)
-    _erase(out)
+    erase(out)
     matched(pattern)
 
 
@@ -111,37 +112,11 @@ def _global_scale(weight: Weight) -> Node:
     """The multiplying float32 global scale in the shape the ops take; emitted at the insertion point."""
     graph, device = weight.qdata.graph, value(weight.qdata).device
     if weight.global_scale is None:
-        return _emit(graph, aten.full.default, ([], 1.0), {"dtype": torch.float32, "device": device, "pin_memory": False})
+        return emit(graph, aten.full.default, ([], 1.0), {"dtype": torch.float32, "device": device, "pin_memory": False})
     g = weight.global_scale
     if weight.source == "idiom" and value(g).dim():
-        g = _emit(graph, aten.reshape.default, (g, []))
-    return _emit(graph, aten.reciprocal.default, (g,)) if weight.divides else g
-
-
-def _emit(graph: torch.fx.Graph, op, args: tuple, kwargs: dict | None = None) -> Node:
-    """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape."""
-    node = graph.call_function(op, args, kwargs)
-    fakes = torch.fx.map_arg(args, value)
-    example = next((v for v in fakes if isinstance(v, Tensor)), None)
-    mode = getattr(example, "fake_mode", None)
-    if mode is None:
-        node.meta["val"] = op(*fakes, **(kwargs or {}))
-    else:
-        with mode:
-            node.meta["val"] = op(*fakes, **(kwargs or {}))
-    return node
-
-
-def _erase(node: Node) -> None:
-    """Remove ``node`` and whatever above it only it used."""
-    stack = [node]
-    while stack:
-        dead = stack.pop()
-        if dead.users or dead.op != "call_function" or dead._erased or dead.is_impure():
-            continue
-        above = dead.all_input_nodes
-        dead.graph.erase_node(dead)
-        stack.extend(above)
+        g = emit(graph, aten.reshape.default, (g, []))
+    return emit(graph, aten.reciprocal.default, (g,)) if weight.divides else g
 
 
 def _is_cast(node: object) -> bool:

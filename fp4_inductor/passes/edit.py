@@ -1,0 +1,35 @@
+"""Put nodes into a graph and take them out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .layout import value
+
+
+def emit(graph: torch.fx.Graph, op, args: tuple, kwargs: dict | None = None) -> Node:
+    """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape."""
+    node = graph.call_function(op, args, kwargs)
+    fakes = torch.fx.map_arg(args, value)
+    example = next((v for v in fakes if isinstance(v, Tensor)), None)
+    mode = getattr(example, "fake_mode", None)
+    if mode is None:
+        node.meta["val"] = op(*fakes, **(kwargs or {}))
+    else:
+        with mode:
+            node.meta["val"] = op(*fakes, **(kwargs or {}))
+    return node
+
+
+def erase(node: Node) -> None:
+    """Remove ``node`` and whatever above it only it used."""
+    stack = [node]
+    while stack:
+        dead = stack.pop()
+        if dead.users or dead.op != "call_function" or dead._erased or dead.is_impure():
+            continue
+        above = dead.all_input_nodes
+        dead.graph.erase_node(dead)
+        stack.extend(above)
