@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def quantize_model(
     compiled = model if isinstance(inner, nn.Module) else None
     model = inner if isinstance(inner, nn.Module) else model
     target_device = check_device(device)
-    plan = make_plan(model, ignore, filter_fn)
+    plan = make_plan(model, ignore, filter_fn, with_head=config.lm_head != "bf16")
     preflight(plan, strict)
     if not plan.groups:
         raise ConfigError(
@@ -95,25 +96,26 @@ def quantize_model(
             limit="at least one linear layer outside the skip list and ignore",
             remedy="Shorten ignore or widen filter_fn; report(model) names what was skipped and why.",
         )
-    weights = _channel_weights(model, plan, config, strict, progress)
+    weights, head_inputs = _calibrated(model, plan, config, strict, progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
-    together = {t.name: family for family in planned(model, plan) for t in family} if config.pack_siblings else {}
+    together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
     shared_scales: dict[str, Tensor] = {}
     for group in bar(plan.groups, "quantize", "layer", progress):
         search, weight = config, None
         family = together.get(group[0].name, [])
-        if family and group[0].name not in shared_scales:
+        if family and config.siblings == "shared" and group[0].name not in shared_scales:
             shared_scales |= dict.fromkeys((t.name for t in family), shared_global_scale(family, config.scale_search))
         notes: tuple[str, ...] = ()
         if config.scale_search == "activation":
             weight = weights[group[0].name]
             if weight is None:
-                search, notes = NVFP4Config(scale_search="mse", large_m=config.large_m), ("not reached by calibration: unweighted scales",)
-        model, rows = convert_group(model, group, search, target_device, weight, shared_scales.get(group[0].name))
+                search, notes = replace(config, scale_search="mse"), ("not reached by calibration: unweighted scales",)
+        model, rows = convert_group(model, group, search, target_device, weight, shared_scales.get(group[0].name), head_inputs.get(group[0].name))
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
-        if family and all(isinstance(t.module, FP4Linear) for t in family):
-            pack([t.module for t in family])
+        converted = [t.module for t in family if isinstance(t.module, FP4Linear)]
+        if family and len(converted) == len(family):
+            pack(converted)
     if target_device is not None:
         model.to(target_device)
     result = Report(
@@ -122,7 +124,7 @@ def quantize_model(
         uncovered=plan.uncovered,
         bytes_before=before,
         bytes_after=model_bytes(model),
-        config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}",
+        config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}" + (f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""),
         notes=plan.notes,
     )
     result = annotated(result, model)
@@ -132,13 +134,18 @@ def quantize_model(
     return model if compiled is None else compiled
 
 
-def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Tensor | None]:
+def _calibrated(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """``{layer: E[x^2] per input channel}`` for the layers that want it, and ``{output head: some of its inputs}``."""
+    kept: dict[str, Tensor] = {}
     if config.scale_search != "activation":
-        return {}
-    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress)
+        heads = [t for t in plan.targets if t.head]
+        if heads and config.calibration is not None:
+            mean_squares(model, heads, config.calibration, strict=strict, progress=progress, keep=kept)
+        return {}, kept
+    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress, keep=kept)
     # Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached.
     out: dict[str, Tensor | None] = {}
     for group in plan.groups:
         reached = [w for t in group if (w := found[t.name]) is not None]
         out[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
-    return out
+    return out, kept

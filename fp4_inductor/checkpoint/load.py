@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..formats import nvfp4
 from ..models import siblings
-from ..models.convert import carry_over, replace_module
+from ..models.convert import carry_over, replace_module, untie
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
 from ..models.preflight import check_device
-from ..modules import FP4Linear
+from ..modules import FP4Linear, FP8Linear
 from ..tensors import NVFP4Tensor
 from . import manifest as mf
 from .build import build_empty, values_lost
@@ -54,7 +55,7 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
 
     Returns:
         The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized. Siblings
-        that share one global scale are packed again, as ``quantize_model`` does.
+        are packed as ``quantize_model`` does it.
 
     Raises:
         CheckpointError: damaged, inconsistent, incomplete, or of another model; the model is unchanged.
@@ -148,8 +149,11 @@ def _check_index(directory: Path, headers: dict[str, Header]) -> None:
 
 def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, layer in manifest.layers.items():
-        k = layer.in_features + -layer.in_features % nvfp4.GROUP
-        _check_matrix(name, entries, (layer.out_features, k))
+        if layer.format == "fp8":
+            n, k = layer.out_features, layer.in_features
+            _check_tensors(name, entries, {"weight": ((n, k), torch.float8_e4m3fn), "weight_scale": ((n,), torch.float32)})
+        else:
+            _check_matrix(name, entries, (layer.out_features, layer.in_features + -layer.in_features % nvfp4.GROUP))
         bias = entries.get(_join(name, "bias"))
         if (bias is not None) != layer.bias:
             there, wanted = ("absent", "present") if bias is None else ("present", "absent")
@@ -181,6 +185,11 @@ def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] |
         "scale": ((*shape[:-1], shape[-1] // nvfp4.GROUP), nvfp4.SCALE_DTYPE),
         "global_scale": (tuple(shape[:-2]), torch.float32),
     }
+    _check_tensors(name, entries, want)
+
+
+def _check_tensors(name: str, entries: dict[str, Entry], want: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """The parts of one layer exist with these shapes and dtypes."""
     for part, (part_shape, dtype) in want.items():
         entry = entries.get(_join(name, part))
         if entry is None:
@@ -207,7 +216,7 @@ def check_data(checkpoint: Checkpoint, directory: Path) -> None:
 def check_scales(checkpoint: Checkpoint) -> None:
     """No scale byte is NaN or negative, every global scale is finite and positive. Reads a ninth of the weights."""
     with Reader() as reader:
-        for name in (*checkpoint.manifest.layers, *checkpoint.manifest.tensors):
+        for name in (*(n for n, layer in checkpoint.manifest.layers.items() if layer.format == "nvfp4"), *checkpoint.manifest.tensors):
             scale = reader.read(checkpoint.entries[_join(name, "scale")]).view(torch.uint8)
             if scale.numel() and int(scale.max()) > _E4M3_MAX_BYTE:
                 raise CheckpointError(
@@ -242,7 +251,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     taken: set[str] = set()
     paths: dict[int, list[str]] = {}
     for name, layer in manifest.layers.items():
-        taken |= {_join(name, part) for part in (*_PARTS, "bias", "weight")}
+        taken |= {_join(name, part) for part in (*layer.module.parts, "bias", "weight")}
         module = modules.get(name)
         problem = "the model has no such module" if module is None else _misfit(module, layer)
         if problem:
@@ -306,7 +315,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _misfit(module: nn.Module, layer: mf.LayerEntry) -> str | None:
     """Why ``module`` cannot become the saved FP4Linear, or None."""
-    if isinstance(module, FP4Linear):
+    if isinstance(module, (FP4Linear, FP8Linear)):
         n, k = module.out_features, module.in_features
     else:
         kind = linear_kind(module)
@@ -343,14 +352,16 @@ def _places(slots: _Slots, device: torch.device | None, default: torch.device, c
     for name, (module, attribute) in slots.fp4.items():
         out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _PARTS}
     for names, module in slots.layers:
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        parts = (*_PARTS, "bias") if checkpoint.manifest.layers[names[0]].bias else _PARTS
+        layer = checkpoint.manifest.layers[names[0]]
+        old = _weight_of(module)
+        parts = (*layer.module.parts, "bias") if layer.bias else layer.module.parts
         out |= {_join(names[0], part): place(old) for part in parts}
     return out
 
 
 def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: dict[tuple[Entry, torch.device], Tensor]) -> nn.Module:
     """Assign. Nothing here can fail for a reason that was not excluded before."""
+    owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     by_entry: dict[Entry, list[Tensor]] = {}
     for (entry, _), t in tensors.items():
         by_entry.setdefault(entry, []).append(t)
@@ -375,13 +386,23 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
         setattr(module, attribute, nn.Parameter(weight, requires_grad=False) if attribute in module._parameters else weight)
     for names, module in slots.layers:
         layer = checkpoint.manifest.layers[names[0]]
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
-        new.qdata, new.scale, new.global_scale = (get(_join(names[0], part), old) for part in _PARTS)
+        old = _weight_of(module)
+        if owners[id(module._parameters.get("weight"))] > len(names):
+            untie(model, names[0])
+        new = layer.module(layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
+        for part in layer.module.parts:
+            setattr(new, part, get(_join(names[0], part), old))
         new.bias = get(_join(names[0], "bias"), old) if layer.bias else None
         carry_over(module, new)
         model = replace_module(model, names, new)
     return model
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    """A tensor that lies where the weight of ``module`` lies."""
+    if isinstance(module, FP4Linear):
+        return module.qdata
+    return module.weight if isinstance(module, FP8Linear) else module._parameters["weight"]  # type: ignore[return-value]
 
 
 def _logical_shape(entry: mf.TensorEntry, qdata: Entry) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 ::
 
     {"format": "fp4_inductor", "version": 1, "checksum": "<sha256 of the rest>",
-     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m"}},
+     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "format"}},
      "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
@@ -25,6 +25,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..formats import nvfp4
+from ..modules import FP4Linear, FP8Linear
 from ..ops.linear import LARGE_M
 from .safetensors_file import parse_json
 
@@ -34,6 +35,7 @@ STEM = "fp4_inductor"
 SINGLE = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
 SHARD = re.compile(rf"{STEM}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+LAYERS: dict[str, type[FP4Linear] | type[FP8Linear]] = {"nvfp4": FP4Linear, "fp8": FP8Linear}
 DTYPE_NAMES = {str(d).removeprefix("torch."): d for d in nvfp4.HIGH_PRECISION}
 REWRITE = "Save the model again with fp4_inductor.save()."
 MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
@@ -43,13 +45,18 @@ _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "alias
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """An FP4Linear."""
+    """An FP4Linear, or with ``format`` ``"fp8"`` an FP8Linear. A checkpoint without the field holds the former."""
 
     in_features: int
     out_features: int
     dtype: str
     bias: bool
     large_m: str
+    format: str = "nvfp4"
+
+    @property
+    def module(self) -> type[FP4Linear] | type[FP8Linear]:
+        return LAYERS[self.format]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -185,12 +192,15 @@ def _fields(what: str, value: Any, cls: type[LayerEntry] | type[TensorEntry] | t
 
 
 def _layer(name: str, value: Any) -> LayerEntry:
+    if isinstance(value, dict):
+        value = {"format": "nvfp4"} | value
     v = _fields(f"layers[{name!r}]", value, LayerEntry)
     for key in ("in_features", "out_features"):
         _need(type(v[key]) is int and 0 < v[key] < 2**40, f"layers[{name!r}].{key}", v[key], "an integer > 0")
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"layers[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["bias"]) is bool, f"layers[{name!r}].bias", v["bias"], "true or false")
     _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
+    _need(isinstance(v["format"], str) and v["format"] in LAYERS, f"layers[{name!r}].format", v["format"], list(LAYERS))
     return LayerEntry(**v)
 
 

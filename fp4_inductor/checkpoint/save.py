@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
-from ..modules import FP4Linear, PackedWeight
+from ..modules import FP4Linear, FP8Linear, PackedWeight
 from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
@@ -133,9 +133,9 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
         else:
             aliases[name] = origin
     layers = {
-        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m)
+        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m, "fp8" if isinstance(m, FP8Linear) else "nvfp4")
         for name, m in model.named_modules(remove_duplicate=False)
-        if isinstance(m, FP4Linear)
+        if isinstance(m, (FP4Linear, FP8Linear))
     }
     report = recorded(model)
     errors = {i.name: i.relative_error for i in report.layers if i.relative_error is not None} if report else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from ..ops import dequantize, dequantize_fp8, linear, quantize_rows_fp8
+from ..ops import dequantize, dequantize_fp8, linear, linear_fp8, linear_glu, quantize_rows_fp8
 from .linear import cpu as linear_cpu
 
 
@@ -20,6 +20,8 @@ def _at_first_call(module: str, name: str) -> Callable:
 linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
+linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "linear_fp8"))
+linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))

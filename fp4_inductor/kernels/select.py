@@ -107,6 +107,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
                 why = "switched off by DispatchConfig.thresholds"
             else:
                 row = replace(row, max_m=overrides[row.regime])
+        if why is None and row.max_m == 0:
+            why = f'{row.status}: off by default; dispatch(thresholds={{"{row.regime}": 1}}) switches it on'
         if why is None:
             accepted.append(row)
         else:

@@ -3,6 +3,8 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
-    from . import linear
+    from . import linear, linear_fp8, linear_glu
 
     linear.register()
+    linear_fp8.register()
+    linear_glu.register()

@@ -14,6 +14,7 @@ from .plan import Target
 from .progress import bar
 
 _CHUNK = 1 << 22  # activations squared at once
+_KEPT, _KEPT_OF_A_BATCH = 512, 128  # inputs of an output head that its KL divergence is judged by
 
 
 class _Mean:
@@ -22,9 +23,12 @@ class _Mean:
     def __init__(self) -> None:
         self.sum: Tensor | None = None
         self.rows = 0
+        self.kept: list[Tensor] | None = None
 
     def add(self, x: Tensor) -> None:
         x = x.detach().reshape(-1, x.shape[-1])
+        if self.kept is not None and sum(map(len, self.kept)) < _KEPT:
+            self.kept.append(x[:: max(1, len(x) // _KEPT_OF_A_BATCH)].clone())
         wide = torch.float32 if x.device.type == "mps" else torch.float64
         for part in x.split(max(1, _CHUNK // max(1, x.shape[-1]))):
             squares = part.float().square().sum(0).to(wide)
@@ -32,7 +36,9 @@ class _Mean:
         self.rows += x.shape[0]
 
 
-def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any] | None, *, strict: bool, progress: bool = False) -> dict[str, Tensor | None]:
+def mean_squares(
+    model: nn.Module, targets: list[Target], batches: Iterable[Any] | None, *, strict: bool, progress: bool = False, keep: dict[str, Tensor] | None = None
+) -> dict[str, Tensor | None]:
     """Run ``batches`` through ``model`` and return ``{layer name: [K] float32 E[x^2]}``.
 
     The model runs in eval mode without gradients, where it is; its mode is restored. Tensors of a batch are moved to
@@ -42,6 +48,7 @@ def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any]
         targets: the layers to watch.
         batches: see :class:`fp4_inductor.NVFP4Config`.
         strict: a layer that no batch reached is an error; otherwise its entry is None.
+        keep: gets ``{name: [<= 512, K]}``, some of the inputs of each output head among the targets.
 
     Raises:
         CalibrationError: no batch, a batch of an unknown kind, the forward failed, or a layer was never reached.
@@ -54,7 +61,9 @@ def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any]
     device = next((p.device for p in model.parameters()), None)
     try:
         for t in targets:
-            handles.append(t.module.register_forward_pre_hook(_watch(t.name, means[t.name], order), with_kwargs=True))
+            mean = means[t.name]
+            mean.kept = [] if t.head and keep is not None else None
+            handles.append(t.module.register_forward_pre_hook(_watch(t.name, mean, order), with_kwargs=True))
         model.eval()
         _feed(model, batches, device, progress)
     finally:
@@ -72,6 +81,8 @@ def mean_squares(model: nn.Module, targets: list[Target], batches: Iterable[Any]
             limit="every layer to be quantized",
             remedy="Add batches that exercise them, ignore them, or pass strict=False (unweighted scales for them).",
         )
+    if keep is not None:
+        keep |= {name: torch.cat(m.kept)[:_KEPT] for name, m in means.items() if m.kept}
     return {name: None if m.sum is None or not m.rows else (m.sum / m.rows).float() for name, m in means.items()}
 
 

@@ -22,6 +22,8 @@ class LayerReport:
         bytes_before, bytes_after: weight and bias.
         relative_error: ``|W - dequantized| / |W|`` (Frobenius); None if the original weight was never seen (after load).
         notes: e.g. that K was padded, or which other layers share this weight.
+        kl: of an output head, where calibration was given: KL divergence of the logits that its rounding alone causes, in
+            nats per token.
     """
 
     name: str
@@ -31,6 +33,7 @@ class LayerReport:
     bytes_after: int
     relative_error: float | None = None
     notes: tuple[str, ...] = ()
+    kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class Report:
         if known:
             rows.append("  largest relative errors")
             rows += [f"    {i.relative_error:.4f}  {i.name} {list(i.shape)}" for i in known[:_WORST]]
+        rows += [
+            f"  output head {i.name}: relative error {i.relative_error:.4f}, KL {i.kl:.2e} nats per calibration token"
+            for i in self.layers
+            if i.kl is not None and i.relative_error is not None
+        ]
         noted: dict[str, list[str]] = defaultdict(list)
         for layer in self.layers:
             for note in layer.notes:

@@ -46,7 +46,7 @@ def planned(model: nn.Module, plan: Plan) -> list[list[Target]]:
     def alone(t: Target) -> bool:
         return len(t.names) == 1 and all(owners[tensor_key(p)] == 1 for p in t.module.parameters(recurse=False))
 
-    targets = {group[0].name: group[0] for group in plan.groups if len(group) == 1 and alone(group[0])}
+    targets = {group[0].name: group[0] for group in plan.groups if len(group) == 1 and not group[0].head and alone(group[0])}
     found = []
     for names in sets_of(targets):
         kinds: dict[tuple, list[Target]] = defaultdict(list)
@@ -67,11 +67,7 @@ def shared_global_scale(together: list[Target], scale_search: str) -> Tensor:
 
 
 def pack_model(model: nn.Module) -> None:
-    """Pack the siblings among the FP4Linear of ``model`` that share one global scale; every bit stays.
-
-    Siblings with different scales, which a checkpoint may bring, are left as they are: one call of them would have to
-    round a scale.
-    """
+    """Pack the siblings among the FP4Linear of ``model``; every bit stays, global scales of their own included."""
     paths: dict[int, int] = defaultdict(int)
     for _, module in model.named_modules(remove_duplicate=False):
         paths[id(module)] += 1
@@ -87,7 +83,7 @@ def pack_model(model: nn.Module) -> None:
         kinds: dict[tuple, list[FP4Linear]] = defaultdict(list)
         for layer in map(plain.__getitem__, names):
             if layer.qdata.device.type != "meta":
-                kinds[layer.in_features, layer.dtype, layer.qdata.device, layer.large_m, float(layer.global_scale)].append(layer)
+                kinds[layer.in_features, layer.dtype, layer.qdata.device, layer.large_m].append(layer)
         for layers in kinds.values():
             if len(layers) > 1:
                 pack(layers)

@@ -6,20 +6,18 @@ outside the compiled graph (design/ARCHITECTURE.md); buffers cost a quarter of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
+from ..errors import ConfigError, DeviceError, ShapeError
 from ..formats import nvfp4
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
 from ..tensors.nvfp4 import NVFP4Tensor
-from .bits import DENSE, PARTS, BitBuffers, probe
+from .bits import QuantizedLinear, check_dtype
 
 
-class FP4Linear(BitBuffers):
+class FP4Linear(QuantizedLinear):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
     Buffers (names as in the native checkpoint): ``qdata`` uint8 ``[N, K/2]``, ``scale`` float8_e4m3fn ``[N, K/16]``,
@@ -39,8 +37,7 @@ class FP4Linear(BitBuffers):
         super().__init__()
         if large_m not in LARGE_M:
             raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
-        if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=DENSE)
+        check_dtype(self, dtype)
         self.in_features, self.out_features, self.dtype, self.large_m = in_features, out_features, dtype, large_m
         self.padding = -in_features % nvfp4.GROUP
         k = in_features + self.padding
@@ -87,7 +84,8 @@ class FP4Linear(BitBuffers):
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """``(qdata, scale, global_scale, bias)`` as :meth:`forward` passes them to ``fp4.linear``."""
-        return self.qdata, self.scale, self.global_scale, self.bias
+        bias = self.bias  # read first: the order of a compiled graph's inputs
+        return self.qdata, self.scale, self.global_scale, bias
 
     @property
     def weight(self) -> NVFP4Tensor:
@@ -108,21 +106,3 @@ class FP4Linear(BitBuffers):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}, large_m={self.large_m}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
-        dtype = probe(self, fn, self.dtype)
-        if dtype not in nvfp4.HIGH_PRECISION:
-            raise DTypeError("FP4Linear computes in a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=DENSE)
-        super()._apply(fn, recurse)
-        self.dtype = dtype
-        return self
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        # copy_ would convert: scale bytes stored as uint8 would become the numbers 0 to 255, silently.
-        for name, dtype in PARTS.items():
-            value = state_dict.get(prefix + name)
-            if value is not None and value.dtype != dtype:
-                raise DTypeError(
-                    f"{prefix}{name} in the state_dict has the wrong dtype", value=value.dtype, limit=dtype, remedy="Reinterpret bits with .view(dtype)."
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)

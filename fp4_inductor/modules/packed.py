@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ class PackedWeight(BitBuffers):
         layers: S FP4Linear with the same K, dtype, device and ``large_m``; unchanged.
 
     The buffers are not persistent: each layer writes its own rows to a ``state_dict``. ``shared`` says that all global
-    scales are equal, which is what lets the calls be merged. Rows of a layer without bias hold -0.0, which adds nothing.
+    scales are equal, which lets even kernels that take one scale have all rows. Rows of a layer without bias hold -0.0,
+    which adds nothing.
     """
 
     qdata: Tensor
@@ -42,21 +44,26 @@ class PackedWeight(BitBuffers):
         self.starts: list[int] = []
         rows = 0
         for layer in layers:
-            rows += -rows % ROWS
-            self.starts.append(rows)
-            rows += layer.out_features
-        self.register_buffer("qdata", first.qdata.new_zeros(rows, first.qdata.shape[1]), persistent=False)
-        self.register_buffer("scale", first.scale.view(torch.uint8).new_zeros(rows, first.scale.shape[1]).view(first.scale.dtype), persistent=False)
-        self.register_buffer("global_scale", torch.stack([layer.global_scale for layer in layers]), persistent=False)
+            self.starts.append(rows + -rows % ROWS)
+            rows = self.starts[-1] + layer.out_features
+        biases = [layer.bias if layer.bias is not None else first.qdata.new_full((layer.out_features,), -0.0, dtype=first.dtype) for layer in layers]
         biased = any(layer.bias is not None for layer in layers)
-        self.register_buffer("bias", torch.full((rows,), -0.0, dtype=first.dtype, device=first.qdata.device) if biased else None, persistent=False)
-        for start, layer in zip(self.starts, layers, strict=True):
-            stop = start + layer.out_features
-            self.qdata[start:stop] = layer.qdata
-            self.scale.view(torch.uint8)[start:stop] = layer.scale.view(torch.uint8)
-            if self.bias is not None and layer.bias is not None:
-                self.bias[start:stop] = layer.bias
+        self.register_buffer("qdata", self._stack([layer.qdata for layer in layers]), persistent=False)
+        self.register_buffer("scale", self._stack([layer.scale.view(torch.uint8) for layer in layers]).view(first.scale.dtype), persistent=False)
+        self.register_buffer("global_scale", torch.stack([layer.global_scale for layer in layers]), persistent=False)
+        self.register_buffer("bias", self._stack(biases) if biased else None, persistent=False)
         self.refresh()
+
+    def _stack(self, parts: list[Tensor]) -> Tensor:
+        """``parts`` one behind the other, each from its start on; zeros between."""
+        padded: list[Tensor] = []
+        rows = 0
+        for start, part in zip(self.starts, parts, strict=True):
+            if start > rows:
+                padded.append(part.new_zeros(start - rows, *part.shape[1:]))
+            padded.append(part)
+            rows = start + part.shape[0]
+        return torch.cat(padded)
 
     def refresh(self) -> None:
         """Find out again whether all global scales are equal. Reads values: call it where a synchronisation is welcome."""
@@ -65,18 +72,21 @@ class PackedWeight(BitBuffers):
 
 
 class PackedFP4Linear(FP4Linear):
-    """An FP4Linear whose weight is rows ``start .. stop`` of a :class:`PackedWeight`, which is its child ``packed``.
+    """An FP4Linear whose weight is the rows from ``start`` on of a :class:`PackedWeight`, which is its child ``packed``.
 
     ``qdata``, ``scale``, ``global_scale`` and ``bias`` are views of those rows. Assigning one of them, or
     ``load_state_dict(assign=True)``, gives the layer buffers of its own: it becomes a plain :class:`FP4Linear`.
     """
 
     packed: PackedWeight
+    index: int
+    start: int
+    has_bias: bool
 
     def _rows(self, name: str) -> Tensor:
         if name == "global_scale":
-            return self.packed.global_scale[self.index]
-        return getattr(self.packed, name)[self.start : self.stop]
+            return self.packed.global_scale.select(0, self.index)
+        return getattr(self.packed, name).narrow(0, self.start, self.out_features)
 
     @property
     def qdata(self) -> Tensor:  # type: ignore[override]
@@ -96,27 +106,27 @@ class PackedFP4Linear(FP4Linear):
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As :meth:`FP4Linear.operands`; a layer without bias passes its rows of -0.0 where a sibling has one."""
-        packed, start, stop = self.packed, self.start, self.stop
-        # One element for all siblings where they are equal: the graph shows that, and the calls can be merged.
-        global_scale = packed.global_scale[0 if packed.shared else self.index]
-        bias = None if packed.bias is None else packed.bias[start:stop]
-        return packed.qdata[start:stop], packed.scale[start:stop], global_scale, bias
+        packed, start, n = self.packed, self.start, self.out_features
+        # One element for all siblings where they are equal: the graph shows that.
+        global_scale = packed.global_scale.select(0, 0 if packed.shared else self.index)
+        bias = None if packed.bias is None else packed.bias.narrow(0, start, n)
+        return packed.qdata.narrow(0, start, n), packed.scale.narrow(0, start, n), global_scale, bias
 
     def unpack(self) -> FP4Linear:
         """Give this layer buffers of its own (copies); its siblings stay as they are."""
-        own = {name: getattr(self, name).clone() for name in PARTS} | {"bias": self.bias.clone() if self.has_bias else None}
+        own = {name: getattr(self, name).clone() for name in PARTS} | {"bias": self.bias.clone() if self.bias is not None else None}
         self._become_plain(own)
         return self
 
     def __setattr__(self, name: str, value) -> None:
         if (name in PARTS or name == "bias") and name not in self._buffers:
             self.unpack()
-        super().__setattr__(name, value)
+        nn.Module.__setattr__(self, name, value)  # not super(): unpack() changed the class
 
     def _become_plain(self, own: dict[str, Tensor | None]) -> None:
-        for name in ("packed", "index", "start", "stop", "has_bias"):
+        for name in ("packed", "index", "start", "has_bias"):
             delattr(self, name)
-        self.__class__ = FP4Linear
+        self.__class__ = FP4Linear  # type: ignore[assignment]
         self._buffers.update(own)
 
     @contextmanager
@@ -145,7 +155,7 @@ class PackedFP4Linear(FP4Linear):
             self.packed.refresh()
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rows {self.start}:{self.stop} of a packed weight"
+        return f"{super().extra_repr()}, rows {self.start}:{self.start + self.out_features} of a packed weight"
 
 
 def pack(layers: Sequence[FP4Linear]) -> PackedWeight:
@@ -170,7 +180,7 @@ def pack(layers: Sequence[FP4Linear]) -> PackedWeight:
         for name in (*PARTS, "bias"):
             del layer._buffers[name]
         layer.__class__ = PackedFP4Linear
-        layer.index, layer.start, layer.stop, layer.has_bias = i, start, start + layer.out_features, has_bias
-        layer.packed = packed
+        member = cast("PackedFP4Linear", layer)
+        member.index, member.start, member.has_bias = i, start, has_bias
+        member.packed = packed
     return packed
-

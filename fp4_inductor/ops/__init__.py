@@ -1,6 +1,19 @@
 """F1: the contract of each op in ``torch.ops.fp4``. Importing this package registers schemas, fakes and gradients."""
 
-from . import bmm, dequantize, dequantize_fp8, linear, quantize, quantize_rows_fp8
+from . import bmm, dequantize, dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize, quantize_rows_fp8
 from .contract import CONTRACTS, OpContract, cast_for_autocast
 
-__all__ = ["CONTRACTS", "OpContract", "bmm", "cast_for_autocast", "dequantize", "dequantize_fp8", "linear", "quantize", "quantize_rows_fp8"]
+__all__ = [
+    "CONTRACTS",
+    "OpContract",
+    "bmm",
+    "cast_for_autocast",
+    "dequantize",
+    "dequantize_fp8",
+    "linear",
+    "linear_fp8",
+    "linear_glu",
+    "linear_siblings",
+    "quantize",
+    "quantize_rows_fp8",
+]

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from .._torch.fx import anchor

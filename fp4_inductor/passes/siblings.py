@@ -1,14 +1,15 @@
-"""Several ``fp4.linear`` of one activation by adjacent row slices of one weight -> one ``fp4.linear`` and slices of its result.
+"""Several ``fp4.linear`` of one activation by adjacent row slices of one weight -> one ``fp4.linear_siblings``.
 
-    y0 = linear(x, q[0:n], s[0:n], g, b[0:n]);  y1 = linear(x, q[n:m], s[n:m], g, b[n:m])
-    ->  y = linear(x, q[0:m], s[0:m], g, b[0:m]);  y0 = y[..., 0:n];  y1 = y[..., n:m]
+    y0 = linear(x, q[0:n], s[0:n], g[0], b[0:n]);  y1 = linear(x, q[n:m], s[n:m], g[1], b[n:m])
+    ->  y0, y1 = linear_siblings(x, q[0:m], s[0:m], g[0:2], b[0:m], [0, n, n, m])
 
 Read off the graph alone: the slices are of the same node, so nothing about addresses is assumed and nothing is copied.
-Rows between two slices (fewer than 16: :class:`fp4_inductor.modules.PackedWeight` aligns its layers) are computed and dropped.
+Rows between two slices (fewer than 16: :class:`fp4_inductor.modules.PackedWeight` aligns its layers) are padding.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from .._torch.fx import in_one_mutation_region, module_path
 from .counters import matched
 from .edit import emit, erase
-from .layout import value
+from .layout import is_call, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 MEMBERS = "fp4_members"  # node.meta: module paths of the calls that were merged
@@ -45,9 +46,13 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Call:
+    """One ``fp4.linear``; ``index``: its global scale is that element of ``global_scale``; None: is ``global_scale``."""
+
     node: Node
     qdata: _Rows
     scale: Node
+    global_scale: Node
+    index: int | None
     bias: Node | None
 
 
@@ -78,8 +83,10 @@ def _call(node: Node) -> tuple[tuple, _Call] | None:
     if bias is not None and (b is None or (b.start, b.stop) != (q.start, q.stop)):
         return None
     base = None if b is None else b.base
-    common = (_same(x), q.base, s.base, _same(global_scale), base, large_m)
-    return common, _Call(node, q, s.base, base)
+    common = (_same(x), q.base, s.base, base, large_m)
+    picked = is_call(global_scale, aten.select.int) and value(global_scale.args[0]).dim() == 1 and type(global_scale.args[2]) is int
+    g, index = (global_scale.args[0], global_scale.args[2]) if picked else (global_scale, None)
+    return common, _Call(node, q, s.base, g, index, base)
 
 
 def _rows(node: Node) -> _Rows | None:
@@ -108,35 +115,46 @@ def _runs(calls: list[_Call]) -> list[list[_Call]]:
     """Adjacent calls, in the order of their rows."""
     runs: list[list[_Call]] = []
     for call in sorted(calls, key=lambda c: (c.qdata.start, c.qdata.stop)):
-        gap = call.qdata.start - runs[-1][-1].qdata.stop if runs else -1
-        if 0 <= gap < _GAP:
+        if runs and _continues(runs[-1], call):
             runs[-1].append(call)
         else:
             runs.append([call])
     return [run for run in runs if len(run) > 1]
 
 
+def _continues(run: list[_Call], call: _Call) -> bool:
+    """Do the rows and the global scales of ``call`` follow on those of ``run``?"""
+    last = run[-1]
+    if not 0 <= call.qdata.start - last.qdata.stop < _GAP or call.global_scale is not last.global_scale:
+        return False
+    if call.index is None or last.index is None:
+        return call.index == last.index
+    step = call.index - last.index  # 0: they share one scale, 1: each has its own
+    return step in (0, 1) and (len(run) == 1 or step == last.index - run[-2].index)  # type: ignore[operator]
+
+
 def _rewrite(graph: Graph, run: list[_Call]) -> None:
     start, stop = run[0].qdata.start, run[-1].qdata.stop
     place = {node: i for i, node in enumerate(graph.nodes)}
     first = min((c.node for c in run), key=place.__getitem__)
-    x, global_scale = first.args[0], first.args[3]
     large_m = first.args[5] if len(first.args) > 5 else "auto"
+    spans = [bound - start for c in run for bound in (c.qdata.start, c.qdata.stop)]
 
-    def rows(base: Node | None) -> Node | None:
+    def rows(base: Node | None, start: int = start, stop: int = stop) -> Node | None:
         if base is None or (start, stop) == (0, value(base).shape[0]):
             return base
         return emit(graph, aten.slice.Tensor, (base, 0, start, stop))
 
     with graph.inserting_before(first):
-        merged = emit(
-            graph, torch.ops.fp4.linear.default, (x, rows(run[0].qdata.base), rows(run[0].scale), global_scale, rows(run[0].bias), large_m)
-        )
+        g: Any = first.args[3]
+        if run[0].index is not None and run[0].index != run[1].index:
+            g = rows(run[0].global_scale, run[0].index, run[0].index + len(run))
+        arguments = (first.args[0], rows(run[0].qdata.base), rows(run[0].scale), g, rows(run[0].bias), spans, large_m)
+        merged = emit(graph, torch.ops.fp4.linear_siblings.default, arguments)
         merged.meta = {**first.meta, **merged.meta, MEMBERS: [module_path(c.node) for c in run]}
-        last = value(merged).dim() - 1
-        for call in run:
-            part = emit(graph, aten.slice.Tensor, (merged, last, call.qdata.start - start, call.qdata.stop - start))
-            part.meta = {**call.node.meta, **part.meta}
+        for i, call in enumerate(run):
+            part = graph.call_function(operator.getitem, (merged, i))
+            part.meta = {**call.node.meta, "val": merged.meta["val"][i]}
             call.node.replace_all_uses_with(part)
     for call in run:
         erase(call.node)

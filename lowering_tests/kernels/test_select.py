@@ -31,13 +31,14 @@ def test_every_row_is_complete(row):
     assert row.regime in REGIMES
     assert len(row.reason) > 10
     assert row.arch[0] <= row.arch[1]
-    assert row.max_m is None or row.max_m > 0
+    assert row.max_m is None or row.max_m >= 0
+    if row.max_m == 0:
+        assert row.status == "compiled, not run", "a row that has been timed has its bound"
     assert row.dtypes
     assert set(row.dtypes) <= set(ANY)
     assert set(row.large_m) <= set(LARGE_M)
     assert row.large_m
-    assert row.k_multiple >= 16
-    assert row.k_multiple % 16 == 0
+    assert row.k_multiple % 16 == 0 or row.op == "linear_fp8"
     if row.status == "measured on H200":
         assert row.arch[0] <= 90 <= row.arch[1], "what was measured on an H200 must serve one"
 
@@ -45,11 +46,26 @@ def test_every_row_is_complete(row):
 def test_every_launcher_and_lowering_exists():
     """A row whose kernel nobody implements would be found by the first user of that architecture."""
     from fp4_inductor.kernels.linear import launch
-    from fp4_inductor.lowerings import linear
+    from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
+    from fp4_inductor.kernels.linear_glu import launch as launch_glu
+    from fp4_inductor.lowerings import linear, linear_fp8, linear_glu
 
-    kernels = {row.kernel for row in ROWS if row.op == "linear" and row.regime != "cpu"}
-    assert kernels <= set(launch._LAUNCHERS)
-    assert kernels <= set(linear._LOWER) | linear._CALLED
+    def kernels(op):
+        return {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused")}
+
+    assert kernels("linear") <= set(launch._LAUNCHERS)
+    assert kernels("linear") <= set(linear._LOWER) | linear._CALLED
+    assert kernels("linear_glu") == set(launch_glu._LAUNCHERS) == set(linear_glu._LOWER)
+    assert kernels("linear_fp8") == set(launch_fp8._LAUNCHERS) == set(linear_fp8._LOWER)
+
+
+def test_a_row_nobody_has_timed_is_off_until_it_is_asked_for():
+    call = Call("linear_glu", 90, torch.bfloat16, 64, 64)
+    off, on = plan(call, DEFAULT), plan(call, DispatchConfig(thresholds={"glu": 2}))
+    assert [row.kernel for row in off.rows] == ["linear, then act * up"]
+    assert "switches it on" in off.refused[0].reason
+    assert [row.kernel for row in on.rows] == ["triton_gemv_glu", "linear, then act * up"]
+    assert on.bounds == (2,)
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -175,7 +191,8 @@ def test_nothing_serves_and_the_error_lists_every_reason():
     with pytest.raises(KernelError) as caught:
         plan(call, DEFAULT)
     for row in ROWS:
-        assert f"{row.kernel}: " in str(caught.value)
+        assert row.op != "linear" or f"{row.kernel}: " in str(caught.value)
+    assert "triton_gemv_glu" not in str(caught.value), "a row of another op"
     assert "sm_75" in str(caught.value)
 
 
