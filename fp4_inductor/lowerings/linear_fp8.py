@@ -69,7 +69,7 @@ def _scaled(x, weight, weight_scale, m, n, k):
     dtype = x.get_dtype()
 
     def linear_fp8(x8, x_scale, weight, weight_scale):
-        return torch._scaled_mm(x8, weight.t(), scale_a=x_scale, scale_b=weight_scale[None], out_dtype=dtype)
+        return torch._scaled_mm(x8, weight.t(), scale_a=x_scale, scale_b=weight_scale.unsqueeze(0), out_dtype=dtype)
 
     return inductor.inline(linear_fp8, (*quantized_rows(x), weight, weight_scale))
 

@@ -23,7 +23,7 @@ _CHUNK = 1 << 24  # weights rounded at once: bounds the temporaries to about 130
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``(float8_e4m3fn [N, K], float32 [N])``: the largest magnitude of a row becomes 448."""
     if weight.dim() != 2:
-        raise ShapeError("an FP8 weight is a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Reshape it.")
+        raise ShapeError("an FP8 weight is a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Reshape it to [N, K].")
     if weight.dtype not in nvfp4.HIGH_PRECISION:
         raise DTypeError("an FP8 weight comes from high precision", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast it with .to(dtype).")
     parts = [quantize_rows_fp8.reference(rows) for rows in weight.split(max(1, _CHUNK // max(weight.shape[1], 1)))]
@@ -84,7 +84,7 @@ def transient(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 def scaled(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """``x [M, K]`` rounded to E4M3 per row, times the weight on FP8 tensor cores."""
     x8, x_scale = torch.ops.fp4.quantize_rows_fp8(x)
-    return torch._scaled_mm(x8, weight.t(), scale_a=x_scale, scale_b=weight_scale[None], out_dtype=x.dtype)
+    return torch._scaled_mm(x8, weight.t(), scale_a=x_scale, scale_b=weight_scale.unsqueeze(0), out_dtype=x.dtype)
 
 
 def by_blocks(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -93,7 +93,8 @@ def by_blocks(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | No
     (n, k), m = weight.shape, x.shape[:-1].numel()
     if m == 0 or n == 0 or k == 0:
         return without_products(x, n, bias)
-    rows = x.reshape(m, k).float()
+    # Contiguous: a strided GEMM may sum in another order.
+    rows, weight = x.reshape(m, k).float().contiguous(), weight.contiguous()
     out = torch.empty(m, n)
     step = max(1, (1 << 19) // k)
     for start in range(0, n, step):
@@ -122,7 +123,7 @@ def _backward(ctx, grad: Tensor):
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    shapes = (((16,), 64, 128), ((1,), 33, 48), ((0,), 8, 32), ((), 5, 16), ((2, 3), 17, 80), ((33,), 1, 50), ((5,), 130, 272))
+    shapes = (((16,), 64, 128), ((1,), 33, 48), ((0,), 8, 32), ((), 5, 16), ((2, 3), 17, 80), ((33,), 1, 50), ((5,), 130, 272), ((1, 1), 96, 112))
     for i, (lead, n, k) in enumerate(shapes):
         for dtype in (torch.float32, torch.bfloat16):
             w, scale = quantize_weight(torch.randn(n, k, device=device) / k**0.5)

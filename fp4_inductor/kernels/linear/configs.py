@@ -1,6 +1,6 @@
 """Tile shapes of the Triton kernels: pure functions of the shape, so that eager and compiled calls agree.
 
-Measured on an H200 (benchmarks/results/linear.csv, benchmarks/NOTES.md); the same tiles compile without spills for sm_80 to sm_121.
+Measured on an H200 (benchmarks/results/dense.csv, benchmarks/NOTES.md); the same tiles compile without spills for sm_80 to sm_121.
 """
 
 from __future__ import annotations
