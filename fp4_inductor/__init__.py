@@ -31,6 +31,7 @@ _PUBLIC = {
     "dispatch": ".config",
     "NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
+    "FP8Linear": ".modules",
     "errors": ".errors",
 }
 __all__ = sorted(_PUBLIC)
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from .api import load, quantize_model, save
     from .config import DispatchConfig, NVFP4Config, dispatch
     from .explain import explain
-    from .modules import FP4Linear
+    from .modules import FP4Linear, FP8Linear
     from .report import report
     from .tensors import NVFP4Tensor
 
