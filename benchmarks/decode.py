@@ -143,7 +143,7 @@ def main() -> None:
     for mode in args.modes:
         rows += measure(model, "bf16", mode, args, device)
     begin = time.perf_counter()
-    fp4_inductor.quantize_model(model, NVFP4Config(lm_head=args.lm_head, siblings=args.siblings), progress=False)
+    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six", lm_head=args.lm_head, siblings=args.siblings), progress=False)
     if device == "cuda":
         torch.cuda.synchronize()
     quantized = fp4_inductor.report(model).params

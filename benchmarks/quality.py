@@ -71,7 +71,8 @@ def divergence(log_p: list[Tensor], reference: list[Tensor]) -> float:
 def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4Config]]:
     """(weights, calibration text, config)"""
     plain = [(search, "", NVFP4Config(search)) for search in ("amax", "four_over_six", "mse")]
-    plain += [(f"four_over_six, {head} head", "", NVFP4Config(lm_head=head)) for head in ("fp8", "nvfp4")]
+    plain += [(f"four_over_six, {head} head", "", NVFP4Config("four_over_six", lm_head=head)) for head in ("fp8", "nvfp4")]
+    plain.append(("activation", "itself", NVFP4Config("activation", calibration="self")))
     return plain + [("activation", name, NVFP4Config("activation", calibration=list(batch[:, :-1].split(4)))) for name, batch in calibration.items()]
 
 

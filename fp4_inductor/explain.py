@@ -10,8 +10,11 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
+from .formats import nvfp4, sparse24
+from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
+from .passes.missed import Missed
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,19 @@ class ExplainRow:
 
 @dataclass
 class Explanation:
-    """The rows, and how many matmuls each graph pass rewrote into quantized ones."""
+    """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
+
+    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes.
+    """
 
     rows: list[ExplainRow] = field(default_factory=list)
     matches: dict[str, int] = field(default_factory=dict)
+    missed: list[Missed] = field(default_factory=list)
 
     def __str__(self) -> str:
+        return "\n".join([self._table(), *(f"left dense: {m}" for m in self.missed)])
+
+    def _table(self) -> str:
         if not self.rows:
             return "explain: no quantized call was reached."
         groups: dict[tuple, list[str]] = {}
@@ -100,11 +110,11 @@ def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanat
 def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
     from ._torch.capture import compile_again
     from .lowerings.journal import listen
-    from .passes import matches
+    from .passes import matches, missed
 
     before = matches()
     done = 0
-    with listen() as entries:
+    with listen() as entries, missed.listen() as left:
 
         def fused(found: dict[str, list[str]]) -> None:
             nonlocal done
@@ -121,11 +131,11 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.decision.note)))),
+                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.arch, e.decision.note)))),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
-    return Explanation(rows, rewritten)
+    return Explanation(rows, rewritten, left)
 
 
 def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
@@ -134,21 +144,23 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     explanation = Explanation()
     path: list[str] = []
     hooks = []
-    linear = torch.ops.fp4.linear.default
+    storages = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}
 
     def seen(op, op_args) -> None:
-        if op is not linear:
+        if op not in storages:
             return
-        x, qdata = op_args[0], op_args[1]
-        n, k = qdata.shape[0], qdata.shape[1] * 2
+        storage = storages[op]
+        x = op_args[0]
+        n, k = storage.logical(op_args[1].shape)
         m = x.numel() // max(k, 1)
-        large_m = op_args[5] if len(op_args) > 5 else "auto"
-        options = plan(describe("linear", x.device, x.dtype, n, k, large_m), dispatch_config())
+        after_bias = 1 + len(storage.parts) + 1
+        large_m = op_args[after_bias] if len(op_args) > after_bias else "auto"
+        options = plan(describe(op._opname, x.device, x.dtype, n, k, large_m), dispatch_config())
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
             ExplainRow(
-                "fp4.linear",
+                f"fp4.{op._opname}",
                 path[-1] if path else "",
                 str(m),
                 n,
@@ -159,7 +171,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row),
+                _note(row, options.call.arch),
             )
         )
 
@@ -181,7 +193,10 @@ def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
 
 
-def _note(row: Row | None, note: str = "") -> str:
+def _note(row: Row | None, arch: int, note: str = "") -> str:
+    if row is not None and row.csrc:
+        called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
+        return f"{note}; {called}" if note else called
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 

@@ -36,6 +36,9 @@ NEIGHBOURS = {
     ("__init__", "explain"),
     ("__init__", "report"),
     ("checkpoint", "models"),
+    ("checkpoint", "integrations"),
+    ("integrations", "models"),
+    ("integrations", "checkpoint"),
     ("lowerings", "passes"),
     ("passes", "lowerings"),
 }

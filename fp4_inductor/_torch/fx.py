@@ -12,9 +12,20 @@ from torch._inductor.pattern_matcher import Arg, CallFunction, GraphPatternEntry
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = ["AtOutput", "anchor", "constant_of", "in_one_mutation_region", "module_path", "on_each_graph", "without_modes"]
+__all__ = ["anchor", "constant_of", "in_one_mutation_region", "module_path", "whole_graph", "without_modes"]
 
 Rewrite = Callable[[], None]
+
+
+class AtOutput(PatternExpr):
+    """Matches the output node, which every graph has once."""
+
+    op = "output"
+
+    def _match(self, node: Node, ctx: Any) -> Match:  # type: ignore[override]
+        match = Match(ctx, self)
+        match.nodes.append(node)
+        return match
 
 
 def anchor(target: Any, arity: int, plan: Callable[[Node], Rewrite | None]) -> None:
@@ -35,26 +46,18 @@ def anchor(target: Any, arity: int, plan: Callable[[Node], Rewrite | None]) -> N
     register_graph_pattern(pattern, extra_check=check, pass_dict=post_grad.pass_patterns[0])(run)
 
 
-class AtOutput(PatternExpr):
-    """Matches the output node, which every graph has once."""
+def whole_graph(stage: int, apply: Callable[[Graph], None]) -> None:
+    """Call ``apply(graph)`` for each graph in post-grad pattern table ``stage`` (0 to 2), before the other entries of that table.
 
-    op = "output"
-
-    def _match(self, node: Node, ctx: Any) -> Match:  # type: ignore[override]
-        match = Match(ctx, self)
-        match.nodes.append(node)
-        return match
-
-
-def on_each_graph(apply: Callable[[Graph], None], pass_dict: Any = None) -> None:
-    """Call ``apply(graph)`` for each graph: by default each post-grad graph, after the patterns of :func:`anchor`."""
+    An entry is visited where its node stands, the last node first: this one hangs on the output.
+    """
 
     def check(match: Match) -> bool:
         apply(match.nodes[-1].graph)
         return False  # nothing to count and no node to replace
 
     entry = GraphPatternEntry(pattern=AtOutput(), extra_check=check, handler=lambda match: None)
-    entry.register(post_grad.pass_patterns[1] if pass_dict is None else pass_dict, target="output")
+    entry.register(post_grad.pass_patterns[stage], target="output")
 
 
 def in_one_mutation_region(nodes: Iterable[Node]) -> bool:

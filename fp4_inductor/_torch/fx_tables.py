@@ -17,11 +17,12 @@ from torch._dynamo.source import AttrSource, GlobalSource
 from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.fx_passes.pre_grad import efficient_conv_bn_eval_pass
+from torch._inductor.pattern_matcher import GraphPatternEntry, Match
 from torch.fx import Graph, Node
 
-from .fx import on_each_graph
+from .fx import AtOutput
 
-__all__ = ["before_autograd", "guard_unchanged", "module_level_tensors", "run_before_cache_lookup"]
+__all__ = ["attribute_floats", "before_autograd", "guard_equal", "guard_unchanged", "module_level_tensors", "run_before_cache_lookup"]
 
 
 def before_autograd(apply: Callable[[Graph], None]) -> None:
@@ -29,7 +30,13 @@ def before_autograd(apply: Callable[[Graph], None]) -> None:
 
     Appended to a pattern table that Inductor always applies; the ``pre_grad_custom_pass`` slot is left to others.
     """
-    on_each_graph(apply, efficient_conv_bn_eval_pass)
+
+    def check(match: Match) -> bool:
+        apply(match.nodes[-1].graph)
+        return False  # nothing to count and no node to replace
+
+    entry = GraphPatternEntry(pattern=AtOutput(), extra_check=check, handler=lambda match: None)
+    entry.register(efficient_conv_bn_eval_pass, target="output")
 
 
 def run_before_cache_lookup() -> None:
@@ -55,6 +62,35 @@ def module_level_tensors(graph: Graph) -> Iterator[tuple[Node, torch.Tensor, Any
             value = arg.example
             if type(value) is torch.Tensor and not value.is_inference():
                 yield node, value, source
+
+
+def attribute_floats(graph: Graph) -> Iterator[tuple[Node, float, Any]]:
+    """``(placeholder, value, source)`` of each Python float attribute that ``dynamic=True`` made a graph input."""
+    if getattr(config, "pre_grad_pass_timing", "early") != "early":
+        return
+    for node in graph.find_nodes(op="placeholder"):
+        arg = node.meta.get("grapharg")
+        source, value = getattr(arg, "source", None), getattr(arg, "example", None) if arg is not None and not arg.is_tensor else None
+        if type(source) is AttrSource and type(value) is torch.Tensor and value.dtype == torch.float64 and value.dim() == 0:
+            yield node, value.item(), source
+
+
+def guard_equal(source: Any, value: float) -> bool:
+    """Recompile when the float at ``source`` is not ``value`` any more. False if no guard can be set."""
+    context = TracingContext.try_get()
+    if context is None:
+        return False
+    context.guards_context.dynamo_guards.add(source.make_guard(functools.partial(FLOAT_IS, value=value)))
+    return True
+
+
+def FLOAT_IS(builder: Any, guard: Any, value: float) -> None:  # noqa: N802  (Dynamo shows the name as the kind of guard)
+    """Guard builder: the same float, of the same sign where it is zero."""
+
+    def unchanged(now: Any) -> bool:
+        return type(now) is float and repr(now) == repr(value)
+
+    builder.get_guard_manager(guard).add_lambda_guard(unchanged, [f"{guard.name}: {value!r}"], guard.user_stack)
 
 
 def _is_module_level(source: Any) -> bool:

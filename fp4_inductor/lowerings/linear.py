@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from .._torch import lowering as inductor
 from .._torch.template import Template
 from ..config import dispatch_config
+from ..formats import nvfp4
+from ..formats.storage import Storage
 from ..kernels import select
 from ..kernels.linear import configs
 from ..kernels.select import plan
@@ -31,7 +34,11 @@ def register() -> None:
 
 def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
-    return call(x, qdata, scale, global_scale, bias, large_m)
+    return _call(x, (qdata, scale, global_scale), bias, large_m)
+
+
+def _call(x, weight: tuple, bias, large_m: str, **remarks):
+    return product(fp4.linear.default, nvfp4.STORAGE, x, weight, bias, large_m, _LOWER, **remarks)
 
 
 def lower_siblings(x, qdata, scale, global_scale, bias, rows, large_m="auto"):
@@ -44,59 +51,27 @@ def siblings(x, qdata, scale, global_scale, bias, rows, large_m, note="", refuse
     paths = inductor.current_meta(MEMBERS) or [""] * (len(rows) // 2)
     own_scales = len(global_scale.get_size()) == 1
     if not own_scales or _serves_siblings(x, qdata, rows, large_m):
-        y = call(x, qdata, scale, global_scale, bias, large_m, join(together(), note), refused, tuple(rows))
+        extra = {"rows": tuple(rows)} if own_scales else {}
+        y = _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, extra=extra)
         return [inductor.part(y, len(y.get_size()) - 1, a, b) for a, b in spans(rows)]
+    alone = join("siblings one by one: the kernel of this M takes one global scale", note)
     out = []
     for i, (a, b) in enumerate(spans(rows)):
-        parts = [inductor.part(t, 0, a, b) if t is not None else None for t in (qdata, scale, bias)]
-        alone = "siblings one by one: the kernel of this M takes one global scale"
-        g = inductor.element(global_scale, i)
-        out.append(call(x, parts[0], parts[1], g, parts[2], large_m, join(alone, note), refused, module=paths[i]))
+        weight = (inductor.part(qdata, 0, a, b), inductor.part(scale, 0, a, b), inductor.element(global_scale, i))
+        own_bias = None if bias is None else inductor.part(bias, 0, a, b)
+        out.append(_call(x, weight, own_bias, large_m, note=alone, refused=refused, module=paths[i]))
     return out
 
 
 def _serves_siblings(x, qdata, rows, large_m) -> bool:
     """Is M in a regime whose kernel takes one global scale per member?"""
     symbols = inductor.Symbols()
-    n, half_k = map(symbols.static_int, qdata.get_size())
-    if n is None or not half_k or len(rows) // 2 > configs.MAX_SCALES:
+    n, k = map(symbols.static_int, nvfp4.STORAGE.logical(qdata.get_size()))
+    if n is None or not k or len(rows) // 2 > configs.MAX_SCALES:
         return False
-    options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, half_k * 2, large_m), dispatch_config())
+    options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, inductor.rows_of(x), symbols, dispatch_config())
     return decision.row is not None and decision.row.siblings
-
-
-def call(x, qdata, scale, global_scale, bias, large_m, note="", refused=(), rows=(), module=""):
-    """IR of ``x @ W.T + bias``, recorded for explain().
-
-    Args:
-        note, refused: further remarks for explain().
-        rows: the members of a weight whose global scale has one element for each, as in ``fp4.linear_siblings``.
-        module: the path to record, if not that of the node being lowered.
-    """
-    symbols = inductor.Symbols()
-    lead = x.get_size()[:-1]
-    n, half_k = map(symbols.static_int, qdata.get_size())
-    if n is None or half_k is None:
-        return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
-    k = half_k * 2
-    m = inductor.rows_of(x)
-    if m == 0 or n == 0 or k == 0:
-        return _empty(x, lead, n, bias)
-    options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
-    decision = decide(options, m, symbols, dispatch_config())
-    node, path = inductor.current_names()
-    dtype = str(x.get_dtype()).removeprefix("torch.")
-    entry = record(Entry("fp4.linear", node, module or path, str(m), n, k, dtype, decision, (*options.refused, *refused), options.call.arch, note=note))
-    if decision.row is None or decision.row.kernel in _CALLED:
-        return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
-    flat = x if len(lead) == 1 else inductor.view(x, [m, k])
-    own_scales = rows if len(global_scale.get_size()) == 1 else ()
-    y = _LOWER[decision.row.kernel](decision.row, flat, qdata, scale, global_scale, m, n, k, own_scales)
-    entry.buffer = inductor.buffer_name(y)
-    if bias is not None:
-        y = inductor.add(y, bias)
-    return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
 def together() -> str:
@@ -107,6 +82,45 @@ def together() -> str:
 
 def join(*remarks: str) -> str:
     return "; ".join(filter(None, remarks))
+
+
+def product(
+    op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable], *, note="", refused=(), module="", extra: dict | None = None
+):
+    """IR of ``op(x, *weight, bias, large_m)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself.
+
+    Args:
+        note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
+        extra: keyword arguments of ``lowered[kernel]``.
+    """
+    symbols = inductor.Symbols()
+    lead = x.get_size()[:-1]
+    n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
+    if n is None or k is None:
+        return inductor.call_op(op, x, *weight, bias, large_m)
+    m = inductor.rows_of(x)
+    if m == 0 or n == 0 or k == 0:
+        return _empty(x, lead, n, bias)
+    name = op._opname
+    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m)
+    options = plan(call, dispatch_config())
+    decision = decide(options, m, symbols, dispatch_config())
+    node, path = inductor.current_names()
+    dtype = str(x.get_dtype()).removeprefix("torch.")
+    entry = record(Entry(f"fp4.{name}", node, module or path, str(m), n, k, dtype, decision, (*options.refused, *refused), call.arch, note=note))
+    row = decision.row
+    if row is None or row.kernel == "cpu":
+        return inductor.call_op(op, x, *weight, bias, large_m)
+    rows = x if len(lead) == 1 else inductor.view(x, [m, k])
+    if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
+        operator = getattr(torch.ops.fp4_csrc, row.csrc).default
+        y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch)
+        return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+    y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
+    entry.buffer = inductor.buffer_name(y)
+    if bias is not None:
+        y = inductor.add(y, bias)
+    return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
 def _empty(x, lead, n, bias):
@@ -126,10 +140,10 @@ def _gemv_template() -> Template:
 
     helpers = (common.e4m3_to_f32, common.global_scale_of, t.decode8, t.half2_dot, t.dot8, t.pack_half2, t.load_activations, t.partial_sums)
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K8": '{{size("QDATA", 1)}} // 4'}
-    return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, _gemv_grid)
+    return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
 
-def _gemv_grid(m, n, meta, *, cdiv):
+def gemv_grid(m, n, meta, *, cdiv):
     return (cdiv(n, meta["BLOCK_N"]), cdiv(m, meta["BLOCK_M"]), 1)
 
 
@@ -146,8 +160,9 @@ def _mid_grid(m, n, meta, *, cdiv):
     return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
 
 
-def _arguments(x, qdata, scale, global_scale):
-    return tuple(inductor.contiguous(t) for t in (x, qdata, scale, global_scale))
+def arguments(*tensors):
+    """Realised, contiguous and 16-byte aligned."""
+    return tuple(inductor.contiguous(t) for t in tensors)
 
 
 def _bounds(rows) -> tuple[int, ...]:
@@ -155,25 +170,25 @@ def _bounds(rows) -> tuple[int, ...]:
     return tuple(a for a, _ in spans(rows)[1:])
 
 
-def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows):
+def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
     options = [dict(configs.gemv_constants(c, n, k, arch, _bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
-    return _gemv_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
+    return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
-def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows):
+def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     likely = min(inductor.Symbols().hint(m, _HINT), row.max_m or _HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), _bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
-    return _mid_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
+    return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 # --- many rows: plain operations around a transient weight --------------------------------------------------------
 
 
-def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, rows):
+def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     dtype = x.get_dtype()
 
     def large_fp8(x8, x_scale, qdata, scale, global_scale):
@@ -182,7 +197,7 @@ def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, rows):
     return inductor.inline(large_fp8, (*quantized_rows(x), qdata, scale, global_scale))
 
 
-def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows):
+def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     dtype = x.get_dtype()
 
     def large_dense(x, qdata, scale, global_scale):
@@ -195,8 +210,8 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows):
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
-# Kernels with no form inside generated code: the op is called, and picks the same row for the same M.
-_CALLED = {"cpu", "cuda_small"}
+# Kernels with no form inside generated code: an operator is called.
+CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_sparse_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

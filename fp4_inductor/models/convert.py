@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import NVFP4Config
-from ..modules import FP4Linear, FP8Linear
+from ..formats import nvfp4
+from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
+from ..modules.experts import pack_experts
+from .calibrate_experts import Statistics
 from .coverage import LayerReport
-from .plan import Target, existing_layer
+from .plan import ExpertsTarget, Target, existing_experts, existing_layer
 
 _ERROR_CHUNK = 1 << 21  # weights compared at once
 _KL_ROWS = 64  # rows of logits compared at once
@@ -44,39 +47,39 @@ def convert_group(
         ``(the model, one LayerReport per layer)``. The model is the one given, or the FP4Linear if the model itself
         is the layer.
     """
-    dense = _dense_weight(group[0])
+    dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
-    layer = quantized(dense, group[0], config, channel_weight, global_scale)
-    error = relative_error(dense, layer)
-    dense_device = dense.device
+    if group[0].head and config.lm_head == "fp8":
+        layer: FP4Linear = FP8Linear.from_weight(dense, large_m=config.large_m)
+        error = relative_error(dense, layer)
+    else:
+        layer, error = quantize_dense(dense, config, channel_weight, global_scale)
     kl = None if head_inputs is None else divergence(head_inputs.to(dense.device), dense, layer, group[0].module._parameters.get("bias"))
     del dense
-    rows = []
-    for i, target in enumerate(group):
-        new = layer if i == 0 else share(layer)
-        bias = target.module._parameters.get("bias")
-        if bias is not None:
-            # Not cloned: a bias that other modules share stays shared.
-            new.bias = bias.detach().to(device=dense_device, dtype=new.dtype)
-        carry_over(target.module, new)
-        model = replace_module(model, target.names, new)
-        rows.append(replace(_row(group, i, new, error), kl=kl))
-        if target.tied:
-            untie(model, target.name)
-        target.module = new  # the last reference this package holds to the dense layer
-    return model, rows
+    model, rows = install_group(model, group, layer, error)
+    if group[0].tied:
+        untie(model, group[0].name)
+    return model, [replace(row, kl=kl) for row in rows]
 
 
-def quantized(
-    dense: Tensor, target: Target, config: NVFP4Config, channel_weight: Tensor | None = None, global_scale: Tensor | None = None
-) -> FP4Linear | FP8Linear:
-    """The layer, without bias, that stands for ``dense``."""
-    if target.head and config.lm_head == "fp8":
-        return FP8Linear.from_weight(dense, large_m=config.large_m)
+def quantize_dense(dense: Tensor, config: NVFP4Config, channel_weight: Tensor | None = None, global_scale: Tensor | None = None) -> tuple[FP4Linear, float]:
+    """A layer over ``dense`` ``[N, K]``, without bias, and its relative error."""
     if global_scale is not None:
         global_scale = global_scale.to(dense.device)
-    return FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, global_scale=global_scale, large_m=config.large_m)
+    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, global_scale=global_scale, large_m=config.large_m)
+    return layer, relative_error(dense, layer)
+
+
+def divergence(x: Tensor, dense: Tensor, layer: FP4Linear, bias: Tensor | None) -> float:
+    """KL(head || quantized head) in nats per row of the head's inputs ``x [rows, K]``; 0 rows: 0."""
+    total = 0.0
+    w = layer.dequantize(torch.float32)
+    for rows in x.float().split(_KL_ROWS):
+        b = None if bias is None else bias.detach().to(rows)
+        p, q = (F.linear(rows, weight, b).log_softmax(-1) for weight in (dense.float(), w))
+        total += float(F.kl_div(q, p, log_target=True, reduction="sum"))
+    return total / max(len(x), 1)
 
 
 def untie(model: nn.Module, name: str) -> None:
@@ -89,11 +92,107 @@ def untie(model: nn.Module, name: str) -> None:
         keys.pop(f"{name}.weight", None)
 
 
-def share(layer: FP4Linear | FP8Linear) -> FP4Linear | FP8Linear:
-    """Another layer over the same weight buffers, without bias."""
+def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error: float) -> tuple[nn.Module, list[LayerReport]]:
+    """Put ``layer`` in place of the layers of ``group``, which keep their biases; returns as :func:`convert_group`."""
+    rows = []
+    for i, target in enumerate(group):
+        new = layer if i == 0 else share(layer)
+        bias = target.module._parameters.get("bias")
+        if bias is not None:
+            # Not cloned: a bias that other modules share stays shared.
+            new.bias = bias.detach().to(device=new.scale.device, dtype=new.dtype)
+        carry_over(target.module, new)
+        model = replace_module(model, target.names, new)
+        rows.append(_row(group, i, new, error))
+        target.module = new  # the last reference this package holds to the dense layer
+    return model, rows
+
+
+def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config, device: torch.device | None, statistics: Statistics | None):
+    """Quantize the weights of one module of experts, a few experts at a time, and put FP4Experts in its place.
+
+    Each dense weight is released as soon as it is packed, unless someone outside the model holds it.
+
+    Args:
+        statistics: E[x^2] of each expert's inputs, for ``scale_search="activation"``.
+
+    Returns:
+        ``(the model, one LayerReport per weight)``.
+    """
+    module, spec = target.module, target.spec
+    pads = rows_to_pad(target)
+    weights, rows = {}, []
+    for name in spec.parameters[:2]:
+        channel_weight = None if statistics is None else statistics.first if name == spec.first else statistics.down
+        weights[name], error = quantize_expert_weight(target, module.get_parameter(name).detach(), config, pads[name], channel_weight, device)
+        rows.append(experts_row(target, name, weights[name], error, statistics.notes if statistics else ()))
+        del module._parameters[name]
+    return install_experts(model, target, weights, pads, config.large_m), rows
+
+
+def quantize_expert_weight(
+    target: ExpertsTarget,
+    dense: Tensor,
+    config: NVFP4Config,
+    pad: tuple[int, int],
+    channel_weight: Tensor | None = None,
+    device: torch.device | None = None,
+) -> tuple[FP4ExpertWeight, float]:
+    """One weight of a module of experts, without bias, from its values as the module stores them; and its relative error."""
+    transposed = target.spec.transposed
+    packed = pack_experts(dense, None, transposed=transposed, scale_search=config.scale_search, channel_weight=channel_weight, pad_rows=pad, device=device)
+    return packed, _experts_error(dense.mT if transposed else dense, packed, pad)
+
+
+def rows_to_pad(target: ExpertsTarget) -> dict[str, tuple[int, int]]:
+    """``(parts, zero rows after each part)`` of both weights.
+
+    What I is padded with, the gates and the ups get as zero rows: one block at the end of each, or of both where they alternate.
+    """
+    module, spec = target.module, target.spec
+    inner = module.get_parameter("down_proj").shape[1 if spec.transposed else 2]
+    extra = -inner % nvfp4.GROUP
+    halves = module.get_parameter(spec.first).shape[2 if spec.transposed else 1] // inner
+    return {spec.first: (1, halves * extra) if spec.activation.interleaved or halves == 1 else (halves, extra), "down_proj": (1, 0)}
+
+
+def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, FP4ExpertWeight], pads: dict[str, tuple[int, int]], large_m: str) -> nn.Module:
+    """Put FP4Experts over ``weights`` in place of the module, whose biases they keep; returns the model."""
+    module, spec = target.module, target.spec
+    for name, packed in weights.items():
+        if spec.bias:
+            parts, extra = pads[name]
+            bias = module.get_parameter(f"{name}_bias").detach().to(packed.qdata.device, packed.dtype)
+            packed.bias = torch.cat([nn.functional.pad(p, (0, extra)) for p in bias.chunk(parts, -1)], -1)
+    new = FP4Experts(weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
+    carry_over(module, new)
+    target.module = new  # the last reference this package holds to the dense experts
+    return replace_module(model, target.names, new)
+
+
+def experts_row(target: ExpertsTarget, name: str, packed: FP4ExpertWeight, error: float, notes: tuple[str, ...] = ()) -> LayerReport:
+    """The report row of one weight of a module of experts."""
+    row = existing_experts(tuple(f"{n}.{name}" if n else name for n in target.names), packed)
+    return LayerReport(**{**vars(row), "relative_error": error, "notes": (*row.notes, *notes)})
+
+
+def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int]) -> float:
+    """As :func:`relative_error`, over all experts."""
+    parts, extra = pad
+    error = norm = 0.0
+    for e in range(packed.num_experts):
+        d = torch.ops.fp4.dequantize(packed.qdata[e], packed.scale[e], packed.global_scale[e], torch.float32)[:, : packed.columns]
+        d = torch.cat([p[: p.shape[0] - extra] for p in d.chunk(parts)]) if extra else d
+        w = dense[e].to(d.device).float()
+        norm += float(torch.linalg.vector_norm(w)) ** 2
+        error += float(torch.linalg.vector_norm(d.sub_(w))) ** 2
+    return (error / norm) ** 0.5 if norm else 0.0
+
+
+def share(layer: FP4Linear) -> FP4Linear:
+    """Another FP4Linear over the same weight buffers, without bias."""
     new = type(layer)(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
-    for name in layer.parts:
-        setattr(new, name, getattr(layer, name))
+    new.take(layer.parts())
     return new
 
 
@@ -115,48 +214,35 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
             setattr(new, name, getattr(old, name))
 
 
-def relative_error(dense: Tensor, layer: FP4Linear | FP8Linear) -> float:
+def relative_error(dense: Tensor, layer: FP4Linear) -> float:
     """``|W - dequantized| / |W|``, Frobenius norms accumulated in float64; 0 for an all-zero weight."""
     k = dense.shape[1]
-    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=dense.device)
+    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.scale.device)
     step = max(1, _ERROR_CHUNK // max(k, 1))
     for start in range(0, dense.shape[0], step):
         rows = slice(start, start + step)
         w = dense[rows].float()
-        if isinstance(layer, FP8Linear):
-            d = layer.weight[rows].float() * layer.weight_scale[rows, None]
-        else:
-            d = torch.ops.fp4.dequantize(layer.qdata[rows], layer.scale[rows], layer.global_scale, torch.float32)[:, :k]
+        d = layer.dequantize(torch.float32, rows)
         norm = norm + torch.linalg.vector_norm(w).to(norm.dtype).square()
         error = error + torch.linalg.vector_norm(d.sub_(w)).to(norm.dtype).square()
     return float((error / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt())
 
 
-def divergence(x: Tensor, dense: Tensor, layer: FP4Linear | FP8Linear, bias: Tensor | None) -> float:
-    """KL(head || quantized head) in nats per row of the head's inputs ``x [rows, K]``; 0 rows: 0."""
-    total = 0.0
-    w = layer.dequantize(torch.float32)
-    for rows in x.float().split(_KL_ROWS):
-        b = None if bias is None else bias.detach().to(rows)
-        p, q = (F.linear(rows, weight, b).log_softmax(-1) for weight in (dense.float(), w))
-        total += float(F.kl_div(q, p, log_target=True, reduction="sum"))
-    return total / max(len(x), 1)
-
-
-def _dense_weight(target: Target) -> Tensor:
+def dense_weight(target: Target) -> Tensor:
+    """``[N, K]``, a view of the layer's Parameter."""
     weight = target.module.get_parameter("weight").detach()
     return weight.t() if target.transposed else weight
 
 
-def _row(group: list[Target], i: int, layer: FP4Linear | FP8Linear, error: float) -> LayerReport:
+def _row(group: list[Target], i: int, layer: FP4Linear, error: float) -> LayerReport:
     row = existing_layer(group[i].names, layer)
     notes = row.notes
+    if i:
+        notes = (*notes, f"shares its weight with {group[0].name}")
     if group[i].tied:
         # The other owner keeps the weight: nothing was freed.
         notes = (*notes, f"untied from {group[i].tied}, which stays: {row.bytes_after / 1e6:.1f} MB more than before")
         row = replace(row, bytes_before=0)
-    if i:
-        notes = (*notes, f"shares its weight with {group[0].name}")
     # A shared weight counts once.
     counted = {"params": 0 if i else row.params, "bytes_before": 0 if i else row.bytes_before, "bytes_after": 0 if i else row.bytes_after}
     return LayerReport(**{**vars(row), **counted, "relative_error": error, "notes": notes})

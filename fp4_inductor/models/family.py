@@ -35,10 +35,14 @@ class Experts:
         owner: regular expression matched against the whole class name of the module that owns the Parameters.
         layouts: Parameter name -> its dimensions, ``"[E, N, K]"`` (K contiguous, what a matmul in FP4 wants) or
             ``"[E, K, N]"``.
+        dense: the module is called with every expert's tokens one after the other, ``[E * T, H]``, and computes
+            ``act_fn(gate) * up`` on the two halves of the first product. Without it, what a module computes is read from
+            transformers' experts interface, and a module without that interface is refused.
     """
 
     owner: str
     layouts: tuple[tuple[str, str], ...]
+    dense: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..modules import FP4Linear, FP8Linear
+from ..modules import FP4ExpertWeight, FP4Linear
 from ..tensors.base import FP4Tensor
 from . import families
 from .coverage import LayerReport, Report, Skipped
+from .experts import ExpertsSpec, describe_experts
 
 FilterFn = Callable[[nn.Module, str], bool]
 _HEADS = {"lm_head", "embed_out", "output_projection"}  # output heads by name, where the model does not say which it is
@@ -43,13 +44,31 @@ class Target:
 
 
 @dataclass
+class ExpertsTarget:
+    """One module of expert weights to be quantized. ``names``: every path it has in the model."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    spec: ExpertsSpec
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass
 class Plan:
-    """The decision for one model. ``groups``: targets that share one weight tensor are one group."""
+    """The decision for one model.
+
+    ``groups``: targets that share one weight tensor are one group. ``gating``: those of ``uncovered`` whose computation is unknown.
+    """
 
     groups: list[list[Target]] = field(default_factory=list)
+    experts: list[ExpertsTarget] = field(default_factory=list)
     existing: list[LayerReport] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     uncovered: list[Skipped] = field(default_factory=list)
+    gating: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +81,7 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     paths: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(name)
-    ignored = _Ignore(ignore)
+    ignored = Names(ignore)
     heads = _output_heads(model)
     owners = _owners(model)
     plan = Plan()
@@ -72,18 +91,23 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     for _, module in model.named_modules():
         names = tuple(paths[id(module)])
         user = ignored.reason(names, module, filter_fn)
-        if isinstance(module, (FP4Linear, FP8Linear)):
-            plan.existing.append(existing_layer(names, module))
+        if isinstance(module, (FP4Linear, FP4ExpertWeight)):
+            plan.existing.append(existing_layer(names, module) if isinstance(module, FP4Linear) else existing_experts(names, module))
             continue
         kind = linear_kind(module)
         head = with_head and (id(module) in heads or names[0].rpartition(".")[2] in _HEADS)
         default = None if head else _default_skip(names[0], module, heads)
+        experts, unknown, tied = (None, None, None) if user or default else _experts(names, module, owners)
+        if experts is not None:
+            plan.experts.append(experts)
         if kind in ("linear", "transposed") and module._parameters.get("weight") is None and not (user or default):
             # Its weight is computed (parametrized, pruned): still a linear layer, for the preflight to refuse.
             wanted[(id(module),)].append(Target(names, module, kind == "transposed"))
             continue
         for pname, p in module.named_parameters(recurse=False):
             full = f"{names[0]}.{pname}" if names[0] else pname
+            if experts is not None and pname in experts.spec.parameters:
+                continue
             if isinstance(p, FP4Tensor):
                 plan.existing.append(_existing_tensor(full, p))
                 continue
@@ -105,7 +129,10 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             else:
                 family = expert_family(module, pname, p)
                 if family is not None and user is None and default is None:
-                    plan.uncovered.append(Skipped(full, _once(p, covered_keys), f"expert weights ({family}), not quantized yet"))
+                    missed = Skipped(full, _once(p, covered_keys), unknown or tied or f"expert weights ({family})")
+                    plan.uncovered.append(missed)
+                    if unknown:
+                        plan.gating.append(missed)
                     continue
                 reason = user or default or _other_reason(module)
             plan.skipped.append(Skipped(full, _once(p, covered_keys), reason))
@@ -130,6 +157,19 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     return plan
 
 
+def _experts(names: tuple[str, ...], module: nn.Module, owners: dict[tuple, list[str]]) -> tuple[ExpertsTarget | None, str | None, str | None]:
+    """``(the module's experts as a target, why what they compute is unknown, what they are tied to)``, at most one of them."""
+    spec = describe_experts(module)
+    if not isinstance(spec, ExpertsSpec):
+        return None, spec, None
+    own = {f"{n}.{p}" if n else p for n in names for p in spec.parameters}
+    for p in spec.parameters:
+        foreign = [n for n in owners.get(tensor_key(module.get_parameter(p)), ()) if n not in own]
+        if foreign:
+            return None, None, f"expert weights tied to {foreign[0]}"
+    return ExpertsTarget(names, module, spec), None, None
+
+
 def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict[str, str] | None = None) -> Report:
     """The report of a model as it stands: what is FP4 already, what is skipped by default, what is not covered.
 
@@ -141,6 +181,11 @@ def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict
     plan = make_plan(model)
     layers = [LayerReport(**{**vars(layer), "relative_error": errors.get(layer.name)}) for layer in plan.existing]
     left = [Skipped(f"{t.name}.weight", weight_count(t), "linear layer in high precision") for t in plan.targets]
+    left += [
+        Skipped(f"{t.name}.{p}".lstrip("."), t.module.get_parameter(p).numel(), "expert weights in high precision")
+        for t in plan.experts
+        for p in t.spec.parameters[:2]
+    ]
     missed = left + plan.uncovered
     after = model_bytes(model)
     return Report(
@@ -188,26 +233,34 @@ def expert_family(module: nn.Module, name: str, p: Tensor) -> str | None:
     return (type(module).__name__ if named[0] == "decoder" else named[0]) if named else "unknown family"
 
 
-def existing_layer(names: tuple[str, ...], layer: FP4Linear | FP8Linear) -> LayerReport:
-    """The report row of an installed FP4Linear or FP8Linear."""
+def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
+    """The report row of an installed FP4Linear."""
     bias = 0 if layer.bias is None else layer.bias.numel() * layer.bias.element_size()
     weights = layer.out_features * layer.in_features
-    if isinstance(layer, FP8Linear):
-        notes = ["FP8 (E4M3) with one scale per output"]
-        parts = [layer.weight, layer.weight_scale]
-    else:
-        notes = [f"K padded to a multiple of 16 ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
-        parts = [layer.qdata, layer.scale, layer.global_scale]
+    notes = [f"K padded to a multiple of {layer.storage().k_multiple} ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
     notes += ["one module under several names"] if len(names) > 1 else []
     return LayerReport(
         names[0],
         (layer.out_features, layer.in_features),
         weights,
         weights * layer.dtype.itemsize + bias,
-        sum(t.numel() * t.element_size() for t in parts) + bias,
+        sum(t.numel() * t.element_size() for t in layer.parts()) + bias,
         None,
         tuple(notes),
+        format=layer.storage().name,
+        bits_per_weight=layer.storage().bits_per_weight,
     )
+
+
+def existing_experts(names: tuple[str, ...], w: FP4ExpertWeight) -> LayerReport:
+    """The report row of one weight of installed FP4Experts."""
+    bias = 0 if w.bias is None else w.bias.numel() * w.bias.element_size()
+    experts, rows, columns = w.shape
+    weights = experts * rows * columns
+    n, k = w.qdata.shape[1], w.qdata.shape[2] * 2
+    notes = [f"padded to whole blocks ({[rows, columns]} -> {[n, k]})"] if (n, k) != (rows, columns) else []
+    packed = sum(t.numel() * t.element_size() for t in (w.qdata, w.scale, w.global_scale))
+    return LayerReport(names[0], w.shape, weights, weights * w.dtype.itemsize + bias, packed + bias, None, tuple(notes))
 
 
 def is_lazy(t: Tensor) -> bool:
@@ -295,31 +348,41 @@ def _once(p: Tensor, seen: set[tuple]) -> int:
     return p.numel()
 
 
-def weight_count(t: Target) -> int:
+def weight_count(t: Target | ExpertsTarget) -> int:
     """Weights of a target; 0 where they are computed or not there yet."""
+    if isinstance(t, ExpertsTarget):
+        return sum(t.module.get_parameter(p).numel() for p in t.spec.parameters[:2])
     weight = t.module._parameters.get("weight")
     return 0 if weight is None or is_lazy(weight) else weight.numel()
 
 
 def _existing_tensor(name: str, p: FP4Tensor) -> LayerReport:
     after = sum(t.numel() * t.element_size() for t in p.parts())
-    return LayerReport(name, (int(p.shape[-2]), int(p.shape[-1])), p.numel(), p.numel() * p.logical_dtype.itemsize, after)
+    return LayerReport(
+        name,
+        (int(p.shape[-2]), int(p.shape[-1])),
+        p.numel(),
+        p.numel() * p.logical_dtype.itemsize,
+        after,
+        format=p.STORAGE.name,
+        bits_per_weight=p.STORAGE.bits_per_weight,
+    )
 
 
-class _Ignore:
-    """The user's choice: names, trailing parts of names, ``re:`` patterns, and a filter function."""
+class Names:
+    """The user's choice: names, trailing parts of names, ``re:`` patterns, and a filter function. ``option``: where it was written."""
 
-    def __init__(self, entries: Iterable[str] | None):
+    def __init__(self, entries: Iterable[str] | None, option: str = "ignore"):
         entries = () if entries is None else entries
         listed = list(entries) if isinstance(entries, Iterable) else []
         if not isinstance(entries, Iterable) or isinstance(entries, str) or not all(isinstance(e, str) for e in listed):
             raise ConfigError(
-                "ignore is a list of names",
+                f"{option} is a list of names",
                 value=repr(entries),
                 limit='["lm_head", "model.layers.0", "re:.*mlp.*"]',
                 remedy="Wrap a single name in a list.",
             )
-        self.entries = listed
+        self.entries, self.option = listed, option
         self.used: set[str] = set()
         self.patterns = {}
         for e in self.entries:
@@ -328,7 +391,7 @@ class _Ignore:
                     self.patterns[e] = re.compile(e[3:])
                 except re.error as error:
                     raise ConfigError(
-                        "ignore holds an invalid regular expression",
+                        f"{option} holds an invalid regular expression",
                         value=f"{e!r} ({error})",
                         limit='"re:" and what re.match takes',
                         remedy='Escape special characters with a backslash, or leave out "re:" to name a layer.',
@@ -338,7 +401,7 @@ class _Ignore:
         for entry in self.entries:
             if any(self._matches(entry, n) for n in names):
                 self.used.add(entry)
-                return f"ignore={entry!r}"
+                return f"{self.option}={entry!r}"
         if filter_fn is not None and next(module.parameters(recurse=False), None) is not None and not filter_fn(module, names[0]):
             return "filter_fn"
         return None
@@ -352,4 +415,4 @@ class _Ignore:
         return any(p == entry or p.endswith("." + entry) for p in prefixes)
 
     def unused(self) -> list[str]:
-        return [f"ignore={e!r} matched nothing" for e in self.entries if e not in self.used]
+        return [f"{self.option}={e!r} matched nothing" for e in self.entries if e not in self.used]

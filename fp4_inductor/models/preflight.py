@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, NonFiniteError, PreflightError, ShapeError
+from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, GatingError, NonFiniteError, PreflightError, ShapeError
 from ..formats import nvfp4
-from .plan import Plan, Target, is_lazy, weight_count
+from .plan import ExpertsTarget, Plan, Target, is_lazy, weight_count
 
 _SHOWN = 20
 _OWN = {"weight", "bias"}
@@ -26,9 +26,14 @@ def preflight(plan: Plan, strict: bool) -> None:
         if not found:
             module = target.module
             readable += [(f"{target.name}.{n}".lstrip("."), p) for n, p in module.named_parameters(recurse=False)]
+    for experts in plan.experts:
+        found = _experts_structure(experts)
+        problems += found
+        if not found:
+            readable += [(f"{experts.name}.{n}".lstrip("."), experts.module.get_parameter(n)) for n in experts.spec.parameters]
     problems += _non_finite(readable)
-    if strict and plan.uncovered:
-        problems.append(_coverage(plan))
+    if strict:
+        problems += uncovered_errors(plan)
     if not problems:
         return
     if len(problems) == 1:
@@ -99,44 +104,7 @@ def _structure(target: Target) -> list[FP4Error]:
         ]
     if is_lazy(weight):
         return [ShapeError(f"{name} is lazy and has no shape yet", value=type(weight).__name__, limit="[N, K]", remedy="Run the model once, then quantize it.")]
-    if type(weight) is not nn.Parameter:
-        return [
-            DTypeError(
-                f"{name}.weight is a tensor subclass (already quantized, or distributed)",
-                value=type(weight).__name__,
-                limit="nn.Parameter",
-                remedy="Give the layer a plain dense weight (dequantized, gathered), or ignore it.",
-            )
-        ]
-    found: list[FP4Error] = []
-    if weight.dtype not in nvfp4.HIGH_PRECISION:
-        remedy = "Cast the model with .float() first." if weight.dtype == torch.float64 else "This layer looks quantized already: dequantise it, or ignore it."
-        found.append(DTypeError(f"{name}.weight is not in high precision", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
-    if weight.dim() != 2:
-        found.append(
-            ShapeError(f"{name}.weight is not a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Reshape it to [N, K], or ignore the layer.")
-        )
-    if weight.device.type == "meta":
-        found.append(
-            DeviceError(
-                f"{name} is on the meta device",
-                value=weight.device,
-                limit="materialised weights",
-                remedy="Load the weights first (from_pretrained, to_empty + load_state_dict).",
-            )
-        )
-    if "forward" in vars(module):
-        found.append(
-            ConfigError(
-                f"{name}.forward was replaced on the instance (accelerate offloading does that)",
-                value=repr(vars(module)["forward"])[:200],
-                limit=f"{type(module).__name__}.forward",
-                remedy="Remove the hooks first (accelerate.hooks.remove_hook_from_module), or ignore the layer.",
-            )
-        )
-    if module._state_dict_hooks or module._load_state_dict_pre_hooks:
-        hooks = [getattr(h, "__qualname__", type(h).__name__) for h in (*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values())]
-        found.append(ConfigError(f"{name} has state_dict hooks", value=", ".join(hooks), limit="none", remedy="Remove them first, or ignore the layer."))
+    found = _weight_problems(f"{name}.weight", weight, 2) + _instance_problems(name, module)
     others = (set(module._parameters) | set(module._buffers) | set(module._modules)) - _OWN
     if others:
         found.append(ConfigError(f"{name} holds more than a weight and a bias", value=sorted(others), limit=sorted(_OWN), remedy="Ignore the layer."))
@@ -150,6 +118,75 @@ def _structure(target: Target) -> list[FP4Error]:
                 remedy="Move the layer with .to(device), or ignore it.",
             )
         )
+    return found
+
+
+def _experts_structure(target: ExpertsTarget) -> list[FP4Error]:
+    module, name = target.module, target.name or "the model"
+    found = _instance_problems(name, module)
+    for n in target.spec.parameters:
+        found += _weight_problems(f"{name}.{n}", module.get_parameter(n), 2 if n.endswith("_bias") else 3)
+    weights = [module.get_parameter(n) for n in target.spec.parameters]
+    if len({p.device for p in weights}) > 1 or len({p.dtype for p in weights}) > 1:
+        found.append(
+            DeviceError(
+                f"{name}: the expert weights differ in device or dtype",
+                value=", ".join(f"{p.device} {p.dtype}" for p in weights),
+                limit="one device, one dtype",
+                remedy="Move and cast the module with .to(...), or ignore it.",
+            )
+        )
+    others = (set(module._parameters) | set(module._buffers)) - set(target.spec.parameters)
+    if others:
+        found.append(
+            ConfigError(f"{name} holds more than expert weights", value=sorted(others), limit=sorted(target.spec.parameters), remedy="Ignore the module.")
+        )
+    return found
+
+
+def _weight_problems(name: str, weight: Tensor, dims: int) -> list[FP4Error]:
+    if type(weight) is not nn.Parameter:
+        return [
+            DTypeError(
+                f"{name} is a tensor subclass (already quantized, or distributed)",
+                value=type(weight).__name__,
+                limit="nn.Parameter",
+                remedy="Give the layer a plain dense weight (dequantized, gathered), or ignore it.",
+            )
+        ]
+    found: list[FP4Error] = []
+    if weight.dtype not in nvfp4.HIGH_PRECISION:
+        remedy = "Cast the model with .float() first." if weight.dtype == torch.float64 else "This layer looks quantized already: dequantise it, or ignore it."
+        found.append(DTypeError(f"{name} is not in high precision", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
+    if weight.dim() != dims:
+        what, limit = ("matrix", "[N, K]") if dims == 2 else ("stack of matrices", "[E, N, K]")
+        found.append(ShapeError(f"{name} is not a {what}", value=tuple(weight.shape), limit=limit, remedy=f"Reshape it to {limit}, or ignore the layer."))
+    if weight.device.type == "meta":
+        found.append(
+            DeviceError(
+                f"{name} is on the meta device",
+                value=weight.device,
+                limit="materialised weights",
+                remedy="Load the weights first (from_pretrained, to_empty + load_state_dict).",
+            )
+        )
+    return found
+
+
+def _instance_problems(name: str, module: nn.Module) -> list[FP4Error]:
+    found: list[FP4Error] = []
+    if "forward" in vars(module):
+        found.append(
+            ConfigError(
+                f"{name}.forward was replaced on the instance (accelerate offloading does that)",
+                value=repr(vars(module)["forward"])[:200],
+                limit=f"{type(module).__name__}.forward",
+                remedy="Remove the hooks first (accelerate.hooks.remove_hook_from_module), or ignore the layer.",
+            )
+        )
+    if module._state_dict_hooks or module._load_state_dict_pre_hooks:
+        hooks = [getattr(h, "__qualname__", type(h).__name__) for h in (*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values())]
+        found.append(ConfigError(f"{name} has state_dict hooks", value=", ".join(hooks), limit="none", remedy="Remove them first, or ignore the layer."))
     return found
 
 
@@ -175,9 +212,27 @@ def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
     return found
 
 
+def uncovered_errors(plan: Plan) -> list[FP4Error]:
+    """What ``strict`` raises for the weights that ``plan`` does not cover."""
+    found: list[FP4Error] = [_gating(plan)] if plan.gating else []
+    return [*found, _coverage(plan)] if len(plan.uncovered) > len(plan.gating) else found
+
+
+def _gating(plan: Plan) -> GatingError:
+    reasons = dict.fromkeys(s.reason for s in plan.gating)
+    names = "\n".join(f"  - {s.name} ({s.params} weights)" for s in plan.gating[:_SHOWN])
+    more = f"\n  - ... and {len(plan.gating) - _SHOWN} more" if len(plan.gating) > _SHOWN else ""
+    return GatingError(
+        f"what these experts compute is not known, and is not assumed; nothing was changed:\n{names}{more}\n",
+        value="; ".join(reasons),
+        limit="modules with transformers' experts interface and an activation of fp4.moe",
+        remedy="Pass strict=False to keep them in high precision, name them in ignore=[...], or describe the family in fp4_inductor/models.",
+    )
+
+
 def _coverage(plan: Plan) -> CoverageError:
     missed = sum(s.params for s in plan.uncovered)
-    total = missed + sum(weight_count(t) for t in plan.targets) + sum(i.params for i in plan.existing)
+    total = missed + sum(weight_count(t) for t in plan.targets) + sum(weight_count(t) for t in plan.experts) + sum(i.params for i in plan.existing)
     names = "\n".join(f"  - {s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered[:_SHOWN])
     more = f"\n  - ... and {len(plan.uncovered) - _SHOWN} more" if len(plan.uncovered) > _SHOWN else ""
     return CoverageError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import nvfp4
-from ..modules import FP4Linear, PackedFP4Linear, pack
+from ..modules import FP4Linear, SiblingLinear, pack_siblings
 from . import families
 from .coverage import Report
 from .plan import Plan, Target, tensor_key
@@ -86,14 +86,14 @@ def pack_model(model: nn.Module) -> None:
                 kinds[layer.in_features, layer.dtype, layer.qdata.device, layer.large_m].append(layer)
         for layers in kinds.values():
             if len(layers) > 1:
-                pack(layers)
+                pack_siblings(layers)
 
 
 def annotated(report: Report, model: nn.Module) -> Report:
     """``report`` with a remark at every packed layer."""
     together: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for name, module in model.named_modules():
-        if isinstance(module, PackedFP4Linear):
+        if isinstance(module, SiblingLinear):
             together[id(module.packed)].append((module.start, name))
     notes: dict[str, str] = {}
     for rows in together.values():

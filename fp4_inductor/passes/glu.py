@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from .._torch.fx import in_one_mutation_region, without_modes
 from ..ops.linear_glu import ACTIVATIONS
 from .counters import matched
-from .edit import emit, erase
+from .emit import emit, erase
 from .layout import is_call, same, value
 from .pointwise import is_elementwise
 from .siblings import MEMBERS

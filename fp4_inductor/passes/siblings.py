@@ -4,7 +4,7 @@
     ->  y0, y1 = linear_siblings(x, q[0:m], s[0:m], g[0:2], b[0:m], [0, n, n, m])
 
 Read off the graph alone: the slices are of the same node, so nothing about addresses is assumed and nothing is copied.
-Rows between two slices (fewer than 16: :class:`fp4_inductor.modules.PackedWeight` aligns its layers) are padding.
+Rows between two slices (fewer than 16: :class:`fp4_inductor.modules.SiblingWeight` aligns its layers) are padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from .._torch.fx import in_one_mutation_region, module_path
 from .counters import matched
-from .edit import emit, erase
+from .emit import emit, erase
 from .layout import is_call, value
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4_inductor import FP4Linear, dispatch
-from fp4_inductor.modules import FP8Linear, pack
+from fp4_inductor.modules import FP8Linear, pack_siblings
 from fp4_inductor.ops import linear_fp8, linear_glu
 from fp4_inductor.passes import matches, reset_matches
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, error, exact, weight
@@ -30,7 +30,7 @@ class Siblings(nn.Module):
             FP4Linear.from_weight(torch.randn(n, k, device=DEVICE).to(dtype) * 10**i, torch.randn(n, device=DEVICE).to(dtype) if i % 2 else None)
             for i, n in enumerate(sizes)
         )
-        pack(list(self.layers))
+        pack_siblings(list(self.layers))
 
     def forward(self, x):
         return [layer(x) for layer in self.layers]
@@ -76,14 +76,14 @@ def test_glu_kernel(m, inner, k, act, dtype):
 
 def test_compiled_glu():
     gate, up = (FP4Linear.from_weight(torch.randn(512, K, device=DEVICE).to(BF16) / K**0.5) for _ in range(2))
-    pack([gate, up])
+    pack_siblings([gate, up])
 
     def forward(x, residual):
         return F.silu(gate(x)) * up(x) + residual
 
-    for m, thresholds in ((1, {"glu": 1}), (1, {}), (40, {"glu": 1})):
+    for m, candidates in ((1, ("triton_gemv_glu",)), (1, ()), (40, ("triton_gemv_glu",))):
         x, residual = torch.randn(m, K, device=DEVICE, dtype=BF16), torch.randn(m, 512, device=DEVICE, dtype=BF16)
-        with dispatch(thresholds=thresholds):
+        with dispatch(candidates=candidates):
             torch._dynamo.reset()
             reset_matches()
             y = torch.compile(forward, fullgraph=True)(x, residual)
@@ -97,7 +97,7 @@ def test_compiled_glu():
 def test_fp8_head(m, n, k):
     layer = FP8Linear.from_weight(torch.randn(n, k, device=DEVICE).to(BF16), torch.randn(n, device=DEVICE).to(BF16))
     x = torch.randn(m, k, device=DEVICE, dtype=BF16)
-    want = linear_fp8.reference(x.float(), layer.weight, layer.weight_scale, layer.bias.float()).double()
+    want = linear_fp8.reference(x.float(), layer.qdata, layer.scale, layer.bias.float()).double()
     for f in (layer, torch.compile(layer, fullgraph=True)):
         assert error(f(x), want) <= (FP8_BOUND if m > 1 and n % 16 == 0 and k % 16 == 0 else 8e-3)
 

@@ -11,13 +11,16 @@ import torch
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.table import ANY, HALF, REGIMES, ROWS, Row
+from fp4_inductor.kernels.table import ANY, EMULATED, HALF, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16")
 SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
 CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
-CALLS = [Call("linear", arch, dtype, n, k, large, csrc) for arch, dtype, large, (n, k), csrc in itertools.product(ARCHS, ANY, LARGE_M, SHAPES, CSRC)]
+CALLS = [
+    Call(op, arch, dtype, n, k, large, csrc)
+    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear"), ARCHS, ANY, LARGE_M, SHAPES, CSRC)
+]
 GPU_CALLS = [c for c in CALLS if c.arch]
 DEFAULT = DispatchConfig()
 
@@ -31,14 +34,13 @@ def test_every_row_is_complete(row):
     assert row.regime in REGIMES
     assert len(row.reason) > 10
     assert row.arch[0] <= row.arch[1]
-    assert row.max_m is None or row.max_m >= 0
-    if row.max_m == 0:
-        assert row.status == "compiled, not run", "a row that has been timed has its bound"
+    assert row.max_m is None or row.max_m > 0
     assert row.dtypes
     assert set(row.dtypes) <= set(ANY)
     assert set(row.large_m) <= set(LARGE_M)
     assert row.large_m
-    assert row.k_multiple % 16 == 0 or row.op == "linear_fp8"
+    assert row.k_multiple >= 16
+    assert row.k_multiple % 16 == 0
     if row.status == "measured on H200":
         assert row.arch[0] <= 90 <= row.arch[1], "what was measured on an H200 must serve one"
 
@@ -48,24 +50,19 @@ def test_every_launcher_and_lowering_exists():
     from fp4_inductor.kernels.linear import launch
     from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
     from fp4_inductor.kernels.linear_glu import launch as launch_glu
-    from fp4_inductor.lowerings import linear, linear_fp8, linear_glu
+    from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
+    from fp4_inductor.lowerings import linear, linear_fp8, linear_glu, sparse_linear
 
-    def kernels(op):
-        return {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused")}
-
-    assert kernels("linear") <= set(launch._LAUNCHERS)
-    assert kernels("linear") <= set(linear._LOWER) | linear._CALLED
-    assert kernels("linear_glu") == set(launch_glu._LAUNCHERS) == set(linear_glu._LOWER)
-    assert kernels("linear_fp8") == set(launch_fp8._LAUNCHERS) == set(linear_fp8._LOWER)
-
-
-def test_a_row_nobody_has_timed_is_off_until_it_is_asked_for():
-    call = Call("linear_glu", 90, torch.bfloat16, 64, 64)
-    off, on = plan(call, DEFAULT), plan(call, DispatchConfig(thresholds={"glu": 2}))
-    assert [row.kernel for row in off.rows] == ["linear, then act * up"]
-    assert "switches it on" in off.refused[0].reason
-    assert [row.kernel for row in on.rows] == ["triton_gemv_glu", "linear, then act * up"]
-    assert on.bounds == (2,)
+    served = {
+        "linear": (launch._LAUNCHERS, linear._LOWER),
+        "sparse_linear": (sparse_launch.LAUNCHERS, sparse_linear.LOWER),
+        "linear_fp8": (launch_fp8._LAUNCHERS, linear_fp8._LOWER),
+        "linear_glu": (launch_glu._LAUNCHERS, linear_glu._LOWER),
+    }
+    for op, (launchers, lowered) in served.items():
+        kernels = {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused")}
+        assert kernels <= set(launchers)
+        assert kernels <= set(lowered) | linear.CALLED
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -79,10 +76,11 @@ def test_one_ascending_list_that_ends_without_a_limit():
             assert call.dtype in row.dtypes
             assert call.large_m in row.large_m
             assert not (row.csrc and call.csrc)
+            assert row.status != EMULATED
             assert row.without not in {other.regime for other in found.rows}
             assert call.k % row.k_multiple == 0
             assert call.n % row.n_multiple == 0
-        assert len(found.rows) + len(found.refused) == sum(row.op == "linear" for row in ROWS), "every row is taken or refused"
+        assert len(found.rows) + len(found.refused) == sum(row.op == call.op for row in ROWS), "every row is taken or refused"
 
 
 def test_pick_at_every_bound_and_one_above():
@@ -107,6 +105,9 @@ def test_a_reason_names_the_value():
                 assert f'"{call.large_m}"' in why
             elif row.csrc and call.csrc:
                 assert why == call.csrc
+            elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple):
+                assert why.startswith("emulated, not timed")
+                assert row.kernel in why
             elif call.k % row.k_multiple:
                 assert f"K = {call.k}" in why
                 assert str(row.k_multiple) in why
@@ -190,9 +191,8 @@ def test_nothing_serves_and_the_error_lists_every_reason():
     call = Call("linear", 75, torch.bfloat16, 64, 64)
     with pytest.raises(KernelError) as caught:
         plan(call, DEFAULT)
-    for row in ROWS:
-        assert row.op != "linear" or f"{row.kernel}: " in str(caught.value)
-    assert "triton_gemv_glu" not in str(caught.value), "a row of another op"
+    for row in (row for row in ROWS if row.op == call.op):
+        assert f"{row.kernel}: " in str(caught.value)
     assert "sm_75" in str(caught.value)
 
 
@@ -224,3 +224,27 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
     for csrc, k, kernel in (("", 4096, "cuda_small"), ("no nvcc", 4096, "triton_gemv"), ("", 4096 + 32, "triton_gemv")):
         found = plan(Call("linear", 90, torch.bfloat16, 4096, k, csrc=csrc), DEFAULT)
         assert [found.pick(m).kernel for m in (1, 2, 4)] == ["triton_gemv", kernel, kernel]
+
+
+def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regime():
+    call = Call("linear", 90, torch.bfloat16, 4096, 4096)
+    [(refused, why)] = [(r.row, r.reason) for r in plan(call, DEFAULT).refused if r.row.kernel == "cuda_mid"]
+    assert refused.status == EMULATED
+    assert why == 'emulated, not timed on a GPU: switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))'
+    on = plan(call, DispatchConfig(candidates=("cuda_mid",)))
+    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_small", "cuda_mid", "cuda_mid", "dequantize_fp8 + scaled_mm"]
+    assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
+    alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "mid": 700}))
+    assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
+    # where it cannot run it takes nothing from the others
+    elsewhere = plan(Call("linear", 89, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid",)))
+    assert elsewhere.pick(33).kernel == "triton_mid"
+
+
+def test_a_candidate_that_is_none_is_refused():
+    for name in ("cuda_midd", "cuda_small"):
+        with pytest.raises(ConfigError, match=name):
+            plan(CALLS[0], DispatchConfig(candidates=(name,)))
+    with pytest.raises(ConfigError, match="cuda_mid"):
+        DispatchConfig(candidates="cuda_mid")
+    assert DispatchConfig(candidates=["b", "a"]) == DispatchConfig(candidates=("a", "b"))

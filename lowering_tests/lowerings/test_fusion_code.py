@@ -13,7 +13,7 @@ from torch import nn
 from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.kernels.linear_glu import configs as glu_configs
 from fp4_inductor.lowerings.journal import listen
-from fp4_inductor.modules import FP8Linear, PackedWeight, pack
+from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
 from fp4_inductor.ops.linear_glu import ACTIVATIONS
 from lowering_tests.fake_cuda import call_body, generated_code, triton_ptx, triton_sources
 
@@ -27,13 +27,13 @@ class Block(nn.Module):
     def __init__(self, large_m="auto", shared=False, bias=True, **sizes):
         super().__init__()
         # Values of fake tensors cannot be compared.
-        with mock.patch.object(PackedWeight, "refresh", lambda self: setattr(self, "shared", shared)):
+        with mock.patch.object(SiblingWeight, "refresh", lambda self: setattr(self, "shared", shared)):
             self.register_buffer("w", torch.ones(K, dtype=BF16, device="cuda"))
             self.q, self.k, self.v = (FP4Linear(K, n, bias=b and bias, device="cuda", large_m=large_m) for n, b in ((N, True), (KV, False), (KV, True)))
             self.gate, self.up = (FP4Linear(K, INNER, device="cuda", large_m=large_m) for _ in range(2))
             self.down = FP4Linear(INNER, K, device="cuda", large_m=large_m)
-            pack([self.q, self.k, self.v])
-            pack([self.gate, self.up])
+            pack_siblings([self.q, self.k, self.v])
+            pack_siblings([self.gate, self.up])
 
     def forward(self, x):
         h = F.rms_norm(x, (K,), self.w)
@@ -96,7 +96,7 @@ def test_many_rows_are_one_product(large_m):
 
 
 def test_gate_times_up_in_one_launch_where_it_is_switched_on():
-    with dispatch(thresholds={"glu": 1}):
+    with dispatch(candidates=("triton_gemv_glu",)):
         code, entries = compiled(1)
         assert [e.op for e in entries] == ["fp4.linear", "fp4.linear_glu", "fp4.linear"]
         assert entries[1].note == "one call for siblings: gate, up; silu(gate) * up"
@@ -106,7 +106,7 @@ def test_gate_times_up_in_one_launch_where_it_is_switched_on():
         assert [e.op for e in compiled(8)[1]].count("fp4.linear_glu") == 0
     entries = compiled(1)[1]
     assert {e.op for e in entries} == {"fp4.linear"}
-    assert any("off by default" in r.reason for e in entries for r in e.refused)
+    assert any("candidates=" in r.reason for e in entries for r in e.refused)
 
 
 class Phi(nn.Module):
@@ -121,7 +121,7 @@ class Phi(nn.Module):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_fused_weight_with_bias_and_residual(name):
-    with dispatch(thresholds={"glu": 1}):
+    with dispatch(candidates=("triton_gemv_glu",)):
         code = generated_code(lambda: Phi(ACTIVATIONS[name], name != "relu"), [((1, K), BF16), ((1, INNER), BF16)])[0]
     body = call_body(code)
     assert body.count(".run(") == 1, "bias, activation, product and residual in one kernel"

@@ -13,8 +13,8 @@ from torch import nn
 import fp4_inductor
 from fp4_inductor import FP4Linear, NVFP4Config
 from fp4_inductor.errors import ConfigError, DTypeError
-from fp4_inductor.modules import PackedFP4Linear, PackedWeight, pack
-from fp4_inductor.modules.packed import ROWS
+from fp4_inductor.modules import SiblingLinear, SiblingWeight, pack_siblings
+from fp4_inductor.modules.siblings import ROWS
 from fp4_inductor.passes import matches, reset_matches
 
 BF16 = torch.bfloat16
@@ -54,7 +54,7 @@ def same(a, b):
 def test_one_buffer_and_every_bit_as_if_apart():
     apart, model = quantized("separate"), quantized()
     packed = model.q_proj.packed
-    assert all(type(m) is PackedFP4Linear and m.packed is packed for m in layers(model))
+    assert all(type(m) is SiblingLinear and m.packed is packed for m in layers(model))
     assert all(type(m) is FP4Linear for m in layers(apart))
     assert len({m.qdata.untyped_storage().data_ptr() for m in layers(model)}) == 1
     assert packed.starts == [0, 48, 80]
@@ -139,7 +139,7 @@ def test_wrong_state_dicts_are_refused_as_for_one_layer():
         model.load_state_dict({**state, "v_proj.scale": state["k_proj.scale"]})
     with pytest.raises(DTypeError, match=r"v_proj\.scale"):
         model.load_state_dict({**state, "v_proj.scale": state["v_proj.scale"].view(torch.uint8)})
-    assert all(type(m) is PackedFP4Linear for m in layers(model))
+    assert all(type(m) is SiblingLinear for m in layers(model))
 
 
 def test_assigning_a_part_gives_the_layer_buffers_of_its_own():
@@ -148,7 +148,7 @@ def test_assigning_a_part_gives_the_layer_buffers_of_its_own():
     before = model(x)
     model.k_proj.global_scale = model.k_proj.global_scale * 2
     assert type(model.k_proj) is FP4Linear
-    assert type(model.q_proj) is PackedFP4Linear
+    assert type(model.q_proj) is SiblingLinear
     after = model(x)
     assert same(before[::2], after[::2])
     assert torch.equal(after[1], (before[1].float() * 2).to(BF16))
@@ -160,11 +160,11 @@ def test_assigning_a_part_gives_the_layer_buffers_of_its_own():
 def test_layers_that_differ_are_not_packed():
     for a, b in ((FP4Linear(64, 16), FP4Linear(32, 16)), (FP4Linear(64, 16), FP4Linear(64, 16, dtype=torch.float16))):
         with pytest.raises(ConfigError, match="cannot be packed"):
-            pack([a, b])
+            pack_siblings([a, b])
     one = FP4Linear(64, 16)
     for wrong in ([one], [one, one], []):
         with pytest.raises(ConfigError, match="cannot be packed"):
-            pack(wrong)
+            pack_siblings(wrong)
     assert type(one) is FP4Linear
 
 
@@ -175,7 +175,7 @@ def test_weights_and_biases_that_others_hold_stay_apart():
     fp4_inductor.quantize_model(model, progress=False)
     assert type(model.q_proj) is FP4Linear
     assert model.q_proj.bias.data_ptr() == model.other.bias.data_ptr()
-    assert type(model.k_proj) is type(model.v_proj) is PackedFP4Linear
+    assert type(model.k_proj) is type(model.v_proj) is SiblingLinear
 
 
 def test_different_inputs_and_single_siblings_are_right():
@@ -280,4 +280,4 @@ def test_no_tensor_is_copied_by_a_call():
     with mock.patch.object(torch.ops.fp4, "linear", spy):
         model(x)
     assert set(seen) == {model.q_proj.packed.qdata.untyped_storage().data_ptr()}
-    assert isinstance(model.q_proj.packed, PackedWeight)
+    assert isinstance(model.q_proj.packed, SiblingWeight)

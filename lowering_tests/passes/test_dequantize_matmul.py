@@ -130,7 +130,6 @@ NOT_A_LINEAR = {
     "a scaled weight": (lambda m, x: x @ (m.w() * 2.0).t(), (N, K), (M, K)),
     "rounded to bfloat16 first": (lambda m, x: x.float() @ m.w(torch.bfloat16).float().t(), (N, K), (M, K)),
     "rounded to float16 first": (lambda m, x: x @ m.w(torch.float16).to(m.dtype).t(), (N, K), (M, K)),
-    "one expert": (lambda m, x: x @ m.w()[1].t(), (E, N, K), (M, K)),
     "experts in another order": (lambda m, x: torch.bmm(x, m.w().permute(2, 1, 0)), (16, 16, 16), (16, M, 16)),
 }
 

@@ -1,15 +1,17 @@
-"""Put nodes into a graph and take them out."""
+"""Write into a graph: nodes that carry their fake value, and the removal of what nobody reads any more."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .layout import value
 
 
-def emit(graph: torch.fx.Graph, op, args: tuple, kwargs: dict | None = None) -> Node:
+def emit(graph: Graph, op: Any, args: tuple, kwargs: dict | None = None) -> Node:
     """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape."""
     node = graph.call_function(op, args, kwargs)
     fakes = torch.fx.map_arg(args, value)

@@ -1,0 +1,79 @@
+"""fp4.sparse_linear -> the kernel of one regime, by the same machinery as fp4.linear."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._torch import lowering as inductor
+from .._torch.template import Template
+from ..formats import sparse24
+from ..kernels import select
+from ..kernels.sparse_linear import configs
+from ..kernels.table import Row
+from ..ops.dequantize_fp8 import scaled_product
+from . import linear
+from .quantize_rows import quantized_rows
+
+fp4 = torch.ops.fp4
+
+
+def register() -> None:
+    inductor.register(fp4.sparse_linear.default, lower)
+
+
+def lower(x, values, meta, scale, global_scale, bias=None, large_m="auto"):
+    """Lowering of ``fp4.sparse_linear``: x ``[..., K]`` -> ``[..., N]``."""
+    return linear.product(fp4.sparse_linear.default, sparse24.STORAGE, x, (values, meta, scale, global_scale), bias, large_m, LOWER)
+
+
+@functools.cache
+def _gemv_template() -> Template:
+    from ..kernels import triton_common as common
+    from ..kernels.linear import triton_gemv as dense
+    from ..kernels.sparse_linear import triton_gemv as t
+
+    helpers = (
+        common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks
+    )  # fmt: skip
+    sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "B": '{{size("SCALE", 1)}}'}
+    return Template("fp4_sparse_linear_gemv", t.sparse_gemv, ("X", "VALUES", "META", "SCALE", "GLOBAL_SCALE"), sizes, helpers, linear.gemv_grid)
+
+
+def _gemv(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    tiles = configs.gemv_choices(n, k) if inductor.max_autotune() else [configs.gemv(n, k)]
+    arch = select.arch_of(x.get_device())
+    options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    return _gemv_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
+
+
+def _decompressed(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    # The dense lowering decides for this M once more: its entry in explain() says which of its kernels runs.
+    return linear.lower(x, inductor.call_op(fp4.sparse_decompress.default, values, meta), scale, global_scale)
+
+
+def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    dtype = x.get_dtype()
+
+    def large_fp8(x8, x_scale, values, meta, scale, global_scale):
+        return scaled_product(x8, x_scale, fp4.sparse_dequantize_fp8(values, meta, scale), global_scale, dtype)
+
+    return inductor.inline(large_fp8, (*quantized_rows(x), values, meta, scale, global_scale))
+
+
+def _large_dense(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    dtype = x.get_dtype()
+
+    def large_dense(x, values, meta, scale, global_scale):
+        return x @ fp4.sparse_dequantize(values, meta, scale, global_scale, dtype).t()
+
+    return inductor.inline(large_dense, (x, values, meta, scale, global_scale))
+
+
+LOWER = {
+    "triton_sparse_gemv": _gemv,
+    "sparse_decompress + linear": _decompressed,
+    "sparse_dequantize_fp8 + scaled_mm": _large_fp8,
+    "sparse_dequantize + mm": _large_dense,
+}

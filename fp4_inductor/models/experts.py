@@ -1,0 +1,142 @@
+"""Which modules hold routed experts, how they store them, and what they compute between the two products.
+
+The activation is proved, not assumed: the module's own gating function is run on a probe and compared with every activation
+that ``fp4.moe`` knows. What matches none is refused by name (:class:`fp4_inductor.errors.GatingError`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.activation import ACTIVATIONS, Activation
+from . import families
+from .family import Experts
+
+_PROBE = (64, 64)
+_EQUAL = 5e-6  # of the largest result in a row; gelu and its tanh form differ by 5e-4
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "_apply_gate")  # what transformers' @use_experts_implementation sets
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """How one module stores its experts.
+
+    Args:
+        first: Parameter of the first product, ``"gate_up_proj"`` or ``"up_proj"``; the second is ``down_proj``.
+        transposed: the weights are ``[E, K, N]``.
+        bias: there are ``<first>_bias [E, G]`` and ``down_proj_bias [E, H]``.
+        activation: what lies between the two products.
+        dense: the module is called with every expert's tokens one after the other, without routing (Llama 4).
+    """
+
+    first: str
+    transposed: bool
+    bias: bool
+    activation: Activation
+    dense: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        names = (self.first, "down_proj")
+        return (*names, *(f"{n}_bias" for n in names)) if self.bias else names
+
+
+def describe_experts(module: nn.Module) -> ExpertsSpec | str | None:
+    """How ``module`` stores its experts; a sentence if it holds experts whose computation is unknown; None if it holds none."""
+    first = next((n for n in ("gate_up_proj", "up_proj") if _is_stack(module, n)), None)
+    if first is None or not _is_stack(module, "down_proj"):
+        return None
+    if all(hasattr(module, name) for name in _INTERFACE):
+        return _by_interface(module, first)
+    family = next((e for e in _described(module) if first in dict(e.layouts) and e.dense), None)
+    if family is None:
+        return f"{type(module).__name__} does not use transformers' experts interface, so what it computes is not known"
+    act = recognise(lambda z: _halves_product(module.act_fn, z), gated=True)  # type: ignore[arg-type]
+    return ExpertsSpec(first, _transposed(family, first), False, act, True) if act else _unknown(module, "act_fn")
+
+
+def _by_interface(module: nn.Module, first: str) -> ExpertsSpec | str:
+    gated = bool(module.has_gate)
+    if getattr(module, "has_post_expert_norm", False):
+        return f"{type(module).__name__} normalises each expert's output, which fp4.moe does not"
+    if gated != (first == "gate_up_proj"):
+        return f"{type(module).__name__} has has_gate={gated} and a Parameter {first}"
+    bias = bool(module.has_bias)
+    if {n.removesuffix("_bias") for n in module._parameters if n.endswith("_bias")} != ({first, "down_proj"} if bias else set()):
+        return f"{type(module).__name__} has has_bias={bias} and Parameters {sorted(module._parameters)}"
+    gate = module._apply_gate if gated else module.act_fn
+    act = recognise(gate, gated, _constants(module))  # type: ignore[arg-type]
+    return ExpertsSpec(first, bool(module.is_transposed), bias, act) if act else _unknown(module, "_apply_gate" if gated else "act_fn")
+
+
+def _unknown(module: nn.Module, name: str) -> str:
+    return f"{type(module).__name__}.{name} is none of the activations of fp4.moe ({', '.join(ACTIVATIONS)})"
+
+
+def recognise(gate: Callable[[Tensor], Tensor], gated: bool, constants: tuple[float, ...] = ()) -> Activation | None:
+    """The activation that equals ``gate`` on a probe whose values reach past every clamp, or None.
+
+    Args:
+        gate: float32 ``[..., 2 * I]`` -> ``[..., I]`` if ``gated``, else elementwise.
+        constants: slopes and limits that may occur.
+    """
+    width = _PROBE[1]
+    reach = 3.0 * max((abs(c) for c in constants), default=4.0)
+    # Device and dtype said outright: a model that transformers is loading is described under its default dtype and on the meta device.
+    with torch.device("cpu"):
+        z = torch.randn(*_PROBE, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        z *= torch.where(torch.arange(_PROBE[0]) < _PROBE[0] // 2, 1.5, reach)[:, None]  # small values tell smooth functions apart
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            want = gate(z.clone())
+    except Exception:  # a gate that wants more than a tensor is not one we know
+        return None
+    inner = width // 2 if gated else width
+    if not isinstance(want, Tensor) or want.shape != (_PROBE[0], inner):
+        return None
+    for act in _candidates(gated, constants):
+        got = act(z, inner)
+        if bool(((got - want).abs().amax(-1) <= _EQUAL * want.abs().amax(-1)).all()):
+            return act
+    return None
+
+
+def _candidates(gated: bool, constants: tuple[float, ...]) -> Iterator[Activation]:
+    alphas = dict.fromkeys((1.0, 1.702, *constants))
+    limits = (None, *(c for c in constants if c > 0))
+    for name, (needs_gate, has_alpha) in ACTIVATIONS.items():
+        if needs_gate and not gated:
+            continue
+        for alpha, limit, interleaved in itertools.product(alphas if has_alpha else (1.0,), limits, (False, True) if gated else (False,)):
+            yield Activation(name, alpha, limit, interleaved)
+
+
+def _constants(module: nn.Module) -> tuple[float, ...]:
+    return tuple(float(v) for k, v in vars(module).items() if type(v) in (int, float) and ("alpha" in k or "limit" in k))
+
+
+def _halves_product(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, -1)
+    return act(gate) * up
+
+
+def _is_stack(module: nn.Module, name: str) -> bool:
+    p = module._parameters.get(name)
+    return p is not None and not isinstance(p, nn.parameter.UninitializedParameter) and p.dim() == 3 and p.dtype.is_floating_point
+
+
+def _described(module: nn.Module) -> Iterator[Experts]:
+    for family in families():
+        for experts in family.experts:
+            if re.fullmatch(experts.owner, type(module).__name__):
+                yield experts
+
+
+def _transposed(family: Experts, first: str) -> bool:
+    return dict(family.layouts)[first] == "[E, K, N]"

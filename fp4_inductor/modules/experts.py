@@ -1,0 +1,189 @@
+"""FP4Experts: what ``quantize_model`` puts in place of a module that holds expert weights as 3-D Parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ShapeError
+from ..formats import nvfp4
+from ..ops import cast_for_autocast
+from ..ops.activation import Activation
+from ..ops.linear import LARGE_M
+from ..tensors.nvfp4 import NVFP4Tensor
+from .packed import PackedWeight
+
+
+class FP4ExpertWeight(PackedWeight):
+    """One NVFP4 matrix per expert: ``[E, N, K]``, with one global scale each.
+
+    Buffers: ``qdata`` uint8 ``[E, N, K/2]``, ``scale`` float8_e4m3fn ``[E, N, K/16]``, ``global_scale`` float32 ``[E]``,
+    ``bias`` ``[E, N]`` or None. Indexing gives the :class:`NVFP4Tensor` of what is indexed: ``w[3]`` is one matrix, ``w[ids]`` and
+    ``w[2:5]`` are stacks; none copies more than it selects.
+
+    Args:
+        n, k: as stored: K a multiple of 16.
+        rows, columns: how many of N and K are the model's own; the rest is zero padding.
+    """
+
+    def __init__(
+        self, experts: int, n: int, k: int, *, rows: int | None = None, columns: int | None = None, bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16, device: Any = None,
+    ):  # fmt: skip
+        super().__init__((experts,), n, k, bias, dtype, device)
+        self.num_experts, self.rows, self.columns = experts, n if rows is None else rows, k if columns is None else columns
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(E, N, K)`` of the model's weight, without padding."""
+        return self.num_experts, self.rows, self.columns
+
+    @property
+    def weight(self) -> NVFP4Tensor:
+        """All experts, ``[E, N, K]`` as stored, as a tensor that shares this module's memory."""
+        return NVFP4Tensor(self.qdata, self.scale, self.global_scale, self.dtype)
+
+    def __getitem__(self, index):
+        return self.weight[index]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Dense ``[E, N, K]`` as stored."""
+        return torch.ops.fp4.dequantize(self.qdata, self.scale, self.global_scale, dtype or self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{list(self.shape)}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}"
+
+
+class FP4Experts(nn.Module):
+    """The routed experts of one layer, all in NVFP4; calls ``fp4.moe``.
+
+    ``forward(hidden_states [..., H], top_k_index [T, k], top_k_weights [T, k]) -> [..., H]``, the call of transformers'
+    expert modules; T is the product of the leading dimensions. See :mod:`fp4_inductor.ops.moe` for ids that are no expert.
+
+    Args:
+        first, down: the two weights, ``[E, G, H]`` and ``[E, H, I]``.
+        activation: what lies between them.
+        first_name: attribute of the first weight: ``"gate_up_proj"``, or ``"up_proj"`` in models without a gate.
+        dense: the call is ``forward(hidden_states [E * T, H])``, every expert's tokens one after the other (Llama 4), with zero rows
+            for tokens it was not chosen for.
+        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+
+    Raises:
+        ShapeError, ConfigError: the parts do not belong together.
+    """
+
+    def __init__(
+        self,
+        first: FP4ExpertWeight,
+        down: FP4ExpertWeight,
+        activation: Activation,
+        *,
+        first_name: str = "gate_up_proj",
+        dense: bool = False,
+        large_m: str = "auto",
+    ):
+        super().__init__()
+        if large_m not in LARGE_M:
+            raise ConfigError("FP4Experts: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+        inner = down.qdata.shape[-1] * 2
+        if first.num_experts != down.num_experts or first.qdata.shape[1] not in (inner, 2 * inner):
+            raise ShapeError(
+                "FP4Experts: the two weights do not belong together",
+                value=f"{tuple(first.qdata.shape)}, {tuple(down.qdata.shape)}",
+                limit="qdata [E, 2 * I or I, H/2] and [E, H, I/2]",
+                remedy="Pad the rows of the first weight if K of the second was padded.",
+            )
+        self.first_name, self.activation, self.dense, self.large_m = first_name, activation, dense, large_m
+        self.num_experts, self.hidden_dim, self.intermediate_dim = first.num_experts, first.columns, down.columns
+        self.add_module(first_name, first)
+        self.down_proj = down
+
+    @property
+    def first(self) -> FP4ExpertWeight:
+        """The weight of the first product."""
+        return getattr(self, self.first_name)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None) -> Tensor:
+        x, _ = cast_for_autocast(hidden_states)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.dense:
+            ids, weights = self._routing_of_dense(rows)
+        elif top_k_index is None or top_k_weights is None:
+            raise ShapeError(
+                "FP4Experts takes tokens and their routing", value="no routing", limit="hidden, top_k_index, top_k_weights", remedy="Pass all three."
+            )
+        else:
+            ids, weights = top_k_index, top_k_weights
+        first, down = self.first, self.down_proj
+        if first.qdata.shape[-1] * 2 != first.columns:
+            rows = nn.functional.pad(rows, (0, first.qdata.shape[-1] * 2 - first.columns))
+        y = torch.ops.fp4.moe(
+            rows, ids, weights, first.qdata, first.scale, first.global_scale, down.qdata, down.scale, down.global_scale,
+            first.bias, down.bias, *self.activation.arguments(), False, None, self.large_m,
+        )  # fmt: skip
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def _routing_of_dense(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Row e * T + t belongs to expert e; a zero row gives zero (there are no biases), so it need not be computed."""
+        tokens = rows.shape[0] // self.num_experts
+        ids = torch.arange(self.num_experts, device=rows.device).repeat_interleave(tokens)
+        ids = torch.where((rows != 0).any(-1), ids, -1).unsqueeze(-1)
+        return ids, rows.new_ones(rows.shape[0], 1)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.num_experts}, {self.activation}, dense={self.dense}, large_m={self.large_m}"
+
+
+def pack_experts(
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    transposed: bool = False,
+    scale_search: str = "amax",
+    channel_weight: Tensor | None = None,
+    pad_rows: tuple[int, int] = (1, 0),
+    device: torch.device | None = None,
+) -> FP4ExpertWeight:
+    """Quantize ``weight`` ``[E, N, K]`` (``[E, K, N]`` if ``transposed``), a few experts at a time; the input is not modified.
+
+    Args:
+        bias: ``[E, N]`` or None; copied, padded like the rows.
+        channel_weight: ``[E, K]`` float32 E[x^2] of each expert's inputs, for ``scale_search="activation"``.
+        pad_rows: ``(parts, rows)``: append ``rows`` zero rows to each of ``parts`` equal parts of N (gate and up); (2, r) with
+            interleaved gates appends 2 * r at the end as ``(1, 2 * r)``.
+        device: quantize and keep there; None: where the weight is.
+    """
+    experts = weight.shape[0]
+    columns, rows = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
+    k = columns + -columns % nvfp4.GROUP
+    parts, extra = pad_rows
+    n = rows + parts * extra
+    device = weight.device if device is None else device
+    out = FP4ExpertWeight(experts, n, k, rows=rows, columns=columns, dtype=weight.dtype, device=device)
+    step = 1 if channel_weight is not None else max(1, _AT_ONCE // max(1, n * k))
+    for start in range(0, experts, step):
+        part = slice(start, min(start + step, experts))
+        dense = weight[part].detach().to(device)
+        dense = _padded(dense.mT if transposed else dense, parts, extra, k - columns)
+        statistic = None if channel_weight is None else nn.functional.pad(channel_weight[start].to(device), (0, k - columns))
+        if statistic is None:
+            packed = torch.ops.fp4.quantize(dense, scale_search)
+        else:
+            packed = tuple(p[None] for p in torch.ops.fp4.quantize(dense[0], scale_search, None, statistic))
+        out.qdata[part], out.global_scale[part] = packed[0], packed[2]
+        out.scale.view(torch.uint8)[part] = packed[1].view(torch.uint8)
+    if bias is not None:
+        out.bias = _padded(bias.detach().to(device, weight.dtype).unsqueeze(-1), parts, extra, 0).squeeze(-1).clone()
+    return out
+
+
+_AT_ONCE = 1 << 25  # weights quantized by one call
+
+
+def _padded(w: Tensor, parts: int, rows: int, columns: int) -> Tensor:
+    """Zero rows after each of ``parts`` parts of dimension -2, zero columns at the end."""
+    if rows:
+        w = torch.cat([nn.functional.pad(p, (0, 0, 0, rows)) for p in w.chunk(parts, -2)], -2)
+    return nn.functional.pad(w, (0, columns)) if columns else w.contiguous()

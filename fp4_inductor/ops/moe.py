@@ -1,0 +1,225 @@
+"""``fp4.moe``: a mixture-of-experts layer on NVFP4 experts, from routed tokens to the weighted sum.
+
+    y[t] = sum_j w[t, j] * (act(x[t] @ GateUp[e].T + b1[e]) @ Down[e].T + b2[e]),   e = expert_ids[t, j]
+
+    hidden           [T, H]       bfloat16, float16 or float32
+    expert_ids       [T, k]       int32 or int64
+    expert_weights   [T, k]       bfloat16, float16 or float32
+    gate_up_*        qdata [E, G, H/2], scale [E, G, H/16], global_scale [E];  G = 2 * I with a gate, I without
+    down_*           qdata [E, N, I/2], scale [E, N, I/16], global_scale [E];  N = H in every model known
+    gate_up_bias     [E, G] or None,  down_bias [E, N] or None
+    activation, alpha, limit, interleaved: see :class:`fp4_inductor.ops.activation.Activation`
+    weight_on_input  the router's weight multiplies x instead of the expert's output (Llama 4)
+    expert_map       [number of global experts] int32 or int64 or None: global id -> local id, negative for "not here"
+    large_m          path for many tokens, as in :class:`fp4_inductor.NVFP4Config`
+    result           [T, N] in hidden's dtype
+
+Ids. A pair (t, j) whose id (after ``expert_map``) is not in [0, E) contributes exactly zero, whatever its weight, NaN
+included: that is what expert parallelism's sentinels (-1, or E) mean, and no id can make a kernel read outside its
+weights. An id may occur twice in a token (a NaN router's top-k does that): it counts twice. k may exceed E. Experts
+without tokens are not read. A NaN or Inf in a token or its router weights stays in that token's row.
+
+Sums are float32 at least, and deterministic: equal arguments give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
+from ..formats import nvfp4
+from .activation import Activation
+from .contract import OpContract, refuse_gradient
+from .linear import LARGE_M
+
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+def reference(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    """float64 arithmetic on the dequantised experts, rounded once to ``hidden.dtype``."""
+    check(
+        hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+    )  # fmt: skip
+    act = Activation(activation, alpha, limit, interleaved)
+    local = local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
+    weights = expert_weights.double()
+    out = hidden.new_zeros((hidden.shape[0], down_qdata.shape[1]), dtype=torch.float64)
+    for e in used_experts(local):
+        token, slot = torch.where(local == e)
+        x, w = hidden[token].double(), weights[token, slot, None]
+        x = x * w if weight_on_input else x
+        z = x @ nvfp4.dequantize(gate_up_qdata[e], gate_up_scale[e], gate_up_global_scale[e], torch.float32).double().mT
+        h = act(z if gate_up_bias is None else z + gate_up_bias[e].double(), down_qdata.shape[2] * 2)
+        y = h @ nvfp4.dequantize(down_qdata[e], down_scale[e], down_global_scale[e], torch.float32).double().mT
+        y = y if down_bias is None else y + down_bias[e].double()
+        out.index_add_(0, token, y if weight_on_input else y * w)
+    return out.to(hidden.dtype)
+
+
+def local_ids(expert_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
+    """int64 ids of the same shape: the local expert in [0, ``experts``), or -1 for a pair that contributes zero."""
+    ids = expert_ids.long()
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        ids = torch.where(known, expert_map.long()[torch.where(known, ids, 0)], -1) if expert_map.shape[0] else torch.full_like(ids, -1)
+    return torch.where((ids >= 0) & (ids < experts), ids, -1)
+
+
+def used_experts(local: Tensor) -> list[int]:
+    """Ascending ids that occur in ``local``, -1 left out. Reads values: not for a compiled graph."""
+    return [e for e in torch.unique(local).tolist() if e >= 0]
+
+
+def check(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+) -> None:  # fmt: skip
+    """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
+    act = Activation(activation, alpha, limit, interleaved)
+    nvfp4.check_parts(gate_up_qdata, gate_up_scale, gate_up_global_scale)
+    nvfp4.check_parts(down_qdata, down_scale, down_global_scale)
+    _check_dtypes(hidden, expert_ids, expert_weights, gate_up_bias, down_bias, expert_map)
+    if hidden.dim() != 2 or expert_ids.dim() != 2 or expert_ids.shape != expert_weights.shape or expert_ids.shape[0] != hidden.shape[0]:
+        raise ShapeError(
+            "fp4.moe: tokens and routing do not belong together",
+            value=f"hidden {tuple(hidden.shape)}, expert_ids {tuple(expert_ids.shape)}, expert_weights {tuple(expert_weights.shape)}",
+            limit="hidden [T, H], expert_ids and expert_weights [T, k]",
+            remedy="Flatten batch and sequence; gather full [T, E] scores at the chosen experts.",
+        )
+    experts, inner = gate_up_qdata.shape[0], down_qdata.shape[-1] * 2
+    if gate_up_qdata.dim() != 3 or down_qdata.dim() != 3 or down_qdata.shape[0] != experts:
+        raise ShapeError(
+            "fp4.moe takes 3-D experts",
+            value=f"gate_up {tuple(gate_up_qdata.shape)}, down {tuple(down_qdata.shape)}",
+            limit="qdata [E, G, H/2] and [E, N, I/2]",
+            remedy="Stack the experts; one expert is E = 1.",
+        )
+    if hidden.shape[1] != gate_up_qdata.shape[2] * 2:
+        raise ShapeError(
+            "fp4.moe: tokens and gate_up disagree on H",
+            value=f"hidden {tuple(hidden.shape)}",
+            limit=f"[T, {gate_up_qdata.shape[2] * 2}]",
+            remedy="Pad the tokens if H of the weight was padded.",
+        )
+    rows = (inner * 2,) if act.needs_gate or interleaved else (inner * 2, inner)
+    if gate_up_qdata.shape[1] not in rows:
+        raise ShapeError(
+            "fp4.moe: gate_up and down disagree on I",
+            value=f"gate_up has {gate_up_qdata.shape[1]} rows, down takes {inner}",
+            limit=" or ".join(map(str, rows)) + " rows",
+            remedy="gate_up has 2 * I rows with a gate and I without; pad I with zero rows if down's K was padded.",
+        )
+    for name, bias, n in (("gate_up_bias", gate_up_bias, gate_up_qdata.shape[1]), ("down_bias", down_bias, down_qdata.shape[1])):
+        if bias is not None and tuple(bias.shape) != (experts, n):
+            raise ShapeError(
+                f"fp4.moe: {name} does not fit", value=tuple(bias.shape), limit=f"({experts}, {n})", remedy="It has one row per expert, one entry per output."
+            )
+    if expert_map is not None and expert_map.dim() != 1:
+        raise ShapeError("fp4.moe: expert_map", value=tuple(expert_map.shape), limit="[global experts]", remedy="It gives the local id of each global id.")
+    if large_m not in LARGE_M:
+        raise ConfigError("fp4.moe: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    tensors = (hidden, expert_ids, expert_weights, gate_up_qdata, down_qdata, gate_up_bias, down_bias, expert_map)
+    devices = {t.device for t in tensors if t is not None}
+    if len(devices) > 1:
+        raise DeviceError(
+            "fp4.moe: tensors on different devices",
+            value=sorted(map(str, devices)),
+            limit="one device",
+            remedy="Move the layer, the tokens or the routing with .to(device).",
+        )
+
+
+def _check_dtypes(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, expert_map: Tensor | None) -> None:
+    for name, t, accepted in (
+        ("hidden", hidden, nvfp4.HIGH_PRECISION),
+        ("expert_weights", weights, nvfp4.HIGH_PRECISION),
+        ("expert_ids", ids, ID_DTYPES),
+        ("expert_map", expert_map, ID_DTYPES),
+        ("gate_up_bias", gate_up_bias, nvfp4.HIGH_PRECISION),
+        ("down_bias", down_bias, nvfp4.HIGH_PRECISION),
+    ):
+        if t is not None and t.dtype not in accepted:
+            raise DTypeError(f"fp4.moe: dtype of {name}", value=t.dtype, limit=list(accepted), remedy="Cast it with .to(dtype).")
+
+
+def fake(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    check(
+        hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+    )  # fmt: skip
+    return hidden.new_empty((hidden.shape[0], down_qdata.shape[1]))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    refuse_gradient("moe", ctx, gate_up_scale=4, gate_up_global_scale=5, down_scale=7, down_global_scale=8, gate_up_bias=9, down_bias=10)
+    ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in inputs))
+    ctx.plain = [None if isinstance(a, Tensor) else a for a in inputs]
+
+
+def _backward(ctx, grad: Tensor):
+    """Gradients of the tokens and of the router's weights; the quantized experts and their biases are frozen."""
+    args = [t if t is not None else a for t, a in zip(ctx.saved_tensors, ctx.plain, strict=True)]
+    grad_hidden, grad_weights = torch.ops.fp4.moe_backward(grad, *args[:17])
+    return grad_hidden, None, grad_weights, *(None for _ in range(15))
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (T, H, I, E, k, activation, with biases): T in {0, 1}, k > E, one expert, H and I multiples of 16 only
+    cases = (
+        (4, 64, 32, 8, 2, Activation(), False),
+        (1, 48, 80, 5, 3, Activation("gelu"), False),
+        (0, 32, 16, 4, 2, Activation(), True),
+        (7, 80, 48, 3, 5, Activation("swiglu_oai", 1.702, 7.0, True), True),
+        (33, 16, 112, 4, 1, Activation("gelu_tanh"), False),
+        (3, 208, 16, 6, 2, Activation("relu2"), True),
+        (17, 96, 64, 1, 1, Activation("silu", 1.702, 0.5), False),
+        (5, 272, 144, 9, 4, Activation("relu", limit=1.0), False),
+    )
+    for i, (t, h, inner, e, k, act, biased) in enumerate(cases):
+        rows = inner if act.name == "relu2" else 2 * inner
+        for dtype in (torch.float32, torch.bfloat16):
+            gate_up = nvfp4.quantize(torch.randn(e, rows, h, device=device) / h**0.5)
+            down = nvfp4.quantize(torch.randn(e, h, inner, device=device) / inner**0.5)
+            ids = torch.randint(0, e, (t, k), device=device, dtype=torch.int32)
+            if t > 4:
+                ids[0, 0], ids[1, -1] = -1, e  # sentinels
+            biases = (torch.randn(e, rows, device=device).to(dtype), torch.randn(e, h, device=device).to(dtype)) if biased else (None, None)
+            expert_map = torch.arange(e, device=device, dtype=torch.int32).roll(1) if i % 3 == 1 else None
+            x = torch.randn(t, h, device=device).to(dtype)
+            weights = torch.rand(t, k, device=device)
+            yield f"T{t} H{h} I{inner} E{e} k{k} {act} {dtype}", (x, ids, weights, *gate_up, *down, *biases, *act.arguments(), i == 6, expert_map)
+
+
+CONTRACT = OpContract(
+    name="moe",
+    schema="(Tensor hidden, Tensor expert_ids, Tensor expert_weights, "
+    "Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, "
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None, "
+    'str activation="silu", float alpha=1.0, float? limit=None, bool interleaved=False, '
+    'bool weight_on_input=False, Tensor? expert_map=None, str large_m="auto") -> Tensor',
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    # float32 sums; in half precision the intermediate is rounded once more than in the reference.
+    tolerance={torch.float32: 4e-6, torch.bfloat16: 7e-3, torch.float16: 1e-3},
+)
+CONTRACT.differentiate(_backward, _setup_context)

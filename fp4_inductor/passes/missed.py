@@ -1,0 +1,48 @@
+"""What the passes leave dense, for explain(): one entry per weight, noted while a graph is being compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A quantized weight that a graph dequantises.
+
+    Args:
+        node: its name in the graph.
+        shape: of the dense weight, as text; sizes may be symbolic.
+        reason: why no pass could keep it packed.
+    """
+
+    node: str
+    shape: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.node} {self.shape} is dequantized: {self.reason}"
+
+
+_entries: list[Missed] | None = None
+
+
+def missed(node: Node, dense: Tensor, reason: str) -> None:
+    """Note ``node`` if someone is listening."""
+    if _entries is not None:
+        _entries.append(Missed(node.name, str(list(dense.shape)), reason))
+
+
+@contextmanager
+def listen() -> Iterator[list[Missed]]:
+    """``with listen() as entries:`` collects what is compiled inside."""
+    global _entries
+    outer, _entries = _entries, []
+    try:
+        yield _entries
+    finally:
+        _entries = outer

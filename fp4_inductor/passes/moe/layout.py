@@ -1,0 +1,87 @@
+"""Bring a tensor of the graph into the shape an op takes, when each of its elements is known by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ..emit import emit
+from . import index as ix
+from .index import Refused, Var
+from .read import Read, aten, shape_of
+
+Groups = Sequence[Sequence[Var]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ``read.node`` becomes a tensor with one dimension per group of variables; made by :func:`plan`, written by :func:`write`."""
+
+    read: Read
+    found: tuple[Var, ...]
+    groups: tuple[tuple[Var, ...], ...]
+
+
+def plan(read: Read, groups: Groups, what: str) -> Layout:
+    """A layout of ``read`` over ``groups``; variables it does not depend on are broadcast.
+
+    Raises:
+        Refused: its elements do not lie as a permutation of those variables.
+    """
+    found = [d for index, size in zip(read.at, shape_of(read.node), strict=True) for d, _ in ix.digits(index, size)]
+    wanted = [v for group in groups for v in group]
+    if not all(isinstance(d, Var) for d in found) or len(set(found)) != len(found) or not set(found) <= set(wanted):
+        raise Refused(f"{what} is not a plain tensor over tokens and slots", 3)
+    missing = [v for v in wanted if v not in found]
+    if missing and any(not v.size.is_Integer for v in missing):
+        raise Refused(f"{what} is broadcast over a dimension of unknown size", 3)
+    return Layout(read, tuple(found), tuple(map(tuple, groups)))  # type: ignore[arg-type]
+
+
+def write(layout: Layout) -> Node:
+    """Emit the views; the node is returned as it is where none is needed."""
+    node, graph = layout.read.node, layout.read.node.graph
+    shape = [ix.product(v.size for v in group) for group in layout.groups]
+    order = [v for group in layout.groups for v in group]
+    known = [v for v in order if v in layout.found]
+    if list(layout.found) == known == order:
+        return reshape(node, shape)
+    node = reshape(node, [v.size for v in layout.found])
+    if list(layout.found) != known:
+        node = emit(graph, aten.permute.default, (node, [layout.found.index(v) for v in known]))
+    for position, v in enumerate(order):
+        if v not in layout.found:
+            node = emit(graph, aten.unsqueeze.default, (node, position))
+    if known != order:
+        node = emit(graph, aten.expand.default, (node, [-1 if v in layout.found else int(v.size) for v in order]))
+    return reshape(node, shape)
+
+
+def reshape(node: Node, shape: Sequence[sympy.Expr], like: Node | None = None) -> Node:
+    """``node`` in ``shape``; sizes that are not known come from ``like``, which has that shape."""
+    here = shape_of(node)
+    if len(here) == len(shape) and all(map(ix.equal, here, shape)):
+        return node
+    graph: Graph = node.graph
+    unknown = [d for d, size in enumerate(shape) if not size.is_Integer]
+    sizes: list[int | Node] = [-1 if d in unknown else int(size) for d, size in enumerate(shape)]
+    for d in unknown[1:]:
+        sizes[d] = _size(graph, shape[d], like, d)
+    return emit(graph, aten.reshape.default, (node, sizes))
+
+
+def _size(graph: Graph, size: sympy.Expr, like: Node | None, dim: int) -> Node:
+    """A node whose value is ``size``: one of the graph's, or read off ``like``."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and ix.equal(value.node.expr, size):
+            return node
+    if like is None:
+        raise Refused("a dimension whose size the graph does not hold", 3)
+    node = graph.call_function(aten.sym_size.int, (like, dim))
+    node.meta["val"] = like.meta["val"].shape[dim]
+    return node

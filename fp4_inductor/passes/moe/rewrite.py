@@ -1,0 +1,108 @@
+"""A proven layer becomes one ``fp4.moe``."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..._torch.fx import in_one_mutation_region
+from ...formats import nvfp4
+from ..counters import matched
+from ..emit import emit, erase
+from ..layout import is_call
+from . import layout
+from .index import Refused
+from .layer import Proven
+from .read import Read, aten, dtype_of, prims, shape_of
+from .sums import Weight
+
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def rewrite(proven: Proven) -> None:
+    """Replace ``proven.root``.
+
+    Raises:
+        Refused: part of the layer is used elsewhere, or a tensor cannot be brought into the op's shape. Nothing is changed.
+    """
+    root, layer = proven.root, proven.layer
+    region = _region(proven)
+    inside = set(region)
+    for node in region:
+        other = next((u for u in node.users if u not in inside), None)
+        if node is not root and other is not None:
+            raise Refused(f"{node} inside the layer is also used by {other}", 4)
+    if not in_one_mutation_region([*region, *layer.gate_up.parts, *layer.down.parts, layer.x.node]):
+        raise Refused("something the layer reads is written to in between", 4)
+    pairs = (layer.tokens, layer.slots)
+    x = layout.plan(_in_dtype(layer.x, proven.dtype), (layer.tokens, [layer.channel]), "the first product's input")
+    ids = layout.plan(Read(layer.ids.node, layer.ids.at), pairs, "the choice of experts")
+    weights = layout.plan(layer.weights, pairs, "the router's weight")
+    masks = [(layout.plan(m.condition, pairs, "a mask"), m.keeps) for m in layer.masks]
+    with root.graph.inserting_before(root):
+        new = _call(proven, x, ids, weights, masks)
+    new.meta.update({k: v for k, v in root.meta.items() if k not in ("val", "eager_input_vals")})
+    root.replace_all_uses_with(new)
+    erase(root)
+    matched(f"moe_{layer.kind}")
+
+
+def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.Layout, masks: list[tuple[layout.Layout, bool]]) -> Node:
+    layer, root = proven.layer, proven.root
+    graph = root.graph
+    chosen = _cast(layout.write(ids), *_ID_DTYPES[::-1])
+    for mask, keeps in masks:
+        none = emit(graph, aten.full.default, ([], -1), {"dtype": dtype_of(chosen), "device": chosen.meta["val"].device, "pin_memory": False})
+        chosen = emit(graph, aten.where.self, (layout.write(mask), *((chosen, none) if keeps else (none, chosen))))
+    weight = _cast(layout.write(weights), torch.float32, *nvfp4.HIGH_PRECISION)
+    if weights.read.rounded is not None:
+        weight = _cast(weight, weights.read.rounded)
+    if layer.constant != 1:
+        weight = emit(graph, aten.mul.Tensor, (_cast(weight, torch.float32), layer.constant))
+    act = layer.activation
+    args = (
+        _cast(layout.write(x), proven.dtype), chosen, weight, *_parts(layer.gate_up), *_parts(layer.down),
+        *(None if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias)), *act.arguments(), layer.weight_on_input,
+    )  # fmt: skip
+    op = torch.ops.fp4.moe.default
+    defaults = [a.default_value for a in op._schema.arguments]
+    while (type(args[-1]), args[-1]) == (type(defaults[len(args) - 1]), defaults[len(args) - 1]):
+        args = args[:-1]  # as the op's other callers leave them out: equal graphs, equal cache entries
+    out = _cast(emit(graph, op, args), dtype_of(root))
+    return layout.reshape(out, shape_of(root), root)
+
+
+def _parts(weight: Weight) -> list[Node]:
+    return [*weight.parts[:2], layout.reshape(weight.global_scale, shape_of(weight.qdata)[:1])]
+
+
+def _cast(node: Node, to: torch.dtype, *accepted: torch.dtype) -> Node:
+    """``node`` in ``to``, unless its dtype is one of ``accepted``."""
+    return node if dtype_of(node) in (to, *accepted) else emit(node.graph, prims.convert_element_type.default, (node, to))
+
+
+def _in_dtype(read: Read, dtype: torch.dtype) -> Read:
+    """The same element where it has been converted to ``dtype`` already, if it has."""
+    for user in read.node.users:
+        if dtype_of(read.node) != dtype and is_call(user, prims.convert_element_type.default) and dtype_of(user) == dtype:
+            return Read(user, read.at)
+    return read
+
+
+def _region(proven: Proven) -> list[Node]:
+    """The nodes from the first products to the root: what the op replaces."""
+    layer, root = proven.layer, proven.root
+    leaves = {layer.x.node, layer.ids.node, layer.weights.node, *layer.gate_up.parts, *layer.down.parts, *(m.condition.node for m in layer.masks)}
+    leaves |= {b.node for b in (layer.gate_up_bias, layer.down_bias) if b is not None}
+    reaches: dict[Node, bool] = {}
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            reaches[node] = node in layer.products or any(reaches.get(n, False) for n in node.all_input_nodes)
+        elif node not in reaches:
+            reaches[node] = False
+            stack.append((node, True))
+            if node not in leaves and node not in layer.products:
+                stack += [(n, False) for n in node.all_input_nodes]
+    return [node for node, inside in reaches.items() if inside]
