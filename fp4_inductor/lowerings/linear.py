@@ -24,7 +24,7 @@ from .quantize_rows import quantized_rows
 from .regime import decide
 
 fp4 = torch.ops.fp4
-_HINT = 64
+HINT = 64
 
 
 def register() -> None:
@@ -153,10 +153,10 @@ def _mid_template() -> Template:
     from ..kernels.linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K": '{{size("X", 1)}}'}
-    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, common.global_scale_of, t.decode_bytes), _mid_grid)
+    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, common.global_scale_of, t.decode_bytes), mid_grid)
 
 
-def _mid_grid(m, n, meta, *, cdiv):
+def mid_grid(m, n, meta, *, cdiv):
     return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
 
 
@@ -179,7 +179,7 @@ def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
 
 
 def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
-    likely = min(inductor.Symbols().hint(m, _HINT), row.max_m or _HINT)
+    likely = min(inductor.Symbols().hint(m, HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), _bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)

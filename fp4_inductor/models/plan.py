@@ -211,6 +211,8 @@ def tensor_key(t: Tensor) -> tuple:
     """Equal for tensors that are the same memory in the same shape (the same Parameter, or an exact alias of it)."""
     if isinstance(t, FP4Tensor):
         return ("parts", *(tensor_key(p) for p in t.parts()))
+    if hasattr(t, "to_local"):  # a DTensor: this rank's part
+        t = t.to_local()
     # A lazy parameter has no shape, a meta or empty tensor no address: only identity tells those apart.
     if is_lazy(t) or t.device.type == "meta" or t.numel() == 0 or not t.untyped_storage().data_ptr():
         return (id(t),)

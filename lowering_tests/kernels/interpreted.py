@@ -201,13 +201,18 @@ def sparse_weight(n, k):
     return torch.randint(0, 256, (n, k // 4), dtype=torch.uint8), sparse24.pack_meta(nibble), s, g
 
 
-def sparse_gemv(x, w, tile):
+def sparse_launched(kind, x, w, tile):
     with (
         mock.patch.object(launch, "_arch", return_value=80),
         mock.patch.object(sparse_configs, "gemv_constants", _without_asm(sparse_configs.gemv_constants)),
+        mock.patch.object(sparse_configs, "mid_constants", _without_asm(sparse_configs.mid_constants)),
         mock.patch.object(torch, "empty", _float32_out),
     ):
-        return sparse_launch.gemv(x, *w, None, tile)
+        return getattr(sparse_launch, kind)(x, *w, None, tile)
+
+
+def sparse_gemv(x, w, tile):
+    return sparse_launched("gemv", x, w, tile)
 
 
 def sparse_exact(x, w):
@@ -242,6 +247,22 @@ def sparse_cases():
     y = sparse_gemv(x, w, tile)
     apart = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and not y[3].any() and bool(y[2].isnan().all())
     report("sparse_gemv NaN stays in its row", float(not apart), 0.0)
+
+    tiles = (sparse_configs.MidConfig(16, 32, 64, 4, 2), sparse_configs.MidConfig(32, 16, 32, 4, 2, group_n=2))
+    for m, n, k in ((16, 64, 128), (33, 40, 128), (17, 50, 96), (1, 16, 32), (70, 33, 160)):
+        for dtype, bound in ((torch.float16, 1e-3), (torch.float32, 2e-6)):
+            x, w = torch.randn(m, k).to(dtype), sparse_weight(n, k)
+            for c in tiles:
+                report(f"sparse_mid {(m, n, k)} {dtype} {c}", distance(sparse_launched("mid", x, w, c), sparse_exact(x, w)), bound)
+    memory = torch.randn(9, 96).half()
+    memory[5:] = float("nan")
+    x, w = memory[:5], sparse_weight(13, 96)
+    clean = sparse_launched("mid", x, w, tiles[0])
+    x[2] = float("nan")
+    x[3] = 0
+    y = sparse_launched("mid", x, w, tiles[0])
+    apart = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and not y[3].any() and bool(y[2].isnan().all())
+    report("sparse_mid NaN stays in its row", float(not apart), 0.0)
 
     for shape in ((4, 64), (7, 96), (1, 32), (3, 5, 32)):
         for dtype in (torch.float32, torch.float16):

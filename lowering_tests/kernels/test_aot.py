@@ -21,6 +21,7 @@ from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear.triton_gemv import sparse_gemv
+from fp4_inductor.kernels.sparse_linear.triton_mid import sparse_mid
 from fp4_inductor.kernels.table import ROWS
 from lowering_tests.kernels import aot
 
@@ -197,6 +198,19 @@ def test_mid_off_the_tile(cc, m, n, k, dtype):
     done, tile = mid(cc, m, n, k, dtype)
     assert_fits(done, tile.num_warps, cc, older=24)  # Triton 3.6 spills 20 words of masks at (64, 4095, 1040)
     assert done.count(tensor_core(cc, tile)) > 0
+
+
+SPARSE_MID = [(90, m, n) for m, n in ((16, 8192), (16, 16384), (32, 4096), (32, 8192), (64, 4096), (64, 8192))]
+SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (100, 16, 8192), (120, 64, 8192), (GB10, 32, 8192)]
+
+
+@pytest.mark.parametrize(("cc", "m", "n"), SPARSE_MID)
+def test_sparse_mid(cc, m, n):
+    c = sparse_configs.mid(m, n, 4096)
+    done = compile_linear(sparse_mid, sparse_configs.mid_constants(c, n, 4096, torch.bfloat16), cc, m, n, 4096, "bf16", c.num_warps, c.num_stages)
+    assert_fits(done, c.num_warps, cc)
+    assert done.count(tensor_core(cc, c)) > 0, done.opcodes()
+    assert not global_atomics(done)
 
 
 DEQUANTIZE = {"QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BYTES": "i32", "GROUPS_PER_MATRIX": "i32", "EXTRA": "fp32"}

@@ -80,10 +80,10 @@ def test_one_by_one_where_the_kernel_takes_one_scale():
     assert [e.n for e in entries if e.decision.row.kernel == "cuda_small"] == [N, KV, KV, INNER, INNER, K]
     assert {e.module for e in entries} == {"q", "k", "v", "gate", "up", "down"}
     assert all("takes one global scale" in e.note for e in entries[:5])
-    assert call_body(code).count("fp4.linear.default(") == 6
+    assert call_body(code).count("fp4_csrc.linear_small.default(") == 6
     code, entries = compiled(8, build=lambda: Block(shared=True), csrc="")
     assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
-    assert call_body(code).count("fp4.linear.default(") == 3
+    assert call_body(code).count("fp4_csrc.linear_small.default(") == 3
 
 
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])

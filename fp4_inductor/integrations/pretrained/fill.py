@@ -18,6 +18,7 @@ from ...modules import FP4Experts, FP4Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from .names import Assembly, Source
+from .parallel import Ranks, finish_experts, finish_layer, part_of, ranks_of
 from .plan import LoadPlan, parts_of, unhide
 
 _WHY = "its scales span more than one NVFP4 global scale can hold without loss"
@@ -35,6 +36,7 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
         CheckpointError: damaged values. CoverageError: a weight that cannot be held, with ``strict``.
     """
     kept_dense: dict[str, Tensor] = {}
+    ranks = ranks_of(model)
     with Reader() as reader:
 
         def read(item: Assembly) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -47,11 +49,29 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
         for _, (made, input_scale) in bar(found, "load", "weight", progress, total=len(plan.assemblies)):
             for name in list(made):
                 t = made.pop(name)
+                if isinstance(t, NVFP4Tensor) and ranks is not None:
+                    t = part_of(t, ranks.style(name.removesuffix(".weight")), ranks, name, _is_interleaved(model, name))
                 if not _place(model, name, t, input_scale, dtype):
                     kept_dense[name] = _refuse(name, t) if strict else t.to(device=_device(model, name), dtype=dtype)
+    if ranks is not None:
+        _finish_parts(model, plan, ranks)
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in kept_dense):
         _back_to_dense(model, owner, plan.replaced.get(owner), {n: t for n, t in kept_dense.items() if n.rpartition(".")[0] == owner}, dtype)
     return [f"{name} stays in high precision: {_WHY}" for name in kept_dense]
+
+
+def _is_interleaved(model: PreTrainedModel, name: str) -> bool:
+    module = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, FP4Experts) and module.activation.interleaved
+
+
+def _finish_parts(model: PreTrainedModel, plan: LoadPlan, ranks: Ranks) -> None:
+    owners = dict.fromkeys(item.target.rpartition(".")[0] for item in plan.assemblies if item.packed)
+    for name, module in [(name, model.get_submodule(name)) for name in owners]:
+        if isinstance(module, FP4Linear):
+            finish_layer(name, module, ranks)
+        elif isinstance(module, FP4Experts):
+            finish_experts(name, module, ranks)
 
 
 def _input_scale(item: Assembly, reader: Reader) -> Tensor | None:
@@ -81,7 +101,7 @@ def _place(model: PreTrainedModel, name: str, t: Tensor, input_scale: Tensor | N
     module = _packed_module(model, name)
     where = module.qdata.device
     if name.endswith("_bias"):
-        padding = module.qdata.shape[1] - t.shape[1]
+        padding = module.bias.shape[-1] - t.shape[-1] if module.bias is not None else 0
         module.bias = _pad_rows(t.to(device=where, dtype=dtype), padding)
         return True
     if not isinstance(t, NVFP4Tensor):

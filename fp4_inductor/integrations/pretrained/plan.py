@@ -23,6 +23,7 @@ from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from .names import Assembly, Source, assemble, shapes
+from .parallel import is_parallel, shrink
 
 # Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
 NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -215,10 +216,17 @@ def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: NVFP4Tens
 
 
 def _replace(model: PreTrainedModel, path: str, old: nn.Module, new: nn.Module) -> None:
+    parallel = is_parallel(model)
     for module in new.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]
         if isinstance(module, PackedWeight):
             hide(module)
+            if parallel:
+                shrink(module)
+        if isinstance(module, FP4ExpertWeight):
+            module.in_features = module.columns  # type: ignore[assignment]  # transformers looks for it before it divides rows; nothing calls this module
+        if isinstance(module, FP4Linear):
+            module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # transformers: inputs and weights of this one are plain tensors
     carry_over(old, new)
     replace_module(model, (path,), new)
 

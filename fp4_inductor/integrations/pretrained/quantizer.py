@@ -12,12 +12,13 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.safetensors_file import read_header
 from ...checkpoint.shards import INDEX, Shards, collect, open_shards
-from ...errors import CheckpointError, DeviceError
+from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models.coverage import Report, record
 from ...models.plan import inspect
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
+from .parallel import is_parallel, ranks_of
 from .plan import LoadPlan, install_empty, make_load_plan
 
 
@@ -36,6 +37,7 @@ class FP4InductorQuantizer(HfQuantizer):
         self.large_m: str = getattr(config, "large_m", "auto")
         self.strict: bool = getattr(config, "strict", True)
         self.progress = True
+        self.divided = False
         self.plan: LoadPlan | None = None
         self.on_load: QuantizeOnLoad | None = None
         self.dtype: torch.dtype = torch.bfloat16
@@ -50,6 +52,13 @@ class FP4InductorQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, dtype=None, **kwargs: Any) -> None:
         self.dtype = dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
         if self.source is None:
+            if is_parallel(model):
+                raise ConfigError(
+                    "quantizing while loading does not divide weights among ranks",
+                    value=getattr(model.config, "distributed_config", None),
+                    limit="one process",
+                    remedy="Quantize and save_pretrained in one process, then load that with tp_plan.",
+                )
             self.on_load = QuantizeOnLoad(model, self.quantization_config)
             return
         shards = self.source.get("shards") or self._shards(checkpoint_files or [])
@@ -79,6 +88,7 @@ class FP4InductorQuantizer(HfQuantizer):
             errors = {row.name: row.relative_error for row in self.on_load.finish(model) if row.relative_error is not None}
         elif self.plan is not None:
             kept = dict.fromkeys(self.plan.dense, "in high precision in the checkpoint")
+            self.divided = ranks_of(model) is not None
             notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict, progress=self.progress)
         finish(model, self, notes, errors, kept)
         self.plan = self.on_load = None
@@ -101,7 +111,7 @@ class FP4InductorQuantizer(HfQuantizer):
         return True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return True
+        return not self.divided  # each rank holds a part: save from one process
 
     @property
     def is_trainable(self) -> bool:

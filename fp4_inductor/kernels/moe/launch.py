@@ -131,14 +131,15 @@ def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.D
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
     c = up or configs.decode(hidden)
     moe_decode_up[(-(-layer.inner // c.block_n), layer.pairs)](
-        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up), layer.biases[0], h, top_k, t, layer.experts, table_size, layer.inner, hidden // 8,
-        **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None, **configs.decode_constants(c, arch), num_warps=c.num_warps,
+        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up), layer.biases[0], h, top_k, t, layer.experts, table_size,
+        layer.inner, configs.decode_units(hidden)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
+        **configs.decode_constants(c, hidden, arch), num_warps=c.num_warps,
     )  # fmt: skip
     c = down or configs.decode(layer.inner)
     moe_decode_down[(-(-layer.width // c.block_n), t)](
-        h, ids, layer.weights, table, *_bytes(layer.down), layer.biases[1], y, t, layer.experts, table_size, layer.width, layer.inner // 8,
+        h, ids, layer.weights, table, *_bytes(layer.down), layer.biases[1], y, t, layer.experts, table_size, layer.width, configs.decode_units(layer.inner)[0],
         TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None,
-        **configs.decode_constants(c, arch), num_warps=c.num_warps,
+        **configs.decode_constants(c, layer.inner, arch), num_warps=c.num_warps,
     )  # fmt: skip
     return y
 

@@ -75,10 +75,10 @@ class Proof:
         self.inner_masks: list[Mask] = []
         self.kind = ""
 
-    def layer(self, read: Read) -> Layer:
-        """The layer whose result ``read`` is, or one expert's or one slot's share of it."""
+    def layer(self, start: Term) -> Layer:
+        """The layer whose result ``start`` is, or one expert's or one slot's share of it."""
         n = self.n
-        term = self.sums.term(Term([read]), lambda f: n in f.variables)
+        term = self.sums.term(start, lambda f: n in f.variables)
         down, bias, inner = self._down(term, n)
         i, expert = down.k, down.expert
         bound = [v for v in (*term.bound, *inner.bound) if v is not i]
