@@ -59,6 +59,7 @@ _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M 
 _SMALL = "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
+_CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 
 ROWS: tuple[Row, ...] = (
@@ -94,6 +95,7 @@ ROWS: tuple[Row, ...] = (
         csrc="linear_small",
     ),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid"),
+    Row("linear", "mid", "cuda_wide", (90, 90), 256, HALF, _CUDA_WIDE, EMULATED, k_multiple=64, csrc="linear_wide"),
     Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200"),
     Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run"),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run"),

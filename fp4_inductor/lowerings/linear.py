@@ -136,7 +136,7 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
 
 
 # Kernels with no form inside generated code: an operator is called.
-_CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid"}
+_CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_wide"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,
