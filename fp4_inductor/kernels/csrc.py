@@ -98,16 +98,11 @@ def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, b
     except RuntimeError as error:
         if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
-        raise KernelError(**_not_launched(name, str(error))) from error
+        raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=_switch_off(name)) from error
 
 
-def _not_launched(name: str, what: str) -> dict[str, str]:
-    return {
-        "what": f"fp4_{name} was not launched",
-        "value": what,
-        "limit": "cudaSuccess",
-        "remedy": f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).',
-    }
+def _switch_off(name: str) -> str:
+    return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).'
 
 
 def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int]) -> Tensor:
@@ -128,7 +123,8 @@ def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale
         pointers = map(pointer, (x, *parts, global_scale, bias, y))
         status = getattr(library, f"fp4_{name}")(*pointers, m, n, k, int(x.dtype == torch.float16), *tile, stream)
     if status:
-        raise KernelError(**_not_launched(name, f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"))
+        value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
+        raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
     return y
 
 
