@@ -11,6 +11,9 @@ from .errors import ConfigError
 
 ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
 LargeM = Literal["auto", "fp8", "bf16"]
+Pruning = Literal["existing", "magnitude", "wanda", "sparsegpt", "admm"]
+_NEEDS_DATA = ("wanda", "sparsegpt", "admm")
+_BITS = (3.5, 4.5)  # a weight in 2:4-sparse and in dense NVFP4
 
 
 def _one_of(config: Any, name: str, literal: Any) -> None:
@@ -69,6 +72,83 @@ class NVFP4Config:
                 limit='scale_search="activation"',
                 remedy="Leave scale_search out, or calibration.",
             )
+
+
+@dataclass(frozen=True)
+class Sparse24Config:
+    """How :func:`fp4_inductor.quantize_model` turns weights into 2:4-sparse NVFP4: 3.5 bits a weight instead of 4.5.
+
+    Args:
+        pruning: which two of four consecutive weights are kept.
+
+            * ``"existing"`` (default): those that are not zero. A layer that is not 2:4 already is an error.
+            * ``"magnitude"``: the larger ones. Ruins a dense model; refused unless ``accept_loss=True``.
+            * ``"wanda"``: the larger ``|w| * sqrt(E[x^2])``.
+            * ``"sparsegpt"``: SparseGPT with FP4 rounding inside the loop; the other weights make good what pruning costs.
+            * ``"admm"``: the same aim by operator splitting (ALPS): better, and about twice as slow.
+
+            The last three need ``calibration``; the last two prune one decoder block after the other, so that each makes
+            good what the ones before it changed.
+        scale_search: as in :class:`NVFP4Config`, over the kept weights; None: ``"activation"`` where there is
+            ``calibration``, else ``"mse"``.
+        calibration: as in :class:`NVFP4Config`; any method takes it. With four batches or more the last eighth is held
+            back, and the report says what the new weights cost on it (KL from the dense model, for models with logits).
+        layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be.
+        max_error: a layer becomes sparse if its relative output error (without calibration: weight error) is at most this.
+        bits: the layers that cost least become sparse, until the mean is at most this many bits a weight (3.5 to 4.5).
+        max_kl: as many layers as possible become sparse, the cheapest first, while KL from the dense model, in nats per
+            token on calibration data, stays at most this. At most one of the three; None of them: all layers.
+        accept_loss: required by ``pruning="magnitude"``, which nothing keeps from ruining a model.
+        large_m: as in :class:`NVFP4Config`.
+    """
+
+    pruning: Pruning = "existing"
+    scale_search: ScaleSearch | None = None
+    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    layers: Iterable[str] | None = None
+    max_error: float | None = None
+    bits: float | None = None
+    max_kl: float | None = None
+    accept_loss: bool = False
+    large_m: LargeM = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of(self, "pruning", Pruning)
+        _one_of(self, "large_m", LargeM)
+        if self.scale_search is not None:
+            _one_of(self, "scale_search", ScaleSearch)
+        data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
+        for name, needs in (("pruning", self.pruning in _NEEDS_DATA), ("scale_search", self.scale_search == "activation"), ("max_kl", self.max_kl is not None)):
+            if needs and self.calibration is None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs calibration data", value="calibration=None", limit="an iterable of batches", remedy=f"{data}."
+                )
+        budgets = {name: getattr(self, name) for name in ("max_error", "bits", "max_kl") if getattr(self, name) is not None}
+        if len(budgets) > 1:
+            raise ConfigError("more than one budget", value=budgets, limit="one of max_error, bits, max_kl", remedy="Leave the others out.")
+        for name, value in budgets.items():
+            low, high = _BITS if name == "bits" else (0.0, float("inf"))
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name} is out of range", value=repr(value), limit=f"{low} to {high}", remedy="Sparse24Config describes it.")
+        if self.pruning == "magnitude" and not self.accept_loss:
+            raise ConfigError(
+                'pruning="magnitude" ruins most dense models (SmolLM2-135M: perplexity 32 -> 2,000; the README has the table)',
+                value="accept_loss=False",
+                limit="accept_loss=True",
+                remedy=f'Use pruning="sparsegpt", which costs far less: {data[0].lower()}{data[1:]}; or say accept_loss=True.',
+            )
+        if self.layers is not None and not isinstance(self.layers, str) and isinstance(self.layers, Iterable):
+            object.__setattr__(self, "layers", tuple(self.layers))
+
+    @property
+    def search(self) -> ScaleSearch:
+        """The scale search in force."""
+        return self.scale_search or ("mse" if self.calibration is None else "activation")
+
+    @property
+    def budget(self) -> str:
+        """The name of the budget that is given, or ``""``."""
+        return next((name for name in ("max_error", "bits", "max_kl") if getattr(self, name) is not None), "")
 
 
 def _is_threshold(item: object) -> bool:

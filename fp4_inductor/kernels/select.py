@@ -40,6 +40,7 @@ class Call:
         n, k: weight shape.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
+        experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Call:
     k: int
     large_m: str = "auto"
     csrc: str = ""
+    experts: int = 1
 
 
 def arch_of(device: torch.device) -> int:
@@ -59,10 +61,11 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto") -> Call:
-    """The :class:`Call` for a weight ``[n, k]`` on ``device``."""
+def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
+    """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
     arch = arch_of(device)
-    return Call(op, arch, dtype, n, k, large_m, csrc_status(arch))
+    csrc = csrc_status(arch) if any(row.csrc for row in ROWS if row.op == op) else ""
+    return Call(op, arch, dtype, n, k, large_m, csrc, experts)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         if row.op != call.op:
             continue
         why = _refusal(row, call)
+        if row.m_per_expert and row.max_m is not None:
+            row = replace(row, max_m=max(row.max_m, int(row.m_per_expert * call.experts)))
         if why is None and row.status == EMULATED and row.kernel not in config.candidates:
             why = f'{row.status} on a GPU: switch it on with fp4_inductor.dispatch(candidates=("{row.kernel}",))'
         if why is None and row.regime in overrides:

@@ -24,6 +24,7 @@ class Entry:
     decision: Decision
     refused: tuple[Refused, ...]
     arch: int
+    experts: int = 1
     buffer: str | None = None
     epilogue: list[str] = field(default_factory=list)
 

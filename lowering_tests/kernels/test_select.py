@@ -17,7 +17,10 @@ ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16")
 SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
 CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
-CALLS = [Call("linear", arch, dtype, n, k, large, csrc) for arch, dtype, large, (n, k), csrc in itertools.product(ARCHS, ANY, LARGE_M, SHAPES, CSRC)]
+CALLS = [
+    Call(op, arch, dtype, n, k, large, csrc)
+    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear"), ARCHS, ANY, LARGE_M, SHAPES, CSRC)
+]
 GPU_CALLS = [c for c in CALLS if c.arch]
 DEFAULT = DispatchConfig()
 
@@ -45,11 +48,14 @@ def test_every_row_is_complete(row):
 def test_every_launcher_and_lowering_exists():
     """A row whose kernel nobody implements would be found by the first user of that architecture."""
     from fp4_inductor.kernels.linear import launch
-    from fp4_inductor.lowerings import linear
+    from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
+    from fp4_inductor.lowerings import linear, sparse_linear
 
-    kernels = {row.kernel for row in ROWS if row.op == "linear" and row.regime != "cpu"}
-    assert kernels <= set(launch._LAUNCHERS)
-    assert kernels <= set(linear._LOWER) | linear._CALLED
+    served = {"linear": (launch._LAUNCHERS, linear._LOWER), "sparse_linear": (sparse_launch.LAUNCHERS, sparse_linear.LOWER)}
+    for op, (launchers, lowered) in served.items():
+        kernels = {row.kernel for row in ROWS if row.op == op and row.regime != "cpu"}
+        assert kernels <= set(launchers)
+        assert kernels <= set(lowered) | linear.CALLED
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -67,7 +73,7 @@ def test_one_ascending_list_that_ends_without_a_limit():
             assert row.without not in {other.regime for other in found.rows}
             assert call.k % row.k_multiple == 0
             assert call.n % row.n_multiple == 0
-        assert len(found.rows) + len(found.refused) == sum(row.op == "linear" for row in ROWS), "every row is taken or refused"
+        assert len(found.rows) + len(found.refused) == sum(row.op == call.op for row in ROWS), "every row is taken or refused"
 
 
 def test_pick_at_every_bound_and_one_above():
@@ -178,7 +184,7 @@ def test_nothing_serves_and_the_error_lists_every_reason():
     call = Call("linear", 75, torch.bfloat16, 64, 64)
     with pytest.raises(KernelError) as caught:
         plan(call, DEFAULT)
-    for row in ROWS:
+    for row in (row for row in ROWS if row.op == call.op):
         assert f"{row.kernel}: " in str(caught.value)
     assert "sm_75" in str(caught.value)
 

@@ -20,6 +20,7 @@ from .rewrite import rewrite
 log = logging.getLogger(__name__)
 fp4 = torch.ops.fp4
 _REACH = 40
+_FAILED = 9  # reported before any ordinary reason
 _REASON = "fp4_moe_refused"
 # What can be the last operation of a layer: it weights, sums, or rounds.
 _LAST = {
@@ -57,9 +58,12 @@ def apply(graph: Graph) -> None:
         except Refused as reason:
             log.debug("%s is not the result of an MoE layer: %s", root, reason)
             refused[root] = reason
+        except Exception as error:  # the user's graph compiles without us
+            log.warning("the search for MoE layers failed at %s", root, exc_info=True)
+            refused[root] = Refused(f"the search failed: {error!r}", _FAILED)
     for node in sources:
         if not node._erased:
-            reasons = [refused[n] for n in reach[node] if n in refused]
+            reasons = [reason for end, reason in refused.items() if end in reach[node]]
             node.meta[_REASON] = max(reasons, key=lambda r: r.stage).reason if reasons else "nothing downstream of it weights and sums experts"
     for node in sources:
         if not node._erased and is_call(node, fp4.dequantize.default):

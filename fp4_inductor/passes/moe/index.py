@@ -8,6 +8,7 @@ Two graphs of one layer give the same expressions here, however they were writte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,14 @@ class Inverse:
 
 
 @dataclass(frozen=True)
+class Row:
+    """The row in which ``nonzero`` lists the entry of its input at ``at``, where that is not zero."""
+
+    nonzero: Node
+    at: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
 class Div:
     """``index // by`` where the digits of ``index`` are not known."""
 
@@ -91,7 +100,7 @@ class Flat:
     digits: tuple[tuple[Index, sympy.Expr], ...]
 
 
-Index: TypeAlias = Var | Const | Shift | Value | Inverse | Div | Flat
+Index: TypeAlias = Var | Const | Shift | Value | Inverse | Row | Div | Flat
 Position: TypeAlias = tuple[Index, ...]
 ZERO = Const(0)
 
@@ -109,10 +118,13 @@ def product(sizes: Iterable[sympy.Expr]) -> sympy.Expr:
     return math.prod(sizes, start=sympy.Integer(1))
 
 
-def _quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+@functools.lru_cache(maxsize=4096)
+def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
     """a / b if that divides evenly as a polynomial."""
     if b == 0:
         return None
+    if a.is_Integer and b.is_Integer:
+        return a // b if a % b == 0 else None
     numerator, denominator = sympy.fraction(sympy.cancel(a / b))
     return numerator if denominator == 1 else None
 
@@ -148,11 +160,11 @@ def split(index: Index, size: sympy.Expr, shape: Sequence[sympy.Expr]) -> Positi
             if not rest:
                 raise Unaligned
             digit, extent = rest.pop()
-            missing = _quotient(wanted, product(s for _, s in taken))
-            if missing is not None and _quotient(missing, extent) is not None:
+            missing = quotient(wanted, product(s for _, s in taken))
+            if missing is not None and quotient(missing, extent) is not None:
                 taken.insert(0, (digit, extent))
                 continue
-            above = None if missing is None else _quotient(extent, missing)
+            above = None if missing is None else quotient(extent, missing)
             if above is None:
                 raise Unaligned
             if isinstance(digit, Var):
@@ -209,6 +221,8 @@ def substitute(index: Index, new: dict[Var, Index]) -> Index:
     if isinstance(index, Value):
         at = tuple(substitute(i, new) for i in index.at)
         return permuted(index.node, at[0]) if is_sort(index.node) else Value(index.node, at)
+    if isinstance(index, Row):
+        return Row(index.nonzero, tuple(substitute(i, new) for i in index.at))
     if isinstance(index, Inverse):
         return inverse(index.sort, substitute(index.index, new))
     if isinstance(index, Div):
@@ -224,7 +238,7 @@ def variables(what: Index | Position) -> frozenset[Var]:
         return frozenset().union(*(variables(i) for i in what))
     if isinstance(what, Var):
         return frozenset((what,))
-    if isinstance(what, Value):
+    if isinstance(what, (Value, Row)):
         return variables(what.at)
     if isinstance(what, (Shift, Inverse, Div)):
         return variables(what.index)

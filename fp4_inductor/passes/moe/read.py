@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -22,10 +22,11 @@ _FLOATS = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Read:
-    """The element of ``node`` at ``at``."""
+    """The element of ``node`` at ``at``; ``rounded`` is the narrowest dtype it has been converted to since, if any."""
 
     node: Node
     at: Position
+    rounded: torch.dtype | None = field(default=None, compare=False)
 
     @property
     def variables(self) -> frozenset[Var]:
@@ -54,13 +55,16 @@ class Reader:
         self.floats = {dtype, *_FLOATS}
         self.stuck: dict[tuple[Node, Position], ix.Split] = {}
 
-    def read(self, node: Node, at: Position) -> Read:
+    def read(self, node: Node, at: Position, rounded: torch.dtype | None = None) -> Read:
         """``node`` at ``at``, followed as far back as it is only moved. Broadcast dimensions are read at 0."""
         at = self._normal(node, at)
         while True:
             below = self._below(node, at)
             if below is None:
-                return Read(node, at)
+                return Read(node, at, rounded)
+            before, after = dtype_of(below[0]), dtype_of(node)
+            if after.is_floating_point and after.itemsize < min(before.itemsize, rounded.itemsize if rounded else 8):
+                rounded = after
             node, at = below[0], self._normal(*below)
 
     def replaced(self, index: ix.Index, new: dict[Var, ix.Index]) -> ix.Index:
@@ -71,7 +75,7 @@ class Reader:
 
     def again(self, read: Read, new: dict[Var, ix.Index]) -> Read:
         """``read`` with variables replaced."""
-        return self.read(read.node, tuple(self.replaced(i, new) for i in read.at))
+        return self.read(read.node, tuple(self.replaced(i, new) for i in read.at), read.rounded)
 
     def index(self, node: Node, at: Position) -> ix.Index:
         """The integer that ``node`` holds at ``at``, as an index."""
@@ -86,6 +90,8 @@ class Reader:
             # sorting a permutation gives its inverse
             back = isinstance(of, Value) and ix.is_sort(of.node) and of.at == (probe,)
             return ix.inverse(of.node, at[0]) if back else ix.permuted(sort, at[0])
+        if is_call(node, aten.nonzero.default) and isinstance(row := at[0], ix.Row) and row.nonzero is node and isinstance(at[1], Const):
+            return row.at[at[1].value]
         if isinstance(by := _floor_divisor(node), int):
             return ix.divide(self.index(node.args[0], at), by)  # type: ignore[arg-type]
         return Value(node, at)

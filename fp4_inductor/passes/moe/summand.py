@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import sympy
+import torch
 from torch.fx import Node
 
 from ...ops.activation import Activation
@@ -13,7 +14,7 @@ from . import index as ix
 from .activation import Call, Formula, Leaf, Literal, Tree, call_of, identify
 from .index import Const, Index, Refused, Value, Var
 from .read import Read, aten, shape_of
-from .sums import Delta, Mask, Sum2, Sums, Term, Weight, filled
+from .sums import PRODUCTS, Delta, Mask, Sum2, Sums, Term, Weight, filled
 
 _CLAMPS = {aten.clamp_min.default: "low", aten.clamp_max.default: "high"}
 _DEEPEST_CHOICE = 8
@@ -74,10 +75,10 @@ class Proof:
         self.inner_masks: list[Mask] = []
         self.kind = ""
 
-    def layer(self, read: Read) -> Layer:
-        """The layer whose result ``read`` is, or one expert's or one slot's share of it."""
+    def layer(self, start: Term) -> Layer:
+        """The layer whose result ``start`` is, or one expert's or one slot's share of it."""
         n = self.n
-        term = self.sums.term(Term([read]), lambda f: n in f.variables)
+        term = self.sums.term(start, lambda f: n in f.variables)
         down, bias, inner = self._down(term, n)
         i, expert = down.k, down.expert
         bound = [v for v in (*term.bound, *inner.bound) if v is not i]
@@ -210,7 +211,7 @@ class Proof:
         """``read`` as a function of the first product's outputs."""
         value = filled(read.node)
         if value is not None:
-            return Literal(value)
+            return Literal(torch.tensor(value, dtype=torch.float64))
         output = self._output(read, i)
         if output is not None:
             return Leaf(self._number(output))
@@ -227,8 +228,10 @@ class Proof:
             return self._tree(self.sums.read(node, at), i, expert)
 
         tree = call_of(read.node, operand)
+        if tree is None and read.node.target in PRODUCTS:
+            raise Refused("a first product that is not rows of tokens times one expert weight", 2)
         if tree is None:
-            raise Refused(f"between the products: {getattr(read.node.target, '_opname', read.node)}, which is not elementwise", 2)
+            raise Refused(f"between the products: {getattr(read.node.target, '_opname', read.node)}, which is not elementwise", 2 if self.outputs else 1)
         return tree
 
     def _number(self, output: _Output) -> int:
@@ -263,7 +266,8 @@ class Proof:
         if len(weights) != 1 or term.constant != 1 or len(term.bound) != 1 or weights[0].k is not term.bound[0]:
             return None
         h = term.bound[0]
-        return self._of_tokens(weights[0], [f for f in term.factors if f is not weights[0]], bias, h, term.matmuls)
+        factors = [f for f in term.factors if f is not weights[0]]
+        return None if any(i in f.variables for f in factors) else self._of_tokens(weights[0], factors, bias, h, term.matmuls)
 
     def _is_bias(self, bias: Read, weight: Weight) -> bool:
         """One row per expert, as opposed to anything else that may be added."""
@@ -313,7 +317,7 @@ class Proof:
         activation = identify(_in_order(formula, order), len(order), interleaved)
         tokens, slots = self.tokens, bound
         if set(first.x.variables) - {first.channel} != set(tokens):
-            raise Refused("the first product's rows are not the tokens of the result", 3)
+            raise Refused("the first product's rows are not the tokens of the result", 2)
         masks = self._masks([f for f in pairs if isinstance(f, Mask)], ids, experts)
         weights = [f for f in pairs if not isinstance(f, Mask)]
         on_input = not weights

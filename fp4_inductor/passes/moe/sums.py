@@ -20,6 +20,7 @@ from .index import Const, Index, Position, Refused, Var
 from .read import Read, Reader, argument, aten, dtype_of, prims, shape_of
 
 fp4 = torch.ops.fp4
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._grouped_mm.default, fp4.linear.default, fp4.bmm.default}
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,9 @@ def _where(sums, node, at):
 
 def condition_factor(sums: Sums, condition: Read, keeps: bool) -> Factor:
     node = condition.node
+    while is_call(node, prims.convert_element_type.default) and dtype_of(node.args[0]) == torch.bool:
+        condition = operand(sums, node.args[0], condition.at)
+        node = condition.node
     if keeps and is_call(node, aten.eq.Tensor):
         a, b = (operand(sums, n, condition.at) for n in node.args)
         return Delta(sums.index(a.node, a.at), sums.index(b.node, b.at))
@@ -299,24 +303,49 @@ def _distinct(ids: Node, dim: int) -> bool:
 
 @_expands(aten.index_put.default)
 def _index_put(sums, node, at):
-    base, indices, values = node.args[:3]
-    if not argument(node, 3, "accumulate", False) or len(indices) != 1 or indices[0] is None:
-        return None
-    return _added_rows(sums, node, base, indices[0], values, at)
+    return added_rows(sums, node, at) if filled(node.args[0]) == 0.0 else None
 
 
 @_expands(aten.index_add.default)
 def _index_add(sums, node, at):
-    base, dim, indices, values = node.args[:4]
-    return _added_rows(sums, node, base, indices, values, at) if dim == 0 and node.kwargs.get("alpha", 1) == 1 else None
+    return added_rows(sums, node, at) if filled(node.args[0]) == 0.0 else None
 
 
-def _added_rows(sums: Sums, node: Node, base: Node, indices: Node, values: Node, at: Position) -> Term | None:
-    """``zeros.index_add(0, token of each row, rows)`` where every token has the same number of rows."""
-    if filled(base) != 0.0 or len(shape_of(indices)) != 1 or len(shape_of(values)) != len(at):
+def added_rows(sums: Sums, node: Node, at: Position) -> Term | None:
+    """What ``base.index_add(0, token of each row, rows)`` adds to ``base``.
+
+    Every token has the same number of rows, or the rows are those that ``nonzero`` lists.
+    """
+    if is_call(node, aten.index_put.default):
+        base, among, values = node.args[:3]
+        indices = among[0] if len(among) == 1 and argument(node, 3, "accumulate", False) else None
+    elif is_call(node, aten.index_add.default):
+        base, dim, indices, values = node.args[:4]
+        indices = indices if dim == 0 and node.kwargs.get("alpha", 1) == 1 else None
+    else:
         return None
+    if indices is None or len(shape_of(indices)) != 1 or len(shape_of(values)) != len(at):
+        return None
+    return _listed_rows(sums, node, indices, values, at) or _all_rows(sums, node, base, indices, values, at)
+
+
+def _listed_rows(sums: Sums, node: Node, indices: Node, values: Node, at: Position) -> Term | None:
+    probe = Var(shape_of(indices)[0], ("row of", node))
+    to = sums.index(indices, (probe,))
+    if not isinstance(to, ix.Value) or not is_call(to.node, aten.nonzero.default) or to.at[0] is not probe or not isinstance(to.at[1], Const):
+        return None
+    listed, where, bound = to.node.args[0], [], []
+    for d, size in enumerate(shape_of(listed)):
+        index, new = (at[0], []) if d == to.at[1].value else sums.variable(size, "slot", node, d)
+        where.append(index)
+        bound += new
+    entry = condition_factor(sums, operand(sums, listed, tuple(where)), True)
+    return Term([entry, sums.read(values, (ix.Row(to.node, tuple(where)), *at[1:]))], bound)
+
+
+def _all_rows(sums: Sums, node: Node, base: Node, indices: Node, values: Node, at: Position) -> Term | None:
     rows, tokens = shape_of(indices)[0], shape_of(base)[0]
-    slots = ix._quotient(rows, tokens)
+    slots = ix.quotient(rows, tokens)
     if slots is None:
         return None
     probe = Var(rows, ("row of", node))

@@ -1,0 +1,83 @@
+"""Tile shapes of the MoE kernels: pure functions of the shape. First choices: none has run on a GPU yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ROUTE_BLOCK = 1024
+COMBINE_BLOCK = 512
+TRANSIENT_BYTES = 256 << 20  # dense weights that exist at once on the many-tokens path
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """``block_n`` outputs a program, K in steps of ``block_w`` words of 8 codes."""
+
+    block_n: int
+    block_w: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """``block_n`` outputs by ``block_m`` pairs of one expert."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def decode(k: int) -> DecodeConfig:
+    """For a product over ``k``: one step over all of it where that fits, else the widest step that wastes at most an eighth of its lanes.
+
+    At least 512 words a program, so that every thread of four warps loads 16 bytes.
+    """
+    words = max(k // 8, 2)
+    whole = 1 << (words - 1).bit_length()
+    if whole <= 256 and whole <= 1.4 * words:
+        width = max(whole, 16)
+    else:
+        waste = {w: -(-words // w) * w / words for w in (256, 128, 64)}
+        width = next((w for w in waste if waste[w] <= 1.125), min(waste, key=waste.__getitem__))
+    return DecodeConfig(max(4, 512 // width), width, 4)
+
+
+def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
+    """For ``pairs`` spread over ``experts``; with a gate a program holds two weights and two sums."""
+    mean = pairs / max(experts, 1)
+    if mean <= 12:
+        return GroupedConfig(16, 32 if gated else 64, 128, 4, 3)
+    if mean <= 24:
+        return GroupedConfig(32, 32 if gated else 64, 128, 4, 3)
+    return GroupedConfig(64, 64, 64, 4, 3)
+
+
+def slots(pairs: int, experts: int, block_m: int) -> int:
+    """Slots for tiles: see :mod:`.triton_route`."""
+    return pairs // block_m + experts
+
+
+def decode_units(k: int) -> tuple[int, int]:
+    """``(units, words a unit)`` of a row of ``k`` weights: the unit is the largest power of two up to 16 that divides its words."""
+    words = k // 8
+    unit = next(u for u in (16, 8, 4, 2, 1) if words % u == 0)
+    return words // unit, unit
+
+
+def decode_constants(c: DecodeConfig, k: int, arch: int) -> dict[str, object]:
+    """Constexpr arguments of both decode kernels."""
+    return dict(BLOCK_N=c.block_n, BLOCK_W=c.block_w, UNIT=decode_units(k)[1], ONE_STEP=k // 8 <= c.block_w, CVT=arch >= 89, ASM=True)
+
+
+def grouped_constants(c: GroupedConfig, dtype: torch.dtype) -> dict[str, object]:
+    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BF16=dtype == torch.bfloat16, ASM=True)
+
+
+def part_of_rows(rows: int, bytes_a_row: int) -> int:
+    """How many of ``rows`` outputs of every expert are dense at once: a multiple of 16 within :data:`TRANSIENT_BYTES`, at least 16."""
+    fit = TRANSIENT_BYTES // max(bytes_a_row, 1) // 16 * 16
+    return min(rows, max(16, fit))

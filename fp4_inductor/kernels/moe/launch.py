@@ -1,0 +1,275 @@
+"""Host side of fp4.moe on CUDA: the self-dispatching op. No host read (but for float32), current stream, no atomics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...config import DispatchConfig, dispatch_config
+from ...errors import DeviceError
+from ...ops import moe as contract
+from ...ops.activation import Activation
+from ...ops.dequantize_fp8 import WEIGHT_FACTOR
+from .. import select
+from ..select import Plan, plan
+from . import configs, cpu
+from .triton_decode import moe_decode_down, moe_decode_up
+from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
+from .triton_route import moe_route
+
+fp4 = torch.ops.fp4
+_arch = functools.cache(select.arch_of)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(device: torch.device, dtype: torch.dtype, n: int, k: int, experts: int, large_m: str, config: DispatchConfig) -> Plan:
+    return plan(select.describe("moe", device, dtype, n, k, large_m, experts), config)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The arguments of one call, contiguous and aligned; names as in :mod:`fp4_inductor.ops.moe`."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up: tuple[Tensor, Tensor, Tensor]
+    down: tuple[Tensor, Tensor, Tensor]
+    biases: tuple[Tensor | None, Tensor | None]
+    act: Activation
+    on_input: bool
+    map: Tensor | None
+
+    @property
+    def pairs(self) -> int:
+        return self.ids.numel()
+
+    @property
+    def experts(self) -> int:
+        return self.gate_up[0].shape[0]
+
+    @property
+    def inner(self) -> int:
+        return self.down[0].shape[2] * 2
+
+    @property
+    def width(self) -> int:
+        return self.down[0].shape[1]
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_up[0].shape[1] != self.inner
+
+    def activation(self) -> dict[str, object]:
+        """Constexprs of the kernels that apply it."""
+        constants = dict(ALPHA=self.act.alpha, LIMIT=self.act.limit or 0.0, ACT=self.act.name, GATED=self.gated, INTERLEAVED=self.act.interleaved)
+        return {**constants, "ON_INPUT": self.on_input}
+
+    def routing(self) -> tuple[Tensor, Tensor | None, int]:
+        """``(ids, map, size of the map)``."""
+        return self.ids, self.map, 0 if self.map is None else self.map.shape[0]
+
+
+def moe(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    """``[T, N]`` by the row that ``select.plan`` gives for this T * k and E."""
+    args = (
+        hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+    )  # fmt: skip
+    contract.check(*args)
+    if hidden.device.type != "cuda":
+        raise DeviceError("the CUDA kernel of fp4.moe got tensors elsewhere", value=str(hidden.device), limit="cuda", remedy="Move them with .to('cuda').")
+    experts, _, half_k = gate_up_qdata.shape
+    width, inner = down_qdata.shape[1], down_qdata.shape[2] * 2
+    if expert_ids.numel() == 0 or experts == 0 or width == 0 or half_k == 0 or inner == 0:
+        return _without_products(args) if expert_ids.numel() and experts and width else hidden.new_zeros((hidden.shape[0], width))
+    row = _plan(hidden.device, hidden.dtype, width, half_k * 2, experts, large_m, dispatch_config()).pick(expert_ids.numel())
+    if row.kernel == BY_EXPERT:
+        return cpu.moe(*args)
+    layer = Layer(
+        _aligned(hidden), expert_ids.contiguous(), expert_weights.contiguous(),
+        (_aligned(gate_up_qdata), _aligned(gate_up_scale), gate_up_global_scale.reshape(-1).contiguous()),
+        (_aligned(down_qdata), _aligned(down_scale), down_global_scale.reshape(-1).contiguous()),
+        (None if gate_up_bias is None else gate_up_bias.contiguous(), None if down_bias is None else down_bias.contiguous()),
+        Activation(activation, alpha, limit, interleaved), weight_on_input, None if expert_map is None else expert_map.contiguous(),
+    )  # fmt: skip
+    with torch.cuda.device(hidden.device):
+        return _LAUNCHERS[row.kernel](layer)
+
+
+def _without_products(args: tuple) -> Tensor:
+    """H or I is 0: biases alone remain, which the reference computes; a shape no model has."""
+    return contract.reference(*args)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, at an address that is a multiple of 16: the kernels read 16 bytes at once."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _bytes(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return parts[0], parts[1].view(torch.uint8), parts[2]
+
+
+def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.DecodeConfig | None = None) -> Tensor:
+    """A few tokens: two launches; see :mod:`.triton_decode`."""
+    (t, hidden), top_k = layer.x.shape, layer.ids.shape[1]
+    ids, table, table_size = layer.routing()
+    arch = _arch(layer.x.device)
+    h = torch.empty(layer.pairs, layer.inner, dtype=torch.float32, device=layer.x.device)
+    y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
+    c = up or configs.decode(hidden)
+    moe_decode_up[(-(-layer.inner // c.block_n), layer.pairs)](
+        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up), layer.biases[0], h, top_k, t, layer.experts, table_size,
+        layer.inner, configs.decode_units(hidden)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
+        **configs.decode_constants(c, hidden, arch), num_warps=c.num_warps,
+    )  # fmt: skip
+    c = down or configs.decode(layer.inner)
+    moe_decode_down[(-(-layer.width // c.block_n), t)](
+        h, ids, layer.weights, table, *_bytes(layer.down), layer.biases[1], y, t, layer.experts, table_size, layer.width, configs.decode_units(layer.inner)[0],
+        TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None,
+        **configs.decode_constants(c, layer.inner, arch), num_warps=c.num_warps,
+    )  # fmt: skip
+    return y
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What :mod:`.triton_route` writes."""
+
+    order: Tensor
+    place: Tensor
+    ends: Tensor
+    tile_expert: Tensor
+    tile_start: Tensor
+
+
+def route(layer: Layer, block_m: int) -> Routing:
+    """One launch."""
+    ids, table, table_size = layer.routing()
+    n_slots = configs.slots(layer.pairs, layer.experts, block_m)
+    # Zeros: a pair that is no expert's leaves the tail of ``order`` unwritten, and the many-tokens path gathers by all of it.
+    sizes = (layer.pairs, layer.pairs, layer.experts, n_slots, n_slots)
+    out = Routing(*(torch.zeros(size, dtype=torch.int32, device=ids.device) for size in sizes))
+    moe_route[(layer.experts,)](
+        ids, table, out.order, out.place, out.ends, out.tile_expert, out.tile_start, layer.pairs, layer.experts, table_size, n_slots,
+        BLOCK_M=block_m, HAS_MAP=table is not None, BLOCK=configs.ROUTE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
+    """Routing, two grouped tensor-core products with the weights decoded in registers, the sum: four launches; see :mod:`.triton_grouped`."""
+    c = tile or configs.grouped(layer.pairs, layer.experts, layer.gated)
+    routing = route(layer, c.block_m)
+    n_slots = routing.tile_expert.shape[0]
+    dtype, device = layer.x.dtype, layer.x.device
+    h = torch.empty(layer.pairs, layer.inner, dtype=dtype, device=device)
+    out = torch.empty(layer.pairs, layer.width, dtype=torch.float32, device=device)
+    constants = configs.grouped_constants(c, dtype)
+    shared = (routing.order, routing.ends, routing.tile_expert, routing.tile_start)
+    launch = dict(num_warps=c.num_warps, num_stages=c.num_stages)
+    moe_grouped_up[(-(-layer.inner // c.block_n), n_slots)](
+        layer.x, layer.weights, *shared, *_bytes(layer.gate_up), layer.biases[0], h, layer.ids.shape[1], layer.inner, layer.x.shape[1],
+        **layer.activation(), HAS_BIAS=layer.biases[0] is not None, **constants, **launch,
+    )  # fmt: skip
+    moe_grouped_down[(-(-layer.width // c.block_n), n_slots)](
+        h, *shared, *_bytes(layer.down), layer.biases[1], out, layer.width, layer.inner, HAS_BIAS=layer.biases[1] is not None, **constants, **launch
+    )
+    return combine(layer, out, None)
+
+
+def combine(layer: Layer, out: Tensor, place: Tensor | None) -> Tensor:
+    """Each token's weighted sum of rows of ``out``: row = pair, or ``place[pair]``. One launch."""
+    ids, table, table_size = layer.routing()
+    t = layer.x.shape[0]
+    y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=out.device)
+    moe_combine[(-(-layer.width // configs.COMBINE_BLOCK), t)](
+        out, place, ids, layer.weights, table, y, layer.experts, table_size, layer.width,
+        TOP_K=ids.shape[1], ON_INPUT=layer.on_input, HAS_MAP=table is not None, SORTED=place is not None, BLOCK_N=configs.COMBINE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+# --- many tokens: transient dense weights, a few rows of every expert at a time ------------------------------------
+
+
+def large_dense(layer: Layer) -> Tensor:
+    """Grouped bfloat16 products of ``torch._grouped_mm``."""
+    return _many(layer, _bf16_product)
+
+
+def large_fp8(layer: Layer) -> Tensor:
+    """Grouped FP8 products of ``torch._scaled_grouped_mm``; tokens rounded to E4M3 per row."""
+    return _many(layer, _fp8_product)
+
+
+def _many(layer: Layer, product: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], Tensor], Tensor]) -> Tensor:
+    routing = route(layer, 64)
+    order = routing.order.long()
+    token = order // layer.ids.shape[1]
+    expert = contract.local_ids(layer.ids.flatten(), layer.map, layer.experts).clamp_min(0)[order]
+    x = layer.x.index_select(0, token)
+    if layer.on_input:
+        x = (x * layer.weights.flatten()[order, None]).to(layer.x.dtype)
+    halves = 2 if layer.gated else 1
+    h = torch.empty(layer.pairs, layer.inner, dtype=x.dtype, device=x.device)
+    step = configs.part_of_rows(layer.inner, layer.experts * halves * x.shape[1] * 2)
+    for start in range(0, layer.inner, step):
+        rows = slice(start, min(start + step, layer.inner))
+        parts = [_gate_up_rows(t, layer, rows) for t in layer.gate_up[:2]]
+        z = product(x, (parts[0], parts[1], layer.gate_up[2]), routing.ends).float()
+        if layer.biases[0] is not None:
+            z = z + _gate_up_rows(layer.biases[0], layer, rows).float()[expert]
+        h[:, rows] = layer.act(z, rows.stop - rows.start).to(h.dtype)
+    out = torch.empty(layer.pairs, layer.width, dtype=x.dtype, device=x.device)
+    step = configs.part_of_rows(layer.width, layer.experts * layer.inner * 2)
+    for start in range(0, layer.width, step):
+        rows = slice(start, min(start + step, layer.width))
+        y = product(h, (layer.down[0][:, rows], layer.down[1][:, rows], layer.down[2]), routing.ends)
+        out[:, rows] = y if layer.biases[1] is None else y + layer.biases[1][:, rows][expert].to(y.dtype)
+    return combine(layer, out, routing.place)
+
+
+def _gate_up_rows(t: Tensor, layer: Layer, rows: slice) -> Tensor:
+    """The gate and up rows of outputs ``rows``, in the layout of the whole: ``[E, 2 * r or r, ...]``."""
+    if not layer.gated:
+        return t[:, rows]
+    if layer.act.interleaved:
+        return t[:, 2 * rows.start : 2 * rows.stop]
+    if rows.stop - rows.start == layer.inner:
+        return t
+    return torch.cat((t[:, rows], t[:, layer.inner + rows.start : layer.inner + rows.stop]), 1)
+
+
+def _bf16_product(x: Tensor, weight: tuple[Tensor, Tensor, Tensor], ends: Tensor) -> Tensor:
+    return torch._grouped_mm(x, fp4.dequantize(*weight, x.dtype).mT, offs=ends)
+
+
+def _fp8_product(x: Tensor, weight: tuple[Tensor, Tensor, Tensor], ends: Tensor) -> Tensor:
+    qdata, scale, global_scale = weight
+    experts, n, _ = qdata.shape
+    x8, x_scale = fp4.quantize_rows_fp8(x)
+    w8 = fp4.dequantize_fp8(qdata.reshape(experts * n, -1), scale.reshape(experts * n, -1)).view(experts, n, -1)
+    w_scale = (global_scale / WEIGHT_FACTOR).unsqueeze(1).expand(experts, n).contiguous()
+    return torch._scaled_grouped_mm(x8, w8.mT, x_scale.squeeze(1), w_scale, offs=ends, out_dtype=x.dtype)
+
+
+BY_EXPERT = "by expert"
+_LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
+    "triton_moe_decode": decode,
+    "triton_moe_grouped": grouped,
+    "dequantize_fp8 + scaled_grouped_mm": large_fp8,
+    "dequantize + grouped_mm": large_dense,
+}

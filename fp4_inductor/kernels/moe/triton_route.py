@@ -1,0 +1,50 @@
+"""Routing metadata in one launch: pairs sorted by expert, where each expert begins, and which expert each tile of rows belongs to.
+
+One program an expert; it reads all ids (from L2, P * 4 bytes) and compacts its own pairs behind those of the experts before it: stable,
+no atomics, no synchronisation, nothing read back by the host. Pairs whose id is no expert are in no group and are computed by no one.
+
+Tiles without padding: the i-th tile of expert e takes slot ``start[e] // BLOCK_M + e + i``. Two experts never share a slot, because
+floor((s + c) / B) + 1 >= floor(s / B) + ceil(c / B); slots between two experts' tiles stay empty.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moe_route(IDS, MAP, ORDER, PLACE, ENDS, TILE_EXPERT, TILE_START, P, E, MAP_SIZE, SLOTS, BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
+    """ORDER[P] pairs by expert, PLACE[P] its inverse; ENDS[E] past each expert's last; TILE_EXPERT[SLOTS] (-1: empty) and TILE_START[SLOTS]."""
+    e = tl.program_id(0)
+    before = 0
+    mine = 0
+    for p in range(0, P, BLOCK):
+        at = p + tl.arange(0, BLOCK)
+        ids = tl.load(IDS + at, mask=at < P, other=-1).to(tl.int64)
+        if HAS_MAP:
+            known = (ids >= 0) & (ids < MAP_SIZE)
+            ids = tl.load(MAP + ids, mask=known, other=-1).to(tl.int64)
+        before += tl.sum(((ids >= 0) & (ids < e)).to(tl.int32), 0)
+        mine += tl.sum((ids == e).to(tl.int32), 0)
+    tl.store(ENDS + e, before + mine)
+    place = before
+    for p in range(0, P, BLOCK):
+        at = p + tl.arange(0, BLOCK)
+        ids = tl.load(IDS + at, mask=at < P, other=-1).to(tl.int64)
+        if HAS_MAP:
+            known = (ids >= 0) & (ids < MAP_SIZE)
+            ids = tl.load(MAP + ids, mask=known, other=-1).to(tl.int64)
+        own = (ids == e).to(tl.int32)
+        to = place + tl.cumsum(own, 0) - 1
+        tl.store(ORDER + to, at, mask=own > 0)
+        tl.store(PLACE + at, to, mask=own > 0)
+        place += tl.sum(own, 0)
+    first = before // BLOCK_M + e
+    following = tl.where(e == E - 1, SLOTS, (before + mine) // BLOCK_M + e + 1)
+    tiles = tl.cdiv(mine, BLOCK_M)
+    for i in range(0, following - first, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        inside = at < following - first
+        tl.store(TILE_EXPERT + first + at, tl.where(at < tiles, e, -1), mask=inside)
+        tl.store(TILE_START + first + at, before + at * BLOCK_M, mask=inside)

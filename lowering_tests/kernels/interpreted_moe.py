@@ -1,0 +1,221 @@
+"""Run by test_moe_kernels.py in a process of its own: the MoE kernels in Triton's interpreter against float64, on CPU tensors.
+
+Prints one JSON object per case: ``{"case", "error", "bound"}``. Kept out, as in interpreted.py: bfloat16 ``tl.dot`` and the rounding to
+bfloat16, both wrong there; so bfloat16 occurs as an input of the decode kernels only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import torch
+
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.moe import configs, launch
+from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops.activation import Activation
+
+TILES = (configs.GroupedConfig(16, 32, 64, 4, 2), configs.GroupedConfig(32, 16, 32, 4, 2))
+
+
+def report(case: str, error: float, bound: float) -> None:
+    print(json.dumps({"case": case, "error": error if error == error else 1e30, "bound": bound}), flush=True)
+
+
+def distance(y, r) -> float:
+    return ((y.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)).item()
+
+
+def _without_asm(constants):
+    return lambda *args: {**constants(*args), "ASM": False}
+
+
+def _float32_out(*shape, dtype, **options):
+    """For ``torch.empty`` in the launchers: unwritten elements are NaN; bfloat16 results stay float32."""
+    return torch.full(shape, float("nan"), dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
+
+
+@contextlib.contextmanager
+def interpreted(arch=80):
+    with (
+        mock.patch.object(launch, "_arch", return_value=arch),
+        mock.patch.object(configs, "decode_constants", lambda *a: {**_decode(*a), "ASM": False, "CVT": False}),
+        mock.patch.object(configs, "grouped_constants", _without_asm(configs.grouped_constants)),
+        mock.patch.object(torch, "empty", _float32_out),
+    ):
+        yield
+
+
+_decode = configs.decode_constants
+
+
+def weight(e, n, k):
+    return nvfp4.quantize(torch.randn(e, n, k) / k**0.5)
+
+
+def layer(t, h, inner, e, k, act=None, dtype=torch.float32, gated=True, biased=False, on_input=False, table=None, width=None, ids=None):
+    act = act or Activation()
+    rows = 2 * inner if gated else inner
+    biases = (torch.randn(e, rows), torch.randn(e, width or h)) if biased else (None, None)
+    ids = torch.randint(0, e, (t, k), dtype=torch.int32) if ids is None else ids
+    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), weight(e, rows, h), weight(e, width or h, inner), biases, act, on_input, table)
+
+
+def exact(c: launch.Layer) -> torch.Tensor:
+    wide = c.x.double() if c.x.dtype != torch.float32 else c.x
+    return contract.reference(wide.float(), c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map)
+
+
+def both(name: str, c: launch.Layer, decode=True, tiles=TILES) -> None:
+    want = exact(c)
+    with interpreted():
+        if decode:
+            wide = (configs.DecodeConfig(32, 16, 4), configs.DecodeConfig(64, 16, 4))  # the interpreter pays by the program
+            report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
+        if c.x.dtype != torch.bfloat16:
+            for tile in tiles:
+                bound = 4e-6 if c.x.dtype == torch.float32 else 1e-3
+                report(f"grouped {name} {tile.block_m}", distance(launch.grouped(c, tile), want), bound)
+
+
+ACTS = {
+    "silu": Activation(),
+    "gpt_oss": Activation("swiglu_oai", 1.702, 0.7, True),
+    "concatenated gpt_oss": Activation("swiglu_oai", 1.702, 0.7),
+    "deepseek_v4": Activation("silu", limit=0.5),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "relu": Activation("relu", limit=1.0),
+}
+
+
+def formulas():
+    for i, (name, act) in enumerate(ACTS.items()):
+        both(f"{name} bias {i % 2 > 0}", layer(3, 80, 48, 4, 2, act, biased=i % 2 > 0), tiles=TILES[:1])
+    for name, act in (("relu2", Activation("relu2")), ("quick_gelu", Activation("silu", 1.702))):
+        both(f"no gate {name}", layer(3, 80, 48, 4, 2, act, gated=False, biased=True), tiles=TILES[:1])
+
+
+def shapes():
+    for t, h, inner, e, k, width in (
+        (1, 272, 16, 3, 2, None),
+        (1, 528, 144, 2, 1, 33),
+        (3, 16, 80, 9, 4, 70),
+        (2, 80, 96, 1, 3, None),
+        (40, 48, 32, 5, 2, None),
+    ):
+        for dtype in (torch.bfloat16, torch.float32) if h == 16 else (torch.float16,):
+            c = layer(t, h, inner, e, k, dtype=dtype, width=width)
+            both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10, tiles=TILES if inner == 80 else TILES[:1])
+
+
+def routings():
+    """Adversarial: every id, none, one expert for all, the same expert twice, more choices than experts, sentinels with NaN weights."""
+    ids = {
+        "none is an expert": torch.full((4, 2), -1),
+        "beyond the last": torch.tensor([[6, 0], [7, -5], [2**40, 5], [-(2**40), 1]]),
+        "one for all": torch.full((5, 2), 3),
+        "in descending order": torch.tensor([[5, 4], [3, 2], [1, 0]]),
+        "more choices than experts": torch.randint(0, 6, (2, 9)),
+        "the last only": torch.tensor([[5], [5], [5]]),
+        "first and last": torch.tensor([[0, 5], [5, 0], [0, 0]]),
+    }
+    for name, choice in ids.items():
+        c = layer(*choice.shape[:1], 48, 32, 6, choice.shape[1], ids=choice)
+        c.weights[(choice < 0) | (choice > 5)] = float("nan")
+        both(f"routing: {name}", c, tiles=TILES[:1])
+    table = torch.tensor([-1, 0, 3, 2, -1, 1, 5, 99])
+    for on_input in (False, True):
+        c = layer(5, 48, 32, 6, 3, ids=torch.randint(-2, 12, (5, 3)), table=table, on_input=on_input, biased=True)
+        both(f"routing: map, weight on input {on_input}", c, tiles=TILES[:1])
+    for seed in range(4):
+        random.seed(seed)
+        e, k, t = random.choice((1, 2, 7, 16)), random.choice((1, 3, 8)), random.choice((1, 6))
+        c = layer(t, 32, 16, e, k, ids=torch.randint(-1, e + 1, (t, k)))
+        both(f"routing: random E{e} k{k} T{t}", c, tiles=TILES[seed % 2 :][:1])
+
+
+def metadata():
+    """The routing kernel alone, against torch.sort; P beyond one block; every BLOCK_M."""
+    for e, p, block_m in ((5, 40, 16), (1, 7, 16), (6, 1500, 32), (3, 2049, 64), (9, 3, 64)):
+        ids = torch.randint(-1, e + 1, (p, 1))
+        ids[torch.rand(p, 1) < 0.2] = 0  # uneven
+        c = layer(1, 16, 16, e, 1, ids=torch.zeros(1, 1, dtype=torch.int32))
+        c = launch.Layer(c.x, ids, torch.rand(p, 1), c.gate_up, c.down, c.biases, c.act, False, None)
+        with interpreted():
+            r = launch.route(c, block_m)
+        valid = torch.where((ids >= 0) & (ids < e), ids, e).flatten()
+        order = torch.argsort(valid, stable=True)[: int((valid < e).sum())]
+        wrong = int(not torch.equal(r.order[: order.numel()].long(), order))
+        counts = torch.bincount(valid, minlength=e + 1)[:e]
+        wrong += int(not torch.equal(r.ends.long(), counts.cumsum(0)))
+        wrong += int(not torch.equal(r.place.long()[order], torch.arange(order.numel())))
+        seen = torch.zeros(p, dtype=torch.int64)
+        for expert, start in zip(r.tile_expert.tolist(), r.tile_start.tolist(), strict=True):
+            if expert >= 0:
+                seen[start : min(start + block_m, int(r.ends[expert]))] += 1
+                wrong += int((valid[r.order[start : min(start + block_m, int(r.ends[expert]))].long()] != expert).sum())
+        wrong += int((seen[: order.numel()] != 1).sum()) + int(seen[order.numel() :].sum())
+        report(f"route E{e} P{p} tile {block_m}", float(wrong), 0.0)
+
+
+def rows_stay_apart():
+    c = layer(4, 48, 32, 5, 2)
+    with interpreted():
+        clean = {f: getattr(launch, f)(c) for f in ("decode", "grouped")}
+        for bad in (float("nan"), float("inf")):
+            c.x[2, 5] = bad
+            for f, want in clean.items():
+                got = getattr(launch, f)(c)
+                others = torch.arange(4) != 2
+                report(f"apart {f} {bad}", float((got[others] != want[others]).sum() + torch.isfinite(got[2]).sum()), 0.0)
+    # A NaN expert that only an invalid pair names is not read; one that is named reaches its tokens only.
+    c = layer(4, 48, 32, 5, 2, ids=torch.tensor([[1, 2], [2, 3], [-1, 1], [4, 3]]))
+    with interpreted():
+        want = {f: getattr(launch, f)(c) for f in ("decode", "grouped")}
+        c.gate_up[2][0] = float("nan")
+        c.down[2][0] = float("nan")
+        for f in want:
+            report(f"apart unused expert {f}", float((getattr(launch, f)(c) != want[f]).sum()), 0.0)
+        c.down[2][4] = float("nan")
+        for f in want:
+            got = getattr(launch, f)(c)
+            report(f"apart NaN expert {f}", float((got[:3] != want[f][:3]).sum() + torch.isfinite(got[3]).sum()), 0.0)
+
+
+def many_tokens():
+    """The transient-weight path: the host's slicing of rows, with the grouped product in plain PyTorch and kernels interpreted."""
+
+    def product(x, weight, ends):
+        out = x.new_zeros(x.shape[0], weight[0].shape[1])
+        w = nvfp4.dequantize(*weight, torch.float32)
+        start = 0
+        for e, end in enumerate(ends.tolist()):
+            out[start:end] = x[start:end] @ w[e].t()
+            start = end
+        out[start:] = float("nan")  # torch._grouped_mm leaves these rows unwritten
+        return out
+
+    for act, gated, biased, on_input in (
+        (ACTS["silu"], True, False, False),
+        (ACTS["gpt_oss"], True, True, False),
+        (ACTS["silu"], True, True, True),
+        (Activation("relu2"), False, False, False),
+    ):
+        for limit in (1 << 30, 4096):  # one part; several
+            c = layer(30, 64, 48, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 6, (30, 3)))
+            with interpreted(), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
+                got = launch._many(c, product)
+            report(f"many {act.name} gate {gated} bias {biased} on input {on_input} {limit}", distance(got, exact(c)), 4e-6)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens):
+        cases()

@@ -1,0 +1,79 @@
+"""Every spelling of an MoE layer becomes one fp4.moe; what only looks like one does not, and explain() is told why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_layers import ACTIVATIONS, FORMS, NOT_A_LAYER, UNKNOWN_ACTIVATIONS, H, Layer, T, gathered
+
+from fp4_inductor.passes.missed import listen
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def relative_error(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(compiled, form):
+    body, counter = FORMS[form]
+    dtype = torch.bfloat16 if form.startswith("grouped") else torch.float32  # torch's grouped product takes no other
+    layer, x = Layer(body, dtype), torch.randn(T, H).to(dtype)
+    torch._dynamo.mark_dynamic(x, 0)
+    with listen() as missed, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        c = compiled(layer, x)
+    assert c.matches == {counter: 1}
+    assert c.graph.count("fp4.") == 1 and "fp4.moe" in c.graph and "nonzero" not in c.graph
+    assert not missed
+    assert c.result.shape == layer(x).shape
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", NOT_A_LAYER)
+def test_left_alone(compiled, form):
+    body, reason = NOT_A_LAYER[form]
+    dtype = torch.bfloat16 if form.startswith("grouped") else torch.float32  # torch's grouped product takes no other
+    layer, x = Layer(body, dtype), torch.randn(T, H).to(dtype)
+    with listen() as missed:
+        c = compiled(layer, x)
+    assert "fp4.moe." not in c.graph
+    assert not {m for m in c.matches if m.startswith("moe_") and m != "moe_gather"}
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[dtype]
+    if "fp4.dequantize" in c.graph:
+        assert len(missed) == c.graph.count("fp4.dequantize")
+        assert all(m.reason for m in missed) and any(reason in m.reason for m in missed), missed
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(compiled, name):
+    act, gated, arguments = ACTIVATIONS[name]
+    layer, x = Layer(gathered(act), gated=gated), torch.randn(T, H) * 3
+    c = compiled(layer, x)
+    assert c.matches == {"moe_batched_mm": 1}
+    assert _activation(c.graph) == arguments
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[torch.float32]
+
+
+def _activation(graph):
+    """The four arguments of fp4.moe that describe it, defaults filled in."""
+    line = next(line for line in graph.splitlines() if "fp4.moe" in line)
+    given = line[line.index("(") + 1 : -1].split(", ")[11:]
+    name, alpha, limit, interleaved = (*given, *("silu", "1.0", "None", "False")[len(given) :])
+    return name, float(alpha), None if limit == "None" else float(limit), interleaved == "True"
+
+
+@pytest.mark.parametrize("name", UNKNOWN_ACTIVATIONS)
+def test_unknown_activations_are_refused_by_name(compiled, name):
+    act, gated, reason = UNKNOWN_ACTIVATIONS[name]
+    layer, x = Layer(gathered(act), gated=gated), torch.randn(T, H)
+    with listen() as missed:
+        c = compiled(layer, x)
+    assert "fp4.moe." not in c.graph and c.matches == {"moe_gather": 2}
+    assert len(missed) == 2 and all(reason in m.reason for m in missed), missed
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[torch.float32]
