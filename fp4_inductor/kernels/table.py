@@ -64,6 +64,7 @@ _SMALL = "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, wh
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
+_CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _SPARSE_GEMV = "kept codes and gathered activations; its prototype ran level with the dense GEMV (14.1 us at 8192x8192), 22% fewer bytes"
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
@@ -108,6 +109,7 @@ ROWS: tuple[Row, ...] = (
         csrc="linear_small",
     ),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid"),
+    Row("linear", "mid", "cuda_wide", (90, 90), 256, HALF, _CUDA_WIDE, EMULATED, k_multiple=64, csrc="linear_wide"),
     Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200", siblings=True),
     Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run", siblings=True),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run", siblings=True),
@@ -146,7 +148,9 @@ ROWS: tuple[Row, ...] = (
     Row("linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "transient weight in the activation's dtype", "compiled, not run", k_multiple=1),
     Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
-    Row("sparse_linear", "small", "cuda_sparse_small", (80, 129), 32, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (90, 90), 32, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (80, 89), 16, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (100, 129), 16, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", (89, 129), None, BF16, _SPARSE_FP8, "compiled, not run", ("auto", "fp8"), 32, 16),
     Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense large_dense", "compiled, not run"),

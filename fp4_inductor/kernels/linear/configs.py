@@ -49,6 +49,16 @@ class CudaMidConfig:
     splits: int = 1
 
 
+@dataclass(frozen=True)
+class CudaWideConfig:
+    """Tile of ``csrc/gemm/linear_wide.cu``: as :class:`CudaMidConfig`, a weight decoded once for 64, 128 or 256 tokens."""
+
+    tokens: int
+    groups: int
+    stages: int
+    splits: int = 1
+
+
 def gemv(max_m: int, n: int, k: int) -> GemvConfig:
     """For at most ``max_m`` rows (1 to 4; more rows take more programs)."""
     block_m = 1 if max_m <= 1 else 2 if max_m == 2 else 4
