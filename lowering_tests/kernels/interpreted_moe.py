@@ -103,7 +103,13 @@ def formulas():
 
 
 def shapes():
-    for t, h, inner, e, k, width in ((1, 272, 16, 3, 2, None), (1, 1056, 144, 2, 1, 33), (5, 16, 80, 9, 4, 70), (2, 528, 96, 1, 3, None), (40, 48, 32, 5, 2, None)):
+    for t, h, inner, e, k, width in (
+        (1, 272, 16, 3, 2, None),
+        (1, 1056, 144, 2, 1, 33),
+        (5, 16, 80, 9, 4, 70),
+        (2, 528, 96, 1, 3, None),
+        (40, 48, 32, 5, 2, None),
+    ):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             c = layer(t, h, inner, e, k, dtype=dtype, width=width)
             both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10)
@@ -196,7 +202,12 @@ def many_tokens():
         out[start:] = float("nan")  # torch._grouped_mm leaves these rows unwritten
         return out
 
-    for act, gated, biased, on_input in ((ACTS["silu"], True, False, False), (ACTS["gpt_oss"], True, True, False), (ACTS["silu"], True, True, True), (Activation("relu2"), False, False, False)):
+    for act, gated, biased, on_input in (
+        (ACTS["silu"], True, False, False),
+        (ACTS["gpt_oss"], True, True, False),
+        (ACTS["silu"], True, True, True),
+        (Activation("relu2"), False, False, False),
+    ):
         for limit in (1 << 30, 4096):  # one part; several
             c = layer(30, 64, 48, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 6, (30, 3)))
             with interpreted(), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
