@@ -24,8 +24,9 @@ def main(args: argparse.Namespace) -> int:
     ids = tokenizer.encode(args.prompt)
     said = generate(model, tokenizer, ids, args.tokens, args.compile)
     print(f"{said.tokens_per_s:.1f} tokens/s\n--- {args.prompt}{said.text}\n")
-    step = torch.tensor([ids[:1]], device=model.device)
-    print(f"explain: one decode step\n{fp4_inductor.explain(torch.compile(model) if args.compile else model, step)}")
+    if args.compile:
+        step = torch.tensor([ids[:1]], device=model.device)
+        print(f"explain: one decode step\n{fp4_inductor.explain(torch.compile(model), step)}")
     return 0
 
 
