@@ -75,6 +75,14 @@ def dequantized(model, config) -> nn.Module:
     return dense
 
 
+def reloaded(model, directory: Path):
+    """``model`` as from_pretrained gives it: some architectures keep some tensors in float32 then."""
+    import transformers
+
+    model.save_pretrained(directory)
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype)
+
+
 def write(directory: Path, state: dict[str, Tensor], config: dict) -> Path:
     directory.mkdir(exist_ok=True)
     save_file({n: t.contiguous().clone() for n, t in state.items()}, directory / "model.safetensors", metadata={"format": "pt"})

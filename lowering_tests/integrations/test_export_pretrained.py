@@ -12,7 +12,7 @@ import fp4_inductor
 from fp4_inductor import FP4Linear, errors
 from fp4_inductor.checkpoint.reciprocal import is_exact, reciprocal
 from fp4_inductor.modules import FP4Experts
-from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, PLAIN, assert_same, bits, logits, raw, relative
+from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, PLAIN, assert_same, bits, logits, raw, relative, reloaded
 
 
 @pytest.mark.parametrize("path", [MODELOPT, MIXTRAL], ids=lambda p: p.name)
@@ -83,7 +83,8 @@ def ours(model, family: str) -> dict:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4"])
 def test_what_was_quantized_here_comes_back_from_modelopts_layout(tiny, tmp_path, family):
-    model = fp4_inductor.quantize_model(tiny(family, torch.bfloat16), PLAIN, progress=False)
+    model = fp4_inductor.quantize_model(reloaded(tiny(family, torch.bfloat16), tmp_path / "dense"), PLAIN, progress=False)
+    tmp_path = tmp_path / "export"
     fp4_inductor.export_pretrained(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "W4A16_NVFP4"  # nobody measured activations

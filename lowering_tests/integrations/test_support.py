@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fp4_inductor
-from lowering_tests.foreign import IDS, PLAIN, assert_same, logits, relative
+from lowering_tests.foreign import IDS, PLAIN, assert_same, logits, relative, reloaded
 from lowering_tests.models.conftest import DENSE, MOE, build
 
 COMPILED_IN_CI = ("llama", "mixtral")
@@ -28,7 +28,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 @functools.cache
 def quantized(family: str):
-    return fp4_inductor.quantize_model(build(family, torch.bfloat16), PLAIN, progress=False)
+    with tempfile.TemporaryDirectory() as directory:
+        return fp4_inductor.quantize_model(reloaded(build(family, torch.bfloat16), directory), PLAIN, progress=False)
 
 
 def quantize(family: str) -> None:
