@@ -16,13 +16,13 @@ def sm(arch: tuple[int, int]) -> str:
 
 
 def table() -> str:
-    lines = ["| for | M | kernel | with | status | why |", "|---|---|---|---|---|---|"]
+    lines = ["| op | for | M | kernel | with | status | why |", "|---|---|---|---|---|---|---|"]
     for row in ROWS:
         needs = "nvcc" if row.csrc else f"no {row.without} kernel" if row.without else ""
         options = "" if len(row.large_m) == 3 else f"`large_m` {' or '.join(row.large_m)}"
         with_ = ", ".join(filter(None, (needs, options)))
         upto = "any" if row.max_m is None else f"<= {row.max_m}"
-        lines.append(f"| {sm(row.arch)} | {upto} | {row.kernel} | {with_} | {row.status} | {row.reason} |")
+        lines.append(f"| {row.op} | {sm(row.arch)} | {upto} | {row.kernel} | {with_} | {row.status} | {row.reason} |")
     return "\n".join(lines)
 
 

@@ -70,6 +70,7 @@ def divergence(log_p: list[Tensor], reference: list[Tensor]) -> float:
 def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4Config]]:
     """(weights, calibration text, config)"""
     plain = [(search, "", NVFP4Config(search)) for search in ("amax", "four_over_six", "mse")]
+    plain.append(("activation", "itself", NVFP4Config("activation", calibration="self")))
     return plain + [("activation", name, NVFP4Config("activation", calibration=list(batch[:, :-1].split(4)))) for name, batch in calibration.items()]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import kernels, ops
-from ._torch.on_inductor import when_inductor_loads
+from ._torch.on_inductor import when_inductor_loads, when_loads
 
 __version__ = "0.1.0"
 
@@ -24,13 +24,19 @@ _PUBLIC = {
     "quantize_model": ".api",
     "save": ".api",
     "load": ".api",
+    "load_pretrained": ".integrations.pretrained",
+    "export_pretrained": ".integrations.pretrained",
+    "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
     "report": ".report",
     "NVFP4Config": ".config",
+    "Sparse24Config": ".config",
     "DispatchConfig": ".config",
     "dispatch": ".config",
     "NVFP4Tensor": ".tensors",
+    "Sparse24NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
+    "Sparse24Linear": ".modules",
     "errors": ".errors",
 }
 __all__ = sorted(_PUBLIC)
@@ -38,11 +44,12 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from . import errors
     from .api import load, quantize_model, save
-    from .config import DispatchConfig, NVFP4Config, dispatch
+    from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch
     from .explain import explain
-    from .modules import FP4Linear
+    from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
+    from .modules import FP4Linear, Sparse24Linear
     from .report import report
-    from .tensors import NVFP4Tensor
+    from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
 
 
 def _register_with_inductor() -> None:
@@ -61,7 +68,24 @@ def _register_with_inductor() -> None:
         )
 
 
+def _register_with_transformers() -> None:
+    name = f"{__name__}.integrations.pretrained"
+    if name in sys.modules:
+        return  # it is what imports transformers right now, and registers at its end
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        # This runs inside somebody's import of transformers.
+        warnings.warn(
+            f"fp4_inductor {__version__} could not register with this transformers ({type(error).__name__}: {error}). "
+            "from_pretrained does not know its formats; everything else works. Supported: transformers 5.17 to 5.23.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 when_inductor_loads(_register_with_inductor)
+when_loads("transformers.modeling_utils", _register_with_transformers)
 
 
 class _Package(types.ModuleType):

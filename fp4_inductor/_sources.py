@@ -25,3 +25,9 @@ def csrc_dir() -> Path:
         limit=[str(p) for p in places],
         remedy="Reinstall fp4_inductor from a wheel or a complete checkout.",
     )
+
+
+def prebuilt_dir() -> Path | None:
+    """``fp4_inductor/_lib``: the libraries that ``pip install`` compiled; None if it compiled none."""
+    place = _PACKAGE / "_lib"
+    return place if place.is_dir() else None

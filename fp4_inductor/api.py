@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from .checkpoint import load, save
-from .config import NVFP4Config
+from .config import NVFP4Config, Sparse24Config
 from .errors import ConfigError
+from .integrations import describe_for_saving
 from .integrations.transformers import use_experts_backend
-from .models.calibrate import mean_squares
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, record
 from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
+from .models.scale_choice import choose
+from .models.sparsify import Outcome, sparsify
 
 __all__ = ["load", "quantize_model", "save"]
 
 
 def quantize_model(
     model: nn.Module,
-    config: NVFP4Config | None = None,
+    config: NVFP4Config | Sparse24Config | None = None,
     *,
     ignore: Iterable[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -32,7 +33,7 @@ def quantize_model(
     progress: bool = True,
     strict: bool = True,
 ) -> nn.Module:
-    """Replace the linear layers and experts of ``model`` by NVFP4 ones, in place, and print a report.
+    """Replace the linear layers and experts of ``model`` by NVFP4 ones, dense or 2:4-sparse, in place, and print a report.
 
     ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`; modules
     that hold the weights of routed experts as 3-D Parameters become :class:`fp4_inductor.modules.FP4Experts`. Output
@@ -43,7 +44,7 @@ def quantize_model(
 
     Args:
         model: any module, in bfloat16, float16 or float32. Quantize before ``torch.compile``.
-        config: an :class:`NVFP4Config`; its defaults if None.
+        config: an :class:`NVFP4Config`, or a :class:`Sparse24Config` for 2:4-sparse weights; None: ``NVFP4Config()``.
         ignore: layers to leave alone, besides the default list: names (``"model.layers.0"`` takes all below it), last
             components (``"lm_head"``, ``"mlp.down_proj"``), or ``"re:..."`` matched from the start of the name.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the module alone.
@@ -61,12 +62,12 @@ def quantize_model(
             before anything was changed; the message lists every layer concerned.
     """
     config = NVFP4Config() if config is None else config
-    if not isinstance(config, NVFP4Config):
+    if not isinstance(config, (NVFP4Config, Sparse24Config)):
         raise ConfigError(
-            "quantize_model takes an NVFP4Config",
+            "quantize_model takes an NVFP4Config or a Sparse24Config",
             value=type(config).__name__,
-            limit="NVFP4Config(...) or None",
-            remedy="Put the options into NVFP4Config(...); None takes its defaults.",
+            limit="NVFP4Config(...), Sparse24Config(...) or None",
+            remedy="Put the options into one of them; None takes NVFP4Config's defaults.",
         )
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -95,40 +96,57 @@ def quantize_model(
             limit="at least one linear layer outside the skip list and ignore",
             remedy="Shorten ignore or widen filter_fn; report(model) names what was skipped and why.",
         )
-    weights = _channel_weights(model, plan, config, strict, progress)
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
-    unweighted = NVFP4Config(scale_search="mse", large_m=config.large_m)
+    if isinstance(config, Sparse24Config):
+        outcome = sparsify(model, plan, config, target_device, strict, progress)
+        model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
+        for target in bar(plan.experts, "quantize", "experts", progress and bool(plan.experts)):
+            model, rows = convert_experts(model, target, NVFP4Config("four_over_six", large_m=config.large_m), target_device, None)
+            layers += [LayerReport(**{**vars(row), "notes": (*row.notes, "experts are not pruned: dense NVFP4")}) for row in rows]
+        described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
+        return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, outcome)
+    scales = choose(model, plan, config, strict=strict, progress=progress)
     for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
-        convert, name = (convert_experts, item.name) if isinstance(item, ExpertsTarget) else (convert_group, item[0].name)
-        missed = config.scale_search == "activation" and weights[name] is None
-        model, rows = convert(model, item, unweighted if missed else config, target_device, weights.get(name))  # type: ignore[operator]
-        notes = ("not reached by calibration: unweighted scales",) if missed else ()
+        convert = convert_experts if isinstance(item, ExpertsTarget) else convert_group
+        search, weight, notes = scales.of(item)
+        model, rows = convert(model, item, search, target_device, weight)  # type: ignore[operator]
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
-    if target_device is not None:
-        model.to(target_device)
+    plan.notes += [] if scales.note is None else [scales.note]
+    described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
+    return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress)
+
+
+def _finish(
+    model: nn.Module,
+    compiled: nn.Module | None,
+    plan: Plan,
+    layers: list[LayerReport],
+    before: int,
+    device: torch.device | None,
+    large_m: str,
+    described: str,
+    progress: bool,
+    outcome: Outcome | None = None,
+) -> nn.Module:
+    """Move the model, record and print its report."""
+    if device is not None:
+        model.to(device)
     use_experts_backend(model)
+    describe_for_saving(model, large_m)
+    kl = outcome.measure(model) if outcome is not None else None
     result = Report(
         layers=layers,
         skipped=plan.skipped,
         uncovered=plan.uncovered,
         bytes_before=before,
         bytes_after=model_bytes(model),
-        config=f"NVFP4, scale_search={config.scale_search}, large_m={config.large_m}",
+        config=described,
         notes=plan.notes,
+        kl=kl,
+        warnings=outcome.verdict(kl) if outcome is not None else [],
     )
     record(model, result)
     if progress:
         print(result)
     return model if compiled is None else compiled
-
-
-def _channel_weights(model: nn.Module, plan: Plan, config: NVFP4Config, strict: bool, progress: bool) -> dict[str, Any]:
-    if config.scale_search != "activation":
-        return {}
-    found = mean_squares(model, plan.targets, config.calibration, strict=strict, progress=progress, experts=plan.experts)
-    # Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached.
-    for group in plan.groups:
-        reached = [w for t in group if (w := found[t.name]) is not None]
-        found[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
-    return found

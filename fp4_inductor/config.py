@@ -9,8 +9,11 @@ from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
-ScaleSearch = Literal["amax", "four_over_six", "mse", "activation"]
+ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
 LargeM = Literal["auto", "fp8", "bf16"]
+Pruning = Literal["existing", "magnitude", "wanda", "sparsegpt", "admm"]
+_NEEDS_DATA = ("wanda", "sparsegpt", "admm")
+_BITS = (3.5, 4.5)  # a weight in 2:4-sparse and in dense NVFP4
 
 
 def _one_of(config: Any, name: str, literal: Any) -> None:
@@ -32,20 +35,24 @@ class NVFP4Config:
     Args:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
+            * ``"auto"`` (default, needs no data): ``"activation"`` over text the model writes itself, if it is a language
+              model of transformers; ``"four_over_six"`` for every other model, and where writing fails or would take
+              long (above 2 G parameters on a CPU). The report says which, and why. With ``calibration``: "activation".
             * ``"amax"``: ``amax / 6``, the plain rule.
-            * ``"four_over_six"`` (default, needs no data): per block the better of ``amax/6`` and ``amax/4``
-              by squared error (Cook et al., "Four Over Six", 2025).
+            * ``"four_over_six"``: per block the better of ``amax/6`` and ``amax/4`` by squared error
+              (Cook et al., "Four Over Six", 2025).
             * ``"mse"``: the best of 15 neighbouring E4M3 codes by squared error.
             * ``"activation"``: the same sweep with each input channel weighted by E[x^2] over ``calibration``.
-        calibration: for ``"activation"``: an iterable of batches. A batch is a tensor (passed as the only positional
-            argument), a tuple (positional arguments) or a mapping (keyword arguments) of the model's forward.
+        calibration: for ``"activation"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
+            tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword
+            arguments) of the model's forward.
         large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
             cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
             ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
     """
 
-    scale_search: ScaleSearch = "four_over_six"
-    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    scale_search: ScaleSearch = "auto"
+    calibration: Iterable[Any] | Literal["self"] | None = field(default=None, repr=False, compare=False)
     large_m: LargeM = "auto"
 
     def __post_init__(self) -> None:
@@ -55,9 +62,93 @@ class NVFP4Config:
             raise ConfigError(
                 'scale_search="activation" needs calibration data',
                 value="calibration=None",
-                limit="an iterable of batches",
-                remedy='Pass calibration=[batch, ...] (a few thousand tokens), or use scale_search="four_over_six".',
+                limit='an iterable of batches, or "self"',
+                remedy='Pass calibration=[batch, ...] (a few thousand tokens), or calibration="self" for text the model writes.',
             )
+        if self.scale_search not in ("auto", "activation") and self.calibration is not None:
+            raise ConfigError(
+                "calibration data would not be used",
+                value=f'scale_search="{self.scale_search}"',
+                limit='scale_search="activation"',
+                remedy="Leave scale_search out, or calibration.",
+            )
+
+
+@dataclass(frozen=True)
+class Sparse24Config:
+    """How :func:`fp4_inductor.quantize_model` turns weights into 2:4-sparse NVFP4: 3.5 bits a weight instead of 4.5.
+
+    Args:
+        pruning: which two of four consecutive weights are kept.
+
+            * ``"existing"`` (default): those that are not zero. A layer that is not 2:4 already is an error.
+            * ``"magnitude"``: the larger ones. Ruins a dense model; refused unless ``accept_loss=True``.
+            * ``"wanda"``: the larger ``|w| * sqrt(E[x^2])``.
+            * ``"sparsegpt"``: SparseGPT with FP4 rounding inside the loop; the other weights make good what pruning costs.
+            * ``"admm"``: the same aim by operator splitting (ALPS): better, and about twice as slow.
+
+            The last three need ``calibration``; the last two prune one decoder block after the other, so that each makes
+            good what the ones before it changed.
+        scale_search: as in :class:`NVFP4Config`, over the kept weights; None: ``"activation"`` where there is
+            ``calibration``, else ``"mse"``.
+        calibration: as in :class:`NVFP4Config`; any method takes it. With four batches or more the last eighth is held
+            back, and the report says what the new weights cost on it (KL from the dense model, for models with logits).
+        layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be.
+        max_error: a layer becomes sparse if its relative output error (without calibration: weight error) is at most this.
+        bits: the layers that cost least become sparse, until the mean is at most this many bits a weight (3.5 to 4.5).
+        max_kl: as many layers as possible become sparse, the cheapest first, while KL from the dense model, in nats per
+            token on calibration data, stays at most this. At most one of the three; None of them: all layers.
+        accept_loss: required by ``pruning="magnitude"``, which nothing keeps from ruining a model.
+        large_m: as in :class:`NVFP4Config`.
+    """
+
+    pruning: Pruning = "existing"
+    scale_search: ScaleSearch | None = None
+    calibration: Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    layers: Iterable[str] | None = None
+    max_error: float | None = None
+    bits: float | None = None
+    max_kl: float | None = None
+    accept_loss: bool = False
+    large_m: LargeM = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of(self, "pruning", Pruning)
+        _one_of(self, "large_m", LargeM)
+        if self.scale_search is not None:
+            _one_of(self, "scale_search", ScaleSearch)
+        data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
+        for name, needs in (("pruning", self.pruning in _NEEDS_DATA), ("scale_search", self.scale_search == "activation"), ("max_kl", self.max_kl is not None)):
+            if needs and self.calibration is None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs calibration data", value="calibration=None", limit="an iterable of batches", remedy=f"{data}."
+                )
+        budgets = {name: getattr(self, name) for name in ("max_error", "bits", "max_kl") if getattr(self, name) is not None}
+        if len(budgets) > 1:
+            raise ConfigError("more than one budget", value=budgets, limit="one of max_error, bits, max_kl", remedy="Leave the others out.")
+        for name, value in budgets.items():
+            low, high = _BITS if name == "bits" else (0.0, float("inf"))
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name} is out of range", value=repr(value), limit=f"{low} to {high}", remedy="Sparse24Config describes it.")
+        if self.pruning == "magnitude" and not self.accept_loss:
+            raise ConfigError(
+                'pruning="magnitude" ruins most dense models (SmolLM2-135M: perplexity 32 -> 2,000; the README has the table)',
+                value="accept_loss=False",
+                limit="accept_loss=True",
+                remedy=f'Use pruning="sparsegpt", which costs far less: {data[0].lower()}{data[1:]}; or say accept_loss=True.',
+            )
+        if self.layers is not None and not isinstance(self.layers, str) and isinstance(self.layers, Iterable):
+            object.__setattr__(self, "layers", tuple(self.layers))
+
+    @property
+    def search(self) -> ScaleSearch:
+        """The scale search in force."""
+        return self.scale_search or ("mse" if self.calibration is None else "activation")
+
+    @property
+    def budget(self) -> str:
+        """The name of the budget that is given, or ``""``."""
+        return next((name for name in ("max_error", "bits", "max_kl") if getattr(self, name) is not None), "")
 
 
 def _is_threshold(item: object) -> bool:
@@ -74,10 +165,13 @@ class DispatchConfig:
         unproven: what a compiled graph does when M cannot be proven to lie in one regime: ``"guard"`` (one graph per
             regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
+        candidates: kernels whose rows are off by default because nobody has timed them on a GPU yet, e.g. ``("cuda_mid",)``. One that
+            is named here serves its regime in place of that regime's other rows.
     """
 
     thresholds: tuple[tuple[str, int], ...] = ()
     unproven: Literal["guard", "runtime"] = "guard"
+    candidates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         given = self.thresholds
@@ -91,6 +185,11 @@ class DispatchConfig:
             )
         object.__setattr__(self, "thresholds", tuple(sorted(items)))
         _one_of(self, "unproven", Literal["guard", "runtime"])
+        if isinstance(self.candidates, str) or not all(isinstance(name, str) for name in self.candidates):
+            raise ConfigError(
+                "candidates are not names of kernels", value=repr(self.candidates), limit="a tuple of strings", remedy='Write candidates=("cuda_mid",).'
+            )
+        object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
 
 
 _dispatch = DispatchConfig()

@@ -45,6 +45,10 @@ class NonFiniteError(FP4Error, ValueError):
     """A weight or a calibration statistic holds NaN or Inf."""
 
 
+class SparsityError(FP4Error, ValueError):
+    """A weight, a mask or metadata is not the 2:4 pattern it has to be."""
+
+
 class ConfigError(FP4Error, ValueError):
     """An option does not exist or its value is not one of the accepted ones."""
 
@@ -75,3 +79,7 @@ class CheckpointError(FP4Error, ValueError):
 
 class KernelError(FP4Error, RuntimeError):
     """No kernel row accepts a call; the message lists every row and why it was refused."""
+
+
+class QualityWarning(UserWarning):
+    """Quantization or pruning cost a model more than a user may expect; the report has the figure."""

@@ -10,6 +10,8 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
+from .formats import nvfp4, sparse24
+from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
 from .passes.missed import Missed
@@ -129,7 +131,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.decision.note, e.experts),
+                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.arch, e.decision.note, e.experts),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -164,7 +166,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row, experts=experts),
+                _note(row, options.call.arch, experts=experts),
             )
         )
 
@@ -182,11 +184,14 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
-    """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
-    if op is torch.ops.fp4.linear.default:
-        x, qdata = args[0], args[1]
-        k = qdata.shape[1] * 2
-        return "linear", x.numel() // max(k, 1), x, qdata.shape[0], k, args[5] if len(args) > 5 else "auto", 1
+    """``(name, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+    matmuls = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}
+    if op in matmuls:
+        storage, x = matmuls[op], args[0]
+        n, k = storage.logical(args[1].shape)
+        after_bias = 1 + len(storage.parts) + 1
+        large_m = args[after_bias] if len(args) > after_bias else "auto"
+        return op._opname, x.numel() // max(k, 1), x, n, k, large_m, 1
     if op is torch.ops.fp4.moe.default:
         x, ids, gate_up, down = args[0], args[1], args[3], args[6]
         return "moe", ids.numel(), x, down.shape[1], gate_up.shape[2] * 2, args[17] if len(args) > 17 else "auto", gate_up.shape[0]
@@ -198,7 +203,10 @@ def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
 
 
-def _note(row: Row | None, note: str = "", experts: int = 1) -> str:
+def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
+    if row is not None and row.csrc:
+        called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
+        note = f"{note}; {called}" if note else called
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 

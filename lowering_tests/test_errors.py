@@ -24,6 +24,13 @@ OTHERS = {
     ("checkpoint/build.py", "_not_a_module"): "makes a typed error",
     ("models/preflight.py", "problems"): "a list of typed errors",
     ("models/preflight.py", "error"): "the typed error over several layers",
+    ("models/hessian.py", "_ReachedError"): "ends a forward pass whose rest is not needed; caught by Watch.run",
+    ("integrations/pretrained/on_the_fly.py", "uncovered_errors"): "makes typed errors",
+    **{
+        (f"checkpoint/readers/{name}.py", "unsupported"): "makes a typed error"
+        for name in ("compressed_tensors", "gguf", "modelopt", "native", "torchao", "weight")
+    },
+    **{(f"checkpoint/writers/{name}.py", "unsupported"): "makes a typed error" for name in ("compressed_tensors", "modelopt")},
     ("passes/pointwise.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",
     ("passes/idiom.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",
 }

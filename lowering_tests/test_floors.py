@@ -38,6 +38,7 @@ NEIGHBOURS = {
     ("checkpoint", "models"),
     ("checkpoint", "integrations"),
     ("integrations", "models"),
+    ("integrations", "checkpoint"),
     ("lowerings", "passes"),
     ("passes", "lowerings"),
 }

@@ -4,9 +4,7 @@
 // pair 16 bits apart, one shift and two masks place both signs and both magnitudes, and the order of k inside an MMA is
 // free as long as the activations follow it. Every product e2m1 * e4m3 has six significant bits: exact in both types.
 #pragma once
-#include <cstdint>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "device.cuh"
 
 namespace fp4 {
 
@@ -18,17 +16,19 @@ template <typename T> struct Numbers;
 template <> struct Numbers<__nv_bfloat16> {
   static constexpr uint32_t kMagnitude = 0x01C001C0u;  // ee m at bits 8..6: value * 2^-126
   static constexpr int kShift = 6;
-  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
-    uint32_t d;
-    // mul.bf16x2 exists from sm_90; a * b + -0 is the same number everywhere
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
-    return d;
-  }
+  static constexpr uint32_t kSpread = 0x00040040u;  // times a byte of two codes: both magnitudes under kMagnitude
+  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return mul_bf16x2(a, b); }
   // Two E4M3 bytes (bits 0..15 of v) -> bfloat16 pair, times 2^118.
   static __device__ __forceinline__ uint32_t scales(uint32_t v) {
     const uint32_t u = ((v & 0x7Fu) << 4) | ((v & 0x7F00u) << 12);  // * 2^-120
     return mul(mul(u, 0x7F007F00u), 0x77007700u);                     // * 2^127 * 2^111
   }
+  // Four E4M3 bytes -> pairs (0, 2) and (1, 3), times 2^118.
+  static __device__ __forceinline__ void four_scales(uint32_t v, uint32_t& even, uint32_t& odd) {
+    even = mul(mul((v & 0x007F007Fu) << 4, 0x7F007F00u), 0x77007700u);
+    odd = mul(mul((v >> 4) & 0x07F007F0u, 0x7F007F00u), 0x77007700u);
+  }
+  static __device__ __forceinline__ uint32_t mul_by_half(uint32_t a, uint32_t b, bool high) { return mul_bf16x2_by_half(a, b, high); }
   static __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
   static __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 };
@@ -36,26 +36,22 @@ template <> struct Numbers<__nv_bfloat16> {
 template <> struct Numbers<__half> {
   static constexpr uint32_t kMagnitude = 0x0E000E00u;  // ee m at bits 11..9: value * 2^-14
   static constexpr int kShift = 3;
-  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
+  static constexpr uint32_t kSpread = 0x00200200u;
+  static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return mul_f16x2(a, b); }
   // Two E4M3 bytes -> float16 pair, times 2^6.
   static __device__ __forceinline__ uint32_t scales(uint32_t v) {
     const uint32_t u = ((v & 0x7Fu) << 7) | ((v & 0x7F00u) << 15);  // * 2^-8
     return mul(u, 0x74007400u);                                       // * 2^14
   }
+  // Four E4M3 bytes -> pairs (0, 2) and (1, 3), times 2^6.
+  static __device__ __forceinline__ void four_scales(uint32_t v, uint32_t& even, uint32_t& odd) {
+    even = mul((v & 0x007F007Fu) << 7, 0x74007400u);
+    odd = mul((v >> 1) & 0x3F803F80u, 0x74007400u);
+  }
+  static __device__ __forceinline__ uint32_t mul_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2_by_half(a, b, high); }
   static __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
   static __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 };
-
-// (a & mask_a) | (b & mask_b) cannot be one LOP3 with two masks; with b already masked it is.
-__device__ __forceinline__ uint32_t sign_or(uint32_t signs, uint32_t magnitude) {
-  uint32_t d;
-  asm("lop3.b32 %0, %1, 0x80008000, %2, 0xEA;" : "=r"(d) : "r"(signs), "r"(magnitude));
-  return d;
-}
 
 // 8 codes -> pairs (0,4) (1,5) (2,6) (3,7), each times `scale` (a pair of equal numbers).
 template <typename T> __device__ __forceinline__ void decode(uint32_t w, uint32_t scale, uint32_t (&out)[4]) {
@@ -65,6 +61,12 @@ template <typename T> __device__ __forceinline__ void decode(uint32_t w, uint32_
     const uint32_t v = w << (12 - 4 * i);
     out[i] = F::mul(sign_or(v, (v >> F::kShift) & F::kMagnitude), scale);
   }
+}
+
+// The two codes of one byte, low nibble first -> their pair times one half of `scales`. Multiplications
+// place the bits: the integer pipe that shifts and masks is the one that runs out first.
+template <typename T> __device__ __forceinline__ uint32_t decode_byte(uint32_t byte, uint32_t scales, bool high) {
+  return Numbers<T>::mul_by_half(sign_or(byte * 0x01001000u, byte * Numbers<T>::kSpread & Numbers<T>::kMagnitude), scales, high);
 }
 
 // 8 consecutive activations -> the same pairs.

@@ -1,4 +1,4 @@
-"""Run a callback when Inductor is first imported, without importing it.
+"""Run a callback when Inductor, or another module, is first imported, without importing it.
 
 ``import fp4_inductor`` must cost nothing, and a model that never mentions this package (a torchao checkpoint, say) must
 still be rewritten by ``torch.compile`` alone; so the registration waits for ``torch._inductor.compile_fx``, the module
@@ -18,11 +18,11 @@ _TRIGGER = "torch._inductor.compile_fx"
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Finds the trigger module once, through the other finders, and wraps its loader's ``exec_module``."""
 
-    def __init__(self, callback: Callable[[], None]):
-        self.callback = callback
+    def __init__(self, trigger: str, callback: Callable[[], None]):
+        self.trigger, self.callback = trigger, callback
 
     def find_spec(self, fullname, path, target=None):
-        if fullname != _TRIGGER or self not in sys.meta_path:
+        if fullname != self.trigger or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -40,7 +40,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def when_inductor_loads(callback: Callable[[], None]) -> None:
     """Call ``callback()`` right after Inductor's compile module is imported; now, if it already is."""
-    if _TRIGGER in sys.modules:
+    when_loads(_TRIGGER, callback)
+
+
+def when_loads(module: str, callback: Callable[[], None]) -> None:
+    """Call ``callback()`` right after ``module`` is imported; now, if it already is."""
+    if module in sys.modules:
         callback()
     else:
-        sys.meta_path.insert(0, _AfterImport(callback))
+        sys.meta_path.insert(0, _AfterImport(module, callback))

@@ -11,22 +11,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..formats import nvfp4
+from ..errors import CheckpointError, SparsityError
+from ..formats import nvfp4, sparse24
+from ..formats.storage import Storage
+from ..integrations import describe_for_saving
 from ..integrations.transformers import use_experts_backend
 from ..models.convert import carry_over, replace_module
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
 from ..models.preflight import check_device
-from ..modules import FP4Linear
-from ..tensors import NVFP4Tensor
+from ..modules import BY_STORAGE, FP4Linear
+from ..tensors.base import FP4Tensor
 from . import manifest as mf
+from .ahead import ahead
 from .build import build_empty, values_lost
 from .experts import experts_in_place
 from .safetensors_file import Entry, Header, Reader, data_crc32, parse_json, read_header
+from .shards import check_index
 
 _SHOWN = 20
-_PARTS = NVFP4Tensor.PARTS
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
@@ -62,7 +65,6 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     where = check_device(device)
     checkpoint = open_checkpoint(dir)
     check_data(checkpoint, Path(dir))
-    check_scales(checkpoint)
     given = model_or_factory if isinstance(model_or_factory, nn.Module) else build_empty(model_or_factory).eval()
     model = getattr(given, "_orig_mod", given)  # torch.compile's wrapper
     compiled = model is not given
@@ -81,6 +83,8 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     if where is not None:
         model.to(where)
     use_experts_backend(model)
+    large_m = [e.large_m for e in checkpoint.manifest.layers.values()] + [e.large_m for e in checkpoint.manifest.experts.values()]
+    describe_for_saving(model, large_m[0] if large_m else "auto")
     record(model, inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept))
     return given if compiled else model
 
@@ -101,13 +105,16 @@ def open_checkpoint(dir: str | os.PathLike) -> Checkpoint:
             raise CheckpointError(f"{name} has another size than when it was saved", value=header.size, limit=f"{want.bytes} bytes", remedy=mf.MIXED)
         if header.digest != want.header_sha256:
             raise CheckpointError(f"{name}: the header was altered since it was saved", value=header.digest, limit=want.header_sha256, remedy=mf.MIXED)
+        if want.data_crc32 is None and set(want.crc32) != set(header.entries):
+            odd = sorted(set(want.crc32) ^ set(header.entries))
+            raise CheckpointError(f"{mf.FILE}: crc32 does not list the tensors of {name}", value=odd[:_SHOWN], limit="each of them", remedy=mf.REWRITE)
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
         for name, entry in header.entries.items():
             if name in entries:
                 raise CheckpointError(f"{name} is in two shards", value=f"{entries[name].path.name}, {file}", limit="one", remedy=mf.REWRITE)
             entries[name] = entry
-    _check_index(directory, headers)
+    _check_index(directory, headers, entries)
     for alias, name in manifest.aliases.items():
         if alias in entries or name not in _stored_names(headers):
             raise CheckpointError(
@@ -130,27 +137,23 @@ def _stored_names(headers: dict[str, Header]) -> set[str]:
     return {name for header in headers.values() for name in header.entries}
 
 
-def _check_index(directory: Path, headers: dict[str, Header]) -> None:
+def _check_index(directory: Path, headers: dict[str, Header], entries: dict[str, Entry]) -> None:
     if len(headers) == 1 and not (directory / mf.INDEX).exists():
         return
     index = parse_json(mf.read_small(directory / mf.INDEX), mf.INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{mf.INDEX} has no weight_map", value=type(weight_map).__name__, limit="an object", remedy=mf.MIXED)
-    real = {name: file for file, header in headers.items() for name in header.entries}
-    for name, file in weight_map.items():
+    for file in weight_map.values():
         mf.check_file_name(file)
-        if real.get(name) != file:
-            raise CheckpointError(f"{mf.INDEX}: {name} is not in {file}", value=real.get(name, "in no shard"), limit=file, remedy=mf.MIXED)
-    missing = sorted(set(real) - set(weight_map))
-    if missing:
-        raise CheckpointError(f"{mf.INDEX} misses tensors", value=", ".join(missing[:_SHOWN]), limit="every stored tensor", remedy=mf.MIXED)
+    check_index(mf.INDEX, weight_map, entries, mf.MIXED)
 
 
 def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, layer in manifest.layers.items():
-        k = layer.in_features + -layer.in_features % nvfp4.GROUP
-        _check_matrix(name, entries, (layer.out_features, k))
+        storage = mf.STORAGES[layer.storage]
+        k = layer.in_features + -layer.in_features % storage.k_multiple
+        _check_matrix(name, entries, storage, (layer.out_features, k))
         bias = entries.get(_join(name, "bias"))
         if (bias is not None) != layer.bias:
             there, wanted = ("absent", "present") if bias is None else ("present", "absent")
@@ -162,69 +165,75 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
                 limit=f"({layer.out_features},) in {', '.join(mf.DTYPE_NAMES)}",
                 remedy=mf.REWRITE,
             )
+        of_input = entries.get(_join(name, "input_scale"))
+        if (of_input is not None) != layer.input_scale or (of_input is not None and (of_input.shape != () or of_input.dtype != torch.float32)):
+            there = "absent" if of_input is None else f"{of_input.dtype} {of_input.shape}"
+            limit = "float32 ()" if layer.input_scale else "absent"
+            raise CheckpointError(f"{name}.input_scale is not as {mf.FILE} says", value=there, limit=limit, remedy=mf.REWRITE)
     for name, experts in manifest.experts.items():
         blank = experts.module()
         for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
-            _check_matrix(_join(name, part), entries, tuple(weight.weight.shape))
-    for name in manifest.tensors:
-        qdata = entries.get(f"{name}.qdata")
-        shape = None if qdata is None or len(qdata.shape) < 2 else (*qdata.shape[:-1], qdata.shape[-1] * 2)
-        _check_matrix(name, entries, shape)
+            _check_matrix(_join(name, part), entries, nvfp4.STORAGE, tuple(weight.weight.shape))
+            of_input = entries.get(_join(name, f"{part}.input_scale"))
+            if (weight.input_scale is not None) != (of_input is not None) or (
+                of_input and (of_input.shape, of_input.dtype) != ((len(weight.global_scale),), torch.float32)
+            ):
+                there = "absent" if of_input is None else f"{of_input.dtype} {of_input.shape}"
+                raise CheckpointError(f"{name}.{part}.input_scale is not as {mf.FILE} says", value=there, limit=experts.input_scales, remedy=mf.REWRITE)
+    for name, kept in manifest.tensors.items():
+        storage = mf.STORAGES[kept.storage]
+        first = entries.get(f"{name}.{storage.parts[0].name}")
+        _check_matrix(name, entries, storage, None if first is None or len(first.shape) < 2 else storage.logical(first.shape))
 
 
-def _check_matrix(name: str, entries: dict[str, Entry], shape: tuple[int, ...] | None) -> None:
-    """qdata, scale and global_scale of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
-    if shape is None or shape[-1] % nvfp4.GROUP:
+def _check_matrix(name: str, entries: dict[str, Entry], storage: Storage, shape: tuple[int, ...] | None) -> None:
+    """The components of one weight ``[..., N, K]`` exist with the right shapes and dtypes."""
+    if shape is None or shape[-1] % storage.k_multiple:
+        part = storage.parts[0]
         raise CheckpointError(
-            f"{name}.qdata is missing or no matrix of whole blocks",
+            f"{name}.{part.name} is missing or no matrix of whole blocks",
             value="no matrix" if shape is None else f"K = {shape[-1]}",
-            limit="[..., N, K/2] with K % 16 == 0",
+            limit=f"[..., N, K/{part.k}] with K % {storage.k_multiple} == 0",
             remedy=mf.REWRITE,
         )
-    want = {
-        "qdata": ((*shape[:-1], shape[-1] // 2), torch.uint8),
-        "scale": ((*shape[:-1], shape[-1] // nvfp4.GROUP), nvfp4.SCALE_DTYPE),
-        "global_scale": (tuple(shape[:-2]), torch.float32),
-    }
-    for part, (part_shape, dtype) in want.items():
-        entry = entries.get(_join(name, part))
+    for part, part_shape in zip(storage.parts, storage.shapes(shape).values(), strict=True):
+        entry = entries.get(_join(name, part.name))
         if entry is None:
-            raise CheckpointError(f"{_join(name, part)} is missing", value="no such tensor", limit=f"{dtype} {part_shape}", remedy=mf.REWRITE)
-        if entry.shape != part_shape or entry.dtype != dtype:
+            raise CheckpointError(f"{_join(name, part.name)} is missing", value="no such tensor", limit=f"{part.dtype} {part_shape}", remedy=mf.REWRITE)
+        if entry.shape != part_shape or entry.dtype != part.dtype:
             raise CheckpointError(
-                f"{_join(name, part)} has the wrong shape or dtype",
+                f"{_join(name, part.name)} has the wrong shape or dtype",
                 value=f"{entry.dtype} {entry.shape}",
-                limit=f"{dtype} {part_shape}",
+                limit=f"{part.dtype} {part_shape}",
                 remedy=mf.REWRITE,
             )
 
 
 def check_data(checkpoint: Checkpoint, directory: Path) -> None:
-    """Every byte of every tensor is the one that was saved: a flipped bit in a code is a legal code, and only this sees it."""
+    """Files of version 1: every byte is the one that was saved. Later versions have a sum for each tensor, checked as it is read."""
     for name, entry in checkpoint.manifest.files.items():
-        crc = data_crc32(directory / name)
-        if crc != entry.data_crc32:
+        if entry.data_crc32 is not None and (crc := data_crc32(directory / name)) != entry.data_crc32:
             raise CheckpointError(
                 f"{name}: the tensors were altered since they were saved", value=f"CRC-32 {crc:08x}", limit=f"{entry.data_crc32:08x}", remedy=_DAMAGED
             )
 
 
-def check_scales(checkpoint: Checkpoint) -> None:
-    """No scale byte is NaN or negative, every global scale is finite and positive. Reads a ninth of the weights."""
-    with Reader() as reader:
-        experts = [_join(name, part) for name, e in checkpoint.manifest.experts.items() for part in (e.first, "down_proj")]
-        for name in (*checkpoint.manifest.layers, *experts, *checkpoint.manifest.tensors):
-            scale = reader.read(checkpoint.entries[_join(name, "scale")]).view(torch.uint8)
-            if scale.numel() and int(scale.max()) > _E4M3_MAX_BYTE:
-                raise CheckpointError(
-                    f"{_join(name, 'scale')} holds a NaN or negative scale", value=hex(int(scale.max())), limit="0x00 .. 0x7e", remedy=_DAMAGED
-                )
-            g = reader.read(checkpoint.entries[_join(name, "global_scale")])
-            bad = g[~(torch.isfinite(g) & (g > 0))]
-            if bad.numel():
-                raise CheckpointError(
-                    f"{_join(name, 'global_scale')} must be finite and positive", value=bad[:4].tolist(), limit="finite and > 0", remedy=_DAMAGED
-                )
+def check_values(name: str, t: Tensor) -> None:
+    """A block scale is not NaN or negative, a global scale is finite and positive, 2:4 metadata is legal. ``name``: of the tensor."""
+    if t.dtype == nvfp4.SCALE_DTYPE:
+        largest = int(t.view(torch.uint8).max()) if t.numel() else 0
+        if largest > _E4M3_MAX_BYTE:
+            raise CheckpointError(f"{name} holds a NaN or negative scale", value=hex(largest), limit="0x00 .. 0x7e", remedy=_DAMAGED)
+        return
+    if t.dtype == torch.uint8:
+        try:
+            sparse24.validate_meta(t)
+        except SparsityError as error:
+            raise CheckpointError(f"{name}: {error.what}", value=error.value, limit=error.limit, remedy=_DAMAGED) from error
+        return
+    bad = t[~(torch.isfinite(t) & (t > 0))]
+    if bad.numel():
+        raise CheckpointError(f"{name} must be finite and positive", value=bad[:4].tolist(), limit="finite and > 0", remedy=_DAMAGED)
 
 
 # --- the model ---------------------------------------------------------------------------------------------------
@@ -248,7 +257,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     taken: set[str] = set()
     paths: dict[int, list[str]] = {}
     for name, layer in manifest.layers.items():
-        taken |= {_join(name, part) for part in (*_PARTS, "bias", "weight")}
+        taken |= {_join(name, part) for part in (*mf.STORAGES[layer.storage].names, "bias", "input_scale", "weight")}
         module = modules.get(name)
         problem = "the model has no such module" if module is None else _misfit(module, layer)
         if problem:
@@ -267,16 +276,18 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
             if name in taken or (derived and name not in manifest.derived):
                 continue
             if name in manifest.tensors:
-                used |= {f"{name}.{part}" for part in _PARTS}
+                used |= {f"{name}.{part}" for part in _parts(manifest.tensors[name])}
                 fp4[name] = (module, attribute)
-                shape = _logical_shape(manifest.tensors[name], entries[f"{name}.qdata"])
+                kept = manifest.tensors[name]
+                *lead, n, k = mf.STORAGES[kept.storage].logical(entries[f"{name}.{_parts(kept)[0]}"].shape)
+                shape = (*lead, k, n) if kept.transposed else (*lead, n, k)
                 if tuple(t.shape) != shape:
                     wrong.append(f"{name}: shape {shape} in the checkpoint, {tuple(t.shape)} in the model")
             elif name in entries:
                 used.add(name)
                 plain[name] = (module, attribute)
-                if isinstance(t, NVFP4Tensor):
-                    wrong.append(f"{name}: dense in the checkpoint, an NVFP4Tensor in the model")
+                if isinstance(t, FP4Tensor):
+                    wrong.append(f"{name}: dense in the checkpoint, a quantized tensor in the model")
                 elif tuple(t.shape) != entries[name].shape:
                     wrong.append(f"{name}: shape {entries[name].shape} in the checkpoint, {tuple(t.shape)} in the model")
                 elif entries[name].dtype != t.dtype and not (entries[name].dtype in _FLOATS and t.dtype in _FLOATS):
@@ -328,17 +339,31 @@ def _misfit(module: nn.Module, layer: mf.LayerEntry) -> str | None:
 
 
 def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch.device | None) -> dict[tuple[Entry, torch.device], Tensor]:
-    """Every tensor on its device; a stored tensor that several names share is read once."""
+    """Every tensor on its device, read once and checked as it is read, however many names share it."""
     default = next((t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"), torch.device("cpu"))
-    tensors: dict[tuple[Entry, torch.device], Tensor] = {}
+    manifest, entries = checkpoint.manifest, checkpoint.entries
+    experts = [_join(name, part) for name, e in manifest.experts.items() for part in (e.first, "down_proj")]
+    checked = {_join(name, part) for name in (*manifest.layers, *experts, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
+    sparse = [name for weights in (manifest.layers, manifest.tensors) for name, e in weights.items() if e.storage == sparse24.NAME]
+    checked |= {_join(name, "meta") for name in sparse}
+    checked = {entries[name].name for name in checked if name in entries}  # an alias is checked under its own name
+    wanted: dict[Entry, list[torch.device]] = {}
+    for name, place in _places(slots, device, default, checkpoint).items():
+        places = wanted.setdefault(entries[name], [])
+        if place not in places:
+            places.append(place)
     with Reader() as reader:
-        places = _places(slots, device, default, checkpoint)
+
+        def read(entry: Entry) -> Tensor:
+            t = reader.read(entry, manifest.files[entry.path.name].crc32.get(entry.name))
+            if entry.name in checked:
+                check_values(entry.name, t)
+            return t
+
         # In the order of the files: sequential reads.
-        for name, place in sorted(places.items(), key=lambda item: (checkpoint.entries[item[0]].path, checkpoint.entries[item[0]].start)):
-            key = (checkpoint.entries[name], place)
-            if key not in tensors:
-                tensors[key] = reader.read(key[0]).to(place)
-    return tensors
+        in_order = sorted(wanted, key=lambda e: (e.path, e.start))
+        found = ahead(in_order, read, lambda e: e.end - e.start)
+        return {(entry, place): t.to(place) for entry, t in found for place in wanted[entry]}
 
 
 def _places(slots: _Slots, device: torch.device | None, default: torch.device, checkpoint: Checkpoint) -> dict[str, torch.device]:
@@ -347,11 +372,11 @@ def _places(slots: _Slots, device: torch.device | None, default: torch.device, c
 
     out = {name: place(getattr(module, attribute)) for name, (module, attribute) in slots.plain.items()}
     for name, (module, attribute) in slots.fp4.items():
-        out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _PARTS}
+        out |= {f"{name}.{part}": place(getattr(module, attribute)) for part in _parts(checkpoint.manifest.tensors[name])}
     for names, module in slots.layers:
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        parts = (*_PARTS, "bias") if checkpoint.manifest.layers[names[0]].bias else _PARTS
-        out |= {_join(names[0], part): place(old) for part in parts}
+        layer = checkpoint.manifest.layers[names[0]]
+        own = (*_parts(layer), *(("bias",) if layer.bias else ()), *(("input_scale",) if layer.input_scale else ()))
+        out |= {_join(names[0], part): place(_weight_of(module)) for part in own}
     return out
 
 
@@ -376,23 +401,29 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
     for name, (module, attribute) in slots.fp4.items():
         kind = checkpoint.manifest.tensors[name]
         old = getattr(module, attribute)
-        qdata, scale, global_scale = (get(f"{name}.{part}", old) for part in _PARTS)
-        weight = NVFP4Tensor(qdata, scale, global_scale, kind.torch_dtype, kind.transposed)
+        parts = [get(f"{name}.{part}", old) for part in _parts(kind)]
+        weight = BY_STORAGE[kind.storage].TENSOR(*parts, kind.torch_dtype, kind.transposed)  # type: ignore[abstract]
         setattr(module, attribute, nn.Parameter(weight, requires_grad=False) if attribute in module._parameters else weight)
     for names, module in slots.layers:
         layer = checkpoint.manifest.layers[names[0]]
-        old = module.qdata if isinstance(module, FP4Linear) else module._parameters["weight"]
-        new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
-        new.qdata, new.scale, new.global_scale = (get(_join(names[0], part), old) for part in _PARTS)
+        old = _weight_of(module)
+        new = BY_STORAGE[layer.storage](layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
+        new.take(tuple(get(_join(names[0], part), old) for part in _parts(layer)))
         new.bias = get(_join(names[0], "bias"), old) if layer.bias else None
+        new.input_scale = get(_join(names[0], "input_scale"), old) if layer.input_scale else None
         carry_over(module, new)
         model = replace_module(model, names, new)
     return model
 
 
-def _logical_shape(entry: mf.TensorEntry, qdata: Entry) -> tuple[int, ...]:
-    shape = (*qdata.shape[:-1], qdata.shape[-1] * 2)
-    return (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+def _parts(entry: mf.LayerEntry | mf.TensorEntry) -> tuple[str, ...]:
+    """Names of the weight's components."""
+    return mf.STORAGES[entry.storage].names
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """A tensor that lies where the layer's weight does."""
+    return module.scale if isinstance(module, FP4Linear) else module._parameters["weight"]
 
 
 def _join(prefix: str, name: str) -> str:

@@ -2,14 +2,16 @@
 
 ::
 
-    {"format": "fp4_inductor", "version": 1, "checksum": "<sha256 of the rest>",
-     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m"}},
-     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m"}},
-     "tensors": {"<parameter that is an NVFP4Tensor>": {"dtype", "transposed"}},
+    {"format": "fp4_inductor", "version": 2, "checksum": "<sha256 of the rest>",
+     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "input_scale", "storage"}},
+     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m", "input_scales"}},
+     "tensors": {"<parameter that is an FP4Tensor>": {"dtype", "transposed", "storage"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
-     "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256", "data_crc32"}},
+     "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256", "crc32": {"<tensor>": 1234567890}}},
      "report":  {"errors": {"<layer>": 0.083}, "kept": {"<parameter>": "<reason>"}}}
+
+``storage`` names the format (:data:`STORAGES`) and so the tensors of a weight; without it a weight is dense NVFP4.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..formats import nvfp4
+from ..formats import nvfp4, sparse24
 from ..modules import FP4Experts, FP4ExpertWeight
 from ..ops.activation import Activation
 from ..ops.linear import LARGE_M
 from .safetensors_file import parse_json
 
 FILE = "fp4_inductor.json"
-FORMAT, VERSION = "fp4_inductor", 1
+FORMAT, VERSION = "fp4_inductor", 2
+_FIRST = 1  # one CRC over the data of a file, "data_crc32", and no input scales; still read
 STEM = "fp4_inductor"
 SINGLE = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
@@ -42,7 +45,11 @@ REWRITE = "Save the model again with fp4_inductor.save()."
 MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
 _JSON_LIMIT = 256_000_000
 _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
+_OPTIONAL = {"storage"}
 _LATER = {"experts"}  # absent in checkpoints written before there were any
+
+
+STORAGES = {storage.name: storage for storage in (nvfp4.STORAGE, sparse24.STORAGE)}
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class LayerEntry:
     dtype: str
     bias: bool
     large_m: str
+    input_scale: bool = False
+    storage: str = nvfp4.NAME
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,7 +71,11 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class ExpertsEntry:
-    """FP4Experts. ``first``: attribute of the first weight; ``gate_up`` and ``down``: ``[E, N, K]`` without padding."""
+    """FP4Experts.
+
+    ``first``: attribute of the first weight; ``gate_up`` and ``down``: ``[E, N, K]`` without padding; ``input_scales``: the
+    weights that have one.
+    """
 
     first: str
     gate_up: tuple[int, int, int]
@@ -72,6 +85,7 @@ class ExpertsEntry:
     activation: dict[str, Any]
     dense: bool
     large_m: str
+    input_scales: tuple[str, ...] = ()
 
     def module(self) -> FP4Experts:
         """The module, on the meta device."""
@@ -80,15 +94,19 @@ class ExpertsEntry:
         extra = -inner % nvfp4.GROUP
         first = FP4ExpertWeight(experts, rows + rows // inner * extra, columns + -columns % nvfp4.GROUP, rows=rows, columns=columns, **options)
         down = FP4ExpertWeight(experts, width, inner + extra, rows=width, columns=inner, **options)
+        for name, weight in ((self.first, first), ("down_proj", down)):
+            if name in self.input_scales:
+                weight.input_scale = torch.ones(experts, dtype=torch.float32, device="meta")
         return FP4Experts(first, down, Activation(**self.activation), first_name=self.first, dense=self.dense, large_m=self.large_m)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A Parameter that is an NVFP4Tensor."""
+    """A Parameter that is an FP4Tensor."""
 
     dtype: str
     transposed: bool
+    storage: str = nvfp4.NAME
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -97,9 +115,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
+    """``crc32``: of each tensor's bytes, by name. ``data_crc32``: of all of them together, in files of version 1 only."""
+
     bytes: int
     header_sha256: str
-    data_crc32: int
+    crc32: dict[str, int] = field(default_factory=dict)
+    data_crc32: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +140,12 @@ def write(manifest: Manifest) -> bytes:
     body = asdict(manifest)
     if not manifest.experts:
         del body["experts"]
+    for entry in (*body["layers"].values(), *body["tensors"].values()):
+        if entry["storage"] == nvfp4.NAME:
+            del entry["storage"]
     body["report"] = {"errors": body.pop("errors"), "kept": body.pop("kept")}
+    for entry in body["files"].values():
+        del entry["data_crc32"]
     body |= {"format": FORMAT, "version": VERSION}
     body["checksum"] = checksum(body)
     return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
@@ -137,8 +163,9 @@ def read(directory: Path) -> Manifest:
     if body.get("format") != FORMAT:
         remedy = "Load it with the library that wrote it; fp4_inductor.load() reads what fp4_inductor.save() writes."
         raise CheckpointError(f"{FILE} is of another format", value=repr(body.get("format"))[:80], limit=repr(FORMAT), remedy=remedy)
-    if type(body.get("version")) is not int or body["version"] != VERSION:
-        raise CheckpointError(f"{FILE} has an unknown version", value=repr(body.get("version"))[:80], limit=VERSION, remedy="Update fp4_inductor.")
+    version = body.get("version")
+    if type(version) is not int or version not in (_FIRST, VERSION):
+        raise CheckpointError(f"{FILE} has an unknown version", value=repr(version)[:80], limit=f"{_FIRST}, {VERSION}", remedy="Update fp4_inductor.")
     if set(body) - _LATER != _KEYS:
         raise CheckpointError(f"{FILE} has missing or unknown fields", value=sorted((set(body) - _LATER) ^ _KEYS)[:20], limit=sorted(_KEYS), remedy=REWRITE)
     try:
@@ -154,12 +181,12 @@ def read(directory: Path) -> Manifest:
     report = body["report"]
     _need(isinstance(report, dict) and set(report) == {"errors", "kept"}, "report", report, "errors and kept")
     return Manifest(
-        layers={k: _layer(k, v) for k, v in _mapping(body, "layers").items()},
-        experts={k: _experts(k, v) for k, v in _mapping({"experts": {}} | body, "experts").items()},
+        layers={k: _layer(k, v, version) for k, v in _mapping(body, "layers").items()},
+        experts={k: _experts(k, v, version) for k, v in _mapping({"experts": {}} | body, "experts").items()},
         tensors={k: _tensor(k, v) for k, v in _mapping(body, "tensors").items()},
         derived=derived,
         aliases={k: _text(f"aliases[{k!r}]", v) for k, v in _mapping(body, "aliases").items()},
-        files={check_file_name(k): _file(k, v) for k, v in _mapping(body, "files").items()},
+        files={check_file_name(k): _file(k, v, version) for k, v in _mapping(body, "files").items()},
         errors={k: _number(f"report.errors[{k!r}]", v) for k, v in _mapping(report, "errors").items()},
         kept={k: _text(f"report.kept[{k!r}]", v) for k, v in _mapping(report, "kept").items()},
     )
@@ -209,25 +236,29 @@ def _number(what: str, value: Any) -> float:
     return float(value)
 
 
-def _fields(what: str, value: Any, cls: type[LayerEntry] | type[ExpertsEntry] | type[TensorEntry] | type[FileEntry]) -> dict[str, Any]:
-    names = {f.name for f in fields(cls)}
-    _need(isinstance(value, dict) and set(value) == names, what, value, sorted(names))
+def _fields(what: str, value: Any, cls: type[LayerEntry] | type[ExpertsEntry] | type[TensorEntry] | type[FileEntry], without: str = "") -> dict[str, Any]:
+    names = {f.name for f in fields(cls)} - {without}
+    _need(isinstance(value, dict) and names - _OPTIONAL <= set(value) <= names, what, value, sorted(names))
     return value
 
 
-def _layer(name: str, value: Any) -> LayerEntry:
-    v = _fields(f"layers[{name!r}]", value, LayerEntry)
+def _layer(name: str, value: Any, version: int) -> LayerEntry:
+    v = _fields(f"layers[{name!r}]", value, LayerEntry, "input_scale" if version == _FIRST else "")
     for key in ("in_features", "out_features"):
         _need(type(v[key]) is int and 0 < v[key] < 2**40, f"layers[{name!r}].{key}", v[key], "an integer > 0")
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"layers[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
-    _need(type(v["bias"]) is bool, f"layers[{name!r}].bias", v["bias"], "true or false")
+    for key in ("bias", "input_scale"):
+        _need(type(v.get(key, False)) is bool, f"layers[{name!r}].{key}", v.get(key), "true or false")
     _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
+    _storage(f"layers[{name!r}]", v)
     return LayerEntry(**v)
 
 
-def _experts(name: str, value: Any) -> ExpertsEntry:
+def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
     what = f"experts[{name!r}]"
-    v = _fields(what, value, ExpertsEntry)
+    v = _fields(what, value, ExpertsEntry, "input_scales" if version == _FIRST else "")
+    scales = v.setdefault("input_scales", [])
+    _need(isinstance(scales, list) and all(s in (v["first"], "down_proj") for s in scales), f"{what}.input_scales", scales, "names of its weights")
     _need(v["first"] in ("gate_up_proj", "up_proj"), f"{what}.first", v["first"], "gate_up_proj or up_proj")
     for key in ("gate_up", "down"):
         shape = v[key]
@@ -247,19 +278,29 @@ def _experts(name: str, value: Any) -> ExpertsEntry:
         Activation(**act)
     except ConfigError as error:
         raise CheckpointError(f"{FILE}: {what}.activation: {error.what}", value=error.args[0], limit="an activation of fp4.moe", remedy=REWRITE) from error
-    return ExpertsEntry(**{**v, "gate_up": tuple(v["gate_up"]), "down": tuple(v["down"])})
+    return ExpertsEntry(**{**v, "gate_up": tuple(v["gate_up"]), "down": tuple(v["down"]), "input_scales": tuple(scales)})
 
 
 def _tensor(name: str, value: Any) -> TensorEntry:
     v = _fields(f"tensors[{name!r}]", value, TensorEntry)
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"tensors[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["transposed"]) is bool, f"tensors[{name!r}].transposed", v["transposed"], "true or false")
+    _storage(f"tensors[{name!r}]", v)
     return TensorEntry(**v)
 
 
-def _file(name: str, value: Any) -> FileEntry:
-    v = _fields(f"files[{name!r}]", value, FileEntry)
+def _storage(what: str, v: dict[str, Any]) -> None:
+    name = v.get("storage", nvfp4.NAME)
+    _need(isinstance(name, str) and name in STORAGES, f"{what}.storage", name, list(STORAGES))
+
+
+def _file(name: str, value: Any, version: int) -> FileEntry:
+    v = _fields(f"files[{name!r}]", value, FileEntry, "crc32" if version == _FIRST else "data_crc32")
     _need(type(v["bytes"]) is int and v["bytes"] >= 8, f"files[{name!r}].bytes", v["bytes"], "an integer >= 8")
     _need(isinstance(v["header_sha256"], str), f"files[{name!r}].header_sha256", v["header_sha256"], "text")
-    _need(type(v["data_crc32"]) is int, f"files[{name!r}].data_crc32", v["data_crc32"], "an integer")
+    if version == _FIRST:
+        _need(type(v["data_crc32"]) is int, f"files[{name!r}].data_crc32", v["data_crc32"], "an integer")
+    else:
+        sums = v["crc32"]
+        _need(isinstance(sums, dict) and all(type(s) is int for s in sums.values()), f"files[{name!r}].crc32", sums, "an object of integers")
     return FileEntry(**v)

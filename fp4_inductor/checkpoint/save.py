@@ -19,10 +19,9 @@ from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
 from ..modules import FP4Experts, FP4Linear
-from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
-from .safetensors_file import DTYPES, data_crc32, read_header
+from .safetensors_file import DTYPES, crc32, read_header
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -97,14 +96,14 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
                 limit="tensors: nothing is pickled",
                 remedy="Keep it in a buffer, or remove the module's get_extra_state.",
             )
-        if isinstance(t, NVFP4Tensor):
-            tensors[name] = mf.TensorEntry(_dtype_name(t.logical_dtype), t.transposed)
+        if isinstance(t, FP4Tensor) and t.STORAGE.name in mf.STORAGES:
+            tensors[name] = mf.TensorEntry(_dtype_name(t.logical_dtype), t.transposed, t.STORAGE.name)
             parts = {f"{name}.{part}": getattr(t, part) for part in t.PARTS}
         elif isinstance(t, FP4Tensor) or type(t) not in (Tensor, nn.Parameter, nn.Buffer):
             raise CheckpointError(
                 f"{name} is of a tensor subclass that this format does not know",
                 value=type(t).__name__,
-                limit="torch.Tensor, NVFP4Tensor",
+                limit="torch.Tensor, NVFP4Tensor, Sparse24NVFP4Tensor",
                 remedy="Make it a plain tensor first (dequantize, gather).",
             )
         else:
@@ -133,13 +132,21 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
         else:
             aliases[name] = origin
     layers = {
-        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m)
+        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m, m.input_scale is not None, m.storage().name)
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP4Linear)
     }
     experts = {
         name: mf.ExpertsEntry(
-            m.first_name, m.first.shape, m.down_proj.shape, _dtype_name(m.first.dtype), m.first.bias is not None, asdict(m.activation), m.dense, m.large_m
+            m.first_name,
+            m.first.shape,
+            m.down_proj.shape,
+            _dtype_name(m.first.dtype),
+            m.first.bias is not None,
+            asdict(m.activation),
+            m.dense,
+            m.large_m,
+            tuple(part for part in (m.first_name, "down_proj") if getattr(m, part).input_scale is not None),
         )
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP4Experts)
@@ -155,9 +162,11 @@ def _write(stored: dict[str, Tensor], manifest: mf.Manifest, aside: Path, limit:
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = mf.SINGLE if len(shards) == 1 else f"{mf.STEM}-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file({n: _owned(stored[n]) for n in names}, aside / file, metadata={"format": "pt"})
+        owned = {n: _owned(stored[n]) for n in names}
+        save_file(owned, aside / file, metadata={"format": "pt"})
         header = read_header(aside / file)
-        manifest.files[file] = mf.FileEntry(header.size, header.digest, data_crc32(aside / file))
+        manifest.files[file] = mf.FileEntry(header.size, header.digest, {n: crc32(t) for n, t in owned.items()})
+        del owned
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(t.numel() * t.element_size() for t in stored.values())

@@ -19,7 +19,7 @@ VALUES = MAGNITUDES + tuple(-v for v in MAGNITUDES)
 MAX = MAGNITUDES[-1]
 
 
-def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Cache a constant table per device. A table made under FakeTensorMode or by a tracer is never kept: it would
     be handed to every later real call."""
     kept: dict[tuple, Tensor] = {}
@@ -38,7 +38,7 @@ def _constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return get
 
 
-@_constant
+@constant
 def _table(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(VALUES, device=device, dtype=dtype)
 
@@ -90,7 +90,7 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-@_constant
+@constant
 def byte_pairs(device: torch.device) -> Tensor:
     """``[256]`` float64 whose 8 bytes are the two float32 values of that packed byte, low nibble first.
 

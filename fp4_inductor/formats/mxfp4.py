@@ -65,3 +65,43 @@ def dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
     """``[..., N, K]`` in ``dtype`` from uint8 ``[..., N, K/2]`` codes and uint8 ``[..., N, K/32]`` scales."""
     values = e2m1.decode(e2m1.unpack(qdata)).unflatten(-1, (-1, GROUP))
     return (values * scale_value(scale).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+# Powers of two that E4M3 holds: 2**8 down to the subnormal 2**-9.
+_E4M3_TOP, _E4M3_BOTTOM = 8, -9
+SPAN = _E4M3_TOP - _E4M3_BOTTOM
+# The global scale stays a normal float32, and 448 * 6 times it finite.
+_GLOBAL_BOTTOM, _GLOBAL_TOP = -126, 115
+
+
+def to_nvfp4(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The same values as NVFP4: the codes as they are, each exponent twice as an E4M3 power of two below a power-of-two global scale.
+
+    Lossless if and only if, in every matrix, the exponents of the blocks that hold anything but zeros span at most 17
+    (E4M3 has the 18 powers of two 2**-9 .. 2**8) and the global scale that brings them there lies in 2**-126 .. 2**115.
+
+    Args:
+        qdata: uint8 ``[..., N, K/2]``.
+        scale: uint8 ``[..., N, K/32]``, no byte 255.
+
+    Returns:
+        ``(qdata, scale float8_e4m3fn [..., N, K/16], global_scale float32 [...])``, or None if a matrix cannot be held without loss.
+    """
+    exponent = scale.to(torch.int16) - BIAS
+    blocks = qdata.unflatten(-1, (-1, GROUP // 2)) if qdata.numel() else qdata.new_zeros((*scale.shape, GROUP // 2))
+    used = (blocks & 0x77 != 0).any(-1)
+    lead = scale.shape[:-2]
+    flat, mask = exponent.reshape(*lead, -1), used.reshape(*lead, -1)
+    if flat.shape[-1] == 0:
+        return qdata, scale.new_zeros((*scale.shape[:-1], 0)).view(torch.float8_e4m3fn), torch.ones(lead, device=scale.device)
+    low = torch.where(mask, flat, torch.full_like(flat, 1 << 10)).amin(-1)
+    high = torch.where(mask, flat, torch.full_like(flat, -(1 << 10))).amax(-1)
+    empty = low > high
+    shift = torch.where(empty, torch.zeros_like(high), (high - _E4M3_TOP).clamp_min(_GLOBAL_BOTTOM))
+    fits = empty | ((low - shift >= _E4M3_BOTTOM) & (shift <= _GLOBAL_TOP))
+    if not bool(fits.all()):
+        return None
+    k = (exponent - shift[..., None, None]).clamp(_E4M3_BOTTOM, _E4M3_TOP)
+    power = torch.where(used, torch.ldexp(torch.ones_like(k, dtype=torch.float32), k.to(torch.int32)), torch.zeros_like(k, dtype=torch.float32))
+    e4m3 = power.to(torch.float8_e4m3fn).view(torch.uint8).repeat_interleave(2, dim=-1).view(torch.float8_e4m3fn)
+    return qdata, e4m3, torch.ldexp(torch.ones(lead, dtype=torch.float32, device=scale.device), shift.to(torch.int32))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError
 from . import e2m1
+from .storage import Part, Storage
 
 NAME = "nvfp4"
 GROUP = 16
@@ -25,12 +26,14 @@ SCALE_DTYPE = torch.float8_e4m3fn
 SCALE_MAX = 448.0
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 BITS_PER_WEIGHT = 4 + 8 / GROUP
+SCALES = (Part("scale", SCALE_DTYPE, GROUP), Part("global_scale", torch.float32, 0))
+STORAGE = Storage(NAME, (Part("qdata", torch.uint8, 2), *SCALES), GROUP, BITS_PER_WEIGHT)
 
 # With amax/(6*448) the block that holds the tensor's maximum sits at the top of E4M3 and cannot be scaled up;
 # a search that wants to go up leaves it headroom (measured: design/QUALITY.md).
 _TOP = {"amax": SCALE_MAX, "four_over_six": 256.0, "mse": 256.0, "activation": 256.0}
 SCALE_SEARCHES = tuple(_TOP)
-_SWEEP = range(-7, 8)  # E4M3 codes around amax/6: a factor 0.55 to 1.83
+_SWEEP = range(-7, 8)  # E4M3 codes around amax/6: a factor 0.55 to 1.83; weighted sums go all the way down (outliers in idle channels)
 _ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX = 1, 0x7E
 _TINY = torch.finfo(torch.float32).tiny
 _LOAD_FIRST = "Load the weights (to_empty, then load_state_dict) before quantizing."
@@ -71,18 +74,8 @@ def quantize(
     """
     check_weight(w)
     check_search(scale_search)
-    if w.device.type == "meta":
-        raise DeviceError("a weight on the meta device has no values to quantize", value=tuple(w.shape), limit="a device with memory", remedy=_LOAD_FIRST)
     lead, (n, k) = tuple(w.shape[:-2]), w.shape[-2:]
-    # Not w.abs().amax(): that writes a second copy of the weight.
-    amax = torch.maximum(w.amax((-2, -1)), -w.amin((-2, -1))) if w.numel() else w.new_zeros(lead)
-    if not torch.isfinite(amax).all():
-        raise NonFiniteError(
-            "a weight holds NaN or Inf",
-            value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements",
-            limit="finite values",
-            remedy="Repair or exclude this layer (ignore=[...]).",
-        )
+    amax = check_finite(w)
     if global_scale is None:
         g = global_scale_of(amax, scale_search)
     else:
@@ -95,7 +88,7 @@ def quantize(
     scale = torch.empty(rows.shape[0], k // GROUP, dtype=SCALE_DTYPE, device=w.device)
     for part in _row_chunks(rows.shape[0], k) if k else ():
         blocks = rows[part].float().unflatten(-1, (-1, GROUP)) / row_scale[part, None, None]
-        codes = _choose_scale_codes(blocks, scale_search, weight)
+        codes = choose_scale_codes(blocks, scale_search, weight)
         s = codes.view(SCALE_DTYPE).float()
         qdata[part] = e2m1.pack(e2m1.encode(_divide(blocks, s)).flatten(-2))
         scale[part] = codes.view(SCALE_DTYPE)
@@ -129,6 +122,23 @@ def check_weight(w: Tensor) -> None:
         )
 
 
+def check_finite(w: Tensor) -> Tensor:
+    """The largest magnitude of each matrix of ``w`` (shape: its leading dimensions, its dtype); NonFiniteError if there is NaN or Inf."""
+    if w.device.type == "meta":
+        raise DeviceError("a weight on the meta device has no values to quantize", value=tuple(w.shape), limit="a device with memory", remedy=_LOAD_FIRST)
+    # Not w.abs().amax(): that writes a second copy of the weight.
+    dims = tuple(range(-min(w.dim(), 2), 0))
+    amax = torch.maximum(w.amax(dims), -w.amin(dims)) if w.numel() else w.new_zeros(w.shape[:-2])
+    if not torch.isfinite(amax).all():
+        raise NonFiniteError(
+            "a weight holds NaN or Inf",
+            value=f"{int((~torch.isfinite(w)).sum())} of {w.numel()} elements",
+            limit="finite values",
+            remedy="Repair or exclude this layer (ignore=[...]).",
+        )
+    return amax
+
+
 def check_search(scale_search: str) -> None:
     """Raise ConfigError unless ``scale_search`` is one of :data:`SCALE_SEARCHES`."""
     if scale_search not in _TOP:
@@ -137,14 +147,7 @@ def check_search(scale_search: str) -> None:
 
 def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     """Raise unless the three tensors can be one NVFP4 weight: dtypes, shapes, one device. Reads no values."""
-    for name, t, want in (("qdata", qdata, torch.uint8), ("scale", scale, SCALE_DTYPE), ("global_scale", global_scale, torch.float32)):
-        if t.dtype != want:
-            raise DTypeError(
-                f"NVFP4 {name} has the wrong dtype",
-                value=t.dtype,
-                limit=want,
-                remedy="Reinterpret stored bytes with .view(dtype); a cast would change the bits.",
-            )
+    check_dtypes(qdata=(qdata, torch.uint8), scale=(scale, SCALE_DTYPE), global_scale=(global_scale, torch.float32))
     if qdata.dim() < 2 or (qdata.shape[-1] * 2) % GROUP or tuple(scale.shape) != (*qdata.shape[:-1], qdata.shape[-1] * 2 // GROUP):
         raise ShapeError(
             "NVFP4 qdata and scale do not belong together",
@@ -152,15 +155,36 @@ def check_parts(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
             limit="qdata [..., N, K/2], scale [..., N, K/16]",
             remedy="Take both from one quantize() or one checkpoint entry.",
         )
-    lead = tuple(qdata.shape[:-2])
+    check_global_scale(global_scale, tuple(qdata.shape[:-2]))
+    check_one_device(qdata=qdata, scale=scale, global_scale=global_scale)
+
+
+def check_dtypes(**parts: tuple[Tensor, torch.dtype]) -> None:
+    """Raise unless each part of a weight has its dtype."""
+    for name, (t, want) in parts.items():
+        if t.dtype != want:
+            raise DTypeError(
+                f"NVFP4 {name} has the wrong dtype",
+                value=t.dtype,
+                limit=want,
+                remedy="Reinterpret stored bytes with .view(dtype); a cast would change the bits.",
+            )
+
+
+def check_global_scale(global_scale: Tensor, lead: tuple[int, ...]) -> None:
+    """Raise unless a stored global scale has one element per matrix of leading shape ``lead``."""
     if tuple(global_scale.shape) not in (lead, (*lead, 1, 1)):
         raise ShapeError(
             "NVFP4 global_scale does not fit", value=tuple(global_scale.shape), limit=f"{lead} or {(*lead, 1, 1)}", remedy="One float32 per matrix."
         )
-    if not qdata.device == scale.device == global_scale.device:
+
+
+def check_one_device(**parts: Tensor) -> None:
+    """Raise unless all parts of a weight lie on one device."""
+    if len({t.device for t in parts.values()}) > 1:
         raise DeviceError(
             "the parts of one NVFP4 weight lie on different devices",
-            value=f"qdata {qdata.device}, scale {scale.device}, global_scale {global_scale.device}",
+            value=", ".join(f"{name} {t.device}" for name, t in parts.items()),
             limit="one device",
             remedy="Move the weight as a whole with .to(device).",
         )
@@ -183,7 +207,7 @@ def _to_code(s: Tensor) -> Tensor:
     return torch.where(s > 0, code.clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), torch.zeros_like(code))
 
 
-def _choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
+def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
     """E4M3 codes (uint8 ``[R, B]``) for blocks ``[R, B, 16]`` already divided by the global scale."""
     amax = blocks.abs().amax(-1)
     base = _to_code(amax / torch.full_like(amax, e2m1.MAX))  # by a tensor: see global_scale_of
@@ -193,7 +217,7 @@ def _choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> T
         candidates = [base, _to_code(amax / 4.0)]
     else:
         wide = base.to(torch.int16)
-        candidates = [torch.where(amax > 0, (wide + d).clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), wide).to(torch.uint8) for d in _SWEEP]
+        candidates = [torch.where(amax > 0, (wide + d).clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), wide).to(torch.uint8) for d in _SWEEP if d]
     w = None if weight is None else weight.unflatten(-1, (-1, GROUP))
     best, best_error = base, _error(blocks, base, w)
     for code in candidates:

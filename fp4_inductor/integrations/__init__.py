@@ -1,1 +1,18 @@
 """F4: other libraries' extension points. Importing this package imports none of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def describe_for_saving(model: Any, large_m: str) -> None:
+    """Tell a transformers model that it is quantized, so that its ``save_pretrained`` writes what ``from_pretrained`` reads."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        from .pretrained import quantizer
+
+        quantizer.describe_for_saving(model, large_m)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from ..ops import dequantize, dequantize_fp8, linear, moe, quantize_rows_fp8
+from ..ops import dequantize, dequantize_fp8, linear, moe, quantize_rows_fp8, sparse_decompress, sparse_dequantize, sparse_dequantize_fp8, sparse_linear
+from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
 from .moe import cpu as moe_cpu
 
@@ -20,9 +21,15 @@ def _at_first_call(module: str, name: str) -> Callable:
 
 linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
+sparse_linear.CONTRACT.implement("CPU", linear_cpu.sparse_linear)
+sparse_dequantize.CONTRACT.implement("CPU", linear_cpu.sparse_dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
 moe.CONTRACT.implement("CPU", moe_cpu.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))
+sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.launch", "sparse_linear"))
+sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))
+sparse_dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize_fp8"))
+sparse_decompress.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_decompress"))

@@ -12,14 +12,21 @@ import torch
 
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
-from .table import REGIMES, ROWS, Row
+from .table import EMULATED, REGIMES, ROWS, Row
 
 
 def csrc_status(arch: int) -> str:
     """Empty if the CUDA sources are compiled for ``arch`` (the first call compiles them, some seconds); else why they are not."""
-    from .linear import cuda_small
+    from . import csrc
 
-    return cuda_small.why_not(arch)
+    return csrc.why_not("linear_small", arch)
+
+
+def csrc_door(name: str, arch: int) -> str:
+    """How calls reach the kernel ``name`` of ``csrc/``: a torch operator, or ctypes and why."""
+    from . import csrc
+
+    return csrc.door(name, arch)
 
 
 @dataclass(frozen=True)
@@ -90,13 +97,23 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
 
     Raises:
         KernelError: no row without a limit on M accepts the call; the message lists every reason.
-        ConfigError: a threshold names an unknown regime.
+        ConfigError: a threshold names an unknown regime, or a candidate a kernel that is not one.
     """
+    rows = tuple(rows)
     overrides = dict(config.thresholds)
     unknown = set(overrides) - set(REGIMES)
     if unknown:
         raise ConfigError(
             "a threshold names an unknown regime", value=sorted(unknown), limit=list(REGIMES), remedy="Correct the names in DispatchConfig(thresholds=...)."
+        )
+    emulated = {row.kernel for row in (*ROWS, *rows) if row.status == EMULATED}
+    strangers = set(config.candidates) - emulated
+    if strangers:
+        raise ConfigError(
+            "a candidate is not a kernel that waits to be switched on",
+            value=sorted(strangers),
+            limit=sorted(emulated),
+            remedy="Correct the names in DispatchConfig(candidates=...).",
         )
     accepted, refused = [], []
     for row in rows:
@@ -105,6 +122,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         why = _refusal(row, call)
         if row.m_per_expert and row.max_m is not None:
             row = replace(row, max_m=max(row.max_m, int(row.m_per_expert * call.experts)))
+        if why is None and row.status == EMULATED and row.kernel not in config.candidates:
+            why = f'{row.status} on a GPU: switch it on with fp4_inductor.dispatch(candidates=("{row.kernel}",))'
         if why is None and row.regime in overrides:
             if row.max_m is None:
                 pass  # the last resort has no bound to override
@@ -116,6 +135,10 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
             accepted.append(row)
         else:
             refused.append(Refused(row, why))
+    candidates = {row.regime: row.kernel for row in accepted if row.status == EMULATED}
+    for row in [r for r in accepted if r.status != EMULATED and r.regime in candidates]:
+        accepted.remove(row)
+        refused.append(Refused(row, f"the candidate {candidates[row.regime]} is switched on in its place"))
     for row in [r for r in accepted if r.without in {other.regime for other in accepted}]:
         accepted.remove(row)
         refused.append(Refused(row, f"the {row.without} regime serves this range"))

@@ -16,7 +16,9 @@ BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
 
-Status = Literal["measured on H200", "compiled, not run", "runs in CI"]
+# A row that is only emulated never serves a call by itself: DispatchConfig(candidates=...) switches it on.
+Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed"]
+EMULATED: Status = "emulated, not timed"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Row:
         status: what has been run.
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
-        csrc: needs the compiled CUDA sources.
+        csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
@@ -50,7 +52,7 @@ class Row:
     large_m: tuple[str, ...] = ("auto", "fp8", "bf16")
     k_multiple: int = 16
     n_multiple: int = 1
-    csrc: bool = False
+    csrc: str = ""
     without: str | None = None
     m_per_expert: float = 0.0
 
@@ -58,7 +60,12 @@ class Row:
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
 _SMALL = "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
+_CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
+_SPARSE_GEMV = "kept codes and gathered activations; its prototype ran level with the dense GEMV (14.1 us at 8192x8192), 22% fewer bytes"
+_SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
+_SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
+_SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits instead of 4.5"
 _DECODE = "two launches; while T * k <= E / 2 few pairs share an expert, so every weight is read about once"
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = "from 64 tokens an expert the pass that makes transient FP8 weights pays; at most 256 MB of them at once"
@@ -82,9 +89,21 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small"),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small"),
-    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, "measured on H200", k_multiple=64, csrc=True),
-    Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc=True),
-    Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc=True),
+    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, "measured on H200", k_multiple=64, csrc="linear_small"),
+    Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
+    Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
+    Row(
+        "linear",
+        "small",
+        "cuda_small_any_k",
+        (90, 90),
+        32,
+        HALF,
+        "cuda_small with narrower copies where K is only a multiple of 16",
+        EMULATED,
+        csrc="linear_small",
+    ),
+    Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid"),
     Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200"),
     Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run"),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run"),
@@ -93,6 +112,12 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16),
     Row("linear", "large_dense", "dequantize + mm", (80, 129), None, ANY, "transient weight in the activation's dtype, the library GEMM", "measured on H200"),
+    Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
+    Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (80, 129), 32, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "mid", "triton_sparse_mid", (80, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
+    Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", (89, 129), None, BF16, _SPARSE_FP8, "compiled, not run", ("auto", "fp8"), 32, 16),
+    Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense large_dense", "compiled, not run"),
     Row("moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.linear", "runs in CI"),
     Row("moe", "decode", "triton_moe_decode", (80, 129), 4, HALF, _DECODE, "compiled, not run", m_per_expert=0.5),
     Row("moe", "grouped", "triton_moe_grouped", (80, 129), 64, HALF, _GROUPED, "compiled, not run", m_per_expert=64.0),

@@ -24,6 +24,14 @@ def e2m1_to_f16(code):
 
 
 @triton.jit
+def dense_codes(values, nibble):
+    """2:4 groups (integers: a byte of two kept codes, a metadata nibble) -> 16-bit words of the four dense codes, as int32."""
+    value = values.to(tl.int32)
+    nibble = nibble.to(tl.int32)
+    return ((value & 15) << ((nibble & 3) * 4)) | ((value >> 4) << (((nibble >> 2) & 3) * 4))
+
+
+@triton.jit
 def store_output(Y, idx_m, idx_n, y, mask, N):
     """Eager form of Inductor's ``store_output``: row-major ``Y[M, N]``."""
     tl.store(Y + idx_m.to(tl.int64) * N + idx_n, y.to(Y.dtype.element_ty), mask=mask)

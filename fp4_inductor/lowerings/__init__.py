@@ -3,7 +3,8 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
-    from . import linear, moe
+    from . import linear, moe, sparse_linear
 
     linear.register()
+    sparse_linear.register()
     moe.register()

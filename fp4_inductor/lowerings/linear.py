@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from .._torch import lowering as inductor
 from .._torch.template import Template
 from ..config import dispatch_config
+from ..formats import nvfp4
+from ..formats.storage import Storage
 from ..kernels import select
 from ..kernels.linear import configs
 from ..kernels.select import plan
@@ -19,7 +22,7 @@ from .journal import Entry, record
 from .regime import decide
 
 fp4 = torch.ops.fp4
-_HINT = 64
+HINT = 64
 
 
 def register() -> None:
@@ -28,24 +31,34 @@ def register() -> None:
 
 def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
+    return product(fp4.linear.default, nvfp4.STORAGE, x, (qdata, scale, global_scale), bias, large_m, _LOWER)
+
+
+def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable]):
+    """IR of ``op(x, *weight, bias, large_m)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself."""
     symbols = inductor.Symbols()
     lead = x.get_size()[:-1]
-    n, half_k = map(symbols.static_int, qdata.get_size())
-    if n is None or half_k is None:
-        return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
-    k = half_k * 2
+    n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
+    if n is None or k is None:
+        return inductor.call_op(op, x, *weight, bias, large_m)
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
-    call = select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m)
+    name = op._opname
+    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     node, module = inductor.current_names()
-    entry = record(Entry("fp4.linear", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
-    if decision.row is None or decision.row.kernel in _CALLED:
-        return inductor.call_op(fp4.linear.default, x, qdata, scale, global_scale, bias, large_m)
+    entry = record(Entry(f"fp4.{name}", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
+    row = decision.row
+    if row is None or row.kernel == "cpu":
+        return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
-    y = _LOWER[decision.row.kernel](decision.row, rows, qdata, scale, global_scale, m, n, k)
+    if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
+        operator = getattr(torch.ops.fp4_csrc, row.csrc).default
+        y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch)
+        return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+    y = lowered[row.kernel](row, rows, *weight, m, n, k)
     entry.buffer = inductor.buffer_name(y)
     if bias is not None:
         y = inductor.add(y, bias)
@@ -69,10 +82,10 @@ def _gemv_template() -> Template:
 
     helpers = (common.e4m3_to_f32, t.decode8, t.half2_dot, t.dot8, t.pack_half2, t.load_activations, t.partial_sums)
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K8": '{{size("QDATA", 1)}} // 4'}
-    return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, _gemv_grid)
+    return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
 
-def _gemv_grid(m, n, meta, *, cdiv):
+def gemv_grid(m, n, meta, *, cdiv):
     return (cdiv(n, meta["BLOCK_N"]), cdiv(m, meta["BLOCK_M"]), 1)
 
 
@@ -82,15 +95,16 @@ def _mid_template() -> Template:
     from ..kernels.linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K": '{{size("X", 1)}}'}
-    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, t.decode_bytes), _mid_grid)
+    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, t.decode_bytes), mid_grid)
 
 
-def _mid_grid(m, n, meta, *, cdiv):
+def mid_grid(m, n, meta, *, cdiv):
     return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
 
 
-def _arguments(x, qdata, scale, global_scale):
-    return tuple(inductor.contiguous(t) for t in (x, qdata, scale, global_scale))
+def arguments(*tensors):
+    """Realised, contiguous and 16-byte aligned."""
+    return tuple(inductor.contiguous(t) for t in tensors)
 
 
 def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k):
@@ -98,14 +112,14 @@ def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k):
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
     options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
-    return _gemv_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
+    return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 def _mid(row: Row, x, qdata, scale, global_scale, m, n, k):
-    likely = min(inductor.Symbols().hint(m, _HINT), row.max_m or _HINT)
+    likely = min(inductor.Symbols().hint(m, HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype()), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
-    return _mid_template().lower(_arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
+    return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 # --- many rows: plain operations around a transient weight --------------------------------------------------------
@@ -130,8 +144,8 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
-# Kernels with no form inside generated code: the op is called, and picks the same row for the same M.
-_CALLED = {"cpu", "cuda_small"}
+# Kernels with no form inside generated code: an operator is called.
+CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_sparse_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .progress import bar
 _CHUNK = 1 << 22  # activations squared at once
 
 
-class _Mean:
+class Mean:
     """Streaming sum of squares per channel on the activation's device, in float64 where the device has it."""
 
     def __init__(self) -> None:
@@ -48,7 +49,20 @@ def mean_squares(
     progress: bool = False,
     experts: Sequence[ExpertsTarget] = (),
 ) -> dict[str, Any]:
-    """Run ``batches`` through ``model`` and return ``{layer name: [K] float32 E[x^2]}``; of experts :class:`.calibrate_experts.Statistics`.
+    """``{layer name: [K] float32 E[x^2]}``, of experts :class:`.calibrate_experts.Statistics`; see :func:`statistics`."""
+    return {name: m.result() for name, m in statistics(model, targets, batches, strict=strict, progress=progress, experts=experts).items()}
+
+
+def statistics(
+    model: nn.Module,
+    targets: list[Target],
+    batches: Iterable[Any] | None,
+    *,
+    strict: bool,
+    progress: bool = False,
+    experts: Sequence[ExpertsTarget] = (),
+) -> dict[str, Any]:
+    """Run ``batches`` through ``model`` and return each layer's :class:`Mean`, and the :class:`.calibrate_experts.ExpertsMeans` of experts.
 
     The model runs in eval mode without gradients, where it is; its mode is restored. Tensors of a batch are moved to
     the device of the model's first parameter.
@@ -63,26 +77,23 @@ def mean_squares(
         CalibrationError: no batch, a batch of an unknown kind, the forward failed, or a layer was never reached.
         NonFiniteError: a layer met NaN or Inf; names the first in execution order.
     """
-    linear = {t.name: _Mean() for t in targets}
+    linear = {t.name: Mean() for t in targets}
     routed = {t.name: ExpertsMeans(t) for t in experts}
     order: dict[str, None] = {}
     handles = []
-    modes = [(m, m.training) for m in model.modules()]
-    device = next((p.device for p in model.parameters()), None)
     try:
         for t in targets:
             handles.append(t.module.register_forward_pre_hook(_watch(t.name, linear[t.name], order), with_kwargs=True))
         for e in experts:
             handles.append(e.module.register_forward_pre_hook(routed[e.name].hook(order), with_kwargs=True))
-        model.eval()
-        _feed(model, batches, device, progress)
+        with evaluating(model):
+            for _ in feed(model, batches, progress):
+                pass
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in modes:
-            module.training = training
 
-    means: dict[str, _Mean | ExpertsMeans] = {**linear, **routed}
+    means: dict[str, Mean | ExpertsMeans] = {**linear, **routed}
     bad = [name for name in order if not means[name].check_finite()]
     if bad:
         raise non_finite(bad, len(order))
@@ -94,33 +105,49 @@ def mean_squares(
             limit="every layer to be quantized",
             remedy="Add batches that exercise them, ignore them, or pass strict=False (unweighted scales for them).",
         )
-    return {name: m.result() for name, m in means.items()}
+    return means
 
 
-def _feed(model: nn.Module, batches: Iterable[Any] | None, device: torch.device | None, progress: bool) -> None:
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, without gradients; every module's mode is restored."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def feed(model: nn.Module, batches: Iterable[Any] | None, progress: bool = False, desc: str = "calibrate") -> Iterator[tuple[dict[str, Any], Any]]:
+    """Call ``model`` on each batch, moved to the device of its first parameter; yields ``(keyword arguments, output)``."""
+    device = next((p.device for p in model.parameters()), None)
     count = 0
-    with torch.no_grad():
-        for batch in bar(_iterate(batches), "calibrate", "batch", progress):
-            args, kwargs = _arguments(batch, count)
-            if device is not None and device.type != "meta":
-                args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
-            try:
-                model(*args, **kwargs)
-            except Exception as error:
-                raise CalibrationError(
-                    f"the model's forward failed on calibration batch {count}",
-                    value=f"{type(error).__name__}: {error}",
-                    limit="batches that the model's forward takes",
-                    remedy="Call the model on this batch without fp4_inductor: a tuple gives positional arguments, a mapping keywords.",
-                ) from error
-            count += 1
+    for batch in bar(batches_of(batches), desc, "batch", progress):
+        args, kwargs = _arguments(batch, count)
+        if device is not None and device.type != "meta":
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        try:
+            output = model(*args, **kwargs)
+        except Exception as error:
+            raise CalibrationError(
+                f"the model's forward failed on calibration batch {count}",
+                value=f"{type(error).__name__}: {error}",
+                limit="batches that the model's forward takes",
+                remedy="Call the model on this batch without fp4_inductor: a tuple gives positional arguments, a mapping keywords.",
+            ) from error
+        yield kwargs, output
+        count += 1
     if count == 0:
         raise CalibrationError(
             "calibration holds no batch (an exhausted generator?)", value=0, limit=">= 1 batch", remedy="Pass a list, or a fresh iterator for each call."
         )
 
 
-def _iterate(batches: Any) -> Iterable[Any]:
+def batches_of(batches: Any) -> Iterable[Any]:
+    """``batches``, or CalibrationError if it is no iterable of batches."""
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         raise CalibrationError(
             "calibration is an iterable of batches", value=type(batches).__name__, limit="[batch, ...]", remedy="Wrap a single batch in a list."
@@ -143,7 +170,7 @@ def _arguments(batch: Any, index: int) -> tuple[tuple, dict]:
     )
 
 
-def _watch(name: str, mean: _Mean, order: dict[str, None]):
+def _watch(name: str, mean: Mean, order: dict[str, None]):
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
         x = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(x, Tensor) and x.numel():

@@ -35,19 +35,29 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
         ``(the model, one LayerReport per layer)``. The model is the one given, or the FP4Linear if the model itself
         is the layer.
     """
-    dense = _dense_weight(group[0])
+    dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
-    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
-    error = relative_error(dense, layer)
+    layer, error = quantize_dense(dense, config, channel_weight)
     del dense
+    return install_group(model, group, layer, error)
+
+
+def quantize_dense(dense: Tensor, config: NVFP4Config, channel_weight: Tensor | None = None) -> tuple[FP4Linear, float]:
+    """A layer over ``dense`` ``[N, K]``, without bias, and its relative error."""
+    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
+    return layer, relative_error(dense, layer)
+
+
+def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error: float) -> tuple[nn.Module, list[LayerReport]]:
+    """Put ``layer`` in place of the layers of ``group``, which keep their biases; returns as :func:`convert_group`."""
     rows = []
     for i, target in enumerate(group):
         new = layer if i == 0 else share(layer)
         bias = target.module._parameters.get("bias")
         if bias is not None:
             # Not cloned: a bias that other modules share stays shared.
-            new.bias = bias.detach().to(device=new.qdata.device, dtype=new.dtype)
+            new.bias = bias.detach().to(device=new.scale.device, dtype=new.dtype)
         carry_over(target.module, new)
         model = replace_module(model, target.names, new)
         rows.append(_row(group, i, new, error))
@@ -67,33 +77,60 @@ def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config
         ``(the model, one LayerReport per weight)``.
     """
     module, spec = target.module, target.spec
-    weight = module.get_parameter("down_proj")
-    inner = weight.shape[1 if spec.transposed else 2]
+    pads = rows_to_pad(target)
+    weights, rows = {}, []
+    for name in spec.parameters[:2]:
+        channel_weight = None if statistics is None else statistics.first if name == spec.first else statistics.down
+        weights[name], error = quantize_expert_weight(target, module.get_parameter(name).detach(), config, pads[name], channel_weight, device)
+        rows.append(experts_row(target, name, weights[name], error, statistics.notes if statistics else ()))
+        del module._parameters[name]
+    return install_experts(model, target, weights, pads, config.large_m), rows
+
+
+def quantize_expert_weight(
+    target: ExpertsTarget,
+    dense: Tensor,
+    config: NVFP4Config,
+    pad: tuple[int, int],
+    channel_weight: Tensor | None = None,
+    device: torch.device | None = None,
+) -> tuple[FP4ExpertWeight, float]:
+    """One weight of a module of experts, without bias, from its values as the module stores them; and its relative error."""
+    transposed = target.spec.transposed
+    packed = pack_experts(dense, None, transposed=transposed, scale_search=config.scale_search, channel_weight=channel_weight, pad_rows=pad, device=device)
+    return packed, _experts_error(dense.mT if transposed else dense, packed, pad)
+
+
+def rows_to_pad(target: ExpertsTarget) -> dict[str, tuple[int, int]]:
+    """``(parts, zero rows after each part)`` of both weights.
+
+    What I is padded with, the gates and the ups get as zero rows: one block at the end of each, or of both where they alternate.
+    """
+    module, spec = target.module, target.spec
+    inner = module.get_parameter("down_proj").shape[1 if spec.transposed else 2]
     extra = -inner % nvfp4.GROUP
-    first_rows = module.get_parameter(spec.first).shape[2 if spec.transposed else 1]
-    halves = first_rows // inner
-    # What I is padded with, the gates and the ups get as zero rows: one block at the end of each, or of both where they alternate.
-    pad_first = (1, halves * extra) if spec.activation.interleaved or halves == 1 else (halves, extra)
-    weights, rows = [], []
-    for name, pad, channel_weight in (
-        (spec.first, pad_first, None if statistics is None else statistics.first),
-        ("down_proj", (1, 0), None if statistics is None else statistics.down),
-    ):
-        dense = module.get_parameter(name).detach()
-        bias = module.get_parameter(f"{name}_bias") if spec.bias else None
-        packed = pack_experts(
-            dense, bias, transposed=spec.transposed, scale_search=config.scale_search, channel_weight=channel_weight, pad_rows=pad, device=device
-        )
-        error = _experts_error(dense.mT if spec.transposed else dense, packed, pad)
-        del module._parameters[name], dense
-        row = existing_experts(tuple(f"{n}.{name}" if n else name for n in target.names), packed)
-        rows.append(LayerReport(**{**vars(row), "relative_error": error, "notes": (*row.notes, *(statistics.notes if statistics else ()))}))
-        weights.append(packed)
-    new = FP4Experts(weights[0], weights[1], spec.activation, first_name=spec.first, dense=spec.dense, large_m=config.large_m)
+    halves = module.get_parameter(spec.first).shape[2 if spec.transposed else 1] // inner
+    return {spec.first: (1, halves * extra) if spec.activation.interleaved or halves == 1 else (halves, extra), "down_proj": (1, 0)}
+
+
+def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, FP4ExpertWeight], pads: dict[str, tuple[int, int]], large_m: str) -> nn.Module:
+    """Put FP4Experts over ``weights`` in place of the module, whose biases they keep; returns the model."""
+    module, spec = target.module, target.spec
+    for name, packed in weights.items():
+        if spec.bias:
+            parts, extra = pads[name]
+            bias = module.get_parameter(f"{name}_bias").detach().to(packed.qdata.device, packed.dtype)
+            packed.bias = torch.cat([nn.functional.pad(p, (0, extra)) for p in bias.chunk(parts, -1)], -1)
+    new = FP4Experts(weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
     carry_over(module, new)
-    model = replace_module(model, target.names, new)
     target.module = new  # the last reference this package holds to the dense experts
-    return model, rows
+    return replace_module(model, target.names, new)
+
+
+def experts_row(target: ExpertsTarget, name: str, packed: FP4ExpertWeight, error: float, notes: tuple[str, ...] = ()) -> LayerReport:
+    """The report row of one weight of a module of experts."""
+    row = existing_experts(tuple(f"{n}.{name}" if n else name for n in target.names), packed)
+    return LayerReport(**{**vars(row), "relative_error": error, "notes": (*row.notes, *notes)})
 
 
 def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int]) -> float:
@@ -111,8 +148,8 @@ def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int])
 
 def share(layer: FP4Linear) -> FP4Linear:
     """Another FP4Linear over the same weight buffers, without bias."""
-    new = FP4Linear(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
-    new.qdata, new.scale, new.global_scale = layer.qdata, layer.scale, layer.global_scale
+    new = type(layer)(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
+    new.take(layer.parts())
     return new
 
 
@@ -137,18 +174,19 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 def relative_error(dense: Tensor, layer: FP4Linear) -> float:
     """``|W - dequantized| / |W|``, Frobenius norms accumulated in float64; 0 for an all-zero weight."""
     k = dense.shape[1]
-    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.qdata.device)
+    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.scale.device)
     step = max(1, _ERROR_CHUNK // max(k, 1))
     for start in range(0, dense.shape[0], step):
         rows = slice(start, start + step)
         w = dense[rows].float()
-        d = torch.ops.fp4.dequantize(layer.qdata[rows], layer.scale[rows], layer.global_scale, torch.float32)[:, :k]
+        d = layer.dequantize(torch.float32, rows)
         norm = norm + torch.linalg.vector_norm(w).to(norm.dtype).square()
         error = error + torch.linalg.vector_norm(d.sub_(w)).to(norm.dtype).square()
     return float((error / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt())
 
 
-def _dense_weight(target: Target) -> Tensor:
+def dense_weight(target: Target) -> Tensor:
+    """``[N, K]``, a view of the layer's Parameter."""
     weight = target.module.get_parameter("weight").detach()
     return weight.t() if target.transposed else weight
 

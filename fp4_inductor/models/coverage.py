@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 _WORST = 5
+_KINDS = 12
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class LayerReport:
         bytes_before, bytes_after: weight and bias.
         relative_error: ``|W - dequantized| / |W|`` (Frobenius); None if the original weight was never seen (after load).
         notes: e.g. that K was padded, or which other layers share this weight.
+        format: ``"nvfp4"`` or ``"sparse24_nvfp4"``.
+        bits_per_weight: of the codes, metadata and block scales.
+        output_error: ``|X (W - Q)^T| / |X W^T|`` over calibration inputs X; None where they were not kept.
     """
 
     name: str
@@ -31,6 +35,9 @@ class LayerReport:
     bytes_after: int
     relative_error: float | None = None
     notes: tuple[str, ...] = ()
+    format: str = "nvfp4"
+    bits_per_weight: float = 4.5
+    output_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Report:
         bytes_before, bytes_after: all parameters and buffers of the model, shared ones once.
         config: the options used, as text; empty after load.
         notes: remarks on the whole call, e.g. an ``ignore`` entry that matched nothing.
+        kl: KL(dense model || this one) in nats per token on calibration batches; None if it was not measured.
+        warnings: what a user must not overlook; printed first.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -62,6 +71,8 @@ class Report:
     bytes_after: int = 0
     config: str = ""
     notes: list[str] = field(default_factory=list)
+    kl: float | None = None
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def params(self) -> int:
@@ -74,9 +85,15 @@ class Report:
         missed = sum(s.params for s in self.uncovered)
         return 100.0 * self.params / (self.params + missed) if self.params + missed else 100.0
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean bits of a quantized weight (codes, metadata, block scales)."""
+        return sum(layer.params * layer.bits_per_weight for layer in self.layers) / self.params if self.params else 0.0
+
     def __str__(self) -> str:
         ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
-        rows = [
+        rows = [f"  !! {warning}" for warning in self.warnings]
+        rows += [
             f"fp4_inductor report{f' ({self.config})' if self.config else ''}",
             f"  quantized   {len(self.layers):6d} layers  {_count(self.params):>8} weights  {_bytes(sum(i.bytes_before for i in self.layers)):>9}"
             f" -> {_bytes(sum(i.bytes_after for i in self.layers))}",
@@ -84,6 +101,7 @@ class Report:
             f"  coverage    {self.coverage:6.2f} % of linear and expert weights outside the skip list",
         ]
         rows += _grouped("not covered", self.uncovered) + _grouped("kept in high precision", self.skipped)
+        rows += self._formats()
         known = sorted((i for i in self.layers if i.relative_error is not None), key=lambda i: -(i.relative_error or 0.0))
         if known:
             rows.append("  largest relative errors")
@@ -94,6 +112,19 @@ class Report:
                 noted[note].append(layer.name)
         rows += [f"  note: {note}: {_some(names)}" for note, names in noted.items()]
         return "\n".join(rows + [f"  note: {note}" for note in self.notes])
+
+    def _formats(self) -> list[str]:
+        """Which layers have which format, where there is more than the dense one."""
+        names: dict[str, list[LayerReport]] = defaultdict(list)
+        for layer in self.layers:
+            names[layer.format].append(layer)
+        if set(names) <= {"nvfp4"}:
+            return []
+        rows = [f"  bits        {self.bits_per_weight:6.2f} a weight on average"]
+        rows += [
+            f"    {group[0].bits_per_weight} bits {name:15s} {len(group):4d} layers: {_kinds([i.name for i in group])}" for name, group in sorted(names.items())
+        ]
+        return rows + ([f"  KL          {self.kl:6.4f} nats a token from the dense model, on calibration batches"] if self.kl is not None else [])
 
 
 _RECORDED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
@@ -121,6 +152,14 @@ def _grouped(title: str, items: list[Skipped]) -> list[str]:
 
 def _some(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f", ... ({len(names) - limit} more)" if len(names) > limit else "")
+
+
+def _kinds(names: list[str]) -> str:
+    """``"q_proj (30), down_proj (2)"``: how many layers of each last name."""
+    counts: dict[str, int] = defaultdict(int)
+    for name in names:
+        counts[name.rpartition(".")[2]] += 1
+    return ", ".join(f"{name} ({n})" for name, n in sorted(counts.items(), key=lambda item: -item[1])[:_KINDS])
 
 
 def _count(n: int) -> str:

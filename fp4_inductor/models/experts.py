@@ -88,8 +88,10 @@ def recognise(gate: Callable[[Tensor], Tensor], gated: bool, constants: tuple[fl
     """
     width = _PROBE[1]
     reach = 3.0 * max((abs(c) for c in constants), default=4.0)
-    z = torch.randn(*_PROBE, generator=torch.Generator().manual_seed(0), device="cpu")
-    z *= torch.where(torch.arange(_PROBE[0]) < _PROBE[0] // 2, 1.5, reach)[:, None]  # small values tell smooth functions apart
+    # Device and dtype said outright: a model that transformers is loading is described under its default dtype and on the meta device.
+    with torch.device("cpu"):
+        z = torch.randn(*_PROBE, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        z *= torch.where(torch.arange(_PROBE[0]) < _PROBE[0] // 2, 1.5, reach)[:, None]  # small values tell smooth functions apart
     try:
         with torch.no_grad(), torch.device("cpu"):
             want = gate(z.clone())

@@ -71,7 +71,7 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     paths: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(name)
-    ignored = _Ignore(ignore)
+    ignored = Names(ignore)
     heads = _output_heads(model)
     owners = _owners(model)
     plan = Plan()
@@ -194,6 +194,8 @@ def tensor_key(t: Tensor) -> tuple:
     """Equal for tensors that are the same memory in the same shape (the same Parameter, or an exact alias of it)."""
     if isinstance(t, FP4Tensor):
         return ("parts", *(tensor_key(p) for p in t.parts()))
+    if hasattr(t, "to_local"):  # a DTensor: this rank's part
+        t = t.to_local()
     # A lazy parameter has no shape, a meta or empty tensor no address: only identity tells those apart.
     if is_lazy(t) or t.device.type == "meta" or t.numel() == 0 or not t.untyped_storage().data_ptr():
         return (id(t),)
@@ -220,16 +222,18 @@ def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
     """The report row of an installed FP4Linear."""
     bias = 0 if layer.bias is None else layer.bias.numel() * layer.bias.element_size()
     weights = layer.out_features * layer.in_features
-    notes = [f"K padded to a multiple of 16 ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
+    notes = [f"K padded to a multiple of {layer.storage().k_multiple} ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
     notes += ["one module under several names"] if len(names) > 1 else []
     return LayerReport(
         names[0],
         (layer.out_features, layer.in_features),
         weights,
         weights * layer.dtype.itemsize + bias,
-        sum(t.numel() * t.element_size() for t in (layer.qdata, layer.scale, layer.global_scale)) + bias,
+        sum(t.numel() * t.element_size() for t in layer.parts()) + bias,
         None,
         tuple(notes),
+        format=layer.storage().name,
+        bits_per_weight=layer.storage().bits_per_weight,
     )
 
 
@@ -339,23 +343,31 @@ def weight_count(t: Target | ExpertsTarget) -> int:
 
 def _existing_tensor(name: str, p: FP4Tensor) -> LayerReport:
     after = sum(t.numel() * t.element_size() for t in p.parts())
-    return LayerReport(name, (int(p.shape[-2]), int(p.shape[-1])), p.numel(), p.numel() * p.logical_dtype.itemsize, after)
+    return LayerReport(
+        name,
+        (int(p.shape[-2]), int(p.shape[-1])),
+        p.numel(),
+        p.numel() * p.logical_dtype.itemsize,
+        after,
+        format=p.STORAGE.name,
+        bits_per_weight=p.STORAGE.bits_per_weight,
+    )
 
 
-class _Ignore:
-    """The user's choice: names, trailing parts of names, ``re:`` patterns, and a filter function."""
+class Names:
+    """The user's choice: names, trailing parts of names, ``re:`` patterns, and a filter function. ``option``: where it was written."""
 
-    def __init__(self, entries: Iterable[str] | None):
+    def __init__(self, entries: Iterable[str] | None, option: str = "ignore"):
         entries = () if entries is None else entries
         listed = list(entries) if isinstance(entries, Iterable) else []
         if not isinstance(entries, Iterable) or isinstance(entries, str) or not all(isinstance(e, str) for e in listed):
             raise ConfigError(
-                "ignore is a list of names",
+                f"{option} is a list of names",
                 value=repr(entries),
                 limit='["lm_head", "model.layers.0", "re:.*mlp.*"]',
                 remedy="Wrap a single name in a list.",
             )
-        self.entries = listed
+        self.entries, self.option = listed, option
         self.used: set[str] = set()
         self.patterns = {}
         for e in self.entries:
@@ -364,7 +376,7 @@ class _Ignore:
                     self.patterns[e] = re.compile(e[3:])
                 except re.error as error:
                     raise ConfigError(
-                        "ignore holds an invalid regular expression",
+                        f"{option} holds an invalid regular expression",
                         value=f"{e!r} ({error})",
                         limit='"re:" and what re.match takes',
                         remedy='Escape special characters with a backslash, or leave out "re:" to name a layer.',
@@ -374,7 +386,7 @@ class _Ignore:
         for entry in self.entries:
             if any(self._matches(entry, n) for n in names):
                 self.used.add(entry)
-                return f"ignore={entry!r}"
+                return f"{self.option}={entry!r}"
         if filter_fn is not None and next(module.parameters(recurse=False), None) is not None and not filter_fn(module, names[0]):
             return "filter_fn"
         return None
@@ -388,4 +400,4 @@ class _Ignore:
         return any(p == entry or p.endswith("." + entry) for p in prefixes)
 
     def unused(self) -> list[str]:
-        return [f"ignore={e!r} matched nothing" for e in self.entries if e not in self.used]
+        return [f"{self.option}={e!r} matched nothing" for e in self.entries if e not in self.used]

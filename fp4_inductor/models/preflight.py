@@ -32,10 +32,8 @@ def preflight(plan: Plan, strict: bool) -> None:
         if not found:
             readable += [(f"{experts.name}.{n}".lstrip("."), experts.module.get_parameter(n)) for n in experts.spec.parameters]
     problems += _non_finite(readable)
-    if strict and plan.gating:
-        problems.append(_gating(plan))
-    if strict and len(plan.uncovered) > len(plan.gating):
-        problems.append(_coverage(plan))
+    if strict:
+        problems += uncovered_errors(plan)
     if not problems:
         return
     if len(problems) == 1:
@@ -212,6 +210,12 @@ def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
                     )
                 )
     return found
+
+
+def uncovered_errors(plan: Plan) -> list[FP4Error]:
+    """What ``strict`` raises for the weights that ``plan`` does not cover."""
+    found: list[FP4Error] = [_gating(plan)] if plan.gating else []
+    return [*found, _coverage(plan)] if len(plan.uncovered) > len(plan.gating) else found
 
 
 def _gating(plan: Plan) -> GatingError:

@@ -2,5 +2,8 @@
 
 from .experts import FP4Experts, FP4ExpertWeight
 from .linear import FP4Linear
+from .sparse24 import Sparse24Linear
 
-__all__ = ["FP4ExpertWeight", "FP4Experts", "FP4Linear"]
+BY_STORAGE = {cls.storage().name: cls for cls in (FP4Linear, Sparse24Linear)}
+
+__all__ = ["BY_STORAGE", "FP4ExpertWeight", "FP4Experts", "FP4Linear", "Sparse24Linear"]

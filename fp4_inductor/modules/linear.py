@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DeviceError, ShapeError
-from ..formats import nvfp4
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
-from ..tensors.nvfp4 import NVFP4Tensor
+from ..tensors.base import FP4Tensor
 from .packed import PackedWeight
 
 
@@ -26,12 +25,14 @@ class FP4Linear(PackedWeight):
 
     ``.to(dtype)``, ``.half()``, ``.bfloat16()`` cast the bias and set :attr:`dtype`; the codes and scales keep their
     bits. ``.to(device)``, ``deepcopy``, ``pin_memory``, ``state_dict`` work as for any module.
+
+    A subclass stores the weight in another format: it names the tensor class, whose components become the buffers.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
         if large_m not in LARGE_M:
-            raise ConfigError("FP4Linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
-        padding = -in_features % nvfp4.GROUP
+            raise ConfigError(f"{type(self).__name__}: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+        padding = -in_features % self.storage().k_multiple
         super().__init__((), out_features, in_features + padding, bias, dtype, device)
         self.in_features, self.out_features, self.large_m, self.padding = in_features, out_features, large_m, padding
 
@@ -47,20 +48,34 @@ class FP4Linear(PackedWeight):
         large_m: str = "auto",
     ) -> FP4Linear:
         """Quantize ``weight`` ``[N, K]`` (bf16, fp16 or fp32; any K: padded to a multiple of 16). The inputs are not modified."""
+        layer, weight, channel_weight = cls._prepare(weight, bias, channel_weight, large_m)
+        return layer._fill(torch.ops.fp4.quantize(weight, scale_search, global_scale, channel_weight), bias)
+
+    @classmethod
+    def _prepare(cls, weight: Tensor, bias: Tensor | None, channel_weight: Tensor | None, large_m: str):
+        """``(a layer without values, the weight and channel_weight padded)``; raises for shapes that are no linear layer."""
         if weight.dim() != 2:
-            raise ShapeError("FP4Linear takes a matrix", value=tuple(weight.shape), limit="[N, K]", remedy="Experts [E, N, K] are an NVFP4Tensor.")
+            raise ShapeError(
+                f"{cls.__name__} takes a matrix", value=tuple(weight.shape), limit="[N, K]", remedy=f"Experts [E, N, K] are a {cls.TENSOR.__name__}."
+            )
         n, k = weight.shape
         if bias is not None and tuple(bias.shape) != (n,):
-            raise ShapeError("FP4Linear: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)", remedy="The bias has one entry per output.")
+            raise ShapeError(f"{cls.__name__}: bias does not fit N", value=tuple(bias.shape), limit=f"({n},)", remedy="The bias has one entry per output.")
         if bias is not None and bias.device != weight.device:
-            raise DeviceError("FP4Linear: weight and bias on different devices", value=bias.device, limit=weight.device, remedy="Move both with .to(device).")
+            raise DeviceError(
+                f"{cls.__name__}: weight and bias on different devices", value=bias.device, limit=weight.device, remedy="Move both with .to(device)."
+            )
         layer = cls(k, n, dtype=weight.dtype, device="meta", large_m=large_m)
+        weight = weight.detach()
         if layer.padding:
             weight = nn.functional.pad(weight, (0, layer.padding))
             channel_weight = None if channel_weight is None else nn.functional.pad(channel_weight, (0, layer.padding))
-        layer.qdata, layer.scale, layer.global_scale = torch.ops.fp4.quantize(weight.detach(), scale_search, global_scale, channel_weight)
-        layer.bias = None if bias is None else bias.detach().to(weight.dtype).clone()
-        return layer
+        return layer, weight, channel_weight
+
+    def _fill(self, parts: tuple[Tensor, ...], bias: Tensor | None):
+        self.take(parts)
+        self.bias = None if bias is None else bias.detach().to(self.dtype).clone()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         x, _ = cast_for_autocast(x)
@@ -69,24 +84,30 @@ class FP4Linear(PackedWeight):
         bias = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
+        return self._product(x, bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.large_m)
 
     @property
-    def weight(self) -> NVFP4Tensor:
-        """The weight as an :class:`NVFP4Tensor` ``[N, K]`` that shares this layer's memory."""
+    def weight(self) -> FP4Tensor:
+        """The weight ``[N, K]`` as a tensor of class :attr:`TENSOR` that shares this layer's memory."""
         if self.padding:
             raise ShapeError(
-                "this layer's K is padded, so its weight is not an NVFP4Tensor [N, K]",
+                f"this layer's K is padded, so its weight is not a {self.TENSOR.__name__} [N, K]",
                 value=self.in_features,
-                limit="in_features % 16 == 0",
-                remedy="Use layer.dequantize(), or qdata and scale directly.",
+                limit=f"in_features % {self.storage().k_multiple} == 0",
+                remedy="Use layer.dequantize(), or layer.parts() directly.",
             )
-        return NVFP4Tensor(self.qdata, self.scale, self.global_scale, self.dtype)
+        return self.TENSOR(*self.parts(), self.dtype)  # type: ignore[abstract]
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight ``[N, in_features]`` in ``dtype`` (default: :attr:`dtype`)."""
-        w = torch.ops.fp4.dequantize(self.qdata, self.scale, self.global_scale, dtype or self.dtype)
+    def dequantize(self, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
+        """``rows`` of the weight, ``[.., in_features]``, in ``dtype`` (default: :attr:`dtype`)."""
+        w = self._dense(rows, dtype or self.dtype)
         return w[:, : self.in_features] if self.padding else w
 
+    def _dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return torch.ops.fp4.dequantize(self.qdata[rows], self.scale[rows], self.global_scale, dtype)
+
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}, large_m={self.large_m}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}, large_m={self.large_m}"

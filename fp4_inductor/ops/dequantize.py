@@ -20,6 +20,11 @@ def reference(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.d
 
 def check(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> None:
     nvfp4.check_parts(qdata, scale, global_scale)
+    check_dtype(dtype)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise unless a weight can be dequantised to ``dtype``."""
     if dtype not in nvfp4.HIGH_PRECISION:
         raise DTypeError(
             "NVFP4 dequantises to a high-precision dtype", value=dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast the result with .to(dtype)."

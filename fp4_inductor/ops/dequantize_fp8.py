@@ -45,8 +45,12 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 def fp8_product(x8: Tensor, x_scale: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """``x8 [M, K]`` (E4M3, ``x_scale [M, 1]``) times the transient weight's transpose, in plain operations: eager and lowered alike."""
-    w8 = torch.ops.fp4.dequantize_fp8(qdata, scale)
-    w_scale = x_scale.new_full((1, qdata.shape[0]), 1.0 / WEIGHT_FACTOR) * global_scale
+    return scaled_product(x8, x_scale, torch.ops.fp4.dequantize_fp8(qdata, scale), global_scale, dtype, bias)
+
+
+def scaled_product(x8: Tensor, x_scale: Tensor, w8: Tensor, global_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """The same from the transient weight ``w8 [N, K]``."""
+    w_scale = x_scale.new_full((1, w8.shape[0]), 1.0 / WEIGHT_FACTOR) * global_scale
     return torch._scaled_mm(x8, w8.t(), scale_a=x_scale, scale_b=w_scale, bias=bias, out_dtype=dtype)
 
 

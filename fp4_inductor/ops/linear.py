@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
+from ..formats.storage import Storage
 from .contract import OpContract, refuse_gradient
 
 LARGE_M = ("auto", "fp8", "bf16")
@@ -27,30 +28,40 @@ def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
 def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto") -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     nvfp4.check_parts(qdata, scale, global_scale)
-    if qdata.dim() != 2:
-        raise ShapeError("fp4.linear takes one matrix", value=tuple(qdata.shape), limit="qdata [N, K/2]", remedy="Experts [E, N, K/2] go through fp4.bmm.")
-    if x.dtype not in nvfp4.HIGH_PRECISION:
-        raise DTypeError("fp4.linear: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast it with .to(dtype).")
-    if x.dim() < 1 or x.shape[-1] != qdata.shape[-1] * 2:
+    check_product("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m)
+
+
+def check_product(op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, large_m: str) -> None:
+    """What every ``fp4.<op>(x, *weight, bias, large_m)`` asks of its arguments, the parts of the weight being in order."""
+    first = storage.parts[0]
+    shape = storage.logical(weight[0].shape)
+    if len(shape) != 2:
         raise ShapeError(
-            "fp4.linear: activation and weight disagree on K",
+            f"fp4.{op} takes one matrix",
+            value=tuple(weight[0].shape),
+            limit=f"{first.name} [N, K/{first.k}]",
+            remedy=f"Experts [E, N, K/{first.k}] go through fp4.bmm.",
+        )
+    if x.dtype not in nvfp4.HIGH_PRECISION:
+        raise DTypeError(f"fp4.{op}: activation dtype", value=x.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy="Cast it with .to(dtype).")
+    if x.dim() < 1 or x.shape[-1] != shape[1]:
+        raise ShapeError(
+            f"fp4.{op}: activation and weight disagree on K",
             value=f"x {tuple(x.shape)}",
-            limit=f"[..., {qdata.shape[-1] * 2}]",
+            limit=f"[..., {shape[1]}]",
             remedy="Pad the activation if K of the weight was padded.",
         )
     if bias is not None:
-        if bias.dim() != 1 or bias.shape[0] != qdata.shape[0]:
-            raise ShapeError(
-                "fp4.linear: bias does not fit N", value=tuple(bias.shape), limit=f"({qdata.shape[0]},)", remedy="The bias has one entry per output."
-            )
+        if bias.dim() != 1 or bias.shape[0] != shape[0]:
+            raise ShapeError(f"fp4.{op}: bias does not fit N", value=tuple(bias.shape), limit=f"({shape[0]},)", remedy="The bias has one entry per output.")
         if bias.dtype != x.dtype:
-            raise DTypeError("fp4.linear: bias dtype", value=bias.dtype, limit=x.dtype, remedy="Cast the module with .to(dtype).")
+            raise DTypeError(f"fp4.{op}: bias dtype", value=bias.dtype, limit=x.dtype, remedy="Cast the module with .to(dtype).")
     if large_m not in LARGE_M:
-        raise ConfigError("fp4.linear: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
-    devices = {t.device for t in (x, qdata, scale, global_scale, bias) if t is not None}
+        raise ConfigError(f"fp4.{op}: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    devices = {t.device for t in (x, *weight, bias) if t is not None}
     if len(devices) > 1:
         raise DeviceError(
-            "fp4.linear: tensors on different devices",
+            f"fp4.{op}: tensors on different devices",
             value=sorted(map(str, devices)),
             limit="one device",
             remedy="Move the layer or the activation with .to(device).",

@@ -1,4 +1,4 @@
-"""Matmuls by an NVFP4 weight -> ``fp4.linear`` / ``fp4.bmm``.
+"""Matmuls by an NVFP4 weight -> ``fp4.linear`` / ``fp4.sparse_linear`` / ``fp4.bmm``.
 
 The forms a matmul has after AOTAutograd and Inductor's decompositions; ``w`` is the weight operand ``[K, N]``:
 
@@ -94,7 +94,10 @@ def _rewrite(pattern: str, out: Node, x: Node, weight: Weight, bias: Node | None
     with graph.inserting_before(out):
         g = _global_scale(weight)
         if weight.per_matrix:
-            new = graph.call_function(torch.ops.fp4.bmm.default, (x, weight.qdata, weight.scale, g))
+            qdata = weight.qdata if weight.meta is None else emit(graph, torch.ops.fp4.sparse_decompress.default, (weight.qdata, weight.meta))
+            new = graph.call_function(torch.ops.fp4.bmm.default, (x, qdata, weight.scale, g))
+        elif weight.meta is not None:
+            new = graph.call_function(torch.ops.fp4.sparse_linear.default, (x, weight.qdata, weight.meta, weight.scale, g, bias))
         else:
             new = graph.call_function(torch.ops.fp4.linear.default, (x, weight.qdata, weight.scale, g, bias))
         if padding:

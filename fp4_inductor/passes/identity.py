@@ -32,7 +32,8 @@ def register() -> None:
     start callback, which ``torch._dynamo.reset()`` forgets, and the passes before AOTAutograd, which a user may move
     behind the cache look-up (``pre_grad_pass_timing = "late"``).
     """
-    cache.keep_dequantized(torch.ops.fp4.dequantize.default)
+    for op in (torch.ops.fp4.dequantize, torch.ops.fp4.sparse_dequantize, torch.ops.fp4.sparse_decompress):
+        cache.keep_dequantized(op.default)
     if refresh not in config.dispatch_observers:
         config.dispatch_observers.append(refresh)
     cache.on_compile_start(refresh)

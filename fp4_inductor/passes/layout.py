@@ -1,4 +1,4 @@
-"""Follow an operand back to ``fp4.dequantize`` through views and conversions; sizes may be symbolic."""
+"""Follow an operand back to ``fp4.dequantize`` or ``fp4.sparse_dequantize`` through views and conversions; sizes may be symbolic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..formats import nvfp4, sparse24
+
 aten, prims = torch.ops.aten, torch.ops.prims
 _SAME = {aten.clone.default, aten.alias.default, aten.detach.default}
+ROOTS = {torch.ops.fp4.dequantize.default: nvfp4.STORAGE, torch.ops.fp4.sparse_dequantize.default: sparse24.STORAGE}
 _RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -19,7 +22,7 @@ class Origin:
     """``operand[i0, i1, ..] == root[i_axes]``.
 
     Args:
-        root: the ``fp4.dequantize`` node.
+        root: the dequantize node.
         axes: for each dimension of the operand the dimension of ``root`` it runs along, or None where it is broadcast.
         dtypes: every dtype on the way, ``root``'s first.
         path: the nodes from the operand down to ``root``.
@@ -32,11 +35,11 @@ class Origin:
 
 
 def origin(operand: Node) -> Origin | None:
-    """Where ``operand`` comes from, or None if that is not one ``fp4.dequantize`` behind axis moves and conversions."""
+    """Where ``operand`` comes from, or None if that is not one dequantize op behind axis moves and conversions."""
     axes: list[int | None] = list(range(value(operand).dim()))
     path = [operand]
     node = operand
-    while not is_call(node, torch.ops.fp4.dequantize.default):
+    while not (node.op == "call_function" and node.target in ROOTS):
         moved = _below(node, axes) if node.op == "call_function" else None
         if moved is None:
             return None

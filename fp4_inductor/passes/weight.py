@@ -1,15 +1,16 @@
-"""Is this operand of a matmul an NVFP4 weight, and which nodes hold its parts?"""
+"""Is this operand of a matmul an NVFP4 weight, dense or 2:4-sparse, and which nodes hold its parts?"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.fx import Node
 
 from .._torch.fx import in_one_mutation_region
 from . import idiom
-from .layout import origin
+from .layout import ROOTS, origin
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,11 @@ class Weight:
     """The parts of an NVFP4 weight, as nodes of the graph.
 
     Args:
-        source: ``"dequantize"``, or ``"idiom"`` for another library's decoding.
-        qdata, scale: ``[N, K/2]`` and ``[N, K/16]``, or with a leading ``[E]``.
+        source: ``"dequantize"``, ``"sparse_dequantize"``, or ``"idiom"`` for another library's decoding.
+        qdata, scale: ``[N, K/2]`` and ``[N, K/16]``, or with a leading ``[E]``. Of a 2:4-sparse weight ``qdata`` holds the values ``[N, K/4]``.
         global_scale: float32 with one element per matrix; None for 1.
         divides: the global scale is stored as its reciprocal.
+        meta: ``[N, K/8]`` of a 2:4-sparse weight; None for a dense one.
     """
 
     source: str
@@ -28,6 +30,7 @@ class Weight:
     scale: Node
     global_scale: Node | None
     divides: bool = False
+    meta: Node | None = None
 
     @property
     def per_matrix(self) -> bool:
@@ -58,8 +61,12 @@ def _dequantized(operand: Node, dtype: torch.dtype) -> tuple[Weight | None, tupl
     k_then_n = (rank - 1, rank - 2)
     if found.axes[-2:] != k_then_n or found.axes[:-2] not in ((), (None,), (0,)) or (rank == 3) != (found.axes[:-2] == (0,)):
         return None, ()
-    qdata, scale, global_scale = found.root.args[:3]
-    return Weight("dequantize", qdata, scale, global_scale), found.path  # type: ignore[arg-type]
+    count = len(ROOTS[found.root.target].parts)  # type: ignore[index]
+    if len(found.root.args) < count:
+        return None, ()  # called with keywords
+    *packed, scale, global_scale = cast("tuple[Node, ...]", found.root.args[:count])
+    name = found.root.target._opname  # type: ignore[union-attr]
+    return Weight(name, packed[0], scale, global_scale, meta=packed[1] if len(packed) == 2 else None), found.path
 
 
 def _decoded(operand: Node, dtype: torch.dtype) -> tuple[Weight | None, tuple[Node, ...]]:

@@ -1,10 +1,12 @@
 """What every quantized weight tensor shares: flattening, moves, copies, views, and the dense fallback.
 
-A subclass lists its component tensors in ``PARTS`` and gives ``dequantize``; all else is derived from that list.
+A subclass names its :class:`Storage` and gives ``from_dense`` and three operations (``dequantize``, ``_linear``, ``_bmm``);
+all else is derived from the storage.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,7 +15,10 @@ import torch
 from torch import Tensor
 
 from .._torch.pytree import tree_map_only
-from ..errors import UnsupportedOpError
+from ..errors import DTypeError, UnsupportedOpError
+from ..formats.nvfp4 import HIGH_PRECISION
+from ..formats.storage import Storage
+from ..ops import cast_for_autocast
 
 aten = torch.ops.aten
 
@@ -30,21 +35,34 @@ class FP4Tensor(torch.Tensor):
     ``w.view(-1)``) is a dense copy: writing to that copy does not reach the weight.
     """
 
+    STORAGE: ClassVar[Storage]
     PARTS: ClassVar[tuple[str, ...]]
+    ATTRIBUTES: ClassVar[tuple[str, ...]]
+    scale: Tensor
     global_scale: Tensor
-    TABLE: ClassVar[dict[Any, Callable]]
     logical_dtype: torch.dtype
     transposed: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.TABLE = dict(_COMMON)
+        cls.PARTS = cls.STORAGE.names
+        # torch.export finds a component only under a name that torch.Tensor does not have; a property gives it the other.
+        cls.ATTRIBUTES = tuple(f"{name}_" if hasattr(torch.Tensor, name) else name for name in cls.PARTS)
         torch.serialization.add_safe_globals([cls])
 
     # -- construction --------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _wrapper(cls: type, shape: list, dtype: torch.dtype, device: torch.device, transposed: bool):
+    @classmethod
+    def _wrapper(cls, first: Tensor, dtype: torch.dtype, transposed: bool):
+        """The empty tensor that presents the weight whose first component is ``first``."""
+        if dtype not in HIGH_PRECISION:
+            raise DTypeError(
+                f"{cls.__name__} presents a high-precision dtype",
+                value=dtype,
+                limit=list(HIGH_PRECISION),
+                remedy="For a dense tensor of another dtype: .dequantize().to(dtype).",
+            )
+        shape: list = list(cls.STORAGE.logical(first.shape))
         strides: list = []
         step: Any = 1
         for size in reversed(shape):
@@ -53,11 +71,26 @@ class FP4Tensor(torch.Tensor):
         if transposed:
             shape[-1], shape[-2] = shape[-2], shape[-1]
             strides[-1], strides[-2] = strides[-2], strides[-1]
-        return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=False)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=first.device, requires_grad=False)
+
+    def _hold(self, parts: tuple[Tensor, ...], dtype: torch.dtype, transposed: bool) -> None:
+        """Keep the components; the body of a subclass' ``__init__``."""
+        first = parts[0]
+        for name, part in zip(self.ATTRIBUTES, parts, strict=True):
+            # Global scale: [E, 1, 1] broadcasts and [E] indexes: one form inside.
+            setattr(self, name, part.reshape(first.shape[:-2]) if name == "global_scale" and part.dim() != first.dim() - 2 else part)
+        self.logical_dtype, self.transposed = dtype, transposed
+
+    @classmethod
+    def _of_parts(cls, parts, dtype: torch.dtype, transposed: bool):
+        """A tensor over components that came from one already: nothing is checked (a check of values would synchronise with the GPU)."""
+        t = cls._wrapper(parts[0], dtype, transposed)
+        t._hold(tuple(parts), dtype, transposed)
+        return t
 
     def parts(self) -> tuple[Tensor, ...]:
         """The component tensors, in the order of ``PARTS``."""
-        return tuple(getattr(self, name) for name in self.PARTS)
+        return tuple(getattr(self, name) for name in self.ATTRIBUTES)
 
     def with_parts(self, parts, *, dtype: torch.dtype | None = None, transposed: bool | None = None):
         """The same kind of tensor over other components."""
@@ -65,8 +98,8 @@ class FP4Tensor(torch.Tensor):
         if torch.is_inference_mode_enabled() and not parts[0].is_inference():
             # A view of a normal tensor is a normal tensor: autograd's bookkeeping refuses an inference wrapper there.
             with torch.inference_mode(False):
-                return type(self)(*parts, *context)
-        return type(self)(*parts, *context)
+                return self._of_parts(parts, *context)
+        return self._of_parts(parts, *context)
 
     def map_parts(self, fn: Callable[[Tensor], Tensor], **changes):
         """The same kind of tensor with ``fn`` applied to each component."""
@@ -76,11 +109,11 @@ class FP4Tensor(torch.Tensor):
 
     def __tensor_flatten__(self):
         # Never self.dtype or self.shape here: each goes through __torch_function__, per call.
-        return list(self.PARTS), (self.logical_dtype, self.transposed)
+        return list(self.ATTRIBUTES), (self.logical_dtype, self.transposed)
 
     @classmethod
     def __tensor_unflatten__(cls, parts, context, outer_size, outer_stride):
-        return cls(*(parts[name] for name in cls.PARTS), *context)
+        return cls._of_parts([parts[name] for name in cls.ATTRIBUTES], *context)
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch's AOTAutograd cache (read by torch >= 2.12)."""
@@ -117,7 +150,7 @@ class FP4Tensor(torch.Tensor):
     def data(self, value) -> None:
         if type(value) is not type(self) or value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise _write_error(self, f".data = {type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on a {type(self).__name__}")
-        for name in self.PARTS:
+        for name in self.ATTRIBUTES:
             setattr(self, name, getattr(value, name))
         self.transposed = value.transposed
 
@@ -135,22 +168,42 @@ class FP4Tensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    @abc.abstractmethod
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense weight in ``dtype`` (default: this tensor's dtype), as an ordinary tensor."""
+
+    @abc.abstractmethod
+    def _linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ W.T + bias`` by the packed op; W is one matrix, as stored (whatever ``transposed`` says)."""
+
+    @abc.abstractmethod
+    def _bmm(self, x: Tensor) -> Tensor:
+        """``x [E, M, K] @ W.mT`` by packed ops, W as stored."""
+
     @classmethod
     def matmul_function(cls, input, other):
         """``input @ other`` with a quantized ``other``, or NotImplemented."""
-        return NotImplemented
+        if not isinstance(other, FP4Tensor) or not other.transposed or isinstance(input, FP4Tensor) or not isinstance(input, Tensor) or input.dim() < 2:
+            return NotImplemented
+        return cls.linear_function(input, other.mT)
 
     @classmethod
     def linear_function(cls, input, weight, bias=None):
         """``F.linear`` on a quantized weight, or NotImplemented."""
-        return NotImplemented
+        if not isinstance(weight, FP4Tensor) or isinstance(input, FP4Tensor) or weight.transposed or weight.dim() != 2:
+            return NotImplemented
+        if weight.requires_grad and torch.is_grad_enabled():
+            # The op's weight is frozen; autograd's own formula reaches the rules below and gives w.grad, dense.
+            return NotImplemented
+        x, bias = cast_for_autocast(input, bias)
+        return weight._linear(x, bias)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
-        rule = cls.TABLE.get(func)
-        if rule is not None:
-            result = rule(*args, **kwargs)
+        form = RULES.get(func)
+        if form is not None:
+            result = form(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         # Under inference_mode composite operations arrive whole: their pieces may have rules.
@@ -162,17 +215,6 @@ class FP4Tensor(torch.Tensor):
         with _mode_of_result(func, args):
             dense_args, dense_kwargs = tree_map_only(FP4Tensor, lambda t: t.dequantize(), (args, kwargs))
             return func(*dense_args, **dense_kwargs)
-
-    @classmethod
-    def implements(cls, *ops):
-        """Decorator: give ``ops`` a quantized form. A rule returning NotImplemented falls back to dense."""
-
-        def register(rule):
-            for op in ops:
-                cls.TABLE[op] = rule
-            return rule
-
-        return register
 
 
 def _write_error(t, what: str) -> UnsupportedOpError:
@@ -202,14 +244,16 @@ def _refuse_writes(cls, func, args, kwargs) -> None:
 
 # --- operations whose meaning is the same for every format ------------------------------------------------------
 
-_COMMON: dict[Any, Callable] = {}
+RULES: dict[Any, Callable] = {}
 
 
-def _common(*ops):
-    def register(rule):
+def rule(*ops):
+    """Decorator: give ``ops`` a quantized form. A form that returns NotImplemented falls back to dense."""
+
+    def register(form):
         for op in ops:
-            _COMMON[op] = rule
-        return rule
+            RULES[op] = form
+        return form
 
     return register
 
@@ -221,19 +265,19 @@ def wrapped(dim: int, n: int) -> int:
     return dim % n
 
 
-@_common(aten.detach.default, aten.alias.default)
+@rule(aten.detach.default, aten.alias.default)
 def _view_of_self(t):
     return t.map_parts(lambda p: p.detach())
 
 
-@_common(aten.clone.default, aten.contiguous.default)
+@rule(aten.clone.default, aten.contiguous.default)
 def _clone(t, *, memory_format=torch.preserve_format):
     if t.transposed and memory_format == torch.contiguous_format:
         return NotImplemented  # [..., K, N] row-major has no packed form
     return t.map_parts(lambda p: p.clone())
 
 
-@_common(aten._to_copy.default)
+@rule(aten._to_copy.default)
 def _to_copy(t, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
@@ -241,7 +285,7 @@ def _to_copy(t, *, dtype=None, layout=None, device=None, pin_memory=None, non_bl
     return moved.map_parts(lambda p: p.pin_memory()) if pin_memory else moved
 
 
-@_common(aten.copy_.default)
+@rule(aten.copy_.default)
 def _copy_(dst, src, non_blocking=False):
     # Falling back to dense here would copy into a temporary: load_state_dict would silently do nothing.
     if not isinstance(dst, FP4Tensor):
@@ -274,27 +318,27 @@ def _covers_part_of_its_matrix(t) -> bool:
     return not t.is_meta and covered(t.parts()[0]) < covered(t.global_scale)
 
 
-@_common(aten.empty_like.default)
+@rule(aten.empty_like.default)
 def _empty_like(t, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
     return t.map_parts(lambda p: torch.empty_like(p, device=device), dtype=dtype)
 
 
-@_common(aten._pin_memory.default)
+@rule(aten._pin_memory.default)
 def _pin_memory(t, device=None):
     return t.map_parts(lambda p: p.pin_memory())
 
 
-@_common(aten.is_pinned.default)
+@rule(aten.is_pinned.default)
 def _is_pinned(t, device=None):
     return all(p.is_pinned() for p in t.parts())
 
 
-@_common(aten.t.default)
+@rule(aten.t.default)
 def _t(t):
     return t.map_parts(lambda p: p.detach(), transposed=not t.transposed)
 
 
-@_common(aten.transpose.int)
+@rule(aten.transpose.int)
 def _transpose(t, dim0, dim1):
     dims = {wrapped(dim0, t.dim()), wrapped(dim1, t.dim())}
     if len(dims) == 1:
@@ -302,7 +346,7 @@ def _transpose(t, dim0, dim1):
     return _t(t) if dims == {t.dim() - 1, t.dim() - 2} else NotImplemented
 
 
-@_common(aten.permute.default)
+@rule(aten.permute.default)
 def _permute(t, dims):
     n = t.dim()
     wanted = [wrapped(d, n) for d in dims]
@@ -311,6 +355,6 @@ def _permute(t, dims):
     return _view_of_self(t) if wanted == list(range(n)) else NotImplemented
 
 
-@_common(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
+@rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
 def _same_shape_view(t, size, **kwargs):
     return _view_of_self(t) if list(size) == list(t.shape) else NotImplemented

@@ -20,6 +20,7 @@ import fp4_inductor
 from fp4_inductor import FP4Linear, errors
 from fp4_inductor.checkpoint import manifest as mf
 from fp4_inductor.checkpoint.safetensors_file import read_header
+from lowering_tests.faults.mutations import header, mutate, put_header
 
 MUTATIONS = int(os.environ.get("FP4_MUTATIONS", "400"))  # 10^5 by hand: FP4_MUTATIONS=100000
 SHARD_1, SHARD_2 = "fp4_inductor-00001-of-00002.safetensors", "fp4_inductor-00002-of-00002.safetensors"
@@ -78,15 +79,13 @@ def refused(directory: Path, match: str, model: nn.Module | None = None, **optio
     return caught.value
 
 
-def header(path: Path) -> tuple[dict, bytes]:
-    raw = path.read_bytes()
-    n = struct.unpack("<Q", raw[:8])[0]
-    return json.loads(raw[8 : 8 + n]), raw[8 + n :]
-
-
-def put_header(path: Path, fields: dict | bytes, data: bytes) -> None:
-    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+def sums(raw: bytes, n: int) -> dict[str, int]:
+    """What save() would record for this file; a header that cannot be read is refused before anyone looks at the sums."""
+    try:
+        fields = json.loads(raw[8 : 8 + n])
+        return {k: zlib.crc32(raw[8 + n :][slice(*v["data_offsets"])]) for k, v in fields.items() if k != "__metadata__"}
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError, IndexError):
+        return {}
 
 
 def put_manifest(directory: Path, edit: Callable[[dict], None] = lambda body: None, resign: bool = True) -> None:
@@ -99,7 +98,7 @@ def put_manifest(directory: Path, edit: Callable[[dict], None] = lambda body: No
             body["files"][name]["bytes"] = len(raw)
             n = min(struct.unpack("<Q", raw[:8])[0], len(raw)) if len(raw) >= 8 else 0
             body["files"][name]["header_sha256"] = hashlib.sha256(raw[8 : 8 + n]).hexdigest()
-            body["files"][name]["data_crc32"] = zlib.crc32(raw[8 + n :])
+            body["files"][name]["crc32"] = sums(raw, n)
     edit(body)
     if resign:
         body["checksum"] = mf.checksum(body)
@@ -282,9 +281,49 @@ def test_a_flipped_bit_in_a_tensor_is_seen(single, name):
     for at in {entry.start, entry.end - 1}:
         for bit in (0, 7):
             _poke(single, name, bytes([raw[at] ^ 1 << bit]), at - entry.start, resign=False)
-            refused(single, r"tensors were altered since they were saved.*CRC-32")
+            refused(single, r"was altered since it was saved.*CRC-32")
             (single / mf.SINGLE).write_bytes(raw)
     fp4_inductor.load(Net(), single)
+
+
+def _as_version_1(body: dict) -> None:
+    body["version"] = 1
+    for layer in body["layers"].values():
+        del layer["input_scale"]
+
+
+def test_version_1_is_read_and_checked(single):
+    """It has one sum over the data of a file, and knows no input scales."""
+    raw = (single / mf.SINGLE).read_bytes()
+    n = struct.unpack("<Q", raw[:8])[0]
+    want = _bits(fp4_inductor.load(Net(), single))
+
+    def edit(body: dict) -> None:
+        _as_version_1(body)
+        del body["files"][mf.SINGLE]["crc32"]
+        body["files"][mf.SINGLE]["data_crc32"] = zlib.crc32(raw[8 + n :])
+
+    put_manifest(single, edit)
+    assert _bits(fp4_inductor.load(Net(), single)) == want
+    _poke(single, "up.qdata", bytes([raw[read_header(single / mf.SINGLE).entries["up.qdata"].start] ^ 1]), resign=False)
+    refused(single, r"tensors were altered since they were saved.*CRC-32")
+
+
+def test_version_1_with_sums_of_version_2(single):
+    put_manifest(single, _as_version_1)
+    refused(single, "files.*is not valid")
+
+
+def test_input_scales_are_kept_and_checked(tmp_path):
+    model = fp4_inductor.quantize_model(Net().bfloat16(), progress=False)
+    model.up.input_scale = torch.tensor(0.0125)
+    fp4_inductor.save(model, tmp_path)
+    loaded = fp4_inductor.load(Net(), tmp_path)
+    assert loaded.down.input_scale is None
+    assert torch.equal(loaded.up.input_scale, model.up.input_scale)
+    assert loaded.half().up.input_scale.dtype == torch.float32
+    _poke(tmp_path, "up.input_scale", struct.pack("<f", -1.0))
+    refused(tmp_path, r"up\.input_scale must be finite and positive")
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80, 0xB8])
@@ -361,8 +400,8 @@ def test_an_altered_manifest(single):
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda b: b.update(version=2), "unknown version"),
-        (lambda b: b.update(version="1"), "unknown version"),
+        (lambda b: b.update(version=3), "unknown version"),
+        (lambda b: b.update(version="2"), "unknown version"),
         (lambda b: b.update(version=True), "unknown version"),
         (lambda b: b.update(format="other"), "another format"),
         (lambda b: b.pop("aliases"), "missing or unknown fields"),
@@ -399,6 +438,11 @@ def test_an_altered_manifest(single):
         (lambda b: b["files"][mf.SINGLE].update(bytes=True), "bytes is not valid"),
         (lambda b: b["files"][mf.SINGLE].update(bytes=9), "another size"),
         (lambda b: b["files"][mf.SINGLE].update(header_sha256="0"), "altered"),
+        (lambda b: b["files"][mf.SINGLE]["crc32"].pop("up.qdata"), "crc32 does not list"),
+        (lambda b: b["files"][mf.SINGLE]["crc32"].update({"up.qdata": "1"}), "crc32 is not valid"),
+        (lambda b: b["files"][mf.SINGLE].update(data_crc32=1), "files.*is not valid"),
+        (lambda b: b["layers"]["up"].update(input_scale=True), "input_scale is not as"),
+        (lambda b: b["layers"]["up"].update(input_scale=1), "input_scale is not valid"),
         (lambda b: b["files"].update({SHARD_1: b["files"][mf.SINGLE]}), "cannot be opened"),
     ],
 )
@@ -461,39 +505,6 @@ def test_no_pickle_is_read(single):
 # --- mutations -----------------------------------------------------------------------------------------------------
 
 
-def _mutate(rng: random.Random, directory: Path) -> tuple[str, str]:
-    """One random change to one file; returns (file, kind)."""
-    file = rng.choice(sorted(p.name for p in directory.iterdir()))
-    path = directory / file
-    raw = bytearray(path.read_bytes())
-    # Most of a shard is data: aim at the structure, mostly.
-    end = len(raw) if rng.random() < 0.2 else 8 + struct.unpack("<Q", raw[:8])[0] if file.endswith(".safetensors") else len(raw)
-    kind = rng.choice(["flip", "byte", "digit", "truncate", "insert", "delete", "swap", "copy"])
-    i = rng.randrange(end)
-    if kind == "flip":
-        raw[i] ^= 1 << rng.randrange(8)
-    elif kind == "byte":
-        raw[i] = rng.randrange(256)
-    elif kind == "digit":
-        places = [j for j in range(end) if chr(raw[j]).isdigit()]
-        raw[rng.choice(places)] = ord(rng.choice("0123456789"))
-    elif kind == "truncate":
-        del raw[rng.randrange(len(raw)) :]
-    elif kind == "insert":
-        raw[i:i] = bytes(rng.choices(b'0123456789-[]{},:"eE. \0\xff', k=rng.randint(1, 4)))
-    elif kind == "delete":
-        del raw[i : i + rng.randint(1, 8)]
-    else:
-        j = rng.randrange(end)
-        n = rng.randint(1, 12)
-        a, b = bytes(raw[i : i + n]), bytes(raw[j : j + n])
-        raw[j : j + len(a)] = a
-        if kind == "swap" and abs(i - j) >= n:
-            raw[i : i + len(b)] = b
-    path.write_bytes(raw)
-    return file, kind
-
-
 def _structure(model: nn.Module) -> list[tuple]:
     layers = [(n, m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, FP4Linear)]
     return [(n, t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()] + layers
@@ -515,7 +526,7 @@ def test_mutated_files(originals, tmp_path, kind, resign):
     for _ in range(MUTATIONS // 4):
         for name, raw in pristine.items():
             (tmp_path / name).write_bytes(raw)
-        changed = _mutate(rng, tmp_path)
+        changed = mutate(rng, tmp_path)
         if resign:
             try:
                 put_manifest(tmp_path)

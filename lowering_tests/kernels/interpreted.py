@@ -15,10 +15,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import torch
 
-from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels.dequantize.triton_rows import dequantize_rows
+from fp4_inductor.formats import nvfp4, sparse24
+from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequantize_rows
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
+from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
+from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
 from fp4_inductor.ops import dequantize_fp8, linear, quantize_rows_fp8
 
 
@@ -133,6 +135,97 @@ def dequantize_cases():
     report("dequantize_fp8 all bytes, all scales", differing8(out, dequantize_fp8.reference(q, s)), 0.0)
 
 
+def sparse_weight(n, k):
+    """Every code, pattern, pair of patterns and scale occurs."""
+    _, s, g = weight(n, k)
+    nibble = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8)[torch.randint(0, 6, (n, k // 4))]
+    return torch.randint(0, 256, (n, k // 4), dtype=torch.uint8), sparse24.pack_meta(nibble), s, g
+
+
+def sparse_launched(kind, x, w, tile):
+    with (
+        mock.patch.object(launch, "_arch", return_value=80),
+        mock.patch.object(sparse_configs, "gemv_constants", _without_asm(sparse_configs.gemv_constants)),
+        mock.patch.object(sparse_configs, "mid_constants", _without_asm(sparse_configs.mid_constants)),
+        mock.patch.object(torch, "empty", _float32_out),
+    ):
+        return getattr(sparse_launch, kind)(x, *w, None, tile)
+
+
+def sparse_gemv(x, w, tile):
+    return sparse_launched("gemv", x, w, tile)
+
+
+def sparse_exact(x, w):
+    return x.double() @ sparse24.dequantize_sparse24(*w, torch.float32).double().T
+
+
+def sparse_cases():
+    tile = sparse_configs.GemvConfig(8, 32, 4)
+    for m in (1, 3):
+        for n, k in ((16, 1024), (13, 512), (8, 544), (5, 32), (11, 608)):  # aligned; N tail; K % 32 == 0 only; both
+            for dtype in (torch.bfloat16, torch.float16):
+                x, w = torch.randn(m, k).to(dtype), sparse_weight(n, k)
+                report(f"sparse_gemv M{m} N{n} K{k} {dtype}", distance(sparse_gemv(x, w, tile), sparse_exact(x, w)), linear.CONTRACT.tolerance[torch.float16])
+    for size in (1e30, 1e-30):
+        x, w = torch.randn(2, 544) * size, sparse_weight(13, 544)
+        report(f"sparse_gemv float32 activations of {size}", distance(sparse_gemv(x, w, tile), sparse_exact(x, w)), 1e-3)
+    x, w = torch.randn(1, 544) * torch.logspace(-25, 25, 544), sparse_weight(13, 544)
+    report("sparse_gemv fifty decades in one row", distance(sparse_gemv(x, w, tile), sparse_exact(x, w)), 1e-3)
+    x, w = torch.randn(1, 1056).half(), sparse_weight(13, 1056)
+    report("sparse_gemv default tile", distance(sparse_gemv(x, w, sparse_configs.gemv(13, 1056)), sparse_exact(x, w)), 1e-3)
+    for i, pattern in enumerate(sparse24.NIBBLES):  # one pattern alone, activations that tell the positions apart
+        values, meta, s, g = sparse_weight(5, 64)
+        w = values, torch.full_like(meta, pattern * 17), s, g
+        x = (0.25 ** (torch.arange(64) % 4))[None].half() / 64
+        report(f"sparse_gemv pattern {i}", distance(sparse_gemv(x, w, tile), sparse_exact(x, w)), 1e-3)
+    w, memory = sparse_weight(13, 96), torch.randn(9, 96).half()
+    memory[5:] = float("nan")
+    x = memory[:5]
+    clean = sparse_gemv(x, w, tile)
+    x[2] = float("nan")
+    x[3] = 0
+    y = sparse_gemv(x, w, tile)
+    apart = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and not y[3].any() and bool(y[2].isnan().all())
+    report("sparse_gemv NaN stays in its row", float(not apart), 0.0)
+
+    tiles = (sparse_configs.MidConfig(16, 32, 64, 4, 2), sparse_configs.MidConfig(32, 16, 32, 4, 2, group_n=2))
+    for m, n, k in ((16, 64, 128), (33, 40, 128), (17, 50, 96), (1, 16, 32), (70, 33, 160)):
+        for dtype, bound in ((torch.float16, 1e-3), (torch.float32, 2e-6)):
+            x, w = torch.randn(m, k).to(dtype), sparse_weight(n, k)
+            for c in tiles:
+                report(f"sparse_mid {(m, n, k)} {dtype} {c}", distance(sparse_launched("mid", x, w, c), sparse_exact(x, w)), bound)
+    memory = torch.randn(9, 96).half()
+    memory[5:] = float("nan")
+    x, w = memory[:5], sparse_weight(13, 96)
+    clean = sparse_launched("mid", x, w, tiles[0])
+    x[2] = float("nan")
+    x[3] = 0
+    y = sparse_launched("mid", x, w, tiles[0])
+    apart = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and not y[3].any() and bool(y[2].isnan().all())
+    report("sparse_mid NaN stays in its row", float(not apart), 0.0)
+
+    for shape in ((4, 64), (7, 96), (1, 32), (3, 5, 32)):
+        for dtype in (torch.float32, torch.float16):
+            parts = [sparse_weight(shape[-2], shape[-1]) for _ in range(shape[0] if len(shape) > 2 else 1)]
+            v, m, s, g = (torch.stack(t) if len(shape) > 2 else t[0] for t in zip(*parts, strict=True))
+            out = torch.full(shape, float("nan"), dtype=dtype)
+            per = shape[-2] * shape[-1] // 16
+            dequantize_rows[(-(-out.numel() // 512),)](
+                v, s.view(torch.uint8), g, out, out.numel() // 2, per, 0.0, BATCHED=len(shape) > 2, FP8=False, BLOCK=256, META=m
+            )
+            report(f"sparse_dequantize {shape} {dtype}", float(not torch.equal(out, sparse24.dequantize_sparse24(v, m, s, g, dtype))), 0.0)
+    values = torch.arange(256, dtype=torch.uint8).repeat(36, 1)
+    meta = sparse24.pack_meta(torch.tensor(sparse24.NIBBLES, dtype=torch.uint8).repeat_interleave(6)[:, None].expand(36, 256).contiguous())
+    out = torch.empty(36, 512, dtype=torch.uint8)
+    decompress_rows[(36,)](values, meta, out.view(torch.int16), values.numel(), BLOCK=256)
+    report("sparse_decompress all bytes, all patterns", float(not torch.equal(out, sparse24.decompress(values, meta))), 0.0)
+    out, scale = torch.empty(36, 1024), torch.arange(64, dtype=torch.uint8).expand(36, 64).contiguous().view(nvfp4.SCALE_DTYPE)
+    dequantize_rows[(72,)](values, scale.view(torch.uint8), None, out, 36 * 512, 1, dequantize_fp8.WEIGHT_FACTOR, BATCHED=False, FP8=True, BLOCK=256, META=meta)
+    want = dequantize_fp8.reference(sparse24.decompress(values, meta), scale)
+    report("sparse_dequantize_fp8", differing8(out, want), 0.0)
+
+
 def quantize_cases():
     for m, k in ((1, 16), (3, 48), (5, 272), (2, 600)):
         for size in (1.0, 1e30, 1e-30):
@@ -180,3 +273,4 @@ if __name__ == "__main__":
     rows_stay_apart()
     dequantize_cases()
     quantize_cases()
+    sparse_cases()

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.kernels.dequantize.triton_rows import dequantize_rows
+from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequantize_rows
 from fp4_inductor.kernels.linear import configs
 from fp4_inductor.kernels.linear.triton_gemv import linear_gemv
 from fp4_inductor.kernels.linear.triton_mid import linear_mid
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.select import Call, plan
+from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
+from fp4_inductor.kernels.sparse_linear.triton_gemv import sparse_gemv
+from fp4_inductor.kernels.sparse_linear.triton_mid import sparse_mid
 from fp4_inductor.kernels.table import ROWS
 from lowering_tests.kernels import aot
 
@@ -31,7 +34,7 @@ UNPACK = "F2FP.F16.E4M3.UNPACK_B"
 
 def compile_linear(kernel, constants: dict, cc: int, m: int, n: int, k: int, dtype: str, warps: int, stages: int) -> aot.Compiled:
     """As the launcher would: pointers aligned, sizes that are multiples of 16 known to be."""
-    types = {"X": f"*{dtype}", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
+    types = {"X": f"*{dtype}", "QDATA": "*u8", "VALUES": "*u8", "META": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
     sizes = {"M": m, "N": n, "K": k, "K8": k // 8, "B": k // 16}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     unknown = set(signature) - set(types) - set(sizes)
@@ -98,6 +101,20 @@ def test_gemv_off_the_tile(cc, n, k, dtype):
     assert (done.count(UNPACK) > 0) == (cc >= 89)
 
 
+SPARSE_GEMV = [(cc, 4096, 4096, "bf16") for cc in (80, 89, 90, 100, GB10)] + [(90, 28672, 8192, "fp16"), (90, 4095, 1056, "bf16"), (120, 33, 96, "fp16")]
+
+
+@pytest.mark.parametrize(("cc", "n", "k", "dtype"), SPARSE_GEMV)
+def test_sparse_gemv(cc, n, k, dtype):
+    c = sparse_configs.gemv(n, k)
+    done = compile_linear(sparse_gemv, sparse_configs.gemv_constants(c, n, k, cc), cc, 1, n, k, dtype, c.num_warps, 2)
+    assert_fits(done, c.num_warps, cc, blocks=2 if n % 16 == 0 else 1)
+    assert tensor_core_instructions(done) == 0
+    assert (done.count(UNPACK) > 0) == (cc >= 89)
+    assert n % 16 or any(op.endswith(".128") for op in loads_of_weights(done)), loads_of_weights(done)
+    assert not global_atomics(done)
+
+
 def mid_cases():
     """One M per distinct tile, up to the last M that the architecture's row serves."""
     for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (GB10, (4096,))):
@@ -126,6 +143,19 @@ def test_mid_off_the_tile(cc, m, n, k, dtype):
     assert done.count(tensor_core(cc, tile)) > 0
 
 
+SPARSE_MID = [(90, m, n) for m, n in ((16, 8192), (16, 16384), (32, 4096), (32, 8192), (64, 4096), (64, 8192))]
+SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (100, 16, 8192), (120, 64, 8192), (GB10, 32, 8192)]
+
+
+@pytest.mark.parametrize(("cc", "m", "n"), SPARSE_MID)
+def test_sparse_mid(cc, m, n):
+    c = sparse_configs.mid(m, n, 4096)
+    done = compile_linear(sparse_mid, sparse_configs.mid_constants(c, n, 4096, torch.bfloat16), cc, m, n, 4096, "bf16", c.num_warps, c.num_stages)
+    assert_fits(done, c.num_warps, cc)
+    assert done.count(tensor_core(cc, c)) > 0, done.opcodes()
+    assert not global_atomics(done)
+
+
 DEQUANTIZE = {"QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BYTES": "i32", "GROUPS_PER_MATRIX": "i32", "EXTRA": "fp32"}
 
 
@@ -146,7 +176,7 @@ DEQUANTIZE = {"QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BYTES": 
 def test_dequantize(cc, out, batched):
     fp8 = out == "fp8e4nv"
     signature = {**DEQUANTIZE, "OUT": f"*{out}", "BYTES": "i64" if batched else "i32"}  # i64: more than 2**31 bytes of codes
-    constants = {"BATCHED": batched, "FP8": fp8, "BLOCK": 1024}
+    constants = {"BATCHED": batched, "FP8": fp8, "BLOCK": 1024, "META": None}
     if fp8:
         del signature["GLOBAL_SCALE"]
         constants["GLOBAL_SCALE"] = None
@@ -156,6 +186,27 @@ def test_dequantize(cc, out, batched):
     assert all(op.endswith(".128") for op in stores), stores
     if fp8:
         assert done.count("F2FP.SATFINITE.E4M3") > 0, done.opcodes()
+
+
+@pytest.mark.parametrize(("cc", "out"), [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv"), (GB10, "fp32")])
+def test_sparse_dequantize(cc, out):
+    fp8 = out == "fp8e4nv"
+    signature = {**DEQUANTIZE, "OUT": f"*{out}", "META": "*u8"}
+    constants = {"BATCHED": False, "FP8": fp8, "BLOCK": 1024}
+    if fp8:
+        del signature["GLOBAL_SCALE"]
+        constants["GLOBAL_SCALE"] = None
+    done = aot.compile_kernel(dequantize_rows, signature, constants, cc, 4, 2, ("QDATA", "META", "SCALE", "OUT", "BYTES"))
+    assert_fits(done, 4, cc, blocks=4)
+    assert all(op.endswith(".128") for op in done.opcodes() if op.startswith("STG"))
+
+
+@pytest.mark.parametrize("cc", [80, 90, GB10])
+def test_sparse_decompress(cc):
+    signature = {"VALUES": "*u8", "META": "*u8", "OUT": "*i16", "GROUPS": "i32"}
+    done = aot.compile_kernel(decompress_rows, signature, {"BLOCK": 1024}, cc, 4, 2, ("VALUES", "META", "OUT", "GROUPS"))
+    assert_fits(done, 4, cc, blocks=8)
+    assert all(op.endswith(".128") for op in done.opcodes() if op.startswith("STG"))
 
 
 @pytest.mark.parametrize("cc", [89, 90, 100, 120])

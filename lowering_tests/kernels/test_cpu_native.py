@@ -40,7 +40,7 @@ def path(request, monkeypatch):
         library = ctypes.CDLL(str(build.shared_library(SOURCE, FLAGS[request.param])))
         library.fp4_isa.restype = ctypes.c_char_p
         library.fp4_gemv.restype = ctypes.c_int
-        library.fp4_dequantize_rows.restype = None
+        library.fp4_dequantize_rows.restype = ctypes.c_int
         assert library.fp4_isa() != b"avx512"
         monkeypatch.setattr(cpu_native, "_library", lambda: (library, request.param))
     else:

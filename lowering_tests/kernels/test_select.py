@@ -11,13 +11,16 @@ import torch
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.table import ANY, HALF, REGIMES, ROWS, Row
+from fp4_inductor.kernels.table import ANY, EMULATED, HALF, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16")
 SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
 CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
-CALLS = [Call("linear", arch, dtype, n, k, large, csrc) for arch, dtype, large, (n, k), csrc in itertools.product(ARCHS, ANY, LARGE_M, SHAPES, CSRC)]
+CALLS = [
+    Call(op, arch, dtype, n, k, large, csrc)
+    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear"), ARCHS, ANY, LARGE_M, SHAPES, CSRC)
+]
 GPU_CALLS = [c for c in CALLS if c.arch]
 DEFAULT = DispatchConfig()
 
@@ -45,11 +48,14 @@ def test_every_row_is_complete(row):
 def test_every_launcher_and_lowering_exists():
     """A row whose kernel nobody implements would be found by the first user of that architecture."""
     from fp4_inductor.kernels.linear import launch
-    from fp4_inductor.lowerings import linear
+    from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
+    from fp4_inductor.lowerings import linear, sparse_linear
 
-    kernels = {row.kernel for row in ROWS if row.op == "linear" and row.regime != "cpu"}
-    assert kernels <= set(launch._LAUNCHERS)
-    assert kernels <= set(linear._LOWER) | linear._CALLED
+    served = {"linear": (launch._LAUNCHERS, linear._LOWER), "sparse_linear": (sparse_launch.LAUNCHERS, sparse_linear.LOWER)}
+    for op, (launchers, lowered) in served.items():
+        kernels = {row.kernel for row in ROWS if row.op == op and row.regime != "cpu"}
+        assert kernels <= set(launchers)
+        assert kernels <= set(lowered) | linear.CALLED
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -63,10 +69,11 @@ def test_one_ascending_list_that_ends_without_a_limit():
             assert call.dtype in row.dtypes
             assert call.large_m in row.large_m
             assert not (row.csrc and call.csrc)
+            assert row.status != EMULATED
             assert row.without not in {other.regime for other in found.rows}
             assert call.k % row.k_multiple == 0
             assert call.n % row.n_multiple == 0
-        assert len(found.rows) + len(found.refused) == sum(row.op == "linear" for row in ROWS), "every row is taken or refused"
+        assert len(found.rows) + len(found.refused) == sum(row.op == call.op for row in ROWS), "every row is taken or refused"
 
 
 def test_pick_at_every_bound_and_one_above():
@@ -91,6 +98,9 @@ def test_a_reason_names_the_value():
                 assert f'"{call.large_m}"' in why
             elif row.csrc and call.csrc:
                 assert why == call.csrc
+            elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple):
+                assert why.startswith("emulated, not timed")
+                assert row.kernel in why
             elif call.k % row.k_multiple:
                 assert f"K = {call.k}" in why
                 assert str(row.k_multiple) in why
@@ -207,3 +217,27 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
     for csrc, k, kernel in (("", 4096, "cuda_small"), ("no nvcc", 4096, "triton_gemv"), ("", 4096 + 32, "triton_gemv")):
         found = plan(Call("linear", 90, torch.bfloat16, 4096, k, csrc=csrc), DEFAULT)
         assert [found.pick(m).kernel for m in (1, 2, 4)] == ["triton_gemv", kernel, kernel]
+
+
+def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regime():
+    call = Call("linear", 90, torch.bfloat16, 4096, 4096)
+    [(refused, why)] = [(r.row, r.reason) for r in plan(call, DEFAULT).refused if r.row.kernel == "cuda_mid"]
+    assert refused.status == EMULATED
+    assert why == 'emulated, not timed on a GPU: switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))'
+    on = plan(call, DispatchConfig(candidates=("cuda_mid",)))
+    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_small", "cuda_mid", "cuda_mid", "dequantize_fp8 + scaled_mm"]
+    assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
+    alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "mid": 700}))
+    assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
+    # where it cannot run it takes nothing from the others
+    elsewhere = plan(Call("linear", 89, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid",)))
+    assert elsewhere.pick(33).kernel == "triton_mid"
+
+
+def test_a_candidate_that_is_none_is_refused():
+    for name in ("cuda_midd", "cuda_small"):
+        with pytest.raises(ConfigError, match=name):
+            plan(CALLS[0], DispatchConfig(candidates=(name,)))
+    with pytest.raises(ConfigError, match="cuda_mid"):
+        DispatchConfig(candidates="cuda_mid")
+    assert DispatchConfig(candidates=["b", "a"]) == DispatchConfig(candidates=("a", "b"))

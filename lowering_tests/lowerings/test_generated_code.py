@@ -228,8 +228,8 @@ return (reinterpret_tensor(b0, (2048, ), (1, ), 0), )""",
 return (b0, )""",
         )
 
-    def test_a_row_of_the_compiled_sources_calls_the_op(self):
-        """Proven or guarded like any other, and the op picks the same row; the bias goes along."""
+    def test_a_row_of_the_compiled_sources_calls_its_operator(self):
+        """Proven or guarded like any other; the operator picks the tile by M, and the bias goes along."""
         with (
             mock.patch.object(lowering, "plan", plan),
             dispatch(thresholds=(("gemv", 1), ("small", 16))),
@@ -240,7 +240,7 @@ return (b0, )""",
         self.assertExpectedInline(
             body,
             """\
-    b0 = torch.ops.fp4.linear.default(in0, in1, in2, in3, in4, 'auto')
+    b0 = torch.ops.fp4_csrc.linear_small.default(in0, in1, in2, in3, in4, 90)
 return (b0, )""",
         )
 

@@ -152,7 +152,7 @@ def test_sensitive_layers_of_linear_attention_stay(tiny, name, layers):
 
 def test_conv1d_is_exactly_the_transposed_linear(tiny):
     dense = tiny("gpt2", torch.bfloat16)
-    model = fp4_inductor.quantize_model(copy.deepcopy(dense), progress=False)
+    model = fp4_inductor.quantize_model(copy.deepcopy(dense), fp4_inductor.NVFP4Config("four_over_six"), progress=False)
     for name, old in dense.named_modules():
         if type(old).__name__ != "Conv1D":
             continue

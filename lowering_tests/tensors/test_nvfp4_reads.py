@@ -312,8 +312,8 @@ READS = {
     "view": lambda w: w.view(-1),
     "reshape": lambda w: w.reshape(32, -1),
     "expand": lambda w: w.expand(2, N, K),
-    "cat": lambda w: torch.cat([w, w]),
-    "stack": lambda w: torch.stack([w, w]),
+    "cat with dense": lambda w: torch.cat([w, torch.ones(2, K)]),
+    "stack in the middle": lambda w: torch.stack([w, w], 1),
     "embedding": lambda w: F.embedding(torch.tensor([1, 3]), w),
     "diagonal": lambda w: w.diagonal(),
     "flip": lambda w: w.flip(0),
@@ -395,3 +395,52 @@ def test_a_weight_that_requires_grad_gets_a_dense_gradient_never_none(fn):
 def test_vmap_over_the_activation():
     w, x = matrix(), torch.randn(7, 5, K)
     torch.testing.assert_close(torch.func.vmap(lambda v: F.linear(v, w))(x), F.linear(x, w))
+
+
+def _weight(*shape: int, global_scale=None) -> NVFP4Tensor:
+    return NVFP4Tensor.from_dense(torch.randn(*shape), global_scale=global_scale)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stack_cat_and_squeeze_stay_packed(transposed):
+    """What transformers does to experts when it loads and saves them: no code and no scale changes."""
+    parts = [_weight(32, 48) for _ in range(3)]
+    if transposed:
+        parts = [p.t() for p in parts]
+    stacked = torch.stack(parts)
+    assert type(stacked) is NVFP4Tensor
+    assert stacked.global_scale.shape == (3,)
+    assert torch.equal(stacked.dequantize(), torch.stack([p.dequantize() for p in parts]))
+    chunks = torch.chunk(stacked, 3, dim=0)
+    for again in ([c.squeeze() for c in chunks], [c.squeeze(0) for c in chunks], list(torch.cat(chunks).unbind())):
+        for a, b in zip(again, parts, strict=True):
+            assert type(a) is NVFP4Tensor
+            assert a.shape == b.shape
+            assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a.parts()[:2], b.parts()[:2], strict=True))
+            assert torch.equal(a.global_scale, b.global_scale)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_cat_of_one_matrix_needs_one_global_scale(dim):
+    g = torch.tensor(0.003)
+    a, b = _weight(32, 48, global_scale=g), _weight(32, 48, global_scale=g)
+    packed = torch.cat([a, b], dim)
+    assert type(packed) is NVFP4Tensor
+    assert torch.equal(packed.dequantize(), torch.cat([a.dequantize(), b.dequantize()], dim))
+    other = _weight(32, 48, global_scale=g * 2)
+    dense = torch.cat([a, other], dim)
+    assert type(dense) is torch.Tensor
+    assert torch.equal(dense, torch.cat([a.dequantize(), other.dequantize()], dim))
+
+
+def test_cat_of_experts_along_rows_compares_every_expert():
+    g = torch.tensor([0.003, 0.004])
+    a, b = _weight(2, 32, 48, global_scale=g), _weight(2, 16, 48, global_scale=g)
+    assert type(torch.cat([a, b], 1)) is NVFP4Tensor
+    assert type(torch.cat([a, _weight(2, 16, 48, global_scale=torch.tensor([0.003, 0.005]))], 1)) is torch.Tensor
+
+
+def test_squeeze_of_a_row_is_dense():
+    w = _weight(1, 48)
+    assert type(w.squeeze()) is torch.Tensor
+    assert torch.equal(w.squeeze(0), w.dequantize().squeeze(0))

@@ -30,23 +30,23 @@ class MidConfig:
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """Tile of ``csrc/gemm/linear_small.cu``: 16 * rows_16 rows of the weight a block, K split over warps."""
+    """Tile of ``csrc/gemm/linear_small.cu``: 16 * rows_16 rows of the weight a block, K split over warps. The kernel has its own choice."""
 
     rows_16: int
     warps: int
     stages: int
 
 
-LARGE_SHARED_MEMORY = (80, 87, 90, 100, 103, 110)  # 160 KB and more a block; the others have 99 (CUDA C Programming Guide)
+@dataclass(frozen=True)
+class CudaMidConfig:
+    """Tile of ``csrc/gemm/linear_mid.cu``: 128 rows of the weight and ``tokens`` a block; warps of 16 * rows_16 rows; K split over
+    ``groups`` of warps, then over ``splits`` blocks of a cluster."""
 
-
-def small(m: int, n: int, k: int, arch: int = 90) -> SmallConfig:
-    """For ``m`` in 1..32: enough blocks and warps to fill the chip without splitting K over blocks."""
-    if n < 8192:
-        return SmallConfig(2, 8, 4) if m > 16 and k < 8192 else SmallConfig(2, 16, 2)
-    if n <= 8448:
-        return SmallConfig(4, 8, 3) if m <= 8 and arch in LARGE_SHARED_MEMORY else SmallConfig(4, 8, 2)
-    return SmallConfig(4, 8, 2) if m <= 16 else SmallConfig(4, 4, 3)
+    rows_16: int
+    tokens: int
+    groups: int
+    stages: int
+    splits: int = 1
 
 
 def gemv(max_m: int, n: int, k: int) -> GemvConfig:

@@ -1,4 +1,4 @@
-"""fp4.linear on a CPU: decode a block of rows that fits the cache, multiply, go on; few rows multiply packed weights.
+"""fp4.linear and fp4.sparse_linear on a CPU: decode a block of rows that fits the cache, multiply, go on; few rows multiply packed weights.
 
 The C kernels (:mod:`.cpu_native`) decode 16 weights in three instructions. Where there is no C compiler, ATen does the
 same with one table gather per byte: right, and five to ten times slower; ``explain()`` says which one runs.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats import e2m1, nvfp4
+from ...formats import e2m1, nvfp4, sparse24
 from ...ops import dequantize as dequantize_contract
 from ...ops import linear as contract
+from ...ops import sparse_dequantize as sparse_dequantize_contract
+from ...ops import sparse_linear as sparse_contract
 from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
@@ -20,20 +22,13 @@ _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decod
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
     """``x [..., K] @ W.T + bias``, accumulated in float32; one rounding to ``x.dtype`` for M <= 8."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
-    n, k = qdata.shape[0], qdata.shape[1] * 2
-    m = x.shape[:-1].numel()
-    if m == 0 or n == 0 or k == 0:
-        return contract.without_products(x, n, bias)
-    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
-    qdata, scale = qdata.contiguous(), scale.contiguous()
-    native, _ = cpu_native.status()
-    if native and m <= cpu_native.MAX_M:
-        y = cpu_native.gemv(rows.float(), qdata, scale, float(global_scale))
-    else:
-        y = _blocked(rows, qdata, scale, float(global_scale), native)
-    if bias is not None:
-        y += bias
-    return y.to(x.dtype).view(*x.shape[:-1], n)
+    return _product(x, (qdata,), scale, global_scale, bias)
+
+
+def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+    """As :func:`linear`, W 2:4-sparse. Illegal metadata is a SparsityError here: the C kernels read it anyway."""
+    sparse_contract.check(x, values, meta, scale, global_scale, bias, large_m)
+    return _product(x, (values, meta), scale, global_scale, bias)
 
 
 def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,22 +36,53 @@ def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.
     dequantize_contract.check(qdata, scale, global_scale, dtype)
     if not cpu_native.status()[0] or qdata.numel() == 0:
         return dequantize_contract.reference(qdata, scale, global_scale, dtype)
-    out = torch.empty(*qdata.shape[:-1], qdata.shape[-1] * 2, dtype=torch.float32 if dtype == torch.float16 else dtype)
-    stacks = (t.contiguous().view(-1, *t.shape[-2:]) for t in (qdata, scale, out))
-    for q, s, w, g in zip(*stacks, global_scale.reshape(-1), strict=True):
-        cpu_native.dequantize_rows(q, s, float(g), w)
+    return _dequantized((qdata,), scale, global_scale, dtype)
+
+
+def sparse_dequantize(values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[..., N, K]`` in ``dtype``, bit-equal to :func:`fp4_inductor.formats.sparse24.dequantize_sparse24`."""
+    sparse_dequantize_contract.check(values, meta, scale, global_scale, dtype)
+    if not cpu_native.status()[0] or values.numel() == 0:
+        sparse24.validate_meta(meta)
+        return sparse_dequantize_contract.reference(values.contiguous(), meta.contiguous(), scale, global_scale, dtype)
+    return _dequantized((values, meta), scale, global_scale, dtype)
+
+
+def _product(x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``packed``: ``(qdata,)`` or ``(values, meta)``."""
+    n, k = packed[0].shape[0], x.shape[-1]
+    m = x.shape[:-1].numel()
+    if m == 0 or n == 0 or k == 0:
+        return contract.without_products(x, n, bias)
+    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
+    (codes, *meta), scale = (t.contiguous() for t in packed), scale.contiguous()
+    native, _ = cpu_native.status()
+    if native and m <= cpu_native.MAX_M:
+        y = cpu_native.gemv(rows.float(), codes, scale, float(global_scale), *meta)
+    else:
+        y = _blocked(rows, (codes, *meta), scale, float(global_scale), native)
+    if bias is not None:
+        y += bias
+    return y.to(x.dtype).view(*x.shape[:-1], n)
+
+
+def _dequantized(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(*scale.shape[:-1], scale.shape[-1] * nvfp4.GROUP, dtype=torch.float32 if dtype == torch.float16 else dtype)
+    stacks = (t.contiguous().view(-1, *t.shape[-2:]) for t in (out, scale, *packed))
+    for g, w, s, codes, *meta in zip(global_scale.reshape(-1), *stacks, strict=True):
+        cpu_native.dequantize_rows(codes, s, float(g), w, *meta)
     return out.to(dtype)
 
 
-def _blocked(rows: Tensor, qdata: Tensor, scale: Tensor, g: float, native: bool) -> Tensor:
-    n, k = qdata.shape[0], qdata.shape[1] * 2
+def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, native: bool) -> Tensor:
+    n, k = packed[0].shape[0], rows.shape[1]
     gemm_dtype = rows.dtype
     out = rows.new_empty((rows.shape[0], n))
     step = max(1, min(n, _BLOCK_WEIGHTS // k))
     decode = _NativeDecoder(step, k, gemm_dtype) if native else _AtenDecoder(step, k, gemm_dtype)
     for start in range(0, n, step):
         block = slice(start, min(start + step, n))
-        torch.mm(rows, decode(qdata[block], scale[block], g).t(), out=out[:, block])
+        torch.mm(rows, decode(scale[block], g, *(t[block] for t in packed)).t(), out=out[:, block])
     return out
 
 
@@ -65,9 +91,9 @@ class _NativeDecoder:
         self.dtype = dtype
         self.buffer = torch.empty(step, k, dtype=torch.float32 if dtype == torch.float16 else dtype)
 
-    def __call__(self, qdata: Tensor, scale: Tensor, g: float) -> Tensor:
-        out = self.buffer[: qdata.shape[0]]
-        cpu_native.dequantize_rows(qdata, scale, g, out)
+    def __call__(self, scale: Tensor, g: float, codes: Tensor, *meta: Tensor) -> Tensor:
+        out = self.buffer[: codes.shape[0]]
+        cpu_native.dequantize_rows(codes, scale, g, out, *meta)
         return out.to(self.dtype)
 
 
@@ -80,7 +106,10 @@ class _AtenDecoder:
         self.index = torch.empty(step * k // 2, dtype=torch.int32)
         self.values = torch.empty(step * k // 2, dtype=torch.float64)
 
-    def __call__(self, qdata: Tensor, scale: Tensor, g: float) -> Tensor:
+    def __call__(self, scale: Tensor, g: float, codes: Tensor, *meta: Tensor) -> Tensor:
+        for m in meta:
+            sparse24.validate_meta(m)
+        qdata = sparse24.decompress(codes, *meta) if meta else codes
         used = qdata.numel()
         self.index[:used].view(qdata.shape).copy_(qdata)
         torch.index_select(self.pairs, 0, self.index[:used], out=self.values[:used])

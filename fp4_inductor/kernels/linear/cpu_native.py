@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KernelError
+from ...formats.sparse24 import validate_meta
 from ..build import pointer, shared_library
 
 MAX_M = 8
@@ -32,7 +33,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
             continue
         library.fp4_isa.restype = ctypes.c_char_p
         library.fp4_gemv.restype = ctypes.c_int
-        library.fp4_dequantize_rows.restype = None
+        library.fp4_dequantize_rows.restype = ctypes.c_int
         return library, library.fp4_isa().decode()
     return None, reasons[-1]
 
@@ -43,23 +44,30 @@ def status() -> tuple[bool, str]:
     return library is not None, text
 
 
-def dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: float, out: Tensor) -> None:
-    """Decode contiguous ``qdata [R, K/2]``, ``scale [R, K/16]`` into contiguous ``out [R, K]`` (float32 or bfloat16)."""
-    rows, half_k = qdata.shape
-    _library()[0].fp4_dequantize_rows(  # type: ignore[union-attr]
-        pointer(qdata), pointer(scale), ctypes.c_float(global_scale), pointer(out), ctypes.c_int64(rows), ctypes.c_int64(half_k * 2),
+def dequantize_rows(codes: Tensor, scale: Tensor, global_scale: float, out: Tensor, meta: Tensor | None = None) -> None:
+    """Decode contiguous rows into contiguous ``out [R, K]`` (float32 or bfloat16).
+
+    ``codes`` is qdata ``[R, K/2]``, or values ``[R, K/4]`` with ``meta [R, K/8]``; ``scale [R, K/16]``.
+    """
+    rows, k = out.shape
+    bad = _library()[0].fp4_dequantize_rows(  # type: ignore[union-attr]
+        pointer(codes), pointer(meta), pointer(scale), ctypes.c_float(global_scale), pointer(out), ctypes.c_int64(rows), ctypes.c_int64(k),
         ctypes.c_int(out.dtype == torch.bfloat16), ctypes.c_int(torch.get_num_threads()),
     )  # fmt: skip
+    if bad and meta is not None:
+        validate_meta(meta)
 
 
-def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: float) -> Tensor:
-    """float32 ``[M, N]`` from contiguous float32 ``x [M, K]`` with M in 1..8."""
-    (m, k), n = x.shape, qdata.shape[0]
+def gemv(x: Tensor, codes: Tensor, scale: Tensor, global_scale: float, meta: Tensor | None = None) -> Tensor:
+    """float32 ``[M, N]`` from contiguous float32 ``x [M, K]`` with M in 1..8; the weight as in :func:`dequantize_rows`."""
+    (m, k), n = x.shape, codes.shape[0]
     out = torch.empty(m, n, dtype=torch.float32)
-    refused = _library()[0].fp4_gemv(  # type: ignore[union-attr]
-        pointer(x), pointer(qdata), pointer(scale), ctypes.c_float(global_scale), pointer(out),
+    bad = _library()[0].fp4_gemv(  # type: ignore[union-attr]
+        pointer(x), pointer(codes), pointer(meta), pointer(scale), ctypes.c_float(global_scale), pointer(out),
         ctypes.c_int64(m), ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int(torch.get_num_threads()),
     )  # fmt: skip
-    if refused:
+    if bad and 1 <= m <= MAX_M and meta is not None:
+        validate_meta(meta)
+    elif bad:
         raise KernelError("the C GEMV takes few rows", value=m, limit=f"1 to {MAX_M}", remedy="Call torch.ops.fp4.linear, which takes any number.")
     return out

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ...config import DispatchConfig, dispatch_config
 from ...errors import DeviceError
+from ...formats import nvfp4
+from ...formats.storage import Storage
 from ...ops import linear as contract
 from ...ops.dequantize_fp8 import fp8_product
 from .. import select
 from ..select import Call, Plan, plan
-from . import configs, cuda_small
+from . import configs, cuda_mid, cuda_small
 from .triton_gemv import linear_gemv
 from .triton_mid import linear_mid
 
@@ -26,8 +28,8 @@ _arch = functools.cache(select.arch_of)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
-    return plan(select.describe("linear", device, dtype, n, k, large_m), config)
+def _plan(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
+    return plan(select.describe(op, device, dtype, n, k, large_m), config)
 
 
 def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
@@ -38,18 +40,27 @@ def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
     """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
+    return by_rows("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m, _LAUNCHERS)
+
+
+def by_rows(
+    op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, large_m: str, launchers: dict[str, Callable[..., Tensor]]
+) -> Tensor:
+    """Call the launcher of the row of ``op`` for this M with ``(rows of x, *weight, bias)``, tensors contiguous and 16-byte aligned."""
     if x.device.type != "cuda":
-        raise DeviceError("the CUDA kernel of fp4.linear got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Move them with .to('cuda').")
-    n, k = qdata.shape[0], qdata.shape[1] * 2
+        raise DeviceError(f"the CUDA kernel of fp4.{op} got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Move them with .to('cuda').")
+    n, k = storage.logical(weight[0].shape)
     lead = x.shape[:-1]
     m = math.prod(lead)
     if m == 0 or n == 0 or k == 0:
         return contract.without_products(x, n, bias)
     rows = x.reshape(m, k)
-    row = _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
+    row = _plan(op, x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
+    if row.csrc:  # its operator sees to device, strides and alignment
+        return launchers[row.kernel](rows, *weight, bias).view(*lead, n)
     with torch.cuda.device(x.device):
         bias = None if bias is None else _aligned(bias)
-        y = _LAUNCHERS[row.kernel](_aligned(rows), _aligned(qdata), _aligned(scale), global_scale, bias)
+        y = launchers[row.kernel](_aligned(rows), *(_aligned(t) for t in weight[:-1]), weight[-1], bias)
     return y.view(*lead, n)
 
 
@@ -80,6 +91,11 @@ def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
     return cuda_small.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
 
 
+def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
+    """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
+    return cuda_mid.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+
+
 def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see :mod:`.triton_mid`."""
     (m, k), n = x.shape, qdata.shape[0]
@@ -106,6 +122,8 @@ def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, b
 _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_gemv": gemv,
     "cuda_small": small,
+    "cuda_small_any_k": small,
+    "cuda_mid": middle,
     "triton_mid": mid,
     "dequantize_fp8 + scaled_mm": large_fp8,
     "dequantize + mm": large_dense,

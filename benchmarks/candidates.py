@@ -1,0 +1,152 @@
+"""Check and time every kernel that is off by default on this GPU, in one call: ``python benchmarks/candidates.py [--m ...] [--out CSV]``.
+
+Each candidate against float64, against the row that serves the call today, and against bf16 cuBLAS; cold L2, CUDA-graph replay, medians.
+A candidate that is wrong is printed as WRONG and not timed. ``--quick``: two shapes. ``--only sparse`` and so on: one kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from linear import floor_us
+from sweep_linear import SHAPES, error, reference, weights
+from timing import RESULTS, copies_for, graph_us, machine, write_csv
+
+from fp4_inductor.formats import e2m1, nvfp4
+from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels.linear import configs, launch
+from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
+from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
+
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
+KINDS = ("current", "small", "any_k", "mid", "sparse")
+BOUND = 4e-3  # bf16: one rounding of the result
+
+
+def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
+    yield None  # the kernel's own choice
+    if m <= 32:
+        yield from (configs.SmallConfig(*t) for t in ((2, 16, 2), (4, 8, 2), *([(4, 8, 3)] if m <= 8 else []), *([(2, 8, 4), (4, 4, 3)] if m > 16 else [])))
+
+
+def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
+    yield None
+    tiles = ((2, 16, 4, 3),) if m <= 16 else ((2, 32, 4, 3), (4, 32, 4, 2)) if m <= 32 else ((2, 64, 2, 4), (1, 64, 2, 4))
+    yield from (configs.CudaMidConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
+
+
+def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
+    yield None
+    tiles = ((2, 16, 2), (4, 8, 3), (2, 8, 2)) if m <= 8 else ((2, 8, 3), (4, 8, 2), (2, 8, 2)) if m <= 16 else ((2, 8, 2),)
+    yield from (SparseSmallConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
+
+
+def sparse_weights(n: int, k: int, count: int):
+    """Random bytes and random legal metadata."""
+    legal = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8, device="cuda")
+    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device="cuda")
+    meta = legal[torch.randint(0, 6, (count, n, k // 8), device="cuda")] | legal[torch.randint(0, 6, (count, n, k // 8), device="cuda")] << 4
+    scale = torch.randint(0x30, 0x48, (count, n, k // 16), dtype=torch.uint8, device="cuda").view(nvfp4.SCALE_DTYPE)
+    return values, meta, scale, torch.full((), 2.0**-8, device="cuda")
+
+
+def sparse_reference(x, values, meta, scale, g):
+    n, groups = values.shape
+    nibbles = torch.stack((meta & 15, meta >> 4), -1).reshape(n, groups).long()
+    w = torch.zeros(n, groups, 4, device="cuda")
+    for place, code in ((nibbles & 3, values & 15), (nibbles >> 2, values >> 4)):
+        w.scatter_(2, place[..., None], e2m1.decode(code)[..., None])
+    return x.double() @ (w.view(n, -1) * scale.float().repeat_interleave(16, 1) * g).double().T
+
+
+def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torch.Tensor, copies: int, facts: dict) -> dict:
+    """One line. ``call(i)`` uses copy i of the weight; ``expected`` belongs to copy 0."""
+    try:
+        off = error(call(0), expected)
+        us = graph_us(call, copies, 9) if off <= BOUND else float("nan")
+    except Exception as failure:  # a candidate that cannot run is a result, too
+        print(f"  {name:10} {tile or ''} FAILED {str(failure)[:140]}", flush=True)
+        return dict(facts, kernel=name, tile=str(tile or ""), us="failed", error="")
+    print(f"  {name:10} {us:8.2f} us  error {off:.1e} {'' if off <= BOUND else 'WRONG '}{tile or ''}", flush=True)
+    return dict(facts, kernel=name, tile=str(tile or ""), us=round(us, 2), error=f"{off:.1e}")
+
+
+def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[dict]:
+    nbytes = n * k * 9 // 16
+    count = copies_for(nbytes)
+    q, s, g = weights(n, k, count)
+    w16 = torch.randn(copies_for(n * k * 2), n, k, device="cuda", dtype=torch.bfloat16)
+    odd_k = k + 16
+    odd = weights(n, odd_k, count) if "any_k" in kinds else None
+    sp = sparse_weights(n, k, count) if "sparse" in kinds else None
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        expected = reference(x, q[0], s[0], g)
+        bf16 = graph_us(lambda i: torch.nn.functional.linear(x, w16[i]), len(w16), 9)
+        facts = dict(machine(), k=k, n=n, m=m, floor_us=round(floor_us(nbytes), 2), bf16_us=round(bf16, 2))
+        print(f"K={k} N={n} M={m}: floor {floor_us(nbytes):.2f}, bf16 {bf16:.2f} us", flush=True)
+        yield measure("current", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), expected, count, facts)
+        if "small" in kinds and m <= 32:
+            for tile in small_tiles(m):
+                yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
+        if "any_k" in kinds and m <= 32:
+            x_odd = torch.randn(m, odd_k, device="cuda", dtype=torch.bfloat16)
+            oq, os, og = odd
+            want = reference(x_odd, oq[0], os[0], og)
+            yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
+            yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og), want, count, facts)
+        if "mid" in kinds and m >= 8:
+            for tile in mid_tiles(m):
+                yield measure("mid", tile, lambda i: launch.middle(x, q[i], s[i], g, None, tile), expected, count, facts)
+        if "sparse" in kinds and m <= sparse.MAX_M:
+            v, e, ss, sg = sp
+            want = sparse_reference(x, v[0], e[0], ss[0], sg)
+            for tile in sparse_tiles(m):
+                yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, launch._arch(x.device), tile), want, count, facts)
+
+
+def host_times() -> None:
+    """Microseconds of host time a call takes, the GPU far behind."""
+    q, s, g = weights(64, 128, 1)
+    x = torch.randn(8, 128, device="cuda", dtype=torch.bfloat16)
+    arch = launch._arch(x.device)
+    print("doors:", {name: csrc.door(name, arch) for name in csrc.KERNELS})
+    op = torch.ops.fp4_csrc.linear_small.default
+    for name, call in {
+        "torch.ops.fp4.linear": lambda: torch.ops.fp4.linear(x, q[0], s[0], g),
+        "torch.ops.fp4_csrc.linear_small": lambda: op(x, q[0], s[0], g, None, arch),
+        "the same through ctypes": lambda: csrc._through_ctypes("linear_small", x, (q[0], s[0]), g, None, arch, (0, 0, 0)),
+    }.items():
+        for _ in range(50):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(300):
+            call()
+        print(f"  {name}: {(time.perf_counter() - start) / 300 * 1e6:.1f} us of host time a call", flush=True)
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--m", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--quick", action="store_true", help="4096x4096 and 8192x8192 only")
+    parser.add_argument("--out", type=Path, default=RESULTS / "candidates.csv")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    for name in csrc.KERNELS:
+        print(f"{name}: {csrc.why_not(name, launch._arch(torch.device('cuda', torch.cuda.current_device()))) or 'built'}", flush=True)
+    print(f"built in {time.perf_counter() - start:.0f} s")
+    host_times()
+    shapes = [SHAPES[0], SHAPES[3]] if args.quick else SHAPES
+    rows = [row for k, n in shapes for row in shape(k, n, tuple(args.m), tuple(args.only))]
+    write_csv(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+// What every binding does before it hands pointers to a kernel: one device, that device current, the current stream, dense
+// and aligned memory. Only torch's stable ABI is used, so one build serves every torch from 2.11 on.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+
+// In libtorch_cuda; a torch without CUDA has none, and never gets here with a CUDA tensor.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace fp4 {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void require(bool condition, const char* op, const char* what) { STD_TORCH_CHECK(condition, "fp4_csrc::", op, ": ", what); }
+
+// Contiguous and at a multiple of 16 bytes, copied if it is not: the kernels read 16 bytes at once.
+inline Tensor dense(const Tensor& t) {
+  Tensor c = t.is_contiguous() ? t : torch::stable::contiguous(t);
+  return (uintptr_t)c.data_ptr() % 16 ? torch::stable::clone(c) : c;
+}
+
+inline int dtype_code(const Tensor& x, const char* op) {
+  const ScalarType type = x.scalar_type();
+  require(type == ScalarType::BFloat16 || type == ScalarType::Half, op, "activations are bfloat16 or float16");
+  return type == ScalarType::Half;
+}
+
+// The device of `x` is current while this lives; `stream` is its current stream. Nothing waits, nothing is read back.
+struct OnDevice {
+  torch::stable::accelerator::DeviceGuard guard;
+  void* stream = nullptr;
+
+  explicit OnDevice(const Tensor& x, const char* op) : guard(x.get_device_index()) {
+    require(aoti_torch_get_current_cuda_stream != nullptr, op, "this torch has no CUDA");
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+  }
+};
+
+// Tests run the same operators on the CPU, with emulated kernels: no device to choose, no stream.
+struct OnHost {
+  void* stream = nullptr;
+  OnHost(const Tensor&, const char*) {}
+};
+
+}  // namespace fp4

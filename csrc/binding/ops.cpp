@@ -1,0 +1,115 @@
+// torch.ops.fp4_csrc: the kernels of gemm/ and sparse/ as torch operators. The kernels' libraries know no torch and this one
+// knows no CUDA: a resolver hands their functions over, per architecture, when they are first needed.
+#include "checks.h"
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace fp4 {
+
+using Resolver = void*(const char* name, int arch);
+
+namespace {
+
+using LinearSmall = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int rows_16,
+                        int warps, int stages, void* stream);
+using LinearMid = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int rows_16,
+                      int tokens, int groups, int stages, int splits, void* stream);
+using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
+                              int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
+
+std::mutex mutex;
+std::map<std::pair<std::string, int64_t>, void*> functions;
+std::atomic<Resolver*> resolver = nullptr;
+
+template <typename F> F* function(const char* name, int64_t arch) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = functions.find({name, arch});
+    if (found != functions.end()) return (F*)found->second;
+  }
+  // Outside the lock: whoever answers may need a lock of its own (Python's), which another caller of ours holds.
+  Resolver* resolve = resolver;
+  void* answer = resolve ? resolve(name, (int)arch) : nullptr;
+  STD_TORCH_CHECK(answer, "fp4_csrc::", name, " has no kernel for sm_", arch);
+  const std::lock_guard<std::mutex> lock(mutex);
+  return (F*)(functions[{name, arch}] = answer);
+}
+
+const void* pointer(const std::optional<Tensor>& t) { return t ? t->data_ptr() : nullptr; }
+
+// x [M, K] with a weight of N rows; checks what the kernels take for granted about x, bias and the weight's parts.
+template <typename Place, typename Run>
+Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, int64_t n, std::initializer_list<std::pair<Tensor, int64_t>> parts, Run run) {
+  require(x.dim() == 2, op, "activations are [M, K]");
+  const int64_t m = x.size(0), k = x.size(1);
+  for (const auto& [part, per_byte] : parts) {
+    require(part.get_device() == x.get_device(), op, "tensors on different devices");
+    require(part.dim() == 2 && part.size(0) == n && part.size(1) * per_byte == k, op, "a part of the weight does not fit N and K");
+  }
+  require(!bias || (bias->dim() == 1 && bias->size(0) == n && bias->scalar_type() == x.scalar_type()), op, "the bias is [N] in the activations' dtype");
+  require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, op, "sizes below 2^31");
+  const int dtype = dtype_code(x, op);
+  const Place place(x, op);
+  Tensor y = torch::stable::new_empty(x, {m, n});
+  if (m == 0 || n == 0) return y;
+  const Tensor rows = dense(x);
+  const std::optional<Tensor> b = bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt;
+  const int status = run(rows.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, dtype, place.stream);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
+  return y;
+}
+
+template <typename Place>
+Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
+                    int64_t rows_16, int64_t warps, int64_t stages) {
+  auto* f = function<LinearSmall>("linear_small", arch);
+  const Tensor q = dense(qdata), s = dense(scale);
+  return call<Place>("linear_small", x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)warps, (int)stages, stream);
+  });
+}
+
+template <typename Place>
+Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
+                  int64_t rows_16, int64_t tokens, int64_t groups, int64_t stages, int64_t splits) {
+  auto* f = function<LinearMid>("linear_mid", arch);
+  const Tensor q = dense(qdata), s = dense(scale);
+  return call<Place>("linear_mid", x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)tokens, (int)groups, (int)stages, (int)splits,
+             stream);
+  });
+}
+
+template <typename Place>
+Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
+                           const std::optional<Tensor>& bias, int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
+  auto* f = function<SparseLinearSmall>("sparse_linear_small", arch);
+  const Tensor v = dense(values), e = dense(meta), s = dense(scale);
+  return call<Place>("sparse_linear_small", x, bias, v.size(0), {{v, 4}, {e, 8}, {s, 16}},
+                     [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+                       return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)warps,
+                                (int)stages, (int)splits, stream);
+                     });
+}
+
+}  // namespace
+}  // namespace fp4
+
+// Who is asked, once, for fp4_<name> of the kernel library for a compute capability (times ten); it answers null if there is none.
+extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Resolver* resolve) { fp4::resolver = resolve; }
+
+// The operators are defined where they are described to the compiler too (fp4_inductor/kernels/csrc.py).
+#define FP4_IMPLEMENT(key, Place)                                              \
+  STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                \
+    m.impl("linear_small", TORCH_BOX(&fp4::linear_small<Place>));               \
+    m.impl("linear_mid", TORCH_BOX(&fp4::linear_mid<Place>));                   \
+    m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
+  }
+FP4_IMPLEMENT(CUDA, fp4::OnDevice)
+#ifdef FP4_EMULATED
+FP4_IMPLEMENT(CPU, fp4::OnHost)
+#endif

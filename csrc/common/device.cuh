@@ -1,0 +1,201 @@
+// The instructions that C++ has no word for, one named wrapper each: asynchronous copies, barriers, clusters, tensor cores.
+//
+// A test that runs these sources on a CPU (lowering_tests/kernels/emulated) brings its own bodies for the same names, so
+// PTX appears in this file only.
+#pragma once
+#include <cstdint>
+
+// 160 KB of shared memory a block and more; the others have 99 (CUDA C Programming Guide).
+constexpr bool kLargeSharedMemory = FP4_ARCH == 80 || FP4_ARCH == 87 || FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120);
+
+#ifdef FP4_EMULATED
+#include "device.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+namespace fp4 {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ uint8_t* dynamic_shared() {
+  extern __shared__ __align__(128) uint8_t fp4_shared[];
+  return fp4_shared;
+}
+
+// A place in shared memory as asynchronous copies and ldmatrix take it: half the registers of a pointer.
+using Shared = uint32_t;
+__device__ __forceinline__ Shared shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// --- asynchronous copies, global to shared; both addresses aligned to BYTES --------------------------------------------
+
+template <int BYTES> __device__ __forceinline__ void copy_async(Shared shared, const void* global) {
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global));
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES));
+}
+
+// Zeros instead where nothing may be read; `global` is not touched then.
+template <int BYTES> __device__ __forceinline__ void copy_async_or_zero(Shared shared, const void* global, bool live) {
+  static_assert(BYTES == 16, "cp.async.cg copies 16 bytes");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(live ? 16 : 0));
+}
+
+// The first `bytes` of BYTES from global memory, zeros behind them.
+template <int BYTES> __device__ __forceinline__ void copy_async_up_to(Shared shared, const void* global, int bytes) {
+  static_assert(BYTES < 16, "copy_async_or_zero copies 16");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(bytes));
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;"); }
+
+// Waits until at most OPEN groups of this thread are in flight. What other threads copied needs a barrier after their wait.
+template <int OPEN> __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(OPEN)); }
+
+// --- loads and barriers ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint4 load_read_only(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// `threads` of the block, a multiple of 32, meet at barrier `id` in 1..15 (__syncthreads is 0).
+__device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Clusters exist from sm_90; elsewhere a block is alone in its cluster.
+__device__ __forceinline__ int cluster_size() {
+  uint32_t n = 1;
+#if FP4_ARCH >= 90
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+#endif
+  return (int)n;
+}
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t n = 0;
+#if FP4_ARCH >= 90
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
+#endif
+  return (int)n;
+}
+__device__ __forceinline__ void cluster_barrier() {
+#if FP4_ARCH >= 90
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+// The same place in the shared memory of another block of the cluster.
+template <typename T> __device__ __forceinline__ const T* of_block(const T* shared, int rank) {
+#if FP4_ARCH >= 90
+  uint64_t there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+  return (const T*)there;
+#else
+  return shared;
+#endif
+}
+
+// --- arithmetic on pairs -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  // mul.bf16x2 exists from sm_90; a * b + -0 is the same number everywhere
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+__device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// Both halves of a times one half of b; `high` is known when compiling. Unpacking becomes an operand modifier of the multiplication.
+__device__ __forceinline__ uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) {
+  uint32_t d;
+  if (high)
+    asm("{.reg .b16 l, h; .reg .b32 s;\nmov.b32 {l, h}, %2;\nmov.b32 s, {h, h};\nfma.rn.bf16x2 %0, %1, s, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  else
+    asm("{.reg .b16 l, h; .reg .b32 s;\nmov.b32 {l, h}, %2;\nmov.b32 s, {l, l};\nfma.rn.bf16x2 %0, %1, s, %3;}" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+__device__ __forceinline__ uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bool high) {
+  uint32_t d;
+  if (high)
+    asm("{.reg .b16 l, h; .reg .b32 s;\nmov.b32 {l, h}, %2;\nmov.b32 s, {h, h};\nmul.rn.f16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  else
+    asm("{.reg .b16 l, h; .reg .b32 s;\nmov.b32 {l, h}, %2;\nmov.b32 s, {l, l};\nmul.rn.f16x2 %0, %1, s;}" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// (signs & 0x80008000) | magnitude as one LOP3: with two masks it would be two.
+__device__ __forceinline__ uint32_t sign_or(uint32_t signs, uint32_t magnitude) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, 0x80008000, %2, 0xEA;" : "=r"(d) : "r"(signs), "r"(magnitude));
+  return d;
+}
+
+// --- tensor cores, float32 accumulation (sm_80 and later) ----------------------------------------------------------------
+
+#define FP4_MMA(T, type)                                                                                                                          \
+  template <> __device__ __forceinline__ void mma16816<T>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) { \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                        \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                                                          \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                                                                  \
+  }                                                                                                                                               \
+  template <>                                                                                                                                     \
+  __device__ __forceinline__ void mma_sparse16832<T>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,  \
+                                                     uint32_t b2, uint32_t b3, uint32_t meta) {                                                   \
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, "         \
+        "{%0,%1,%2,%3}, %12, 0x0;"                                                                                                                \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                                                          \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(meta));                                                     \
+  }
+
+// c += A B, A 16x16 and B 16x8 in the fragment layout of mma.m16n8k16.
+template <typename T> __device__ __forceinline__ void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
+
+// c += A B, A 16x32 with two of four kept, B 32x8. Register r of lane 4g + t holds the kept pair of row g + 8 (r % 2), group
+// t + 4 (r / 2); lane 4g gives the metadata of k 0..15 of rows g (low half) and g + 8, lane 4g + 1 that of k 16..31.
+template <typename T>
+__device__ __forceinline__ void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2,
+                                                uint32_t b3, uint32_t meta);
+
+FP4_MMA(__nv_bfloat16, "bf16")
+FP4_MMA(__half, "f16")
+#undef FP4_MMA
+
+// Four 8x8 matrices of 16-bit numbers from shared memory: lane 8i + r gives the address of row r of matrix i (16 bytes,
+// aligned), lane 4g + t receives pair t of row g of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], Shared row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
+// --- host --------------------------------------------------------------------------------------------------------------
+
+// blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
+template <typename... P, typename... A>
+cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {1, 1, (unsigned)cluster};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1;
+  return cudaLaunchKernelEx(&config, kernel, (P)arguments...);
+}
+
+}  // namespace fp4
+#endif

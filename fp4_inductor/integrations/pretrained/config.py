@@ -1,0 +1,73 @@
+"""The quantization configs that transformers reads from config.json, or takes as ``from_pretrained(quantization_config=...)``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...checkpoint.readers import modelopt, native
+from ...config import NVFP4Config
+from ...errors import ConfigError
+
+
+class FP4InductorConfig(QuantizationConfigMixin):
+    """Quantize a dense model to NVFP4 while it loads; also what ``save_pretrained`` writes for a model quantized here.
+
+    ::
+
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=FP4InductorConfig())
+
+    Args:
+        scale_search, large_m: as in :class:`fp4_inductor.NVFP4Config`; ``"activation"`` needs data, so quantize after loading instead.
+        ignore: layers to leave alone, as in :func:`fp4_inductor.quantize_model`.
+        strict: raise where a weight cannot be quantized, or a checkpoint does not fit its model.
+        source: the ``quantization_config`` of the checkpoint itself, where another library would claim it: :func:`fp4_inductor.load_pretrained` sets it.
+    """
+
+    def __init__(
+        self,
+        scale_search: str = "four_over_six",
+        large_m: str = "auto",
+        ignore: Iterable[str] | None = None,
+        strict: bool = True,
+        source: Mapping[str, Any] | None = None,
+        version: int = native.VERSION,
+        quant_method: str = native.METHOD,
+        **unknown: Any,
+    ):
+        if unknown:
+            raise ConfigError(
+                "FP4InductorConfig: unknown options",
+                value=sorted(unknown),
+                limit="scale_search, large_m, ignore, strict",
+                remedy="Leave them out, or update fp4_inductor.",
+            )
+        if scale_search == "activation":
+            raise ConfigError(
+                'scale_search="activation" cannot run while a model loads',
+                value=scale_search,
+                limit='"amax", "four_over_six", "mse"',
+                remedy="Load the dense model, then call fp4_inductor.quantize_model(model, NVFP4Config(...)).",
+            )
+        NVFP4Config(scale_search=scale_search, large_m=large_m)  # type: ignore[arg-type]
+        self.quant_method = native.METHOD  # type: ignore[assignment]
+        self.scale_search, self.large_m, self.strict, self.version = scale_search, large_m, strict, version
+        self.ignore = list(ignore) if ignore is not None else None
+        self.source = None if source is None else copy.deepcopy(dict(source))
+
+    def to_dict(self) -> dict[str, Any]:
+        kept = copy.deepcopy(self.__dict__)
+        kept.pop("source")  # where the weights came from, not what a saved model is
+        return kept
+
+
+class ModelOptConfig(QuantizationConfigMixin):
+    """``quantization_config`` of a ModelOpt checkpoint, kept as it is."""
+
+    def __init__(self, quant_method: str = modelopt.METHOD, large_m: str = "auto", strict: bool = True, **rest: Any):
+        self.quant_method, self.large_m, self.strict = quant_method, large_m, strict  # type: ignore[assignment]
+        for name, value in rest.items():
+            setattr(self, name, value)

@@ -1,0 +1,164 @@
+"""``export_pretrained``: a quantized model in the layout of another library, under the names its original checkpoint had."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ...checkpoint.shards import CONFIG, INDEX
+from ...checkpoint.writers import LAYOUTS
+from ...errors import CheckpointError, ConfigError
+from ...models.experts import ExpertsSpec, describe_experts
+from ...modules import FP4ExpertWeight
+from ...modules.packed import PackedWeight
+from ...tensors import NVFP4Tensor
+from ...tensors.base import FP4Tensor
+
+
+def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "modelopt", max_shard_size: int | str = "5GB") -> None:
+    """Write a quantized model for another library: vLLM, TensorRT-LLM, SGLang, compressed-tensors.
+
+    Codes and block scales are written bit for bit. A global scale that has to divide (compressed-tensors) is the float32
+    whose bfloat16 weights are the same; a warning says where there is none (see ``checkpoint/reciprocal.py``). Without
+    input scales the checkpoint says that activations are not quantized.
+
+    Args:
+        model: a transformers model, quantized with :func:`fp4_inductor.quantize_model` or loaded here.
+        dir: created if needed; must hold no weights yet.
+        format: ``"modelopt"`` (``weight_scale_2``, hf_quant_config.json) or ``"compressed-tensors"`` (nvfp4-pack-quantized).
+        max_shard_size: bytes, or text like ``"5GB"``.
+
+    Raises:
+        ConfigError: not a transformers model, an unknown format. CheckpointError: nothing in FP4, a layer that the layout
+            cannot describe (padded K), weights there already, or the files cannot be written.
+    """
+    layout = LAYOUTS.get(format)
+    if layout is None:
+        raise ConfigError("unknown export format", value=repr(format), limit=sorted(LAYOUTS), remedy="fp4_inductor.save writes the native one.")
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            "export_pretrained takes a transformers model",
+            value=type(model).__name__,
+            limit="PreTrainedModel",
+            remedy="Its names and config.json are what a server reads; fp4_inductor.save writes any module.",
+        )
+    directory = Path(dir)
+    if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
+        raise CheckpointError("the directory holds weights already", value=str(directory), limit="no *.safetensors", remedy="Choose an empty directory.")
+    state, inputs = _dense_names(model)
+    original = _original_names(model, state)
+    packed = {name: t for name, t in original.items() if isinstance(t, NVFP4Tensor)}
+    if not packed:
+        raise CheckpointError("nothing to export", value=f"{len(original)} tensors, none in FP4", limit=">= 1", remedy="Call quantize_model first.")
+    activations = len(inputs) == sum(isinstance(t, NVFP4Tensor) for t in state.values())
+    scales = _original_input_scales(model, state, inputs) if activations else {}
+    tensors: dict[str, Tensor] = {}
+    for name, t in original.items():
+        tensors |= layout.tensors(name, t, scales.get(name)) if isinstance(t, NVFP4Tensor) else {name: t}
+    ignore = _ignored(model, packed)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations)}
+    config["architectures"] = [type(model).__name__]
+    _write(directory, tensors, {CONFIG: config, **layout.other_files(ignore, activations)}, max_shard_size)
+    if remark := layout.remark(packed):
+        warnings.warn(f"export_pretrained: {remark}", stacklevel=2)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _dense_names(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state_dict a dense model would have, its quantized weights as NVFP4Tensor; and the input scales by weight name."""
+    state: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
+    with torch.device("meta"):
+        dense = type(model)(copy.deepcopy(model.config))  # how this architecture stores its experts
+    for key, t in model.state_dict(keep_vars=True).items():
+        owner, _, attribute = key.rpartition(".")
+        if isinstance(t, FP4Tensor) and not isinstance(t, NVFP4Tensor):
+            raise CheckpointError(f"{key} has no form in this layout", value=type(t).__name__, limit="NVFP4Tensor", remedy="Dequantize it first.")
+        if owner not in packed:
+            state[key] = t.detach()
+        elif attribute == "bias":
+            state[f"{owner}_bias" if isinstance(packed[owner], FP4ExpertWeight) else key] = t.detach()
+    for name, module in packed.items():
+        experts = isinstance(module, FP4ExpertWeight)
+        key = name if experts else f"{name}.weight"
+        shape = tuple(dense.get_parameter(key).shape)
+        weight = NVFP4Tensor(module.qdata, module.scale, module.global_scale, module.dtype, transposed=experts and _is_transposed(dense, name))
+        if tuple(weight.shape) not in (shape, shape[::-1] if len(shape) == 2 else shape):
+            raise CheckpointError(
+                f"{name} is padded to whole blocks, which this layout cannot say",
+                value=shape,
+                limit=f"{tuple(weight.shape)}: every K a multiple of 16",
+                remedy="Leave this layer out when quantizing: ignore=[...].",
+            )
+        state[key] = weight
+        if module.input_scale is not None:
+            inputs[key] = module.input_scale
+    tied: Mapping[str, str] = model.all_tied_weights_keys
+    return {k: v for k, v in state.items() if k not in tied}, inputs
+
+
+def _is_transposed(dense: PreTrainedModel, name: str) -> bool:
+    spec = describe_experts(dense.get_submodule(name.rpartition(".")[0]))
+    return isinstance(spec, ExpertsSpec) and spec.transposed
+
+
+def _original_names(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo what transformers renames, stacks and joins when it loads this architecture."""
+    used = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = None  # type: ignore[assignment]  # None: the rules of the architecture
+    try:
+        return revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = used  # type: ignore[assignment]
+
+
+def _original_input_scales(model: PreTrainedModel, state: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The input scale of every weight by its name on disk: each travels through the same rules, in place of its weight's global scale."""
+    carriers = {name: NVFP4Tensor(t.qdata, t.scale, inputs[name], t.logical_dtype, t.transposed) for name, t in state.items() if isinstance(t, NVFP4Tensor)}
+    return {name: t.global_scale for name, t in _original_names(model, dict(carriers)).items() if isinstance(t, NVFP4Tensor)}
+
+
+def _ignored(model: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:
+    """Linear layers and embeddings that are not in FP4, by the names of the files."""
+    left = {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__.endswith(("Router", "Gate"))
+    }
+    weights = {key: module.weight for key, module in left.items() if isinstance(getattr(module, "weight", None), Tensor)}
+    return sorted(name.removesuffix(".weight") for name in _original_names(model, weights) if name not in packed)
+
+
+def _write(directory: Path, tensors: dict[str, Tensor], files: Mapping[str, Any], max_shard_size: int | str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        split = split_torch_state_dict_into_shards(tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size)
+        for file, names in split.filename_to_tensors.items():
+            save_file({n: tensors[n].detach().cpu().contiguous().clone() for n in names}, directory / file, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for name, body in files.items():
+            (directory / name).write_text(json.dumps(body, indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            "the checkpoint cannot be written",
+            value=f"{error.strerror}: {directory}",
+            limit="a directory you may write to, with space",
+            remedy="Choose another directory, or correct its permissions.",
+        ) from error

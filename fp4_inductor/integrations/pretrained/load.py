@@ -1,0 +1,155 @@
+"""``load_pretrained``: one call for every quantized checkpoint that there is a reader for."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.readers import gguf
+from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
+from ...errors import CheckpointError, ConfigError, FP4Error
+from ...models.preflight import check_device
+from .config import FP4InductorConfig
+from .plan import format_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+_COUNTS = re.compile(r"(num_.*(layers|experts)|n_layers?|n_routed_experts|.*_num_experts)$")
+_SLACK = 64
+_HUB = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download")
+_CODE = ("trust_remote_code", "code_revision")
+
+
+def load_pretrained(
+    path_or_id: str | os.PathLike,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    strict: bool = True,
+    large_m: str = "auto",
+    model_class: Any = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a quantized model, its codes and scales bit for bit, and run it in FP4 on any device.
+
+    Reads ModelOpt NVFP4, compressed-tensors ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``, gpt-oss MXFP4, torchao
+    ``NVFP4Tensor``, GGUF files with NVFP4 tensors (llama, qwen2, qwen3), and what ``save_pretrained`` writes for models
+    quantized here: file by file, straight to ``device``.
+    No pickle is read and no code of the checkpoint is run.
+
+    Args:
+        path_or_id: a directory, a ``.gguf`` file, or a hub id (``revision``, ``token``, ``cache_dir`` are passed on).
+        device: where the model goes; the CPU if None. ``device_map`` is passed on instead if given.
+        dtype: of what is not quantized, and of activations; None takes what config.json says.
+        strict: raise for tensors that are missing on either side, and for weights that NVFP4 cannot hold without loss.
+            False names them in the report and keeps the latter in high precision.
+        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        model_class: an auto class or model class of transformers; ``AutoModelForCausalLM`` if None.
+        options: of ``from_pretrained``, e.g. ``revision``, ``attn_implementation``, ``device_map``, ``tp_plan``.
+
+    Returns:
+        The model in eval mode; ``fp4_inductor.report(model)`` says what became of every parameter.
+
+    Raises:
+        CheckpointError, CoverageError, ConfigError, DeviceError: nothing is left half loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # not above: this module is imported while transformers is
+
+    if refused := [name for name in _CODE if options.get(name)]:
+        remedy = "Build the model yourself, load its dense weights and call fp4_inductor.quantize_model."
+        raise ConfigError("load_pretrained runs no code of a checkpoint", value=refused, limit="none of them", remedy=remedy)
+    where = check_device(device)
+    if where is not None and options.get("device_map") is not None:
+        raise ConfigError("device and device_map say the same", value=[str(where), options["device_map"]], limit="one of them", remedy="Leave out device.")
+    auto = AutoModelForCausalLM if model_class is None else model_class
+    path = Path(path_or_id)
+    hub: dict[str, Any] = {
+        k: options[k] for k in ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download") if k in options
+    }
+    if where is not None:
+        options["device_map"] = {"": where}
+    options["dtype"] = "auto" if dtype is None else dtype
+    if path.suffix == ".gguf" and path.is_file():
+        return _load_gguf(path, auto, large_m, strict, options)
+    if path.is_dir():
+        check_config(read_json(path / CONFIG), open_shards(path))
+    config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
+    source = take_quantization_config(config)
+    if source is None:
+        source = _hf_quant_config(path_or_id, hub)
+    format_of(source)
+    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
+    return _typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
+
+
+def _load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # it reads the whole header with gguf-py, which trusts its input
+        raise CheckpointError(
+            f"{path.name} holds no model configuration that transformers reads",
+            value=f"{type(error).__name__}: {str(error)[:200]}",
+            limit="an architecture of transformers' GGUF support",
+            remedy="Download the file again, or load another format of this model.",
+        ) from error
+    mapping = getattr(auto, "_model_mapping", None)
+    model_class = auto if mapping is None else mapping[type(config)]
+    with torch.device("meta"):
+        names = list(model_class(copy.deepcopy(config)).state_dict())
+    shards, dense = gguf.open_gguf(path, names)
+    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source={"quant_method": gguf.METHOD, "shards": shards, "dense": list(dense)})
+    if options["dtype"] == "auto":
+        options["dtype"] = torch.bfloat16  # a GGUF file does not say
+    return model_class.from_pretrained(None, config=config, state_dict=dense, quantization_config=wanted, **options)
+
+
+def check_config(config: Mapping[str, Any], shards: Shards) -> None:
+    """Refuse a config.json that asks for more layers or experts than there are tensors, before anyone builds them."""
+    for part in (config, *(v for v in config.values() if isinstance(v, Mapping))):
+        for name, value in part.items():
+            if _COUNTS.search(name) and type(value) is int and value > len(shards.entries) + _SLACK:
+                raise CheckpointError(f"config.json: {name}", value=value, limit=f"{len(shards.entries)} tensors in all", remedy="Download config.json again.")
+
+
+def _typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
+    """Run transformers' own code on files that may be damaged: what it raises about them becomes a CheckpointError."""
+    try:
+        return do()
+    except (FP4Error, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers cannot load {Path(path).name}",
+            value=f"{type(error).__name__}: {str(error)[:500]}",
+            limit="a config.json that this version of transformers knows, and the weights that go with it",
+            remedy="Download the checkpoint again, or update transformers; the cause is in the traceback above.",
+        ) from error
+
+
+def take_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Remove ``quantization_config`` from a config, and from its text part, and return it."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            del part.quantization_config
+            return copy.deepcopy(dict(found) if isinstance(found, Mapping) else found.to_dict())
+    return None
+
+
+def _hf_quant_config(path_or_id: str | os.PathLike, hub: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ModelOpt wrote beside config.json before it wrote into it."""
+    from transformers.utils import cached_file
+
+    file = cached_file(path_or_id, HF_QUANT_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
+    return None if file is None else read_json(Path(file))

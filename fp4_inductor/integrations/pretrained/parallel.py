@@ -1,0 +1,153 @@
+"""Tensor parallelism: each rank keeps its rows (N) or its whole blocks of columns (K, a multiple of 16) of every packed weight.
+
+Transformers' plan (``tp_plan="auto"``) says which; its hooks move the activations and sum what is partial. Codes and scales
+are sliced, never touched. Experts are summed here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..._torch.collectives import all_reduce
+from ...errors import ShapeError
+from ...formats import nvfp4
+from ...modules import FP4Experts, FP4Linear
+from ...modules.packed import PackedWeight
+from ...tensors import NVFP4Tensor
+
+_ROWS = ("colwise", "colwise_rep", "colwise_gather_output")
+_COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input")
+_PACKED_ROWS = "packed_colwise"  # gate and up one after the other: a part of each
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a weight."""
+
+    rank: int
+    size: int
+    group: Any
+    plan: dict[str, str]
+
+    def style(self, name: str) -> str | None:
+        """What the plan says about a module or weight, its layer numbers replaced by stars."""
+        return self.plan.get(name) or self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def ranks_of(model: PreTrainedModel) -> Ranks | None:
+    """None unless transformers distributed this model by tensor parallelism."""
+    mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None)
+    if mesh is None or not size or size <= 1:
+        return None
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), dict(model.tp_plan))
+
+
+def is_parallel(model: PreTrainedModel) -> bool:
+    """Will transformers distribute this model? Known before it does."""
+    wanted = getattr(model.config, "distributed_config", None)
+    return wanted is not None and (getattr(wanted, "tp_size", None) or 1) > 1
+
+
+def part_of(t: NVFP4Tensor, style: str | None, ranks: Ranks, name: str, interleaved: bool = False) -> NVFP4Tensor:
+    """This rank's part of a weight ``[..., N, K]``, in memory of its own."""
+    if style in _ROWS or (style == _PACKED_ROWS and interleaved):
+        start, end = _span(t.qdata.shape[-2], 2 if interleaved else 1, ranks, name)
+        return _own(t, [t.qdata[..., start:end, :], t.scale.view(torch.uint8)[..., start:end, :]])
+    if style == _PACKED_ROWS:
+        half = t.qdata.shape[-2] // 2
+        start, end = _span(half, 1, ranks, name)
+        rows = torch.cat([torch.arange(start, end), torch.arange(half + start, half + end)]).to(t.qdata.device)
+        return _own(t, [t.qdata.index_select(-2, rows), t.scale.view(torch.uint8).index_select(-2, rows)])
+    if style in _COLUMNS:
+        start, end = _span(t.qdata.shape[-1] * 2, nvfp4.GROUP, ranks, name)
+        blocks = slice(start // nvfp4.GROUP, end // nvfp4.GROUP)
+        return _own(t, [t.qdata[..., start // 2 : end // 2], t.scale.view(torch.uint8)[..., blocks]])
+    return t
+
+
+def _own(t: NVFP4Tensor, parts: list[Tensor]) -> NVFP4Tensor:
+    qdata, scale = (p.contiguous() if p.data_ptr() != t.qdata.data_ptr() else p.clone() for p in parts)
+    return NVFP4Tensor(qdata, scale.contiguous().view(nvfp4.SCALE_DTYPE), t.global_scale, t.logical_dtype)
+
+
+def _span(n: int, unit: int, ranks: Ranks, name: str) -> tuple[int, int]:
+    if n % (unit * ranks.size):
+        raise ShapeError(
+            f"{name} cannot be divided among {ranks.size} ranks",
+            value=n,
+            limit=f"a multiple of {unit * ranks.size}" + (f" (blocks of {unit})" if unit > 1 else ""),
+            remedy="Use fewer ranks, or a tp_plan that leaves this layer out.",
+        )
+    each = n // ranks.size
+    return ranks.rank * each, (ranks.rank + 1) * each
+
+
+def finish_layer(name: str, layer: FP4Linear, ranks: Ranks) -> None:
+    """Make a layer whose weight was placed agree with it: sizes and bias."""
+    style = ranks.style(name)
+    if style in (*_ROWS, _PACKED_ROWS):
+        if layer.bias is not None:
+            layer.bias = _bias_part(layer.bias, style, ranks, name, False)
+        layer.out_features = layer.qdata.shape[0]
+    elif style in _COLUMNS:
+        if layer.padding:
+            raise ShapeError(f"{name}: a padded K cannot be divided", value=layer.in_features, limit="a multiple of 16", remedy="Leave it out of the tp_plan.")
+        layer.in_features = layer.qdata.shape[1] * 2
+        if layer.bias is not None and ranks.rank:
+            layer.bias = torch.zeros_like(layer.bias)  # the products are summed over the ranks; the bias belongs to one of them
+
+
+def finish_experts(name: str, experts: FP4Experts, ranks: Ranks) -> None:
+    """As :func:`finish_layer`; and sum the outputs of the ranks."""
+    first, down = experts.first, experts.down_proj
+    styles = ranks.style(f"{name}.{experts.first_name}"), ranks.style(f"{name}.down_proj")
+    if styles == (None, None):
+        return
+    if styles[0] not in (*_ROWS, _PACKED_ROWS) or styles[1] not in _COLUMNS:
+        raise ShapeError(
+            f"{name}: this plan does not divide the experts' inner dimension",
+            value=styles,
+            limit="packed_colwise or colwise, then rowwise",
+            remedy='Use the model\'s own plan (tp_plan="auto").',
+        )
+    first.rows = first.qdata.shape[1]
+    down.columns = experts.intermediate_dim = down.qdata.shape[2] * 2
+    if first.bias is not None:
+        first.bias = _bias_part(first.bias, styles[0], ranks, name, experts.activation.interleaved)
+    if down.bias is not None and ranks.rank:
+        down.bias = torch.zeros_like(down.bias)
+    # What transformers wrapped around it sums in 5.23 and not in 5.17, where it looks for sharded Parameters: sum here, once.
+    vars(experts).pop("forward", None)
+    experts.register_forward_hook(_Sum(ranks.group))
+
+
+def _bias_part(bias: Tensor, style: str | None, ranks: Ranks, name: str, interleaved: bool) -> Tensor:
+    halves = bias.chunk(2, -1) if style == _PACKED_ROWS and not interleaved else (bias,)
+    return torch.cat([h[..., _slice(h.shape[-1], ranks, name)] for h in halves], -1)
+
+
+def _slice(n: int, ranks: Ranks, name: str) -> slice:
+    return slice(*_span(n, 1, ranks, name))
+
+
+class _Sum:
+    """Forward hook: the sum over the ranks, as a traceable collective."""
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return all_reduce(output, self.group)
+
+
+def shrink(module: PackedWeight) -> None:
+    """Drop the full-size buffers of a layer to be filled with a part: transformers would allocate them on every rank."""
+    for part in NVFP4Tensor.PARTS:
+        setattr(module, part, getattr(module, part).new_empty(0))

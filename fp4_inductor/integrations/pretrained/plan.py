@@ -1,0 +1,240 @@
+"""What loading a quantized checkpoint will do to a model, proved before a layer is replaced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
+from ...checkpoint.safetensors_file import Entry
+from ...checkpoint.shards import Shards
+from ...errors import CheckpointError
+from ...formats import nvfp4
+from ...models.convert import carry_over, replace_module
+from ...models.experts import ExpertsSpec, describe_experts
+from ...models.plan import linear_kind
+from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ...modules.packed import PackedWeight
+from ...tensors import NVFP4Tensor
+from .names import Assembly, Source, assemble, shapes
+from .parallel import is_parallel, shrink
+
+# Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
+NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+_SHOWN = 20
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass
+class LoadPlan:
+    """What to read and where it goes.
+
+    ``assemblies``: what this package reads, in the order of the files. ``replaced``: modules of experts that were replaced, by
+    path. ``dense``: names of the model's tensors that the checkpoint keeps in high precision.
+    """
+
+    assemblies: list[Assembly] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    replaced: dict[str, nn.Module] = field(default_factory=dict)
+    dense: list[str] = field(default_factory=list)
+
+
+def format_of(config: Mapping[str, Any] | None) -> Format:
+    """The reader of a ``quantization_config``, checked for variants it cannot read."""
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if isinstance(config, Mapping) and (method is None and _names_modelopt(config)):
+        method = "modelopt"
+    reader = FORMATS.get(str(getattr(method, "value", method)))
+    if config is None or reader is None:
+        raise CheckpointError(
+            "the checkpoint is not quantized, or in a format without a reader",
+            value=f"quant_method {method!r}",
+            limit=sorted(FORMATS),
+            remedy="fp4_inductor.quantize_model quantizes a loaded dense model; other formats: load them with the library that wrote them.",
+        )
+    reader.check(config)
+    return reader
+
+
+def _names_modelopt(config: Mapping[str, Any]) -> bool:
+    producer = config.get("producer")
+    return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+
+
+def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, Any], dtype: torch.dtype, strict: bool) -> LoadPlan:
+    """Match everything on disk with the model, and prove that it fits.
+
+    Raises:
+        CheckpointError: names what is missing, unknown, of the wrong shape or dtype; the model is unchanged.
+    """
+    found = format_of(config).find(shards, config)
+    if not found.weights:
+        raise CheckpointError(
+            "no quantized weight was found",
+            value=f"{len(shards.entries)} tensors, quant_method {config.get('quant_method')}",
+            limit="at least one",
+            remedy="config.json and the weights are of different models: download the checkpoint again.",
+        )
+    dense = {name: e for name, e in shards.entries.items() if name not in found.used and name not in found.ignored}
+    assemblies, homeless = assemble(model, found.weights, dense)
+    wrong, made = _check(model, assemblies, found, dtype)
+    missing = _missing(model, made | set(config.get("dense", ())))
+    unknown = [name for name in homeless if not _matches(name, model._keys_to_ignore_on_load_unexpected)]
+    if strict:
+        wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in unknown]
+    if wrong:
+        more = f"\n  - ... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        listed = "\n".join(f"  - {w}" for w in wrong[:_SHOWN])
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{listed}{more}\n",
+            value=f"{len(wrong)} differences",
+            limit="the architecture of config.json",
+            remedy="Use the config.json that came with the weights" + ("; strict=False forgives names missing on one side." if missing or unknown else "."),
+        )
+    notes = [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
+    notes += [f"not in the checkpoint: {', '.join(missing[:_SHOWN])}"] if missing else []
+    notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:_SHOWN])}"] if unknown else []
+    ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
+    ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
+    return LoadPlan(ours, notes, dense=[a.target for a in assemblies if not a.packed])
+
+
+def parts_of(source: Source) -> tuple[Entry, ...]:
+    """What is on disk of ``source``."""
+    return source.parts if isinstance(source, StoredWeight) else (source,)
+
+
+def _is_expert_bias(model: PreTrainedModel, name: str, assemblies: list[Assembly]) -> bool:
+    """FP4Experts hold their biases themselves, under other names than the module they replace."""
+    owner, _, attribute = name.rpartition(".")
+    spec = describe_experts(model.get_submodule(owner)) if attribute.endswith("_bias") else None
+    if not isinstance(spec, ExpertsSpec) or attribute not in spec.parameters:
+        return False
+    return any(a.packed and a.target.startswith(f"{owner}.") for a in assemblies)
+
+
+def _padded_bias(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, assemblies: list[Assembly]) -> bool:
+    """The bias of experts whose rows were padded when they were quantized here."""
+    if t.dim() != 2 or old.dim() != 2 or t.shape[0] != old.shape[0] or not _is_expert_bias(model, name, assemblies):
+        return False
+    return 0 < t.shape[1] - old.shape[1] < 2 * nvfp4.GROUP
+
+
+def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dtype: torch.dtype) -> tuple[list[str], set[str]]:
+    """(what does not fit, the model's names that are provided)."""
+    wrong: list[str] = []
+    made: set[str] = set()
+    known = model.state_dict()
+    packed = {item.target for item in assemblies if item.packed}
+    for item in assemblies:
+        for name, t in shapes(item, model, dtype).items():
+            made.add(name)
+            old = known.get(name)
+            if old is None:
+                wrong.append(f"{name}: not in the model")
+            elif item.packed:
+                wrong += _misfit(model, name, t, old, packed)
+            elif tuple(t.shape) != tuple(old.shape) and not _padded_bias(model, name, t, old, assemblies):
+                wrong.append(f"{name}: shape {tuple(t.shape)} in the checkpoint, {tuple(old.shape)} in the model")
+            elif t.dtype != old.dtype and not (t.dtype in _FLOATS and old.dtype in _FLOATS):
+                wrong.append(f"{name}: {t.dtype} in the checkpoint, {old.dtype} in the model")
+            elif t.dtype.itemsize == 1 and t.dtype.is_floating_point:
+                wrong.append(f"{name}: {t.dtype} without a scale that this format describes")
+    return wrong, made
+
+
+def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: set[str]) -> list[str]:
+    if not isinstance(t, NVFP4Tensor):
+        return [f"{name}: the model's conversion rules rearrange it in a way that packed weights cannot follow"]
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    kind = linear_kind(module)
+    experts = describe_experts(module) if t.dim() == 3 else None
+    if kind in ("linear", "transposed") and attribute == "weight":
+        swapped, rows = kind == "transposed", False
+    elif isinstance(experts, ExpertsSpec) and attribute in (experts.first, "down_proj"):
+        swapped, rows = experts.transposed, attribute == experts.first
+        other = "down_proj" if rows else experts.first
+        if f"{owner}.{other}" not in packed:
+            return [f"{name}: quantized in the checkpoint, but {owner}.{other} is not"]
+    else:
+        why = experts if isinstance(experts, str) else f"a parameter of {type(module).__name__} in the model"
+        return [f"{name}: quantized in the checkpoint, {why}"]
+    if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
+        return [f"{name}: quantized in the checkpoint, tied to another weight in the model"]
+    *lead, n, k = (*old.shape[:-2], old.shape[-1], old.shape[-2]) if swapped else old.shape
+    *stored_lead, stored_n, stored_k = (*t.qdata.shape[:-1], t.qdata.shape[-1] * 2)
+    # K padded to whole blocks, and the rows of an expert's first product with it: only models quantized here are.
+    fits = stored_k in (k, k + -k % nvfp4.GROUP) and (stored_n == n or (rows and stored_n > n and stored_n - n < 2 * nvfp4.GROUP))
+    if stored_lead != lead or not fits:
+        return [f"{name}: shape {(*stored_lead, stored_n, stored_k)} in the checkpoint, {(*lead, n, k)} in the model"]
+    return []
+
+
+def _missing(model: PreTrainedModel, made: set[str]) -> list[str]:
+    tied = model.all_tied_weights_keys  # {follower: source}
+    provided = made | {k for k, v in tied.items() if v in made} | {v for k, v in tied.items() if k in made}
+    return [name for name in model.state_dict() if name not in provided and not _matches(name, model._keys_to_ignore_on_load_missing)]
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(re.search(p, name) for p in patterns or ())
+
+
+def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: str) -> None:
+    """Put modules without values in place of all that will be quantized. Transformers moves their buffers to their devices."""
+    made = {name: t for item in plan.assemblies if item.packed for name, t in shapes(item, model, dtype).items()}
+    for name, t in made.items():
+        owner, _, attribute = name.rpartition(".")
+        old = model.get_submodule(owner)
+        if linear_kind(old) is not None:
+            weight = old.get_parameter("weight")
+            n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
+            _replace(model, owner, old, FP4Linear(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m))
+        elif attribute == "down_proj":
+            spec = describe_experts(old)
+            if isinstance(spec, ExpertsSpec):
+                first = _empty_experts(old, spec, spec.first, cast(NVFP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
+                down = _empty_experts(old, spec, "down_proj", cast(NVFP4Tensor, t), dtype)
+                plan.replaced[owner] = old
+                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
+                _replace(model, owner, old, new)
+
+
+def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: NVFP4Tensor, dtype: torch.dtype) -> FP4ExpertWeight:
+    e, *dims = module.get_parameter(name).shape
+    rows, columns = reversed(dims) if spec.transposed else dims
+    n, k = t.qdata.shape[1], t.qdata.shape[2] * 2
+    return FP4ExpertWeight(e, n, k, rows=rows, columns=columns, bias=spec.bias, dtype=dtype, device="meta")
+
+
+def _replace(model: PreTrainedModel, path: str, old: nn.Module, new: nn.Module) -> None:
+    parallel = is_parallel(model)
+    for module in new.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        if isinstance(module, PackedWeight):
+            hide(module)
+            if parallel:
+                shrink(module)
+        if isinstance(module, FP4ExpertWeight):
+            module.in_features = module.columns  # type: ignore[assignment]  # transformers looks for it before it divides rows; nothing calls this module
+        if isinstance(module, FP4Linear):
+            module._hf_quantized_needs_local_tp = True  # type: ignore[assignment]  # transformers: inputs and weights of this one are plain tensors
+    carry_over(old, new)
+    replace_module(model, (path,), new)
+
+
+def hide(module: PackedWeight) -> None:
+    """Keep the packed buffers out of the state_dict: transformers would look for them on disk, and initialise them."""
+    module._non_persistent_buffers_set |= {*NVFP4Tensor.PARTS, "bias"} if isinstance(module, FP4ExpertWeight) else set(NVFP4Tensor.PARTS)
+
+
+def unhide(module: PackedWeight) -> None:
+    module._non_persistent_buffers_set -= {*NVFP4Tensor.PARTS, "bias"}

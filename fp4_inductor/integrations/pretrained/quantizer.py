@@ -1,0 +1,140 @@
+"""The quantizer that transformers calls while it loads a model: for ModelOpt checkpoints, for ours, and on the fly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+
+from ...checkpoint.safetensors_file import read_header
+from ...checkpoint.shards import INDEX, Shards, collect, open_shards
+from ...errors import CheckpointError, ConfigError, DeviceError
+from ...models.coverage import Report, record
+from ...models.plan import inspect
+from ..transformers import use_experts_backend
+from .fill import fill
+from .on_the_fly import QuantizeOnLoad
+from .parallel import is_parallel, ranks_of
+from .plan import LoadPlan, install_empty, make_load_plan
+
+
+class FP4InductorQuantizer(HfQuantizer):
+    """``source`` (the checkpoint's own ``quantization_config``) given: read packed weights. Else quantize dense ones as they come in."""
+
+    requires_calibration = False
+    requires_parameters_quantization = False
+
+    def __init__(self, quantization_config: Any, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        config = quantization_config
+        source = getattr(config, "source", None)
+        self.source: dict[str, Any] | None = source if source is not None else config.to_dict() if self.pre_quantized else None
+        self.pre_quantized = self.source is not None
+        self.large_m: str = getattr(config, "large_m", "auto")
+        self.strict: bool = getattr(config, "strict", True)
+        self.progress = True
+        self.divided = False
+        self.plan: LoadPlan | None = None
+        self.on_load: QuantizeOnLoad | None = None
+        self.dtype: torch.dtype = torch.bfloat16
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+        if any(str(place) == "disk" for place in places):
+            raise DeviceError(
+                "packed weights cannot stay on disk", value=device_map, limit="devices with memory", remedy="Leave out the disk: FP4 weights are a quarter."
+            )
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files=None, dtype=None, **kwargs: Any) -> None:
+        self.dtype = dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
+        if self.source is None:
+            if is_parallel(model):
+                raise ConfigError(
+                    "quantizing while loading does not divide weights among ranks",
+                    value=getattr(model.config, "distributed_config", None),
+                    limit="one process",
+                    remedy="Quantize and save_pretrained in one process, then load that with tp_plan.",
+                )
+            self.on_load = QuantizeOnLoad(model, self.quantization_config)
+            return
+        shards = self.source.get("shards") or self._shards(checkpoint_files or [])
+        self.plan = make_load_plan(model, shards, self.source, self.dtype, self.strict)
+        install_empty(model, self.plan, self.dtype, self.large_m)
+        # Everything on disk was accounted for above; the packed tensors are not transformers' to place.
+        model._keys_to_ignore_on_load_unexpected = {"."}
+
+    def _shards(self, files: list[str]) -> Shards:
+        if not files or not all(str(f).endswith(".safetensors") for f in files):
+            raise CheckpointError(
+                "packed weights are read from safetensors files",
+                value=[Path(f).name for f in files][:4],
+                limit="*.safetensors",
+                remedy="Pickled weights are never read: convert them to safetensors first.",
+            )
+        directory = Path(files[0]).parent
+        if (directory / INDEX).exists() and len(files) > 1:
+            return open_shards(directory)
+        return collect({Path(f).name: read_header(Path(f)) for f in files}, directory, None)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        notes: list[str] = []
+        errors: dict[str, float] = {}
+        kept: dict[str, str] = {}
+        if self.on_load is not None:
+            errors = {row.name: row.relative_error for row in self.on_load.finish(model) if row.relative_error is not None}
+        elif self.plan is not None:
+            kept = dict.fromkeys(self.plan.dense, "in high precision in the checkpoint")
+            self.divided = ranks_of(model) is not None
+            notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict, progress=self.progress)
+        finish(model, self, notes, errors, kept)
+        self.plan = self.on_load = None
+        return model
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return self.on_load is not None and self.on_load.wants(param_name)
+
+    def get_quantize_ops(self) -> Any:
+        return self.on_load
+
+    def get_weight_conversions(self) -> list:
+        return []
+
+    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel | None = None) -> list:
+        return weight_conversions
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return not self.divided  # each rank holds a part: save from one process
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
+    """What is done after every kind of loading."""
+    use_experts_backend(model)
+    describe_for_saving(model, quantizer.large_m, quantizer)
+    report = inspect(model, errors, kept)
+    record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
+
+
+def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4InductorQuantizer | None = None) -> None:
+    """Make ``save_pretrained`` write what is in memory: our tensors, under the model's own names, with our config."""
+    from .config import FP4InductorConfig
+
+    config = FP4InductorConfig(large_m=large_m)
+    if quantizer is None:
+        quantizer = FP4InductorQuantizer(config, pre_quantized=True)
+        model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
+    model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
+    quantizer.quantization_config = config
+    model.config.quantization_config = config
+    model._weight_conversions = []  # type: ignore[assignment]  # transformers would split what its rules joined, packed buffers included

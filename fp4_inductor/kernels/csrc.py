@@ -1,0 +1,165 @@
+"""The CUDA kernels of ``csrc/`` at run time: ``torch.ops.fp4_csrc``, internal operators that ``fp4.linear`` and its lowering call.
+
+They are defined here, so that a cached graph finds them in a new process. At the first call on a GPU the binding is loaded (C++,
+torch's stable ABI; it implements them for CUDA from then on, without Python); where it cannot be built, calls go through ctypes. Kernel
+libraries know no torch, the binding knows no CUDA; both are compiled by ``pip install`` where nvcc and a CUDA torch exist, else now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, KernelError
+from . import build
+from .build import pointer
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``fp4_<name>`` of ``csrc/<source>``.
+
+    Args:
+        weight: the weight's parts, all ``[N, ...]``.
+        tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
+        regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
+    """
+
+    source: str
+    weight: tuple[str, ...]
+    tile: tuple[str, ...]
+    regime: str
+
+
+KERNELS = {
+    "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
+    "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
+    "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small"),
+}
+
+
+@functools.cache
+def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
+    try:
+        library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch)))
+    except (KernelError, OSError) as error:
+        return None, str(error)
+    getattr(library, f"fp4_{name}").restype = ctypes.c_int
+    return library, ""
+
+
+def why_not(name: str, arch: int) -> str:
+    """Empty if the kernel is built for ``arch`` (building it takes some seconds, once); else the reason. 0 is the CPU."""
+    return "" if arch == 0 else _library(name, arch)[1]
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
+def _resolve(name: bytes, arch: int) -> int | None:
+    """The binding asks for a kernel's address."""
+    library, _ = _library(name.decode(), arch)
+    return None if library is None else ctypes.cast(getattr(library, f"fp4_{name.decode()}"), ctypes.c_void_p).value
+
+
+@functools.cache
+def binding() -> str:
+    """Load the binding (building it takes a few seconds, once). Empty if it implements the operators from now on; else why not."""
+    try:
+        path = str(build.binding_library())
+        torch.ops.load_library(path)
+        ctypes.CDLL(path).fp4_csrc_resolver(_resolve)
+    except (KernelError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def door(name: str, arch: int) -> str:
+    """How calls reach the kernel, for ``explain()``."""
+    reason = why_not(name, arch) or binding()
+    return f"called through ctypes, which costs host time: {reason}" if reason else "called as a torch operator"
+
+
+def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = ()) -> Tensor:
+    """``[M, N]`` from ``x [M, K]`` and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
+
+    Args:
+        tile: a tile that the source instantiates; empty: the kernel's choice.
+
+    Raises:
+        KernelError: the kernel is not built, or the launch was refused.
+    """
+    try:
+        return getattr(torch.ops.fp4_csrc, name).default(x, *weight, global_scale, bias, arch, *tile)
+    except RuntimeError as error:
+        if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
+            raise
+        raise _refused(name, str(error)) from error
+
+
+def _refused(name: str, what: str) -> KernelError:
+    return KernelError(
+        f"fp4_{name} was not launched",
+        value=what,
+        limit="cudaSuccess",
+        remedy=f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).',
+    )
+
+
+def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int]) -> Tensor:
+    library, reason = _library(name, arch)
+    if library is None:
+        raise KernelError(
+            f"csrc/{KERNELS[name].source} is not available",
+            value=reason,
+            limit=f"built for sm_{arch}",
+            remedy="Call torch.ops.fp4.*, which takes another kernel then.",
+        )
+    x, *parts = (_dense(t) for t in (x, *weight))
+    bias = None if bias is None else _dense(bias)
+    (m, k), n = x.shape, parts[0].shape[0]
+    with torch.cuda.device(x.device):
+        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pointers = map(pointer, (x, *parts, global_scale, bias, y))
+        status = getattr(library, f"fp4_{name}")(*pointers, m, n, k, int(x.dtype == torch.float16), *tile, stream)
+    if status:
+        raise _refused(name, f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}")
+    return y
+
+
+def _dense(t: Tensor) -> Tensor:
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+_DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
+
+
+def _define(name: str, kernel: Kernel) -> None:
+    parts = ", ".join(f"Tensor {part}" for part in kernel.weight)
+    tile = ", ".join(f"int {size}=0" for size in kernel.tile)
+    _DEFINITIONS.define(f"{name}(Tensor x, {parts}, Tensor global_scale, Tensor? bias, int arch, {tile}) -> Tensor")
+    count = len(kernel.weight)
+
+    def until_bound(x: Tensor, *rest) -> Tensor:
+        """Any device, until the binding has registered itself for CUDA."""
+        if x.device.type != "cuda":
+            raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+        if not binding():
+            return getattr(torch.ops.fp4_csrc, name).default(x, *rest)
+        global_scale, bias, arch, *sizes = rest[count:]
+        return _through_ctypes(name, x, rest[:count], global_scale, bias, arch, (*sizes, *[0] * (len(kernel.tile) - len(sizes))))
+
+    def fake(x: Tensor, weight: Tensor, *rest) -> Tensor:
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    _DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=_DEFINITIONS)
+
+
+for _name, _kernel in KERNELS.items():
+    _define(_name, _kernel)

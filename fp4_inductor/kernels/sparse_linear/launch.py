@@ -1,0 +1,85 @@
+"""Host side of fp4.sparse_linear on CUDA: the self-dispatching op. No synchronisation, no host read, current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...formats import sparse24
+from ...ops import sparse_linear as contract
+from ...ops.dequantize_fp8 import scaled_product
+from ..linear import launch as dense
+from . import configs, cuda_small
+from .triton_gemv import sparse_gemv
+from .triton_mid import sparse_mid
+
+fp4 = torch.ops.fp4
+
+
+def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+    """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
+    contract.check(x, values, meta, scale, global_scale, bias, large_m)
+    return dense.by_rows("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, large_m, LAUNCHERS)
+
+
+def gemv(
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.GemvConfig | None = None
+) -> Tensor:
+    """One row a program; see :mod:`.triton_gemv`."""
+    (m, k), n = x.shape, values.shape[0]
+    c = tile or configs.gemv(n, k)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    constants = configs.gemv_constants(c, n, k, dense._arch(x.device))
+    sparse_gemv[(-(-n // c.block_n), m)](
+        x, values, meta, scale.view(torch.uint8), global_scale, y, m, n, k // 16, **constants, num_warps=c.num_warps, num_stages=2
+    )
+    return dense._plus(y, bias)
+
+
+def mid(
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None
+) -> Tensor:
+    """A few dozen rows; see :mod:`.triton_mid`."""
+    (m, k), n = x.shape, values.shape[0]
+    c = tile or configs.mid(m, n, k)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    constants = configs.mid_constants(c, n, k, x.dtype)
+    sparse_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
+        x, values, meta, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
+    )
+    return dense._plus(y, bias)
+
+
+def small(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    tile: cuda_small.SparseSmallConfig | None = None,
+) -> Tensor:
+    """Up to 32 rows; see ``csrc/sparse/sparse_linear_small.cu``. The bias is added in the kernel."""
+    return cuda_small.linear(x, values, meta, scale, global_scale, bias, dense._arch(x.device), tile)
+
+
+def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
+    x8, x_scale = fp4.quantize_rows_fp8(x)
+    return scaled_product(x8, x_scale, fp4.sparse_dequantize_fp8(values, meta, scale), global_scale, x.dtype, bias)
+
+
+def large_dense(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Many rows through a transient weight in ``x.dtype``."""
+    return torch.nn.functional.linear(x, fp4.sparse_dequantize(values, meta, scale, global_scale, x.dtype), bias)
+
+
+LAUNCHERS: dict[str, Callable[..., Tensor]] = {
+    "triton_sparse_gemv": gemv,
+    "cuda_sparse_small": small,
+    "triton_sparse_mid": mid,
+    "sparse_dequantize_fp8 + scaled_mm": large_fp8,
+    "sparse_dequantize + mm": large_dense,
+}

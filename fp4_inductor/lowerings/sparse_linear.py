@@ -1,0 +1,94 @@
+"""fp4.sparse_linear -> the kernel of one regime, by the same machinery as fp4.linear."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._torch import lowering as inductor
+from .._torch.template import Template
+from ..formats import sparse24
+from ..kernels import select
+from ..kernels.sparse_linear import configs
+from ..kernels.table import Row
+from ..ops.dequantize_fp8 import scaled_product
+from ..ops.quantize_rows_fp8 import reference as quantize_rows
+from . import linear
+
+fp4 = torch.ops.fp4
+_INPUTS = ("X", "VALUES", "META", "SCALE", "GLOBAL_SCALE")
+
+
+def register() -> None:
+    inductor.register(fp4.sparse_linear.default, lower)
+
+
+def lower(x, values, meta, scale, global_scale, bias=None, large_m="auto"):
+    """Lowering of ``fp4.sparse_linear``: x ``[..., K]`` -> ``[..., N]``."""
+    return linear.product(fp4.sparse_linear.default, sparse24.STORAGE, x, (values, meta, scale, global_scale), bias, large_m, LOWER)
+
+
+@functools.cache
+def _gemv_template() -> Template:
+    from ..kernels import triton_common as common
+    from ..kernels.linear import triton_gemv as dense
+    from ..kernels.sparse_linear import triton_gemv as t
+
+    helpers = (
+        common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks
+    )  # fmt: skip
+    sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "B": '{{size("SCALE", 1)}}'}
+    return Template("fp4_sparse_linear_gemv", t.sparse_gemv, _INPUTS, sizes, helpers, linear.gemv_grid)
+
+
+def _gemv(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    tiles = configs.gemv_choices(n, k) if inductor.max_autotune() else [configs.gemv(n, k)]
+    arch = select.arch_of(x.get_device())
+    options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    return _gemv_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
+
+
+@functools.cache
+def _mid_template() -> Template:
+    from ..kernels import triton_common as common
+    from ..kernels.linear import triton_mid as dense
+    from ..kernels.sparse_linear import triton_mid as t
+
+    sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "K": '{{size("X", 1)}}'}
+    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, dense.decode_bytes)
+    return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, linear.mid_grid)
+
+
+def _mid(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    likely = min(inductor.Symbols().hint(m, linear.HINT), row.max_m or linear.HINT)
+    tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
+    options = [dict(configs.mid_constants(c, n, k, x.get_dtype()), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    return _mid_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
+
+
+def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    dtype = x.get_dtype()
+
+    def large_fp8(x, values, meta, scale, global_scale):
+        x8, x_scale = quantize_rows(x)
+        return scaled_product(x8, x_scale, fp4.sparse_dequantize_fp8(values, meta, scale), global_scale, dtype)
+
+    return inductor.inline(large_fp8, (x, values, meta, scale, global_scale))
+
+
+def _large_dense(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    dtype = x.get_dtype()
+
+    def large_dense(x, values, meta, scale, global_scale):
+        return x @ fp4.sparse_dequantize(values, meta, scale, global_scale, dtype).t()
+
+    return inductor.inline(large_dense, (x, values, meta, scale, global_scale))
+
+
+LOWER = {
+    "triton_sparse_gemv": _gemv,
+    "triton_sparse_mid": _mid,
+    "sparse_dequantize_fp8 + scaled_mm": _large_fp8,
+    "sparse_dequantize + mm": _large_dense,
+}

@@ -1,0 +1,124 @@
+"""Which layers become sparse under a budget: the cheapest first, by what each one costs the model's output on its own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Sparse24Config
+from ..formats import nvfp4, sparse24
+from ..modules import FP4Linear
+from .calibrate import evaluating
+from .chain import Chain, recording, skipping
+from .convert import dense_weight
+from .plan import Target
+from .probe import Probe
+from .progress import bar
+
+
+@dataclass
+class Candidate:
+    """A weight as it would be if it were sparse. ``error``: relative output error; ``cost``: KL of the model with it alone."""
+
+    group: list[Target]
+    layer: FP4Linear
+    error: float
+    cost: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.group[0].name
+
+    @property
+    def weights(self) -> int:
+        return self.layer.in_features * self.layer.out_features
+
+    def put(self) -> None:
+        """Into the dense module's Parameter, rounded to its dtype."""
+        self._set(self.layer.dequantize())
+
+    def _set(self, w: Tensor) -> None:
+        parameter = self.group[0].module.get_parameter("weight")
+        parameter.data = (w.t() if self.group[0].transposed else w).to(parameter.device, parameter.dtype)
+
+
+def choose(found: list[Candidate], config: Sparse24Config, probe: Probe | None, model: nn.Module, chain: Chain, progress: bool, total: int) -> set[str]:
+    """Names of the candidates to be sparse under ``config``'s budget. The model's weights are as before when this returns.
+
+    Args:
+        total: weights of all layers to be quantized; those without a candidate become dense NVFP4.
+    """
+    if config.max_error is not None:
+        return {c.name for c in found if c.error <= config.max_error}
+    ranked = rank(found, probe, model, chain, progress)
+    if config.bits is not None:
+        return {c.name for c in ranked[: needed(ranked, config.bits, total)]}
+    low, high = 0, len(ranked)  # the longest prefix within max_kl, supposing that KL grows with it
+    while low < high:
+        middle = (low + high + 1) // 2
+        if together(ranked[:middle], probe, model) <= config.max_kl:  # type: ignore[arg-type, operator]
+            low = middle
+        else:
+            high = middle - 1
+    return {c.name for c in ranked[:low]}
+
+
+def needed(ranked: list[Candidate], bits: float, total: int) -> int:
+    """How many of ``ranked`` must be sparse for a mean of at most ``bits`` over ``total`` weights; all, if that is not enough."""
+    saved, count = 0.0, 0
+    wanted = (nvfp4.BITS_PER_WEIGHT - bits) * total
+    while saved < wanted * (1 - 1e-9) and count < len(ranked):
+        saved += ranked[count].weights * (nvfp4.BITS_PER_WEIGHT - sparse24.BITS_PER_WEIGHT)
+        count += 1
+    return count
+
+
+def rank(found: list[Candidate], probe: Probe | None, model: nn.Module, chain: Chain, progress: bool) -> list[Candidate]:
+    """``found`` by cost per weight, cheapest first: KL with that layer alone replaced; its squared error if KL cannot be measured."""
+    if probe is None or not probe.usable:
+        for c in found:
+            c.cost = c.error**2 * c.weights
+        return sorted(found, key=lambda c: c.cost / c.weights)
+    blocks, inputs = _block_inputs(model, chain, probe)
+    for c in bar(found, "measure (to choose)", "layer", progress):
+        index = blocks.block_of(c.name) if inputs and len(c.group) == 1 else None
+        skip = nullcontext() if not index else skipping(blocks, index, inputs[index])
+        dense = dense_weight(c.group[0])
+        try:
+            c.put()
+            with skip:
+                c.cost = max(probe.kl(model, 0), 0.0)
+        finally:
+            c._set(dense)
+    return sorted(found, key=lambda c: c.cost / c.weights)
+
+
+def together(chosen: list[Candidate], probe: Probe, model: nn.Module) -> float:
+    """KL with all of ``chosen`` replaced at once."""
+    dense = [dense_weight(c.group[0]) for c in chosen]
+    try:
+        for c in chosen:
+            c.put()
+        return probe.kl(model)
+    finally:
+        for c, w in zip(chosen, dense, strict=True):
+            c._set(w)
+
+
+@torch.no_grad()
+def _block_inputs(model: nn.Module, chain: Chain, probe: Probe) -> tuple[Chain, list[Tensor]]:
+    """The chain recorded on the probe's first batch, and what each of its blocks is fed with in the dense model."""
+    blocks = Chain([type(b)(b.name, b.module) for b in chain.blocks], broken=chain.broken)
+    with recording(blocks), evaluating(model):
+        if not blocks.broken:
+            probe.run(model, 0)
+    if blocks.broken:
+        return blocks, []
+    inputs = [blocks.hidden[0]]
+    with evaluating(model):
+        for b in blocks.blocks[:-1]:
+            inputs.append(b(inputs[-1], 0))
+    return blocks, inputs

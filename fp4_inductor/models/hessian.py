@@ -1,0 +1,116 @@
+"""Second moments of the inputs of linear layers: ``H = X^T X / rows``, and where the best dense answer to changed inputs lies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..formats.pruning import damped
+from .chain import input_of
+from .plan import Target
+
+_ROWS = 1 << 14  # rows of X multiplied at once
+
+
+@dataclass
+class Moments:
+    """Of one layer: ``hessian`` sums ``X^T X`` of the inputs it now gets; ``cross`` sums ``X0^T X``, X0 being what it got in the dense model."""
+
+    hessian: Tensor | None = None
+    cross: Tensor | None = None
+    rows: int = 0
+
+    def mean(self) -> Tensor | None:
+        """``X^T X / rows``; None if no row was seen."""
+        return self.hessian / self.rows if self.hessian is not None and self.rows else None
+
+    def target(self, w: Tensor) -> Tensor:
+        """The dense ``[N, K]`` float32 whose outputs on X are nearest to those of ``w`` on X0; ``w`` itself without ``cross``.
+
+        The ridge term pulls towards ``w``, as the damping of the Hessian does, so that few rows do little.
+        """
+        if self.cross is None or self.hessian is None:
+            return w.float()
+        h = damped(self.hessian)
+        ridge = h - self.hessian  # damping * mean diagonal * identity
+        return torch.linalg.solve(h, w.to(h.dtype) @ (self.cross.to(h.dtype) + ridge), left=False).float()
+
+
+class Watch:
+    """Hooks that add up :class:`Moments` of some layers while the model, or one block of it, runs.
+
+    Args:
+        targets: the layers.
+        twin: ``twin(target)`` is the same layer in an unchanged copy, run as often as the layers themselves.
+        stop: end a run (:meth:`run`) as soon as every layer was reached; each runs once.
+    """
+
+    def __init__(self, targets: Iterable[Target], twin: Callable[[Target], nn.Module] | None = None, stop: bool = False):
+        targets = list(targets)
+        self.moments = {t.name: Moments() for t in targets}
+        self._seen: dict[str, list[Tensor]] = {}
+        self._dense: dict[str, list[Tensor]] = {}
+        count = len(targets) if stop else 0
+        self._handles = [t.module.register_forward_pre_hook(_keep(self._seen, t.name, count), with_kwargs=True) for t in targets]
+        if twin is not None:
+            self._handles += [twin(t).register_forward_pre_hook(_keep(self._dense, t.name, count), with_kwargs=True) for t in targets]
+
+    def run(self, call: Callable[..., Any], *args: Any) -> None:
+        """``call(*args)``, ended early if this watch stops."""
+        with contextlib.suppress(_ReachedError):
+            call(*args)
+
+    def add(self) -> None:
+        """Take in what the layers were fed since the last call. Layers fed with one tensor share one product."""
+        products: dict[tuple[int, ...], Tensor] = {}
+        for name, inputs in self._seen.items():
+            moments, before = self.moments[name], self._dense.get(name, [])
+            for i, x in enumerate(inputs):
+                moments.rows += x.shape[:-1].numel()
+                moments.hessian = _plus(moments.hessian, _product(products, x, x))
+                if len(before) == len(inputs) and before[i].shape == x.shape:
+                    moments.cross = _plus(moments.cross, _product(products, before[i], x))
+        self._seen.clear()
+        self._dense.clear()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _ReachedError(Exception):
+    """Every layer that is watched has its input."""
+
+
+def _keep(into: dict[str, list[Tensor]], name: str, count: int) -> Callable:
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        x = input_of(args, kwargs)
+        if isinstance(x, Tensor) and x.numel():
+            into.setdefault(name, []).append(x)  # not a view of it: layers fed with one tensor are known by it
+            if len(into) == count:
+                raise _ReachedError
+
+    return hook
+
+
+def _plus(total: Tensor | None, product: Tensor) -> Tensor:
+    return product.clone() if total is None else total.to(product.device).add_(product)
+
+
+def _product(products: dict[tuple[int, ...], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """``a^T b`` over all rows, float32."""
+    key = (id(a), id(b))
+    if key not in products:
+        left, right = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+        parts = zip(left.split(_ROWS), right.split(_ROWS), strict=True)
+        total = None
+        for p, q in parts:
+            p = p.float()
+            total = _plus(total, p.t() @ (p if a is b else q.float()))
+        products[key] = total if total is not None else torch.zeros(a.shape[-1], b.shape[-1], device=a.device)
+    return products[key]

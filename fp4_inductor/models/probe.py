@@ -1,0 +1,80 @@
+"""What new weights cost a model, measured where it counts: KL of its next-token distribution from the dense model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .calibrate import evaluating, feed
+
+_BYTES = 1 << 29  # of the dense model's log probabilities that are kept
+_POSITIONS = 2048
+
+
+class Probe:
+    """The dense model's log probabilities on a few calibration batches.
+
+    Args:
+        model: still dense.
+        batches: the batches to measure on; as many positions are used as fit half a gigabyte, 2,048 at most.
+    """
+
+    def __init__(self, model: nn.Module, batches: list[Any]):
+        self.batches: list[Any] = []
+        self._dense: list[Tensor] = []
+        room = _POSITIONS
+        with evaluating(model):
+            for batch, log_p in zip(batches, _log_probabilities(model, batches), strict=False):
+                if log_p is None:
+                    break
+                room = min(room, _BYTES // (log_p.shape[-1] * log_p.element_size())) if not self.batches else room
+                self.batches.append(batch)
+                self._dense.append(log_p[:room])
+                room -= len(self._dense[-1])
+                if room <= 0:
+                    break
+
+    @property
+    def usable(self) -> bool:
+        """Whether the model has logits to compare."""
+        return bool(self._dense) and self.positions > 0
+
+    @property
+    def positions(self) -> int:
+        return sum(len(p) for p in self._dense)
+
+    def run(self, model: nn.Module, batch: int) -> None:
+        """One forward pass on one of the batches."""
+        for _ in feed(model, [self.batches[batch]]):
+            pass
+
+    def kl(self, model: nn.Module, batch: int | None = None) -> float:
+        """KL(dense || ``model``) in nats per position; on one batch alone if ``batch`` is given."""
+        chosen = range(len(self.batches)) if batch is None else (batch,)
+        total, count = 0.0, 0
+        with evaluating(model):
+            for i, log_p in zip(chosen, _log_probabilities(model, [self.batches[i] for i in chosen]), strict=True):
+                if log_p is None:
+                    continue
+                p = self._dense[i].to(log_p.device)
+                q = log_p[: len(p)]
+                total += float((p.exp() * (p - q)).sum(dtype=torch.float32))
+                count += len(p)
+        return total / max(count, 1)
+
+
+def _log_probabilities(model: nn.Module, batches: list[Any]) -> Iterator[Tensor | None]:
+    """``[positions, vocabulary]`` float32 for each batch, padding left out; None where the model has no logits."""
+    for kwargs, output in feed(model, batches):
+        logits = getattr(output, "logits", output.get("logits") if isinstance(output, dict) else None)
+        if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
+            yield None
+            continue
+        flat = logits.reshape(-1, logits.shape[-1])
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
+            flat = flat[mask.reshape(-1) != 0]
+        yield flat[:_POSITIONS].float().log_softmax(-1)

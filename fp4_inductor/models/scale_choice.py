@@ -1,0 +1,83 @@
+"""Which scale search each weight of one model gets, and the channel weights it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import NVFP4Config, ScaleSearch
+from ..errors import CalibrationError, NonFiniteError
+from . import self_calibration
+from .calibrate import mean_squares
+from .plan import ExpertsTarget, Plan, Target
+
+_UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
+_NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
+
+
+@dataclass
+class ScaleChoice:
+    """What one model gets.
+
+    Args:
+        config: the search actually used.
+        weights: for ``"activation"``, by the name of a group or of a module of experts: E[x^2] ``[K]``, the experts'
+            :class:`.calibrate_experts.Statistics`, or None where no token came.
+        note: how ``"auto"`` was decided.
+    """
+
+    config: NVFP4Config
+    weights: dict[str, Any] = field(default_factory=dict)
+    note: str | None = None
+
+    def of(self, item: list[Target] | ExpertsTarget) -> tuple[NVFP4Config, Any, tuple[str, ...]]:
+        """``(config, channel weights, notes)`` for the weight that a group shares, or for a module of experts."""
+        if self.config.scale_search != "activation":
+            return self.config, None, ()
+        weight = self.weights[item.name if isinstance(item, ExpertsTarget) else item[0].name]
+        if weight is None:
+            return replace(self.config, scale_search=_UNWEIGHTED, calibration=None), None, ("not reached by calibration: unweighted scales",)
+        return self.config, weight, ()
+
+
+def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, progress: bool) -> ScaleChoice:
+    """Measure what ``config`` needs and resolve ``"auto"``. Changes nothing.
+
+    Raises:
+        CalibrationError, NonFiniteError: see :func:`mean_squares`; never for ``"auto"`` without calibration, which then
+            takes ``"four_over_six"`` and says why in its note.
+    """
+    if config.scale_search == "auto":
+        if config.calibration is None:
+            return _automatic(model, plan, config, progress)
+        config = replace(config, scale_search="activation")
+    if config.scale_search != "activation":
+        return ScaleChoice(config)
+    batches = self_calibration.write(model) if config.calibration == "self" else config.calibration
+    found = mean_squares(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress, experts=plan.experts)
+    return ScaleChoice(config, _by_group(plan, found))
+
+
+def _automatic(model: nn.Module, plan: Plan, config: NVFP4Config, progress: bool) -> ScaleChoice:
+    reason = self_calibration.why_not(model)
+    if reason is None:
+        try:
+            chosen = choose(model, plan, replace(config, scale_search="activation", calibration="self"), strict=False, progress=progress)
+        except (CalibrationError, NonFiniteError) as error:
+            reason = str(error).splitlines()[0]
+        else:
+            tokens = self_calibration.SEQUENCES * self_calibration.TOKENS
+            chosen.note = f'scale_search="auto": "activation" over {tokens} tokens that the model wrote itself'
+            return chosen
+    return ScaleChoice(replace(config, scale_search=_NO_DATA), note=f'scale_search="auto": "{_NO_DATA}", because {reason}')
+
+
+def _by_group(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+    """Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached."""
+    for group in plan.groups:
+        reached = [w for t in group if (w := found[t.name]) is not None]
+        found[group[0].name] = torch.stack([w.to(reached[0].device) for w in reached]).mean(0) if reached else None
+    return found

@@ -1,0 +1,114 @@
+"""Weights one after the other, each with the second moments of its inputs, in bounded memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .calibrate import evaluating, feed
+from .chain import Block, Chain, stages
+from .convert import dense_weight
+from .hessian import Moments, Watch
+from .plan import Target
+from .progress import bar
+
+Group = list[Target]
+_BYTES = 2 << 30  # of Hessians in memory at once, outside a chain of blocks
+
+
+def walk(
+    model: nn.Module, chain: Chain, groups: list[Group], batches: list[Any], *, sequential: bool, progress: bool, desc: str
+) -> Iterator[tuple[str, Group, Moments]]:
+    """Yield ``(place, group, moments of its inputs)`` for every group; in a chain block by block, in execution order.
+
+    Args:
+        chain: recorded on ``batches``; if broken, whole-model passes take its place.
+        sequential: the caller changes each group's weights, in the modules that are there, before it asks for the next: later layers
+            are measured on what the changed ones feed them, and ``moments`` also know what the dense model fed them. The
+            modules of a block may be replaced once the next place is met. False: everything is measured on the dense model.
+    """
+    inside: dict[int, list[Group]] = {}
+    outside: list[Group] = []
+    for group in groups:
+        index = None if chain.broken or len(group) > 1 else chain.block_of(group[0].name)
+        if index is None:
+            outside.append(group)
+        else:
+            inside.setdefault(index, []).append(group)
+    if inside:
+        yield from _through(model, chain, inside, sequential, progress, desc)
+    for i, part in enumerate(_parts(outside)):
+        watch = Watch([t for g in part for t in g])
+        try:
+            with evaluating(model):
+                for _ in feed(model, batches, progress, desc):
+                    watch.add()
+        finally:
+            watch.close()
+        for group in part:
+            yield f"outside {i}", group, _sum([watch.moments[t.name] for t in group])
+
+
+def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Group]], sequential: bool, progress: bool, desc: str):
+    hidden, dense = list(chain.hidden), list(chain.hidden)
+    last = max(inside)
+    for index, block in enumerate(bar(chain.blocks, desc, "block", progress)):
+        if index > last:
+            break
+        mine = {g[0].name: g for g in inside.get(index, [])}
+        # Until the first weight is changed both streams are one.
+        twin = copy.deepcopy(block.module) if sequential and (mine or dense[0] is not hidden[0]) else None
+        targets = [g[0] for g in mine.values()]
+        with evaluating(model):
+            order, once = stages(block, targets, hidden[0]) if sequential and targets else ([targets] if targets else [], False)
+        for stage in order:
+            moments = _measure(model, block, twin, stage, hidden, dense, once)
+            for t in stage:
+                yield block.name, mine[t.name], moments[t.name]
+        with evaluating(model):
+            for b in range(len(hidden)):
+                before = dense[b] if twin is None else block.run(twin, dense[b], b)
+                hidden[b] = block(hidden[b], b)
+                dense[b] = hidden[b] if twin is None else before
+
+
+def _measure(model: nn.Module, block: Block, twin: nn.Module | None, stage: Group, hidden: list, dense: list, once: bool) -> dict[str, Moments]:
+    prefix = len(block.name) + 1
+    watch = Watch(stage, None if twin is None else lambda t: twin.get_submodule(t.name[prefix:]), stop=once)
+    try:
+        with evaluating(model):
+            for b in range(len(hidden)):
+                if twin is not None:
+                    watch.run(block.run, twin, dense[b], b)
+                watch.run(block, hidden[b], b)
+                watch.add()
+    finally:
+        watch.close()
+    return watch.moments
+
+
+def _parts(groups: list[Group]) -> Iterator[list[Group]]:
+    """Groups whose Hessians fit in memory together."""
+    part: list[Group] = []
+    size = 0
+    for group in groups:
+        k = dense_weight(group[0]).shape[1]
+        need = 4 * len(group) * k * k
+        if part and size + need > _BYTES:
+            yield part
+            part, size = [], 0
+        part.append(group)
+        size += need
+    if part:
+        yield part
+
+
+def _sum(moments: list[Moments]) -> Moments:
+    """Layers that share a weight see different inputs: it is judged by all of them."""
+    seen = [m.hessian for m in moments if m.hessian is not None]
+    total = torch.stack([h.to(seen[0].device) for h in seen]).sum(0) if seen else None
+    return Moments(total, None if len(moments) > 1 else moments[0].cross, sum(m.rows for m in moments))

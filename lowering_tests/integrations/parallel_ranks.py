@@ -1,0 +1,45 @@
+"""Run by test_parallel.py on every rank: load with tp_plan="auto", compare with one process's logits, say what this rank holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+import fp4_inductor
+from fp4_inductor.modules.packed import PackedWeight
+
+IDS = torch.arange(24).reshape(2, 12) % 128
+
+
+def main(out: str, paths: list[str]) -> None:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    options = {"tp_plan": "auto"}
+    if hasattr(transformers, "DistributedConfig"):
+        options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto")}
+    for i, path in enumerate(paths):
+        model = fp4_inductor.load_pretrained(path, **options)
+        with torch.no_grad():
+            logits = model(input_ids=IDS, use_cache=False).logits
+        packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedWeight)}
+        held = {n: [list(m.qdata.shape), int(m.qdata.int().sum()), int(m.scale.view(torch.uint8).int().sum())] for n, m in packed.items()}
+        try:
+            model.save_pretrained(f"{out}.saved")
+            saved = True
+        except ValueError:
+            saved = False
+        torch.save(logits, f"{out}.{i}.{dist.get_rank()}.pt")
+        with open(f"{out}.{i}.{dist.get_rank()}.json", "w") as file:
+            json.dump({"held": held, "saved": saved}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,75 @@
+"""Tensor parallel on two gloo processes: each holds its rows or blocks of columns, and the logits are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp4_inductor
+from fp4_inductor import errors
+from fp4_inductor.integrations.pretrained.parallel import Ranks, part_of
+from fp4_inductor.tensors import NVFP4Tensor
+from lowering_tests.foreign import MIXTRAL, MODELOPT, logits, relative
+
+SCRIPT = Path(__file__).parent / "parallel_ranks.py"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_ranks(tmp_path):
+    # One pair of processes for both models: starting them takes longer than all they do.
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    command += [str(SCRIPT), str(tmp_path / "r"), str(MODELOPT), str(MIXTRAL)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for i, path in enumerate((MODELOPT, MIXTRAL)):
+        model = fp4_inductor.load_pretrained(path)
+        held = []
+        for rank in range(2):
+            got = torch.load(tmp_path / f"r.{i}.{rank}.pt", weights_only=True)
+            assert relative(got.double(), logits(model)) < 2.0**-7
+            said = json.loads((tmp_path / f"r.{i}.{rank}.json").read_text())
+            assert said["saved"] is False  # a part of a model is not a model
+            held.append(said["held"])
+        for name, (shape, *sums) in held[0].items():
+            whole = model.get_submodule(name)
+            total = [int(whole.qdata.int().sum()), int(whole.scale.view(torch.uint8).int().sum())]
+            assert [a + b for a, b in zip(sums, held[1][name][1:], strict=True)] == total, name
+            assert 2 * torch.Size(shape).numel() == whole.qdata.numel(), name
+
+
+@pytest.mark.parametrize("style", ["colwise", "rowwise", "packed_colwise"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", [(64, 96), (3, 64, 96)])
+def test_parts_are_slices_of_the_dense_weight(style, interleaved, shape):
+    w = NVFP4Tensor.from_dense(torch.randn(shape))
+    dense = w.dequantize()
+    parts = [part_of(w, style, Ranks(r, 2, None, {}), "w", interleaved).dequantize() for r in range(2)]
+    if style == "rowwise":
+        assert torch.equal(torch.cat(parts, -1), dense)
+    elif style == "colwise" or interleaved:
+        assert torch.equal(torch.cat(parts, -2), dense)
+    else:
+        n = shape[-2] // 4
+        halves = [torch.cat([p[..., :n, :] for p in parts], -2), torch.cat([p[..., n:, :] for p in parts], -2)]
+        assert torch.equal(torch.cat(halves, -2), dense)
+
+
+@pytest.mark.parametrize(("style", "shape", "match"), [("rowwise", (64, 48), r"a multiple of 32 \(blocks of 16\)"), ("colwise", (33, 32), "a multiple of 2")])
+def test_what_cannot_be_divided(style, shape, match):
+    w = NVFP4Tensor.from_dense(torch.randn(shape))
+    with pytest.raises(errors.ShapeError, match=match):
+        part_of(w, style, Ranks(0, 2, None, {}), "layer")

@@ -1,0 +1,101 @@
+// The names of cuda_runtime.h, cuda_bf16.h and cuda_fp16.h that csrc/ uses.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "emulated.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __align__(n) alignas(n)
+#define __launch_bounds__(...)
+#define threadIdx (emulated::place().thread)
+#define blockIdx (emulated::place().block)
+#define gridDim (emulated::place().blocks)
+#define blockDim (emulated::place().threads)
+
+using std::max;
+using std::min;
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+using cudaStream_t = void*;
+using cudaError_t = int;
+enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = (uint64_t)b << 32 | a;
+  unsigned d = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned s = selector >> (4 * i) & 15;
+    unsigned byte = bytes >> (8 * (s & 7)) & 255;
+    if (s & 8) byte = byte & 128 ? 255 : 0;
+    d |= byte << (8 * i);
+  }
+  return d;
+}
+
+inline void __syncthreads() { emulated::block_barrier(0, (int)blockDim.x); }
+inline void __syncwarp() { emulated::warp_barrier(); }
+
+namespace emulated {
+
+// A double rounded to `bits` significant bits, ties to even, numbers below 2^smallest keeping its spacing.
+inline double rounded(double v, int bits, int smallest) {
+  if (v == 0 || !std::isfinite(v)) return v;
+  int e;
+  std::frexp(v, &e);
+  return std::ldexp(std::nearbyint(std::ldexp(v, bits - std::max(e, smallest))), std::max(e, smallest) - bits);
+}
+
+inline double from_bf16(unsigned short v) {
+  const unsigned u = (unsigned)v << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+inline unsigned short to_bf16(double v) {
+  const double r = rounded(v, 8, -125);
+  const float f = (float)r;  // exact, or infinite
+  unsigned u;
+  memcpy(&u, &f, 4);
+  return std::isnan(v) ? 0x7FFF : (unsigned short)(u >> 16);
+}
+inline double from_f16(unsigned short v) {
+  const int e = v >> 10 & 31, m = v & 1023;
+  const double a = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+  return v & 0x8000 ? -a : a;
+}
+inline unsigned short to_f16(double v) {
+  const unsigned short sign = std::signbit(v) ? 0x8000 : 0;
+  if (std::isnan(v)) return 0x7FFF;
+  const double a = rounded(std::fabs(v), 11, -13);
+  if (a >= 65536) return sign | 0x7C00;
+  if (a < 0x1p-14) return sign | (unsigned short)std::ldexp(a, 24);
+  int e;
+  const double m = std::frexp(a, &e);  // a = m * 2^e, m in [0.5, 1)
+  return sign | (unsigned short)((e + 14) << 10 | ((int)std::ldexp(m, 11) - 1024));
+}
+
+}  // namespace emulated
+
+struct __nv_bfloat16 {
+  unsigned short bits;
+};
+struct __half {
+  unsigned short bits;
+};
+inline float __bfloat162float(__nv_bfloat16 v) { return (float)emulated::from_bf16(v.bits); }
+inline __nv_bfloat16 __float2bfloat16_rn(float v) { return {emulated::to_bf16(v)}; }
+inline float __half2float(__half v) { return (float)emulated::from_f16(v.bits); }
+inline __half __float2half_rn(float v) { return {emulated::to_f16(v)}; }

@@ -1,0 +1,58 @@
+// C++ forms of the wrappers in csrc/common/device.cuh and launch.cuh: same names, same meaning.
+#pragma once
+#include "cuda.h"
+
+namespace fp4 {
+
+inline uint8_t* dynamic_shared() { return emulated::dynamic_shared(); }
+
+using Shared = uint8_t*;
+inline Shared shared_address(void* p) { return (uint8_t*)p; }
+
+template <int BYTES> inline void copy_async(Shared shared, const void* global) { emulated::copy_async(shared, global, BYTES, BYTES); }
+template <int BYTES> inline void copy_async_or_zero(Shared shared, const void* global, bool live) { emulated::copy_async(shared, global, BYTES, live ? BYTES : 0); }
+template <int BYTES> inline void copy_async_up_to(Shared shared, const void* global, int bytes) { emulated::copy_async(shared, global, BYTES, bytes); }
+inline void copy_async_commit() { emulated::commit_copies(); }
+template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN); }
+
+inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
+inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
+
+inline int cluster_size() { return emulated::cluster_size(); }
+inline int cluster_rank() { return emulated::cluster_rank(); }
+inline void cluster_barrier() { emulated::cluster_barrier(); }
+template <typename T> inline const T* of_block(const T* shared, int rank) { return (const T*)emulated::other_block((void*)shared, rank); }
+
+// Bodies in device.cpp; kHalf: float16 instead of bfloat16.
+uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
+void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]);
+void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
+void load_matrices(uint32_t (&to)[4], Shared row);
+
+template <typename T> constexpr bool kHalf = false;
+template <> inline constexpr bool kHalf<__half> = true;
+
+inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return multiply_pairs(false, a, b); }
+inline uint32_t mul_f16x2(uint32_t a, uint32_t b) { return multiply_pairs(true, a, b); }
+inline uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_bf16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
+inline uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
+inline uint32_t sign_or(uint32_t signs, uint32_t magnitude) { return (signs & 0x80008000u) | magnitude; }
+
+template <typename T> inline void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  mma_dense(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, 0, 0});
+}
+template <typename T>
+inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3, uint32_t meta) {
+  mma_sparse(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, b2, b3}, meta);
+}
+
+#ifdef FP4_ARCH  // a source of csrc/, not device.cpp
+template <typename... P, typename... A>
+inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t, A... arguments) {
+  constexpr int most = FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99;  // KB a block
+  if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
+  return emulated::launch(blocks, threads, shared_bytes, cluster, [=] { kernel((P)arguments...); });
+}
+#endif
+
+}  // namespace fp4

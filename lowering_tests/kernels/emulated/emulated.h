@@ -1,0 +1,45 @@
+// A CUDA-shaped world on a CPU, for tests: csrc/*.cu compiled with a C++ compiler against this folder run here as they are.
+//
+// The analogue of Triton's interpreter. Threads of a block (of all blocks of a cluster) are fibers; a warp-wide instruction,
+// a shuffle or a barrier waits until its threads have met. What the headers of csrc/common/device.cuh wrap in PTX on a GPU
+// has its C++ form in device.h. The compiler reports every memory access to runtime.cpp (it is run with -fsanitize=thread
+// against a runtime of our own), which checks what compute-sanitizer would: bounds, alignment, reads of what nobody wrote,
+// reads of an asynchronous copy that has not been waited for, and races between threads that no barrier separates.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace emulated {
+
+struct Place {
+  dim3 thread, block, blocks, threads;
+};
+const Place& place();
+
+// One line saying what went wrong; the launch ends there.
+[[noreturn]] void fail(const char* format, ...);
+
+uint8_t* dynamic_shared();
+void check(const void* address, int bytes, bool write);  // as the compiler does for every access
+void copy_async(void* shared, const void* global, int bytes, int from_global);  // the rest, up to bytes, is zero
+void commit_copies();
+void wait_copies(int groups_still_open);
+void warp_barrier();
+void block_barrier(int id, int threads);
+void cluster_barrier();
+int cluster_rank();
+int cluster_size();
+void* other_block(void* shared, int rank);
+
+// Every lane of the warp calls it with its own operands; run sees those of all 32 lanes, once.
+void together(const char* what, void* operands, void (*run)(void** lanes));
+
+int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::function<void()>& kernel);
+
+}  // namespace emulated

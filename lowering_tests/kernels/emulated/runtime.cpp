@@ -1,0 +1,405 @@
+// Fibers, barriers, asynchronous copies and the memory checks of emulated.h. One launch at a time, on one thread.
+#include "emulated.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <vector>
+
+namespace emulated {
+namespace {
+
+constexpr int kLanes = 32, kMaxWarps = 16, kMaxBlocks = 16, kNamed = 16, kNobody = -1;
+constexpr size_t kStack = 128 << 10, kDevice = size_t(256) << 20, kMaxShared = 227 << 10;
+using Time = uint32_t;  // counts completed barriers
+
+// Per 4 bytes of shared memory: who wrote last, and per warp when it was read last.
+struct Word {
+  int16_t writer = kNobody;  // thread of the cluster
+  bool in_flight = false;
+  Time written = 0;
+  Time read[kMaxWarps] = {};       // 0: never, else time + 1; of the block's own warps
+  uint8_t lane[kMaxWarps] = {};    // the reading lane, or kLanes: several
+  Time read_remotely = 0;
+};
+
+struct Barrier {
+  int arrived = 0;
+  unsigned generation = 0;
+  Time completed = 0;
+  uint32_t warps = 0, arriving = 0;
+  const char* what = nullptr;
+};
+
+struct Block {
+  int rank;
+  dim3 index;
+  uint8_t* shared;
+  std::vector<Word> words;
+  Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps];  // meet: registers of a warp, not memory
+  void* operands[kMaxWarps][kLanes];
+};
+
+struct Copy {
+  uint8_t* to;
+  const uint8_t* from;
+  int bytes, from_global;
+};
+
+struct Fiber {
+  ucontext_t context;
+  Place place;
+  Block* block;
+  int id, warp, lane;  // id counts over the cluster
+  bool done;
+  const Barrier* waits;
+  unsigned generation;
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+
+struct Launch {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  Barrier cluster;
+  Time now = 1;
+  int shared_bytes, threads, live;
+};
+
+Launch* the = nullptr;
+Fiber* current = nullptr;
+ucontext_t scheduler;
+const std::function<void()>* body;
+char message[512];
+bool failed;
+unsigned seed = 0;
+
+// Device memory: allocations lie apart, and valid[] says which bytes belong to one.
+uint8_t* device = nullptr;
+std::vector<bool> valid;
+size_t allocated = 0;
+
+uint8_t* reserve(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? nullptr : (uint8_t*)p;
+}
+
+uint8_t* stacks() {
+  static uint8_t* all = reserve(kStack * kLanes * kMaxWarps * kMaxBlocks);
+  return all;
+}
+
+uint8_t* shared_of(int rank) {  // apart, so that an overrun meets nothing
+  static uint8_t* all = reserve((size_t(256) << 10) * kMaxBlocks);
+  return all + (size_t(256) << 10) * rank;
+}
+
+void block_on(Barrier& barrier) {
+  current->waits = &barrier;
+  current->generation = barrier.generation;
+  swapcontext(&current->context, &scheduler);
+}
+
+void arrive(Barrier& barrier, int expected, const char* what) {
+  if (barrier.arrived && barrier.what != what) fail("%s meets %s", what, barrier.what);
+  barrier.what = what;
+  barrier.arriving |= 1u << current->warp;
+  if (++barrier.arrived < expected) return block_on(barrier);
+  barrier.arrived = 0;
+  barrier.warps = barrier.arriving;
+  barrier.arriving = 0;
+  barrier.completed = ++the->now;
+  ++barrier.generation;
+}
+
+// Has a barrier that both took part in completed after `time`?
+bool separated(const Block& block, int warp_a, int warp_b, Time time) {
+  if (the->cluster.completed > time) return true;
+  if (warp_a == warp_b && block.warp[warp_a].completed > time) return true;
+  for (const Barrier& b : block.named)
+    if (b.completed > time && (b.warps >> warp_a & 1) && (b.warps >> warp_b & 1)) return true;
+  return false;
+}
+
+void name_of(const Fiber& f, char* out, size_t size) { snprintf(out, size, "block %u,%u,%u thread %u", f.place.block.x, f.place.block.y, f.place.block.z, f.place.thread.x); }
+
+void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
+  const bool own = &block == current->block;
+  if (word.writer == kNobody && !write) fail("read of shared memory that nobody wrote, byte %zu", at);
+  if (word.in_flight && !in_flight) fail("%s of shared byte %zu before its asynchronous copy was waited for", write ? "write" : "read", at);
+  if (word.writer != kNobody && word.writer != current->id) {
+    const Fiber& writer = *the->fibers[word.writer];
+    const bool same_block = writer.block == current->block;
+    if (same_block ? !separated(*current->block, writer.warp, current->warp, word.written) : the->cluster.completed <= word.written)
+      fail("race: %s of shared byte %zu, written by thread %u of block rank %d with no barrier in between", write ? "write" : "read", at, writer.place.thread.x,
+           writer.block->rank);
+  }
+  if (!write) {
+    if (!own) {
+      word.read_remotely = the->now + 1;
+      return;
+    }
+    const int w = current->warp;
+    const bool fresh = !word.read[w] || separated(block, w, w, word.read[w] - 1);
+    word.lane[w] = fresh || word.lane[w] == current->lane ? current->lane : kLanes;
+    word.read[w] = the->now + 1;
+    return;
+  }
+  if (word.read_remotely && (own || word.writer != current->id) && the->cluster.completed <= word.read_remotely - 1)
+    fail("race: write of shared byte %zu, which another block may still be reading", at);
+  const int warps = (the->threads + kLanes - 1) / kLanes;
+  for (int w = 0; w < warps; ++w) {
+    if (!word.read[w]) continue;
+    const Time time = word.read[w] - 1;
+    const bool only_mine = own && w == current->warp && word.lane[w] == current->lane;
+    const bool apart = own ? separated(block, w, current->warp, time) : the->cluster.completed > time;
+    if (!only_mine && !apart) fail("race: write of shared byte %zu, read by warp %d with no barrier in between", at, w);
+    word.read[w] = 0;
+  }
+  word.read_remotely = 0;
+  word.writer = current->id;
+  word.written = the->now;
+  word.in_flight = in_flight;
+}
+
+void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
+  for (auto& block : the->blocks) {
+    if (p + bytes <= block->shared || p >= block->shared + kMaxShared) continue;
+    const size_t at = p - block->shared;
+    if (p < block->shared || at + bytes > (size_t)the->shared_bytes) fail("%s of shared byte %zu, the block has %d", write ? "write" : "read", at, the->shared_bytes);
+    for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i) touch(*block, block->words[i], 4 * i, write, in_flight);
+    return;
+  }
+  if (p < device || p >= device + kDevice) return;  // the fiber's own stack, constants
+  for (int i = 0; i < bytes; ++i)
+    if (!valid[p - device + i]) fail("%s of %d bytes of global memory, byte %d is outside every allocation", write ? "write" : "read", bytes, i);
+}
+
+void entry() {
+  (*body)();
+  if (!current->open.empty() || !current->groups.empty()) fail("a thread ended with asynchronous copies in flight");
+  current->done = true;
+  --the->live;
+  swapcontext(&current->context, &scheduler);
+}
+
+void run(Launch& launch) {
+  std::vector<Fiber*> order;
+  for (auto& f : launch.fibers) order.push_back(f.get());
+  std::mt19937 random(seed);
+  launch.live = order.size();
+  while (launch.live && !failed) {
+    if (seed) std::shuffle(order.begin(), order.end(), random);
+    bool moved = false;
+    for (Fiber* f : order) {
+      if (f->done || (f->waits && f->waits->generation == f->generation)) continue;
+      f->waits = nullptr;
+      current = f;
+      moved = true;
+      swapcontext(&scheduler, &f->context);
+      if (failed) return;
+    }
+    if (moved) continue;
+    for (Fiber* f : order)
+      if (!f->done) {
+        failed = true;
+        snprintf(message, sizeof message, "deadlock: thread %u waits in a %s that others do not reach", f->place.thread.x, f->waits->what);
+        return;
+      }
+  }
+}
+
+}  // namespace
+
+const Place& place() { return current->place; }
+
+void fail(const char* format, ...) {
+  char who[96], text[384];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  name_of(*current, who, sizeof who);
+  snprintf(message, sizeof message, "%s: %s", who, text);
+  failed = true;
+  setcontext(&scheduler);
+  __builtin_unreachable();
+}
+
+uint8_t* dynamic_shared() { return current->block->shared; }
+
+void check(const void* address, int bytes, bool write) {
+  if (current) access((const uint8_t*)address, bytes, write, false);
+}
+
+void copy_async(void* shared, const void* global, int bytes, int from_global) {
+  if ((uintptr_t)shared % bytes || (uintptr_t)global % bytes) fail("asynchronous copy of %d bytes between misaligned addresses", bytes);
+  if (from_global) access((const uint8_t*)global, from_global, false, false);
+  access((uint8_t*)shared, bytes, true, true);  // it may land at any time from now on
+  memset(shared, 0xFF, bytes);
+  current->open.push_back({(uint8_t*)shared, (const uint8_t*)global, bytes, from_global});
+}
+
+void commit_copies() {
+  current->groups.push_back(std::move(current->open));
+  current->open.clear();
+}
+
+void wait_copies(int still_open) {
+  while ((int)current->groups.size() > still_open) {
+    for (const Copy& c : current->groups.front()) {
+      access(c.to, c.bytes, true, true);
+      for (auto& block : the->blocks)
+        if (c.to >= block->shared && c.to < block->shared + kMaxShared)
+          for (size_t i = (c.to - block->shared) / 4; i < (c.to - block->shared + c.bytes) / 4u; ++i) block->words[i].in_flight = false;
+      memset(c.to, 0, c.bytes);
+      memcpy(c.to, c.from, c.from_global);
+    }
+    current->groups.pop_front();
+  }
+}
+
+void warp_barrier() { arrive(current->block->warp[current->warp], kLanes, "warp barrier"); }
+
+void block_barrier(int id, int threads) {
+  if (id < 0 || id >= kNamed || threads % kLanes) fail("barrier %d of %d threads", id, threads);
+  arrive(current->block->named[id], threads, "block barrier");
+}
+
+void cluster_barrier() { arrive(the->cluster, the->fibers.size(), "cluster barrier"); }
+int cluster_rank() { return current->block->rank; }
+int cluster_size() { return the->blocks.size(); }
+
+void* other_block(void* shared, int rank) {
+  if (rank < 0 || rank >= cluster_size()) fail("block rank %d in a cluster of %d", rank, cluster_size());
+  return the->blocks[rank]->shared + ((uint8_t*)shared - current->block->shared);
+}
+
+void together(const char* what, void* operands, void (*run)(void**)) {
+  Block& block = *current->block;
+  Barrier& barrier = block.meet[current->warp];
+  block.operands[current->warp][current->lane] = operands;
+  if (barrier.arrived && barrier.what != what) fail("%s meets %s", what, barrier.what);
+  barrier.what = what;
+  if (++barrier.arrived < kLanes) return block_on(barrier);
+  barrier.arrived = 0;
+  ++barrier.generation;
+  run(block.operands[current->warp]);
+}
+
+int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::function<void()>& kernel) {
+  constexpr int kInvalid = 9, kFailed = 719;  // cudaErrorInvalidConfiguration, cudaErrorLaunchFailure
+  failed = false;
+  message[0] = 0;
+  if (threads < 1 || threads > kLanes * kMaxWarps || threads % kLanes || shared_bytes > (int)kMaxShared || cluster < 1 || cluster > kMaxBlocks || blocks.z % cluster || !blocks.x || !blocks.y)
+    return kInvalid;
+  body = &kernel;
+  for (unsigned z = 0; z < blocks.z; z += cluster)
+    for (unsigned y = 0; y < blocks.y; ++y)
+      for (unsigned x = 0; x < blocks.x; ++x) {
+        Launch launch;
+        the = &launch;
+        launch.shared_bytes = shared_bytes;
+        launch.threads = threads;
+        for (int rank = 0; rank < cluster; ++rank) {
+          auto block = std::make_unique<Block>();
+          block->rank = rank;
+          block->index = dim3(x, y, z + rank);
+          block->shared = shared_of(rank);
+          block->words.resize(shared_bytes / 4);
+          memset(block->shared, 0xFF, shared_bytes);
+          for (int t = 0; t < threads; ++t) {
+            auto f = std::make_unique<Fiber>();
+            f->place = {dim3(t, 0, 0), block->index, blocks, dim3(threads)};
+            f->block = block.get();
+            f->id = launch.fibers.size();
+            f->warp = t / kLanes;
+            f->lane = t % kLanes;
+            f->done = false;
+            f->waits = nullptr;
+            getcontext(&f->context);
+            f->context.uc_stack.ss_sp = stacks() + kStack * f->id;
+            f->context.uc_stack.ss_size = kStack;
+            f->context.uc_link = nullptr;
+            makecontext(&f->context, entry, 0);
+            launch.fibers.push_back(std::move(f));
+          }
+          launch.blocks.push_back(std::move(block));
+        }
+        run(launch);
+        current = nullptr;
+        the = nullptr;
+        if (failed) return kFailed;
+      }
+  return 0;
+}
+
+}  // namespace emulated
+
+// --- what the test calls ------------------------------------------------------------------------------------------
+
+extern "C" {
+// A zero-filled allocation with red zones around it; null when the device is full. offset: distance from 256-byte alignment.
+void* emulator_allocate(size_t bytes, size_t offset) {
+  using namespace emulated;
+  if (!device) {
+    device = reserve(kDevice);
+    valid.assign(kDevice, false);
+  }
+  const size_t start = (allocated + 256 + 255) / 256 * 256 + offset;
+  if (start + bytes + 256 > kDevice) return nullptr;
+  std::fill(valid.begin() + start, valid.begin() + start + bytes, true);
+  allocated = start + bytes;
+  return device + start;
+}
+
+void emulator_free_all() {
+  using namespace emulated;
+  if (!device) return;
+  std::fill(valid.begin(), valid.begin() + allocated, false);
+  allocated = 0;
+}
+
+// What went wrong in the last launch, or an empty string.
+const char* emulator_message() { return emulated::message; }
+
+// 0: threads run in order; else they are shuffled.
+void emulator_seed(unsigned seed) { emulated::seed = seed; }
+
+// --- what the compiler calls: -fsanitize=thread for accesses, -fsanitize=alignment,shift,... for undefined behaviour ----
+
+#define ACCESS(n)                                                            \
+  void __tsan_read##n(void* p) { emulated::check(p, n, false); }             \
+  void __tsan_write##n(void* p) { emulated::check(p, n, true); }             \
+  void __tsan_unaligned_read##n(void* p) { emulated::check(p, n, false); }   \
+  void __tsan_unaligned_write##n(void* p) { emulated::check(p, n, true); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+#undef ACCESS
+void __tsan_read_range(void* p, size_t n) { emulated::check(p, n, false); }
+void __tsan_write_range(void* p, size_t n) { emulated::check(p, n, true); }
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+
+static void undefined(const char* what) {
+  if (emulated::current) emulated::fail("undefined behaviour: %s", what);
+}
+void __ubsan_handle_type_mismatch_v1(void*, void*) { undefined("misaligned or null access"); }
+void __ubsan_handle_shift_out_of_bounds(void*, void*, void*) { undefined("shift by too much"); }
+void __ubsan_handle_add_overflow(void*, void*, void*) { undefined("signed addition overflows"); }
+void __ubsan_handle_sub_overflow(void*, void*, void*) { undefined("signed subtraction overflows"); }
+void __ubsan_handle_mul_overflow(void*, void*, void*) { undefined("signed multiplication overflows"); }
+void __ubsan_handle_negate_overflow(void*, void*) { undefined("signed negation overflows"); }
+void __ubsan_handle_pointer_overflow(void*, void*, void*) { undefined("pointer arithmetic overflows"); }
+void __ubsan_handle_divrem_overflow(void*, void*, void*) { undefined("division by zero"); }
+void __ubsan_handle_out_of_bounds(void*, void*) { undefined("index outside a local array"); }
+}

@@ -1,0 +1,109 @@
+"""CUDA kernels of csrc/ on a CPU: the sources compiled by the C++ compiler against ``emulated/``, called through ctypes.
+
+Every launch is checked as compute-sanitizer would check it (bounds, alignment, initialisation, races, asynchronous copies
+that nobody waited for, barriers that not all threads reach); :class:`EmulatorError` carries what was found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp4_inductor._sources import csrc_dir
+
+FOLDER = Path(__file__).parent / "emulated"
+# Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
+INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
+
+
+class EmulatorError(Exception):
+    """What the emulator found wrong in a launch."""
+
+
+def compiler() -> str | None:
+    """GCC: the accesses reported and the fibers are its own and glibc's."""
+    return shutil.which("g++")
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="fp4_emulated_")
+
+
+def _compile(source: Path, flags: Iterable[str] = ()) -> Path:
+    target = Path(_folder().name) / f"{source.stem}_{abs(hash((source, tuple(flags)))):x}.o"
+    command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DFP4_EMULATED", f"-I{FOLDER}", *flags, "-c", str(source), "-o", str(target)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(run.stderr[-4000:])
+    return target
+
+
+@functools.cache
+def _runtime() -> tuple[Path, ...]:
+    return tuple(_compile(FOLDER / name, ("-O2",)) for name in ("runtime.cpp", "device.cpp"))
+
+
+class Emulated:
+    """One source of csrc/ as a library whose kernels run here.
+
+    Args:
+        source: path below csrc/, or an absolute one.
+        arch: what the source is told it is compiled for.
+    """
+
+    def __init__(self, source: str | Path, arch: int = 90):
+        compiled = _compile(csrc_dir() / source, (*INSTRUMENTED, f"-DFP4_ARCH={arch}"))
+        library = compiled.with_suffix(".so")
+        subprocess.run(["g++", "-shared", "-o", str(library), str(compiled), *map(str, _runtime())], check=True)
+        self.path = library
+        self.library = ctypes.CDLL(str(library))
+        self.library.emulator_allocate.restype = ctypes.c_void_p
+        self.library.emulator_allocate.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+        self.library.emulator_message.restype = ctypes.c_char_p
+
+    def put(self, t: Tensor | None, offset: int = 0) -> ctypes.c_void_p:
+        """A copy of ``t`` in device memory, ``offset`` bytes past an aligned place."""
+        if t is None:
+            return ctypes.c_void_p(None)
+        t = t.detach().contiguous()
+        size = t.numel() * t.element_size()
+        place = self.library.emulator_allocate(size, offset)
+        if place is None:
+            raise MemoryError("the emulated device is full")
+        ctypes.memmove(place, t.data_ptr(), size)
+        return ctypes.c_void_p(place)
+
+    def call(self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0) -> Tensor:
+        """``name(tensors..., out, rest..., stream)``; returns what was written to a copy of ``out``.
+
+        Raises:
+            EmulatorError: a check of the emulator, or the status the function returned.
+        """
+        self.library.emulator_seed(seed)
+        try:
+            pointers = [self.put(t) for t in tensors]
+            place = self.put(out)
+            status = getattr(self.library, name)(*pointers, place, *rest, ctypes.c_void_p(None))
+            message = self.library.emulator_message().decode()
+            if status or message:
+                raise EmulatorError(message or f"status {status}")
+            written = torch.empty_like(out)
+            ctypes.memmove(written.data_ptr(), place.value, out.numel() * out.element_size())
+            return written
+        finally:
+            self.library.emulator_free_all()
+
+
+@functools.cache
+def emulated(source: str, arch: int = 90) -> Emulated:
+    """:class:`Emulated`, compiled once in a process."""
+    return Emulated(source, arch)

@@ -1,0 +1,123 @@
+"""torch.ops.fp4_csrc: the binding compiled against this torch, with emulated kernels behind it. No GPU, no nvcc."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor.errors import DeviceError
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels import build
+from fp4_inductor.ops import linear
+from lowering_tests.fake_cuda import call_body, generated_code
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import emulated
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
+ARCH = 90
+SMALL, MID = "gemm/linear_small.cu", "gemm/linear_mid.cu"
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
+def resolve(name: bytes, arch: int):
+    sources = {b"linear_small": SMALL, b"linear_mid": MID}
+    return ctypes.cast(getattr(emulated(sources[name]).library, f"fp4_{name.decode()}"), ctypes.c_void_p).value if arch == ARCH else None
+
+
+@pytest.fixture(scope="module")
+def ops():
+    """The operators on CPU tensors, set up as ``csrc.binding`` sets them up for CUDA ones."""
+    with pytest.raises(DeviceError, match="cuda"):
+        torch.ops.fp4_csrc.linear_small(torch.zeros(1, 64), torch.zeros(8, 32), torch.zeros(8, 4), torch.zeros(()), None, ARCH)
+    path = str(build.binding_library(("-DFP4_EMULATED",)))
+    torch.ops.load_library(path)
+    ctypes.CDLL(path).fp4_csrc_resolver(resolve)
+    return torch.ops.fp4_csrc
+
+
+def weight(n, k):
+    q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    s = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    return q, s, torch.tensor(0.37)
+
+
+def exact(x, q, s, g, bias=None):
+    y = x.double() @ nvfp4.dequantize(q, s, g, torch.float32).double().T
+    return y if bias is None else y + bias.double()
+
+
+def error(y, r) -> float:
+    return ((y.double() - r).norm() / r.norm()).item()
+
+
+@pytest.mark.parametrize("name", ["linear_small", "linear_mid"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers(ops, name, dtype):
+    op = getattr(ops, name)
+    for m, n, k, with_bias in ((3, 40, 128, False), (17, 33, 192, True), (5, 21, 80, True)):
+        x, w, bias = torch.randn(m, k).to(dtype), weight(n, k), torch.randn(n).to(dtype) if with_bias else None
+        y = op(x, *w, bias, ARCH)
+        assert y.shape == (m, n) and y.dtype == dtype
+        assert error(y, exact(x, *w, bias)) <= 2 * linear.CONTRACT.tolerance[dtype]
+    tile = (4, 8, 2) if name == "linear_small" else (2, 64, 2, 4, 2)
+    x, w = torch.randn(2, 128).to(dtype), weight(64, 128)
+    assert error(op(x, *w, None, ARCH, *tile), exact(x, *w)) <= 2 * linear.CONTRACT.tolerance[dtype]
+
+
+def test_strided_and_misaligned_tensors_are_copied(ops):
+    q, s, g = weight(24, 128)
+    x = torch.randn(4, 128).to(torch.bfloat16)
+    want = ops.linear_small(x, q, s, g, None, ARCH)
+    wide = torch.zeros(4, 300, dtype=torch.bfloat16)
+    wide[:, 3:131] = x
+    flat = torch.zeros(x.numel() + 1, dtype=torch.bfloat16)
+    flat[1:] = x.flatten()
+    assert flat[1:].data_ptr() % 16
+    tall = torch.zeros(48, 64, dtype=torch.uint8)
+    tall[::2] = q
+    for args in ((wide[:, 3:131], q, s), (flat[1:].view(4, 128), q, s), (x.t().contiguous().t(), q, s), (x, tall[::2], s)):
+        assert torch.equal(ops.linear_small(*args, g, None, ARCH), want)
+
+
+def test_empty(ops):
+    q, s, g = weight(8, 64)
+    assert ops.linear_small(torch.empty(0, 64, dtype=torch.bfloat16), q, s, g, None, ARCH).shape == (0, 8)
+    assert ops.linear_mid(torch.empty(3, 64, dtype=torch.bfloat16), q[:0], s[:0], g, None, ARCH).shape == (3, 0)
+
+
+def test_what_it_refuses(ops):
+    q, s, g = weight(8, 64)
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    bias = torch.zeros(8, dtype=torch.bfloat16)
+    for words, args in {
+        r"activations are \[M, K\]": (x[0], q, s, g, None, ARCH),
+        "bfloat16 or float16": (x.float(), q, s, g, None, ARCH),
+        "does not fit N and K": (x[:, :32], q, s, g, None, ARCH),
+        "a part of the weight does not fit": (x, q, s[:4], g, None, ARCH),
+        "the bias is": (x, q, s, g, bias.float(), ARCH),
+        "no kernel for sm_75": (x, q, s, g, None, 75),
+        "cudaError 9": (x, q, s, g, None, ARCH, 3, 3, 3),
+        "cudaError 1 for M=33": (torch.zeros(33, 64, dtype=torch.bfloat16), q, s, g, None, ARCH),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            ops.linear_small(*args)
+
+
+def test_opcheck(ops):
+    for op in (ops.linear_small, ops.linear_mid):
+        x, w = torch.randn(3, 64).to(torch.bfloat16), weight(8, 64)
+        # test_schema compares inputs by allclose, which has no float8 kernel
+        torch.library.opcheck(op, (x, *w, None, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_a_compiled_graph_calls_the_operator_directly():
+    """Without Python between the graph and the kernel; the bias is the kernel's."""
+    for m, candidates, name in ((8, (), "linear_small"), (48, ("cuda_mid",), "linear_mid")):
+        with dispatch(candidates=candidates):
+            build_layer = lambda: FP4Linear(128, 64, bias=True, dtype=torch.bfloat16, device="cuda")  # noqa: E731
+            body = call_body(generated_code(build_layer, [((2, m // 2, 128), torch.bfloat16)], csrc="")[0])
+        assert f"torch.ops.fp4_csrc.{name}.default(" in body, body
+        assert "ops.fp4.linear" not in body

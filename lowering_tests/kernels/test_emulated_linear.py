@@ -1,0 +1,179 @@
+"""The CUDA kernels of csrc/gemm on a CPU (emulator.py): every tile against float64 over tails, and the emulator's own checks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from fp4_inductor._sources import csrc_dir
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.ops import linear
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
+SMALL, MID = "gemm/linear_small.cu", "gemm/linear_mid.cu"
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every code and the whole range of scales occur, subnormal ones too."""
+    q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    s = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    return q, s, torch.tensor(0.37)
+
+
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+    (m, k), n = x.shape, w[0].shape[0]
+    name = "fp4_linear_small" if len(tile) == 3 else "fp4_linear_mid"
+    out = torch.full((m, n), float("nan"), dtype=x.dtype)
+    return kernel.call(name, (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+
+
+def error(y, x, w, bias) -> float:
+    r = x.double() @ nvfp4.dequantize(*w, torch.float32).double().T
+    r = r if bias is None else r + bias.double()
+    distance = ((y.double() - r).norm() / r.norm()).item()
+    return distance if distance == distance else float("inf")
+
+
+def tiles(source: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
+
+
+def check(source, m, n, k, tile, dtype) -> None:
+    x, w = torch.randn(m, k).to(dtype), weight(n, k)
+    bias = torch.randn(n).to(dtype) if n % 2 else None
+    y = run(emulated(source), x, w, bias, tile)
+    few = 2 if m * n < 32 else 1
+    assert error(y, x, w, bias) <= linear.CONTRACT.tolerance[dtype] * few, (m, n, k, tile, dtype)
+
+
+# K: less than a step, a step and a half, more than all warps take at once, odd multiples of 64, and of 16 only
+@pytest.mark.parametrize("tile", tiles(SMALL), ids=str)
+def test_small(tile):
+    most = 8 if tile == (4, 8, 3) else 32 if tile in ((2, 8, 4), (4, 4, 3)) else 16
+    least = 17 if most == 32 else 1
+    for i, (n, k) in enumerate(((1, 64), (33, 192), (70, 4160), (64, 2048))):
+        for m in (least, least + 4, most):
+            check(SMALL, m, n, k, tile, (BF16, FP16)[(i + m) % 2])
+
+
+def test_small_with_32_tokens_of_the_common_tiles():
+    for tile in ((2, 16, 2), (4, 8, 2)):
+        for m, n, k in ((17, 65, 320), (32, 64, 1088)):
+            check(SMALL, m, n, k, tile, BF16)
+
+
+@pytest.mark.parametrize("k", [16, 48, 80, 1040, 2064])
+def test_small_with_any_k(k):
+    for m, n in ((1, 5), (9, 33), (20, 70)):
+        for dtype in (BF16, FP16):
+            check(SMALL, m, n, k, (2, 16, 2), dtype)
+
+
+@pytest.mark.parametrize("tile", tiles(MID), ids=str)
+def test_mid(tile):
+    for i, (m, n, k, splits) in enumerate(((17, 33, 64, 1), (33, 130, 1088, 2), (70, 128, 576, 4), (64, 129, 2112, 8))):
+        check(MID, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
+
+
+@pytest.mark.parametrize("k", [16, 80, 1040])
+def test_mid_with_any_k(k):
+    check(MID, 40, 131, k, (1, 64, 2, 4, 2), BF16)
+    check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
+
+
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2))], ids=["small", "mid"])
+def test_every_code_with_every_scale(source, tile):
+    q = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
+    s = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous().view(nvfp4.SCALE_DTYPE)
+    w = (q, s, torch.tensor(2.0**-9))
+    for dtype in (BF16, FP16):
+        x = torch.randn(16, 512).to(dtype)
+        y = run(emulated(source), x, w, None, tile)
+        assert not y[:, 0].any(), "scale byte 0"
+        dense = nvfp4.dequantize(*w, torch.float32).double()
+        magnitude = x.double().abs() @ dense.abs().T  # a single result may cancel
+        assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+
+
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 4))], ids=str)
+def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
+    x, w = torch.randn(24, 1088).to(BF16), weight(70, 1088)
+    y = run(emulated(source), x, w, None, tile)
+    assert torch.equal(run(emulated(source), x, w, None, tile, seed=7), y)
+    for bad in (float("nan"), float("inf")):
+        x[3, -1] = bad
+        z = run(emulated(source), x, w, None, tile)
+        keep = [i for i in range(24) if i != 3]
+        assert torch.equal(z[keep], y[keep])
+        assert not z[3].isfinite().any()
+
+
+def test_arguments_that_no_kernel_takes():
+    for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1))):
+        for m, n, k, t in ((0, 8, 64, tile), (1, 0, 64, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, 64, (9, *tile[1:]))):
+            with pytest.raises(EmulatorError, match="status"):
+                emulated(source).call(name, (None,) * 5, torch.empty(1), m, n, k, 0, *t)
+    with pytest.raises(EmulatorError, match="status"):
+        emulated(MID).call("fp4_linear_mid", (None,) * 5, torch.empty(1), 1, 8, 64, 0, 1, 64, 2, 4, 3)
+
+
+# --- the test of the test ------------------------------------------------------------------------------------------
+# One line of a kernel is broken; the emulator must say so, each in its own words.
+BROKEN = {
+    "the wait is missing": (SMALL, "    copy_async_wait<STAGES - 1>();\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "one group too few is waited for": (
+        SMALL,
+        "copy_async_wait<STAGES - 1>",
+        "copy_async_wait<STAGES>",
+        "before its asynchronous copy was waited for|nobody wrote",
+    ),
+    "no barrier behind the wait": (
+        SMALL,
+        "    __syncwarp();  // scales were copied by other lanes\n",
+        "",
+        "race: read|nobody wrote|before its asynchronous copy",
+    ),
+    "a slot is refilled too early": (SMALL, "    __syncwarp();  // every lane has read this slot before it is filled again\n", "", "race: write"),
+    "no barrier before the sums": (SMALL, "  __syncthreads();\n  auto over_warps", "  auto over_warps", "race|nobody wrote"),
+    "rows past N are read": (SMALL, "min(n0 + i, N - 1)", "min(n0 + i, N)", "outside every allocation"),
+    "k past K is read": (SMALL, "min(k, K - 32) / 2", "k / 2", "outside every allocation"),
+    "the scales' tail is read": (SMALL, "at < total ? (int)min(total - at, (size_t)4) : 0", "4", "outside every allocation"),
+    "columns past N are stored": (SMALL, "if (m < M && n < N) y", "if (m < M) y", "outside every allocation"),
+    "sums lie elsewhere": (SMALL, "* (kRows + 1) + 16 * r", "* kRows + 16 * r", None),
+    "one warp misses a barrier": (
+        MID,
+        "  barrier(group + 1, S::kGroupThreads);\n  int slot",
+        "  if (warp) barrier(group + 1, S::kGroupThreads);\n  int slot",
+        "deadlock|race|nobody wrote",
+    ),
+    "the next tile is not waited for": (MID, "    barrier(group + 1, S::kGroupThreads);  // the next", "    // the next", "race"),
+    "a block leaves the cluster early": (MID, "  if (splits > 1) cluster_barrier();\n  const float", "  const float", "race|nobody wrote"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case, tmp_path):
+    source, old, new, words = BROKEN[case]
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    places = [p for p in (tmp_path / "csrc" / source, *(tmp_path / "csrc").rglob("*.cuh")) if old in p.read_text()]
+    assert len(places) == 1, "the line to break is gone"
+    places[0].write_text(places[0].read_text().replace(old, new))
+    text = (tmp_path / "csrc" / source).read_text()
+    # one tile and one dtype compile faster
+    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
+    (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
+    kernel = Emulated(tmp_path / "csrc" / source)
+    tile = (2, 16, 2) if source == SMALL else (1, 64, 2, 4, 2)
+    k = 2064 if "scales' tail" in case else 4160
+    x, w = torch.randn(8, k).to(BF16), weight(33, k)
+    if words is None:
+        assert error(run(kernel, x, w, None, tile), x, w, None) > 0.1
+    else:
+        with pytest.raises(EmulatorError, match=words):
+            run(kernel, x, w, None, tile)

@@ -1,0 +1,153 @@
+"""csrc/sparse/sparse_linear_small.cu on a CPU (emulator.py): every tile against float64 on random and adversarial 2:4 patterns."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from fp4_inductor._sources import csrc_dir
+from fp4_inductor.formats import e2m1, nvfp4
+from fp4_inductor.kernels.sparse_linear import cuda_small
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
+SOURCE = "sparse/sparse_linear_small.cu"
+BF16, FP16 = torch.bfloat16, torch.float16
+LEGAL = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8)  # pos0 | pos1 << 2 with pos0 < pos1
+BOUND = {BF16: 4e-3, FP16: 1e-3}
+
+
+def weight(n: int, k: int, nibbles: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Every code, every scale, and every pattern unless ``nibbles [N, K/4]`` are given."""
+    values = torch.randint(0, 256, (n, k // 4), dtype=torch.uint8)
+    nibbles = LEGAL[torch.randint(0, 6, (n, k // 4))] if nibbles is None else nibbles
+    scale = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    return values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(0.37)
+
+
+def dense(values, meta, scale, g) -> torch.Tensor:
+    """float64 ``[N, K]``, by the definition of the canonical layout."""
+    n, groups = values.shape
+    nibbles = torch.stack((meta & 15, meta >> 4), -1).reshape(n, groups).long()
+    w = torch.zeros(n, groups, 4, dtype=torch.float64)
+    table = e2m1.decode(torch.arange(16, dtype=torch.uint8)).double()
+    for place, code in ((nibbles & 3, values & 15), (nibbles >> 2, values >> 4)):
+        w.scatter_(2, place[..., None], table[code.long()][..., None])
+    return w.reshape(n, -1) * scale.double().repeat_interleave(16, 1) * g.double()
+
+
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+    (m, k), n = x.shape, w[0].shape[0]
+    out = torch.full((m, n), float("nan"), dtype=x.dtype)
+    return kernel.call("fp4_sparse_linear_small", (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+
+
+def check(m, n, k, tile, dtype, w=None) -> None:
+    x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
+    bias = torch.randn(n).to(dtype) if n % 2 else None
+    y = run(emulated(SOURCE), x, w, bias, tile).double()
+    r = x.double() @ dense(*w).T + (bias.double() if bias is not None else 0)
+    assert ((y - r).norm() / r.norm()).item() <= BOUND[dtype] * (2 if m * n < 32 else 1), (m, n, k, tile, dtype)
+
+
+TILES = [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", (csrc_dir() / SOURCE).read_text())]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile(tile):
+    most = 8 * tile[0]
+    for i, (n, k, splits) in enumerate(((1, 64, 1), (33, 192, 2), (70, 4160, 1), (64, 2112, 4))):
+        for m in (max(1, most - 7), most - 2, most):
+            check(m, n, k, (*tile[1:], splits), (BF16, FP16)[(i + m) % 2])
+
+
+def test_its_own_choice_of_tile():
+    for m, n, k in ((1, 8200, 64), (16, 8192, 64), (1, 40, 2048), (9, 40, 8192), (17, 40, 192), (32, 31, 64)):
+        check(m, n, k, (0, 0, 0, 0), BF16)
+
+
+@pytest.mark.parametrize("nibble", LEGAL.tolist())
+def test_one_pattern_everywhere(nibble):
+    check(3, 17, 256, (2, 8, 2, 1), FP16, weight(17, 256, torch.full((17, 64), nibble, dtype=torch.uint8)))
+
+
+def test_a_single_kept_value_at_every_place():
+    """Row i of the weight keeps one value, at k = i: the product picks column i of x, exactly."""
+    k = 256
+    row = torch.arange(k)
+    nibbles = torch.full((k, k // 4), 14, dtype=torch.uint8)
+    values = torch.zeros(k, k // 4, dtype=torch.uint8)
+    for first in range(4):
+        chosen = row % 4 == first
+        nibbles[row[chosen], row[chosen] // 4] = 4 if first == 0 else first << 2  # kept: (0, 1), or (0, first)
+        values[row[chosen], row[chosen] // 4] = 2 if first == 0 else 2 << 4  # 1.0
+    scale = torch.full((k, k // 16), 0x38, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    x = torch.randn(8, k).to(BF16)
+    w = (values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(1.0))
+    assert torch.equal(run(emulated(SOURCE), x, w, None, (4, 8, 3, 2)), x)
+
+
+def test_every_code_with_every_scale():
+    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(nvfp4.SCALE_DTYPE)
+    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
+    w = (values, meta, scale, torch.tensor(2.0**-9))
+    reference = dense(*w)
+    for dtype in (BF16, FP16):
+        x = torch.randn(8, 1024).to(dtype)
+        y = run(emulated(SOURCE), x, w, None, (2, 16, 2, 1))
+        assert not y[:, 0].any(), "scale byte 0"
+        magnitude = x.double().abs() @ reference.abs().T
+        assert ((y.double() - x.double() @ reference.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+
+
+def test_order_of_threads_and_neighbouring_rows_change_nothing():
+    x, w = torch.randn(13, 1088).to(BF16), weight(70, 1088)
+    y = run(emulated(SOURCE), x, w, None, (2, 8, 3, 2))
+    assert torch.equal(run(emulated(SOURCE), x, w, None, (2, 8, 3, 2), seed=5), y)
+    x[3, -1] = float("nan")
+    z = run(emulated(SOURCE), x, w, None, (2, 8, 3, 2))
+    keep = [i for i in range(13) if i != 3]
+    assert torch.equal(z[keep], y[keep])
+    assert z[3][dense(*w)[:, -1] != 0].isnan().all()
+
+
+def test_arguments_that_no_kernel_takes():
+    for m, n, k, tile in ((0, 8, 64, (0,) * 4), (33, 8, 64, (0,) * 4), (1, 8, 96, (0,) * 4), (1, 8, 64, (2, 8, 2, 3)), (1, 8, 64, (9, 8, 2, 1))):
+        with pytest.raises(EmulatorError, match="status"):
+            emulated(SOURCE).call("fp4_sparse_linear_small", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+    assert cuda_small.K_MULTIPLE == 64 and cuda_small.MAX_M == 32
+
+
+BROKEN = {
+    "the wait is missing": ("    copy_async_wait<STAGES - 1>();\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "a slot is refilled too early": ("    __syncwarp();  // every lane has read this slot before it is filled again\n", "", "race: write"),
+    "metadata past K": ("meta + n * (K / 8) + k / 8", "meta + n * (K / 8) + (step * kStepK + (lane & 1) * 64) / 8", "outside every allocation"),
+    "halves of the metadata exchanged": ("t & 1 ? 0x7632 : 0x5410", "t & 1 ? 0x5410 : 0x7632", None),
+    "swizzle forgotten": ("((4 * i + (lane >> 3)) ^ (lane & 7)) * 16", "(4 * i + (lane >> 3)) * 16", None),
+    "blocks do not wait for each other": ("  cluster_barrier();\n  const int slice", "  const int slice", "race|nobody wrote"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case, tmp_path):
+    old, new, words = BROKEN[case]
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    [place] = [p for p in (tmp_path / "csrc" / SOURCE, *(tmp_path / "csrc").rglob("*.cuh")) if old in p.read_text()]
+    place.write_text(place.read_text().replace(old, new))
+    text = (tmp_path / "csrc" / SOURCE).read_text()
+    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text, count=1).replace(": by_tile<__half>(tile, call)", ": 1")
+    (tmp_path / "csrc" / SOURCE).write_text(text)
+    x, w = torch.randn(8, 2112).to(BF16), weight(33, 2112)
+    kernel = Emulated(tmp_path / "csrc" / SOURCE)
+    tile = (2, 8, 2, 2 if case.startswith("blocks") else 1)  # one block: three steps a warp
+    if words is None:
+        y, r = run(kernel, x, w, None, tile).double(), x.double() @ dense(*w).T
+        assert (y - r).norm() / r.norm() > 0.1
+    else:
+        with pytest.raises(EmulatorError, match=words):
+            run(kernel, x, w, None, tile)

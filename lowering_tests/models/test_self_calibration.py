@@ -1,0 +1,107 @@
+"""scale_search="auto" and calibration="self": who writes, what is written, and what happens where nobody can."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fp4_inductor
+from fp4_inductor import NVFP4Config, errors, quantize_model
+from fp4_inductor.models import self_calibration
+
+
+def scales(model):
+    return {n: t.view(torch.uint8) for n, t in model.state_dict().items() if n.endswith(".scale")}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_default_is_calibrated_on_what_the_model_writes(tiny):
+    dense = tiny("llama", torch.bfloat16)
+    text = self_calibration.write(dense)
+    model = quantize_model(copy.deepcopy(dense), progress=False)
+    assert equal(scales(model), scales(quantize_model(copy.deepcopy(dense), NVFP4Config("activation", calibration=text), progress=False)))
+    assert equal(scales(model), scales(quantize_model(copy.deepcopy(dense), NVFP4Config("activation", calibration="self"), progress=False)))
+    assert not equal(scales(model), scales(quantize_model(copy.deepcopy(dense), NVFP4Config("mse"), progress=False)))
+    report = fp4_inductor.report(model)
+    assert "scale_search=activation" in report.config
+    assert report.notes == ['scale_search="auto": "activation" over 16 tokens that the model wrote itself']
+
+
+def test_batches_given_to_the_default_are_used(tiny):
+    dense = tiny("llama", torch.bfloat16)
+    batches = [torch.randint(128, (2, 16))]
+    default = quantize_model(copy.deepcopy(dense), NVFP4Config(calibration=batches), progress=False)
+    assert equal(scales(default), scales(quantize_model(copy.deepcopy(dense), NVFP4Config("activation", calibration=batches), progress=False)))
+    assert not equal(scales(default), scales(quantize_model(copy.deepcopy(dense), progress=False)))
+
+
+def test_writing_repeats_itself_and_leaves_no_trace(tiny):
+    model = tiny("qwen3", torch.float32).train()
+    model.model.layers[0].eval()
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    first, second = self_calibration.write(model), self_calibration.write(model)
+    assert torch.equal(first[0]["input_ids"], second[0]["input_ids"])
+    assert first[0]["input_ids"].shape == (2, 8)
+    assert (first[0]["input_ids"][:, 0] == 1).all()  # its beginning-of-text token
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert model.training
+    assert not model.model.layers[0].training
+
+
+def test_without_a_first_token_it_starts_at_random(tiny):
+    model = tiny("llama", torch.float32)
+    model.config.bos_token_id = model.generation_config.bos_token_id = None
+    self_calibration.SEQUENCES = 32  # restored by the fixture
+    assert len(set(self_calibration.write(model)[0]["input_ids"][:, 0].tolist())) > 16
+
+
+def test_no_more_tokens_than_positions(tiny, monkeypatch):
+    monkeypatch.setattr(self_calibration, "TOKENS", 1000)
+    assert self_calibration.write(tiny("gpt2", torch.float32))[0]["input_ids"].shape == (2, 128)
+
+
+def test_a_model_of_another_kind_takes_the_best_rule_without_data():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(64, 64))
+    model = quantize_model(copy.deepcopy(dense), progress=False)
+    assert equal(scales(model), scales(quantize_model(copy.deepcopy(dense), NVFP4Config("four_over_six"), progress=False)))
+    assert fp4_inductor.report(model).notes == ['scale_search="auto": "four_over_six", because Sequential has no generate()']
+    with pytest.raises(errors.CalibrationError, match=r"Sequential has no generate\(\).*four_over_six"):
+        quantize_model(dense, NVFP4Config("activation", calibration="self"), progress=False)
+    assert isinstance(dense[0], nn.Linear)
+
+
+def test_a_large_model_on_the_cpu_is_not_kept_waiting(tiny, monkeypatch):
+    monkeypatch.setattr(self_calibration, "_CPU_PARAMETERS", 1000)
+    report = fp4_inductor.report(quantize_model(tiny("llama", torch.float32), progress=False))
+    assert "on the CPU (limit" in report.notes[0]
+    assert "scale_search=four_over_six" in report.config
+
+
+def test_a_model_that_fails_to_write_says_so_in_the_report(tiny):
+    model = tiny("llama", torch.float32)
+    model.generate = lambda **kwargs: (_ for _ in ()).throw(RuntimeError("out of ink"))
+    report = fp4_inductor.report(quantize_model(copy.copy(model), progress=False))
+    assert "RuntimeError: out of ink" in report.notes[0]
+    assert "scale_search=four_over_six" in report.config
+
+
+def test_a_model_that_overflows_says_so_in_the_report(tiny):
+    model = tiny("llama", torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(3e38)  # finite weights, infinite activations
+    report = fp4_inductor.report(quantize_model(model, progress=False))
+    assert report.notes[0].startswith('scale_search="auto": "four_over_six", because calibration: the input of')
+
+
+@pytest.mark.parametrize("search", ["amax", "four_over_six", "mse"])
+def test_data_that_would_not_be_used_is_refused(search):
+    with pytest.raises(errors.ConfigError, match=search):
+        NVFP4Config(search, calibration="self")
