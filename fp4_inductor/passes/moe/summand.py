@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import sympy
-import torch
 from torch.fx import Node
 
 from ...ops.activation import Activation
@@ -211,7 +210,7 @@ class Proof:
         """``read`` as a function of the first product's outputs."""
         value = filled(read.node)
         if value is not None:
-            return Literal(torch.tensor(value, dtype=torch.float64))
+            return Literal(value, tensor=True)
         output = self._output(read, i)
         if output is not None:
             return Leaf(self._number(output))
