@@ -111,7 +111,7 @@ def test_calibration_is_worth_it_for_experts():
 def test_every_path_of_the_experts_stays_within_the_bar(path, tmp_path):
     """The same quantized experts by every way they can run; "bfloat16" against the dense model in bfloat16 arithmetic, the rest in float32."""
     model = _model("austen_moe")
-    fp4_inductor.quantize_model(model, progress=False)
+    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six"), progress=False)
     assert fp4_inductor.report(model).coverage == 100.0
     experts = {n: m for n, m in model.named_modules() if isinstance(m, FP4Experts)}
     assert len(experts) == 4
@@ -140,7 +140,7 @@ def test_every_path_of_the_experts_stays_within_the_bar(path, tmp_path):
 
 def test_a_wrong_expert_shows():
     model = _model("austen_moe")
-    fp4_inductor.quantize_model(model, progress=False)
+    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six"), progress=False)
     for m in model.modules():
         if isinstance(m, FP4Experts):
             for w in (m.gate_up_proj, m.down_proj):
