@@ -184,14 +184,12 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
-    """``(name, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
-    matmuls = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}
-    if op in matmuls:
-        storage, x = matmuls[op], args[0]
+    """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+    storage = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}.get(op)
+    if storage is not None:
+        x, after_bias = args[0], len(storage.parts) + 2
         n, k = storage.logical(args[1].shape)
-        after_bias = 1 + len(storage.parts) + 1
-        large_m = args[after_bias] if len(args) > after_bias else "auto"
-        return op._opname, x.numel() // max(k, 1), x, n, k, large_m, 1
+        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1
     if op is torch.ops.fp4.moe.default:
         x, ids, gate_up, down = args[0], args[1], args[3], args[6]
         return "moe", ids.numel(), x, down.shape[1], gate_up.shape[2] * 2, args[17] if len(args) > 17 else "auto", gate_up.shape[0]
@@ -206,7 +204,7 @@ def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
 def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
     if row is not None and row.csrc:
         called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
-        note = f"{note}; {called}" if note else called
+        return f"{note}; {called}" if note else called
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 

@@ -123,6 +123,18 @@ def test_arguments_that_no_kernel_takes():
         emulated(MID).call("fp4_linear_mid", (None,) * 5, torch.empty(1), 1, 8, 64, 0, 1, 64, 2, 4, 3)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 64), (64, 128, 1152), (70, 131, 832)])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_both_operands_in_nvfp4(m, n, k, dtype):
+    """linear_w4a4: the FP4 tensor cores of sm_120, by the fragment layout of the PTX manual."""
+    x, w = weight(m, k), weight(n, k)
+    bias = torch.randn(n).to(dtype) * 1e3
+    w = (*w[:2], torch.tensor(2.0**-12))  # float16 holds the sums
+    out = torch.full((m, n), float("nan"), dtype=dtype)
+    y = emulated("gemm/linear_w4a4.cu", 120).call("fp4_linear_w4a4", (*x, *w, bias), out, m, n, k, int(dtype == FP16))
+    assert error(y, nvfp4.dequantize(*x, torch.float32), w, bias) <= linear.CONTRACT.tolerance[dtype] * 2
+
+
 # --- the test of the test ------------------------------------------------------------------------------------------
 # One line of a kernel is broken; the emulator must say so, each in its own words.
 BROKEN = {

@@ -81,6 +81,42 @@ void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)
   });
 }
 
+// Block-scaled FP4 (PTX ISA, mma with .block_scale, kind::mxf4nvf4, scale_vec::4X): register r of A in lane 4g + t holds eight codes of
+// row g + 8 (r % 2), k = 32 (r / 2) + 8 t onwards; B's register r column g, likewise. Not checked on hardware.
+void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales) {
+  struct Mine {
+    float* c;
+    uint32_t a[4], b[2], a_scales, b_scales;
+  } mine{c, {a0, a1, a2, a3}, {b0, b1}, a_scales, b_scales};
+  emulated::together("FP4 mma", &mine, [](void** all) {
+    static const double magnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    auto lane = [&](int i) { return (Mine*)all[i]; };
+    auto number = [](uint32_t word, int i) { return magnitudes[word >> (4 * i) & 7] * (word >> (4 * i) & 8 ? -1 : 1); };
+    auto scale = [](uint32_t word, int k) {
+      const int byte = word >> (8 * (k / 16)) & 255, e = byte >> 3 & 15, m = byte & 7;
+      return byte == 0x7F ? NAN : e ? std::ldexp(8 + m, e - 10) : std::ldexp(m, -9);
+    };
+    double a[16][64], b[64][8];
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 8; ++i) {
+        for (int r = 0; r < 4; ++r) {
+          const int k = 32 * (r / 2) + l % 4 * 8 + i;
+          a[l / 4 + r % 2 * 8][k] = number(lane(l)->a[r], i) * scale(lane(l / 4 * 4 + r % 2)->a_scales, k);
+        }
+        for (int r = 0; r < 2; ++r) {
+          const int k = 32 * r + l % 4 * 8 + i;
+          b[k][l / 4] = number(lane(l)->b[r], i) * scale(lane(l / 4 * 4)->b_scales, k);
+        }
+      }
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        double sum = lane(l)->c[i];
+        for (int k = 0; k < 64; ++k) sum += a[l / 4 + 8 * (i / 2)][k] * b[k][l % 4 * 2 + i % 2];
+        lane(l)->c[i] = (float)sum;
+      }
+  });
+}
+
 // ldmatrix.x4: four 8x8 matrices of 16-bit numbers. Lane 8 i + r names row r of matrix i; lane 4 g + t receives pair t of row g of each.
 void load_matrices(uint32_t (&to)[4], Shared row) {
   struct Mine {

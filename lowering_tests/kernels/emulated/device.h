@@ -27,6 +27,7 @@ template <typename T> inline const T* of_block(const T* shared, int rank) { retu
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]);
 void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
+void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales);
 void load_matrices(uint32_t (&to)[4], Shared row);
 
 template <typename T> constexpr bool kHalf = false;
