@@ -1,6 +1,7 @@
-"""Whole-model decode and prefill, bf16 against NVFP4, random weights: ``python benchmarks/decode.py [--layers 36] ...``.
+"""Whole-model decode and prefill, bf16 against NVFP4, random weights: ``python benchmarks/decode.py [--model qwen3-30b] [--layers 36] ...``.
 
-A Qwen3-8B-sized model (or fewer of its layers), Transformers, StaticCache, torch.compile. Times are medians over CUDA
+A Qwen3-8B- or Qwen3-30B-A3B-sized model (or fewer of its layers), Transformers, StaticCache, torch.compile. The dense experts run
+``batched_mm`` for one token and ``grouped_mm`` for a prompt: the better one of Transformers in each case. Times are medians over CUDA
 events; a decode step is one token of every sequence of the batch against a cache of ``--context`` positions.
 """
 
@@ -16,21 +17,37 @@ from timing import RESULTS, machine, write_csv
 
 import fp4_inductor
 
+SHARED = dict(vocab_size=151936, num_attention_heads=32, head_dim=128, max_position_embeddings=8192, tie_word_embeddings=False)
+MODELS = {
+    "qwen3-8b": ("Qwen3", 36, dict(hidden_size=4096, intermediate_size=12288, num_key_value_heads=8)),
+    "qwen3-30b": (
+        "Qwen3Moe",
+        48,
+        dict(
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_key_value_heads=4,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+    ),
+}
 
-def build(layers: int):
+
+def build(name: str, layers: int):
     """The model on the GPU in bfloat16, weights random."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, tie_word_embeddings=False,
-    )  # fmt: skip
+    family, _, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SHARED, **sizes, num_hidden_layers=layers)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).eval()
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     torch.set_default_dtype(torch.float32)
     for p in model.parameters():
-        if p.dim() == 2:
+        if p.dim() >= 2:
             p.data.normal_(std=0.02)
     return model
 
@@ -53,7 +70,7 @@ def median_ms(step, reset, count: int = 20) -> float:
 
 
 @torch.inference_mode()
-def measure(model, name: str, mode: str, batches: list[int], context: int, prefill: int, layers: int) -> list[dict]:
+def measure(model, shape: str, name: str, mode: str, batches: list[int], context: int, prefill: int, layers: int) -> list[dict]:
     """Rows for one model and one compile mode."""
     from transformers import StaticCache
 
@@ -62,6 +79,8 @@ def measure(model, name: str, mode: str, batches: list[int], context: int, prefi
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
+        if getattr(model.config, "_experts_implementation", None) in ("batched_mm", "grouped_mm"):
+            model.set_experts_implementation("batched_mm" if tokens == 1 else "grouped_mm")
         cache = StaticCache(config=model.config, max_cache_len=max(context, prefill) + 8)
         ids = torch.randint(0, 1000, (batch, tokens), device="cuda")
         positions = torch.arange(tokens, device="cuda") + (context if tokens == 1 else 0)
@@ -86,7 +105,7 @@ def measure(model, name: str, mode: str, batches: list[int], context: int, prefi
         ms = median_ms(step, reset)
         peak = torch.cuda.max_memory_allocated() / 2**30
         rows.append(
-            dict(machine(), model=f"qwen3-8b-shape x{layers} layers", weights=name, mode=mode, batch=batch, tokens=tokens, ms=round(ms, 3), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
+            dict(machine(), model=f"{shape}-shape x{layers} layers", weights=name, mode=mode, batch=batch, tokens=tokens, ms=round(ms, 3), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
         )  # fmt: skip
         print(f"{name:6} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, compile {compile_s:5.1f} s, peak {peak:.2f} GiB", flush=True)
     return rows
@@ -94,24 +113,26 @@ def measure(model, name: str, mode: str, batches: list[int], context: int, prefi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of them")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--modes", nargs="+", default=["reduce-overhead", "max-autotune"])
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     args = parser.parse_args()
-    model = build(args.layers)
+    layers = args.layers or MODELS[args.model][1]
+    model = build(args.model, layers)
     rows = []
     for mode in args.modes:
-        rows += measure(model, "bf16", mode, args.batch, args.context, args.prefill, args.layers)
+        rows += measure(model, args.model, "bf16", mode, args.batch, args.context, args.prefill, layers)
     begin = time.perf_counter()
     fp4_inductor.quantize_model(model, progress=False)
     torch.cuda.synchronize()
-    weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, fp4_inductor.FP4Linear))
+    weights = fp4_inductor.report(model).params
     print(f"quantize_model: {weights / 1e9:.2f} G weights in {time.perf_counter() - begin:.1f} s")
     for mode in args.modes:
-        rows += measure(model, "nvfp4", mode, args.batch, args.context, args.prefill, args.layers)
+        rows += measure(model, args.model, "nvfp4", mode, args.batch, args.context, args.prefill, layers)
     write_csv(args.out, rows)
 
 
