@@ -2,11 +2,13 @@
 
     python benchmarks/decode.py                             # Qwen3-8B's size, batch 1, 8, 32, prefill of 2048 tokens
     python benchmarks/decode.py --layers 8 --lm-head fp8    # fewer layers; the output head quantized too
+    python benchmarks/decode.py --model qwen3-30b           # a mixture of experts, Qwen3-30B-A3B's size
     python benchmarks/decode.py --smoke                     # a tiny model on a CPU: does everything run?
 
 Transformers, StaticCache, torch.compile. Times are medians; a decode step is one token of every sequence of the batch
 against a cache of ``--context`` positions. ``compile_s`` is the first call, ``peak_gib`` the largest allocation while
-measuring.
+measuring. The dense experts of a mixture run ``batched_mm`` for one token and ``grouped_mm`` for a prompt: the better one
+of Transformers in each case.
 """
 
 from __future__ import annotations
@@ -22,21 +24,28 @@ from timing import RESULTS, machine, write_csv
 import fp4_inductor
 from fp4_inductor import NVFP4Config
 
-QWEN3_8B = dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-TINY = dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+QWEN3 = dict(vocab_size=151936, num_attention_heads=32, head_dim=128)
+EXPERTS = dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+# name -> (family, layers, sizes)
+MODELS = {
+    "qwen3-8b": ("Qwen3", 36, QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_key_value_heads=8)),
+    "qwen3-30b": ("Qwen3Moe", 48, QWEN3 | EXPERTS | dict(hidden_size=2048, intermediate_size=6144, num_key_value_heads=4)),
+    "tiny": ("Qwen3", 1, dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
+}
 
 
-def build(sizes: dict, layers: int, device: str):
+def build(name: str, layers: int, device: str):
     """The model in bfloat16, weights random."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config = Qwen3Config(**sizes, num_hidden_layers=layers, max_position_embeddings=8192, tie_word_embeddings=False)
+    family, depth, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes, num_hidden_layers=layers or depth, max_position_embeddings=8192, tie_word_embeddings=False)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).eval()
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     torch.set_default_dtype(torch.float32)
     for p in model.parameters():
-        if p.dim() == 2:
+        if p.dim() >= 2:
             p.data.normal_(std=0.02)
     return model
 
@@ -74,6 +83,8 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+        if getattr(model.config, "_experts_implementation", None) in ("batched_mm", "grouped_mm"):
+            model.set_experts_implementation("batched_mm" if tokens == 1 else "grouped_mm")
         cache = StaticCache(config=model.config, max_cache_len=max(args.context, args.prefill) + 8)
         ids = torch.randint(0, min(1000, model.config.vocab_size), (batch, tokens), device=device)
         positions = torch.arange(tokens, device=device) + (args.context if tokens == 1 else 0)
@@ -101,7 +112,7 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
         ms = median_ms(step, reset, device, 20 if device == "cuda" else 3)
         if device == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
-        name = f"{args.name} x{model.config.num_hidden_layers} layers"
+        name = f"{args.model}-shape x{model.config.num_hidden_layers} layers"
         figures = dict(ms=round(ms, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
         rows.append(dict(machine(), model=name, weights=weights, mode=mode, batch=batch, tokens=tokens, context=args.context, **figures))
         print(f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, compile {compile_s:5.1f} s, peak {peak:.2f} GiB", flush=True)
@@ -123,22 +134,22 @@ def compare(rows: list[dict]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of them")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--modes", nargs="+", default=["reduce-overhead", "max-autotune"])
     parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
     parser.add_argument("--siblings", default="packed", choices=("packed", "shared", "separate"))
-    parser.add_argument("--name", default="qwen3-8b-shape", help="of the model in the table")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     args = parser.parse_args()
-    device, sizes = "cuda", QWEN3_8B
+    device = "cuda"
     if args.smoke:
         torch.set_num_threads(1)
-        device, sizes, args.layers, args.batch, args.prefill, args.context, args.modes, args.name = "cpu", TINY, 1, [1], 0, 16, ["default"], "tiny"
-    model = build(sizes, args.layers, device)
+        device, args.model, args.batch, args.prefill, args.context, args.modes = "cpu", "tiny", [1], 0, 16, ["default"]
+    model = build(args.model, args.layers, device)
     rows = []
     for mode in args.modes:
         rows += measure(model, "bf16", mode, args, device)
