@@ -64,6 +64,8 @@ def nats_per_byte(model) -> float:
 def _config(search: str) -> NVFP4Config:
     if search == "default":
         return NVFP4Config()
+    if search.endswith("head"):
+        return NVFP4Config("four_over_six", lm_head=search.split()[0])
     if search != "activation":
         return NVFP4Config(search)
     text = _bytes()[CALIBRATION_START : CALIBRATION_START + CALIBRATED * WINDOW].view(CALIBRATED, WINDOW)
