@@ -3,6 +3,7 @@
     python examples/quickstart.py                       a 2 M parameter model that ships with the repository
     python examples/quickstart.py --model smollm2       SmolLM2-135M-Instruct
     python examples/quickstart.py --model PATH_OR_HUB_ID --device cuda
+    python examples/quickstart.py --sparse              2:4-sparse NVFP4, on a model that was trained 2:4
 
 Everything that is specific to fp4_inductor is in main(): quantize_model, report and explain.
 """
@@ -19,6 +20,7 @@ import torch
 from _shared import ByteTokenizer, generate, held_out_text, load_model, score
 
 import fp4_inductor
+from fp4_inductor import Sparse24Config
 
 NOVEL_PROMPT = (
     "They arrived at Bath. Catherine was all eager delight; her eyes were here,\nthere, everywhere, as they approached its fine and striking environs"
@@ -27,9 +29,7 @@ CHAT_PROMPT = "Explain in three sentences why the sky is blue."
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.sparse:
-        print("--sparse: this version has no 2:4-sparse weights yet; run with --dense.", file=sys.stderr)
-        return 2
+    args.model = args.model or ("austen_sparse24" if args.sparse else "austen_dense")
     if args.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch sees no CUDA device; run with --device cpu.", file=sys.stderr)
         return 2
@@ -50,24 +50,28 @@ def main(args: argparse.Namespace) -> int:
     # 2. Every linear layer but the output head becomes NVFP4, in place. Then compile as before: nothing else changes.
     torch.compiler.reset()
     try:
-        fp4_inductor.quantize_model(model)
+        if args.sparse:
+            quantize_sparse(model, tokenizer, text)
+        else:
+            fp4_inductor.quantize_model(model)
     except fp4_inductor.errors.FP4Error as refused:
         print(f"{args.model} was not quantized: {refused}", file=sys.stderr)
         return 2
 
     # 3. The same again.
-    print("\nNVFP4: scoring, compiling, generating ...\n" if args.compile else "\nNVFP4: scoring, generating ...\n", flush=True)
+    label = "2:4 NVFP4" if args.sparse else "NVFP4"
+    print(f"\n{label}: scoring, compiling, generating ...\n" if args.compile else f"\n{label}: scoring, generating ...\n", flush=True)
     nats_fp4, kl, _ = score(model, tokenizer, text, windows, reference=logits)
     said_fp4 = generate(model, tokenizer, prompt_ids, tokens, args.compile)
 
     show("prompt", prompt)
     show("bf16", said_bf16.text)
-    show("NVFP4", said_fp4.text)
+    show(label, said_fp4.text)
     report = fp4_inductor.report(model)
-    print(f"{'':8} {'nats/byte':>10} {'KL':>8} {'tokens/s':>9} {'MB':>8} {'first call':>11}")
-    print(f"{'bf16':8} {nats_bf16:10.4f} {'':8} {said_bf16.tokens_per_s:9.1f} {report.bytes_before / 1e6:8.2f} {said_bf16.first_call_s:9.1f} s")
-    print(f"{'NVFP4':8} {nats_fp4:10.4f} {kl:8.4f} {said_fp4.tokens_per_s:9.1f} {report.bytes_after / 1e6:8.2f} {said_fp4.first_call_s:9.1f} s")
-    print(f"\nNVFP4 costs {nats_fp4 - nats_bf16:+.4f} nats per byte on {windows} x 512 tokens of held-out text.", end=" ")
+    print(f"{'':9} {'nats/byte':>10} {'KL':>8} {'tokens/s':>9} {'MB':>8} {'first call':>11}")
+    print(f"{'bf16':9} {nats_bf16:10.4f} {'':8} {said_bf16.tokens_per_s:9.1f} {report.bytes_before / 1e6:8.2f} {said_bf16.first_call_s:9.1f} s")
+    print(f"{label:9} {nats_fp4:10.4f} {kl:8.4f} {said_fp4.tokens_per_s:9.1f} {report.bytes_after / 1e6:8.2f} {said_fp4.first_call_s:9.1f} s")
+    print(f"\n{label} costs {nats_fp4 - nats_bf16:+.4f} nats per byte on {windows} x 512 tokens of held-out text.", end=" ")
     print("tokens/s: batch 1, generate() under a StaticCache, best of two calls after the first; the first includes compilation.\n")
 
     # 4. What runs where: one decode step, and the prompt (which generate() runs eagerly).
@@ -75,6 +79,17 @@ def main(args: argparse.Namespace) -> int:
     print(f"explain: one decode step, {how}\n{fp4_inductor.explain(torch.compile(model) if args.compile else model, ids[:, :1])}\n")
     print(f"explain: the prompt, eager\n{fp4_inductor.explain(model, ids)}")
     return 0
+
+
+def quantize_sparse(model, tokenizer, text: str) -> None:
+    """2:4-sparse NVFP4: weights that were trained 2:4 stay what they are; others are pruned, which costs, as the report says."""
+    try:
+        fp4_inductor.quantize_model(model, Sparse24Config())
+    except fp4_inductor.errors.SparsityError:
+        print("not a 2:4 model: pruning it one-shot by SparseGPT; examples/recover_sparse.py goes on from there")
+        ids = torch.tensor(tokenizer.encode(text[len(text) // 2 :])[: 64 * 512], device=model.device)  # the second half is not scored
+        batches = ids[: len(ids) // 512 * 512].view(-1, 512).split(4)
+        fp4_inductor.quantize_model(model, Sparse24Config("sparsegpt", calibration=list(batches)))
 
 
 def prompt_for(tokenizer) -> tuple[str, list[int]]:
@@ -94,7 +109,7 @@ def show(title: str, text: str) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="austen_dense", help="austen_dense, smollm2, a folder or a hub id (default: %(default)s)")
+    parser.add_argument("--model", help="smollm2, a folder or a hub id (default: austen_dense, with --sparse austen_sparse24)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default here: %(default)s)")
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, default=False, help="2:4-sparse NVFP4 instead of dense")
     parser.add_argument("--dense", dest="sparse", action="store_false", help="dense NVFP4 (the default)")

@@ -10,7 +10,7 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
-from .formats import nvfp4, sparse24
+from .formats import fp8, nvfp4, sparse24
 from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
@@ -24,7 +24,7 @@ class ExplainRow:
     Args:
         op: ``fp4.linear`` and so on.
         module: path of the module, where torch knows it.
-        m: number of activation rows: a number, or the symbolic expression of the compiled graph.
+        m: number of activation rows (of fp4.moe: tokens times choices): a number, or the symbolic expression of the compiled graph.
         n, k: weight shape.
         regime, kernel: the row of ``kernels/table.py`` that serves the call; ``"any"`` and ``"by M"`` when the op decides at run time.
         decision: ``"proven"``, ``"guard"`` or ``"runtime"``.
@@ -131,7 +131,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.arch, e.decision.note),
+                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.arch, e.decision.note, e.experts)))),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -144,23 +144,18 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     explanation = Explanation()
     path: list[str] = []
     hooks = []
-    storages = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}
 
     def seen(op, op_args) -> None:
-        if op not in storages:
+        call = _described(op, op_args)
+        if call is None:
             return
-        storage = storages[op]
-        x = op_args[0]
-        n, k = storage.logical(op_args[1].shape)
-        m = x.numel() // max(k, 1)
-        after_bias = 1 + len(storage.parts) + 1
-        large_m = op_args[after_bias] if len(op_args) > after_bias else "auto"
-        options = plan(describe(op._opname, x.device, x.dtype, n, k, large_m), dispatch_config())
+        name, m, x, n, k, large_m, experts = call
+        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts), dispatch_config())
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
             ExplainRow(
-                f"fp4.{op._opname}",
+                f"fp4.{name}",
                 path[-1] if path else "",
                 str(m),
                 n,
@@ -171,7 +166,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row, options.call.arch),
+                _note(row, options.call.arch, experts=experts),
             )
         )
 
@@ -188,12 +183,26 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     return explanation
 
 
+def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
+    """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+    fp4 = torch.ops.fp4
+    storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
+    if storage is not None:
+        x, after_bias = args[0], len(storage.parts) + 2
+        n, k = storage.logical(args[1].shape)
+        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1
+    if op is torch.ops.fp4.moe.default:
+        x, ids, gate_up, down = args[0], args[1], args[3], args[6]
+        return "moe", ids.numel(), x, down.shape[1], gate_up.shape[2] * 2, args[17] if len(args) > 17 else "auto", gate_up.shape[0]
+    return None
+
+
 def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     """``(kernel, reason)`` of each refusal; rows of other architectures are not news."""
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
 
 
-def _note(row: Row | None, arch: int, note: str = "") -> str:
+def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
     if row is not None and row.csrc:
         called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
         return f"{note}; {called}" if note else called
@@ -201,5 +210,5 @@ def _note(row: Row | None, arch: int, note: str = "") -> str:
         from .kernels.linear.cpu_native import status
 
         native, text = status()
-        return f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    return note
+        note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
+    return note if experts == 1 else f"fp4.moe, {experts} experts: M is tokens times choices{f'; {note}' if note else ''}"

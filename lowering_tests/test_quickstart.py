@@ -59,7 +59,19 @@ def check_explain(step: str) -> None:
     assert sum(map(int, rows)) == 35
 
 
-@pytest.mark.parametrize(("arguments", "remedy"), [(["--sparse"], "--dense"), (["--device", "cuda"], "--device cpu")])
+def test_sparse_run():
+    """The model that was trained 2:4: quantized as it is, at little cost, by the sparse kernels."""
+    done = run("--sparse", "--eager", "--tokens", "4", "--windows", "8")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"quantized +35 layers", done.stdout)
+    assert re.search(r"3\.5 bits sparse24_nvfp4 +35 layers", done.stdout)
+    assert "!!" not in done.stdout
+    assert 0.0 < float(re.search(r"2:4 NVFP4 costs ([+-][\d.]+) nats", done.stdout)[1]) <= 0.012
+    step = done.stdout.split("explain: one decode step, eager\n")[1].split("\n\n")[0]
+    assert sum(map(int, re.findall(r"^(\d+) +fp4\.sparse_linear +1 ", step, re.MULTILINE))) == 35
+
+
+@pytest.mark.parametrize(("arguments", "remedy"), [(["--device", "cuda"], "--device cpu")])
 def test_what_cannot_run_says_so(arguments, remedy):
     done = run(*arguments)
     assert done.returncode == 2

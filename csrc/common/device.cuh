@@ -19,7 +19,7 @@ namespace fp4 {
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ uint8_t* dynamic_shared() {
-  extern __shared__ __align__(128) uint8_t fp4_shared[];
+  extern __shared__ __align__(1024) uint8_t fp4_shared[];
   return fp4_shared;
 }
 
@@ -165,6 +165,17 @@ __device__ __forceinline__ void mma_sparse16832(float (&c)[4], uint32_t a0, uint
 FP4_MMA(__nv_bfloat16, "bf16")
 FP4_MMA(__half, "f16")
 #undef FP4_MMA
+
+// c += A B, A 16x64 and B 64x8 of E2M1 codes, eight a register, with an E4M3 scale for every 16 k of a row of A and a column of B
+// (sm_120a, sm_121a). a0: row g, k = 8t..8t+7 of lane 4g + t; a1: row g + 8; a2, a3: k + 32; b0, b1 likewise, column g. a_scales:
+// lane 4g of row g, lane 4g + 1 of row g + 8; b_scales: lane 4g of column g; byte i belongs to k = 16i..16i+15.
+__device__ __forceinline__ void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales,
+                                          uint32_t b_scales) {
+  asm("mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3}, {%10}, {0, 0}, {%11}, {0, 0};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(a_scales), "r"(b_scales));
+}
 
 // Four 8x8 matrices of 16-bit numbers from shared memory: lane 8i + r gives the address of row r of matrix i (16 bytes,
 // aligned), lane 4g + t receives pair t of row g of each.

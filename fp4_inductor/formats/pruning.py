@@ -41,8 +41,8 @@ def wanda(w: Tensor, hessian: Tensor, scale_search: str = "activation") -> Spars
         w: ``[N, K]``, K a multiple of 32.
         hessian: ``[K, K]``, of which the diagonal is used.
     """
-    second_moment = _checked(w, hessian).diagonal()
-    return quantize_sparse24(w, mask_of_scores(w.float().abs() * second_moment.clamp_min(0).sqrt()), scale_search, channel_weight=second_moment)
+    second_moment = damped(_checked(w, hessian)).diagonal().float()
+    return quantize_sparse24(w, mask_of_scores(w.float().abs() * second_moment.sqrt()), scale_search, channel_weight=second_moment)
 
 
 def sparsegpt(w: Tensor, hessian: Tensor, scale_search: str = "activation") -> Sparse24Parts:

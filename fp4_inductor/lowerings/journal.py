@@ -24,8 +24,10 @@ class Entry:
     decision: Decision
     refused: tuple[Refused, ...]
     arch: int
+    experts: int = 1
     buffer: str | None = None
     epilogue: list[str] = field(default_factory=list)
+    note: str = ""
 
 
 _entries: list[Entry] | None = None

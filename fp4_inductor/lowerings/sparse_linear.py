@@ -13,10 +13,11 @@ from ..kernels import select
 from ..kernels.sparse_linear import configs
 from ..kernels.table import Row
 from ..ops.dequantize_fp8 import scaled_product
-from ..ops.quantize_rows_fp8 import reference as quantize_rows
 from . import linear
+from .quantize_rows import quantized_rows
 
 fp4 = torch.ops.fp4
+_INPUTS = ("X", "VALUES", "META", "SCALE", "GLOBAL_SCALE")
 
 
 def register() -> None:
@@ -38,7 +39,7 @@ def _gemv_template() -> Template:
         common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks
     )  # fmt: skip
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "B": '{{size("SCALE", 1)}}'}
-    return Template("fp4_sparse_linear_gemv", t.sparse_gemv, ("X", "VALUES", "META", "SCALE", "GLOBAL_SCALE"), sizes, helpers, linear.gemv_grid)
+    return Template("fp4_sparse_linear_gemv", t.sparse_gemv, _INPUTS, sizes, helpers, linear.gemv_grid)
 
 
 def _gemv(row: Row, x, values, meta, scale, global_scale, m, n, k):
@@ -48,19 +49,31 @@ def _gemv(row: Row, x, values, meta, scale, global_scale, m, n, k):
     return _gemv_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
-def _decompressed(row: Row, x, values, meta, scale, global_scale, m, n, k):
-    # The dense lowering decides for this M once more: its entry in explain() says which of its kernels runs.
-    return linear.lower(x, inductor.call_op(fp4.sparse_decompress.default, values, meta), scale, global_scale)
+@functools.cache
+def _mid_template() -> Template:
+    from ..kernels import triton_common as common
+    from ..kernels.linear import triton_mid as dense
+    from ..kernels.sparse_linear import triton_mid as t
+
+    sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "K": '{{size("X", 1)}}'}
+    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, dense.decode_bytes)
+    return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, linear.mid_grid)
+
+
+def _mid(row: Row, x, values, meta, scale, global_scale, m, n, k):
+    likely = min(inductor.Symbols().hint(m, linear.HINT), row.max_m or linear.HINT)
+    tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
+    options = [dict(configs.mid_constants(c, n, k, x.get_dtype()), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    return _mid_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k):
     dtype = x.get_dtype()
 
-    def large_fp8(x, values, meta, scale, global_scale):
-        x8, x_scale = quantize_rows(x)
+    def large_fp8(x8, x_scale, values, meta, scale, global_scale):
         return scaled_product(x8, x_scale, fp4.sparse_dequantize_fp8(values, meta, scale), global_scale, dtype)
 
-    return inductor.inline(large_fp8, (x, values, meta, scale, global_scale))
+    return inductor.inline(large_fp8, (*quantized_rows(x), values, meta, scale, global_scale))
 
 
 def _large_dense(row: Row, x, values, meta, scale, global_scale, m, n, k):
@@ -74,7 +87,7 @@ def _large_dense(row: Row, x, values, meta, scale, global_scale, m, n, k):
 
 LOWER = {
     "triton_sparse_gemv": _gemv,
-    "sparse_decompress + linear": _decompressed,
+    "triton_sparse_mid": _mid,
     "sparse_dequantize_fp8 + scaled_mm": _large_fp8,
     "sparse_dequantize + mm": _large_dense,
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
+from ..errors import ConfigError
 from ..formats import nvfp4, sparse24
 from ..modules import FP4Linear
 from .calibrate import evaluating
@@ -21,11 +22,11 @@ from .progress import bar
 
 @dataclass
 class Candidate:
-    """A weight as it would be if it were sparse. ``error``: relative output error; ``cost``: KL of the model with it alone."""
+    """A weight as it would be in FP4. ``error``: relative output error; ``cost``: KL of the model with it alone."""
 
     group: list[Target]
     layer: FP4Linear
-    error: float
+    error: float = 0.0
     cost: float = 0.0
 
     @property
@@ -45,21 +46,38 @@ class Candidate:
         parameter.data = (w.t() if self.group[0].transposed else w).to(parameter.device, parameter.dtype)
 
 
-def choose(found: list[Candidate], config: Sparse24Config, probe: Probe | None, model: nn.Module, chain: Chain, progress: bool, total: int) -> set[str]:
-    """Names of the candidates to be sparse under ``config``'s budget. The model's weights are as before when this returns.
+def choose(
+    found: list[Candidate], dense: list[Candidate], config: Sparse24Config, probe: Probe | None, model: nn.Module, chain: Chain, progress: bool
+) -> set[str]:
+    """Names of the layers to be sparse under ``config``'s budget. The model's weights are as before when this returns.
 
     Args:
-        total: weights of all layers to be quantized; those without a candidate become dense NVFP4.
+        found: layers that may be sparse, as they would be.
+        dense: all layers, as they would be in dense NVFP4; needed for ``max_kl``.
+
+    Raises:
+        ConfigError: dense NVFP4 alone costs more than ``max_kl``.
     """
     if config.max_error is not None:
         return {c.name for c in found if c.error <= config.max_error}
     ranked = rank(found, probe, model, chain, progress)
     if config.bits is not None:
-        return {c.name for c in ranked[: needed(ranked, config.bits, total)]}
+        return {c.name for c in ranked[: needed(ranked, config.bits, sum(c.weights for c in dense))]}
+    if config.max_kl is None or probe is None:
+        return {c.name for c in ranked}
     low, high = 0, len(ranked)  # the longest prefix within max_kl, supposing that KL grows with it
+    floor = together(dense, probe, model)
+    if floor > config.max_kl:
+        raise ConfigError(
+            "max_kl is less than dense NVFP4 costs; nothing was changed",
+            value=config.max_kl,
+            limit=f">= {floor:.4f} for this model on these batches",
+            remedy="Allow more, or leave costly layers in high precision (ignore=[...]).",
+        )
     while low < high:
         middle = (low + high + 1) // 2
-        if together(ranked[:middle], probe, model) <= config.max_kl:  # type: ignore[arg-type, operator]
+        sparse = {c.name: c for c in ranked[:middle]}
+        if together([sparse.get(c.name, c) for c in dense], probe, model) <= config.max_kl:
             low = middle
         else:
             high = middle - 1
@@ -97,7 +115,7 @@ def rank(found: list[Candidate], probe: Probe | None, model: nn.Module, chain: C
 
 
 def together(chosen: list[Candidate], probe: Probe, model: nn.Module) -> float:
-    """KL with all of ``chosen`` replaced at once."""
+    """KL with all of ``chosen`` in place at once."""
     dense = [dense_weight(c.group[0]) for c in chosen]
     try:
         for c in chosen:

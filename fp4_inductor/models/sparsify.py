@@ -21,7 +21,7 @@ from .choose import Candidate, choose
 from .convert import dense_weight, install_group, relative_error
 from .coverage import LayerReport
 from .hessian import Moments
-from .plan import Names, Plan, Target, weight_count
+from .plan import Names, Plan, Target
 from .probe import Probe
 from .progress import bar
 from .walk import Group, walk
@@ -77,6 +77,8 @@ class Outcome:
                     f"one-shot pruning, its cost not measured (no calibration data, or no logits): {lost.name} lost {lost.relative_error:.0%} of its norm. "
                     f'Small dense models became useless this way (SmolLM2-135M, pruning="magnitude": perplexity 32 -> 2,000); {_advice(self.config, True)}'
                 )
+        if kl is not None and self.config.max_kl is not None and kl > self.config.max_kl:
+            found.append(f"KL is {kl:.4f}, above max_kl={self.config.max_kl}: pruning the chosen layers together cost more than predicted")
         for text in found:
             warnings.warn(text, QualityWarning, stacklevel=4)
         return found
@@ -98,8 +100,9 @@ def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch
     data = _calibrate(model, plan, config, strict, progress)
     sparse = allowed
     if config.budget:
-        total = sum(weight_count(g[0]) for g in plan.groups)
-        sparse = choose(candidates(model, plan, config, data, allowed, progress), config, data.probe, model, data.chain, progress, total)
+        found = candidates(model, plan, config, data, allowed, progress)
+        dense = [Candidate(g, _dense_layer(g[0], config, None, None, _square(data, g))) for g in plan.groups]
+        sparse = choose(found, dense, config, data.probe, model, data.chain, progress)
     notes = (
         [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if config.pruning in _PRUNERS and data.chain.broken else []
     )
@@ -235,7 +238,7 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
     else:
         visits = (("", g, Moments()) for g in bar(plan.groups, "quantize", "layer", progress))
     rows: list[LayerReport] = []
-    pending: list[tuple[Group, FP4Linear, float, float | None]] = []
+    pending: list[tuple[Group, FP4Linear, float, float | None, tuple[str, ...]]] = []
     here = None
     for place, group, moments in visits:
         if place != here or not needs_moments:
@@ -243,7 +246,8 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
             here = place
         moments = _moments_on(moments, device)
         square = _square(data, group)
-        make = _sparse_layer if group[0].name in sparse else _dense_layer
+        unknown = config.pruning in _PRUNERS and square is None
+        make = _sparse_layer if group[0].name in sparse and not unknown else _dense_layer
         layer = make(group[0], config, device, moments, square)
         w = _on(dense_weight(group[0]), device)
         hessian = moments.mean()
@@ -251,7 +255,7 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
         output = None
         if hessian is not None:
             output = pruning.output_error(w, layer.dequantize(torch.float32), hessian)
-        pending.append((group, layer, error, output))
+        pending.append((group, layer, error, output, ("not reached by calibration: dense, unweighted scales",) if unknown else ()))
         if needs_moments and sequential:
             # The rest of the block is calibrated behind this layer. Its module stays until then: replays of the block need no FP4 kernels.
             parameter = group[0].module.get_parameter("weight")
@@ -261,9 +265,9 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
 
 
 def _install(model: nn.Module, pending: list, rows: list[LayerReport]) -> nn.Module:
-    for group, layer, error, output in pending:
+    for group, layer, error, output, notes in pending:
         model, found = install_group(model, group, layer, error)
-        rows += [replace(row, output_error=output) for row in found]
+        rows += [replace(row, output_error=output, notes=(*row.notes, *notes)) for row in found]
     pending.clear()
     return model
 

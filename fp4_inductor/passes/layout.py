@@ -55,8 +55,8 @@ def _below(node: Node, axes: list[int | None]) -> list[int | None] | None:
     args: Any = node.args
     if op in _SAME or op is prims.convert_element_type.default:
         return axes
-    if not isinstance(args[0] if args else None, Node):
-        return None
+    if not isinstance(args[0] if args else None, Node) or not isinstance(value(args[0]), Tensor):
+        return None  # part of a split, say
     shape, below = value(node).shape, value(args[0]).shape
     if op is aten.permute.default:
         order = [d % len(shape) for d in args[1]]

@@ -45,7 +45,7 @@ def _float32_out(*shape, dtype, **options):
 def interpreted(arch=80):
     with (
         mock.patch.object(launch, "_arch", return_value=arch),
-        mock.patch.object(configs, "decode_constants", lambda c, a: {**_decode(c, a), "ASM": False, "CVT": False}),
+        mock.patch.object(configs, "decode_constants", lambda *a: {**_decode(*a), "ASM": False, "CVT": False}),
         mock.patch.object(configs, "grouped_constants", _without_asm(configs.grouped_constants)),
         mock.patch.object(torch, "empty", _float32_out),
     ):
@@ -76,7 +76,8 @@ def both(name: str, c: launch.Layer, decode=True, tiles=TILES) -> None:
     want = exact(c)
     with interpreted():
         if decode:
-            report(f"decode {name}", distance(launch.decode(c), want), 1e-3)  # activations become half precision inside
+            wide = (configs.DecodeConfig(32, 16, 4), configs.DecodeConfig(64, 16, 4))  # the interpreter pays by the program
+            report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
         if c.x.dtype != torch.bfloat16:
             for tile in tiles:
                 bound = 4e-6 if c.x.dtype == torch.float32 else 1e-3
@@ -95,9 +96,8 @@ ACTS = {
 
 
 def formulas():
-    for name, act in ACTS.items():
-        for biased in (False, True):
-            both(f"{name} bias {biased}", layer(3, 80, 48, 4, 2, act, biased=biased), tiles=TILES[:1])
+    for i, (name, act) in enumerate(ACTS.items()):
+        both(f"{name} bias {i % 2 > 0}", layer(3, 80, 48, 4, 2, act, biased=i % 2 > 0), tiles=TILES[:1])
     for name, act in (("relu2", Activation("relu2")), ("quick_gelu", Activation("silu", 1.702))):
         both(f"no gate {name}", layer(3, 80, 48, 4, 2, act, gated=False, biased=True), tiles=TILES[:1])
 
@@ -105,14 +105,14 @@ def formulas():
 def shapes():
     for t, h, inner, e, k, width in (
         (1, 272, 16, 3, 2, None),
-        (1, 1056, 144, 2, 1, 33),
-        (5, 16, 80, 9, 4, 70),
-        (2, 528, 96, 1, 3, None),
+        (1, 528, 144, 2, 1, 33),
+        (3, 16, 80, 9, 4, 70),
+        (2, 80, 96, 1, 3, None),
         (40, 48, 32, 5, 2, None),
     ):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32) if h == 16 else (torch.float16,):
             c = layer(t, h, inner, e, k, dtype=dtype, width=width)
-            both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10)
+            both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10, tiles=TILES if inner == 80 else TILES[:1])
 
 
 def routings():
@@ -134,16 +134,16 @@ def routings():
     for on_input in (False, True):
         c = layer(5, 48, 32, 6, 3, ids=torch.randint(-2, 12, (5, 3)), table=table, on_input=on_input, biased=True)
         both(f"routing: map, weight on input {on_input}", c, tiles=TILES[:1])
-    for seed in range(6):
+    for seed in range(4):
         random.seed(seed)
-        e, k, t = random.choice((1, 2, 7, 16)), random.choice((1, 3, 8)), random.choice((1, 6, 23))
+        e, k, t = random.choice((1, 2, 7, 16)), random.choice((1, 3, 8)), random.choice((1, 6))
         c = layer(t, 32, 16, e, k, ids=torch.randint(-1, e + 1, (t, k)))
-        both(f"routing: random E{e} k{k} T{t}", c, tiles=TILES)
+        both(f"routing: random E{e} k{k} T{t}", c, tiles=TILES[seed % 2 :][:1])
 
 
 def metadata():
     """The routing kernel alone, against torch.sort; P beyond one block; every BLOCK_M."""
-    for e, p, block_m in ((5, 40, 16), (1, 7, 16), (16, 1500, 32), (3, 2049, 64), (9, 3, 64), (64, 64, 16)):
+    for e, p, block_m in ((5, 40, 16), (1, 7, 16), (6, 1500, 32), (3, 2049, 64), (9, 3, 64)):
         ids = torch.randint(-1, e + 1, (p, 1))
         ids[torch.rand(p, 1) < 0.2] = 0  # uneven
         c = layer(1, 16, 16, e, 1, ids=torch.zeros(1, 1, dtype=torch.int32))

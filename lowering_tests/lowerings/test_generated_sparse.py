@@ -49,6 +49,7 @@ class Generated(TestCase):
         stack.enter_context(dispatch(thresholds=(("gemv", 1), ("mid", 64))))
         stack.enter_context(mock.patch.object(lowering, "plan", lambda a, b: plan(a, b, PORTABLE)))
         stack.enter_context(mock.patch.object(configs, "gemv", return_value=configs.GemvConfig(8, 64, 4)))
+        stack.enter_context(mock.patch.object(configs, "mid", return_value=configs.MidConfig(64, 64, 64, 4, 3)))
 
     def compile(self, build, *shapes, **options) -> str:
         shapes = [s if isinstance(s[0], tuple) else (s, BF16) for s in shapes]
@@ -64,20 +65,16 @@ class Generated(TestCase):
 return (b0, )""",
         )
 
-    def test_a_few_rows_go_through_dense_codes(self):
+    def test_a_few_rows(self):
         with listen() as entries:
             body = self.compile(lambda: layer(bias=True), (40, K), mark=marked())
-        assert [(e.op, e.decision.row.kernel, e.decision.how) for e in entries] == [
-            ("fp4.sparse_linear", "sparse_decompress + linear", "guard"),
-            ("fp4.linear", "triton_mid", "guard"),
-        ]
+        assert [(e.op, e.decision.row.kernel, e.decision.how) for e in entries] == [("fp4.sparse_linear", "triton_sparse_mid", "guard")]
         self.assertExpectedInline(
             body,
             """\
-    b0 = torch.ops.fp4.sparse_decompress.default(in0, in1)
-    b1 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
-    triton_tem_fused_sparse_linear_0.run(in2, b0, in3, in4, in5, b1, s0, 64*((63 + s0) // 64), 1, 1, stream=stream0)
-return (b1, )""",
+    b0 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
+    triton_tem_fused_sparse_linear_0.run(in0, in1, in2, in3, in4, in5, b0, s0, 32*((63 + s0) // 64), 1, 1, stream=stream0)
+return (b0, )""",
         )
 
     def test_many_rows_fp8(self):
@@ -123,21 +120,23 @@ return (b0, )""",
 
     def test_epilogues_lie_in_the_kernel(self):
         epilogues = {"silu": lambda y, r: nn.functional.silu(y), "mul residual": lambda y, r: y * r + r, "float32": lambda y, r: y.float() * 2}
-        for name, epilogue in epilogues.items():
-            with self.subTest(epilogue=name):
-                body = self.compile(around(lambda linear, x, r, e=epilogue: e(linear(x), r), bias=True), (1, K), (1, N))
-                ((kernel, source),) = triton_sources(self.code).items()
-                assert kernel.startswith("triton_tem_fused_")
-                assert body.count(".run(") == 1
-                FileCheck().check_count("tl.store(", 1, exactly=True).run(source)
-                assert "prmt.b32" in source
+        for m, instruction in ((1, "prmt.b32"), (40, "tl.dot(")):
+            for name, epilogue in epilogues.items():
+                with self.subTest(m=m, epilogue=name):
+                    body = self.compile(around(lambda linear, x, r, e=epilogue: e(linear(x), r), bias=True), (m, K), (m, N))
+                    ((kernel, source),) = triton_sources(self.code).items()
+                    assert kernel.startswith("triton_tem_fused_")
+                    assert body.count(".run(") == 1
+                    FileCheck().check_count("tl.store(", 1, exactly=True).run(source)
+                    assert instruction in source
 
     def test_ptx(self):
-        for cc, decode in (((9, 0), "cvt.rn.f16x2.e4m3x2"), ((8, 0), "fma.rn.f16x2")):
-            with self.subTest(cc=cc):
-                self.compile(around(lambda linear, x: nn.functional.silu(linear(x)), bias=True), (1, K), cc=cc)
+        cases = (((9, 0), 1, "cvt.rn.f16x2.e4m3x2"), ((8, 0), 1, "fma.rn.f16x2"), ((9, 0), 40, "wgmma.mma_async"), ((8, 0), 40, "mma.sync"))
+        for cc, m, instruction in cases:
+            with self.subTest(cc=cc, m=m):
+                self.compile(around(lambda linear, x: nn.functional.silu(linear(x)), bias=True), (m, K), cc=cc)
                 (ptx,) = triton_ptx(self.code, cc).values()
-                FileCheck().check(f".target sm_{cc[0]}{cc[1]}").check(decode).run(ptx)
+                FileCheck().check(f".target sm_{cc[0]}{cc[1]}").check(instruction).run(ptx)
                 assert "prmt.b32" in ptx
 
     def test_one_graph_per_regime(self):

@@ -225,6 +225,65 @@ def weights_on_both_sides(m, x):
     return (torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[ids]) * w[..., None]).sum(1)
 
 
+def loop_with_where(m, x):
+    """How Transformers' models ran before they had experts implementations: the rows of each expert, added up in place."""
+    ids, w = m.route(x)
+    out = torch.zeros_like(x)
+    mask = F.one_hot(ids, E).permute(2, 1, 0)
+    gate_up, down = m.gate_up(), m.down()
+    for e in range(E):
+        slot, token = torch.where(mask[e])
+        y = swiglu(x[token] @ gate_up[e].t()) @ down[e].t()
+        out.index_add_(0, token, y * w[token, slot, None])
+    return out
+
+
+def batched_mm(m, x, low=0, high=E - 1):
+    """Transformers' batched_mm; 5.17 clamps the ids, 5.23 does not."""
+    ids, w = m.route(x)
+    s = ids.reshape(-1)
+    s = s if low is None else s.clamp(low, high)
+    rows = x.repeat_interleave(K, dim=0)
+    z = torch.bmm(m.gate_up()[s], rows.unsqueeze(-1)).squeeze(-1)
+    y = torch.bmm(m.down()[s], swiglu(z).unsqueeze(-1)).squeeze(-1)
+    return (y * w.reshape(-1).unsqueeze(-1)).view(x.shape[0], K, H).sum(dim=1)
+
+
+def grouped_mm(m, x, masked=True):
+    """Transformers' grouped_mm; 5.17 masks rows whose id is no expert, 5.23 does not."""
+    ids, w = m.route(x)
+    expert, perm = torch.sort(ids.reshape(-1))
+    rows = x[perm // K]
+    offsets = torch.cumsum(torch.histc(expert.float(), bins=E, min=0, max=E - 1), dim=0, dtype=torch.int32)
+    mask = (expert >= E).unsqueeze(-1)
+    rows = rows.masked_fill(mask, 0.0) if masked else rows
+    z = torch._grouped_mm(rows, m.gate_up().transpose(-2, -1), offs=offsets)
+    z = z.masked_fill(mask, 0.0) if masked else z
+    y = torch._grouped_mm(swiglu(z), m.down().transpose(-2, -1), offs=offsets)
+    y = y.masked_fill(mask, 0.0) if masked else y
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.size(0))
+    return (y * w.reshape(-1)[perm].unsqueeze(-1))[inverse].view(x.shape[0], K, H).sum(dim=1)
+
+
+def clamped_and_masked(m, x):
+    """The ids are clamped for the gather; pairs beyond a limit of their own are left out."""
+    ids, w = m.route(x)
+    ids = ids + 1
+    s = ids.clamp(0, E - 1)
+    z = torch.einsum("th,tkih->tki", x, m.gate_up()[s])
+    y = torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[s])
+    return (torch.where((ids >= E)[..., None], 0.0, y) * w[..., None]).sum(1)
+
+
+def masked_by_weight(m, x):
+    """Any condition on a pair, not only on its id."""
+    ids, w = m.route(x)
+    z = torch.einsum("th,tkih->tki", x, m.gate_up()[ids])
+    y = torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[ids])
+    return (torch.where((w > 0.55)[..., None], y, 0.0) * w[..., None]).sum(1)
+
+
 # name -> (body, the counter that goes up)
 FORMS = {
     "dequantize, then gather": (gathered(), "moe_batched_mm"),
@@ -252,6 +311,15 @@ FORMS = {
     "loop over slots": (loop_over_slots, "moe_loop"),
     "loop over experts": (loop_over_experts, "moe_loop"),
     "loop over packed experts": (loop_over_packed_experts, "moe_loop"),
+    "loop over experts, where and index_add": (loop_with_where, "moe_loop"),
+    "batched_mm": (lambda m, x: batched_mm(m, x, None), "moe_batched_mm"),
+    "batched_mm, clamped": (batched_mm, "moe_batched_mm"),
+    "clamped and masked": (clamped_and_masked, "moe_batched_mm"),
+    "masked by weight": (masked_by_weight, "moe_batched_mm"),
+    "grouped_mm": (lambda m, x: grouped_mm(m, x, False), "moe_grouped_mm"),
+    "grouped_mm, masked": (grouped_mm, "moe_grouped_mm"),
+    "grouped_mm, bincount": (grouped(lambda ids, s: torch.bincount(ids, minlength=E)), "moe_grouped_mm"),
+    "grouped_mm, counted by comparison": (grouped(lambda ids, s: (ids[:, None] == torch.arange(E)).sum(0)), "moe_grouped_mm"),
 }
 
 

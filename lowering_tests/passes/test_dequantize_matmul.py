@@ -144,6 +144,15 @@ def test_left_alone(compiled, form):
     assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
 
 
+def test_an_operand_that_is_part_of_a_split(compiled):
+    """Looking for the weight ends there; it once ended with an AttributeError."""
+    model = Model(lambda m, x: torch.bmm(*x.split(1)) + F.linear(x[0, 0], m.w()).sum())
+    x = torch.randn(2, K, K).bfloat16()
+    c = compiled(model, x)
+    assert c.matches == {"dequantize_mm": 1}
+    assert relative_error(c.result, model(x)) <= TOLERANCE[torch.bfloat16]
+
+
 def test_a_bias_that_is_not_one(compiled):
     """addmm of a full matrix is not a bias; the product is left to Inductor rather than guessed at."""
     model = Model(lambda m, x: torch.addmm(x[:, :N], x, m.w().t()))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp4_inductor import NVFP4Tensor
+from fp4_inductor.integrations.transformers import use_experts_backend
 from fp4_inductor.passes.missed import listen
 
 pytest.importorskip("transformers")
@@ -23,7 +24,7 @@ INTERFACE = sorted(set(tiny_models.MOE) - {"llama4"})  # outside the experts int
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def quantized_block(family, implementation, dtype=torch.bfloat16):
+def quantized_block(family, implementation="batched_mm", dtype=torch.bfloat16):
     """The family's MoE block with packed experts in place of dense ones, and inputs it was called with."""
     model = tiny_models.build(family, dtype).requires_grad_(False)
     experts = [m for m in model.modules() if any(p.dim() == 3 and n.endswith("proj") for n, p in m.named_parameters(recurse=False))]
@@ -35,7 +36,8 @@ def quantized_block(family, implementation, dtype=torch.bfloat16):
                 setattr(module, name, nn.Parameter(w, requires_grad=False))
             elif "bias" in name:
                 p.copy_(torch.randn_like(p))
-    model.set_experts_implementation(implementation)
+    if family in INTERFACE:
+        model.set_experts_implementation(implementation)
     block = next(m for m in model.modules() if experts[-1] in m.children())
     seen = []
     hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
@@ -54,23 +56,35 @@ def relative_error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("family", INTERFACE)
-def test_no_family_is_missed_and_both_doors_agree(compiled, family, implementation):
-    model, block, args, kwargs = quantized_block(family, implementation)
+def test_no_family_is_missed_and_both_doors_agree(compiled, family):
+    """Pattern and experts backend call the same op with the same arguments: equal bits."""
+    model, block, args, kwargs = quantized_block(family)
+    with torch.no_grad():
+        eager = hidden(block(*args, **kwargs))
+    results = []
+    for implementation in ("batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        with listen() as missed:
+            c = compiled(lambda *a: hidden(block(*a, **kwargs)), *args)
+        assert c.matches == {f"moe_{implementation}": 1}
+        assert not missed and "fp4.dequantize" not in c.graph and c.graph.count("fp4.moe.") == 1
+        assert relative_error(c.result, eager) <= TOLERANCE[torch.bfloat16]
+        results.append(c.result)
+    assert use_experts_backend(model)
+    c = compiled(lambda *a: hidden(block(*a, **kwargs)), *args)
+    assert c.matches == {} and c.graph.count("fp4.moe.") == 1
+    assert all(torch.equal(c.result, r) for r in results)
+
+
+def test_llama4_is_not_silently_dense(compiled):
+    """Its experts lie [E, K, N], which NVFP4 cannot contract over."""
+    _, block, args, kwargs = quantized_block("llama4")
     with listen() as missed:
         c = compiled(lambda *a: hidden(block(*a, **kwargs)), *args)
-    assert c.matches == {f"moe_{implementation}": 1}
-    assert not missed and "fp4.dequantize" not in c.graph and c.graph.count("fp4.moe.") == 1
-    with torch.no_grad():
-        assert relative_error(c.result, hidden(block(*args, **kwargs))) <= TOLERANCE[torch.bfloat16]
-    if implementation == "batched_mm":
-        from fp4_inductor.integrations.transformers import use_experts_backend
-
-        assert use_experts_backend(model)
-        other = compiled(lambda *a: hidden(block(*a, **kwargs)), *args)
-        assert other.matches == {} and other.graph.count("fp4.moe.") == 1
-        assert torch.equal(other.result, c.result)
+    assert c.matches == {}
+    assert {m.shape for m in missed} == {"[4, 64, 64]", "[4, 32, 64]"}
+    assert all("not contracted over its last dimension" in m.reason for m in missed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

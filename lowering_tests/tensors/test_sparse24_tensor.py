@@ -186,6 +186,22 @@ def test_dense_fallback(case):
     assert same(w, matrix())
 
 
+def test_stack_cat_and_squeeze_stay_packed():
+    parts = [matrix(seed=i) for i in range(3)]
+    stacked = torch.stack(parts)
+    assert type(stacked) is Sparse24NVFP4Tensor
+    assert torch.equal(stacked.dequantize(), torch.stack([p.dequantize() for p in parts]))
+    assert all(same(c.squeeze(0), p) for c, p in zip(stacked.chunk(3), parts, strict=True))
+    g = torch.tensor(0.01)
+    a, b = matrix(global_scale=g), matrix(seed=1, global_scale=g)
+    for dim in (0, 1):
+        packed = torch.cat([a, b], dim)
+        assert type(packed) is Sparse24NVFP4Tensor
+        assert torch.equal(packed.dequantize(), torch.cat([a.dequantize(), b.dequantize()], dim))
+    for other in (NVFP4Tensor.from_dense(torch.randn(N, K), global_scale=g), matrix(seed=2), torch.randn(N, K)):
+        assert type(torch.cat([a, other])) is torch.Tensor
+
+
 # --- moves, copies, state ---------------------------------------------------------------------------------------
 
 

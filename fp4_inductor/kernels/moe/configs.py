@@ -32,12 +32,18 @@ class GroupedConfig:
 
 
 def decode(k: int) -> DecodeConfig:
-    """For a product over ``k``: the widest step that wastes at most an eighth of its lanes, else the one that wastes least."""
-    words = k // 8
-    widths = [w for w in (256, 128, 64, 32, 16) if w <= max(16, 2 * words)]
-    waste = {w: -(-words // w) * w / max(words, 1) for w in widths}
-    width = next((w for w in widths if waste[w] <= 1.125), min(widths, key=lambda w: (waste[w] > 1.4, -w)))
-    return DecodeConfig(4, width, 4)
+    """For a product over ``k``: one step over all of it where that fits, else the widest step that wastes at most an eighth of its lanes.
+
+    At least 512 words a program, so that every thread of four warps loads 16 bytes.
+    """
+    words = max(k // 8, 2)
+    whole = 1 << (words - 1).bit_length()
+    if whole <= 256 and whole <= 1.4 * words:
+        width = max(whole, 16)
+    else:
+        waste = {w: -(-words // w) * w / words for w in (256, 128, 64)}
+        width = next((w for w in waste if waste[w] <= 1.125), min(waste, key=waste.__getitem__))
+    return DecodeConfig(max(4, 512 // width), width, 4)
 
 
 def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
@@ -55,8 +61,16 @@ def slots(pairs: int, experts: int, block_m: int) -> int:
     return pairs // block_m + experts
 
 
-def decode_constants(c: DecodeConfig, arch: int) -> dict[str, object]:
-    return dict(BLOCK_N=c.block_n, BLOCK_W=c.block_w, CVT=arch >= 89, ASM=True)
+def decode_units(k: int) -> tuple[int, int]:
+    """``(units, words a unit)`` of a row of ``k`` weights: the unit is the largest power of two up to 16 that divides its words."""
+    words = k // 8
+    unit = next(u for u in (16, 8, 4, 2, 1) if words % u == 0)
+    return words // unit, unit
+
+
+def decode_constants(c: DecodeConfig, k: int, arch: int) -> dict[str, object]:
+    """Constexpr arguments of both decode kernels."""
+    return dict(BLOCK_N=c.block_n, BLOCK_W=c.block_w, UNIT=decode_units(k)[1], ONE_STEP=k // 8 <= c.block_w, CVT=arch >= 89, ASM=True)
 
 
 def grouped_constants(c: GroupedConfig, dtype: torch.dtype) -> dict[str, object]:

@@ -62,12 +62,13 @@ def packed_dot(words, scales, rows, ok, K8, kw, ks, x0, x1, x2, x3, undo, BLOCK_
 
 @triton.jit
 def moe_decode_up(
-    X, IDS, WEIGHTS, MAP, QDATA, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, T, E, MAP_SIZE, INNER, K8, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    X, IDS, WEIGHTS, MAP, QDATA, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, T, E, MAP_SIZE, INNER, UNITS, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """H[pair, i] = act(x[token] @ gate_up[expert].T + bias)"""
     words = QDATA.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
+    K8 = UNITS * UNIT  # a known power of two divides the words of a row: wide loads
     pair = tl.program_id(1).to(tl.int64)
     e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
     if e >= 0:
@@ -79,7 +80,7 @@ def moe_decode_up(
         token = pair // TOP_K
         a = tl.zeros((BLOCK_N, BLOCK_W // 2), tl.float32)
         b = tl.zeros((BLOCK_N, BLOCK_W // 2), tl.float32)
-        for k in range(0, K8, BLOCK_W):
+        for k in range(0, BLOCK_W if ONE_STEP else K8, BLOCK_W):
             kw = k + tl.arange(0, BLOCK_W)
             ks = k // 2 + tl.arange(0, BLOCK_W // 2)
             x0, x1, x2, x3, undo = load_activations(X, token, T, k * 8, K8 * 8, BLOCK_W, False, CVT, ASM)
@@ -99,34 +100,53 @@ def moe_decode_up(
 
 
 @triton.jit
+def weighted_down(
+    H, IDS, WEIGHTS, MAP, words, scales, GLOBAL_SCALE, BIAS, pair, rn, T, E, MAP_SIZE, N, K8, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """float32 ``[BLOCK_N]``: one pair's share of its token's result, zeros if its id is no expert."""
+    e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
+    valid = e >= 0
+    # Predicated loads instead of a branch: those of several experts are in flight together.
+    ok = rn < tl.where(valid, N, 0)
+    rows = tl.where(valid, e, 0) * N + rn
+    source = tl.where(valid, pair, T * TOP_K)  # a row beyond the last counts as zero: what lies in an unwritten row is not read
+    acc = tl.zeros((BLOCK_N, BLOCK_W // 2), tl.float32)
+    for k in range(0, BLOCK_W if ONE_STEP else K8, BLOCK_W):
+        kw = k + tl.arange(0, BLOCK_W)
+        ks = k // 2 + tl.arange(0, BLOCK_W // 2)
+        x0, x1, x2, x3, undo = load_activations(H, source, T * TOP_K, k * 8, K8 * 8, BLOCK_W, False, CVT, ASM)
+        acc += packed_dot(words, scales, rows, ok, K8, kw, ks, x0, x1, x2, x3, undo, BLOCK_N, BLOCK_W, CVT, ASM)
+    z = tl.sum(acc, 1) * tl.load(GLOBAL_SCALE + e, mask=valid, other=0.0)
+    if HAS_BIAS:
+        z += tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)
+    if not ON_INPUT:
+        z = z * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
+    return z
+
+
+@triton.jit
 def moe_decode_down(
-    H, IDS, WEIGHTS, MAP, QDATA, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, K8, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    H, IDS, WEIGHTS, MAP, QDATA, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, UNITS, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Y[token, n] = sum over the token's experts of weight * (h @ down[expert].T + bias)"""
     words = QDATA.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
+    K8 = UNITS * UNIT
     token = tl.program_id(1).to(tl.int64)
     rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), tl.float32)
-    for j in range(TOP_K):
-        pair = token * TOP_K + j
-        e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
-        valid = e >= 0
-        # Predicated loads instead of a branch: those of several experts are in flight together.
-        ok = rn < tl.where(valid, N, 0)
-        rows = tl.where(valid, e, 0) * N + rn
-        source = tl.where(valid, pair, T * TOP_K)  # a row beyond the last counts as zero: what lies in an unwritten row is not read
-        acc = tl.zeros((BLOCK_N, BLOCK_W // 2), tl.float32)
-        for k in range(0, K8, BLOCK_W):
-            kw = k + tl.arange(0, BLOCK_W)
-            ks = k // 2 + tl.arange(0, BLOCK_W // 2)
-            x0, x1, x2, x3, undo = load_activations(H, source, T * TOP_K, k * 8, K8 * 8, BLOCK_W, False, CVT, ASM)
-            acc += packed_dot(words, scales, rows, ok, K8, kw, ks, x0, x1, x2, x3, undo, BLOCK_N, BLOCK_W, CVT, ASM)
-        z = tl.sum(acc, 1) * tl.load(GLOBAL_SCALE + e, mask=valid, other=0.0)
-        if HAS_BIAS:
-            z += tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)
-        if not ON_INPUT:
-            z = z * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
-        y += z
+    if ONE_STEP and TOP_K <= 16:  # unrolled, so that the loads of one expert need not wait for the sums of the one before
+        for j in tl.static_range(TOP_K):
+            y += weighted_down(
+                H, IDS, WEIGHTS, MAP, words, scales, GLOBAL_SCALE, BIAS, token * TOP_K + j, rn, T, E, MAP_SIZE, N, K8,
+                TOP_K, ON_INPUT, HAS_MAP, HAS_BIAS, BLOCK_N, BLOCK_W, ONE_STEP, CVT, ASM,
+            )  # fmt: skip
+    else:
+        for j in range(TOP_K):
+            y += weighted_down(
+                H, IDS, WEIGHTS, MAP, words, scales, GLOBAL_SCALE, BIAS, token * TOP_K + j, rn, T, E, MAP_SIZE, N, K8,
+                TOP_K, ON_INPUT, HAS_MAP, HAS_BIAS, BLOCK_N, BLOCK_W, ONE_STEP, CVT, ASM,
+            )  # fmt: skip
     tl.store(Y + token * N + rn, y.to(Y.dtype.element_ty), mask=rn < N)

@@ -1,11 +1,16 @@
-"""Tile shapes of the Triton kernel: pure functions of the shape, so that eager and compiled calls agree.
+"""Tile shapes of the Triton kernels: pure functions of the shape, so that eager and compiled calls agree.
 
-Untimed: the dense GEMV's tiles with the same k per step, which compile without spills for sm_80 to sm_121.
+Untimed: the dense kernels' tiles with the same k per step, where they compile without spills for sm_80 to sm_121.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ..linear import configs as dense
+from ..linear.configs import MidConfig, mid_constants
+
+__all__ = ["GemvConfig", "MidConfig", "gemv", "gemv_choices", "gemv_constants", "mid", "mid_choices", "mid_constants"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +38,17 @@ def gemv_constants(c: GemvConfig, n: int, k: int, arch: int) -> dict[str, object
     """Constexpr arguments of ``sparse_gemv`` for one shape and architecture."""
     even = n % c.block_n == 0 and (k // 16) % c.block_w == 0
     return dict(BLOCK_M=1, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True)
+
+
+def mid(m: int, n: int, k: int) -> MidConfig:
+    """For about ``m`` rows (an upper bound or a hint; any number of rows is right)."""
+    if m > 32 and n <= 4096:
+        return MidConfig(64, 32, 128, 4, 3)  # the dense tile's BLOCK_K = 256 spills here
+    return dense.mid(min(m, 64), n, k)
+
+
+def mid_choices(m: int, n: int, k: int) -> list[MidConfig]:
+    """What max-autotune benchmarks: the default first."""
+    default = mid(m, n, k)
+    others = [MidConfig(default.block_m, bn, bk, 4, s) for bn in (32, 64) for bk in (64, 128) for s in (2, 3, 4)]
+    return [default, *[c for c in others if c != default]]

@@ -13,6 +13,7 @@ from ...ops.dequantize_fp8 import scaled_product
 from ..linear import launch as dense
 from . import configs, cuda_small
 from .triton_gemv import sparse_gemv
+from .triton_mid import sparse_mid
 
 fp4 = torch.ops.fp4
 
@@ -37,6 +38,20 @@ def gemv(
     return dense._plus(y, bias)
 
 
+def mid(
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None
+) -> Tensor:
+    """A few dozen rows; see :mod:`.triton_mid`."""
+    (m, k), n = x.shape, values.shape[0]
+    c = tile or configs.mid(m, n, k)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    constants = configs.mid_constants(c, n, k, x.dtype)
+    sparse_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
+        x, values, meta, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
+    )
+    return dense._plus(y, bias)
+
+
 def small(
     x: Tensor,
     values: Tensor,
@@ -48,11 +63,6 @@ def small(
 ) -> Tensor:
     """Up to 32 rows; see ``csrc/sparse/sparse_linear_small.cu``. The bias is added in the kernel."""
     return cuda_small.linear(x, values, meta, scale, global_scale, bias, dense._arch(x.device), tile)
-
-
-def decompressed(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The dense kernels on transient dense codes."""
-    return fp4.linear(x, fp4.sparse_decompress(values, meta), scale, global_scale, bias)
 
 
 def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,7 +79,7 @@ def large_dense(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_s
 LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_sparse_gemv": gemv,
     "cuda_sparse_small": small,
-    "sparse_decompress + linear": decompressed,
+    "triton_sparse_mid": mid,
     "sparse_dequantize_fp8 + scaled_mm": large_fp8,
     "sparse_dequantize + mm": large_dense,
 }

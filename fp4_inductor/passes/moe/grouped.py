@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -24,13 +25,20 @@ def expert_of_row(reader: Reader, product: Node, offsets: Node, experts: sympy.E
     stands there once the ids are sorted.
     """
     ids = _counted(offsets, experts)
-    rows = shape_of(ids)[0]
-    probe = Var(rows, ("counted", product))
-    source = reader.index(ids, (probe,))
-    sort = _sort_of(reader, source, probe, ids)
+    sort = next((s for probe in _probes(reader, ids, product) if (s := _sort_of(reader, reader.index(ids, (probe,)), probe, ids)) is not None), None)
     if sort is None:
         raise Refused("a grouped product whose offsets do not come from sorted ids", 1)
     return reader.index(sort.args[0], (ix.permuted(sort, row),))  # type: ignore[arg-type]
+
+
+def _probes(reader: Reader, ids: Node, product: Node) -> Iterator[Index]:
+    """Any entry of ``ids``: as one number, and as token and slot if that is what the vector was flattened from."""
+    one = Var(shape_of(ids)[0], ("counted", product))
+    yield one
+    stopped = reader.read(ids, (one,))
+    need = reader.stuck.get((stopped.node, stopped.at))
+    if need is not None and need.var is one:
+        yield ix.join((Var(size, ("counted", product, d)), size) for d, size in enumerate(need.sizes))
 
 
 def _counted(offsets: Node, experts: sympy.Expr) -> Node:
@@ -70,7 +78,7 @@ def _uncast(node: Any) -> Any:
     return node
 
 
-def _sort_of(reader: Reader, source: Index, probe: Var, ids: Node) -> Node | None:
+def _sort_of(reader: Reader, source: Index, probe: Index, ids: Node) -> Node | None:
     """The sort whose result, or whose input, is read at ``probe`` as ``source``."""
     for node in ids.graph.find_nodes(op="call_function", target=aten.sort.default) + ids.graph.find_nodes(op="call_function", target=aten.sort.stable):
         if len(shape_of(node.args[0])) != 1 or not any(output_of_sort(user, 1) is node for user in node.users):

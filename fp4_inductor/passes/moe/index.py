@@ -78,6 +78,14 @@ class Inverse:
 
 
 @dataclass(frozen=True)
+class Row:
+    """The row in which ``nonzero`` lists the entry of its input at ``at``, where that is not zero."""
+
+    nonzero: Node
+    at: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
 class Div:
     """``index // by`` where the digits of ``index`` are not known."""
 
@@ -92,7 +100,7 @@ class Flat:
     digits: tuple[tuple[Index, sympy.Expr], ...]
 
 
-Index: TypeAlias = Var | Const | Shift | Value | Inverse | Div | Flat
+Index: TypeAlias = Var | Const | Shift | Value | Inverse | Row | Div | Flat
 Position: TypeAlias = tuple[Index, ...]
 ZERO = Const(0)
 
@@ -213,6 +221,8 @@ def substitute(index: Index, new: dict[Var, Index]) -> Index:
     if isinstance(index, Value):
         at = tuple(substitute(i, new) for i in index.at)
         return permuted(index.node, at[0]) if is_sort(index.node) else Value(index.node, at)
+    if isinstance(index, Row):
+        return Row(index.nonzero, tuple(substitute(i, new) for i in index.at))
     if isinstance(index, Inverse):
         return inverse(index.sort, substitute(index.index, new))
     if isinstance(index, Div):
@@ -228,7 +238,7 @@ def variables(what: Index | Position) -> frozenset[Var]:
         return frozenset().union(*(variables(i) for i in what))
     if isinstance(what, Var):
         return frozenset((what,))
-    if isinstance(what, Value):
+    if isinstance(what, (Value, Row)):
         return variables(what.at)
     if isinstance(what, (Shift, Inverse, Div)):
         return variables(what.index)

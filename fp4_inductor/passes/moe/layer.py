@@ -20,11 +20,13 @@ from ..layout import is_call
 from . import index as ix
 from .index import Const, Index, Position, Refused, Value, Var
 from .read import Read, aten, dtype_of, shape_of
+from .scatter import added_rows
 from .summand import Layer, Proof
-from .sums import Mask, Sums, filled, operand
+from .sums import Mask, Sums, Term, filled, operand
 
 _MOST_SPLITS = 8
 _MOST_TERMS = 1024
+_ADDS_ROWS = {aten.index_put.default, aten.index_add.default}
 
 
 @dataclass
@@ -84,18 +86,22 @@ def _layer(root: Node, sums: Sums) -> Layer:
         raise Refused("output channels that are taken apart")
     summands = _summands(sums, sums.read(root, tuple(at)))
     # what is not part of a layer usually comes first: the accumulator, a residual
-    layers = [Proof(sums, tokens, n).layer(read) for read in summands]
+    layers = [Proof(sums, tokens, n).layer(term) for term in summands]
     layers = [layers[0], *(_in_terms_of(layers[0], layer) for layer in layers[1:])]
     if layers[0].kind == "loop":
         return _over_experts(layers)
     return layers[0] if len(layers) == 1 else _over_slots(root, sums, layers)
 
 
-def _summands(sums: Sums, read: Read) -> list[Read]:
-    """The terms of a chain of additions."""
-    out, todo = [], [read]
+def _summands(sums: Sums, read: Read) -> list[Term]:
+    """The terms of a chain of additions, in place of rows or of all."""
+    out: list[Term] = []
+    todo: list[Read | Term] = [read]
     while todo:
         term = todo.pop()
+        if isinstance(term, Term):
+            out.append(term)
+            continue
         node = term.node
         if filled(node) == 0.0:
             continue
@@ -104,8 +110,10 @@ def _summands(sums: Sums, read: Read) -> list[Read]:
             todo += [operand(sums, part, term.at) for part in reversed(node.args)]  # type: ignore[arg-type]
         elif plain and node.args[1] == 0:
             todo.append(operand(sums, node.args[0], term.at))  # type: ignore[arg-type]
+        elif node.op == "call_function" and node.target in _ADDS_ROWS and (added := added_rows(sums, node, term.at)) is not None:
+            todo += [added, sums.read(node.args[0], term.at)]  # type: ignore[arg-type]
         else:
-            out.append(term)
+            out.append(Term([term]))
         if len(out) > _MOST_TERMS:
             raise Refused("too many terms")
     if not out:

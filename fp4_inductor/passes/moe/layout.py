@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ..emit import emit
 from . import index as ix
-from .index import Refused, Var
+from .index import Const, Index, Refused, Shift, Var
 from .read import Read, aten, shape_of
 
 Groups = Sequence[Sequence[Var]]
@@ -19,9 +19,15 @@ Groups = Sequence[Sequence[Var]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``read.node`` becomes a tensor with one dimension per group of variables; made by :func:`plan`, written by :func:`write`."""
+    """How ``read.node`` becomes a tensor with one dimension per group of variables; made by :func:`plan`, written by :func:`write`.
+
+    Args:
+        digits: the dimensions of the node, taken apart: (index, size) each.
+        found: the variables among them, in that order.
+    """
 
     read: Read
+    digits: tuple[tuple[Index, sympy.Expr], ...]
     found: tuple[Var, ...]
     groups: tuple[tuple[Var, ...], ...]
 
@@ -32,14 +38,20 @@ def plan(read: Read, groups: Groups, what: str) -> Layout:
     Raises:
         Refused: its elements do not lie as a permutation of those variables.
     """
-    found = [d for index, size in zip(read.at, shape_of(read.node), strict=True) for d, _ in ix.digits(index, size)]
+    digits = [d for index, size in zip(read.at, shape_of(read.node), strict=True) for d in ix.digits(index, size)]
+    found = [d.index if isinstance(d, Shift) else d for d, _ in digits if not isinstance(d, Const)]
     wanted = [v for group in groups for v in group]
-    if not all(isinstance(d, Var) for d in found) or len(set(found)) != len(found) or not set(found) <= set(wanted):
+    known = all(isinstance(v, Var) for v in found) and len(set(found)) == len(found) and set(found) <= set(wanted)
+    whole = all(ix.equal(d.size, size) if isinstance(d, Var) else _static(d) for d, size in digits)
+    if not known or not whole:
         raise Refused(f"{what} is not a plain tensor over tokens and slots", 3)
-    missing = [v for v in wanted if v not in found]
-    if missing and any(not v.size.is_Integer for v in missing):
+    if any(not v.size.is_Integer for v in wanted if v not in found):
         raise Refused(f"{what} is broadcast over a dimension of unknown size", 3)
-    return Layout(read, tuple(found), tuple(map(tuple, groups)))  # type: ignore[arg-type]
+    return Layout(read, tuple(digits), tuple(found), tuple(map(tuple, groups)))  # type: ignore[arg-type]
+
+
+def _static(index: Index) -> bool:
+    return isinstance(index, Const) or (isinstance(index, Shift) and index.step > 0 and isinstance(index.index, Var) and index.index.size.is_Integer)
 
 
 def write(layout: Layout) -> Node:
@@ -48,9 +60,15 @@ def write(layout: Layout) -> Node:
     shape = [ix.product(v.size for v in group) for group in layout.groups]
     order = [v for group in layout.groups for v in group]
     known = [v for v in order if v in layout.found]
-    if list(layout.found) == known == order:
+    if list(layout.found) == known == order and len(layout.digits) == len(order) and all(isinstance(d, Var) for d, _ in layout.digits):
         return reshape(node, shape)
-    node = reshape(node, [v.size for v in layout.found])
+    node = reshape(node, [size for _, size in layout.digits])
+    for dim, (digit, _) in reversed(list(enumerate(layout.digits))):
+        if isinstance(digit, Const):
+            node = emit(graph, aten.select.int, (node, dim, digit.value))
+        elif isinstance(digit, Shift):
+            last = digit.start + digit.step * (int(digit.index.size) - 1)  # type: ignore[union-attr]
+            node = emit(graph, aten.slice.Tensor, (node, dim, digit.start, last + 1, digit.step))
     if list(layout.found) != known:
         node = emit(graph, aten.permute.default, (node, [layout.found.index(v) for v in known]))
     for position, v in enumerate(order):

@@ -90,6 +90,8 @@ class Reader:
             # sorting a permutation gives its inverse
             back = isinstance(of, Value) and ix.is_sort(of.node) and of.at == (probe,)
             return ix.inverse(of.node, at[0]) if back else ix.permuted(sort, at[0])
+        if is_call(node, aten.nonzero.default) and isinstance(row := at[0], ix.Row) and row.nonzero is node and isinstance(at[1], Const):
+            return row.at[at[1].value]
         if isinstance(by := _floor_divisor(node), int):
             return ix.divide(self.index(node.args[0], at), by)  # type: ignore[arg-type]
         return Value(node, at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..._torch.fx import in_one_mutation_region
 from ...formats import nvfp4
@@ -39,11 +39,13 @@ def rewrite(proven: Proven) -> None:
     ids = layout.plan(Read(layer.ids.node, layer.ids.at), pairs, "the choice of experts")
     weights = layout.plan(layer.weights, pairs, "the router's weight")
     masks = [(layout.plan(m.condition, pairs, "a mask"), m.keeps) for m in layer.masks]
-    with root.graph.inserting_before(root):
+    graph = root.graph
+    with graph.inserting_before(root):
         new = _call(proven, x, ids, weights, masks)
     new.meta.update({k: v for k, v in root.meta.items() if k not in ("val", "eager_input_vals")})
     root.replace_all_uses_with(new)
     erase(root)
+    _erase_counts(graph)
     matched(f"moe_{layer.kind}")
 
 
@@ -70,6 +72,21 @@ def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.
         args = args[:-1]  # as the op's other callers leave them out: equal graphs, equal cache entries
     out = _cast(emit(graph, op, args), dtype_of(root))
     return layout.reshape(out, shape_of(root), root)
+
+
+def _erase_counts(graph: Graph) -> None:
+    """Remove ``nonzero`` where only the checks of how much it found are left: it would make the host wait for the device."""
+    for node in graph.find_nodes(op="call_function", target=aten.nonzero.default):
+        below = [node]
+        for reader in below:  # grows while it is walked
+            below += [user for user in reader.users if user not in below]
+        checks = all(n is node or n.target is aten._assert_scalar.default or not isinstance(n.meta.get("val"), torch.Tensor) for n in below)
+        if checks and all(n.op == "call_function" and (n.users or n.target is aten._assert_scalar.default) for n in below):
+            while len(below) > 1:
+                last = next(n for n in below if not n.users)
+                below.remove(last)
+                graph.erase_node(last)
+            erase(node)
 
 
 def _parts(weight: Weight) -> list[Node]:

@@ -27,6 +27,7 @@ template <typename T> inline const T* of_block(const T* shared, int rank) { retu
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]);
 void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
+void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales);
 void load_matrices(uint32_t (&to)[4], Shared row);
 
 template <typename T> constexpr bool kHalf = false;
@@ -44,6 +45,17 @@ template <typename T> inline void mma16816(float (&c)[4], uint32_t a0, uint32_t 
 template <typename T>
 inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3, uint32_t meta) {
   mma_sparse(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, b2, b3}, meta);
+}
+
+// wgmma (csrc/common/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.
+void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile);
+void wgmma_fence();
+inline void wgmma_commit() {}
+void wgmma_wait();
+inline void publish_tile() { emulated::publish(); }
+inline Shared tile_of(Shared tile, int block) { return tile + 32 * block; }
+template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
+  wgmma_issue(kHalf<T>, d, TILES, {a0, a1, a2, a3}, b);
 }
 
 #ifdef FP4_ARCH  // a source of csrc/, not device.cpp

@@ -1,0 +1,232 @@
+"""One MoE layer: fp4.moe by dispatch row against Transformers' bf16 experts: ``python benchmarks/moe.py [--tokens 1 4 ...] [--layers mixtral]``.
+
+Cold L2, CUDA-graph replay, medians; every call of a pass routes to other experts. ``--sweep`` times the tiles of the decode and grouped
+kernels instead. ``--smoke`` runs two tiny layers on a CPU, without a graph: it shows that the script works, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from timing import RESULTS, graph_us, machine, write_csv
+from torch import Tensor
+
+import fp4_inductor  # noqa: F401
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.select import describe, plan
+from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops.activation import Activation
+
+SILU = Activation()
+TOKENS = (1, 4, 8, 32, 128, 1024, 4096)
+ROUTINGS = 16  # calls a pass
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``goals``: microseconds asked for at TOKENS on an H200."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    act: Activation = SILU
+    biased: bool = False
+    goals: tuple[float, ...] = ()
+
+
+LAYERS = (
+    Layer("qwen3_30b", 128, 8, 2048, 768, goals=(10.5, 27, 46, 90, 105, 200, 620)),
+    Layer("qwen3_next", 512, 10, 2048, 512, goals=(10.5, 23, 44, 130, 240, 330, 720)),
+    Layer("mixtral", 8, 2, 4096, 14336, goals=(54, 150, 215, 235, 330, 1200, 3900)),
+    Layer("gpt_oss", 32, 4, 2880, 2880, Activation("swiglu_oai", 1.702, 7.0, True), True, (21, 68, 95, 135, 180, 520, 1450)),
+)
+TINY = (Layer("tiny", 8, 2, 64, 32), Layer("tiny_gpt_oss", 4, 2, 64, 32, Activation("swiglu_oai", 1.702, 7.0, True), True))
+
+
+def packed(layer: Layer, device: str) -> tuple[Tensor, ...]:
+    """Random codes and plausible scales: quantizing gigabytes of noise would only take time."""
+    out: list[Tensor] = []
+    for n, k in ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)):
+        out.append(torch.randint(0, 256, (layer.experts, n, k // 2), dtype=torch.uint8, device=device))
+        out.append(torch.randint(0x28, 0x40, (layer.experts, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE))
+        out.append((torch.rand(layer.experts, device=device) + 0.5) / k**0.5 / 8)
+    return tuple(out)
+
+
+def routings(layer: Layer, tokens: int, device: str, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Distinct experts a token, uniformly; weights that sum to one."""
+    out = []
+    for _ in range(count):
+        scores = torch.rand(tokens, layer.experts, device=device)
+        weights, ids = scores.topk(layer.top_k)
+        out.append((ids, weights / weights.sum(-1, keepdim=True)))
+    return out
+
+
+class Case:
+    """Arguments of one layer at one number of tokens, and how to time a call ``f(i)``."""
+
+    def __init__(self, layer: Layer, parts: tuple[Tensor, ...], tokens: int, device: str):
+        self.layer, self.parts, self.device = layer, parts, device
+        self.dtype = torch.bfloat16
+        self.x = torch.randn(tokens, layer.hidden, device=device).to(self.dtype)
+        self.routing = routings(layer, tokens, device, ROUTINGS if tokens <= 128 else 4)
+        shapes = (2 * layer.inner, layer.hidden)
+        self.biases = tuple(torch.randn(layer.experts, n, device=device).to(self.dtype) if layer.biased else None for n in shapes)
+
+    def time(self, call: Callable[[int], object]) -> float:
+        if self.device == "cuda":
+            return graph_us(call, len(self.routing))
+        call(0)
+        start = time.perf_counter()
+        for i in range(len(self.routing)):
+            call(i)
+        return (time.perf_counter() - start) * 1e6 / len(self.routing)
+
+    def ours(self, i: int) -> Tensor:
+        return torch.ops.fp4.moe(self.x, *self.routing[i], *self.parts, *self.biases, *self.layer.act.arguments())
+
+    def error(self) -> float:
+        """Against float64, over at most 64 tokens."""
+        some = slice(0, 64)
+        ids, weights = self.routing[0]
+        want = contract.reference(self.x[some].float(), ids[some], weights[some], *self.parts, *self.biases, *self.layer.act.arguments()).double()
+        got = self.ours(0)[some].double()
+        return float((got - want).norm() / want.norm())
+
+    def kernel(self) -> str:
+        layer = self.layer
+        options = plan(describe("moe", self.x.device, self.dtype, layer.hidden, layer.hidden, "auto", layer.experts), dispatch_config())
+        return options.pick(self.routing[0][0].numel()).kernel
+
+
+def dense_peers(layer: Layer, case: Case) -> dict[str, float]:
+    """Microseconds of Transformers' own implementations on bf16 weights of the same shape; empty where they do not fit."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def stack(n, k):
+        return torch.randn(layer.experts, n, k, device=case.device, dtype=case.dtype) / k**0.5
+
+    owner = types.SimpleNamespace(
+        gate_up_proj=stack(2 * layer.inner, layer.hidden), down_proj=stack(layer.hidden, layer.inner), num_experts=layer.experts, has_gate=True,
+        has_bias=layer.biased, is_transposed=False, is_concatenated=not layer.act.interleaved, gate_up_proj_bias=case.biases[0], down_proj_bias=case.biases[1],
+        has_post_expert_norm=False, _is_expert_parallel=False, _apply_gate=lambda z: layer.act(z, layer.inner),
+    )  # fmt: skip
+    out = {}
+    for name in ("batched_mm", "grouped_mm"):
+        if name == "batched_mm" and case.routing[0][0].numel() * layer.inner * layer.hidden * 6 > 60e9:
+            continue  # it gathers every weight of every pair
+        forward = torch.compile(ALL_EXPERTS_FUNCTIONS[name]) if case.device == "cuda" else ALL_EXPERTS_FUNCTIONS[name]
+        out[name] = case.time(lambda i, f=forward: f(owner, case.x, *case.routing[i]))
+    torch.compiler.reset()
+    return out
+
+
+@torch.no_grad()
+def measure(layers: tuple[Layer, ...], tokens: tuple[int, ...], device: str, peers: bool) -> Iterator[dict]:
+    for layer in layers:
+        parts = packed(layer, device)
+        for t in tokens:
+            case = Case(layer, parts, t, device)
+            us = case.time(case.ours)
+            dense = dense_peers(layer, case) if peers else {}
+            goal = layer.goals[TOKENS.index(t)] if layer.goals and t in TOKENS else None
+            row = dict(
+                where(device), layer=layer.name, tokens=t, kernel=case.kernel(), us=round(us, 2), goal_us=goal, error=f"{case.error():.1e}",
+                **{f"bf16_{n}_us": round(dense[n], 2) if n in dense else "" for n in ("batched_mm", "grouped_mm")},
+            )  # fmt: skip
+            row["speedup"] = round(min(dense.values()) / us, 2) if dense else ""
+            print(f"{layer.name:12} T={t:5} {row['kernel']:36} {us:9.2f} us (goal {goal})  bf16 {dense}  error {row['error']}", flush=True)
+            yield row
+        del parts
+
+
+@torch.no_grad()
+def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
+    """Every tile of the kernel that dispatch would choose, the fastest first."""
+    from fp4_inductor.kernels.moe import configs, launch
+
+    widths = [(4, 256), (4, 128), (8, 128), (8, 64), (2, 256), (2, 512), (4, 512), (16, 64)]
+    decode = [configs.DecodeConfig(n, w, warps) for (n, w), warps in itertools.product(widths, (2, 4, 8))]
+    grouped = [configs.GroupedConfig(*c) for c in itertools.product((16, 32, 64), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4))]
+    for layer in layers:
+        parts = packed(layer, "cuda")
+        for t in tokens:
+            case = Case(layer, parts, t, "cuda")
+            many = case.routing[0][0].numel() > max(4, layer.experts // 2)
+            found = []
+            for tile in grouped if many else decode:
+                calls = [
+                    launch.Layer(case.x, *r, parts[:3], parts[3:], case.biases, layer.act, False, None)  # type: ignore[arg-type]
+                    for r in case.routing
+                ]
+                try:
+                    us = graph_us(lambda i, c=calls, s=tile: launch.grouped(c[i], s) if many else launch.decode(c[i], s, s), len(calls))
+                except Exception as error:  # a tile that does not fit the architecture
+                    print(layer.name, t, tile, type(error).__name__, str(error)[:100], flush=True)
+                    continue
+                found.append(dict(machine(), layer=layer.name, tokens=t, tile=str(tile), us=round(us, 2)))
+            found.sort(key=lambda r: r["us"])
+            print(layer.name, t, [(r["us"], r["tile"]) for r in found[:3]], flush=True)
+            yield from found
+
+
+def where(device: str) -> dict[str, str]:
+    return machine() if device == "cuda" else {"gpu": "none (smoke run on a CPU)", "torch": torch.__version__}
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Time against tokens, one panel a layer; needs matplotlib."""
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(r["layer"] for r in rows))
+    figure, panels = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.6), squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        mine = [r for r in rows if r["layer"] == name]
+        series = {"fp4.moe": "us", "bf16 batched_mm": "bf16_batched_mm_us", "bf16 grouped_mm": "bf16_grouped_mm_us", "goal": "goal_us"}
+        for label, column in series.items():
+            points = [(r["tokens"], float(r[column])) for r in mine if r.get(column) not in (None, "")]
+            if points:
+                panel.plot(*zip(*points, strict=True), marker="o", linestyle=":" if label == "goal" else "-", label=label)
+        panel.set(title=name, xlabel="tokens", ylabel="us", xscale="log", yscale="log")
+        panel.legend(fontsize=7)
+    figure.suptitle(f"{rows[0]['gpu']}, torch {rows[0]['torch']}", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS], choices=[layer.name for layer in LAYERS])
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave Transformers' bf16 implementations out")
+    parser.add_argument("--sweep", action="store_true", help="time tiles")
+    parser.add_argument("--smoke", action="store_true", help="two tiny layers on a CPU")
+    parser.add_argument("--out", type=Path, help="CSV (default: results/moe.csv, or moe_sweep.csv)")
+    parser.add_argument("--plot", type=Path, help="write a plot of the rows there")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.smoke:
+        rows = list(measure(TINY, (1, 4, 33), "cpu", args.peers))
+    else:
+        chosen = tuple(layer for layer in LAYERS if layer.name in args.layers)
+        rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", args.peers))
+    out = args.out or (None if args.smoke else RESULTS / ("moe_sweep.csv" if args.sweep else "moe.csv"))
+    if out is not None:
+        write_csv(out, rows)
+    if args.plot is not None:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""2:4-sparse NVFP4 against dense: time on this GPU, and what it costs a model.
+
+    python benchmarks/sparse.py timing                       fp4.sparse_linear against fp4.linear and bf16 (CUDA)
+    python benchmarks/sparse.py quality --model smollm2      perplexity and KL of every pruning, the curve of mixed models
+    python benchmarks/sparse.py plot                         draws both from their data (needs matplotlib)
+
+``timing`` has the protocol of ``linear.py``: cold L2, CUDA-graph replay, medians, sparse, dense and bf16 in one run. ``quality``
+evaluates the first windows of a text and calibrates on windows from its middle on; ``--only`` runs some of the rows and leaves
+the others in the file, since on a CPU they take minutes each. ``--recovered`` takes a folder that ``examples/recover_sparse.py --save`` wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import datetime
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from timing import RESULTS, copies_for, graph_us, machine, write_csv
+
+HERE = Path(__file__).resolve().parent
+SPARSE_BITS, DENSE_BITS = 3.5, 4.5
+CURVE = (3.75, 4.0, 4.25)
+KEY = ("model", "text", "weights", "bits", "calibration_tokens")
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+def sparse_weights(n: int, k: int, count: int):
+    """Random 2:4 weights: all six patterns, every code."""
+    from fp4_inductor.formats import nvfp4, sparse24
+
+    legal = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device="cuda")
+    nibbles = legal[torch.randint(0, len(legal), (count, n, k // 4), device="cuda")]
+    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(0x30, 0x48, (count, n, k // 16), dtype=torch.uint8, device="cuda").view(nvfp4.SCALE_DTYPE)
+    return values, sparse24.pack_meta(nibbles), scale, torch.full((), 2.0**-8, device="cuda")
+
+
+def measure(k: int, n: int, m: int, large_m: str) -> dict:
+    from linear import floor_us
+
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    nbytes = n * k * 7 // 16
+    count = copies_for(nbytes) if m <= 512 else min(copies_for(nbytes), 8)
+    sparse, wrong = _sparse_us(x, n, count, large_m)
+    dense = _dense_us(x, n, count, large_m)
+    w = torch.randn(min(count, copies_for(n * k * 2)), n, k, device="cuda", dtype=torch.bfloat16)
+    bf16 = graph_us(lambda i: torch.nn.functional.linear(x, w[i]), len(w))
+    figures = {"us": sparse, "dense_us": dense, "bf16_us": bf16, "to_dense": sparse / dense, "to_floor": sparse / floor_us(nbytes)}
+    return dict(machine(), k=k, n=n, m=m, large_m=large_m, **{name: round(v, 3) for name, v in figures.items()}, error=f"{wrong:.1e}")
+
+
+def _sparse_us(x: torch.Tensor, n: int, count: int, large_m: str) -> tuple[float, float]:
+    """``(us, relative error against float64)``; the weights are freed on return."""
+    from sweep_linear import error
+
+    from fp4_inductor.formats import sparse24
+
+    values, meta, scale, g = sparse_weights(n, x.shape[1], count)
+    rows = slice(0, min(len(x), 64))
+    want = x[rows].double() @ sparse24.dequantize_sparse24(values[0], meta[0], scale[0], g, torch.float32).double().T
+    wrong = error(torch.ops.fp4.sparse_linear(x, values[0], meta[0], scale[0], g, None, large_m)[rows], want)
+    return graph_us(lambda i: torch.ops.fp4.sparse_linear(x, values[i], meta[i], scale[i], g, None, large_m), count), wrong
+
+
+def _dense_us(x: torch.Tensor, n: int, count: int, large_m: str) -> float:
+    from sweep_linear import weights
+
+    q, s, g = weights(n, x.shape[1], count)
+    return graph_us(lambda i: torch.ops.fp4.linear(x, q[i], s[i], g, None, large_m), count)
+
+
+def time_all(args: argparse.Namespace) -> None:
+    from sweep_linear import SHAPES
+
+    rows = []
+    for k, n in SHAPES:
+        for m in args.m:
+            rows.append(measure(k, n, m, "auto"))
+            r = rows[-1]
+            print(f"K={k:5} N={n:5} M={m:5} sparse {r['us']:8.2f} us  dense {r['dense_us']:8.2f}  x{r['to_dense']:.2f}  bf16 {r['bf16_us']:8.2f}", flush=True)
+    write_csv(RESULTS / "sparse.csv", rows)
+
+
+# --- quality ------------------------------------------------------------------------------------------------------
+
+
+def configurations(calibration: list[torch.Tensor], mixed: str) -> dict[str, object]:
+    """name -> config"""
+    from fp4_inductor import NVFP4Config, Sparse24Config
+
+    found: dict[str, object] = {"dense": NVFP4Config("activation", calibration=calibration)}
+    found["magnitude"] = Sparse24Config("magnitude", accept_loss=True)
+    for pruning in ("wanda", "sparsegpt", "admm"):
+        found[pruning] = Sparse24Config(pruning, calibration=calibration)
+    for bits in CURVE:
+        found[f"mixed {bits}"] = Sparse24Config(mixed, calibration=calibration, bits=bits)
+    return found
+
+
+def quality(args: argparse.Namespace) -> None:
+    import transformers
+    from quality import divergence, log_probabilities, perplexity, texts, windows
+
+    import fp4_inductor
+
+    warnings.filterwarnings("ignore", category=fp4_inductor.errors.QualityWarning)
+    from _shared import load_model
+
+    model, tokenizer = load_model(args.model, args.device)
+    label = args.name or args.model.rstrip("/").rsplit("/", 1)[-1]
+    bodies = {name: text for name, text in texts().items() if name in args.text}
+    evaluated = {name: windows(tokenizer, text, 0, args.windows) for name, text in bodies.items()}
+    path = HERE / "results" / f"sparse_quality_{label.lower().replace('-', '_')}.csv"
+    kept = list(csv.DictReader(path.open())) if path.exists() else []
+    for name, text in bodies.items():
+        batch = windows(tokenizer, text, len(text) // 2, args.calibration)[:, :-1].to(args.device)
+        reference = log_probabilities(model, evaluated[name])
+        base = perplexity(reference, evaluated[name])
+        rows = []
+
+        def row(weights: str, bits: float, candidate, tokens: int, seconds: float) -> dict:
+            log_p = log_probabilities(candidate, evaluated[name])
+            ppl = perplexity(log_p, evaluated[name])
+            found = {"ppl": ppl, "ratio": ppl / base, "kl": divergence(log_p, reference), "seconds": seconds}
+            print(f"{name:18s} {weights:12s} {bits:.3f} bits  ppl {ppl:9.2f}  x{found['ratio']:.3f}  kl {found['kl']:.4f}  {seconds:.0f} s", flush=True)
+            common = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__}
+            key = {"model": label, "text": name, "weights": weights, "bits": f"{bits:.3f}", "calibration_tokens": tokens}
+            return {**common, **key, "tokens": evaluated[name].shape[0] * 512, **{k: f"{v:.5g}" for k, v in found.items()}}
+
+        rows.append(row("bf16", 16.0, model, 0, 0.0))
+        for weights, config in configurations(list(batch.split(args.batch)), args.mixed).items():
+            if args.only and weights not in args.only:
+                continue
+            quantized = copy.deepcopy(model)
+            start = time.perf_counter()
+            fp4_inductor.quantize_model(quantized, config, progress=args.progress)
+            seconds = time.perf_counter() - start
+            rows.append(row(weights, fp4_inductor.report(quantized).bits_per_weight, quantized, batch.numel() if weights != "magnitude" else 0, seconds))
+            kept = merged(kept, rows)
+            write_csv(path, kept)
+            if args.save:
+                fp4_inductor.save(quantized, f"{args.save}/{label}_{name}_{weights.replace(' ', '_')}")
+        if args.recovered:
+            recovered = fp4_inductor.load(lambda: load_model(args.model, args.device)[0], args.recovered)
+            rows.append(row("recovered", fp4_inductor.report(recovered).bits_per_weight, recovered, batch.numel(), 0.0))
+        kept = merged(kept, rows)
+        write_csv(path, kept)
+
+
+def merged(old: list[dict], new: list[dict]) -> list[dict]:
+    """Rows by key, the newest last."""
+    rows = {tuple(str(r[k]) for k in KEY): r for r in [*old, *new]}
+    return list(rows.values())
+
+
+# --- plots --------------------------------------------------------------------------------------------------------
+
+
+def plot(args: argparse.Namespace) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "fp4_inductor"  # the same data draw the same file
+    import matplotlib.pyplot as plt
+
+    for path in sorted(RESULTS.glob("sparse_quality_*.csv")):
+        rows = [r for r in csv.DictReader(path.open()) if r["weights"] != "bf16"]
+        figure, axes = plt.subplots(figsize=(6, 4))
+        for text in sorted({r["text"] for r in rows}):
+            curve = sorted(
+                (float(r["bits"]), float(r["kl"])) for r in rows if r["text"] == text and (r["weights"] in ("dense", args.mixed) or "mixed" in r["weights"])
+            )
+            if len(curve) < 3:
+                continue
+            (line,) = axes.plot(*zip(*curve, strict=True), marker="o", label=f"{args.mixed}, mixed with dense: {text}")
+            axes.plot(*zip(curve[0], curve[-1], strict=True), linestyle=":", color=line.get_color(), label="straight line between the ends")
+        for r in rows:
+            if r["weights"] in ("admm", "recovered"):
+                axes.plot(float(r["bits"]), float(r["kl"]), marker="s", linestyle="", label=f"{r['weights']}: {r['text']}")
+        axes.set(xlabel="bits a weight", ylabel="KL from bf16, nats a token", title=rows[0]["model"], ylim=(0, None))
+        axes.legend(fontsize=7)
+        save(figure, path.with_suffix(".svg"))
+    path = RESULTS / "sparse.csv"
+    if path.exists():
+        rows = list(csv.DictReader(path.open()))
+        figure, axes = plt.subplots(figsize=(6, 4))
+        for k, n in sorted({(int(r["k"]), int(r["n"])) for r in rows}):
+            mine = sorted((int(r["m"]), float(r["to_dense"])) for r in rows if (int(r["k"]), int(r["n"])) == (k, n))
+            axes.plot(*zip(*mine, strict=True), marker="o", label=f"{k} x {n}")
+        axes.axhline(SPARSE_BITS / DENSE_BITS, linestyle=":", color="grey", label="bytes: 3.5 / 4.5")
+        axes.set(xscale="log", xlabel="M", ylabel="time, 2:4-sparse / dense NVFP4", title=rows[0]["gpu"])
+        axes.legend(fontsize=7)
+        save(figure, path.with_suffix(".svg"))
+
+
+def save(figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    print(f"wrote {path.relative_to(HERE.parent)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("timing", "quality", "plot"))
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096])
+    parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
+    parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--text", nargs="+", default=["python_reference"], help="python_reference, northanger_abbey")
+    parser.add_argument("--windows", type=int, default=5, help="windows of 512 tokens to evaluate")
+    parser.add_argument("--calibration", type=int, default=64, help="windows of 512 tokens to calibrate on")
+    parser.add_argument("--batch", type=int, default=4, help="windows in a batch of calibration")
+    parser.add_argument("--mixed", default="sparsegpt", help="how the sparse layers of mixed models are pruned")
+    parser.add_argument("--only", nargs="+", help='rows to run, e.g. dense sparsegpt "mixed 4.0"')
+    parser.add_argument("--save", help="folder for the quantized models")
+    parser.add_argument("--recovered", help="folder of a recovered model, one more row")
+    parser.add_argument("--progress", action="store_true")
+    args = parser.parse_args()
+    {"timing": time_all, "quality": quality, "plot": plot}[args.what](args)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent / "examples"))
+    main()

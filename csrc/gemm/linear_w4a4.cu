@@ -1,0 +1,91 @@
+// y[M, N] = x[M, K] @ W[N, K]^T (+ bias) with both operands canonical NVFP4, on the FP4 tensor cores of sm_120 and sm_121:
+// block-scaled MMA takes codes and E4M3 scales as they lie in memory, so nothing is decoded.
+//
+// A block owns 128 rows of W (16 a warp) and 64 tokens; all threads bring both operands' next steps (128 k) with cp.async,
+// kStages deep. Sums of a warp stay in registers: no split of K, no atomics.
+#include "../common/epilogue.cuh"
+
+namespace {
+
+using namespace fp4;
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 16 * kWarps, kTokens = 64, kTiles = kTokens / 8, kStages = 4, kStepK = 128;
+constexpr int kLines = kRows + kTokens;  // lines of 64 bytes of codes and 8 of scales: first the weight's rows, then the tokens
+constexpr int kStage = kLines * 72;
+
+// Chunk c (16 bytes, 32 k) of a line; the rotation keeps eight lines read together in different banks.
+__device__ __forceinline__ int place(int line, int c) { return line * 64 + (c ^ (line >> 1 & 3)) * 16; }
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    linear_w4a4(const uint8_t* __restrict__ x, const uint8_t* __restrict__ x_scale, const float* __restrict__ x_global, const uint8_t* __restrict__ q,
+                const uint8_t* __restrict__ scale, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K) {
+  uint8_t* shared = dynamic_shared();
+  const Shared address = shared_address(shared);
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const int n0 = blockIdx.x * kRows, m0 = blockIdx.y * kTokens, steps = (K + kStepK - 1) / kStepK;
+
+  // Outside the matrices all is zero, scales too: a stray scale byte could be a NaN.
+  auto fetch = [&](int step, int slot) {
+    const Shared to = address + slot * kStage;
+    for (int i = thread; i < kLines * 4; i += kThreads) {
+      const int line = i / 4, c = i % 4, k = step * kStepK + c * 32, row = line < kRows ? n0 + line : m0 + line - kRows;
+      const bool live = k < K && row < (line < kRows ? N : M);
+      copy_async_or_zero<16>(to + place(line, c), (line < kRows ? q : x) + (live ? (size_t)row * (K / 2) + k / 2 : 0), live);
+    }
+    for (int i = thread; i < kLines * 2; i += kThreads) {
+      const int line = i / 2, k = step * kStepK + i % 2 * 64, row = line < kRows ? n0 + line : m0 + line - kRows;
+      const bool live = k < K && row < (line < kRows ? N : M);
+      copy_async_up_to<4>(to + kLines * 64 + i * 4, (line < kRows ? scale : x_scale) + (live ? (size_t)row * (K / 16) + k / 16 : 0), live ? 4 : 0);
+    }
+  };
+
+  float acc[kTiles][4] = {};
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < steps) fetch(i, i);
+    copy_async_commit();
+  }
+  for (int step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();  // what the others brought; and everybody has left the slot that is filled next
+    const int next = step + kStages - 1;
+    if (next < steps) fetch(next, next % kStages);
+    copy_async_commit();
+    const uint8_t *from = shared + step % kStages * kStage, *scales = from + kLines * 64;
+    auto codes = [&](int line, int c) { return *(const uint32_t*)(from + place(line, c) + 4 * t); };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // 64 k
+      const int row = 16 * warp + g;
+      const uint32_t a0 = codes(row, 2 * half), a1 = codes(row + 8, 2 * half), a2 = codes(row, 2 * half + 1), a3 = codes(row + 8, 2 * half + 1);
+      const uint32_t a_scales = *(const uint32_t*)(scales + (row + 8 * (t & 1)) * 8 + 4 * half);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const int token = kRows + 8 * j + g;
+        mma_nvfp4(acc[j], a0, a1, a2, a3, codes(token, 2 * half), codes(token, 2 * half + 1), a_scales, *(const uint32_t*)(scales + token * 8 + 4 * half));
+      }
+    }
+  }
+  copy_async_wait<0>();
+  const float unit = *global_scale * *x_global;
+#pragma unroll
+  for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      Output<T>{y, bias, M, N}.store(m0 + 8 * j + 2 * t + (c & 1), n0 + 16 * warp + g + 8 * (c >> 1), acc[j][c] * unit);
+}
+
+}  // namespace
+
+// Returns a cudaError_t. dtype of y and bias 0: bfloat16, 1: float16. x codes [M, K/2], x_scale [M, K/16], x_global: the activations
+// as NVFP4. 1 <= M <= 2^20, K % 64 == 0; codes 16-byte aligned, scales 4-byte aligned; bias may be null.
+extern "C" int fp4_linear_w4a4(const void* x, const void* x_scale, const void* x_global, const void* q, const void* s, const void* g, const void* bias, void* y,
+                               int M, int N, int K, int dtype, void* stream) {
+  if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const dim3 blocks((N + kRows - 1) / kRows, (M + kTokens - 1) / kTokens);
+    return launch(linear_w4a4<T>, blocks, kThreads, kStages * kStage, 1, (cudaStream_t)stream, (const uint8_t*)x, (const uint8_t*)x_scale, (const float*)x_global,
+                  (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K);
+  };
+  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+}

@@ -1,0 +1,57 @@
+"""A few to a few hundred rows by a 2:4-sparse weight: the dense kernel of :mod:`..linear.triton_mid` on codes that are decompressed in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..linear.triton_mid import decode_bytes
+from ..triton_common import dense_codes, e4m3_to_f32, store_output
+
+
+@triton.jit
+def sparse_mid(
+    X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
+    grid_n = tl.cdiv(N, BLOCK_N)
+    grid_m = tl.cdiv(M, BLOCK_M)
+    pid = tl.program_id(0)
+    # GROUP_N column blocks share their activations in L2 before the next rows start
+    width = GROUP_N * grid_m
+    first_n = (pid // width) * GROUP_N
+    size_n = tl.minimum(grid_n - first_n, GROUP_N)
+    pid_n = first_n + (pid % width) % size_n
+    pid_m = (pid % width) // size_n
+    rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = rn.to(tl.int64)[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        kv = k // 4 + tl.arange(0, BLOCK_K // 4)
+        km = k // 8 + tl.arange(0, BLOCK_K // 8)
+        ks = k // 16 + tl.arange(0, BLOCK_K // 16)
+        kx = k + tl.arange(0, BLOCK_K)
+        if EVEN:
+            v = tl.load(VALUES + row * (K // 4) + kv[None, :])
+            m = tl.load(META + row * (K // 8) + km[None, :])
+            s = tl.load(scales + row * (K // 16) + ks[None, :])
+            x = tl.load(X + rm.to(tl.int64)[:, None] * K + kx[None, :], mask=(rm < M)[:, None], other=0.0)
+        else:
+            v = tl.load(VALUES + row * (K // 4) + kv[None, :], mask=(rn < N)[:, None] & (kv < K // 4)[None, :], other=0)
+            m = tl.load(META + row * (K // 8) + km[None, :], mask=(rn < N)[:, None] & (km < K // 8)[None, :], other=0)
+            s = tl.load(scales + row * (K // 16) + ks[None, :], mask=(rn < N)[:, None] & (ks < K // 16)[None, :], other=0)
+            x = tl.load(X + rm.to(tl.int64)[:, None] * K + kx[None, :], mask=(rm < M)[:, None] & (kx < K)[None, :], other=0.0)
+        # 2**118 and 2**6: see decode_bytes. Interpreted, the bfloat16 decode is float16's: 2**-14.
+        s16 = (e4m3_to_f32(s) * (3.32306998946229e35 if BF16 and ASM else 64.0)).to(x.dtype)
+        s16 = tl.reshape(tl.broadcast_to(s16[:, :, None], (BLOCK_N, BLOCK_K // 16, 8)), (BLOCK_N, BLOCK_K // 2))
+        nibble = tl.reshape(tl.join(m, m >> 4), (BLOCK_N, BLOCK_K // 4))
+        word = dense_codes(v, nibble)
+        q = tl.reshape(tl.join(word, word >> 8), (BLOCK_N, BLOCK_K // 2)).to(tl.uint8)
+        lo, hi = decode_bytes(q, s16, BF16, ASM)
+        acc = tl.dot(tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
+    idx_m = rm[:, None]
+    idx_n = rn[None, :]
+    y = tl.trans(acc) * (tl.load(GLOBAL_SCALE) * 256.0)
+    mask = (idx_m < M) & (idx_n < N)
+    store_output(Y, idx_m, idx_n, y, mask, N)

@@ -1,0 +1,40 @@
+"""fp4.moe: one call of the op in the graph. It launches its two to five kernels itself, by T * k and E, so one graph serves every T."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .._torch import lowering as inductor
+from ..config import dispatch_config
+from ..kernels import select
+from ..kernels.select import plan
+from .journal import Entry, record
+from .regime import Decision, decide
+
+fp4 = torch.ops.fp4
+_RUNTIME = "fp4.moe picks its kernels at each call: no guard, one graph for every number of tokens"
+
+
+def register() -> None:
+    inductor.register(fp4.moe.default, lower)
+
+
+def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest):
+    """Lowering of ``fp4.moe``: hidden ``[T, H]`` -> ``[T, N]``; the journal gets the regime that T * k lies in."""
+    symbols = inductor.Symbols()
+    experts, _, half_k = map(symbols.static_int, gate_up_qdata.get_size())
+    width = symbols.static_int(down_qdata.get_size()[1])
+    if experts is not None and half_k is not None and width is not None:
+        _, top_k = expert_ids.get_size()
+        m = inductor.rows_of(expert_ids) * top_k
+        large_m = rest[10] if len(rest) > 10 else "auto"
+        call = select.describe("moe", hidden.get_device(), hidden.get_dtype(), width, half_k * 2, large_m, experts)
+        options = plan(call, dispatch_config())
+        decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
+        decision = decision if decision.row is not None else Decision(None, "runtime", _RUNTIME)
+        node, module = inductor.current_names()
+        dtype = str(hidden.get_dtype()).removeprefix("torch.")
+        record(Entry("fp4.moe", node, module, str(m), width, half_k * 2, dtype, decision, options.refused, call.arch, experts))
+    return inductor.call_op(fp4.moe.default, hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest)

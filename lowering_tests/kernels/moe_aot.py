@@ -1,0 +1,79 @@
+"""Compile the MoE kernels ahead of time with the tiles and constants that the launcher would give them."""
+
+from __future__ import annotations
+
+import torch
+
+from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe.triton_decode import moe_decode_down, moe_decode_up
+from fp4_inductor.kernels.moe.triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
+from fp4_inductor.kernels.moe.triton_route import moe_route
+from fp4_inductor.ops.activation import Activation
+from lowering_tests.kernels import aot
+
+# (H, I, E, k): the layers of the benchmark
+LAYERS = {"qwen3_30b": (2048, 768, 128, 8), "qwen3_next": (2048, 512, 512, 10), "mixtral": (4096, 14336, 8, 2), "gpt_oss": (2880, 2880, 32, 4)}
+POINTERS = {
+    "X": "*{d}", "IDS": "*i64", "WEIGHTS": "*fp32", "MAP": "*i32", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BIAS": "*{d}", "Y": "*{d}",
+    "ORDER": "*i32", "PLACE": "*i32", "ENDS": "*i32", "TILE_EXPERT": "*i32", "TILE_START": "*i32", "OUT": "*fp32",
+}  # fmt: skip
+SILU = Activation()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def activation(act: Activation, gated: bool) -> dict[str, object]:
+    return dict(ALPHA=act.alpha, LIMIT=act.limit or 0.0, ACT=act.name, GATED=gated, INTERLEAVED=act.interleaved)
+
+
+def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "bf16", warps: int = 4, stages: int = 3, **pointers: str) -> aot.Compiled:
+    h, inner, experts, k = LAYERS[layer]
+    words = {
+        "UNITS": configs.decode_units(h if kernel is moe_decode_up else inner)[0],
+        "K": h if kernel is moe_grouped_up else inner,
+        "INNER": inner,
+        "N": h,
+        "E": experts,
+        "TOP_K": k,
+    }
+    absent = {"MAP": None} if not constants.get("HAS_MAP", True) else {}
+    absent |= {"BIAS": None} if not constants.get("HAS_BIAS", True) else {}
+    absent |= {"PLACE": None} if not constants.get("SORTED", True) else {}
+    constants = {**constants, **absent}
+    types = {**{n: t.format(d=dtype) for n, t in POINTERS.items()}, **pointers}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    aligned = tuple(n for n in signature if n in types or words.get(n, 1) % 16 == 0)
+    return aot.compile_kernel(kernel, signature, constants, cc, warps, stages, aligned)
+
+
+def decode_up(cc: int, layer: str, act: Activation = SILU, *, gated: bool = True, biased: bool = False, mapped: bool = False, dtype: str = "bf16"):
+    c = configs.decode(LAYERS[layer][0])
+    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_MAP": mapped, "HAS_BIAS": biased, **configs.decode_constants(c, LAYERS[layer][0], cc)}
+    return compile_kernel(moe_decode_up, constants, cc, layer, dtype, c.num_warps, H="*fp32"), c.num_warps
+
+
+def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = False, dtype: str = "bf16"):
+    c = configs.decode(LAYERS[layer][1])
+    constants = {"TOP_K": LAYERS[layer][3], "ON_INPUT": False, "HAS_MAP": mapped, "HAS_BIAS": biased, **configs.decode_constants(c, LAYERS[layer][1], cc)}
+    return compile_kernel(moe_decode_down, constants, cc, layer, dtype, c.num_warps, H="*fp32"), c.num_warps
+
+
+def grouped_up(cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16"):
+    c = configs.grouped(pairs, LAYERS[layer][2], gated)
+    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype])}
+    return compile_kernel(moe_grouped_up, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
+
+
+def grouped_down(cc: int, layer: str, pairs: int, *, gated: bool = True, biased: bool = False, dtype: str = "bf16"):
+    c = configs.grouped(pairs, LAYERS[layer][2], gated)
+    constants = {"HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype])}
+    return compile_kernel(moe_grouped_down, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
+
+
+def route(cc: int, mapped: bool = False):
+    constants = {"BLOCK_M": 16, "HAS_MAP": mapped, "BLOCK": configs.ROUTE_BLOCK}
+    return compile_kernel(moe_route, constants, cc, "qwen3_30b"), 4
+
+
+def combine(cc: int, is_sorted: bool = False):
+    constants = {"TOP_K": 8, "ON_INPUT": False, "HAS_MAP": False, "SORTED": is_sorted, "BLOCK_N": configs.COMBINE_BLOCK}
+    return compile_kernel(moe_combine, constants, cc, "qwen3_30b"), 4

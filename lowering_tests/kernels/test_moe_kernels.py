@@ -1,0 +1,130 @@
+"""The MoE kernels without a GPU: numerics in Triton's interpreter, machine code for every architecture, which row serves which call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp4_inductor.config import DispatchConfig
+from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.select import Call, plan
+from fp4_inductor.ops.activation import Activation
+from lowering_tests.kernels import moe_aot
+from lowering_tests.kernels.test_aot import UNPACK, assert_fits, global_atomics, tensor_core_instructions
+
+GPT_OSS = Activation("swiglu_oai", 1.702, 7.0, True)
+ARCHITECTURES = (80, 90, 100, 120)
+
+
+def test_in_the_interpreter():
+    script = Path(__file__).with_name("interpreted_moe.py")
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    cases = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert not [c for c in cases if not c["error"] <= c["bound"]]
+    kinds = Counter(c["case"].split()[0] for c in cases)
+    assert kinds == {"decode": 27, "grouped": 28, "route": 5, "apart": 8, "many": 8}, kinds
+
+
+@pytest.mark.parametrize("cc", ARCHITECTURES)
+def test_decode_up(cc):
+    done, warps = moe_aot.decode_up(cc, "qwen3_30b")
+    assert_fits(done, warps, cc, blocks=4, older=0)
+    assert tensor_core_instructions(done) == 0
+    assert not global_atomics(done)
+    assert (done.count(UNPACK) > 0) == (cc >= 89)
+    assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+
+
+@pytest.mark.parametrize(
+    ("layer", "act", "options"), [("gpt_oss", GPT_OSS, {"biased": True}), ("mixtral", Activation("relu2"), {"gated": False, "mapped": True})]
+)
+def test_decode_up_in_other_forms(layer, act, options):
+    done, warps = moe_aot.decode_up(90, layer, act, **options)
+    assert_fits(done, warps, 90, blocks=4)
+    assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+
+
+@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "gpt_oss"), (120, "mixtral")])
+def test_decode_down(cc, layer):
+    done, warps = moe_aot.decode_down(cc, layer, biased=layer == "gpt_oss")
+    assert_fits(done, warps, cc, blocks=4, older=0)
+    assert not global_atomics(done)
+    assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+
+
+@pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 256), (90, 8192), (100, 8192), (120, 2048)])
+def test_grouped(cc, pairs):
+    for done, warps in (moe_aot.grouped_up(cc, "qwen3_30b", pairs), moe_aot.grouped_down(cc, "qwen3_30b", pairs)):
+        assert_fits(done, warps, cc)
+        assert tensor_core_instructions(done) > 0, done.opcodes()
+        assert not global_atomics(done)
+
+
+@pytest.mark.parametrize("cc", [80, 90])
+def test_route_and_combine(cc):
+    for done, warps in (moe_aot.route(cc, mapped=True), moe_aot.combine(cc, is_sorted=True)):
+        assert_fits(done, warps, cc)
+        assert not global_atomics(done)
+
+
+# --- selection ---------------------------------------------------------------------------------------------------
+
+
+def kernels(arch, dtype, experts, *pairs, **fields):
+    options = plan(Call("moe", arch, dtype, 2048, 2048, experts=experts, **fields), DispatchConfig())
+    return [options.pick(p).kernel for p in pairs]
+
+
+@pytest.mark.parametrize(("experts", "pairs", "kernel"), [
+    (128, 8, "triton_moe_decode"), (128, 64, "triton_moe_decode"), (128, 65, "triton_moe_grouped"), (128, 8192, "triton_moe_grouped"),
+    (128, 8193, "dequantize_fp8 + scaled_grouped_mm"), (8, 2, "triton_moe_decode"), (8, 4, "triton_moe_decode"), (8, 8, "triton_moe_grouped"),
+    (512, 256, "triton_moe_decode"), (1, 4, "triton_moe_decode"), (1, 5, "triton_moe_grouped"), (32, 16, "triton_moe_decode"),
+])  # fmt: skip
+def test_pairs_against_experts_decide(experts, pairs, kernel):
+    assert kernels(90, torch.bfloat16, experts, pairs) == [kernel]
+
+
+def test_what_other_machines_and_dtypes_take():
+    many = 10**6
+    assert kernels(80, torch.bfloat16, 128, 8, many) == ["triton_moe_decode", "dequantize + grouped_mm"]
+    assert kernels(90, torch.bfloat16, 128, many, large_m="bf16") == ["dequantize + grouped_mm"]
+    assert kernels(90, torch.float16, 128, 8, many) == ["triton_moe_decode", "triton_moe_grouped"]
+    assert kernels(90, torch.float32, 128, 8, many) == ["by expert", "by expert"]
+    assert kernels(0, torch.float32, 128, 8, many) == ["cpu", "cpu"]
+
+
+def test_thresholds_override_both_bounds():
+    call = Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128)
+    options = plan(call, DispatchConfig(thresholds={"decode": 3, "grouped": 0}))
+    assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + scaled_grouped_mm"]
+
+
+@pytest.mark.parametrize("k", [16, 32, 48, 512, 720, 768, 2048, 2880, 4096, 14336])
+def test_decode_tiles(k):
+    c = configs.decode(k)
+    units, unit = configs.decode_units(k)
+    assert units * unit * 8 == k
+    assert c.block_n * c.block_w >= 128 * c.num_warps  # 16 bytes a thread
+    steps = -(-k // 8 // c.block_w)
+    assert k <= 128 or steps * c.block_w * 8 <= 1.45 * k
+    assert configs.decode_constants(c, k, 90)["ONE_STEP"] == (steps == 1)
+
+
+@pytest.mark.parametrize(("rows", "each", "limit"), [(768, 128 * 2048 * 4, 256 << 20), (14336, 8 * 4096 * 4, 256 << 20), (512, 512 * 2048 * 4, 256 << 20)])
+def test_transient_weights_are_bounded(rows, each, limit):
+    part = configs.part_of_rows(rows, each)
+    assert 16 <= part <= rows
+    assert part % 16 == 0
+    assert part * each <= limit

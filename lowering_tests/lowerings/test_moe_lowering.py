@@ -1,0 +1,93 @@
+"""fp4.moe in compiled graphs: one call, one graph for every number of tokens, and the regime that T * k lies in told in the journal."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from fp4_inductor import explain
+from fp4_inductor._torch import capture
+from fp4_inductor.lowerings.journal import listen
+from fp4_inductor.modules import FP4Experts, FP4ExpertWeight
+from fp4_inductor.ops.activation import Activation
+from lowering_tests.fake_cuda import call, code_generation
+
+E, H, INNER, K = 16, 128, 64, 2
+
+
+def experts(device="cuda", dtype=torch.bfloat16, **options):
+    kind = dict(dtype=dtype, device=device)
+    first, down = FP4ExpertWeight(E, 2 * INNER, H, bias=True, **kind), FP4ExpertWeight(E, H, INNER, **kind)
+    return FP4Experts(first, down, Activation("swiglu_oai", 1.702, 7.0, True), **options)
+
+
+def tokens(t, dtype=torch.bfloat16, device="cuda"):
+    x = torch.empty(t, H, dtype=dtype, device=device)
+    return x, torch.zeros(t, K, dtype=torch.int64, device=device), torch.empty(t, K, device=device)
+
+
+@pytest.mark.parametrize(
+    ("t", "kernel"), [(1, "triton_moe_decode"), (4, "triton_moe_decode"), (5, "triton_moe_grouped"), (1000, "dequantize_fp8 + scaled_grouped_mm")]
+)
+def test_static_tokens_are_proven(t, kernel):
+    with code_generation() as out, listen() as entries:
+        call(torch.compile(experts(), fullgraph=True, dynamic=False), *tokens(t))
+    (entry,) = entries
+    assert (entry.op, entry.m, entry.n, entry.k, entry.experts) == ("fp4.moe", str(t * K), H, H, E)
+    assert (entry.decision.how, entry.decision.row.kernel) == ("proven", kernel)
+    assert len(list(filter(None, out))) == 1
+    assert out[0].count("torch.ops.fp4.moe.default(") == 1
+
+
+def test_one_graph_for_every_number_of_tokens():
+    with code_generation() as out, listen() as entries:
+        compiled = torch.compile(experts(), fullgraph=True)
+        for t in (7, 2, 100, 4000, 33):
+            args = tokens(t)
+            for a in args:
+                torch._dynamo.mark_dynamic(a, 0)
+            call(compiled, *args)
+    assert len(list(filter(None, out))) == 1
+    (entry,) = entries
+    assert (entry.decision.row, entry.decision.how) == (None, "runtime")
+    assert "one graph" in entry.decision.note
+
+
+def test_a_promised_range_proves_the_regime():
+    with code_generation() as out, listen() as entries:
+        compiled = torch.compile(experts(), fullgraph=True)
+        args = tokens(4)
+        torch._dynamo.mark_dynamic(args[0], 0, min=2, max=4)
+        for a in args[1:]:
+            torch._dynamo.mark_dynamic(a, 0, min=2, max=4)
+        call(compiled, *args)
+    assert len(list(filter(None, out))) == 1
+    assert (entries[0].decision.how, entries[0].decision.row.kernel) == ("proven", "triton_moe_decode")
+
+
+def test_explain_tells_kernel_and_refusals():
+    with code_generation():
+        compiled = torch.compile(experts(dtype=torch.float16), dynamic=False)
+        again = capture.compile_again
+        with mock.patch.object(capture, "compile_again", lambda *a: call(lambda: again(*a))):
+            found = explain(compiled, *tokens(3, torch.float16))
+    (row,) = found.rows
+    assert (row.op, row.m, row.kernel, row.decision) == ("fp4.moe", "6", "triton_moe_decode", "proven")
+    assert any(kernel == "dequantize_fp8 + scaled_grouped_mm" and "float16" in why for kernel, why in row.refused)
+    assert f"{E} experts" in row.note
+
+
+def test_on_a_cpu_compiled_is_eager():
+    torch.manual_seed(0)
+    from fp4_inductor.modules.experts import pack_experts
+
+    layer = FP4Experts(pack_experts(torch.randn(E, 2 * INNER, H), None), pack_experts(torch.randn(E, H, INNER), None), Activation())
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for t in (5, 1, 0, 40):
+        args = (torch.randn(t, H), torch.randint(-1, E + 1, (t, K)), torch.rand(t, K))
+        assert torch.equal(compiled(*args), layer(*args))
+    row = explain(layer, *args).rows[0]
+    assert (row.op, row.m, row.n, row.k, row.kernel, row.decision) == ("fp4.moe", "80", H, H, "cpu", "runtime")
+    assert explain(compiled, *args).rows[0].decision == "proven"

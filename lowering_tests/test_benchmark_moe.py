@@ -1,0 +1,31 @@
+"""benchmarks/moe.py runs, on a CPU, and its rows are what the next run on a GPU will write."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "moe.py"
+
+
+def test_smoke(tmp_path):
+    out = tmp_path / "moe.csv"
+    path = os.pathsep.join(filter(None, (str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH"))))
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), "--smoke", "--out", str(out)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    rows = list(csv.DictReader(out.open()))
+    assert [(r["layer"], r["tokens"]) for r in rows] == [(name, t) for name in ("tiny", "tiny_gpt_oss") for t in ("1", "4", "33")]
+    for row in rows:
+        assert float(row["error"]) < 7e-3
+        assert float(row["us"]) > 0
+        assert float(row["bf16_batched_mm_us"]) > 0
+        assert float(row["bf16_grouped_mm_us"]) > 0
+        assert row["kernel"] == "cpu"
