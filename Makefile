@@ -16,7 +16,7 @@ DEMO ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 
-.PHONY: demo test lint pytest readme clean
+.PHONY: demo test lint pytest readme support clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -37,6 +37,9 @@ $(READY): pyproject.toml setup.py .ci/environment.py .ci/constraints.txt
 
 readme: $(READY)
 	$(BIN)/python .ci/readme.py
+
+support: $(READY)
+	$(BIN)/python .ci/support.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

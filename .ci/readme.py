@@ -22,6 +22,7 @@ def table() -> str:
         options = "" if len(row.large_m) == 3 else f"`large_m` {' or '.join(row.large_m)}"
         with_ = ", ".join(filter(None, (needs, options)))
         upto = "any" if row.max_m is None else f"<= {row.max_m}"
+        upto = f"<= {row.m_per_expert:g} E, or {row.max_m}" if row.m_per_expert else upto
         lines.append(f"| {row.op} | {sm(row.arch)} | {upto} | {row.kernel} | {with_} | {row.status} | {row.reason} |")
     return "\n".join(lines)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from dense import SHAPES, error, reference, weights
 from linear import floor_us
-from sweep_linear import SHAPES, error, reference, weights
 from timing import RESULTS, copies_for, graph_us, machine, write_csv
 
 from fp4_inductor.formats import e2m1, nvfp4
@@ -22,8 +22,8 @@ from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
 
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
-KINDS = ("current", "small", "any_k", "mid", "sparse")
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
+KINDS = ("current", "small", "any_k", "mid", "wide", "sparse")
 BOUND = 4e-3  # bf16: one rounding of the result
 
 
@@ -37,6 +37,12 @@ def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
     yield None
     tiles = ((2, 16, 4, 3),) if m <= 16 else ((2, 32, 4, 3), (4, 32, 4, 2)) if m <= 32 else ((2, 64, 2, 4), (1, 64, 2, 4))
     yield from (configs.CudaMidConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
+
+
+def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
+    yield None
+    tiles = ((64, 2, 4),) if m <= 64 else ((64, 2, 4), (128, 1, 4)) if m <= 128 else ((128, 1, 4), (256, 1, 4))
+    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
 
 
 def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
@@ -99,7 +105,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...]) -> Iter
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
             yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og), want, count, facts)
-        if "mid" in kinds and m >= 8:
+        if "wide" in kinds and m >= 16:
+            for tile in wide_tiles(m):
+                yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile), expected, count, facts)
+        if "mid" in kinds and 8 <= m <= 256:
             for tile in mid_tiles(m):
                 yield measure("mid", tile, lambda i: launch.middle(x, q[i], s[i], g, None, tile), expected, count, facts)
         if "sparse" in kinds and m <= sparse.MAX_M:

@@ -1,7 +1,14 @@
-"""Whole-model decode and prefill, bf16 against NVFP4, random weights: ``python benchmarks/decode.py [--layers 36] ...``.
+"""Whole-model decode and prefill, bf16 against NVFP4, random weights.
 
-A Qwen3-8B-sized model (or fewer of its layers), Transformers, StaticCache, torch.compile. Times are medians over CUDA
-events; a decode step is one token of every sequence of the batch against a cache of ``--context`` positions.
+    python benchmarks/decode.py                             # Qwen3-8B's size, batch 1, 8, 32, prefill of 2048 tokens
+    python benchmarks/decode.py --layers 8 --lm-head fp8    # fewer layers; the output head quantized too
+    python benchmarks/decode.py --model qwen3-30b           # a mixture of experts, Qwen3-30B-A3B's size
+    python benchmarks/decode.py --smoke                     # a tiny model on a CPU: does everything run?
+
+Transformers, StaticCache, torch.compile. Times are medians; a decode step is one token of every sequence of the batch
+against a cache of ``--context`` positions. ``compile_s`` is the first call, ``peak_gib`` the largest allocation while
+measuring. The dense experts of a mixture run ``batched_mm`` for one token and ``grouped_mm`` for a prompt: the better one
+of Transformers in each case.
 """
 
 from __future__ import annotations
@@ -15,56 +22,72 @@ import torch
 from timing import RESULTS, machine, write_csv
 
 import fp4_inductor
+from fp4_inductor import NVFP4Config
+
+QWEN3 = dict(vocab_size=151936, num_attention_heads=32, head_dim=128)
+EXPERTS = dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+# name -> (family, layers, sizes)
+MODELS = {
+    "qwen3-8b": ("Qwen3", 36, QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_key_value_heads=8)),
+    "qwen3-30b": ("Qwen3Moe", 48, QWEN3 | EXPERTS | dict(hidden_size=2048, intermediate_size=6144, num_key_value_heads=4)),
+    "tiny": ("Qwen3", 1, dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
+}
 
 
-def build(layers: int):
-    """The model on the GPU in bfloat16, weights random."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def build(name: str, layers: int, device: str):
+    """The model in bfloat16, weights random."""
+    import transformers
 
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, tie_word_embeddings=False,
-    )  # fmt: skip
+    family, depth, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes, num_hidden_layers=layers or depth, max_position_embeddings=8192, tie_word_embeddings=False)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).eval()
+    with torch.device(device):
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     torch.set_default_dtype(torch.float32)
     for p in model.parameters():
-        if p.dim() == 2:
+        if p.dim() >= 2:
             p.data.normal_(std=0.02)
     return model
 
 
-def median_ms(step, reset, count: int = 20) -> float:
+def median_ms(step, reset, device: str, count: int) -> float:
     """Median of ``step()``; ``reset()`` runs before each, untimed."""
-    for _ in range(4):
+    for _ in range(4 if device == "cuda" else 1):
         reset()
         step()
     times = []
     for _ in range(count):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         reset()
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+        if device == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begin = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - begin) * 1e3)
     return sorted(times)[count // 2]
 
 
 @torch.inference_mode()
-def measure(model, name: str, mode: str, batches: list[int], context: int, prefill: int, layers: int) -> list[dict]:
+def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
     """Rows for one model and one compile mode."""
     from transformers import StaticCache
 
     rows = []
-    for batch, tokens in [(b, 1) for b in batches] + ([(1, prefill)] if prefill else []):
+    for batch, tokens in [(b, 1) for b in args.batch] + ([(1, args.prefill)] if args.prefill else []):
         torch._dynamo.reset()
         gc.collect()
-        torch.cuda.empty_cache()
-        cache = StaticCache(config=model.config, max_cache_len=max(context, prefill) + 8)
-        ids = torch.randint(0, 1000, (batch, tokens), device="cuda")
-        positions = torch.arange(tokens, device="cuda") + (context if tokens == 1 else 0)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if getattr(model.config, "_experts_implementation", None) in ("batched_mm", "grouped_mm"):
+            model.set_experts_implementation("batched_mm" if tokens == 1 else "grouped_mm")
+        cache = StaticCache(config=model.config, max_cache_len=max(args.context, args.prefill) + 8)
+        ids = torch.randint(0, min(1000, model.config.vocab_size), (batch, tokens), device=device)
+        positions = torch.arange(tokens, device=device) + (args.context if tokens == 1 else 0)
         # The cache allocates itself at its first use: outside the graphs, or replays would overwrite it.
         model(input_ids=ids[:, :1], past_key_values=cache, cache_position=positions[:1], position_ids=positions[None, :1], use_cache=True, logits_to_keep=1)
         forward = torch.compile(model, mode=mode, fullgraph=True, dynamic=False)
@@ -73,45 +96,74 @@ def measure(model, name: str, mode: str, batches: list[int], context: int, prefi
             torch.compiler.cudagraph_mark_step_begin()
             return forward(input_ids=ids, past_key_values=cache, cache_position=positions, position_ids=positions[None], use_cache=True, logits_to_keep=1)
 
-        def reset(cache=cache, length=context if tokens == 1 else 0):
+        def reset(cache=cache, length=args.context if tokens == 1 else 0):
             for layer in cache.layers:
                 layer.cumulative_length.fill_(length)
 
         reset()
         begin = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
         compile_s = time.perf_counter() - begin
-        torch.cuda.reset_peak_memory_stats()
-        ms = median_ms(step, reset)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        rows.append(
-            dict(machine(), model=f"qwen3-8b-shape x{layers} layers", weights=name, mode=mode, batch=batch, tokens=tokens, ms=round(ms, 3), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
-        )  # fmt: skip
-        print(f"{name:6} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, compile {compile_s:5.1f} s, peak {peak:.2f} GiB", flush=True)
+        peak = 0.0
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ms = median_ms(step, reset, device, 20 if device == "cuda" else 3)
+        if device == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**30
+        name = f"{args.model}-shape x{model.config.num_hidden_layers} layers"
+        figures = dict(ms=round(ms, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
+        rows.append(dict(machine(), model=name, weights=weights, mode=mode, batch=batch, tokens=tokens, context=args.context, **figures))
+        print(f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, compile {compile_s:5.1f} s, peak {peak:.2f} GiB", flush=True)
     return rows
 
 
+def compare(rows: list[dict]) -> list[str]:
+    """Lines ``weights, batch, tokens: times faster than bf16`` in the better mode of each."""
+    best: dict[tuple, float] = {}
+    for row in rows:
+        key = (row["weights"], row["batch"], row["tokens"])
+        best[key] = min(best.get(key, row["ms"]), row["ms"])
+    return [
+        f"{weights} batch {batch} tokens {tokens}: {best['bf16', batch, tokens] / ms:.2f}x bf16, each in its better mode"
+        for (weights, batch, tokens), ms in best.items()
+        if weights != "bf16" and ("bf16", batch, tokens) in best
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=36)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of them")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--modes", nargs="+", default=["reduce-overhead", "max-autotune"])
+    parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
+    parser.add_argument("--siblings", default="packed", choices=("packed", "shared", "separate"))
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     args = parser.parse_args()
-    model = build(args.layers)
+    device = "cuda"
+    if args.smoke:
+        torch.set_num_threads(1)
+        device, args.model, args.batch, args.prefill, args.context, args.modes = "cpu", "tiny", [1], 0, 16, ["default"]
+    model = build(args.model, args.layers, device)
     rows = []
     for mode in args.modes:
-        rows += measure(model, "bf16", mode, args.batch, args.context, args.prefill, args.layers)
+        rows += measure(model, "bf16", mode, args, device)
     begin = time.perf_counter()
-    fp4_inductor.quantize_model(model, progress=False)
-    torch.cuda.synchronize()
-    weights = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, fp4_inductor.FP4Linear))
-    print(f"quantize_model: {weights / 1e9:.2f} G weights in {time.perf_counter() - begin:.1f} s")
+    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six", lm_head=args.lm_head, siblings=args.siblings), progress=False)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    quantized = fp4_inductor.report(model).params
+    print(f"quantize_model: {quantized / 1e9:.2f} G weights in {time.perf_counter() - begin:.1f} s")
+    options = [f"{args.lm_head} head"] if args.lm_head != "bf16" else []
+    options += [args.siblings] if args.siblings != "packed" else []
     for mode in args.modes:
-        rows += measure(model, "nvfp4", mode, args.batch, args.context, args.prefill, args.layers)
+        rows += measure(model, ", ".join(["nvfp4", *options]), mode, args, device)
+    print(*compare(rows), sep="\n")
     write_csv(args.out, rows)
 
 

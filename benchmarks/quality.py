@@ -4,12 +4,13 @@
 
 Texts that need no network: the bundled part of Northanger Abbey, and the language reference that comes with Python
 (``pydoc_data``). Each is cut into windows of 512 tokens; the first ones are evaluated, and ``activation`` is calibrated
-on 16 windows that are not. Rows go to ``benchmarks/results/quality_<name>.csv``, one run replacing the last.
+on 16 windows that are not. Rows go to ``benchmarks/results/quality_<name>.csv``, each replacing the last of its kind.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import csv
 import datetime
@@ -70,11 +71,12 @@ def divergence(log_p: list[Tensor], reference: list[Tensor]) -> float:
 def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4Config]]:
     """(weights, calibration text, config)"""
     plain = [(search, "", NVFP4Config(search)) for search in ("amax", "four_over_six", "mse")]
+    plain += [(f"four_over_six, {head} head", "", NVFP4Config("four_over_six", lm_head=head)) for head in ("fp8", "nvfp4")]
     plain.append(("activation", "itself", NVFP4Config("activation", calibration="self")))
     return plain + [("activation", name, NVFP4Config("activation", calibration=list(batch[:, :-1].split(4)))) for name, batch in calibration.items()]
 
 
-def run(name: str, label: str, device: str, count: int) -> list[dict]:
+def run(name: str, label: str, device: str, count: int, only: str = "") -> list[dict]:
     model, tokenizer = load_model(name, device)
     bodies = texts()
     batches = {k: windows(tokenizer, t, 0, count) for k, t in bodies.items()}
@@ -90,6 +92,8 @@ def run(name: str, label: str, device: str, count: int) -> list[dict]:
     base = {k: perplexity(reference[k], batches[k]) for k in batches}
     rows = [common | {"text": k, "weights": "bf16", "calibration": "", "ppl": base[k], "kl": 0.0, "ratio": 1.0} for k in batches]
     for weights, calibrated_on, config in configurations({k: b.to(device) for k, b in calibration.items()}):
+        if only not in weights:
+            continue
         quantized = copy.deepcopy(model)
         start = time.perf_counter()
         fp4_inductor.quantize_model(quantized, config, progress=False, strict=False)
@@ -103,6 +107,10 @@ def run(name: str, label: str, device: str, count: int) -> list[dict]:
     return rows
 
 
+def _kind(row: dict) -> tuple:
+    return row["text"], row["tokens"], row["weights"], row["calibration"]
+
+
 def _line(row: dict) -> str:
     name = row["weights"] + (f" ({row['calibration']})" if row["calibration"] else "")
     return f"{row['text']:18s} {name:32s} ppl {row['ppl']:8.3f}  kl {row['kl']:.4f}  ratio {row['ratio']:.4f}"
@@ -114,18 +122,22 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--windows", type=int, default=5, help="windows of 512 tokens to evaluate per text")
     parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
+    parser.add_argument("--only", default="", help="only the weights whose name holds this text, e.g. head")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
-    rows = run(args.model, args.name or args.model.rstrip("/").rsplit("/", 1)[-1], args.device, args.windows)
+    rows = run(args.model, args.name or args.model.rstrip("/").rsplit("/", 1)[-1], args.device, args.windows, args.only)
     for row in rows[:2]:
         print(_line(row))
     if not args.no_write:
         path = HERE / "results" / f"quality_{rows[0]['model'].lower().replace('-', '_')}.csv"
         path.parent.mkdir(exist_ok=True)
+        written = [{k: f"{v:.6g}" if isinstance(v, float) else str(v) for k, v in row.items() if k in COLUMNS} for row in rows]
+        with open(path, newline="") if path.exists() else contextlib.nullcontext([]) as file:
+            kept = {_kind(row): row for row in csv.DictReader(file)}
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+            writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+            writer.writerows((kept | {_kind(row): row for row in written}).values())
         print(f"wrote {path.relative_to(HERE.parent)}")
 
 

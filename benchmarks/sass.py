@@ -20,7 +20,7 @@ from lowering_tests.kernels import aot
 
 ALU = ("LOP3", "SHF", "PRMT", "ISETP", "SEL", "VIADD", "IADD3", "LEA", "VIADDMNMX", "VIMNMX", "IMNMX", "F2FP", "PLOP3", "SGXT")
 # where the template's integers hold the tokens of a tile, in eights
-TOKENS = {"linear_small": 0, "linear_mid": 1, "sparse_linear_small": 0}
+TOKENS = {"linear_small": 0, "linear_mid": 1, "sparse_linear_small": 0}  # linear_wide: one wgmma takes all, 16 rows a warp
 
 
 def loops(library: Path):
@@ -34,7 +34,7 @@ def loops(library: Path):
             jump = re.search(r"\bBRA\S* (?:\S+, )?0x([0-9a-f]+)", op)
             if jump and int(jump[1], 16) <= at:
                 loop = [o for a, o in found if int(jump[1], 16) <= a <= at]
-                if any("HMMA" in o for o in loop) and (not best or len(loop) < len(best)):
+                if any("GMMA" in o or "HMMA" in o for o in loop) and (not best or len(loop) < len(best)):
                     best = loop
         yield name, best
 
@@ -47,10 +47,11 @@ def main() -> None:
     for name, loop in sorted(loops(build.cuda_library(csrc.KERNELS[args.kernel].source, args.arch))):
         sizes = [int(i) for i in re.findall(r"Li(\d+)E", name)]
         ops = Counter(re.sub(r"^@!?U?P\w+\s+", "", op).split()[0].split(".")[0] for op in loop)
-        products = [op for op in loop if "HMMA" in op]
+        products = [op for op in loop if "GMMA" in op or "HMMA" in op]
         if not products or not sizes:
             continue
-        weights = len(products) / sizes[TOKENS[args.kernel]] * 256 * (2 if "HMMA.SP" in products[0] else 1) / 32  # a lane
+        tiles = sizes[TOKENS[args.kernel]] if args.kernel in TOKENS else 1
+        weights = len(products) / tiles * 256 * (2 if "HMMA.SP" in products[0] else 1) / 32  # a lane
         integer = sum(ops[op] for op in ALU)
         dtype = "bf16" if "bfloat16" in name else "f16 "
         print(

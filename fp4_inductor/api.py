@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .checkpoint import load, save
 from .config import NVFP4Config, Sparse24Config
@@ -18,7 +18,9 @@ from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.progress import bar
 from .models.scale_choice import choose
+from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
+from .modules import FP4Linear, pack_siblings
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -87,7 +89,7 @@ def quantize_model(
     compiled = model if isinstance(inner, nn.Module) else None
     model = inner if isinstance(inner, nn.Module) else model
     target_device = check_device(device)
-    plan = make_plan(model, ignore, filter_fn)
+    plan = make_plan(model, ignore, filter_fn, with_head=isinstance(config, NVFP4Config) and config.lm_head != "bf16")
     preflight(plan, strict)
     if not plan.groups and not plan.experts:
         raise ConfigError(
@@ -107,13 +109,25 @@ def quantize_model(
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
         return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, outcome)
     scales = choose(model, plan, config, strict=strict, progress=progress)
+    together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
+    shared_scales: dict[str, Tensor] = {}
     for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
-        convert = convert_experts if isinstance(item, ExpertsTarget) else convert_group
         search, weight, notes = scales.of(item)
-        model, rows = convert(model, item, search, target_device, weight)  # type: ignore[operator]
+        if isinstance(item, ExpertsTarget):
+            model, rows = convert_experts(model, item, search, target_device, weight)
+        else:
+            name = item[0].name
+            family = together.get(name, [])
+            if family and config.siblings == "shared" and name not in shared_scales:
+                shared_scales |= dict.fromkeys((t.name for t in family), shared_global_scale(family, search.scale_search))
+            model, rows = convert_group(model, item, search, target_device, weight, shared_scales.get(name), scales.head_inputs.get(name))
+            converted = [t.module for t in family if isinstance(t.module, FP4Linear)]
+            if family and len(converted) == len(family):
+                pack_siblings(converted)
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
     plan.notes += [] if scales.note is None else [scales.note]
     described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
+    described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
     return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress)
 
 
@@ -146,6 +160,7 @@ def _finish(
         kl=kl,
         warnings=outcome.verdict(kl) if outcome is not None else [],
     )
+    result = annotated(result, model)
     record(model, result)
     if progress:
         print(result)

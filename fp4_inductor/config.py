@@ -11,6 +11,8 @@ from .errors import ConfigError
 
 ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
 LargeM = Literal["auto", "fp8", "bf16"]
+Siblings = Literal["packed", "shared", "separate"]
+Head = Literal["bf16", "nvfp4", "fp8"]
 Pruning = Literal["existing", "magnitude", "wanda", "sparsegpt", "admm"]
 _NEEDS_DATA = ("wanda", "sparsegpt", "admm")
 _BITS = (3.5, 4.5)  # a weight in 2:4-sparse and in dense NVFP4
@@ -49,15 +51,27 @@ class NVFP4Config:
         large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
             cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
             ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
+        siblings: layers of one module that usually read one input (q/k/v, gate/up). ``"packed"``: adjacent rows of one
+            buffer, so that compiled graphs make one call of them; every bit is as if they were apart. ``"shared"``: one
+            global scale besides, which lets every kernel take them in one call; block scales are rounded a little
+            differently. ``"separate"``: as any other layer. Checkpoints stay per layer in any case.
+        lm_head: the output head. ``"bf16"``: as it is (its error goes straight into the logits). ``"fp8"``: E4M3 with one
+            scale per output, half the memory. ``"nvfp4"``: as the other layers, 28%. A head that is tied to the embedding
+            gets a weight of its own then, and the embedding stays. The report has its relative error and, where the
+            scales are calibrated, the KL divergence that the head alone causes.
     """
 
     scale_search: ScaleSearch = "auto"
     calibration: Iterable[Any] | Literal["self"] | None = field(default=None, repr=False, compare=False)
     large_m: LargeM = "auto"
+    siblings: Siblings = "packed"
+    lm_head: Head = "bf16"
 
     def __post_init__(self) -> None:
         _one_of(self, "scale_search", ScaleSearch)
         _one_of(self, "large_m", LargeM)
+        _one_of(self, "siblings", Siblings)
+        _one_of(self, "lm_head", Head)
         if self.scale_search == "activation" and self.calibration is None:
             raise ConfigError(
                 'scale_search="activation" needs calibration data',

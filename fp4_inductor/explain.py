@@ -10,7 +10,7 @@ import torch
 
 from .config import dispatch_config
 from .errors import ConfigError
-from .formats import nvfp4, sparse24
+from .formats import fp8, nvfp4, sparse24
 from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
@@ -131,7 +131,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), _note(row, e.arch, e.decision.note, e.experts),
+                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.arch, e.decision.note, e.experts)))),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -185,7 +185,8 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
     """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
-    storage = {torch.ops.fp4.linear.default: nvfp4.STORAGE, torch.ops.fp4.sparse_linear.default: sparse24.STORAGE}.get(op)
+    fp4 = torch.ops.fp4
+    storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
         x, after_bias = args[0], len(storage.parts) + 2
         n, k = storage.logical(args[1].shape)

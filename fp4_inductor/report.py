@@ -7,6 +7,7 @@ from torch import nn
 from .errors import ConfigError
 from .models.coverage import LayerReport, Report, Skipped, recorded
 from .models.plan import inspect
+from .models.siblings import annotated
 
 __all__ = ["LayerReport", "Report", "Skipped", "report"]
 
@@ -29,4 +30,4 @@ def report(model: nn.Module) -> Report:
         )
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     found = recorded(model)
-    return inspect(model) if found is None else found
+    return annotated(inspect(model), model) if found is None else found

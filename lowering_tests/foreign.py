@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fp4_inductor import FP4Linear
+from fp4_inductor import FP4Linear, NVFP4Config
 from fp4_inductor.formats import mxfp4
 from fp4_inductor.modules import FP4Experts
 
@@ -19,6 +19,7 @@ FIXTURES = Path(__file__).parent / "fixtures" / "checkpoints"
 MODELOPT, COMPRESSED, TORCHAO, MIXTRAL = (
     FIXTURES / name for name in ("llama-modelopt-nvfp4", "llama-compressed-tensors-nvfp4", "llama-torchao-nvfp4", "mixtral-modelopt-nvfp4")
 )
+PLAIN = NVFP4Config("four_over_six")  # no text to write first: quick
 IDS = torch.arange(24).reshape(2, 12) % 128
 
 
@@ -72,6 +73,14 @@ def dequantized(model, config) -> nn.Module:
     missing = set(plain) - set(state) - set(dense.all_tied_weights_keys)
     assert not missing, missing
     return dense
+
+
+def reloaded(model, directory: Path):
+    """``model`` as from_pretrained gives it: some architectures keep some tensors in float32 then."""
+    import transformers
+
+    model.save_pretrained(directory)
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=model.dtype)
 
 
 def write(directory: Path, state: dict[str, Tensor], config: dict) -> Path:

@@ -18,6 +18,8 @@ using LinearSmall = int(const void* x, const void* q, const void* s, const void*
                         int warps, int stages, void* stream);
 using LinearMid = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int rows_16,
                       int tokens, int groups, int stages, int splits, void* stream);
+using LinearWide = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int tokens,
+                       int groups, int stages, int splits, void* stream);
 using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                               int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
 
@@ -85,6 +87,16 @@ Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, con
 }
 
 template <typename Place>
+Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
+                   int64_t tokens, int64_t groups, int64_t stages, int64_t splits) {
+  auto* f = function<LinearWide>("linear_wide", arch);
+  const Tensor q = dense(qdata), s = dense(scale);
+  return call<Place>("linear_wide", x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)tokens, (int)groups, (int)stages, (int)splits, stream);
+  });
+}
+
+template <typename Place>
 Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
                            const std::optional<Tensor>& bias, int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
   auto* f = function<SparseLinearSmall>("sparse_linear_small", arch);
@@ -107,6 +119,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
   STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                \
     m.impl("linear_small", TORCH_BOX(&fp4::linear_small<Place>));               \
     m.impl("linear_mid", TORCH_BOX(&fp4::linear_mid<Place>));                   \
+    m.impl("linear_wide", TORCH_BOX(&fp4::linear_wide<Place>));                 \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)

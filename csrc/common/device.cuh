@@ -19,7 +19,7 @@ namespace fp4 {
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ uint8_t* dynamic_shared() {
-  extern __shared__ __align__(128) uint8_t fp4_shared[];
+  extern __shared__ __align__(1024) uint8_t fp4_shared[];
   return fp4_shared;
 }
 

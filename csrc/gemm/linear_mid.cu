@@ -11,7 +11,7 @@ namespace {
 
 using namespace fp4;
 
-constexpr int kRows = 128, kSumPitch = kRows + 4;
+constexpr int kRows = 128;
 constexpr int kPitch = kStepK * 2 + 64;  // bytes of one token's activations of a step; 64 more keep quads off each other's banks
 
 template <int R, int TILES, int GROUPS> struct Shape {
@@ -90,36 +90,13 @@ __global__ void __launch_bounds__(Shape<R, TILES, GROUPS>::kThreads, 1) linear_m
 
   copy_async_wait<0>();
   __syncthreads();
-  float* sums = (float*)shared;  // [kTokens][kSumPitch]
-  for (int turn = GROUPS - 1; turn >= 0; --turn) {
-    if (group == turn)
-#pragma unroll
-      for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float* at = sums + (8 * i + 2 * t + (c & 1)) * kSumPitch + (row_warp * R + r) * 16 + g + 8 * (c >> 1);
-            *at = turn == GROUPS - 1 ? acc[r][i][c] : *at + acc[r][i][c];
-          }
-    __syncthreads();
-  }
-  if (splits > 1) cluster_barrier();
-  const float unit = *global_scale * kWeightUnit;
-  const int slice = kRows / splits;
-  for (int i = threadIdx.x; i < slice * S::kTokens; i += S::kThreads) {
-    const int row = rank * slice + i % slice, m = i / slice;
-    float sum = 0.f;
-    for (int r = 0; r < splits; ++r) sum += (splits > 1 ? of_block(sums, r) : sums)[m * kSumPitch + row];
-    Output<T>{y, bias, M, N}.store(m0 + m, blockIdx.x * kRows + row, sum * unit);
-  }
-  if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
+  sum_groups_and_store<T, R, TILES, GROUPS, kRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kRows, m0, *global_scale * kWeightUnit, {y, bias, M, N});
 }
 
 template <typename T, int R, int TILES, int GROUPS, int STAGES, bool ANY_K = false> cudaError_t run(int splits, const Linear<T>& p, cudaStream_t stream) {
   using S = Shape<R, TILES, GROUPS>;
   constexpr int bytes = S::kRowWarps * GROUPS * WeightStream<T, R, STAGES, ANY_K>::kBytes + GROUPS * 2 * S::kTile;
-  static_assert(S::kTokens * kSumPitch * 4 <= bytes, "partial sums reuse the buffers");
+  static_assert(kGroupSumBytes<TILES, kRows> <= bytes, "partial sums reuse the buffers");
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
   const dim3 blocks((p.N + kRows - 1) / kRows, (p.M + S::kTokens - 1) / S::kTokens, splits);
   return launch(linear_mid<T, R, TILES, GROUPS, STAGES, ANY_K>, blocks, S::kThreads, bytes, splits, p, stream);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._inductor.pattern_matcher import Arg, CallFunction, GraphPatternEntry
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = ["anchor", "constant_of", "in_one_mutation_region", "whole_graph", "without_modes"]
+__all__ = ["anchor", "constant_of", "in_one_mutation_region", "module_path", "whole_graph", "without_modes"]
 
 Rewrite = Callable[[], None]
 
@@ -65,6 +66,12 @@ def in_one_mutation_region(nodes: Iterable[Node]) -> bool:
     Placeholders and attributes stand before everything and are not counted.
     """
     return len({get_mutation_region_id(n.graph, n) for n in nodes if n.op not in ("placeholder", "get_attr")}) <= 1
+
+
+def module_path(node: Node) -> str:
+    """Path of the innermost module that ``node`` comes from, where torch knows it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return re.sub(r"^L\['\w+'\]\.?", "", list(stack.values())[-1][0]) if stack else ""
 
 
 def constant_of(node: Node) -> torch.Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,12 @@ from torch._guards import TracingContext
 from torch._inductor import ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.virtualized import V
+from torch._inductor.pattern_matcher import get_mutation_region_id
+from torch._inductor.virtualized import V, ops
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
+
+from .fx import module_path
 
 aten = torch.ops.aten
 
@@ -124,12 +126,70 @@ def view(x, size):
     return lowerings[aten.view.default](x, size)
 
 
+def part(x, dim, start, stop):
+    """``x`` from ``start`` to ``stop`` along ``dim``, a view."""
+    return lowerings[aten.slice.Tensor](x, dim, start, stop)
+
+
+def element(x, index):
+    """``x[index]``, a view without dimension 0."""
+    return lowerings[aten.select.int](x, 0, index)
+
+
 def add(x, y):
     return lowerings[aten.add.Tensor](x, y)
 
 
 def full(size, value, x):
     return lowerings[aten.full.default](list(size), value, dtype=x.get_dtype(), device=x.get_device())
+
+
+def quantize_rows_e4m3(x, limit: float, smallest: float):
+    """``(E4M3 [M, K], float32 [M, 1])`` of ``x [M, K]``, on CUDA, as pointwise operations and one reduction.
+
+    Bit for bit what eager code computes, wherever Inductor fuses it: ``x`` is rounded to its dtype even if its producer's
+    float32 value is at hand, and divisions are IEEE's (Triton's ``/`` is an approximation).
+
+    Args:
+        limit: what the largest magnitude of a row becomes.
+        smallest: lower bound of a scale; a row of zeros gets the scale 1.
+    """
+    rows = _elementwise(lambda v: ops.to_dtype(ops.to_dtype(v, x.get_dtype(), use_compute_types=False), torch.float32), torch.float32, x)
+    amax = lowerings[aten.amax.default](lowerings[aten.abs.default](rows), [-1], True)
+
+    def scale_of(peak):
+        scale = ops.maximum(_divide(peak, ops.constant(limit, torch.float32)), ops.constant(smallest, torch.float32))
+        return ops.where(ops.eq(peak, ops.constant(0.0, torch.float32)), ops.constant(1.0, torch.float32), scale)
+
+    def code_of(value, scale):
+        quotient = _divide(value, scale)
+        return ops.to_dtype(ops.minimum(ops.maximum(quotient, ops.constant(-limit, torch.float32)), ops.constant(limit, torch.float32)), torch.float8_e4m3fn)
+
+    scale = _elementwise(scale_of, torch.float32, amax)
+    return _elementwise(code_of, torch.float8_e4m3fn, rows, lowerings[aten.expand.default](scale, rows.get_size())), scale
+
+
+def _divide(a, b):
+    return ops.inline_asm_elementwise(a, b, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32, is_pure=True, pack=1)
+
+
+def _elementwise(fn: Callable, dtype: torch.dtype, *inputs):
+    loaders = [x.make_loader() for x in inputs]
+    return ir.Pointwise.create(
+        device=inputs[0].get_device(), dtype=dtype, inner_fn=lambda index: fn(*(load(index) for load in loaders)), ranges=list(inputs[0].get_size())
+    )
+
+
+def once_per_graph(kind: str, x, make: Callable[[Any], Any]):
+    """``make(x)`` for a realised ``x``, made once for each tensor of a graph that no operation changes between its readers."""
+    x = _input(x)
+    layout, node = x.get_layout(), V.graph.current_node
+    region = None if node is None else get_mutation_region_id(node.graph, node)
+    key = (kind, x.get_name(), tuple(layout.size), tuple(layout.stride), layout.offset, region)
+    made = V.graph.__dict__.setdefault("fp4_made", {})
+    if key not in made:
+        made[key] = make(x)
+    return made[key]
 
 
 def buffer_name(x) -> str | None:
@@ -143,11 +203,13 @@ def buffer_name(x) -> str | None:
 def current_names() -> tuple[str, str]:
     """``(FX node name, innermost module path)`` of the node being lowered, for explain()."""
     node = V.graph.current_node
-    if node is None:
-        return "", ""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = re.sub(r"^L\['\w+'\]\.?", "", list(stack.values())[-1][0]) if stack else ""
-    return node.name, path
+    return ("", "") if node is None else (node.name, module_path(node))
+
+
+def current_meta(key: str) -> Any:
+    """``meta[key]`` of the FX node being lowered, or None."""
+    node = V.graph.current_node
+    return None if node is None else node.meta.get(key)
 
 
 def max_autotune() -> bool:

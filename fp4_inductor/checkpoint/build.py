@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..errors import ConfigError
+from ..modules import SiblingWeight
 
 
 def build_empty(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -63,6 +64,8 @@ def values_lost(model: nn.Module) -> list[str]:
     """Names of tensors on the meta device that no checkpoint can restore: non-persistent buffers, plain attributes."""
     lost = []
     for prefix, module in model.named_modules():
+        if isinstance(module, SiblingWeight):  # its layers are replaced
+            continue
         names = [n for n in module._non_persistent_buffers_set if (b := module._buffers.get(n)) is not None and b.device.type == "meta"]
         names += [n for n, v in vars(module).items() if isinstance(v, Tensor) and v.device.type == "meta"]
         lost += [f"{prefix}.{n}".lstrip(".") for n in names]

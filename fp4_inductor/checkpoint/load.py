@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from ..formats import nvfp4, sparse24
 from ..formats.storage import Storage
 from ..integrations import describe_for_saving
 from ..integrations.transformers import use_experts_backend
-from ..models.convert import carry_over, replace_module
+from ..models import siblings
+from ..models.convert import carry_over, replace_module, untie
 from ..models.coverage import record
 from ..models.plan import inspect, linear_kind
 from ..models.preflight import check_device
@@ -57,7 +59,8 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
             with a warning that names them. Damage and wrong shapes are errors in any case.
 
     Returns:
-        The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized.
+        The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized. Siblings
+        are packed as ``quantize_model`` does it.
 
     Raises:
         CheckpointError: damaged, inconsistent, incomplete, or of another model; the model is unchanged.
@@ -85,7 +88,8 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     use_experts_backend(model)
     large_m = [e.large_m for e in checkpoint.manifest.layers.values()] + [e.large_m for e in checkpoint.manifest.experts.values()]
     describe_for_saving(model, large_m[0] if large_m else "auto")
-    record(model, inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept))
+    siblings.pack_model(model)
+    record(model, siblings.annotated(inspect(model, checkpoint.manifest.errors, checkpoint.manifest.kept), model))
     return given if compiled else model
 
 
@@ -382,6 +386,7 @@ def _places(slots: _Slots, device: torch.device | None, default: torch.device, c
 
 def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: dict[tuple[Entry, torch.device], Tensor]) -> nn.Module:
     """Assign. Nothing here can fail for a reason that was not excluded before."""
+    owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     by_entry: dict[Entry, list[Tensor]] = {}
     for (entry, _), t in tensors.items():
         by_entry.setdefault(entry, []).append(t)
@@ -411,6 +416,8 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
         new.take(tuple(get(_join(names[0], part), old) for part in _parts(layer)))
         new.bias = get(_join(names[0], "bias"), old) if layer.bias else None
         new.input_scale = get(_join(names[0], "input_scale"), old) if layer.input_scale else None
+        if owners[id(module._parameters.get("weight"))] > len(names):
+            untie(model, names[0])
         carry_over(module, new)
         model = replace_module(model, names, new)
     return model

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..formats import nvfp4, sparse24
+from ..formats import fp8, nvfp4, sparse24
 from ..modules import FP4Experts, FP4ExpertWeight
 from ..ops.activation import Activation
 from ..ops.linear import LARGE_M
@@ -49,7 +49,7 @@ _OPTIONAL = {"storage"}
 _LATER = {"experts"}  # absent in checkpoints written before there were any
 
 
-STORAGES = {storage.name: storage for storage in (nvfp4.STORAGE, sparse24.STORAGE)}
+STORAGES = {storage.name: storage for storage in (nvfp4.STORAGE, sparse24.STORAGE, fp8.STORAGE)}
 
 
 @dataclass(frozen=True)

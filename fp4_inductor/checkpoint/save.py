@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
-from ..modules import FP4Experts, FP4Linear
+from ..modules import FP4Experts, FP4Linear, SiblingWeight
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .safetensors_file import DTYPES, crc32, read_header
@@ -85,6 +85,7 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
     derived = {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)
+        if not isinstance(module, SiblingWeight)  # its layers write their rows
         for name in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(name)) is not None
     }

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+ROW = -1  # one element per row
+
 
 class Part(NamedTuple):
-    """One component tensor. ``k``: weights per element along the last dimension; 0: one element per matrix."""
+    """One component tensor. ``k``: weights per element along the last dimension; 0: one element per matrix; :data:`ROW`: per row."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +41,12 @@ class Storage:
 
     def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shape of each component of a weight of ``shape``."""
-        return {part.name: (*shape[:-1], shape[-1] // part.k) if part.k else tuple(shape[:-2]) for part in self.parts}
+        return {part.name: self._shape(part, tuple(shape)) for part in self.parts}
+
+    def _shape(self, part: Part, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if part.k == ROW:
+            return shape[:-1]
+        return (*shape[:-1], shape[-1] // part.k) if part.k else shape[:-2]
 
     def logical(self, first: Sequence[int]) -> tuple[int, ...]:
         """The weight's shape from that of the first component."""

@@ -39,6 +39,7 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("tokens", "groups", "stages", "splits"), "mid"),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small"),
 }
 
@@ -97,16 +98,11 @@ def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, b
     except RuntimeError as error:
         if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
-        raise _refused(name, str(error)) from error
+        raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=_switch_off(name)) from error
 
 
-def _refused(name: str, what: str) -> KernelError:
-    return KernelError(
-        f"fp4_{name} was not launched",
-        value=what,
-        limit="cudaSuccess",
-        remedy=f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).',
-    )
+def _switch_off(name: str) -> str:
+    return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).'
 
 
 def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int]) -> Tensor:
@@ -127,7 +123,8 @@ def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale
         pointers = map(pointer, (x, *parts, global_scale, bias, y))
         status = getattr(library, f"fp4_{name}")(*pointers, m, n, k, int(x.dtype == torch.float16), *tile, stream)
     if status:
-        raise _refused(name, f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}")
+        value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
+        raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
     return y
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from ..ops import dequantize, dequantize_fp8, linear, moe, quantize_rows_fp8, sparse_decompress, sparse_dequantize, sparse_dequantize_fp8, sparse_linear
+from ..ops import (
+    dequantize,
+    dequantize_fp8,
+    linear,
+    linear_fp8,
+    linear_glu,
+    moe,
+    quantize_rows_fp8,
+    sparse_decompress,
+    sparse_dequantize,
+    sparse_dequantize_fp8,
+    sparse_linear,
+)
 from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
 from .moe import cpu as moe_cpu
@@ -24,6 +36,8 @@ dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 sparse_linear.CONTRACT.implement("CPU", linear_cpu.sparse_linear)
 sparse_dequantize.CONTRACT.implement("CPU", linear_cpu.sparse_dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
+linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "linear_fp8"))
+linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
 moe.CONTRACT.implement("CPU", moe_cpu.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))

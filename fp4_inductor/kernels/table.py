@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-REGIMES = ("gemv", "small", "mid", "large_fp8", "large_dense", "cpu", "decode", "grouped", "by_expert")
+REGIMES = ("gemv", "small", "mid", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,6 +36,7 @@ class Row:
         status: what has been run.
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
+        siblings: serves several layers of one call, each with a global scale of its own; else they are called one by one.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
@@ -53,6 +54,7 @@ class Row:
     k_multiple: int = 16
     n_multiple: int = 1
     csrc: str = ""
+    siblings: bool = False
     without: str | None = None
     m_per_expert: float = 0.0
 
@@ -60,7 +62,9 @@ class Row:
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
 _SMALL = "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
+_GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
+_CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _SPARSE_GEMV = "kept codes and gathered activations; its prototype ran level with the dense GEMV (14.1 us at 8192x8192), 22% fewer bytes"
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
@@ -73,9 +77,9 @@ _GROUPED_DENSE = "as above in bfloat16, at most 256 MB of transient weights at o
 
 ROWS: tuple[Row, ...] = (
     Row("linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV for M <= 8, else decode a cached block and multiply; dispatches itself", "runs in CI"),
-    Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, _GEMV, "measured on H200"),
-    Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run"),
-    Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run"),
+    Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, _GEMV, "measured on H200", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run", siblings=True),
     Row(
         "linear",
         "gemv",
@@ -86,9 +90,10 @@ ROWS: tuple[Row, ...] = (
         "without the small kernel: still ahead of padding to a tensor-core tile",
         "measured on H200",
         without="small",
+        siblings=True,
     ),
-    Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small"),
-    Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small"),
+    Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
     Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, "measured on H200", k_multiple=64, csrc="linear_small"),
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
@@ -104,17 +109,48 @@ ROWS: tuple[Row, ...] = (
         csrc="linear_small",
     ),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid"),
-    Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200"),
-    Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run"),
-    Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run"),
-    Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run"),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", ("auto", "fp8"), 16, 16),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16),
-    Row("linear", "large_dense", "dequantize + mm", (80, 129), None, ANY, "transient weight in the activation's dtype, the library GEMM", "measured on H200"),
+    Row("linear", "mid", "cuda_wide", (90, 90), 256, HALF, _CUDA_WIDE, EMULATED, k_multiple=64, csrc="linear_wide"),
+    Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200", siblings=True),
+    Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run", siblings=True),
+    Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run", siblings=True),
+    Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run", siblings=True),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", ("auto", "fp8"), 16, 16, siblings=True),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16, siblings=True),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16, siblings=True),
+    Row(
+        "linear",
+        "large_dense",
+        "dequantize + mm",
+        (80, 129),
+        None,
+        ANY,
+        "transient weight in the activation's dtype, the library GEMM",
+        "measured on H200",
+        siblings=True,
+    ),
+    Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
+    Row("linear_glu", "unfused", "linear, then act * up", (0, 129), None, ANY, "fp4.linear by its own rows; the product is a pointwise kernel", "runs in CI"),
+    Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
+    Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", "compiled, not run", k_multiple=1),
+    Row(
+        "linear_fp8",
+        "large_fp8",
+        "scaled_mm",
+        (89, 129),
+        None,
+        BF16,
+        "FP8 tensor cores, activations rounded per row",
+        "compiled, not run",
+        ("auto", "fp8"),
+        16,
+        16,
+    ),
+    Row("linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "transient weight in the activation's dtype", "compiled, not run", k_multiple=1),
     Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
-    Row("sparse_linear", "small", "cuda_sparse_small", (80, 129), 32, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (90, 90), 32, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (80, 89), 16, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
+    Row("sparse_linear", "small", "cuda_sparse_small", (100, 129), 16, HALF, _SPARSE_SMALL, EMULATED, k_multiple=64, csrc="sparse_linear_small"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", (89, 129), None, BF16, _SPARSE_FP8, "compiled, not run", ("auto", "fp8"), 32, 16),
     Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense large_dense", "compiled, not run"),

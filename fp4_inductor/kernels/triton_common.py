@@ -24,6 +24,15 @@ def e2m1_to_f16(code):
 
 
 @triton.jit
+def global_scale_of(GLOBAL_SCALE, rows, B1: tl.constexpr, B2: tl.constexpr):
+    """The scale of each weight row: one for all (B1 == 0), or of up to three siblings, the second from row B1, the third from B2."""
+    if B1 > 0:
+        return tl.load(GLOBAL_SCALE + (rows >= B1).to(tl.int32) + (rows >= B2).to(tl.int32))
+    else:
+        return tl.load(GLOBAL_SCALE)
+
+
+@triton.jit
 def dense_codes(values, nibble):
     """2:4 groups (integers: a byte of two kept codes, a metadata nibble) -> 16-bit words of the four dense codes, as int32."""
     value = values.to(tl.int32)

@@ -27,6 +27,7 @@ class Entry:
     experts: int = 1
     buffer: str | None = None
     epilogue: list[str] = field(default_factory=list)
+    note: str = ""
 
 
 _entries: list[Entry] | None = None

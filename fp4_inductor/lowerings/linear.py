@@ -17,8 +17,10 @@ from ..kernels.linear import configs
 from ..kernels.select import plan
 from ..kernels.table import Row
 from ..ops.dequantize_fp8 import fp8_product
-from ..ops.quantize_rows_fp8 import reference as quantize_rows
+from ..ops.linear_siblings import row_scales, spans
+from ..passes.siblings import MEMBERS
 from .journal import Entry, record
+from .quantize_rows import quantized_rows
 from .regime import decide
 
 fp4 = torch.ops.fp4
@@ -27,15 +29,70 @@ HINT = 64
 
 def register() -> None:
     inductor.register(fp4.linear.default, lower)
+    inductor.register(fp4.linear_siblings.default, lower_siblings)
 
 
 def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
-    return product(fp4.linear.default, nvfp4.STORAGE, x, (qdata, scale, global_scale), bias, large_m, _LOWER)
+    return _call(x, (qdata, scale, global_scale), bias, large_m)
 
 
-def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable]):
-    """IR of ``op(x, *weight, bias, large_m)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself."""
+def _call(x, weight: tuple, bias, large_m: str, **remarks):
+    return product(fp4.linear.default, nvfp4.STORAGE, x, weight, bias, large_m, _LOWER, **remarks)
+
+
+def lower_siblings(x, qdata, scale, global_scale, bias, rows, large_m="auto"):
+    """Lowering of ``fp4.linear_siblings``: one call by all rows where the kernel of this M takes their global scales."""
+    return siblings(x, qdata, scale, global_scale, bias, rows, large_m)
+
+
+def siblings(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
+    """The results of the members of one weight, views of one result or one each."""
+    paths = inductor.current_meta(MEMBERS) or [""] * (len(rows) // 2)
+    own_scales = len(global_scale.get_size()) == 1
+    if not own_scales or _serves_siblings(x, qdata, rows, large_m):
+        extra = {"rows": tuple(rows)} if own_scales else {}
+        y = _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, extra=extra)
+        return [inductor.part(y, len(y.get_size()) - 1, a, b) for a, b in spans(rows)]
+    alone = join("siblings one by one: the kernel of this M takes one global scale", note)
+    out = []
+    for i, (a, b) in enumerate(spans(rows)):
+        weight = (inductor.part(qdata, 0, a, b), inductor.part(scale, 0, a, b), inductor.element(global_scale, i))
+        own_bias = None if bias is None else inductor.part(bias, 0, a, b)
+        out.append(_call(x, weight, own_bias, large_m, note=alone, refused=refused, module=paths[i]))
+    return out
+
+
+def _serves_siblings(x, qdata, rows, large_m) -> bool:
+    """Is M in a regime whose kernel takes one global scale per member?"""
+    symbols = inductor.Symbols()
+    n, k = map(symbols.static_int, nvfp4.STORAGE.logical(qdata.get_size()))
+    if n is None or not k or len(rows) // 2 > configs.MAX_SCALES:
+        return False
+    options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
+    decision = decide(options, inductor.rows_of(x), symbols, dispatch_config())
+    return decision.row is not None and decision.row.siblings
+
+
+def together() -> str:
+    """The layers that the node being lowered is one call of, for explain()."""
+    names = [path.rpartition(".")[2] for path in inductor.current_meta(MEMBERS) or () if path]
+    return f"one call for siblings: {', '.join(names)}" if names else ""
+
+
+def join(*remarks: str) -> str:
+    return "; ".join(filter(None, remarks))
+
+
+def product(
+    op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable], *, note="", refused=(), module="", extra: dict | None = None
+):
+    """IR of ``op(x, *weight, bias, large_m)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself.
+
+    Args:
+        note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
+        extra: keyword arguments of ``lowered[kernel]``.
+    """
     symbols = inductor.Symbols()
     lead = x.get_size()[:-1]
     n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
@@ -48,8 +105,9 @@ def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered:
     call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    node, module = inductor.current_names()
-    entry = record(Entry(f"fp4.{name}", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, call.arch))
+    node, path = inductor.current_names()
+    dtype = str(x.get_dtype()).removeprefix("torch.")
+    entry = record(Entry(f"fp4.{name}", node, module or path, str(m), n, k, dtype, decision, (*options.refused, *refused), call.arch, note=note))
     row = decision.row
     if row is None or row.kernel == "cpu":
         return inductor.call_op(op, x, *weight, bias, large_m)
@@ -58,7 +116,7 @@ def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered:
         operator = getattr(torch.ops.fp4_csrc, row.csrc).default
         y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch)
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
-    y = lowered[row.kernel](row, rows, *weight, m, n, k)
+    y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
     entry.buffer = inductor.buffer_name(y)
     if bias is not None:
         y = inductor.add(y, bias)
@@ -80,7 +138,7 @@ def _gemv_template() -> Template:
     from ..kernels import triton_common as common
     from ..kernels.linear import triton_gemv as t
 
-    helpers = (common.e4m3_to_f32, t.decode8, t.half2_dot, t.dot8, t.pack_half2, t.load_activations, t.partial_sums)
+    helpers = (common.e4m3_to_f32, common.global_scale_of, t.decode8, t.half2_dot, t.dot8, t.pack_half2, t.load_activations, t.partial_sums)
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K8": '{{size("QDATA", 1)}} // 4'}
     return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
@@ -95,7 +153,7 @@ def _mid_template() -> Template:
     from ..kernels.linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K": '{{size("X", 1)}}'}
-    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, t.decode_bytes), mid_grid)
+    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, common.global_scale_of, t.decode_bytes), mid_grid)
 
 
 def mid_grid(m, n, meta, *, cdiv):
@@ -107,45 +165,53 @@ def arguments(*tensors):
     return tuple(inductor.contiguous(t) for t in tensors)
 
 
-def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k):
+def _bounds(rows) -> tuple[int, ...]:
+    """The rows at which the second and later members begin."""
+    return tuple(a for a, _ in spans(rows)[1:])
+
+
+def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
-    options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    options = [dict(configs.gemv_constants(c, n, k, arch, _bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
     return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
-def _mid(row: Row, x, qdata, scale, global_scale, m, n, k):
+def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     likely = min(inductor.Symbols().hint(m, HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
-    options = [dict(configs.mid_constants(c, n, k, x.get_dtype()), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), _bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 # --- many rows: plain operations around a transient weight --------------------------------------------------------
 
 
-def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k):
+def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     dtype = x.get_dtype()
 
-    def large_fp8(x, qdata, scale, global_scale):
-        x8, x_scale = quantize_rows(x)
-        return fp8_product(x8, x_scale, qdata, scale, global_scale, dtype)
+    def large_fp8(x8, x_scale, qdata, scale, global_scale):
+        return fp8_product(x8, x_scale, qdata, scale, row_scales(global_scale, rows, n) if rows else global_scale, dtype)
 
-    return inductor.inline(large_fp8, (x, qdata, scale, global_scale))
+    return inductor.inline(large_fp8, (*quantized_rows(x), qdata, scale, global_scale))
 
 
-def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k):
+def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     dtype = x.get_dtype()
 
     def large_dense(x, qdata, scale, global_scale):
-        return x @ fp4.dequantize(qdata, scale, global_scale, dtype).t()
+        if not rows:
+            return x @ fp4.dequantize(qdata, scale, global_scale, dtype).t()
+        # Every row a matrix of its own: the op takes one global scale per matrix.
+        w = fp4.dequantize(qdata.unsqueeze(1), scale.unsqueeze(1), row_scales(global_scale, rows, n), dtype)
+        return x @ w.squeeze(1).t()
 
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
 # Kernels with no form inside generated code: an operator is called.
-CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_sparse_small"}
+CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_wide", "cuda_sparse_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

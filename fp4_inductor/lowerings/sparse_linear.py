@@ -13,8 +13,8 @@ from ..kernels import select
 from ..kernels.sparse_linear import configs
 from ..kernels.table import Row
 from ..ops.dequantize_fp8 import scaled_product
-from ..ops.quantize_rows_fp8 import reference as quantize_rows
 from . import linear
+from .quantize_rows import quantized_rows
 
 fp4 = torch.ops.fp4
 _INPUTS = ("X", "VALUES", "META", "SCALE", "GLOBAL_SCALE")
@@ -70,11 +70,10 @@ def _mid(row: Row, x, values, meta, scale, global_scale, m, n, k):
 def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k):
     dtype = x.get_dtype()
 
-    def large_fp8(x, values, meta, scale, global_scale):
-        x8, x_scale = quantize_rows(x)
+    def large_fp8(x8, x_scale, values, meta, scale, global_scale):
         return scaled_product(x8, x_scale, fp4.sparse_dequantize_fp8(values, meta, scale), global_scale, dtype)
 
-    return inductor.inline(large_fp8, (x, values, meta, scale, global_scale))
+    return inductor.inline(large_fp8, (*quantized_rows(x), values, meta, scale, global_scale))
 
 
 def _large_dense(row: Row, x, values, meta, scale, global_scale, m, n, k):

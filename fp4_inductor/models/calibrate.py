@@ -16,6 +16,7 @@ from .plan import ExpertsTarget, Target
 from .progress import bar
 
 _CHUNK = 1 << 22  # activations squared at once
+_KEPT, _KEPT_OF_A_BATCH = 512, 128  # inputs of an output head that its KL divergence is judged by
 
 
 class Mean:
@@ -24,9 +25,12 @@ class Mean:
     def __init__(self) -> None:
         self.sum: Tensor | None = None
         self.rows = 0
+        self.kept: list[Tensor] | None = None  # of an output head: some of its inputs
 
     def add(self, x: Tensor) -> None:
         x = x.detach().reshape(-1, x.shape[-1])
+        if self.kept is not None and sum(map(len, self.kept)) < _KEPT:
+            self.kept.append(x[:: max(1, len(x) // _KEPT_OF_A_BATCH)].clone())
         wide = torch.float32 if x.device.type == "mps" else torch.float64
         for part in x.split(max(1, _CHUNK // max(1, x.shape[-1]))):
             squares = part.float().square().sum(0).to(wide)
@@ -35,6 +39,10 @@ class Mean:
 
     def result(self) -> Tensor | None:
         return None if self.sum is None or not self.rows else (self.sum / self.rows).float()
+
+    def inputs(self) -> Tensor | None:
+        """``[<= 512, K]``, if any were kept."""
+        return torch.cat(self.kept)[:_KEPT] if self.kept else None
 
     def check_finite(self) -> bool:
         return self.sum is None or bool(torch.isfinite(self.sum).all())
@@ -83,6 +91,7 @@ def statistics(
     handles = []
     try:
         for t in targets:
+            linear[t.name].kept = [] if t.head else None
             handles.append(t.module.register_forward_pre_hook(_watch(t.name, linear[t.name], order), with_kwargs=True))
         for e in experts:
             handles.append(e.module.register_forward_pre_hook(routed[e.name].hook(order), with_kwargs=True))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import NVFP4Config
 from ..formats import nvfp4
-from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
 from ..modules.experts import pack_experts
 from .calibrate_experts import Statistics
 from .coverage import LayerReport
 from .plan import ExpertsTarget, Target, existing_experts, existing_layer
 
 _ERROR_CHUNK = 1 << 21  # weights compared at once
+_KL_ROWS = 64  # rows of logits compared at once
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -26,7 +30,15 @@ _HOOKS = (
 )
 
 
-def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, device: torch.device | None, channel_weight: Tensor | None):
+def convert_group(
+    model: nn.Module,
+    group: list[Target],
+    config: NVFP4Config,
+    device: torch.device | None,
+    channel_weight: Tensor | None,
+    global_scale: Tensor | None = None,
+    head_inputs: Tensor | None = None,
+):
     """Quantize the one weight of ``group`` and put an FP4Linear in place of each of its layers.
 
     The dense weight is released before this returns, unless someone outside the model holds it.
@@ -38,15 +50,46 @@ def convert_group(model: nn.Module, group: list[Target], config: NVFP4Config, de
     dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
-    layer, error = quantize_dense(dense, config, channel_weight)
+    if group[0].head and config.lm_head == "fp8":
+        layer: FP4Linear = FP8Linear.from_weight(dense, large_m=config.large_m)
+        error = relative_error(dense, layer)
+    else:
+        layer, error = quantize_dense(dense, config, channel_weight, global_scale)
+    kl = None if head_inputs is None else divergence(head_inputs.to(dense.device), dense, layer, group[0].module._parameters.get("bias"))
     del dense
-    return install_group(model, group, layer, error)
+    model, rows = install_group(model, group, layer, error)
+    if group[0].tied:
+        untie(model, group[0].name)
+    return model, [replace(row, kl=kl) for row in rows]
 
 
-def quantize_dense(dense: Tensor, config: NVFP4Config, channel_weight: Tensor | None = None) -> tuple[FP4Linear, float]:
+def quantize_dense(dense: Tensor, config: NVFP4Config, channel_weight: Tensor | None = None, global_scale: Tensor | None = None) -> tuple[FP4Linear, float]:
     """A layer over ``dense`` ``[N, K]``, without bias, and its relative error."""
-    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, large_m=config.large_m)
+    if global_scale is not None:
+        global_scale = global_scale.to(dense.device)
+    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, global_scale=global_scale, large_m=config.large_m)
     return layer, relative_error(dense, layer)
+
+
+def divergence(x: Tensor, dense: Tensor, layer: FP4Linear, bias: Tensor | None) -> float:
+    """KL(head || quantized head) in nats per row of the head's inputs ``x [rows, K]``; 0 rows: 0."""
+    total = 0.0
+    w = layer.dequantize(torch.float32)
+    for rows in x.float().split(_KL_ROWS):
+        b = None if bias is None else bias.detach().to(rows)
+        p, q = (F.linear(rows, weight, b).log_softmax(-1) for weight in (dense.float(), w))
+        total += float(F.kl_div(q, p, log_target=True, reduction="sum"))
+    return total / max(len(x), 1)
+
+
+def untie(model: nn.Module, name: str) -> None:
+    """Tell transformers that the weight of ``name`` is no longer the embedding's, so that nothing ties them again."""
+    for config in (getattr(model, "config", None), getattr(getattr(model, "config", None), "text_config", None)):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False  # type: ignore[union-attr]
+    keys = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(keys, dict):
+        keys.pop(f"{name}.weight", None)
 
 
 def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error: float) -> tuple[nn.Module, list[LayerReport]]:
@@ -196,6 +239,10 @@ def _row(group: list[Target], i: int, layer: FP4Linear, error: float) -> LayerRe
     notes = row.notes
     if i:
         notes = (*notes, f"shares its weight with {group[0].name}")
+    if group[i].tied:
+        # The other owner keeps the weight: nothing was freed.
+        notes = (*notes, f"untied from {group[i].tied}, which stays: {row.bytes_after / 1e6:.1f} MB more than before")
+        row = replace(row, bytes_before=0)
     # A shared weight counts once.
     counted = {"params": 0 if i else row.params, "bytes_before": 0 if i else row.bytes_before, "bytes_after": 0 if i else row.bytes_after}
     return LayerReport(**{**vars(row), **counted, "relative_error": error, "notes": notes})

@@ -26,6 +26,8 @@ class LayerReport:
         format: ``"nvfp4"`` or ``"sparse24_nvfp4"``.
         bits_per_weight: of the codes, metadata and block scales.
         output_error: ``|X (W - Q)^T| / |X W^T|`` over calibration inputs X; None where they were not kept.
+        kl: of an output head, where calibration was given: KL divergence of the logits that its rounding alone causes, in
+            nats per token.
     """
 
     name: str
@@ -38,6 +40,7 @@ class LayerReport:
     format: str = "nvfp4"
     bits_per_weight: float = 4.5
     output_error: float | None = None
+    kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class Report:
         if known:
             rows.append("  largest relative errors")
             rows += [f"    {i.relative_error:.4f}  {i.name} {list(i.shape)}" for i in known[:_WORST]]
+        rows += [
+            f"  output head {i.name}: relative error {i.relative_error:.4f}, KL {i.kl:.2e} nats per calibration token"
+            for i in self.layers
+            if i.kl is not None and i.relative_error is not None
+        ]
         noted: dict[str, list[str]] = defaultdict(list)
         for layer in self.layers:
             for note in layer.notes:

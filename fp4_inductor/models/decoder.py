@@ -29,4 +29,15 @@ FAMILY = Family(
     # The storage that transformers' @use_experts_implementation gives most families: mixtral, qwen2/3_moe, olmoe,
     # deepseek, glm4_moe, granitemoe, minimax, ernie4_5_moe, lfm2_moe, hunyuan_moe.
     experts=(Experts(r".*Experts", (("gate_up_proj", "[E, N, K]"), ("down_proj", "[E, N, K]"))),),
+    # Gate before up: the fused act(gate) * up wants that order.
+    siblings=(
+        ("q_proj", "k_proj", "v_proj"),  # llama, qwen, mistral, gemma, opt, whisper ...
+        ("gate_proj", "up_proj"),  # llama and its relatives
+        ("query", "key", "value"),  # bert, vit
+        ("w1", "w3"),  # llama's own names; w2 is the down projection
+        ("wi_0", "wi_1"),  # t5
+        ("q_lin", "k_lin", "v_lin"),  # distilbert
+        ("to_q", "to_k", "to_v"),  # diffusion transformers
+        ("q_a_proj", "kv_a_proj_with_mqa"),  # deepseek
+    ),
 )

@@ -55,9 +55,12 @@ class Family:
         experts: 3-D expert Parameters of this family.
         linears: ``(module path, class name)`` of linear layers that are no ``nn.Linear`` but hold ``weight [K, N]``
             and ``bias [N]`` and compute ``x @ weight + bias``.
+        siblings: names, within one parent module, of linear layers that usually read the same input, in the order in
+            which they are packed. A wrong entry costs nothing: calls on different inputs are simply not merged.
     """
 
     name: str
     skips: tuple[Skip, ...] = ()
     experts: tuple[Experts, ...] = ()
     linears: tuple[tuple[str, str], ...] = ()
+    siblings: tuple[tuple[str, ...], ...] = ()

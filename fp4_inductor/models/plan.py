@@ -17,16 +17,26 @@ from .coverage import LayerReport, Report, Skipped
 from .experts import ExpertsSpec, describe_experts
 
 FilterFn = Callable[[nn.Module, str], bool]
+_HEADS = {"lm_head", "embed_out", "output_projection"}  # output heads by name, where the model does not say which it is
 _EXPERT_SIDE = 16  # a 3-D Parameter whose matrices are smaller than one scale block is no expert weight
 
 
 @dataclass
 class Target:
-    """One linear layer to be quantized. ``names``: every path it has in the model. ``transposed``: weight is ``[K, N]``."""
+    """One linear layer to be quantized.
+
+    Args:
+        names: every path it has in the model.
+        transposed: weight is ``[K, N]``.
+        head: it is the output head.
+        tied: the first other owner of its weight, which keeps it; only a head has one.
+    """
 
     names: tuple[str, ...]
     module: nn.Module
     transposed: bool = False
+    head: bool = False
+    tied: str = ""
 
     @property
     def name(self) -> str:
@@ -66,8 +76,8 @@ class Plan:
         return [t for group in self.groups for t in group]
 
 
-def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None) -> Plan:
-    """Walk ``model`` once and decide. Changes nothing and reads no weight values."""
+def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None, with_head: bool = False) -> Plan:
+    """Walk ``model`` once and decide. Changes nothing and reads no weight values. ``with_head``: the output head too."""
     paths: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(name)
@@ -85,7 +95,8 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             plan.existing.append(existing_layer(names, module) if isinstance(module, FP4Linear) else existing_experts(names, module))
             continue
         kind = linear_kind(module)
-        default = _default_skip(names[0], module, heads)
+        head = with_head and (id(module) in heads or names[0].rpartition(".")[2] in _HEADS)
+        default = None if head else _default_skip(names[0], module, heads)
         experts, unknown, tied = (None, None, None) if user or default else _experts(names, module, owners)
         if experts is not None:
             plan.experts.append(experts)
@@ -103,7 +114,8 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             if kind in ("linear", "transposed") and pname == "weight":
                 reason = user or default or (None if is_lazy(p) or p.numel() else "empty")
                 if reason is None:
-                    wanted[tensor_key(p)].append(Target(names, module, kind == "transposed"))
+                    # A head is quantized by itself, whoever shares its weight.
+                    wanted[("head", tensor_key(p)) if head else tensor_key(p)].append(Target(names, module, kind == "transposed", head))
                     continue
             elif is_lazy(p) or p.numel() == 0:
                 continue
@@ -129,14 +141,19 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
     quantized = {f"{t.name}.bias" if t.name else "bias" for group in wanted.values() for t in group}
     for key, group in wanted.items():
         own = {f"{n}.weight" if n else "weight" for t in group for n in t.names}
-        foreign = [n for n in owners.get(key, ()) if n not in own]
-        if foreign:
+        head = group[0].head
+        foreign = [n for n in owners.get(key[1] if head else key, ()) if n not in own]
+        if head:
+            group[0].tied = foreign[0] if foreign else ""
+        if foreign and not head:
             quantized -= {f"{t.name}.bias" if t.name else "bias" for t in group}
             plan.skipped += [Skipped(f"{t.name}.weight", 0, f"tied to {foreign[0]}") for t in group]
         else:
             plan.groups.append(group)
     plan.skipped = [_tied_reason(s, owners, model) for s in plan.skipped if s.name not in quantized]
     plan.notes += ignored.unused()
+    if with_head and not any(t.head for t in plan.targets):
+        plan.notes.append("lm_head: there is no output head to quantize, or it is ignored or quantized already")
     return plan
 
 

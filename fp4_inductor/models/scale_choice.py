@@ -11,7 +11,7 @@ from torch import nn
 from ..config import NVFP4Config, ScaleSearch
 from ..errors import CalibrationError, NonFiniteError
 from . import self_calibration
-from .calibrate import mean_squares
+from .calibrate import statistics
 from .plan import ExpertsTarget, Plan, Target
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
@@ -27,11 +27,13 @@ class ScaleChoice:
         weights: for ``"activation"``, by the name of a group or of a module of experts: E[x^2] ``[K]``, the experts'
             :class:`.calibrate_experts.Statistics`, or None where no token came.
         note: how ``"auto"`` was decided.
+        head_inputs: by the name of an output head: some of its inputs.
     """
 
     config: NVFP4Config
     weights: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
+    head_inputs: dict[str, Any] = field(default_factory=dict)
 
     def of(self, item: list[Target] | ExpertsTarget) -> tuple[NVFP4Config, Any, tuple[str, ...]]:
         """``(config, channel weights, notes)`` for the weight that a group shares, or for a module of experts."""
@@ -47,7 +49,7 @@ def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, p
     """Measure what ``config`` needs and resolve ``"auto"``. Changes nothing.
 
     Raises:
-        CalibrationError, NonFiniteError: see :func:`mean_squares`; never for ``"auto"`` without calibration, which then
+        CalibrationError, NonFiniteError: see :func:`statistics`; never for ``"auto"`` without calibration, which then
             takes ``"four_over_six"`` and says why in its note.
     """
     if config.scale_search == "auto":
@@ -57,8 +59,9 @@ def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, p
     if config.scale_search != "activation":
         return ScaleChoice(config)
     batches = self_calibration.write(model) if config.calibration == "self" else config.calibration
-    found = mean_squares(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress, experts=plan.experts)
-    return ScaleChoice(config, _by_group(plan, found))
+    means = statistics(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress, experts=plan.experts)
+    heads = {t.name: x for t in plan.targets if t.head and (x := means[t.name].inputs()) is not None}
+    return ScaleChoice(config, _by_group(plan, {name: m.result() for name, m in means.items()}), head_inputs=heads)
 
 
 def _automatic(model: nn.Module, plan: Plan, config: NVFP4Config, progress: bool) -> ScaleChoice:

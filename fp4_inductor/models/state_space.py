@@ -10,4 +10,5 @@ FAMILY = Family(
         Skip(r"(^|\.)in_proj_(a|b|ba)$", "decay and write strength of the recurrent state: a few rows whose error accumulates over time"),
         Skip(r"(^|\.)dt_proj$", "step size of the state-space scan, which reads the weight itself"),
     ),
+    siblings=(("in_proj_qkv", "in_proj_z"),),  # gated delta net of Qwen3.5
 )

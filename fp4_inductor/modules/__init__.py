@@ -1,9 +1,21 @@
 """F2: modules that hold quantized weights as plain buffers and call ``fp4.*`` ops in forward."""
 
 from .experts import FP4Experts, FP4ExpertWeight
+from .fp8 import FP8Linear
 from .linear import FP4Linear
+from .siblings import SiblingLinear, SiblingWeight, pack_siblings
 from .sparse24 import Sparse24Linear
 
-BY_STORAGE = {cls.storage().name: cls for cls in (FP4Linear, Sparse24Linear)}
+BY_STORAGE = {cls.storage().name: cls for cls in (FP4Linear, Sparse24Linear, FP8Linear)}
 
-__all__ = ["BY_STORAGE", "FP4ExpertWeight", "FP4Experts", "FP4Linear", "Sparse24Linear"]
+__all__ = [
+    "BY_STORAGE",
+    "FP4ExpertWeight",
+    "FP4Experts",
+    "FP4Linear",
+    "FP8Linear",
+    "SiblingLinear",
+    "SiblingWeight",
+    "Sparse24Linear",
+    "pack_siblings",
+]

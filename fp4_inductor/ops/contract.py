@@ -28,6 +28,8 @@ class OpContract:
         fake: shapes and dtypes only; raises the typed errors a real call would raise for shapes.
         inputs: generator of ``(description, args)`` on a device: aligned, misaligned, empty, M in {0, 1}.
         tolerance: largest relative Frobenius error against the float64 reference, per activation dtype.
+        any_strides: its lowering and its kernels take inputs of any strides. Inductor would otherwise copy an input that is
+            not in memory yet, once for each reader.
     """
 
     name: str
@@ -36,9 +38,10 @@ class OpContract:
     fake: Callable
     inputs: Callable[[torch.device], Iterator[tuple[str, tuple]]]
     tolerance: dict[torch.dtype, float]
+    any_strides: bool = False
 
     def __post_init__(self) -> None:
-        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout if self.any_strides else torch.Tag.needs_fixed_stride_order)
         LIBRARY.define(self.name + self.schema, tags=tags)
         torch.library.register_fake(f"fp4::{self.name}", self.fake, lib=LIBRARY)
         CONTRACTS[self.name] = self

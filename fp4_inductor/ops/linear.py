@@ -116,5 +116,6 @@ CONTRACT = OpContract(
     inputs=inputs,
     # bf16 / fp16: operands exact, float32 accumulation, one rounding. float32: tensor cores are not used.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
+    any_strides=True,
 )
 CONTRACT.differentiate(_backward, _setup_context)

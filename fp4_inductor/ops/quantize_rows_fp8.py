@@ -1,7 +1,7 @@
 """``fp4.quantize_rows_fp8(x [M, K]) -> (float8_e4m3fn [M, K], float32 [M, 1])``: activations of the FP8 path, per token.
 
-A compiled graph never calls this op: the lowering traces :func:`reference` into plain operations, which Inductor fuses
-with whatever produced ``x``.
+A compiled graph never calls this op: the lowering writes the same arithmetic in plain operations, which Inductor fuses
+with whatever produced ``x`` (``lowerings/quantize_rows.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..formats import nvfp4
 from .contract import OpContract
 
 E4M3_MAX = 448.0
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 
 
 def reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def reference(x: Tensor) -> tuple[Tensor, Tensor]:
     check(x)
     rows = x.float()
     amax = rows.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(_TINY), 1.0)
+    scale = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(TINY), 1.0)
     # Rounding may lift the quotient a hair above 448, which E4M3 would turn into NaN.
     return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 

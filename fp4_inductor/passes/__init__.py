@@ -7,10 +7,13 @@ __all__ = ["matches", "register", "reset_matches"]
 
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
-    from . import dequantize_matmul, floats, identity, moe, tables
+    from .._torch.fx import whole_graph
+    from . import dequantize_matmul, floats, glu, identity, moe, siblings, tables
 
     tables.register()
     floats.register()
     moe.register()
     dequantize_matmul.register()
+    whole_graph(1, siblings.merge)
+    whole_graph(1, glu.fuse)
     identity.register()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4_inductor import errors
-from fp4_inductor.formats import e2m1, mxfp4
+from fp4_inductor.formats import e2m1, mxfp4, nvfp4
 
 MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MIDPOINTS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
@@ -103,3 +103,57 @@ def test_bad_input_is_typed():
         w[2, 3] = bad
         with pytest.raises(errors.NonFiniteError, match="1 of 128"):
             mxfp4.quantize(w)
+
+
+# --- as NVFP4 ------------------------------------------------------------------------------------------------------
+
+
+def _matrix(low: int, span: int, lead: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes under exponents that use the whole of ``low .. low + span``."""
+    qdata = torch.randint(0, 256, (*lead, 8, 64), dtype=torch.uint8)
+    scale = torch.randint(low, low + span + 1, (*lead, 8, 4), dtype=torch.uint8)
+    scale[..., 0, 0], scale[..., 7, 3] = low, low + span
+    qdata[..., 0, 0] |= 1  # blocks of zeros do not count
+    qdata[..., 7, 63] |= 1
+    return qdata, scale
+
+
+@pytest.mark.parametrize("span", range(18))
+@pytest.mark.parametrize("low", [1, 60, 120, 200])
+def test_as_nvfp4_without_loss(low, span):
+    qdata, scale = _matrix(low, span)
+    got = mxfp4.to_nvfp4(qdata, scale)
+    assert got is not None
+    assert got[0] is qdata
+    assert int(got[1].view(torch.uint8).max()) <= 0x7E
+    exact = nvfp4.dequantize(*got, torch.float32)
+    want = mxfp4.dequantize(qdata, scale, torch.float32)
+    assert torch.equal(exact.view(torch.int32), want.view(torch.int32))  # the sign of zero included
+
+
+def test_each_expert_has_its_own_range():
+    parts = [_matrix(low, 17) for low in (20, 90, 180)]
+    qdata, scale = (torch.stack(p) for p in zip(*parts, strict=True))
+    got = mxfp4.to_nvfp4(qdata, scale)
+    assert got is not None
+    assert got[2].shape == (3,)
+    assert torch.equal(nvfp4.dequantize(*got, torch.float32), mxfp4.dequantize(qdata, scale, torch.float32))
+
+
+@pytest.mark.parametrize(("low", "span"), [(100, 18), (1, 30), (240, 14)])
+def test_what_nvfp4_cannot_hold_is_refused(low, span):
+    """18 octaves are one too many; above 2**115 the largest product would overflow float32."""
+    assert mxfp4.to_nvfp4(*_matrix(low, span)) is None
+
+
+def test_blocks_of_zeros_do_not_count():
+    qdata, scale = _matrix(100, 3)
+    qdata[3, :16], scale[3, 0] = 0x80, 254  # 0 and -0
+    got = mxfp4.to_nvfp4(qdata, scale)
+    assert got is not None
+    w = nvfp4.dequantize(*got, torch.float32)
+    assert torch.equal(w[3, :32], torch.zeros(32))
+    assert torch.equal(torch.signbit(w[3, :32]), torch.tensor([False, True] * 16))
+    empty = mxfp4.to_nvfp4(torch.zeros(4, 16, dtype=torch.uint8), torch.full((4, 1), 7, dtype=torch.uint8))
+    assert empty is not None
+    assert torch.equal(nvfp4.dequantize(*empty), torch.zeros(4, 32, dtype=torch.bfloat16))

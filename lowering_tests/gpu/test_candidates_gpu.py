@@ -35,6 +35,20 @@ def test_mid(dtype):
                 assert all(torch.equal(launch.middle(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_wide(dtype):
+    hopper()
+    tiles = [None, *(configs.CudaWideConfig(*t, s) for t in ((64, 2, 4), (128, 1, 4), (256, 1, 4)) for s in (1, 2, 4, 8))]
+    for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64)):
+        w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
+        for m in (1, 64, 130, 300):
+            x = torch.randn(m, k, device=DEVICE).to(dtype)
+            for tile in tiles:
+                first = launch.wide(x, *w, bias, tile)
+                assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
+                assert all(torch.equal(launch.wide(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+
+
 def test_candidates_serve_when_switched_on():
     hopper()
     with dispatch(candidates=("cuda_mid", "cuda_small_any_k")):

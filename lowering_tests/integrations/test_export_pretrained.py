@@ -12,7 +12,7 @@ import fp4_inductor
 from fp4_inductor import FP4Linear, errors
 from fp4_inductor.checkpoint.reciprocal import is_exact, reciprocal
 from fp4_inductor.modules import FP4Experts
-from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, assert_same, bits, logits, raw, relative
+from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, PLAIN, assert_same, bits, logits, raw, relative, reloaded
 
 
 @pytest.mark.parametrize("path", [MODELOPT, MIXTRAL], ids=lambda p: p.name)
@@ -49,7 +49,7 @@ def test_compressed_tensors_decodes_the_export_to_the_same_weights(tiny, tmp_pat
     """With its own code (compressed_tensors.compressors), bit for bit in bfloat16, wherever the global scale has an exact reciprocal."""
     compressors = pytest.importorskip("compressed_tensors.compressors.nvfp4")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    model = fp4_inductor.quantize_model(tiny(family, torch.bfloat16), progress=False)
+    model = fp4_inductor.quantize_model(tiny(family, torch.bfloat16), PLAIN, progress=False)
     fp4_inductor.export_pretrained(model, tmp_path, "compressed-tensors")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     [scheme] = quantization.QuantizationConfig.model_validate(config).config_groups.values()
@@ -83,7 +83,8 @@ def ours(model, family: str) -> dict:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4"])
 def test_what_was_quantized_here_comes_back_from_modelopts_layout(tiny, tmp_path, family):
-    model = fp4_inductor.quantize_model(tiny(family, torch.bfloat16), progress=False)
+    model = fp4_inductor.quantize_model(reloaded(tiny(family, torch.bfloat16), tmp_path / "dense"), PLAIN, progress=False)
+    tmp_path = tmp_path / "export"
     fp4_inductor.export_pretrained(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_algo"] == "W4A16_NVFP4"  # nobody measured activations
@@ -93,7 +94,7 @@ def test_what_was_quantized_here_comes_back_from_modelopts_layout(tiny, tmp_path
 
 
 def test_sharded(tiny, tmp_path):
-    model = fp4_inductor.quantize_model(tiny("mixtral", torch.bfloat16), progress=False)
+    model = fp4_inductor.quantize_model(tiny("mixtral", torch.bfloat16), PLAIN, progress=False)
     fp4_inductor.export_pretrained(model, tmp_path, max_shard_size="30kB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
@@ -123,7 +124,7 @@ def test_reciprocals():
 
 
 def test_refusals(tiny, tmp_path):
-    model = fp4_inductor.quantize_model(tiny("llama", torch.bfloat16), progress=False)
+    model = fp4_inductor.quantize_model(tiny("llama", torch.bfloat16), PLAIN, progress=False)
     with pytest.raises(errors.ConfigError, match="unknown export format"):
         fp4_inductor.export_pretrained(model, tmp_path, "awq")
     with pytest.raises(errors.ConfigError, match="takes a transformers model"):
@@ -131,7 +132,7 @@ def test_refusals(tiny, tmp_path):
     with pytest.raises(errors.CheckpointError, match="nothing to export"):
         fp4_inductor.export_pretrained(tiny("llama"), tmp_path)
     with pytest.raises(errors.CheckpointError, match="gate_up_proj"):
-        fp4_inductor.export_pretrained(fp4_inductor.quantize_model(tiny("gpt_oss"), progress=False), tmp_path, "compressed-tensors")
+        fp4_inductor.export_pretrained(fp4_inductor.quantize_model(tiny("gpt_oss"), PLAIN, progress=False), tmp_path, "compressed-tensors")
     assert not list(tmp_path.iterdir())
     fp4_inductor.export_pretrained(model, tmp_path)
     with pytest.raises(errors.CheckpointError, match="holds weights already"):

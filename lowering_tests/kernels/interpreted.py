@@ -18,10 +18,14 @@ import torch
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequantize_rows
 from fp4_inductor.kernels.linear import configs, launch
+from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
+from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
+from fp4_inductor.kernels.linear_glu import configs as configs_glu
+from fp4_inductor.kernels.linear_glu import launch as launch_glu
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
-from fp4_inductor.ops import dequantize_fp8, linear, quantize_rows_fp8
+from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_rows_fp8
 
 
 def report(case: str, error: float, bound: float) -> None:
@@ -96,6 +100,61 @@ def mid_cases():
     for size in (1e30, 1e-30):
         x, w = torch.randn(17, 80) * size, weight(50, 80)
         report(f"mid float32 activations of {size}", distance(mid(x, *w, tiles[0]), exact(x, *w)), 2e-6)
+
+
+def siblings_cases():
+    """One call by the rows of several layers, each with a global scale of its own; 16 rows are the grain of their starts."""
+    for sizes in ((13, 20), (16, 8, 24), (5, 16, 1)):
+        rows = []
+        for n in sizes:
+            start = -(-(rows[-1] if rows else 0) // 16) * 16
+            rows += [start, start + n]
+        q, s, _ = weight(rows[-1], 528)
+        g = torch.tensor([0.37, 0.011, 0.002])[: len(sizes)]
+        bounds = tuple(rows[2::2])
+        for m, kind in ((1, "gemv"), (3, "gemv"), (17, "mid")):
+            x = torch.randn(m, 528).half()
+            name, tile = f"{kind}_constants", configs.GemvConfig(4 if m > 1 else 1, 8, 64, 4) if kind == "gemv" else configs.MidConfig(32, 16, 32, 4, 2)
+            real = getattr(configs, name)
+            with mock.patch.object(configs, name, lambda *a, real=real, bounds=bounds: real(*a, bounds)):
+                y = launched(kind, x, (q, s, g), tile)
+            want = linear_siblings.reference(x.double().float(), q, s, g, None, rows)
+            got = [y[:, a:b] for a, b in linear_siblings.spans(rows)]
+            report(f"siblings {kind} M{m} {sizes}", max(distance(a, b) for a, b in zip(got, want, strict=True)), 1e-3)
+
+
+def glu_cases():
+    for act in linear_glu.ACTIVATIONS:
+        for m, n, k, dtype, scales, bias in (
+            (1, 16, 1024, torch.bfloat16, 1, False),
+            (3, 13, 528, torch.float16, 2, True),
+            (1, 5, 16, torch.float16, 2, False),
+            (2, 8, 592, torch.bfloat16, 1, True),
+        ):
+            q, s, g = weight(2 * n, k)
+            # gates of ordinary size: where the activation saturates it proves nothing
+            g = torch.tensor([0.002, 0.37])[:scales] if scales == 2 else g / 100
+            x = torch.randn(m, k).to(dtype) / k**0.5
+            b = torch.randn(2 * n).to(dtype) if bias else None
+            with (
+                mock.patch.object(launch, "_arch", return_value=80),
+                mock.patch.object(configs_glu, "gemv_constants", _without_asm(configs_glu.gemv_constants)),
+                mock.patch.object(torch, "empty", _float32_out),
+            ):
+                y = launch_glu.gemv(x, q, s, g if scales == 2 else g.reshape(()), b, act, configs.GemvConfig(1, 4, 64, 4))
+            want = linear_glu.reference(x.float(), q, s, g if scales == 2 else g.reshape(()), None if b is None else b.float(), act)
+            report(f"glu {act} M{m} I{n} K{k} {dtype} scales {scales} bias {bias}", distance(y, want), 1e-3)
+
+
+def fp8_head_cases():
+    for m, n, k in ((1, 16, 512), (2, 13, 50), (1, 5, 1040)):
+        for dtype in (torch.bfloat16, torch.float16):
+            w, scale = linear_fp8.quantize_weight(torch.randn(n, k))
+            w.view(torch.uint8)[:, :4] = torch.tensor([0x7E, 0xFE, 0x01, 0x81], dtype=torch.uint8)  # the extremes of E4M3
+            x = torch.randn(m, k).to(dtype)
+            with mock.patch.object(launch, "_arch", return_value=80), mock.patch.object(torch, "empty", _float32_out):
+                y = launch_fp8.gemv(x, w, scale, configs_fp8.Fp8GemvConfig(4, 128, 4))
+            report(f"fp8_gemv {(m, n, k)} {dtype}", distance(y, linear_fp8.reference(x.float(), w, scale)), 1e-3 if dtype == torch.float16 else 2e-6)
 
 
 def rows_stay_apart():
@@ -270,6 +329,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gemv_cases()
     mid_cases()
+    siblings_cases()
+    glu_cases()
+    fp8_head_cases()
     rows_stay_apart()
     dequantize_cases()
     quantize_cases()

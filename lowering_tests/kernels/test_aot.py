@@ -13,6 +13,10 @@ from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequant
 from fp4_inductor.kernels.linear import configs
 from fp4_inductor.kernels.linear.triton_gemv import linear_gemv
 from fp4_inductor.kernels.linear.triton_mid import linear_mid
+from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
+from fp4_inductor.kernels.linear_fp8.triton_gemv import linear_fp8_gemv
+from fp4_inductor.kernels.linear_glu import configs as configs_glu
+from fp4_inductor.kernels.linear_glu.triton_gemv import linear_glu_gemv
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
@@ -34,7 +38,7 @@ UNPACK = "F2FP.F16.E4M3.UNPACK_B"
 
 def compile_linear(kernel, constants: dict, cc: int, m: int, n: int, k: int, dtype: str, warps: int, stages: int) -> aot.Compiled:
     """As the launcher would: pointers aligned, sizes that are multiples of 16 known to be."""
-    types = {"X": f"*{dtype}", "QDATA": "*u8", "VALUES": "*u8", "META": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
+    types = {"X": f"*{dtype}", "BIAS": f"*{dtype}", "QDATA": "*u8", "VALUES": "*u8", "META": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
     sizes = {"M": m, "N": n, "K": k, "K8": k // 8, "B": k // 16}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     unknown = set(signature) - set(types) - set(sizes)
@@ -98,6 +102,59 @@ def test_gemv(cc, m):
 def test_gemv_off_the_tile(cc, n, k, dtype):
     done, warps = gemv(cc, 1, n, k, dtype)
     assert_fits(done, warps, cc)
+    assert (done.count(UNPACK) > 0) == (cc >= 89)
+
+
+def glu(cc: int, n: int, k: int, dtype: str = "bf16", bias: bool = False, scales: int = 2, act: str = "silu") -> tuple[aot.Compiled, int]:
+    c = configs_glu.gemv(n, k)
+    constants = configs_glu.gemv_constants(c, n, k, cc, act, bias, scales)
+    if not bias:
+        constants["BIAS"] = None
+    return compile_linear(linear_glu_gemv, constants, cc, 1, n, k, dtype, c.num_warps, 2), c.num_warps
+
+
+@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120, GB10])
+def test_glu(cc):
+    done, warps = glu(cc, 12288, 4096)
+    assert_fits(done, warps, cc, blocks=2)
+    assert (done.count(UNPACK) > 0) == (cc >= 89)
+    assert any(op.endswith(".128") for op in loads_of_weights(done)), loads_of_weights(done)
+    assert not global_atomics(done)
+
+
+def test_glu_is_the_gemv_with_other_rows():
+    """As many registers, and instructions a weight within 5%, as the GEMV that was measured, over a weight of the same size."""
+    fused, plain = glu(90, 4096, 4096)[0], gemv(90, 1, 8192, 4096)[0]
+    assert fused.registers <= plain.registers + 8
+    assert abs(fused.count("HFMA2") - plain.count("HFMA2")) <= 8
+    assert fused.count("HMUL2") == plain.count("HMUL2")
+    assert sum(fused.opcodes().values()) <= 1.05 * sum(plain.opcodes().values()) + 150
+
+
+@pytest.mark.parametrize(("cc", "n", "k", "dtype", "bias", "act"), [(90, 4095, 1040, "bf16", True, "gelu_tanh"), (80, 33, 48, "fp16", True, "gelu")])
+def test_glu_off_the_tile(cc, n, k, dtype, bias, act):
+    done, warps = glu(cc, n, k, dtype, bias, 1, act)
+    assert_fits(done, warps, cc)
+
+
+@pytest.mark.parametrize("cc", [80, 90, 120])
+def test_siblings_cost_no_registers(cc):
+    """Global scales by row: the measured kernel with another last line."""
+    c = configs.gemv(1, 6144, 4096)
+    constants = [configs.gemv_constants(c, 6144, 4096, cc, bounds) for bounds in ((), (4096, 5120))]
+    one, three = (compile_linear(linear_gemv, each, cc, 1, 6144, 4096, "bf16", c.num_warps, 2) for each in constants)
+    assert_fits(three, c.num_warps, cc, blocks=2)
+    assert three.registers <= one.registers + 8
+
+
+@pytest.mark.parametrize(("cc", "n", "k"), [(80, 151936, 4096), (90, 151936, 4096), (100, 151936, 4096), (120, 151936, 4096), (90, 49153, 576)])
+def test_fp8_head(cc, n, k):
+    c = configs_fp8.gemv(n, k)
+    constants = configs_fp8.gemv_constants(c, n, k, cc)
+    signature = {"X": "*bf16", "WEIGHT": "*u8", "WEIGHT_SCALE": "*fp32", "Y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
+    aligned = ("X", "WEIGHT", "WEIGHT_SCALE", "Y", *(("K",) if k % 16 == 0 else ()))
+    done = aot.compile_kernel(linear_fp8_gemv, signature, constants, cc, c.num_warps, 2, aligned)
+    assert_fits(done, c.num_warps, cc, blocks=2)
     assert (done.count(UNPACK) > 0) == (cc >= 89)
 
 

@@ -29,6 +29,7 @@ SOURCES = {
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
         lambda arch: 2 * (7 if arch in (80, 90, 100) else 6),
     ),
+    "gemm/linear_wide.cu": ((r"HGMMA\.64x256x16\.F32\.BF16", r"HGMMA\.64x64x16\.F32\s", COPY), lambda arch: 2 * 3),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
@@ -37,6 +38,7 @@ COMPILED = [
     pytest.param("gemm/linear_small.cu", 121, marks=NEW),
     *[("gemm/linear_mid.cu", arch) for arch in (80, 90, 100)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
+    ("gemm/linear_wide.cu", 90),
     ("gemm/linear_w4a4.cu", 120),
 ]
 
@@ -55,6 +57,8 @@ def test_compiles_without_spills(source, arch):
     assert not re.search(r"\b(RED|ATOM)G?\b", sass), "sums in no fixed order"
     for instruction in wanted:
         assert re.search(instruction, sass), instruction
+    # products in flight together: one wait a step, where ptxas puts one behind each if it cannot prove the registers free
+    assert 8 * sass.count("WARPGROUP.DEPBAR") == sass.count("HGMMA")
 
 
 @needs_nvcc

@@ -15,7 +15,7 @@ from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
-SMALL, MID = "gemm/linear_small.cu", "gemm/linear_mid.cu"
+SMALL, MID, WIDE = "gemm/linear_small.cu", "gemm/linear_mid.cu", "gemm/linear_wide.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -28,7 +28,7 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
-    name = "fp4_linear_small" if len(tile) == 3 else "fp4_linear_mid"
+    name = f"fp4_linear_{({3: 'small', 5: 'mid', 4: 'wide'})[len(tile)]}"
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
     return kernel.call(name, (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
 
@@ -81,13 +81,19 @@ def test_mid(tile):
         check(MID, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
 
 
+@pytest.mark.parametrize("tile", tiles(WIDE), ids=str)
+def test_wide(tile):
+    for i, (m, n, k, splits) in enumerate(((17, 33, 64, 1), (tile[0] + 6, 130, 1088, 2), (tile[0], 129, 1152, 4))):
+        check(WIDE, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
+
+
 @pytest.mark.parametrize("k", [16, 80, 1040])
 def test_mid_with_any_k(k):
     check(MID, 40, 131, k, (1, 64, 2, 4, 2), BF16)
     check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2))], ids=["small", "mid"])
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (64, 2, 4, 2))], ids=["small", "mid", "wide"])
 def test_every_code_with_every_scale(source, tile):
     q = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
     s = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous().view(nvfp4.SCALE_DTYPE)
@@ -101,7 +107,7 @@ def test_every_code_with_every_scale(source, tile):
         assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 4))], ids=str)
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (64, 2, 4, 1))], ids=str)
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
     x, w = torch.randn(24, 1088).to(BF16), weight(70, 1088)
     y = run(emulated(source), x, w, None, tile)
@@ -115,7 +121,7 @@ def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(s
 
 
 def test_arguments_that_no_kernel_takes():
-    for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1))):
+    for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1)), (WIDE, "fp4_linear_wide", (64, 2, 4, 1))):
         for m, n, k, t in ((0, 8, 64, tile), (1, 0, 64, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, 64, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):
                 emulated(source).call(name, (None,) * 5, torch.empty(1), m, n, k, 0, *t)
@@ -165,7 +171,15 @@ BROKEN = {
         "deadlock|race|nobody wrote",
     ),
     "the next tile is not waited for": (MID, "    barrier(group + 1, S::kGroupThreads);  // the next", "    // the next", "race"),
-    "a block leaves the cluster early": (MID, "  if (splits > 1) cluster_barrier();\n  const float", "  const float", "race|nobody wrote"),
+    "the products are not waited for": (WIDE, "    wgmma_wait();\n", "", None),
+    "the tile is not published": (WIDE, "    publish_tile();\n    wgmma_wait", "    wgmma_wait", "not published"),
+    "the tile is overwritten too early": (WIDE, "store_x(tiles + (buffer ^ 1) *", "store_x(tiles + buffer *", "race|not published"),
+    "a block leaves the cluster early": (
+        MID,
+        "  if (splits > 1) cluster_barrier();\n  const int slice = ROWS",
+        "  const int slice = ROWS",
+        "race|nobody wrote",
+    ),
 }
 
 
@@ -181,7 +195,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
     (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
     kernel = Emulated(tmp_path / "csrc" / source)
-    tile = (2, 16, 2) if source == SMALL else (1, 64, 2, 4, 2)
+    tile = {SMALL: (2, 16, 2), MID: (2, 64, 2, 4, 2), WIDE: (64, 2, 4, 2)}[source]
     k = 2064 if "scales' tail" in case else 4160
     x, w = torch.randn(8, k).to(BF16), weight(33, k)
     if words is None:

@@ -27,4 +27,4 @@ def test_triton_kernels_in_the_interpreter():
     cases = [json.loads(line) for line in run.stdout.splitlines()]
     assert not [c for c in cases if not c["error"] <= c["bound"]]
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"gemv": 66, "mid": 28, "dequantize": 11, "dequantize_fp8": 1, "quantize_rows": 30} | SPARSE, kinds
+    assert kinds == {"gemv": 66, "mid": 28, "siblings": 9, "glu": 16, "fp8_gemv": 6, "dequantize": 11, "dequantize_fp8": 1, "quantize_rows": 30} | SPARSE, kinds

@@ -266,6 +266,32 @@ def grouped_mm(m, x, masked=True):
     return (y * w.reshape(-1)[perm].unsqueeze(-1))[inverse].view(x.shape[0], K, H).sum(dim=1)
 
 
+def clamped_and_masked(m, x):
+    """The ids are clamped for the gather; pairs beyond a limit of their own are left out."""
+    ids, w = m.route(x)
+    ids = ids + 1
+    s = ids.clamp(0, E - 1)
+    z = torch.einsum("th,tkih->tki", x, m.gate_up()[s])
+    y = torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[s])
+    return (torch.where((ids >= E)[..., None], 0.0, y) * w[..., None]).sum(1)
+
+
+def counted_from_the_end(m, x):
+    """An index may be negative; an id of fp4.moe may not."""
+    ids, w = m.route(x)
+    ids = torch.where(w > 0.55, ids - E, ids)
+    z = torch.einsum("th,tkih->tki", x, m.gate_up()[ids])
+    return (torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[ids]) * w[..., None]).sum(1)
+
+
+def masked_by_weight(m, x):
+    """Any condition on a pair, not only on its id."""
+    ids, w = m.route(x)
+    z = torch.einsum("th,tkih->tki", x, m.gate_up()[ids])
+    y = torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[ids])
+    return (torch.where((w > 0.55)[..., None], y, 0.0) * w[..., None]).sum(1)
+
+
 # name -> (body, the counter that goes up)
 FORMS = {
     "dequantize, then gather": (gathered(), "moe_batched_mm"),
@@ -296,6 +322,9 @@ FORMS = {
     "loop over experts, where and index_add": (loop_with_where, "moe_loop"),
     "batched_mm": (lambda m, x: batched_mm(m, x, None), "moe_batched_mm"),
     "batched_mm, clamped": (batched_mm, "moe_batched_mm"),
+    "clamped and masked": (clamped_and_masked, "moe_batched_mm"),
+    "ids counted from the end": (counted_from_the_end, "moe_batched_mm"),
+    "masked by weight": (masked_by_weight, "moe_batched_mm"),
     "grouped_mm": (lambda m, x: grouped_mm(m, x, False), "moe_grouped_mm"),
     "grouped_mm, masked": (grouped_mm, "moe_grouped_mm"),
     "grouped_mm, bincount": (grouped(lambda ids, s: torch.bincount(ids, minlength=E)), "moe_grouped_mm"),

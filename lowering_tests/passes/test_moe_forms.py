@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_layers import ACTIVATIONS, FORMS, NOT_A_LAYER, UNKNOWN_ACTIVATIONS, H, Layer, T, gathered
+from moe_layers import ACTIVATIONS, FORMS, NOT_A_LAYER, UNKNOWN_ACTIVATIONS, E, H, I, Layer, T, gathered
 
+from fp4_inductor import Sparse24NVFP4Tensor, explain
+from fp4_inductor.formats import nvfp4
 from fp4_inductor.passes.missed import listen
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -76,4 +78,27 @@ def test_unknown_activations_are_refused_by_name(compiled, name):
         c = compiled(layer, x)
     assert "fp4.moe." not in c.graph and c.matches == {"moe_gather": 2}
     assert len(missed) == 2 and all(reason in m.reason for m in missed), missed
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[torch.float32]
+
+
+def test_explain_names_what_is_left_dense():
+    """In words, with the shape; and nothing where nothing is left."""
+    parts = nvfp4.quantize(torch.randn(E, H, I))
+    explanation = explain(torch.compile(lambda x: torch.ops.fp4.dequantize(x, *parts[1:], torch.float32)), parts[0])
+    assert [m.shape for m in explanation.missed] == [f"[{E}, {H}, {I}]"]
+    assert "left dense: dequantize" in str(explanation)
+    assert "is dequantized: nothing downstream of it weights and sums experts" in str(explanation)
+    linear = explain(torch.compile(lambda x: torch.ops.fp4.linear(x, *(p[0] for p in parts))), torch.randn(2, I))
+    assert linear.missed == [] and "left dense" not in str(linear)
+
+
+def test_sparse_experts_are_named(compiled):
+    """fp4.moe takes dense NVFP4 experts; of 2:4-sparse ones the chosen are dequantized, and that is told."""
+    layer, x = Layer(gathered()), torch.randn(T, H)
+    parts = Sparse24NVFP4Tensor.from_dense(torch.randn(E, H, I), pruning="magnitude").parts()
+    layer.down = lambda: torch.ops.fp4.sparse_dequantize(*parts, torch.float32)
+    with listen() as missed:
+        c = compiled(layer, x)
+    assert c.matches == {"moe_gather": 2}
+    assert len(missed) == 2 and all("2:4-sparse experts" in m.reason for m in missed)
     assert relative_error(c.result, layer(x)) <= TOLERANCE[torch.float32]

@@ -64,6 +64,8 @@ def nats_per_byte(model) -> float:
 def _config(search: str) -> NVFP4Config:
     if search == "default":
         return NVFP4Config()
+    if search.endswith("head"):
+        return NVFP4Config("four_over_six", lm_head=search.split()[0])
     if search != "activation":
         return NVFP4Config(search)
     text = _bytes()[CALIBRATION_START : CALIBRATION_START + CALIBRATED * WINDOW].view(CALIBRATED, WINDOW)
@@ -140,7 +142,7 @@ def test_every_path_of_the_experts_stays_within_the_bar(path, tmp_path):
 
 def test_a_wrong_expert_shows():
     model = _model("austen_moe")
-    fp4_inductor.quantize_model(model, progress=False)
+    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six"), progress=False)
     for m in model.modules():
         if isinstance(m, FP4Experts):
             for w in (m.gate_up_proj, m.down_proj):

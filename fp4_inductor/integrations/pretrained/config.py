@@ -45,9 +45,9 @@ class FP4InductorConfig(QuantizationConfigMixin):
                 limit="scale_search, large_m, ignore, strict",
                 remedy="Leave them out, or update fp4_inductor.",
             )
-        if scale_search == "activation":
+        if scale_search in ("activation", "auto"):
             raise ConfigError(
-                'scale_search="activation" cannot run while a model loads',
+                f'scale_search="{scale_search}" cannot run while a model loads',
                 value=scale_search,
                 limit='"amax", "four_over_six", "mse"',
                 remedy="Load the dense model, then call fp4_inductor.quantize_model(model, NVFP4Config(...)).",

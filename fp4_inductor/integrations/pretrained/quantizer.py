@@ -15,6 +15,7 @@ from ...checkpoint.shards import INDEX, Shards, collect, open_shards
 from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models.coverage import Report, record
 from ...models.plan import inspect
+from ...modules import Sparse24Linear
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
@@ -37,7 +38,7 @@ class FP4InductorQuantizer(HfQuantizer):
         self.large_m: str = getattr(config, "large_m", "auto")
         self.strict: bool = getattr(config, "strict", True)
         self.progress = True
-        self.divided = False
+        self.saveable = True  # not if each rank holds a part, nor with 2:4 layers: fp4_inductor.save writes those
         self.plan: LoadPlan | None = None
         self.on_load: QuantizeOnLoad | None = None
         self.dtype: torch.dtype = torch.bfloat16
@@ -88,7 +89,7 @@ class FP4InductorQuantizer(HfQuantizer):
             errors = {row.name: row.relative_error for row in self.on_load.finish(model) if row.relative_error is not None}
         elif self.plan is not None:
             kept = dict.fromkeys(self.plan.dense, "in high precision in the checkpoint")
-            self.divided = ranks_of(model) is not None
+            self.saveable = ranks_of(model) is None
             notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict, progress=self.progress)
         finish(model, self, notes, errors, kept)
         self.plan = self.on_load = None
@@ -111,7 +112,7 @@ class FP4InductorQuantizer(HfQuantizer):
         return True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return not self.divided  # each rank holds a part: save from one process
+        return self.saveable
 
     @property
     def is_trainable(self) -> bool:
@@ -134,6 +135,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4Indu
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
+    quantizer.saveable = quantizer.saveable and not any(isinstance(m, Sparse24Linear) for m in model.modules())
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config

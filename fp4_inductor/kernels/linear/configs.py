@@ -1,6 +1,6 @@
 """Tile shapes of the Triton kernels: pure functions of the shape, so that eager and compiled calls agree.
 
-Measured on an H200 (benchmarks/results/linear.csv, benchmarks/NOTES.md); the same tiles compile without spills for sm_80 to sm_121.
+Measured on an H200 (benchmarks/results/dense.csv, benchmarks/NOTES.md); the same tiles compile without spills for sm_80 to sm_121.
 """
 
 from __future__ import annotations
@@ -49,6 +49,16 @@ class CudaMidConfig:
     splits: int = 1
 
 
+@dataclass(frozen=True)
+class CudaWideConfig:
+    """Tile of ``csrc/gemm/linear_wide.cu``: as :class:`CudaMidConfig`, a weight decoded once for 64, 128 or 256 tokens."""
+
+    tokens: int
+    groups: int
+    stages: int
+    splits: int = 1
+
+
 def gemv(max_m: int, n: int, k: int) -> GemvConfig:
     """For at most ``max_m`` rows (1 to 4; more rows take more programs)."""
     block_m = 1 if max_m <= 1 else 2 if max_m == 2 else 4
@@ -84,13 +94,23 @@ def mid_choices(m: int, n: int, k: int) -> list[MidConfig]:
     return [default, *[c for c in others if c != default]]
 
 
-def gemv_constants(c: GemvConfig, n: int, k: int, arch: int) -> dict[str, object]:
-    """Constexpr arguments of ``linear_gemv`` for one shape and architecture."""
+def gemv_constants(c: GemvConfig, n: int, k: int, arch: int, bounds: tuple[int, ...] = ()) -> dict[str, object]:
+    """Constexpr arguments of ``linear_gemv`` for one shape and architecture; ``bounds``: see :func:`scale_bounds`."""
     even = n % c.block_n == 0 and (k // 8) % c.block_w == 0
-    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True)
+    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True, **scale_bounds(bounds))
 
 
-def mid_constants(c: MidConfig, n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
-    """Constexpr arguments of ``linear_mid`` for one shape."""
+def mid_constants(c: MidConfig, n: int, k: int, dtype: torch.dtype, bounds: tuple[int, ...] = ()) -> dict[str, object]:
+    """Constexpr arguments of ``linear_mid`` for one shape; ``bounds``: see :func:`scale_bounds`."""
     even = n % c.block_n == 0 and k % c.block_k == 0
-    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n, BF16=dtype == torch.bfloat16, ASM=True)
+    constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n, BF16=dtype == torch.bfloat16, ASM=True)
+    return {**constants, **scale_bounds(bounds)}
+
+
+MAX_SCALES = 3
+
+
+def scale_bounds(bounds: tuple[int, ...]) -> dict[str, int]:
+    """The rows at which the second and the third of up to :data:`MAX_SCALES` siblings begin; none: one global scale for all."""
+    b1, b2 = (*bounds, *(2**31 - 1 if bounds else 0,) * 2)[:2]
+    return dict(B1=b1, B2=b2)

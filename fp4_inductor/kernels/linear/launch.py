@@ -96,6 +96,11 @@ def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
     return cuda_mid.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
 
 
+def wide(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaWideConfig | None = None) -> Tensor:
+    """Up to a few hundred rows; see ``csrc/gemm/linear_wide.cu``. The bias is added in the kernel."""
+    return cuda_mid.wide(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+
+
 def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see :mod:`.triton_mid`."""
     (m, k), n = x.shape, qdata.shape[0]
@@ -124,6 +129,7 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "cuda_small": small,
     "cuda_small_any_k": small,
     "cuda_mid": middle,
+    "cuda_wide": wide,
     "triton_mid": mid,
     "dequantize_fp8 + scaled_mm": large_fp8,
     "dequantize + mm": large_dense,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import e4m3_to_f32, store_output
+from ..triton_common import e4m3_to_f32, global_scale_of, store_output
 
 
 @triton.jit
@@ -119,7 +119,8 @@ def partial_sums(X, row, M, k, K, h0, h1, h2, h3, s, BLOCK_N: tl.constexpr, BLOC
 
 @triton.jit
 def linear_gemv(
-    X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K8, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K8, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr,
+    B1: tl.constexpr = 0, B2: tl.constexpr = 0,
 ):  # fmt: skip
     words = QDATA.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -158,6 +159,6 @@ def linear_gemv(
     if BLOCK_M > 2:
         y = tl.where(idx_m == row0 + 2, tl.sum(a2, 1)[None, :], y)
         y = tl.where(idx_m == row0 + 3, tl.sum(a3, 1)[None, :], y)
-    y = y * tl.load(GLOBAL_SCALE)
+    y = y * global_scale_of(GLOBAL_SCALE, idx_n, B1, B2)
     mask = (idx_m < M) & (idx_n < N)
     store_output(Y, idx_m, idx_n, y, mask, N)

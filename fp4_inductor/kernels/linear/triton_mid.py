@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import e2m1_to_f16, e4m3_to_f32, store_output
+from ..triton_common import e2m1_to_f16, e4m3_to_f32, global_scale_of, store_output
 
 
 @triton.jit
@@ -57,7 +57,8 @@ def decode_bytes(q, scale, BF16: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def linear_mid(
-    X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+    X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr,
+    B1: tl.constexpr = 0, B2: tl.constexpr = 0,
 ):  # fmt: skip
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     grid_n = tl.cdiv(N, BLOCK_N)
@@ -92,6 +93,6 @@ def linear_mid(
         acc = tl.dot(tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
     idx_m = rm[:, None]
     idx_n = rn[None, :]
-    y = tl.trans(acc) * (tl.load(GLOBAL_SCALE) * 256.0)
+    y = tl.trans(acc) * (global_scale_of(GLOBAL_SCALE, idx_n, B1, B2) * 256.0)
     mask = (idx_m < M) & (idx_n < N)
     store_output(Y, idx_m, idx_n, y, mask, N)

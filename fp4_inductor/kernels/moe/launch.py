@@ -130,13 +130,13 @@ def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.D
     h = torch.empty(layer.pairs, layer.inner, dtype=torch.float32, device=layer.x.device)
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
     c = up or configs.decode(hidden)
-    moe_decode_up[(-(-layer.inner // c.block_n), layer.pairs)](
+    moe_decode_up[(-(-layer.inner // c.block_n) * layer.pairs,)](
         layer.x, ids, layer.weights, table, *_bytes(layer.gate_up), layer.biases[0], h, top_k, t, layer.experts, table_size,
         layer.inner, configs.decode_units(hidden)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
         **configs.decode_constants(c, hidden, arch), num_warps=c.num_warps,
     )  # fmt: skip
     c = down or configs.decode(layer.inner)
-    moe_decode_down[(-(-layer.width // c.block_n), t)](
+    moe_decode_down[(-(-layer.width // c.block_n) * t,)](
         h, ids, layer.weights, table, *_bytes(layer.down), layer.biases[1], y, t, layer.experts, table_size, layer.width, configs.decode_units(layer.inner)[0],
         TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None,
         **configs.decode_constants(c, layer.inner, arch), num_warps=c.num_warps,
@@ -155,13 +155,14 @@ class Routing:
     tile_start: Tensor
 
 
-def route(layer: Layer, block_m: int) -> Routing:
-    """One launch."""
+def route(layer: Layer, block_m: int, whole_order: bool = False) -> Routing:
+    """One launch; ``whole_order``: and one to clear, because the tail of ``order`` behind the last expert's pairs will be read."""
     ids, table, table_size = layer.routing()
     n_slots = configs.slots(layer.pairs, layer.experts, block_m)
-    # Zeros: a pair that is no expert's leaves the tail of ``order`` unwritten, and the many-tokens path gathers by all of it.
     sizes = (layer.pairs, layer.pairs, layer.experts, n_slots, n_slots)
-    out = Routing(*(torch.zeros(size, dtype=torch.int32, device=ids.device) for size in sizes))
+    steps = [-(-size // 4) * 4 for size in sizes]  # each part aligned to 16 bytes
+    memory = (torch.zeros if whole_order else torch.empty)(sum(steps), dtype=torch.int32, device=ids.device)
+    out = Routing(*(part[:size] for part, size in zip(memory.split(steps), sizes, strict=True)))
     moe_route[(layer.experts,)](
         ids, table, out.order, out.place, out.ends, out.tile_expert, out.tile_start, layer.pairs, layer.experts, table_size, n_slots,
         BLOCK_M=block_m, HAS_MAP=table is not None, BLOCK=configs.ROUTE_BLOCK, num_warps=4,
@@ -180,11 +181,11 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
     constants = configs.grouped_constants(c, dtype)
     shared = (routing.order, routing.ends, routing.tile_expert, routing.tile_start)
     launch = dict(num_warps=c.num_warps, num_stages=c.num_stages)
-    moe_grouped_up[(-(-layer.inner // c.block_n), n_slots)](
+    moe_grouped_up[(-(-layer.inner // c.block_n) * n_slots,)](
         layer.x, layer.weights, *shared, *_bytes(layer.gate_up), layer.biases[0], h, layer.ids.shape[1], layer.inner, layer.x.shape[1],
         **layer.activation(), HAS_BIAS=layer.biases[0] is not None, **constants, **launch,
     )  # fmt: skip
-    moe_grouped_down[(-(-layer.width // c.block_n), n_slots)](
+    moe_grouped_down[(-(-layer.width // c.block_n) * n_slots,)](
         h, *shared, *_bytes(layer.down), layer.biases[1], out, layer.width, layer.inner, HAS_BIAS=layer.biases[1] is not None, **constants, **launch
     )
     return combine(layer, out, None)
@@ -195,7 +196,7 @@ def combine(layer: Layer, out: Tensor, place: Tensor | None) -> Tensor:
     ids, table, table_size = layer.routing()
     t = layer.x.shape[0]
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=out.device)
-    moe_combine[(-(-layer.width // configs.COMBINE_BLOCK), t)](
+    moe_combine[(-(-layer.width // configs.COMBINE_BLOCK) * t,)](
         out, place, ids, layer.weights, table, y, layer.experts, table_size, layer.width,
         TOP_K=ids.shape[1], ON_INPUT=layer.on_input, HAS_MAP=table is not None, SORTED=place is not None, BLOCK_N=configs.COMBINE_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -216,7 +217,7 @@ def large_fp8(layer: Layer) -> Tensor:
 
 
 def _many(layer: Layer, product: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], Tensor], Tensor]) -> Tensor:
-    routing = route(layer, 64)
+    routing = route(layer, 64, whole_order=True)
     order = routing.order.long()
     token = order // layer.ids.shape[1]
     expert = contract.local_ids(layer.ids.flatten(), layer.map, layer.experts).clamp_min(0)[order]

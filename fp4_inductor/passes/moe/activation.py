@@ -37,7 +37,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Literal:
+    """A constant: an argument as it is, or a tensor filled with it."""
+
     value: Any
+    tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def _evaluate(tree: Tree, outputs: list[Tensor]) -> Any:
     if isinstance(tree, Leaf):
         return outputs[tree.number]
     if isinstance(tree, Literal):
-        return tree.value
+        return torch.tensor(tree.value, dtype=torch.float64) if tree.tensor else tree.value
     return tree.op(*(_evaluate(a, outputs) for a in tree.args), **dict(tree.kwargs))
 
 
@@ -115,7 +118,7 @@ def _literals(tree: Tree) -> list[Any]:
     if isinstance(tree, Call):
         return [v for a in tree.args for v in _literals(a)] + [v for _, v in tree.kwargs]
     if isinstance(tree, Literal):
-        return [tree.value.item() if isinstance(tree.value, Tensor) else tree.value]
+        return [tree.value]
     return []
 
 
@@ -138,7 +141,10 @@ def call_of(node: Node, operand: Callable[[Node], Tree]) -> Tree | None:
     """``node`` as a tree, its tensor operands by ``operand``; None if it is not elementwise."""
     if node.op == "get_attr":
         table = constant_of(node)
-        return Literal(table.double().reshape(())) if table is not None and table.numel() == 1 else None
+        if table is None or table.numel() != 1:
+            return None
+        with without_modes():
+            return Literal(float(table), tensor=True)
     if node.op != "call_function" or not is_elementwise(node.target):
         return None
     args = []

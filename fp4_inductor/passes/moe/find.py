@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..._torch.fx import whole_graph
-from ..layout import is_call, value
+from ..layout import ROOTS, is_call, value
 from ..missed import missed
 from .gather import gather_first
 from .index import Refused
@@ -66,22 +66,25 @@ def apply(graph: Graph) -> None:
             reasons = [reason for end, reason in refused.items() if end in reach[node]]
             node.meta[_REASON] = max(reasons, key=lambda r: r.stage).reason if reasons else "nothing downstream of it weights and sums experts"
     for node in sources:
-        if not node._erased and is_call(node, fp4.dequantize.default):
+        if not node._erased and node.target in ROOTS:
             gather_first(node)
 
 
 def report(graph: Graph) -> None:
     """Tell explain() about each weight of several experts that is still dequantised as a whole, and why."""
-    for node in graph.find_nodes(op="call_function", target=fp4.dequantize.default):
-        if value(node).dim() > 2:
-            missed(node, value(node), node.meta.get(_REASON, "it came into the graph after the passes"))
+    for target in ROOTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if value(node).dim() > 2:
+                missed(node, value(node), node.meta.get(_REASON, "it came into the graph after the passes"))
 
 
 def _expert_reads(graph: Graph) -> Iterator[Node]:
-    for target in (fp4.dequantize.default, fp4.bmm.default, fp4.linear.default):
+    for target in (*ROOTS, fp4.bmm.default, fp4.linear.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            qdata = node.args[0 if target is fp4.dequantize.default else 1]
-            if value(qdata).dim() > 2 or is_call(qdata, aten.select.int):
+            packed = 0 if target in ROOTS else 1
+            if len(node.args) < packed + 3:
+                continue  # called with keywords
+            if value(node.args[packed]).dim() > 2 or is_call(node.args[packed], aten.select.int):
                 yield node
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Node
 
 from ..counters import matched
 from ..emit import emit, erase
 from ..layout import is_call
-from .read import aten, prims
+from .read import aten, prims, shape_of
 
 _KEEP_EXPERTS_FIRST = {aten.clone.default, aten.alias.default, aten.detach.default, prims.convert_element_type.default}
 
@@ -29,9 +31,10 @@ def gather_first(dense: Node) -> None:
     for chain in chains:
         *between, gather = chain
         with graph.inserting_before(gather):
-            parts = [emit(graph, gather.target, (part, *gather.args[1:]), dict(gather.kwargs)) for part in dense.args[:3]]
-            node = emit(graph, dense.target, (*parts, dense.args[3]))
-            lead = len(parts[2].meta["val"].shape) - 1
+            *parts, dtype = dense.args
+            parts = [emit(graph, gather.target, (part, *gather.args[1:]), dict(gather.kwargs)) for part in parts]
+            node = emit(graph, dense.target, (*parts, dtype))
+            lead = len(shape_of(parts[-1])) - 1  # the global scale has one entry per matrix
             for step in between:
                 args = (node, [*range(lead), *(d % 3 + lead for d in step.args[1])]) if step.target is aten.permute.default else (node, *step.args[1:])
                 node = emit(graph, step.target, args, dict(step.kwargs))
@@ -43,8 +46,10 @@ def gather_first(dense: Node) -> None:
 
 def _takes_experts(node: Node) -> bool:
     if is_call(node, aten.index.Tensor):
-        return len(node.args[1]) == 1 and node.args[1][0] is not None  # type: ignore[arg-type]
-    return (is_call(node, aten.index_select.default) or is_call(node, aten.select.int)) and node.args[1] == 0
+        indices: Any = node.args[1]
+        return len(indices) == 1 and indices[0] is not None
+    takes = is_call(node, aten.index_select.default) or is_call(node, aten.select.int)
+    return takes and node.args[1:2] == (0,)
 
 
 def _keeps_experts(node: Node) -> bool:

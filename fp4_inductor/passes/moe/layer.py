@@ -20,8 +20,9 @@ from ..layout import is_call
 from . import index as ix
 from .index import Const, Index, Position, Refused, Value, Var
 from .read import Read, aten, dtype_of, shape_of
+from .scatter import added_rows
 from .summand import Layer, Proof
-from .sums import Mask, Sums, Term, added_rows, filled, operand
+from .sums import Mask, Sums, Term, filled, operand
 
 _MOST_SPLITS = 8
 _MOST_TERMS = 1024

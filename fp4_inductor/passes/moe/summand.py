@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import sympy
-import torch
 from torch.fx import Node
 
 from ...ops.activation import Activation
@@ -14,9 +13,9 @@ from . import index as ix
 from .activation import Call, Formula, Leaf, Literal, Tree, call_of, identify
 from .index import Const, Index, Refused, Value, Var
 from .read import Read, aten, shape_of
+from .routing import masks_left, one_bias, same_expert
 from .sums import PRODUCTS, Delta, Mask, Sum2, Sums, Term, Weight, filled
 
-_CLAMPS = {aten.clamp_min.default: "low", aten.clamp_max.default: "high"}
 _DEEPEST_CHOICE = 8
 
 
@@ -211,7 +210,7 @@ class Proof:
         """``read`` as a function of the first product's outputs."""
         value = filled(read.node)
         if value is not None:
-            return Literal(torch.tensor(value, dtype=torch.float64))
+            return Literal(value, tensor=True)
         output = self._output(read, i)
         if output is not None:
             return Leaf(self._number(output))
@@ -271,7 +270,7 @@ class Proof:
 
     def _is_bias(self, bias: Read, weight: Weight) -> bool:
         """One row per expert, as opposed to anything else that may be added."""
-        return len(bias.at) == 2 and bias.at[1] == weight.n and self._same_expert(bias.at[0], weight.expert, shape_of(weight.qdata)[0])
+        return len(bias.at) == 2 and bias.at[1] == weight.n and same_expert(self.sums, bias.at[0], weight.expert, shape_of(weight.qdata)[0])
 
     def _of_tokens(self, weight: Weight, factors: list, bias: Read | None, h: Var, matmuls: list[Node]) -> _Output | None:
         x = [f for f in factors if isinstance(f, Read) and h in f.variables]
@@ -285,7 +284,7 @@ class Proof:
             if len(inside) != 1 or not isinstance(inside[0], Read) or found.constant != 1 or not token_only or self._plain(x[0], h):
                 break
             pair += [f for f in found.factors if f is not inside[0]]
-            x = inside
+            x = [inside[0]]
         self.inner_masks += [f for f in pair if isinstance(f, Mask)]
         return _Output(weight, x[0], [f for f in pair if not isinstance(f, Mask)], bias, h, matmuls)
 
@@ -305,20 +304,20 @@ class Proof:
                 raise Refused("gate and up are two weights; fp4.moe takes one [E, 2 * I, H]", 2)
             if o.x.node is not first.x.node or self._renamed(o, first) != first.x.at:
                 raise Refused("gate and up are products of different tokens", 2)
-            if not self._same_expert(o.weight.expert, down.expert, experts):
+            if not same_expert(self.sums, o.weight.expert, down.expert, experts):
                 raise Refused("the two products take different experts", 2)
             if o.pair != first.pair:
                 raise Refused("gate and up are weighted differently", 2)
         if not ix.equal(experts, shape_of(down.qdata)[0]) or not ix.equal(half_k * 2, first.channel.size):
             raise Refused("weights of different numbers of experts", 2)
         order, interleaved = self._order(i, rows)
-        gate_up_bias = self._bias([self.outputs[o].bias for o in order], [self.outputs[o].weight.n for o in order], down.expert, rows, experts)
-        down_bias = self._bias([bias], [self.n], down.expert, self.n.size, experts)
+        gate_up_bias = one_bias(self.sums, [self.outputs[o].bias for o in order], [self.outputs[o].weight.n for o in order], down.expert, rows, experts)
+        down_bias = one_bias(self.sums, [bias], [self.n], down.expert, self.n.size, experts)
         activation = identify(_in_order(formula, order), len(order), interleaved)
         tokens, slots = self.tokens, bound
         if set(first.x.variables) - {first.channel} != set(tokens):
             raise Refused("the first product's rows are not the tokens of the result", 2)
-        masks = self._masks([f for f in pairs if isinstance(f, Mask)], ids, experts)
+        masks = masks_left(self.sums, [f for f in pairs if isinstance(f, Mask)], self.inner_masks, ids, experts)
         weights = [f for f in pairs if not isinstance(f, Mask)]
         on_input = not weights
         weights += first.pair
@@ -347,52 +346,6 @@ class Proof:
                 if sorted(at) == wanted:  # type: ignore[type-var]
                     return sorted(range(2), key=lambda o: at[o]), interleaved  # type: ignore[arg-type, return-value]
         raise Refused("gate and up are not halves, or every other row, of the first weight", 2)
-
-    def _bias(self, reads: list[Read | None], ns: list[Index], expert: Index, rows: sympy.Expr, experts: sympy.Expr) -> Read | None:
-        if all(r is None for r in reads):
-            return None
-        first = reads[0]
-        for read, n in zip(reads, ns, strict=True):
-            if read is None or first is None or read.node is not first.node or len(read.at) != 2 or read.at[1] != n:
-                raise Refused("a bias that is not one row per expert", 2)
-            if not ix.equal(shape_of(read.node)[0], experts) or not ix.equal(shape_of(read.node)[1], rows):
-                raise Refused("a bias that is not one row per expert", 2)
-            if not self._same_expert(read.at[0], expert, experts):
-                raise Refused("a bias of another expert", 2)
-        return first
-
-    def _same_expert(self, a: Index, b: Index, experts: sympy.Expr) -> bool:
-        """Equal, up to a clamp into the range of experts: an id outside it has no weight to be read."""
-        return self._unclamped(a, experts) == self._unclamped(b, experts)
-
-    def _unclamped(self, index: Index, experts: sympy.Expr) -> Index:
-        while isinstance(index, Value) and index.node.op == "call_function":
-            node = index.node
-            low, high = None, None
-            if node.target in _CLAMPS:
-                bound = node.args[1]
-                low, high = (bound, None) if _CLAMPS[node.target] == "low" else (None, bound)
-            elif is_call(node, aten.clamp.default):
-                low, high = (*node.args[1:], None, None)[:2]
-            if (low, high) == (None, None) or low not in (None, 0) or (high is not None and high != experts - 1):
-                return index
-            index = self.sums.index(node.args[0], index.at)  # type: ignore[arg-type]
-        return index
-
-    def _masks(self, masks: list[Mask], expert: Index, experts: sympy.Expr) -> list[Mask]:
-        """The masks that ``fp4.moe`` does not imply. What is masked inside must be masked at the end: a pair is left out as a whole."""
-        if any(m not in masks for m in self.inner_masks):
-            raise Refused("rows are masked between the products that are not masked behind them", 3)
-        return [m for m in masks if not self._out_of_range(m, expert, experts)]
-
-    def _out_of_range(self, mask: Mask, expert: Index, experts: sympy.Expr) -> bool:
-        """The mask leaves out ids that are no expert, as fp4.moe does by itself."""
-        node = mask.condition.node
-        wanted = {aten.ge.Scalar: (experts, False), aten.lt.Scalar: (experts, True), aten.gt.Scalar: (experts - 1, False), aten.le.Scalar: (experts - 1, True)}
-        limit, keeps = wanted.get(node.target, (None, None)) if node.op == "call_function" else (None, None)
-        if keeps is not mask.keeps or node.args[1] != limit:
-            return False
-        return self._same_expert(self.sums.index(node.args[0], mask.condition.at), expert, experts)  # type: ignore[arg-type]
 
     def _kind(self) -> str:
         if self.kind:

@@ -166,7 +166,7 @@ Rule = Callable[[Sums, Node, Position], "Term | None"]
 _RULES: dict[Any, Rule] = {}
 
 
-def _expands(*ops: Any) -> Callable[[Rule], Rule]:
+def expands(*ops: Any) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(ops, rule))
         return rule
@@ -179,7 +179,7 @@ def operand(sums: Sums, node: Node, at: Position) -> Read:
     return sums.read(node, at[len(at) - len(shape_of(node)) :])
 
 
-@_expands(aten.mul.Tensor)
+@expands(aten.mul.Tensor)
 def _mul(sums, node, at):
     a, b = node.args
     if not isinstance(b, Node):
@@ -187,9 +187,9 @@ def _mul(sums, node, at):
     return Term([operand(sums, a, at), operand(sums, b, at)])
 
 
-@_expands(aten.mm.default, aten.bmm.default)
+@expands(aten.mm.default, aten.bmm.default)
 def _product(sums, node, at):
-    return _matmul(sums, node, *node.args[:2], at)
+    return _matmul(sums, node, node.args[0], node.args[1], at)
 
 
 def _matmul(sums: Sums, node: Node, left: Node, right: Node, at: Position) -> Term:
@@ -197,18 +197,18 @@ def _matmul(sums: Sums, node: Node, left: Node, right: Node, at: Position) -> Te
     return Term([sums.read(left, (*at[:-1], k)), sums.read(right, (*at[:-2], k, at[-1]))], list(bound), matmuls=[node])
 
 
-@_expands(aten.addmm.default, aten.baddbmm.default)
+@expands(aten.addmm.default, aten.baddbmm.default)
 def _product_and_bias(sums, node, at):
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
         return None
-    return _with_bias(_matmul(sums, node, *node.args[1:3], at), operand(sums, node.args[0], at))
+    return _with_bias(_matmul(sums, node, node.args[1], node.args[2], at), operand(sums, node.args[0], at))
 
 
 def _with_bias(product: Term, bias: Read) -> Term:
     return Term([Sum2(product, bias, bias.variables.union(*(f.variables for f in product.factors)))])
 
 
-@_expands(aten.add.Tensor)
+@expands(aten.add.Tensor)
 def _add(sums, node, at):
     a, b = node.args
     if not isinstance(b, Node) or node.kwargs.get("alpha", 1) != 1:
@@ -217,7 +217,7 @@ def _add(sums, node, at):
     return _with_bias(Term([left]), right)
 
 
-@_expands(aten.sum.dim_IntList)
+@expands(aten.sum.dim_IntList)
 def _sum(sums, node, at):
     source, dims, keep = node.args[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     shape = shape_of(source)
@@ -235,7 +235,7 @@ def _sum(sums, node, at):
     return Term([sums.read(source, tuple(below))], list(bound), matmuls=[node])
 
 
-@_expands(aten.where.self)
+@expands(aten.where.self)
 def _where(sums, node, at):
     condition, yes, no = node.args
     for value, other, keeps in ((yes, no, True), (no, yes, False)):
@@ -262,7 +262,7 @@ def _unless_one(sums: Sums, node: Node, at: Position) -> list[Factor]:
     return [] if filled(node) == 1.0 else [operand(sums, node, at)]
 
 
-@_expands(prims.convert_element_type.default)
+@expands(prims.convert_element_type.default)
 def _converted(sums, node, at):
     """0 and 1, of whatever type; floating conversions are followed by the reader, or round."""
     before = dtype_of(node.args[0])
@@ -272,109 +272,29 @@ def _converted(sums, node, at):
     return Term([condition_factor(sums, below, True)] if before == torch.bool else [below])
 
 
-@_expands(aten.eq.Tensor, aten.eq.Scalar)
+@expands(aten.eq.Tensor, aten.eq.Scalar)
 def _equal(sums, node, at):
     return Term([condition_factor(sums, Read(node, at), True)])
 
 
-@_expands(aten.scatter_add.default, aten.scatter.src)
-def _scatter(sums, node, at):
-    """``zeros.scatter(dim, ids, w)``; the plain one only where no two ids of a row can be the same."""
-    base, dim, ids, values = node.args[:4]
-    dim %= len(at)
-    if filled(base) != 0.0 or (node.target is aten.scatter.src and not _distinct(ids, dim)):
-        return None
-    if any(not ix.equal(a, b) for d, (a, b) in enumerate(zip(shape_of(ids), shape_of(node), strict=True)) if d != dim):
-        return None
-    j, bound = sums.variable(shape_of(ids)[dim], "slot", node)
-    there = (*at[:dim], j, *at[dim + 1 :])
-    return Term([Delta(sums.index(ids, there), at[dim]), sums.read(values, there)], list(bound))
-
-
-def _distinct(ids: Node, dim: int) -> bool:
-    """Indices along ``dim`` as top-k and sort return them."""
-    many = ids.args[0] if ids.op == "call_function" and ids.args else None
-    if not isinstance(many, Node) or ids.args[1:] != (1,):
-        return False
-    rank = len(shape_of(ids))
-    along = {aten.topk.default: argument(many, 2, "dim", -1), aten.sort.default: argument(many, 1, "dim", -1)}.get(many.target)
-    return along is not None and along % rank == dim
-
-
-@_expands(aten.index_put.default)
-def _index_put(sums, node, at):
-    return added_rows(sums, node, at) if filled(node.args[0]) == 0.0 else None
-
-
-@_expands(aten.index_add.default)
-def _index_add(sums, node, at):
-    return added_rows(sums, node, at) if filled(node.args[0]) == 0.0 else None
-
-
-def added_rows(sums: Sums, node: Node, at: Position) -> Term | None:
-    """What ``base.index_add(0, token of each row, rows)`` adds to ``base``.
-
-    Every token has the same number of rows, or the rows are those that ``nonzero`` lists.
-    """
-    if is_call(node, aten.index_put.default):
-        base, among, values = node.args[:3]
-        indices = among[0] if len(among) == 1 and argument(node, 3, "accumulate", False) else None
-    elif is_call(node, aten.index_add.default):
-        base, dim, indices, values = node.args[:4]
-        indices = indices if dim == 0 and node.kwargs.get("alpha", 1) == 1 else None
-    else:
-        return None
-    if indices is None or len(shape_of(indices)) != 1 or len(shape_of(values)) != len(at):
-        return None
-    return _listed_rows(sums, node, indices, values, at) or _all_rows(sums, node, base, indices, values, at)
-
-
-def _listed_rows(sums: Sums, node: Node, indices: Node, values: Node, at: Position) -> Term | None:
-    probe = Var(shape_of(indices)[0], ("row of", node))
-    to = sums.index(indices, (probe,))
-    if not isinstance(to, ix.Value) or not is_call(to.node, aten.nonzero.default) or to.at[0] is not probe or not isinstance(to.at[1], Const):
-        return None
-    listed, where, bound = to.node.args[0], [], []
-    for d, size in enumerate(shape_of(listed)):
-        index, new = (at[0], []) if d == to.at[1].value else sums.variable(size, "slot", node, d)
-        where.append(index)
-        bound += new
-    entry = condition_factor(sums, operand(sums, listed, tuple(where)), True)
-    return Term([entry, sums.read(values, (ix.Row(to.node, tuple(where)), *at[1:]))], bound)
-
-
-def _all_rows(sums: Sums, node: Node, base: Node, indices: Node, values: Node, at: Position) -> Term | None:
-    rows, tokens = shape_of(indices)[0], shape_of(base)[0]
-    slots = ix.quotient(rows, tokens)
-    if slots is None:
-        return None
-    probe = Var(rows, ("row of", node))
-    to = sums.index(indices, (probe,))
-    j, bound = sums.variable(slots, "slot", node)
-    pair = ix.join(((at[0], tokens), (j, slots)))
-    if sums.index(indices, (pair,)) == at[0]:
-        return Term([sums.read(values, (pair, *at[1:]))], list(bound))
-    row: Index = pair
-    if isinstance(to, ix.Div) and isinstance(to.index, ix.Value) and ix.is_sort(to.index.node) and to.index.at == (probe,):
-        row = ix.inverse(to.index.node, pair)  # rows sorted by expert
-    if ix.substitute(to, {probe: row}) != at[0]:
-        return None
-    return Term([sums.read(values, (row, *at[1:]))], list(bound))
-
-
-@_expands(fp4.dequantize.default)
+@expands(fp4.dequantize.default)
 def _dequantize(sums, node, at):
     return Term([sums.weight(node.args[:3], at[:-2], at[-2], at[-1])])
 
 
-@_expands(fp4.bmm.default)
+@expands(fp4.sparse_dequantize.default)
+def _sparse(sums, node, at):
+    raise Refused("2:4-sparse experts; fp4.moe takes dense NVFP4 ones", 8)
+
+
+@expands(fp4.bmm.default)
 def _fp4_bmm(sums, node, at):
     x, *parts = node.args
     k, bound = sums.variable(shape_of(x)[-1], "k", node)
     return Term([sums.weight(tuple(parts), at[:1], at[2], k), sums.read(x, (*at[:-1], k))], list(bound), matmuls=[node])
 
 
-@_expands(fp4.linear.default)
+@expands(fp4.linear.default)
 def _fp4_linear(sums, node, at):
     x, *parts = node.args[:4]
     k, bound = sums.variable(shape_of(x)[-1], "k", node)
@@ -398,6 +318,7 @@ def filled(node: object) -> float | None:
         node = node.args[0]
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    position = {aten.full.default: 1, aten.scalar_tensor.default: 0, aten.full_like.default: 1}.get(node.target)
+    target: Any = node.target
+    position = {aten.full.default: 1, aten.scalar_tensor.default: 0, aten.full_like.default: 1}.get(target)
     value = node.args[position] if position is not None else None
     return float(value) if isinstance(value, (int, float)) else None

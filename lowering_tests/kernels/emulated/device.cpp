@@ -1,6 +1,8 @@
 // Arithmetic of device.h: what one lane multiplies, and what a warp's tensor core does with the fragments of its 32 lanes.
 #include "device.h"
 
+#include <map>
+#include <tuple>
 #include <vector>
 
 namespace fp4 {
@@ -115,6 +117,88 @@ void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3
         lane(l)->c[i] = (float)sum;
       }
   });
+}
+
+namespace {
+
+struct Pending {
+  bool half;
+  int tiles;
+  const uint8_t* tile;
+  float (*d[128])[4];
+  uint32_t a[128][4];
+};
+struct Mine {
+  bool half;
+  float (*d)[4];
+  int tiles;
+  const uint32_t* a;
+  const uint8_t* tile;
+};
+
+std::vector<Pending>& queue() {  // of the calling warpgroup
+  static std::map<std::tuple<int, int, int>, std::vector<Pending>> all;
+  if (!all.empty() && std::get<0>(all.begin()->first) != emulated::launch_number()) all.clear();
+  return all[{emulated::launch_number(), emulated::cluster_rank(), emulated::warpgroup()}];
+}
+
+void nothing(void**) {}
+
+}  // namespace
+
+void wgmma_fence() { emulated::together("wgmma.fence", nullptr, nothing, 128); }
+
+void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile) {
+  Mine mine{half, d, tiles, a, tile};
+  emulated::together(
+      "wgmma", &mine,
+      [](void** all) {
+        Mine** lanes = (Mine**)all;
+        Pending p{lanes[0]->half, lanes[0]->tiles, lanes[0]->tile, {}, {}};
+        for (int i = 0; i < 128; ++i) {
+          if (lanes[i]->tile != p.tile) emulated::fail("wgmma: the tile is not the same for all threads");
+          p.d[i] = lanes[i]->d;
+          std::copy(lanes[i]->a, lanes[i]->a + 4, p.a[i]);
+        }
+        queue().push_back(p);
+      },
+      128);
+}
+
+void wgmma_wait() {
+  emulated::together(
+      "wgmma.wait", nullptr,
+      [](void**) {
+        for (const Pending& p : queue()) {
+          std::vector<double> b(16 * 8 * p.tiles);
+          for (int n = 0; n < 8 * p.tiles; ++n)
+            for (int c = 0; c < 2; ++c) {
+              // the swizzle works on the address: bits 4..6 ^= bits 7..9; shared memory begins at a multiple of 1024
+              const uint8_t* shared = emulated::dynamic_shared();
+              size_t at = p.tile + n * 128 + c * 16 - shared;
+              at ^= (at >> 7 & 7) << 4;
+              emulated::check_published(shared + at, 16);
+              uint32_t words[4];
+              memcpy(words, shared + at, 16);
+              for (int i = 0; i < 8; ++i) b[(8 * c + i) * 8 * p.tiles + n] = value(p.half, words[i / 2], i % 2);
+            }
+          for (int w = 0; w < 4; ++w) {
+            double a[16][16];
+            for (int lane = 0; lane < 32; ++lane)
+              for (int r = 0; r < 4; ++r)
+                for (int i = 0; i < 2; ++i) a[lane / 4 + r % 2 * 8][r / 2 * 8 + lane % 4 * 2 + i] = value(p.half, p.a[32 * w + lane][r], i);
+            for (int lane = 0; lane < 32; ++lane)
+              for (int j = 0; j < p.tiles; ++j)
+                for (int i = 0; i < 4; ++i) {
+                  double sum = p.d[32 * w + lane][j][i];
+                  for (int k = 0; k < 16; ++k) sum += a[lane / 4 + 8 * (i / 2)][k] * b[k * 8 * p.tiles + 8 * j + lane % 4 * 2 + i % 2];
+                  p.d[32 * w + lane][j][i] = (float)sum;
+                }
+          }
+        }
+        queue().clear();
+      },
+      128);
 }
 
 // ldmatrix.x4: four 8x8 matrices of 16-bit numbers. Lane 8 i + r names row r of matrix i; lane 4 g + t receives pair t of row g of each.

@@ -37,8 +37,14 @@ int cluster_rank();
 int cluster_size();
 void* other_block(void* shared, int rank);
 
-// Every lane of the warp calls it with its own operands; run sees those of all 32 lanes, once.
-void together(const char* what, void* operands, void (*run)(void** lanes));
+// Every lane of the warp (of the warpgroup: 128) calls it with its own operands; run sees those of all lanes, once.
+void together(const char* what, void* operands, void (*run)(void** lanes), int lanes = 32);
+
+// wgmma reads shared memory by another path than threads write it: what they wrote has to be published.
+void publish();
+void check_published(const void* address, int bytes);
+int launch_number();
+int warpgroup();
 
 int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::function<void()>& kernel);
 

@@ -23,7 +23,7 @@ using Time = uint32_t;  // counts completed barriers
 // Per 4 bytes of shared memory: who wrote last, and per warp when it was read last.
 struct Word {
   int16_t writer = kNobody;  // thread of the cluster
-  bool in_flight = false;
+  bool in_flight = false, published = false;
   Time written = 0;
   Time read[kMaxWarps] = {};       // 0: never, else time + 1; of the block's own warps
   uint8_t lane[kMaxWarps] = {};    // the reading lane, or kLanes: several
@@ -43,7 +43,7 @@ struct Block {
   dim3 index;
   uint8_t* shared;
   std::vector<Word> words;
-  Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps];  // meet: registers of a warp, not memory
+  Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps], meet_four[kMaxWarps];  // meet: registers of a warp, of four; not memory
   void* operands[kMaxWarps][kLanes];
 };
 
@@ -63,6 +63,7 @@ struct Fiber {
   unsigned generation;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
+  std::vector<Word*> unpublished;
 };
 
 struct Launch {
@@ -79,6 +80,7 @@ ucontext_t scheduler;
 const std::function<void()>* body;
 char message[512];
 bool failed;
+int launches = 0;
 unsigned seed = 0;
 
 // Device memory: allocations lie apart, and valid[] says which bytes belong to one.
@@ -167,6 +169,8 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
   word.writer = current->id;
   word.written = the->now;
   word.in_flight = in_flight;
+  word.published = false;
+  if (!in_flight) current->unpublished.push_back(&word);
 }
 
 void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
@@ -282,22 +286,42 @@ void* other_block(void* shared, int rank) {
   return the->blocks[rank]->shared + ((uint8_t*)shared - current->block->shared);
 }
 
-void together(const char* what, void* operands, void (*run)(void**)) {
+void publish() {
+  for (Word* word : current->unpublished) word->published = true;
+  current->unpublished.clear();
+}
+
+void check_published(const void* address, int bytes) {
+  check(address, bytes, false);
+  for (auto& block : the->blocks) {
+    const size_t at = (const uint8_t*)address - block->shared;
+    if ((const uint8_t*)address < block->shared || at >= (size_t)the->shared_bytes) continue;
+    for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i)
+      if (!block->words[i].published) fail("wgmma reads shared byte %zu, which was not published", 4 * i);
+  }
+}
+
+int launch_number() { return launches; }
+int warpgroup() { return current->warp / 4; }
+
+void together(const char* what, void* operands, void (*run)(void**), int lanes) {
   Block& block = *current->block;
-  Barrier& barrier = block.meet[current->warp];
+  const int leader = lanes == kLanes ? current->warp : current->warp / 4 * 4;
+  Barrier& barrier = lanes == kLanes ? block.meet[leader] : block.meet_four[leader];
   block.operands[current->warp][current->lane] = operands;
   if (barrier.arrived && barrier.what != what) fail("%s meets %s", what, barrier.what);
   barrier.what = what;
-  if (++barrier.arrived < kLanes) return block_on(barrier);
+  if (++barrier.arrived < lanes) return block_on(barrier);
   barrier.arrived = 0;
   ++barrier.generation;
-  run(block.operands[current->warp]);
+  run(block.operands[leader]);
 }
 
 int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::function<void()>& kernel) {
   constexpr int kInvalid = 9, kFailed = 719;  // cudaErrorInvalidConfiguration, cudaErrorLaunchFailure
   failed = false;
   message[0] = 0;
+  ++launches;
   if (threads < 1 || threads > kLanes * kMaxWarps || threads % kLanes || shared_bytes > (int)kMaxShared || cluster < 1 || cluster > kMaxBlocks || blocks.z % cluster || !blocks.x || !blocks.y)
     return kInvalid;
   body = &kernel;

@@ -1,0 +1,52 @@
+"""Host side of fp4.linear_glu on CUDA: one kernel where a row of the table has one, else fp4.linear and a product."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from ...config import DispatchConfig, dispatch_config
+from ...ops import linear_glu as contract
+from .. import select
+from ..linear import launch as linear
+from ..linear.configs import GemvConfig
+from ..select import Plan, plan
+from . import configs
+from .triton_gemv import linear_glu_gemv
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
+    return plan(select.describe("linear_glu", device, dtype, n, k, large_m), config)
+
+
+def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
+    """``act(gate) * up`` for ``x [..., K]`` by the row that ``select.plan`` gives for this M."""
+    contract.check(x, qdata, scale, global_scale, bias, act, large_m)
+    n, k = qdata.shape[0], qdata.shape[1] * 2
+    lead = x.shape[:-1]
+    m = math.prod(lead)
+    if m and n and k and _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m).kernel in _LAUNCHERS:
+        with torch.cuda.device(x.device):
+            bias = None if bias is None else linear._aligned(bias)
+            x, qdata, scale = linear._aligned(x.reshape(m, k)), linear._aligned(qdata), linear._aligned(scale)
+            return gemv(x, qdata, scale, global_scale, bias, act).view(*lead, n // 2)
+    return contract.in_two_steps(x, qdata, scale, global_scale, bias, act, large_m)
+
+
+def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str, tile: GemvConfig | None = None) -> Tensor:
+    """``[M, N / 2]``; every row of x reads the weight again."""
+    (m, k), n = x.shape, qdata.shape[0] // 2
+    c = tile or configs.gemv(n, k)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    constants = configs.gemv_constants(c, n, k, linear._arch(x.device), act, bias is not None, max(global_scale.numel(), 1))
+    linear_glu_gemv[(-(-n // c.block_n), m)](
+        x, qdata, scale.view(torch.uint8), global_scale, bias, y, m, n, k // 8, **constants, num_warps=c.num_warps, num_stages=2
+    )
+    return y
+
+
+_LAUNCHERS = {"triton_gemv_glu": gemv}

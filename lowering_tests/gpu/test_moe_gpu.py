@@ -1,0 +1,190 @@
+"""fp4.moe on a GPU: every kernel against float64, every regime of T * k, awkward routing, CUDA graphs, streams, 2**31 bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4_inductor import dispatch, explain
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.kernels.moe import launch
+from fp4_inductor.kernels.select import describe, plan
+from fp4_inductor.modules import FP4Experts
+from fp4_inductor.modules.experts import pack_experts
+from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops.activation import Activation
+from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, FP32, error
+
+pytestmark = pytest.mark.gpu
+moe = torch.ops.fp4.moe
+GPT_OSS = Activation("swiglu_oai", 1.702, 7.0, True)
+BOUND = {BF16: 8e-3, FP16: 3e-3, FP32: 5e-6}
+
+
+def weight(e, n, k):
+    """Bytes are drawn directly: every code, scales from 2**-2 to 2**2."""
+    q = torch.randint(0, 256, (e, n, k // 2), dtype=torch.uint8, device=DEVICE)
+    s = torch.randint(0x28, 0x48, (e, n, k // 16), dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    return q, s, torch.rand(e, device=DEVICE) * 0.3 / k**0.5 + 0.1 / k**0.5
+
+
+def layer(e=16, h=256, inner=128, gated=True):
+    return (*weight(e, inner * (2 if gated else 1), h), *weight(e, h, inner))
+
+
+def routed(t, k, e):
+    return torch.randint(0, e, (t, k), device=DEVICE), torch.rand(t, k, device=DEVICE)
+
+
+def kernel_of(x, pairs, parts):
+    options = plan(describe("moe", x.device, x.dtype, parts[3].shape[1], x.shape[1], "auto", parts[0].shape[0]), dispatch_config())
+    return options.pick(pairs).kernel
+
+
+def check(x, ids, w, parts, *rest):
+    bound = 2 * FP8_BOUND if "fp8" in kernel_of(x, ids.numel(), parts) else BOUND[x.dtype]
+    got, want = moe(x, ids, w, *parts, *rest), contract.reference(x.float(), ids, w, *parts, *rest)
+    assert got.dtype == x.dtype
+    assert error(got, want.double()) <= bound, (x.shape, ids.shape)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_every_number_of_tokens(dtype):
+    parts = layer()
+    for t in (0, 1, 2, 3, 4, 5, 8, 17, 64, 255, 512, 513, 2000):
+        check(torch.randn(t, 256, device=DEVICE).to(dtype), *routed(t, 2, 16), parts)
+
+
+@pytest.mark.parametrize(
+    "act", [Activation(), GPT_OSS, Activation("gelu"), Activation("gelu_tanh"), Activation("silu", limit=0.5), Activation("relu2")], ids=str
+)
+@pytest.mark.parametrize("t", [2, 40, 3000])
+def test_forms(act, t):
+    gated = act.name != "relu2"
+    parts = layer(gated=gated)
+    biases = (torch.randn(16, 256 if gated else 128, device=DEVICE).to(BF16), torch.randn(16, 256, device=DEVICE).to(BF16))
+    x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 3, 16)
+    check(x, ids, w, parts, None, None, *act.arguments())
+    check(x, ids, w, parts, *biases, *act.arguments())
+    check(x, ids, w, parts, *biases, *act.arguments(), True)
+
+
+@pytest.mark.parametrize("shape", [(3, 48, 80), (5, 1040, 176), (128, 2048, 768), (2, 16, 16)], ids=str)
+def test_shapes(shape):
+    e, h, inner = shape
+    parts = layer(e, h, inner)
+    for t in (1, 3, 70):
+        check(torch.randn(t, h, device=DEVICE).to(BF16), *routed(t, 4, e), parts)
+
+
+@pytest.mark.parametrize("t", [3, 60, 3000])
+def test_ids_that_are_no_expert(t):
+    parts = layer()
+    x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 3, 16)
+    ids[:, 1] = torch.randint(-3, 20, (t,), device=DEVICE)
+    check(x, ids, w, parts)
+    table = torch.randint(-2, 18, (20,), device=DEVICE)
+    check(x, ids, w, parts, None, None, *Activation().arguments(), False, table)
+    assert not moe(x, torch.full_like(ids, -1), torch.full_like(w, float("nan")), *parts).any()
+    check(x, torch.full_like(ids, 7), w, parts)
+
+
+@pytest.mark.parametrize("t", [4, 60, 3000])
+def test_what_is_not_finite_stays_in_its_token(t):
+    parts = layer()
+    x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 2, 16)
+    clean = moe(x, ids, w, *parts)
+    x[2, 5] = float("nan")
+    got = moe(x, ids, w, *parts)
+    others = torch.arange(t, device=DEVICE) != 2
+    assert torch.equal(got[others], clean[others])
+    assert not torch.isfinite(got[2]).any()
+
+
+@pytest.mark.parametrize("t", [1, 8, 60, 3000])
+def test_graph_replay_is_eager_and_every_run_is_the_same(t):
+    parts = layer()
+    x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 2, 16)
+    want = moe(x, ids, w, *parts)
+    assert all(torch.equal(moe(x, ids, w, *parts), want) for _ in range(100))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(x, ids, w, *parts)
+    for _ in range(100):
+        x.normal_()
+        ids.random_(0, 16)
+        graph.replay()
+        assert torch.equal(out, moe(x, ids, w, *parts))
+
+
+def test_another_stream_and_device_guard():
+    parts = layer()
+    stream = torch.cuda.Stream()
+    x, (ids, w) = torch.randn(5, 256, device=DEVICE).to(BF16), routed(5, 2, 16)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = moe(x, ids, w, *parts)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(got, moe(x, ids, w, *parts))
+
+
+def test_no_synchronisation():
+    parts = layer()
+    for t in (2, 60, 3000):
+        x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 2, 16)
+        moe(x, ids, w, *parts)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            moe(x, ids, w, *parts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_kernels_agree_where_two_could_serve():
+    parts = layer()
+    x, (ids, w) = torch.randn(30, 256, device=DEVICE).to(BF16), routed(30, 2, 16)
+    grouped = moe(x, ids, w, *parts)
+    with dispatch(thresholds={"decode": 10**6, "grouped": 0}):
+        decode = moe(x, ids, w, *parts)
+    with dispatch(thresholds={"decode": 0, "grouped": 0}):
+        dense = moe(x, ids, w, *parts, large_m="bf16")
+    assert error(decode, grouped.double()) < 8e-3
+    assert error(dense, grouped.double()) < 8e-3
+
+
+def test_more_than_two_to_the_31_bytes_of_codes():
+    e, h, inner = 130, 8192, 4096
+    assert e * 2 * inner * h // 2 > 2**31
+    parts = layer(e, h, inner)
+    for t in (1, 40):
+        ids = torch.full((t, 2), e - 1, device=DEVICE)
+        ids[:, 1] = 0
+        check(torch.randn(t, h, device=DEVICE).to(BF16), ids, torch.rand(t, 2, device=DEVICE), parts)
+
+
+def test_the_transient_weights_are_bounded():
+    parts = layer(64, 2048, 1024)
+    x, (ids, w) = torch.randn(4096, 2048, device=DEVICE).to(BF16), routed(4096, 2, 64)
+    with dispatch(thresholds={"grouped": 0}):
+        moe(x, ids, w, *parts)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        moe(x, ids, w, *parts, large_m="bf16")
+    activations = ids.numel() * (2048 * 3 + 1024 * 10) * 4
+    assert torch.cuda.max_memory_allocated() - before < 3 * launch.configs.TRANSIENT_BYTES + activations
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_is_one_graph_and_equals_eager(mode):
+    experts = FP4Experts(
+        pack_experts(torch.randn(16, 256, 256, device=DEVICE).to(BF16), None),
+        pack_experts(torch.randn(16, 256, 128, device=DEVICE).to(BF16), None),
+        Activation(),
+    )
+    compiled = torch.compile(experts, fullgraph=True, mode=mode, dynamic=mode == "default")
+    for t in (1, 4, 60, 700):
+        x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 2, 16)
+        for _ in range(3):
+            assert torch.equal(compiled(x, ids, w), experts(x, ids, w))
+    assert explain(experts, x, ids, w).rows[0].op == "fp4.moe"

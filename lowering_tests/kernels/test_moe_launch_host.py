@@ -1,0 +1,115 @@
+"""The host side of fp4.moe on CUDA, without a GPU: how many launches, on which grids, and the grouped bf16 product of torch on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.moe import configs, launch
+from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops.activation import Activation
+
+KERNELS = ("moe_decode_up", "moe_decode_down", "moe_route", "moe_grouped_up", "moe_grouped_down", "moe_combine")
+
+
+class Spy:
+    """Stands for a Triton kernel: ``kernel[grid](...)`` is written down."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((self.name, grid, args, kwargs))
+
+
+@pytest.fixture
+def launches():
+    calls = []
+    with contextlib.ExitStack() as stack:
+        for name in KERNELS:
+            stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
+        stack.enter_context(mock.patch.object(launch, "_arch", return_value=90))
+        yield calls
+
+
+def layer(t, k=2, e=8, h=64, inner=48, dtype=torch.bfloat16, act=None, gated=True, biased=False, ids=None):
+    rows = 2 * inner if gated else inner
+    parts = [nvfp4.quantize(torch.randn(e, n, c) / c**0.5) for n, c in ((rows, h), (h, inner))]
+    biases = (torch.randn(e, rows).to(dtype), torch.randn(e, h).to(dtype)) if biased else (None, None)
+    ids = torch.randint(0, e, (t, k)) if ids is None else ids
+    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), parts[0], parts[1], biases, act or Activation(), False, None)
+
+
+def test_decode_is_two_launches(launches):
+    y = launch.decode(layer(3))
+    assert [name for name, *_ in launches] == ["moe_decode_up", "moe_decode_down"]
+    up, down = (configs.decode(k) for k in (64, 48))
+    assert [grid for _, grid, *_ in launches] == [(-(-48 // up.block_n) * 6,), (-(-64 // down.block_n) * 3,)]
+    assert (tuple(y.shape), y.dtype) == ((3, 64), torch.bfloat16)
+
+
+def test_grouped_is_four_launches_and_no_memory_is_cleared(launches):
+    with mock.patch.object(torch, "zeros", side_effect=AssertionError("a launch to clear memory")):
+        launch.grouped(layer(40))
+    assert [name for name, *_ in launches] == ["moe_route", "moe_grouped_up", "moe_grouped_down", "moe_combine"]
+    tile = configs.grouped(80, 8, True)
+    slots = configs.slots(80, 8, tile.block_m)
+    assert [grid for _, grid, *_ in launches] == [(8,), (-(-48 // tile.block_n) * slots,), (-(-64 // tile.block_n) * slots,), (40,)]
+    outputs = launches[0][2][2:7]
+    assert [t.numel() for t in outputs] == [80, 80, 8, slots, slots]
+    assert all(t.data_ptr() % 16 == 0 for t in outputs)
+
+
+def test_every_argument_has_a_parameter():
+    """A spy takes anything; the kernels do not."""
+    for dtype, act, biased in ((torch.bfloat16, Activation(), False), (torch.float16, Activation("swiglu_oai", 1.702, 7.0, True), True)):
+        calls = []
+        with contextlib.ExitStack() as stack:
+            for name in KERNELS:
+                stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
+            stack.enter_context(mock.patch.object(launch, "_arch", return_value=90))
+            launch.decode(layer(3, dtype=dtype, act=act, biased=biased))
+            launch.grouped(layer(30, dtype=dtype, act=act, biased=biased))
+            launch.combine(layer(3), torch.zeros(6, 64), torch.zeros(6, dtype=torch.int32))
+        for name, _, args, kwargs in calls:
+            names = getattr(launch, name).arg_names
+            given = list(names[: len(args)]) + [k for k in kwargs if k not in ("num_warps", "num_stages")]
+            assert sorted(given) == sorted(names), name
+
+
+def routed(c, block_m, whole_order=False):
+    """What the routing kernel writes, by torch; the tail of ``order`` is zeros if they were asked for."""
+    local = contract.local_ids(c.ids.flatten(), c.map, c.experts)
+    order = torch.argsort(torch.where(local < 0, c.experts, local), stable=True)
+    valid = int((local >= 0).sum())
+    place = torch.zeros(c.pairs, dtype=torch.int32)
+    place[order[:valid]] = torch.arange(valid, dtype=torch.int32)
+    order[valid:] = 0 if whole_order else 2**30
+    ends = torch.bincount(local[local >= 0], minlength=c.experts).cumsum(0)
+    return launch.Routing(order.int(), place, ends.int(), order.int(), order.int())
+
+
+def combined(c, out, place):
+    local = contract.local_ids(c.ids, c.map, c.experts)
+    rows = out.float()[place.long()].view(*c.ids.shape, -1) * c.weights[..., None]
+    return torch.where((local >= 0)[..., None], rows, 0.0).sum(1).to(c.x.dtype)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("act", "gated", "biased"), [(Activation(), True, False), (Activation("swiglu_oai", 1.702, 7.0, True), True, True), (Activation("relu2"), False, True)]
+)
+def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biased, parts):
+    """torch._grouped_mm on a CPU, bfloat16; only the two kernels around it are replaced."""
+    c = layer(30, 3, act=act, gated=gated, biased=biased, ids=torch.randint(-1, 9, (30, 3)))
+    want = contract.reference(c.x, c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments()).double()
+    limit = 1 << 30 if parts == 1 else 8 * 2 * 64 * 2 * 16
+    with mock.patch.object(launch, "route", routed), mock.patch.object(launch, "combine", combined), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
+        got = launch.large_dense(c).double()
+    assert float((got - want).norm() / want.norm()) < 8e-3

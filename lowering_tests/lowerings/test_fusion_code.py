@@ -1,0 +1,204 @@
+"""Generated CUDA code of merged siblings, of act(gate) * up in one kernel, and of the FP8 path. No GPU (fake_cuda.py)."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor.kernels.linear_glu import configs as glu_configs
+from fp4_inductor.lowerings.journal import listen
+from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
+from fp4_inductor.ops.linear_glu import ACTIVATIONS
+from lowering_tests.fake_cuda import call_body, generated_code, triton_ptx, triton_sources
+
+BF16 = torch.bfloat16
+K, N, KV, INNER = 1024, 1024, 256, 1536
+
+
+class Block(nn.Module):
+    """q, k, v and a gated feed-forward layer on one normalised input, with a residual."""
+
+    def __init__(self, large_m="auto", shared=False, bias=True, **sizes):
+        super().__init__()
+        # Values of fake tensors cannot be compared.
+        with mock.patch.object(SiblingWeight, "refresh", lambda self: setattr(self, "shared", shared)):
+            self.register_buffer("w", torch.ones(K, dtype=BF16, device="cuda"))
+            self.q, self.k, self.v = (FP4Linear(K, n, bias=b and bias, device="cuda", large_m=large_m) for n, b in ((N, True), (KV, False), (KV, True)))
+            self.gate, self.up = (FP4Linear(K, INNER, device="cuda", large_m=large_m) for _ in range(2))
+            self.down = FP4Linear(INNER, K, device="cuda", large_m=large_m)
+            pack_siblings([self.q, self.k, self.v])
+            pack_siblings([self.gate, self.up])
+
+    def forward(self, x):
+        h = F.rms_norm(x, (K,), self.w)
+        heads = torch.cat([self.q(h) * 2, self.k(h) + 1, self.v(h)], -1)
+        return heads, x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def compiled(m, build=Block, csrc=None, **options):
+    with listen() as entries:
+        code = generated_code(build, [((m, K), BF16)], **({} if csrc is None else {"csrc": csrc}), **options)[0]
+    return code, entries
+
+
+def kernels(entries):
+    return [(e.op, e.decision.row.kernel, e.n) for e in entries]
+
+
+@pytest.mark.parametrize(("m", "kernel"), [(1, "triton_gemv"), (40, "triton_mid")])
+def test_siblings_are_one_launch(m, kernel):
+    code, entries = compiled(m)
+    assert kernels(entries) == [("fp4.linear", kernel, N + 2 * KV), ("fp4.linear", kernel, 2 * INNER), ("fp4.linear", kernel, K)]
+    assert entries[0].note == "one call for siblings: q, k, v"
+    body = call_body(code)
+    assert len(re.findall(r"triton_tem\w+\.run\(", body)) == 3
+    assert "fp4.linear" not in body
+    templates = [source for name, source in triton_sources(code).items() if name.startswith("triton_tem")]
+    bounds = {tuple(re.findall(r"B[12] : tl.constexpr = (\d+)", source)) for source in templates}
+    assert bounds == {(str(N), str(N + KV)), (str(INNER), str(2**31 - 1)), ("0", "0")}
+    assert len(triton_ptx(code)) == 3
+
+
+def test_no_weight_is_copied_and_one_input_is_written_once():
+    code, _ = compiled(1)
+    body = call_body(code)
+    weights = re.findall(r"empty_strided_cuda\([^)]*\), \([^)]*\), torch\.(?:uint8|float8\w*)", body)
+    assert not weights
+    assert body.count("triton_per_fused") == 1  # the norm, written once for its two readers
+    norm = re.search(r"triton_per_fused\w*\.run\((.*?)\)", body)[1].split(", ")
+    assert len([a for a in norm if re.fullmatch(r"b\d+", a)]) == 1
+
+
+def test_one_by_one_where_the_kernel_takes_one_scale():
+    code, entries = compiled(8, csrc="")
+    assert [e.n for e in entries if e.decision.row.kernel == "cuda_small"] == [N, KV, KV, INNER, INNER, K]
+    assert {e.module for e in entries} == {"q", "k", "v", "gate", "up", "down"}
+    assert all("takes one global scale" in e.note for e in entries[:5])
+    assert call_body(code).count("fp4_csrc.linear_small.default(") == 6
+    code, entries = compiled(8, build=lambda: Block(shared=True), csrc="")
+    assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
+    assert call_body(code).count("fp4_csrc.linear_small.default(") == 3
+
+
+@pytest.mark.parametrize("large_m", ["fp8", "bf16"])
+def test_many_rows_are_one_product(large_m):
+    code, entries = compiled(4096, build=lambda: Block(large_m))
+    assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
+    body = call_body(code)
+    product, decode = ("_scaled_mm(", "fp4.dequantize_fp8") if large_m == "fp8" else ("extern_kernels.mm(", "fp4.dequantize.")
+    assert body.count(product) == body.count(decode) == 3
+
+
+def test_gate_times_up_in_one_launch_where_it_is_switched_on():
+    with dispatch(candidates=("triton_gemv_glu",)):
+        code, entries = compiled(1)
+        assert [e.op for e in entries] == ["fp4.linear", "fp4.linear_glu", "fp4.linear"]
+        assert entries[1].note == "one call for siblings: gate, up; silu(gate) * up"
+        assert len(re.findall(r"triton_tem\w+\.run\(", call_body(code))) == 3
+        assert f"empty_strided_cuda((1, {2 * INNER})" not in call_body(code)
+        assert len(triton_ptx(code)) == 3
+        assert [e.op for e in compiled(8)[1]].count("fp4.linear_glu") == 0
+    entries = compiled(1)[1]
+    assert {e.op for e in entries} == {"fp4.linear"}
+    assert any("candidates=" in r.reason for e in entries for r in e.refused)
+
+
+class Phi(nn.Module):
+    def __init__(self, act, bias):
+        super().__init__()
+        self.gate_up, self.act = FP4Linear(K, 2 * INNER, bias=bias, device="cuda"), act
+
+    def forward(self, x, residual):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.act(gate) * up + residual
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_fused_weight_with_bias_and_residual(name):
+    with dispatch(candidates=("triton_gemv_glu",)):
+        code = generated_code(lambda: Phi(ACTIVATIONS[name], name != "relu"), [((1, K), BF16), ((1, INNER), BF16)])[0]
+    body = call_body(code)
+    assert body.count(".run(") == 1, "bias, activation, product and residual in one kernel"
+    source = next(iter(triton_sources(code).values()))
+    assert f"ACT : tl.constexpr = {list(ACTIVATIONS).index(name)}" in source
+    assert len(triton_ptx(code)) == 1
+
+
+def test_autotuning_measures_tiles_of_the_same_kernel():
+    choices = glu_configs.gemv_choices(12288, 4096)
+    assert choices[0] == glu_configs.gemv(12288, 4096)
+    assert len(choices) > 1
+
+
+# --- FP8 ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_and_the_rounding_to_fp8_are_one_kernel():
+    """amax / 448 and x / scale by IEEE division on the rounded activation: the eager op's bits, and no bf16 copy is written."""
+    code, _ = compiled(4096, build=lambda: Block("fp8"))
+    body = call_body(code)
+    assert "quantize_rows_fp8" not in body
+    name, source = next((n, s) for n, s in triton_sources(code).items() if "libdevice.rsqrt" in s)
+    assert source.count("div.rn.f32") == 2
+    rounded = re.search(r"(tmp\d+) = tmp\d+\.to\(tl\.bfloat16\)\s+(tmp\d+) = \1\.to\(tl\.float32\)\s+\w+ = tl_math\.abs\(\2\)", source)
+    assert rounded, "the activation is rounded before its maximum is taken"
+    stores = re.findall(r"tl\.store\((\w+)", source)
+    assert len(stores) == 2, "codes and scales, once, and not the activation itself"
+    written = re.search(rf"{name}\.run\((.*?)\)", code)[1].split(", ")
+    assert "torch.float8_e4m3fn" in body
+    assert len(written) >= 4
+
+
+def test_silu_times_up_is_rounded_in_the_kernel_that_computes_it():
+    code, _ = compiled(4096, build=lambda: Block("fp8"))
+    sources = [s for s in triton_sources(code).values() if "float8e4nv" in s and "rsqrt" not in s]
+    assert len(sources) == 1
+    assert "tl_math.exp" in sources[0] or "tl.sigmoid" in sources[0] or "libdevice.exp" in sources[0]
+
+
+@pytest.mark.parametrize("large_m", ["fp8", "bf16"])
+def test_one_transient_weight_at_a_time(large_m):
+    """Peak memory of prefill is the model, the activations and one layer."""
+
+    def build():
+        wide = [FP4Linear(4096, 8192, device="cuda", large_m=large_m) for _ in range(4)]
+        back = [FP4Linear(8192, 4096, device="cuda", large_m=large_m) for _ in range(4)]
+
+        def forward(x):
+            for a, b in zip(wide, back, strict=True):
+                x = x + b(torch.relu(a(x)))
+            return x
+
+        return forward
+
+    code = generated_code(build, [((2048, 4096), BF16)])[0]
+    alive, most = set(), 0
+    for line in code[code.index("def call(") :].splitlines():
+        made = re.search(r"(buf\d+) = torch\.ops\.fp4\.dequantize", line)
+        alive |= {made[1]} if made else set()
+        alive -= set(re.findall(r"del (buf\d+)", line))
+        most = max(most, len(alive))
+    assert code.count("= torch.ops.fp4.dequantize") == 8
+    assert most == 1
+
+
+def test_fp8_head():
+    def head(large_m="auto"):
+        return lambda: FP8Linear(K, 32000, device="cuda", large_m=large_m)
+
+    code, entries = compiled(1, build=head())
+    assert kernels(entries) == [("fp4.linear_fp8", "triton_gemv_fp8", 32000)]
+    assert len(triton_ptx(code)) == 1
+    assert "fp8e4nv" not in next(iter(triton_sources(code).values())).replace("'*fp8e4nv'", ""), "read as bytes: sm_80 has no such type"
+    code, entries = compiled(64, build=head())
+    assert kernels(entries) == [("fp4.linear_fp8", "scaled_mm", 32000)]
+    assert call_body(code).count("_scaled_mm(") == 1
+    code, entries = compiled(64, build=head("bf16"))
+    assert kernels(entries) == [("fp4.linear_fp8", "cast + mm", 32000)]
+    assert "_scaled_mm" not in code

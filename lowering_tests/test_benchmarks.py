@@ -1,0 +1,73 @@
+"""The benchmarks run end to end: tiny shapes on a CPU, every file they write, the plots of what is in the repository."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run(script: str, *args: str) -> str:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, str(BENCHMARKS / script), *args], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def rows_of(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_dense(tmp_path):
+    run("dense.py", "--smoke", "--out", str(tmp_path / "dense.csv"))
+    rows = rows_of(tmp_path / "dense.csv")
+    assert {row["who"] for row in rows} == {"fp4_inductor", "bf16"}
+    assert {row["m"] for row in rows} == {"1", "3", "33"}
+    assert all(float(row["us"]) > 0 for row in rows)
+    assert all(float(row["error"]) < 4e-3 for row in rows if row["who"] == "fp4_inductor")
+    assert {*rows[0]} == {*rows_of(BENCHMARKS / "results" / "dense.csv")[0]}
+
+
+def test_decode(tmp_path):
+    pytest.importorskip("transformers")
+    said = run("decode.py", "--smoke", "--lm-head", "fp8", "--out", str(tmp_path / "decode.csv"))
+    rows = rows_of(tmp_path / "decode.csv")
+    assert {(row["weights"], row["tokens"]) for row in rows} == {(w, t) for w in ("bf16", "nvfp4, fp8 head") for t in "1"}
+    assert "x bf16" in said
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    run("plots.py", "--out", str(tmp_path))
+    for name in ("roofline.svg", "speedup.svg", "decode.svg"):
+        text = (tmp_path / name).read_text()
+        assert "H200" in text, "a plot says where its figures come from"
+        assert rows_of(BENCHMARKS / "results" / ("decode.csv" if name == "decode.svg" else "dense.csv"))[0]["commit"] in text
+
+
+def test_floor_and_comparison(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import decode
+    import dense
+
+    assert dense.floor_us(8192, 8192, 1) == pytest.approx(10.4, abs=0.3)  # 37.7 MB
+    assert dense.floor_us(8192, 8192, 8192) == pytest.approx(797, abs=1)  # products at the FP8 rate
+    assert dense.floor_us(16384, 65536, 1) == pytest.approx(604e6 / 4.58e6, rel=0.05)
+    rows = [dict(weights=w, batch=1, tokens=1, ms=ms) for w, ms in (("bf16", 6.0), ("bf16", 5.0), ("nvfp4", 2.5), ("nvfp4", 3.0))]
+    assert decode.compare(rows) == ["nvfp4 batch 1 tokens 1: 2.00x bf16, each in its better mode"]
+
+
+def test_sparse(tmp_path):
+    run("sparse.py", "timing", "--smoke", "--out", str(tmp_path / "sparse.csv"))
+    rows = rows_of(tmp_path / "sparse.csv")
+    assert [(r["k"], r["m"]) for r in rows] == [("64", "1"), ("64", "2"), ("256", "1"), ("256", "2")]
+    assert all(float(r["us"]) > 0 and float(r["dense_us"]) > 0 and float(r["error"]) < 0.01 for r in rows)

@@ -1,0 +1,34 @@
+"""The examples as a newcomer runs them: subprocesses, offline, the embedded or tiny models. (The quickstart: test_quickstart.py.)"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+RUNS = {
+    "load_nvfp4_checkpoint.py": (["--tokens", "8", "--eager"], [r"coverage +100\.00 %", r"loaded [\d.]+ MB in", r"tokens/s"]),
+    "generate_moe.py": (["--tokens", "4", "--eager"], [r"8 weights of routed experts in FP4: [89]\d\.\d %", r"tokens/s"]),
+    "gpt_oss.py": (["--tokens", "4", "--eager"], [r"quantized +4 layers", r"tokens/s"]),
+    "quantize_and_export.py": (["--model", "austen_moe", "--out", "{out}"], [r"modelopt; read back, \d+ tensors are equal bit for bit and 0 are not"]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_example(name, tmp_path):
+    arguments, wanted = RUNS[name]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(EXAMPLES / name), *(a.format(out=tmp_path / "out") for a in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for pattern in wanted:
+        assert re.search(pattern, done.stdout), f"{pattern!r} not in:\n{done.stdout[-3000:]}"
+
+
+def test_every_example_has_a_run():
+    assert {p.name for p in EXAMPLES.glob("*.py")} - {"_shared.py", "quickstart.py"} == set(RUNS)
