@@ -36,6 +36,7 @@ _PUBLIC = {
     "NVFP4Tensor": ".tensors",
     "Sparse24NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
+    "FP4Experts": ".modules",
     "FP8Linear": ".modules",
     "Sparse24Linear": ".modules",
     "errors": ".errors",
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch
     from .explain import explain
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
-    from .modules import FP4Linear, FP8Linear, Sparse24Linear
+    from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear
     from .report import report
     from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
 

@@ -37,7 +37,9 @@ def _without_asm(constants):
 
 
 def _float32_out(*shape, dtype, **options):
-    """For ``torch.empty`` in the launchers: unwritten elements are NaN; bfloat16 results stay float32."""
+    """For ``torch.empty`` in the launchers: unwritten elements are NaN, or beyond every array; bfloat16 results stay float32."""
+    if dtype == torch.int32:
+        return torch.full(shape, 1 << 30, dtype=dtype, **options)
     return torch.full(shape, float("nan"), dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
 
 

@@ -50,7 +50,7 @@ def test_decode_is_two_launches(launches):
     y = launch.decode(layer(3))
     assert [name for name, *_ in launches] == ["moe_decode_up", "moe_decode_down"]
     up, down = (configs.decode(k) for k in (64, 48))
-    assert [grid for _, grid, *_ in launches] == [(-(-48 // up.block_n), 6), (-(-64 // down.block_n), 3)]
+    assert [grid for _, grid, *_ in launches] == [(-(-48 // up.block_n) * 6,), (-(-64 // down.block_n) * 3,)]
     assert (tuple(y.shape), y.dtype) == ((3, 64), torch.bfloat16)
 
 
@@ -60,7 +60,7 @@ def test_grouped_is_four_launches_and_no_memory_is_cleared(launches):
     assert [name for name, *_ in launches] == ["moe_route", "moe_grouped_up", "moe_grouped_down", "moe_combine"]
     tile = configs.grouped(80, 8, True)
     slots = configs.slots(80, 8, tile.block_m)
-    assert [grid for _, grid, *_ in launches] == [(8,), (-(-48 // tile.block_n), slots), (-(-64 // tile.block_n), slots), (1, 40)]
+    assert [grid for _, grid, *_ in launches] == [(8,), (-(-48 // tile.block_n) * slots,), (-(-64 // tile.block_n) * slots,), (40,)]
     outputs = launches[0][2][2:7]
     assert [t.numel() for t in outputs] == [80, 80, 8, slots, slots]
     assert all(t.data_ptr() % 16 == 0 for t in outputs)

@@ -279,6 +279,58 @@ def test_an_altered_manifest_is_refused(tiny, tmp_path, field, value):
         fp4_inductor.load(tiny("mixtral"), tmp_path)
 
 
+# --- bad weights --------------------------------------------------------------------------------------------------
+
+
+def _nan(experts):
+    with torch.no_grad():
+        experts.down_proj[2, 3, 4] = float("nan")
+
+
+def _cast(experts):
+    experts.double()
+
+
+def _split(experts):
+    experts.down_proj.data = experts.down_proj.data.bfloat16()
+
+
+def _offloaded(experts):
+    experts.forward = experts.forward
+
+
+def _more(experts):
+    experts.register_buffer("extra", torch.zeros(1))
+
+
+def _tied(experts):
+    experts.down_proj = experts.other.down_proj
+
+
+BAD = {
+    "NaN": (_nan, errors.NonFiniteError, r"layers\.1\.mlp\.experts\.down_proj.*1 of"),
+    "float64": (_cast, errors.DTypeError, r"layers\.1\.mlp\.experts\.(gate_up|down)_proj"),
+    "two dtypes": (_split, errors.DeviceError, r"layers\.1\.mlp\.experts.*bfloat16"),
+    "offloaded": (_offloaded, errors.ConfigError, r"layers\.1\.mlp\.experts\.forward was replaced"),
+    "a buffer": (_more, errors.ConfigError, r"layers\.1\.mlp\.experts holds more.*extra"),
+    "tied": (_tied, errors.CoverageError, r"tied to model\.layers\.[01]\.mlp\.experts\.down_proj"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_experts_are_named_and_nothing_changes(tiny, case):
+    spoil, error, message = BAD[case]
+    model = tiny("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    object.__setattr__(experts, "other", model.model.layers[0].mlp.experts)
+    spoil(experts)
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(error, match=message):
+        fp4_inductor.quantize_model(model, NVFP4Config("amax"), progress=False)
+    assert kinds == [type(m) for m in model.modules()]
+    assert not experts_of(model)
+
+
 # --- calibration -------------------------------------------------------------------------------------------------
 
 

@@ -276,6 +276,14 @@ def clamped_and_masked(m, x):
     return (torch.where((ids >= E)[..., None], 0.0, y) * w[..., None]).sum(1)
 
 
+def counted_from_the_end(m, x):
+    """An index may be negative; an id of fp4.moe may not."""
+    ids, w = m.route(x)
+    ids = torch.where(w > 0.55, ids - E, ids)
+    z = torch.einsum("th,tkih->tki", x, m.gate_up()[ids])
+    return (torch.einsum("tki,tkhi->tkh", swiglu(z), m.down()[ids]) * w[..., None]).sum(1)
+
+
 def masked_by_weight(m, x):
     """Any condition on a pair, not only on its id."""
     ids, w = m.route(x)
@@ -315,6 +323,7 @@ FORMS = {
     "batched_mm": (lambda m, x: batched_mm(m, x, None), "moe_batched_mm"),
     "batched_mm, clamped": (batched_mm, "moe_batched_mm"),
     "clamped and masked": (clamped_and_masked, "moe_batched_mm"),
+    "ids counted from the end": (counted_from_the_end, "moe_batched_mm"),
     "masked by weight": (masked_by_weight, "moe_batched_mm"),
     "grouped_mm": (lambda m, x: grouped_mm(m, x, False), "moe_grouped_mm"),
     "grouped_mm, masked": (grouped_mm, "moe_grouped_mm"),

@@ -130,13 +130,13 @@ def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.D
     h = torch.empty(layer.pairs, layer.inner, dtype=torch.float32, device=layer.x.device)
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
     c = up or configs.decode(hidden)
-    moe_decode_up[(-(-layer.inner // c.block_n), layer.pairs)](
+    moe_decode_up[(-(-layer.inner // c.block_n) * layer.pairs,)](
         layer.x, ids, layer.weights, table, *_bytes(layer.gate_up), layer.biases[0], h, top_k, t, layer.experts, table_size,
         layer.inner, configs.decode_units(hidden)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
         **configs.decode_constants(c, hidden, arch), num_warps=c.num_warps,
     )  # fmt: skip
     c = down or configs.decode(layer.inner)
-    moe_decode_down[(-(-layer.width // c.block_n), t)](
+    moe_decode_down[(-(-layer.width // c.block_n) * t,)](
         h, ids, layer.weights, table, *_bytes(layer.down), layer.biases[1], y, t, layer.experts, table_size, layer.width, configs.decode_units(layer.inner)[0],
         TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None,
         **configs.decode_constants(c, layer.inner, arch), num_warps=c.num_warps,
@@ -181,11 +181,11 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
     constants = configs.grouped_constants(c, dtype)
     shared = (routing.order, routing.ends, routing.tile_expert, routing.tile_start)
     launch = dict(num_warps=c.num_warps, num_stages=c.num_stages)
-    moe_grouped_up[(-(-layer.inner // c.block_n), n_slots)](
+    moe_grouped_up[(-(-layer.inner // c.block_n) * n_slots,)](
         layer.x, layer.weights, *shared, *_bytes(layer.gate_up), layer.biases[0], h, layer.ids.shape[1], layer.inner, layer.x.shape[1],
         **layer.activation(), HAS_BIAS=layer.biases[0] is not None, **constants, **launch,
     )  # fmt: skip
-    moe_grouped_down[(-(-layer.width // c.block_n), n_slots)](
+    moe_grouped_down[(-(-layer.width // c.block_n) * n_slots,)](
         h, *shared, *_bytes(layer.down), layer.biases[1], out, layer.width, layer.inner, HAS_BIAS=layer.biases[1] is not None, **constants, **launch
     )
     return combine(layer, out, None)
@@ -196,7 +196,7 @@ def combine(layer: Layer, out: Tensor, place: Tensor | None) -> Tensor:
     ids, table, table_size = layer.routing()
     t = layer.x.shape[0]
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=out.device)
-    moe_combine[(-(-layer.width // configs.COMBINE_BLOCK), t)](
+    moe_combine[(-(-layer.width // configs.COMBINE_BLOCK) * t,)](
         out, place, ids, layer.weights, table, y, layer.experts, table_size, layer.width,
         TOP_K=ids.shape[1], ON_INPUT=layer.on_input, HAS_MAP=table is not None, SORTED=place is not None, BLOCK_N=configs.COMBINE_BLOCK, num_warps=4,
     )  # fmt: skip

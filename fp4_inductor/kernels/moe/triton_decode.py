@@ -69,10 +69,11 @@ def moe_decode_up(
     words = QDATA.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     K8 = UNITS * UNIT  # a known power of two divides the words of a row: wide loads
-    pair = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(INNER, BLOCK_N)  # one grid axis: the others end at 65535
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
     e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
     if e >= 0:
-        ri = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ri = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         ok = ri < INNER
         outputs = 2 * INNER if GATED else INNER
         gate_rows = e * outputs + (2 * ri if INTERLEAVED else ri)
@@ -134,8 +135,9 @@ def moe_decode_down(
     words = QDATA.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     K8 = UNITS * UNIT
-    token = tl.program_id(1).to(tl.int64)
-    rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = tl.cdiv(N, BLOCK_N)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    rn = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), tl.float32)
     if ONE_STEP and TOP_K <= 16:  # unrolled, so that the loads of one expert need not wait for the sums of the one before
         for j in tl.static_range(TOP_K):

@@ -34,13 +34,15 @@ def moe_grouped_up(
 ):  # fmt: skip
     """H[place in ORDER, i] = act(x[token] @ gate_up[expert].T + bias)"""
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    e = tl.load(TILE_EXPERT + tl.program_id(1)).to(tl.int64)
+    blocks = tl.cdiv(INNER, BLOCK_N)  # one grid axis: the others end at 65535
+    slot = tl.program_id(0) // blocks
+    e = tl.load(TILE_EXPERT + slot).to(tl.int64)
     if e >= 0:
-        place = tl.load(TILE_START + tl.program_id(1)) + tl.arange(0, BLOCK_M)
+        place = tl.load(TILE_START + slot) + tl.arange(0, BLOCK_M)
         live = place < tl.load(ENDS + e)
         pair = tl.load(ORDER + place, mask=live, other=0).to(tl.int64)
         source = (pair // TOP_K) * K
-        ri = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ri = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         ok = ri < INNER
         outputs = 2 * INNER if GATED else INNER
         gate_rows = e * outputs + (2 * ri if INTERLEAVED else ri)
@@ -74,12 +76,14 @@ def moe_grouped_down(
 ):  # fmt: skip
     """OUT[pair, n] = h @ down[expert].T + bias"""
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    e = tl.load(TILE_EXPERT + tl.program_id(1)).to(tl.int64)
+    blocks = tl.cdiv(N, BLOCK_N)  # one grid axis: the others end at 65535
+    slot = tl.program_id(0) // blocks
+    e = tl.load(TILE_EXPERT + slot).to(tl.int64)
     if e >= 0:
-        place = tl.load(TILE_START + tl.program_id(1)) + tl.arange(0, BLOCK_M)
+        place = tl.load(TILE_START + slot) + tl.arange(0, BLOCK_M)
         live = place < tl.load(ENDS + e)
         pair = tl.load(ORDER + place, mask=live, other=0).to(tl.int64)
-        rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rn = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
         ok = rn < N
         rows = e * N + rn
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -111,8 +115,9 @@ def moe_combine(
     BLOCK_N: tl.constexpr,
 ):
     """Y[token, n] = sum over the token's experts of weight * OUT[pair] (SORTED: OUT[PLACE[pair]])"""
-    token = tl.program_id(1).to(tl.int64)
-    rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = tl.cdiv(N, BLOCK_N)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    rn = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), tl.float32)
     for j in range(TOP_K):
         pair = token * TOP_K + j

@@ -144,7 +144,7 @@ def _same(reader, node, at):
 @_moves(prims.convert_element_type.default, aten._to_copy.default)
 def _converted(reader, node, at):
     before, after = dtype_of(_source(node)), dtype_of(node)
-    exact = not before.is_floating_point and not after.is_floating_point and before != torch.bool != after
+    exact = after in (torch.int32, torch.int64) and not before.is_floating_point and before != torch.bool
     return (_source(node), at) if exact or (before in reader.floats and after in reader.floats) else None
 
 

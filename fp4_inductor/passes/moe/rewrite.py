@@ -14,6 +14,7 @@ from . import layout
 from .index import Refused
 from .layer import Proven
 from .read import Read, aten, dtype_of, prims, shape_of
+from .routing import may_be_negative
 from .sums import Weight
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -32,7 +33,7 @@ def rewrite(proven: Proven) -> None:
         other = next((u for u in node.users if u not in inside), None)
         if node is not root and other is not None:
             raise Refused(f"{node} inside the layer is also used by {other}", 4)
-    if not in_one_mutation_region([*region, *layer.gate_up.parts, *layer.down.parts, layer.x.node]):
+    if not in_one_mutation_region([*region, *layer.gate_up.parts, *layer.down.parts, layer.x.node, layer.ids.node, layer.weights.node]):
         raise Refused("something the layer reads is written to in between", 4)
     pairs = (layer.tokens, layer.slots)
     x = layout.plan(_in_dtype(layer.x, proven.dtype), (layer.tokens, [layer.channel]), "the first product's input")
@@ -53,6 +54,9 @@ def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.
     layer, root = proven.layer, proven.root
     graph = root.graph
     chosen = _cast(layout.write(ids), *_ID_DTYPES[::-1])
+    if layer.kind == "batched_mm" and may_be_negative(layer.ids.node):
+        from_the_end = emit(graph, aten.add.Tensor, (chosen, int(shape_of(layer.down.qdata)[0])))
+        chosen = emit(graph, aten.where.self, (emit(graph, aten.lt.Scalar, (chosen, 0)), from_the_end, chosen))
     for mask, keeps in masks:
         none = emit(graph, aten.full.default, ([], -1), {"dtype": dtype_of(chosen), "device": chosen.meta["val"].device, "pin_memory": False})
         chosen = emit(graph, aten.where.self, (layout.write(mask), *((chosen, none) if keeps else (none, chosen))))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy
+from torch.fx import Node
 
 from ..layout import is_call
 from . import index as ix
 from .index import Index, Refused, Value
-from .read import Read, aten, shape_of
+from .read import Read, aten, prims, shape_of
 from .sums import Mask, Sums
 
+_POSITIONS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim}
+_NEVER_NEGATIVE = {aten.argmax.default, aten.argmin.default, aten.abs.default, aten.multinomial.default, prims.iota.default}
+_KEEP_SIGN = {
+    aten.reshape.default, aten.permute.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.expand.default, aten.index.Tensor, aten.clamp_max.default, prims.convert_element_type.default,
+}  # fmt: skip
 _CLAMPS = {aten.clamp_min.default: "low", aten.clamp_max.default: "high"}
 
 
@@ -63,3 +71,20 @@ def _out_of_range(sums: Sums, mask: Mask, ids: Value, experts: sympy.Expr) -> bo
     wanted = {aten.ge.Scalar: (experts, False), aten.lt.Scalar: (experts, True), aten.gt.Scalar: (experts - 1, False), aten.le.Scalar: (experts - 1, True)}
     limit, keeps = wanted.get(target, (None, None))
     return keeps is mask.keeps and node.args[1] == limit and sums.index(node.args[0], mask.condition.at) == ids  # type: ignore[arg-type]
+
+
+def may_be_negative(ids: Node, depth: int = 16) -> bool:
+    """Whether an id could be counted from the end, as an index does with a negative number and ``fp4.moe`` does not."""
+    if ids.op != "call_function" or depth == 0:
+        return True
+    target: Any = ids.target
+    args: Any = ids.args
+    if target is operator.getitem:
+        return args[1] != 1 or getattr(args[0], "target", None) not in _POSITIONS
+    if target in (aten.clamp_min.default, aten.clamp.default) and isinstance(args[1], int):
+        return args[1] < 0 and may_be_negative(args[0], depth - 1)
+    if target is aten.remainder.Scalar:
+        return not args[1] > 0
+    if target in _KEEP_SIGN:
+        return any(may_be_negative(a, depth - 1) for a in ids.all_input_nodes[:1])
+    return target not in _NEVER_NEGATIVE
