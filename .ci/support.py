@@ -23,13 +23,14 @@ def run() -> str:
         return junit.read_text()
 
 
-def table(junit: str) -> str:
+def table(*records: str) -> str:
+    """The table of these records; where two have the same test, the later one counts."""
     sys.path.insert(0, str(ROOT))
     from lowering_tests.integrations.test_support import KNOWN, STEPS
     from lowering_tests.models.conftest import DENSE, MOE
 
     outcome: dict[tuple[str, str], str] = {}
-    for case in ET.fromstring(junit).iter("testcase"):
+    for case in (case for junit in records for case in ET.fromstring(junit).iter("testcase")):
         name = case.get("name") or ""
         if name.startswith("test_support["):
             family, step = name[len("test_support[") : -1].rsplit("-", 1)
@@ -44,9 +45,9 @@ def table(junit: str) -> str:
     return "\n".join([*lines, "", f"Run on {versions}, CPU."])
 
 
-def main(junit: str | None = None) -> None:
+def main(*records: str) -> None:
     head, rest = README.read_text().split(BEGIN)
-    README.write_text(f"{head}{BEGIN}\n{table(Path(junit).read_text() if junit else run())}\n{END}{rest.split(END)[1]}")
+    README.write_text(f"{head}{BEGIN}\n{table(*([Path(r).read_text() for r in records] or [run()]))}\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

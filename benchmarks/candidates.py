@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from dense import SHAPES, error, reference, weights
 from linear import floor_us
-from sweep_linear import SHAPES, error, reference, weights
 from timing import RESULTS, copies_for, graph_us, machine, write_csv
 
 from fp4_inductor.formats import e2m1, nvfp4

@@ -45,15 +45,17 @@ def weights(n: int, k: int, count: int, device: str = "cuda"):
     """``count`` random NVFP4 weights: bytes are drawn directly, every code occurs."""
     q = torch.randint(0, 256, (count, n, k // 2), dtype=torch.uint8, device=device)
     s = (torch.rand(count, n, k // 16, device=device) * 2 + 0.5).to(nvfp4.SCALE_DTYPE)
-    g = torch.full((count,), 0.37, device=device)
-    return q, s, g
+    return q, s, torch.tensor(0.37, device=device)
 
 
-def error(y, x, q, s, g) -> float:
-    """Relative Frobenius error of the first rows against float64."""
-    rows = slice(0, 64)
-    r = x[rows].double() @ nvfp4.dequantize(q, s, g, torch.float32).double().T
-    return float((y[rows].double() - r).norm() / r.norm())
+def reference(x, q, s, g):
+    """float64 ``[M, N]`` of at most 64 rows."""
+    return x[:64].double() @ nvfp4.dequantize(q, s, g, torch.float32).double().T
+
+
+def error(y, r) -> float:
+    """Relative Frobenius error of the rows that ``r`` has."""
+    return float((y[: len(r)].double() - r).norm() / r.norm())
 
 
 def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, large_m: str = "auto") -> list[dict]:
@@ -72,7 +74,7 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
             y = calls[0](x)
             us = time_us(lambda i, x=x, calls=calls: calls[i](x), copies if m <= 512 else min(copies, 8))
             kernel = plan(describe("linear", x.device, x.dtype, n, k, large_m), dispatch_config()).pick(m).kernel if name == "fp4_inductor" else name
-            e = error(y, x, q[0], s[0], g[0]) if name in ("fp4_inductor", *peers.EXACT) else float("nan")
+            e = error(y, reference(x, q[0], s[0], g)) if name in ("fp4_inductor", *peers.EXACT) else float("nan")
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
             rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
             print(f"K={k:5} N={n:5} M={m:5} {name:14} {kernel:26} {us:9.2f} us  floor x{ratio}  error {e:.1e}", flush=True)
@@ -85,11 +87,11 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
 def contender(name: str, q, s, g, copies: int, large_m: str):
     """``copies`` functions of x, each with a weight of its own."""
     if name == "fp4_inductor":
-        return [lambda x, i=i: torch.ops.fp4.linear(x, q[i], s[i], g[i], None, large_m) for i in range(copies)]
+        return [lambda x, i=i: torch.ops.fp4.linear(x, q[i], s[i], g, None, large_m) for i in range(copies)]
     if name == "bf16":
         dense = torch.randn(copies, q.shape[1], q.shape[2] * 2, device=q.device, dtype=torch.bfloat16)
         return [lambda x, w=w: F.linear(x, w) for w in dense]
-    return [peers.PEERS[name](q[i], s[i], g[i]) for i in range(copies)]
+    return [peers.PEERS[name](q[i], s[i], g) for i in range(copies)]
 
 
 # --- tiles --------------------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def _compile(job) -> str:
     kind, config, m, k, n = job
     q, s, g = weights(n, k, 1)
     try:
-        run(kind, config, torch.randn(m, k, device="cuda", dtype=torch.bfloat16), q[0], s[0], g[0])
+        run(kind, config, torch.randn(m, k, device="cuda", dtype=torch.bfloat16), q[0], s[0], g)
         torch.cuda.synchronize()
         return "ok"
     except Exception as failure:  # a candidate that does not fit is reported, not fatal
@@ -143,8 +145,8 @@ def tune(kind: str, m_list: list[int], shapes, processes: int) -> list[dict]:
             found = []
             for c in candidates(kind, m):
                 try:
-                    e = error(run(kind, c, x, q[0], s[0], g[0]), x, q[0], s[0], g[0])
-                    found.append((graph_us(lambda i, c=c: run(kind, c, x, q[i], s[i], g[i]), count, 7), e, c))
+                    e = error(run(kind, c, x, q[0], s[0], g), reference(x, q[0], s[0], g))
+                    found.append((graph_us(lambda i, c=c: run(kind, c, x, q[i], s[i], g), count, 7), e, c))
                 except Exception:
                     continue
             found.sort(key=lambda f: f[0])

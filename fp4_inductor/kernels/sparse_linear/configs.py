@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ..linear import configs as dense
-from ..linear.configs import MidConfig, mid_constants
+from ..linear.configs import MidConfig
 
 __all__ = ["GemvConfig", "MidConfig", "gemv", "gemv_choices", "gemv_constants", "mid", "mid_choices", "mid_constants"]
 
@@ -52,3 +54,9 @@ def mid_choices(m: int, n: int, k: int) -> list[MidConfig]:
     default = mid(m, n, k)
     others = [MidConfig(default.block_m, bn, bk, 4, s) for bn in (32, 64) for bk in (64, 128) for s in (2, 3, 4)]
     return [default, *[c for c in others if c != default]]
+
+
+def mid_constants(c: MidConfig, n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
+    """Constexpr arguments of ``sparse_mid`` for one shape. (The dense kernel's have siblings' bounds besides.)"""
+    even = n % c.block_n == 0 and k % c.block_k == 0
+    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n, BF16=dtype == torch.bfloat16, ASM=True)
