@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from ...checkpoint.safetensors_file import read_header
 from ...checkpoint.shards import INDEX, Shards, collect, open_shards
 from ...errors import CheckpointError, ConfigError, DeviceError
+from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
 from ...modules import Sparse24Linear
@@ -122,8 +123,10 @@ class FP4InductorQuantizer(HfQuantizer):
 def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
     """What is done after every kind of loading."""
     use_experts_backend(model)
+    if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
+        siblings.pack_model(model)
     describe_for_saving(model, quantizer.large_m, quantizer)
-    report = inspect(model, errors, kept)
+    report = siblings.annotated(inspect(model, errors, kept), model)
     record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
 
 
