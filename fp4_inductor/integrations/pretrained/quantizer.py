@@ -13,9 +13,9 @@ from transformers.quantizers.base import HfQuantizer
 from ...checkpoint.safetensors_file import read_header
 from ...checkpoint.shards import INDEX, Shards, collect, open_shards
 from ...errors import CheckpointError, ConfigError, DeviceError
+from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
-from ...models.siblings import annotated, pack_model
 from ...modules import FP8Linear, Sparse24Linear
 from ..transformers import use_experts_backend
 from .fill import fill
@@ -123,10 +123,10 @@ class FP4InductorQuantizer(HfQuantizer):
 def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
     """What is done after every kind of loading."""
     use_experts_backend(model)
+    if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
+        siblings.pack_model(model)
     describe_for_saving(model, quantizer.large_m, quantizer)
-    if ranks_of(model) is None:  # a rank's rows are its own
-        pack_model(model)
-    report = annotated(inspect(model, errors, kept), model)
+    report = siblings.annotated(inspect(model, errors, kept), model)
     record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
 
 
