@@ -103,3 +103,10 @@ def test_candidates(monkeypatch, tmp_path):
             for tile in tiles:
                 sizes = tuple(v for name, v in vars(tile).items() if name != "splits") if tile else None
                 assert sizes is None or sizes in compiled[source], (source, tile)
+
+
+def test_sparse(tmp_path):
+    run("sparse.py", "timing", "--smoke", "--out", str(tmp_path / "sparse.csv"))
+    rows = rows_of(tmp_path / "sparse.csv")
+    assert [(r["k"], r["m"]) for r in rows] == [("64", "1"), ("64", "2"), ("256", "1"), ("256", "2")]
+    assert all(float(r["us"]) > 0 and float(r["dense_us"]) > 0 and float(r["error"]) < 0.01 for r in rows)

@@ -25,6 +25,8 @@ def expert_of_row(reader: Reader, product: Node, offsets: Node, experts: sympy.E
     stands there once the ids are sorted.
     """
     ids = _counted(offsets, experts)
+    if dtype_of(ids).is_floating_point:
+        raise Refused("a grouped product whose offsets count something else than ids", 1)
     sort = next((s for probe in _probes(reader, ids, product) if (s := _sort_of(reader, reader.index(ids, (probe,)), probe, ids)) is not None), None)
     if sort is None:
         raise Refused("a grouped product whose offsets do not come from sorted ids", 1)
@@ -51,9 +53,9 @@ def _counted(offsets: Node, experts: sympy.Expr) -> Node:
         ids, bins, low, high = (*counts.args, *(100, 0, 0)[len(counts.args) - 1 :])[:4]
         exact = dtype_of(ids) in (torch.float32, torch.float64) or not dtype_of(ids).is_floating_point
         if exact and bins == experts and low == 0 and high == experts - 1:
-            return _uncast(ids)
+            return _of_integers(ids)
     if is_call(counts, aten.bincount.default) and argument(counts, 1, "weights") is None and argument(counts, 2, "minlength", 0) == experts:
-        return _uncast(counts.args[0])
+        return counts.args[0]
     if is_call(counts, aten.sum.dim_IntList) and counts.args[1] in ([0], (0,)) and len(shape_of(counts.args[0])) == 2:
         return _one_hot_of(_uncast(counts.args[0]), experts)
     raise Refused("a grouped product whose offsets count something else than ids", 1)
@@ -67,13 +69,22 @@ def _one_hot_of(matrix: Any, experts: sympy.Expr) -> Node:
         number = numbers
         while is_call(number, aten.unsqueeze.default) or is_call(number, aten.reshape.default):
             number = number.args[0]
-        if len(shape) == 2 and shape[1] == 1 and is_call(ids, aten.unsqueeze.default) and is_call(number, prims.iota.default) and number.args[0] == experts:
+        from_0 = is_call(number, prims.iota.default) and number.kwargs.get("start", 0) == 0 and number.kwargs.get("step", 1) == 1
+        if len(shape) == 2 and shape[1] == 1 and is_call(ids, aten.unsqueeze.default) and from_0 and number.args[0] == experts:
             return ids.args[0]
     raise Refused("a grouped product whose offsets count something else than ids", 1)
 
 
 def _uncast(node: Any) -> Any:
+    """A count before its conversions."""
     while isinstance(node, Node) and is_call(node, prims.convert_element_type.default):
+        node = node.args[0]
+    return node
+
+
+def _of_integers(node: Any) -> Any:
+    """Ids before conversions to wider integers or to float32."""
+    while is_call(node, prims.convert_element_type.default) and not dtype_of(node.args[0]).is_floating_point:
         node = node.args[0]
     return node
 

@@ -12,7 +12,7 @@ from ..layout import is_call
 from . import index as ix
 from .activation import Call, Formula, Leaf, Literal, Tree, call_of, identify
 from .index import Const, Index, Refused, Value, Var
-from .read import Read, aten, shape_of
+from .read import Read, aten, dtype_of, shape_of
 from .routing import masks_left, one_bias, same_expert
 from .sums import PRODUCTS, Delta, Mask, Sum2, Sums, Term, Weight, filled
 
@@ -91,7 +91,7 @@ class Proof:
         ids = down.expert
         if isinstance(ids, Const):
             ids, pairs, bound = self._named(ids, pairs, bound)
-        if not isinstance(ids, Value):
+        if not isinstance(ids, Value) or dtype_of(ids.node).is_floating_point:
             raise Refused("experts that are not chosen by an index", 2)
         formula = Formula([self._tree(a, i, down.expert) for a in self._flat(acts, i, pairs)])
         return self._layer(bound, ids, down, bias, pairs, formula, constant)
