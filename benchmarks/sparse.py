@@ -2,9 +2,10 @@
 
     python benchmarks/sparse.py timing                       fp4.sparse_linear against fp4.linear and bf16 (CUDA)
     python benchmarks/sparse.py quality --model smollm2      perplexity and KL of every pruning, the curve of mixed models
+    python benchmarks/sparse.py timing --smoke               seconds, on a CPU: does it run?
     python benchmarks/sparse.py plot                         draws both from their data (needs matplotlib)
 
-``timing`` has the protocol of ``linear.py``: cold L2, CUDA-graph replay, medians, sparse, dense and bf16 in one run. ``quality``
+``timing`` has the protocol of ``dense.py``: cold L2, CUDA-graph replay, medians, sparse, dense and bf16 in one run. ``quality``
 evaluates the first windows of a text and calibrates on windows from its middle on; ``--only`` runs some of the rows and leaves
 the others in the file, since on a CPU they take minutes each. ``--recovered`` takes a folder that ``examples/recover_sparse.py --save`` wrote.
 """
@@ -18,10 +19,12 @@ import datetime
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
-from timing import RESULTS, copies_for, graph_us, machine, write_csv
+from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
 HERE = Path(__file__).resolve().parent
 SPARSE_BITS, DENSE_BITS = 3.5, 4.5
@@ -32,61 +35,63 @@ KEY = ("model", "text", "weights", "bits", "calibration_tokens")
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
-def sparse_weights(n: int, k: int, count: int):
+def sparse_weights(n: int, k: int, count: int, device: str):
     """Random 2:4 weights: all six patterns, every code."""
     from fp4_inductor.formats import nvfp4, sparse24
 
-    legal = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device="cuda")
-    nibbles = legal[torch.randint(0, len(legal), (count, n, k // 4), device="cuda")]
-    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device="cuda")
-    scale = torch.randint(0x30, 0x48, (count, n, k // 16), dtype=torch.uint8, device="cuda").view(nvfp4.SCALE_DTYPE)
-    return values, sparse24.pack_meta(nibbles), scale, torch.full((), 2.0**-8, device="cuda")
+    legal = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=device)
+    nibbles = legal[torch.randint(0, len(legal), (count, n, k // 4), device=device)]
+    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device=device)
+    scale = (torch.rand(count, n, k // 16, device=device) * 2 + 0.5).to(nvfp4.SCALE_DTYPE)
+    return values, sparse24.pack_meta(nibbles), scale, torch.tensor(0.37, device=device)
 
 
-def measure(k: int, n: int, m: int, large_m: str) -> dict:
-    from linear import floor_us
+def measure(k: int, n: int, m: int, device: str) -> dict:
+    """One row: microseconds of the sparse call, of the dense one and of bf16, in this order on the same copies."""
+    from dense import FLOORS
 
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    time_us = graph_us if device == "cuda" else eager_us
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     nbytes = n * k * 7 // 16
-    count = copies_for(nbytes) if m <= 512 else min(copies_for(nbytes), 8)
-    sparse, wrong = _sparse_us(x, n, count, large_m)
-    dense = _dense_us(x, n, count, large_m)
-    w = torch.randn(min(count, copies_for(n * k * 2)), n, k, device="cuda", dtype=torch.bfloat16)
-    bf16 = graph_us(lambda i: torch.nn.functional.linear(x, w[i]), len(w))
-    figures = {"us": sparse, "dense_us": dense, "bf16_us": bf16, "to_dense": sparse / dense, "to_floor": sparse / floor_us(nbytes)}
-    return dict(machine(), k=k, n=n, m=m, large_m=large_m, **{name: round(v, 3) for name, v in figures.items()}, error=f"{wrong:.1e}")
+    count = (copies_for(nbytes) if m <= 512 else min(copies_for(nbytes), 8)) if device == "cuda" else 2
+    sparse, wrong = _sparse_us(x, n, count, time_us)
+    dense = _dense_us(x, n, count, time_us)
+    w = torch.randn(min(count, copies_for(n * k * 2)), n, k, device=device, dtype=torch.bfloat16)
+    bf16 = time_us(lambda i: torch.nn.functional.linear(x, w[i]), len(w))
+    figures = {"us": sparse, "dense_us": dense, "bf16_us": bf16, "to_dense": sparse / dense}
+    found = dict(machine(), k=k, n=n, m=m, **{name: round(v, 3) for name, v in figures.items()}, error=f"{wrong:.1e}")
+    return found | {"floor_ratio": round(sparse / float(np.interp(nbytes, *zip(*FLOORS, strict=True))), 3) if "H200" in found["gpu"] else ""}
 
 
-def _sparse_us(x: torch.Tensor, n: int, count: int, large_m: str) -> tuple[float, float]:
+def _sparse_us(x: torch.Tensor, n: int, count: int, time_us: Callable) -> tuple[float, float]:
     """``(us, relative error against float64)``; the weights are freed on return."""
-    from sweep_linear import error
+    from dense import error
 
     from fp4_inductor.formats import sparse24
 
-    values, meta, scale, g = sparse_weights(n, x.shape[1], count)
-    rows = slice(0, min(len(x), 64))
-    want = x[rows].double() @ sparse24.dequantize_sparse24(values[0], meta[0], scale[0], g, torch.float32).double().T
-    wrong = error(torch.ops.fp4.sparse_linear(x, values[0], meta[0], scale[0], g, None, large_m)[rows], want)
-    return graph_us(lambda i: torch.ops.fp4.sparse_linear(x, values[i], meta[i], scale[i], g, None, large_m), count), wrong
+    values, meta, scale, g = sparse_weights(n, x.shape[1], count, x.device.type)
+    want = x[:64].double() @ sparse24.dequantize_sparse24(values[0], meta[0], scale[0], g, torch.float32).double().T
+    wrong = error(torch.ops.fp4.sparse_linear(x, values[0], meta[0], scale[0], g), want)
+    return time_us(lambda i: torch.ops.fp4.sparse_linear(x, values[i], meta[i], scale[i], g), count), wrong
 
 
-def _dense_us(x: torch.Tensor, n: int, count: int, large_m: str) -> float:
-    from sweep_linear import weights
+def _dense_us(x: torch.Tensor, n: int, count: int, time_us: Callable) -> float:
+    from dense import weights
 
-    q, s, g = weights(n, x.shape[1], count)
-    return graph_us(lambda i: torch.ops.fp4.linear(x, q[i], s[i], g, None, large_m), count)
+    q, s, g = weights(n, x.shape[1], count, x.device.type)
+    return time_us(lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), count)
 
 
 def time_all(args: argparse.Namespace) -> None:
-    from sweep_linear import SHAPES
+    from dense import SHAPES
 
     rows = []
-    for k, n in SHAPES:
-        for m in args.m:
-            rows.append(measure(k, n, m, "auto"))
+    for k, n in ((64, 48), (256, 128)) if args.smoke else SHAPES:
+        for m in args.m[:2] if args.smoke else args.m:
+            rows.append(measure(k, n, m, args.device))
             r = rows[-1]
             print(f"K={k:5} N={n:5} M={m:5} sparse {r['us']:8.2f} us  dense {r['dense_us']:8.2f}  x{r['to_dense']:.2f}  bf16 {r['bf16_us']:8.2f}", flush=True)
-    write_csv(RESULTS / "sparse.csv", rows)
+    write_csv(args.out or RESULTS / "sparse.csv", rows)
 
 
 # --- quality ------------------------------------------------------------------------------------------------------
@@ -223,7 +228,10 @@ def main() -> None:
     parser.add_argument("--save", help="folder for the quantized models")
     parser.add_argument("--recovered", help="folder of a recovered model, one more row")
     parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="timing: tiny shapes, also on a CPU: does it run?")
+    parser.add_argument("--out", type=Path, help="timing: another CSV file")
     args = parser.parse_args()
+    args.device = "cpu" if args.smoke else args.device
     {"timing": time_all, "quality": quality, "plot": plot}[args.what](args)
 
 

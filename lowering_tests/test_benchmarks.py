@@ -64,3 +64,10 @@ def test_floor_and_comparison(monkeypatch):
     assert dense.floor_us(16384, 65536, 1) == pytest.approx(604e6 / 4.58e6, rel=0.05)
     rows = [dict(weights=w, batch=1, tokens=1, ms=ms) for w, ms in (("bf16", 6.0), ("bf16", 5.0), ("nvfp4", 2.5), ("nvfp4", 3.0))]
     assert decode.compare(rows) == ["nvfp4 batch 1 tokens 1: 2.00x bf16, each in its better mode"]
+
+
+def test_sparse(tmp_path):
+    run("sparse.py", "timing", "--smoke", "--out", str(tmp_path / "sparse.csv"))
+    rows = rows_of(tmp_path / "sparse.csv")
+    assert [(r["k"], r["m"]) for r in rows] == [("64", "1"), ("64", "2"), ("256", "1"), ("256", "2")]
+    assert all(float(r["us"]) > 0 and float(r["dense_us"]) > 0 and float(r["error"]) < 0.01 for r in rows)

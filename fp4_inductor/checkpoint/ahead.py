@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-THREADS = min(4, os.cpu_count() or 1)  # more of them gain nothing: measured in benchmarks/load.py
+THREADS = min(4, os.cpu_count() or 1)  # as many as transformers reads files with
 LIMIT = 1 << 30  # bytes read and not yet used
 
 

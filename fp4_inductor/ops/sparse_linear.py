@@ -3,6 +3,9 @@
 Metadata is not checked per call, which would cost a synchronisation on a GPU: whoever makes a weight checks it
 (:func:`.sparse24.validate_meta`; the tensor, the module and the checkpoint reader do). Illegal metadata gives numbers
 without meaning; no kernel reads or writes outside its operands for it.
+
+Unlike ``fp4.linear``, a NaN or Inf activation need not reach an output that dropped its position: kernels for few rows
+do not multiply by what was pruned.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.linear import launch
+from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
 from lowering_tests.fake_cuda import pretend_cuda
 
 
@@ -50,3 +51,27 @@ def test_what_a_kernel_reads_is_dense_and_aligned(make):
     assert ready.data_ptr() % 16 == 0
     assert torch.equal(ready, t)
     assert launch._aligned(ready).data_ptr() == ready.data_ptr(), "no copy where none is needed"
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0), ()])
+def test_an_empty_sparse_weight_launches_nothing(fake_gpu, lead):
+    launched = mock.Mock(side_effect=AssertionError("launched"))
+    n, k = (5, 32) if 0 in lead else (0, 32)
+    _, scale, g = parts(n, k)
+    weight = torch.empty(n, k // 4, dtype=torch.uint8, device="cuda"), torch.empty(n, k // 8, dtype=torch.uint8, device="cuda"), scale, g
+    with mock.patch.dict(sparse_launch.LAUNCHERS, dict.fromkeys(sparse_launch.LAUNCHERS, launched)):
+        assert tuple(sparse_launch.sparse_linear(torch.empty(*lead, k, device="cuda"), *weight).shape) == (*lead, n)
+
+
+@pytest.mark.parametrize("kind", ["gemv", "mid"])
+def test_a_sparse_launcher_gives_its_kernel_every_argument_and_no_other(kind):
+    """A constant that the kernel does not take would be an error on a GPU only."""
+    kernel = getattr(sparse_launch, f"sparse_{kind}")
+    spy = mock.MagicMock()
+    _, scale, g = nvfp4.quantize(torch.randn(40, 96))
+    weight = torch.empty(40, 24, dtype=torch.uint8), torch.empty(40, 12, dtype=torch.uint8), scale, g
+    with mock.patch.object(sparse_launch, f"sparse_{kind}", spy):
+        getattr(sparse_launch, kind)(torch.randn(3, 96).half(), *weight)
+    positional, keywords = spy.__getitem__.return_value.call_args
+    given = [*kernel.arg_names[: len(positional)], *keywords]
+    assert sorted(given) == sorted([*kernel.arg_names, "num_warps", "num_stages"])

@@ -13,9 +13,10 @@ from transformers.quantizers.base import HfQuantizer
 from ...checkpoint.safetensors_file import read_header
 from ...checkpoint.shards import INDEX, Shards, collect, open_shards
 from ...errors import CheckpointError, ConfigError, DeviceError
+from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
-from ...modules import Sparse24Linear
+from ...modules import FP8Linear, Sparse24Linear
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
@@ -122,8 +123,10 @@ class FP4InductorQuantizer(HfQuantizer):
 def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
     """What is done after every kind of loading."""
     use_experts_backend(model)
+    if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
+        siblings.pack_model(model)
     describe_for_saving(model, quantizer.large_m, quantizer)
-    report = inspect(model, errors, kept)
+    report = siblings.annotated(inspect(model, errors, kept), model)
     record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
 
 
@@ -135,7 +138,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4Indu
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
-    quantizer.saveable = quantizer.saveable and not any(isinstance(m, Sparse24Linear) for m in model.modules())
+    quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Linear, FP8Linear)) for m in model.modules())
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config
