@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from dense import SHAPES, error, reference, weights
-from linear import floor_us
-from timing import RESULTS, copies_for, graph_us, machine, write_csv
+from dense import SHAPES, error, floor_us, reference, weights
+from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
 from fp4_inductor.formats import e2m1, nvfp4
 from fp4_inductor.kernels import csrc
@@ -51,29 +50,30 @@ def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
     yield from (SparseSmallConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
 
 
-def sparse_weights(n: int, k: int, count: int):
+def sparse_weights(n: int, k: int, count: int, device: str):
     """Random bytes and random legal metadata."""
-    legal = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8, device="cuda")
-    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device="cuda")
-    meta = legal[torch.randint(0, 6, (count, n, k // 8), device="cuda")] | legal[torch.randint(0, 6, (count, n, k // 8), device="cuda")] << 4
-    scale = torch.randint(0x30, 0x48, (count, n, k // 16), dtype=torch.uint8, device="cuda").view(nvfp4.SCALE_DTYPE)
-    return values, meta, scale, torch.full((), 2.0**-8, device="cuda")
+    legal = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8, device=device)
+    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device=device)
+    meta = legal[torch.randint(0, 6, (count, n, k // 8), device=device)] | legal[torch.randint(0, 6, (count, n, k // 8), device=device)] << 4
+    scale = torch.randint(0x30, 0x48, (count, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE)
+    return values, meta, scale, torch.full((), 2.0**-8, device=device)
 
 
 def sparse_reference(x, values, meta, scale, g):
     n, groups = values.shape
     nibbles = torch.stack((meta & 15, meta >> 4), -1).reshape(n, groups).long()
-    w = torch.zeros(n, groups, 4, device="cuda")
+    w = torch.zeros(n, groups, 4, device=x.device)
     for place, code in ((nibbles & 3, values & 15), (nibbles >> 2, values >> 4)):
         w.scatter_(2, place[..., None], e2m1.decode(code)[..., None])
-    return x.double() @ (w.view(n, -1) * scale.float().repeat_interleave(16, 1) * g).double().T
+    return x[:64].double() @ (w.view(n, -1) * scale.float().repeat_interleave(16, 1) * g).double().T
 
 
 def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torch.Tensor, copies: int, facts: dict) -> dict:
     """One line. ``call(i)`` uses copy i of the weight; ``expected`` belongs to copy 0."""
+    time_us = graph_us if expected.is_cuda else eager_us
     try:
         off = error(call(0), expected)
-        us = graph_us(call, copies, 9) if off <= BOUND else float("nan")
+        us = time_us(call, copies, 9) if off <= BOUND else float("nan")
     except Exception as failure:  # a candidate that cannot run is a result, too
         print(f"  {name:10} {tile or ''} FAILED {str(failure)[:140]}", flush=True)
         return dict(facts, kernel=name, tile=str(tile or ""), us="failed", error="")
@@ -81,26 +81,26 @@ def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torc
     return dict(facts, kernel=name, tile=str(tile or ""), us=round(us, 2), error=f"{off:.1e}")
 
 
-def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...]) -> Iterator[dict]:
-    nbytes = n * k * 9 // 16
-    count = copies_for(nbytes)
-    q, s, g = weights(n, k, count)
-    w16 = torch.randn(copies_for(n * k * 2), n, k, device="cuda", dtype=torch.bfloat16)
+def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device: str = "cuda") -> Iterator[dict]:
+    on_gpu = device == "cuda"
+    count = copies_for(n * k * 9 // 16) if on_gpu else 2
+    q, s, g = weights(n, k, count, device)
+    w16 = torch.randn(copies_for(n * k * 2) if on_gpu else 2, n, k, device=device, dtype=torch.bfloat16)
     odd_k = k + 16
-    odd = weights(n, odd_k, count) if "any_k" in kinds else None
-    sp = sparse_weights(n, k, count) if "sparse" in kinds else None
+    odd = weights(n, odd_k, count, device) if "any_k" in kinds else None
+    sp = sparse_weights(n, k, count, device) if "sparse" in kinds else None
     for m in rows:
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         expected = reference(x, q[0], s[0], g)
-        bf16 = graph_us(lambda i: torch.nn.functional.linear(x, w16[i]), len(w16), 9)
-        facts = dict(machine(), k=k, n=n, m=m, floor_us=round(floor_us(nbytes), 2), bf16_us=round(bf16, 2))
-        print(f"K={k} N={n} M={m}: floor {floor_us(nbytes):.2f}, bf16 {bf16:.2f} us", flush=True)
+        bf16 = (graph_us if on_gpu else eager_us)(lambda i: torch.nn.functional.linear(x, w16[i]), len(w16), 9)
+        facts = dict(machine(), k=k, n=n, m=m, floor_us=round(floor_us(k, n, m), 2), bf16_us=round(bf16, 2))
+        print(f"K={k} N={n} M={m}: floor {floor_us(k, n, m):.2f}, bf16 {bf16:.2f} us", flush=True)
         yield measure("current", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), expected, count, facts)
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
         if "any_k" in kinds and m <= 32:
-            x_odd = torch.randn(m, odd_k, device="cuda", dtype=torch.bfloat16)
+            x_odd = torch.randn(m, odd_k, device=device, dtype=torch.bfloat16)
             oq, os, og = odd
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)

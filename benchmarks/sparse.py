@@ -190,6 +190,9 @@ def plot(args: argparse.Namespace) -> None:
         for r in rows:
             if r["weights"] in ("admm", "recovered"):
                 axes.plot(float(r["bits"]), float(r["kl"]), marker="s", linestyle="", label=f"{r['weights']}: {r['text']}")
+        if not axes.lines:
+            plt.close(figure)
+            continue
         axes.set(xlabel="bits a weight", ylabel="KL from bf16, nats a token", title=rows[0]["model"], ylim=(0, None))
         axes.legend(fontsize=7)
         save(figure, path.with_suffix(".svg"))

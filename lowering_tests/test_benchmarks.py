@@ -66,6 +66,45 @@ def test_floor_and_comparison(monkeypatch):
     assert decode.compare(rows) == ["nvfp4 batch 1 tokens 1: 2.00x bf16, each in its better mode"]
 
 
+def test_candidates(monkeypatch, tmp_path):
+    """The loop over candidates on a CPU, the references in place of the kernels; one of them wrong; and every tile is one that is compiled."""
+    import re
+
+    import torch
+
+    from fp4_inductor._sources import csrc_dir
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import candidates
+
+    def right(x, *rest):
+        return torch.ops.fp4.linear(x, *rest[:3])
+
+    for name in ("small", "middle"):
+        monkeypatch.setattr(candidates.launch, name, right)
+    monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
+    monkeypatch.setattr(candidates.sparse, "linear", lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
+    rows = list(candidates.shape(128, 64, (4, 16), candidates.KINDS, "cpu"))
+    kinds = {row["kernel"] for row in rows}
+    assert kinds == {"current", "small", "current K+16", "any_k K+16", "mid", "wide", "sparse"}
+    for row in rows:
+        assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
+    compiled = {}
+    for kernel in candidates.csrc.KERNELS.values():
+        text = (csrc_dir() / kernel.source).read_text()
+        compiled[kernel.source] = {tuple(map(int, t.split(",")))[-3 - (kernel.tile[1] == "tokens") :] for t in re.findall(r"TILE\(([\d, ]+)\)", text)}
+    for m in candidates.ROWS:
+        for source, tiles in (
+            ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),
+            ("gemm/linear_mid.cu", candidates.mid_tiles(m)),
+            ("gemm/linear_wide.cu", candidates.wide_tiles(m)),
+            ("sparse/sparse_linear_small.cu", candidates.sparse_tiles(m)),
+        ):
+            for tile in tiles:
+                sizes = tuple(v for name, v in vars(tile).items() if name != "splits") if tile else None
+                assert sizes is None or sizes in compiled[source], (source, tile)
+
+
 def test_sparse(tmp_path):
     run("sparse.py", "timing", "--smoke", "--out", str(tmp_path / "sparse.csv"))
     rows = rows_of(tmp_path / "sparse.csv")

@@ -98,7 +98,7 @@ struct Tile {
   int rows_16, warps, stages;
 };
 
-// Enough blocks and warps to fill the chip without splitting K over blocks; measured on an H200 (benchmarks/results/linear.csv).
+// Enough blocks and warps to fill the chip without splitting K over blocks; measured on an H200 (benchmarks/results/dense.csv).
 Tile best(int M, int N, int K) {
   if (N < 8192) return M > 16 && K < 8192 ? Tile{2, 8, 4} : Tile{2, 16, 2};
   if (N <= 8448) return M <= 8 && kLargeSharedMemory ? Tile{4, 8, 3} : Tile{4, 8, 2};

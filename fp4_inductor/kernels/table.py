@@ -37,6 +37,7 @@ class Row:
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
         siblings: serves several layers of one call, each with a global scale of its own; else they are called one by one.
+            ``status`` speaks of one layer: no merged call has run on a GPU yet.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.

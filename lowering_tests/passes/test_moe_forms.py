@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_layers import ACTIVATIONS, FORMS, NOT_A_LAYER, UNKNOWN_ACTIVATIONS, E, H, I, Layer, T, gathered
+from moe_activations import ACTIVATIONS, UNKNOWN_ACTIVATIONS
+from moe_layers import FORMS, NOT_A_LAYER, E, H, I, Layer, T, gathered
 
 from fp4_inductor import Sparse24NVFP4Tensor, explain
 from fp4_inductor.formats import nvfp4

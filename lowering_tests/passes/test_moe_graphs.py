@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from moe_layers import ACTIVATIONS, E, H, K, Layer, T, batched_mm, gathered, grouped_mm, loop_over_experts, one_hot, scattered, weight_on_input
+from moe_activations import ACTIVATIONS
+from moe_layers import E, H, K, Layer, T, batched_mm, gathered, grouped_mm, loop_over_experts, one_hot, scattered, weight_on_input
 
 from fp4_inductor.passes.missed import listen
 
