@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import load, save
+from . import checkpoint
+from .checkpoint import save
 from .config import NVFP4Config, Sparse24Config
 from .errors import ConfigError
 from .integrations import describe_for_saving
@@ -20,7 +22,7 @@ from .models.progress import bar
 from .models.scale_choice import choose
 from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
-from .modules import FP4Linear, pack_siblings
+from .modules import FP4Experts, FP4Linear, pack_siblings
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -165,3 +167,30 @@ def _finish(
     if progress:
         print(result)
     return model if compiled is None else compiled
+
+
+def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.PathLike, device: torch.device | str | None = None, strict: bool = True):
+    """Read a checkpoint written by :func:`fp4_inductor.save`, bit for bit.
+
+    Args:
+        model_or_factory: a module of the saved architecture (dense, already quantized, or on the meta device), changed
+            in place; or a function without arguments that makes one. The function's Parameters are never allocated (it
+            may be called a second time if its constructor needs their values), and the model it makes is returned in
+            eval mode. Saved dtypes win over the model's.
+        dir: the checkpoint.
+        device: where the model goes; None: where its tensors are (the CPU for meta tensors).
+        strict: False lets tensors be missing from the checkpoint (the model keeps its own) or from the model (ignored),
+            with a warning that names them. Damage and wrong shapes are errors in any case.
+
+    Returns:
+        The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized. Siblings
+        are packed as ``quantize_model`` does it.
+
+    Raises:
+        CheckpointError: damaged, inconsistent, incomplete, or of another model; the model is unchanged.
+    """
+    loaded = checkpoint.load(model_or_factory, dir, device, strict)
+    model = getattr(loaded, "_orig_mod", loaded)  # torch.compile's wrapper
+    use_experts_backend(model)
+    describe_for_saving(model, next((m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))), "auto"))
+    return loaded

@@ -36,11 +36,9 @@ NEIGHBOURS = {
     ("__init__", "explain"),
     ("__init__", "report"),
     ("checkpoint", "models"),
-    ("checkpoint", "integrations"),
     ("integrations", "models"),
     ("integrations", "checkpoint"),
     ("lowerings", "passes"),
-    ("passes", "lowerings"),
 }
 # F3 sees kernels through the table and the selection ...
 KERNEL_DOORS = {"table", "select"}
