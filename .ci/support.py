@@ -1,4 +1,8 @@
-"""Write the support table into README.md from a run of its tests: ``make support`` (minutes). See lowering_tests/integrations/test_support.py."""
+"""Write the support table into README.md from a run of its tests: ``make support`` (minutes). See lowering_tests/integrations/test_support.py.
+
+python .ci/support.py [JUNIT_XML ...]          from these records instead of a new run
+python .ci/support.py --check JUNIT_XML ...    fail unless the README says what they say
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def run() -> str:
     """The tests' own record."""
     with tempfile.TemporaryDirectory() as scratch:
         junit = Path(scratch) / "support.xml"
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "--slow", "-k", "test_support", TESTS, f"--junitxml={junit}"], cwd=ROOT, check=False)
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "test_support", TESTS, f"--junitxml={junit}"], cwd=ROOT, check=False)
         return junit.read_text()
 
 
@@ -45,7 +49,17 @@ def table(*records: str) -> str:
     return "\n".join([*lines, "", f"Run on {versions}, CPU."])
 
 
+def check(*records: str) -> None:
+    """The README's cells are those of the records; versions may differ."""
+    said = README.read_text().split(BEGIN)[1].split(END)[0].split("\n\nRun on")[0].strip()
+    true = table(*(Path(r).read_text() for r in records)).split("\n\nRun on")[0].strip()
+    if said != true:
+        sys.exit(f"the support table of README.md is not what the tests say (make support writes it):\n{true}")
+
+
 def main(*records: str) -> None:
+    if records[:1] == ("--check",):
+        return check(*records[1:])
     head, rest = README.read_text().split(BEGIN)
     README.write_text(f"{head}{BEGIN}\n{table(*([Path(r).read_text() for r in records] or [run()]))}\n{END}{rest.split(END)[1]}")
 

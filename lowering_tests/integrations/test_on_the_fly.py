@@ -76,7 +76,6 @@ def test_a_model_quantized_in_memory_saves_what_from_pretrained_reads(tiny, tmp_
     assert again.half().dtype == torch.float16
 
 
-@pytest.mark.slow  # test_support.py generates with two families in CI, and the quickstart through Inductor
 def test_generate_with_a_static_cache(tiny):
     """Through Inductor. Greedy tokens are those of the eager model; the decode step is one graph."""
     from transformers import CompileConfig
