@@ -14,6 +14,16 @@ import triton.language as tl
 
 
 @triton.jit
+def mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP: tl.constexpr):
+    """The local ids (int64) of pairs ``at``; -1 past the last pair and where the map has none."""
+    ids = tl.load(IDS + at, mask=at < P, other=-1).to(tl.int64)
+    if HAS_MAP:
+        known = (ids >= 0) & (ids < MAP_SIZE)
+        ids = tl.load(MAP + ids, mask=known, other=-1).to(tl.int64)
+    return ids
+
+
+@triton.jit
 def moe_route(IDS, MAP, ORDER, PLACE, ENDS, TILE_EXPERT, TILE_START, P, E, MAP_SIZE, SLOTS, BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
     """ORDER[P] pairs by expert, PLACE[P] its inverse; ENDS[E] past each expert's last; TILE_EXPERT[SLOTS] (-1: empty) and TILE_START[SLOTS]."""
     e = tl.program_id(0)
@@ -21,20 +31,14 @@ def moe_route(IDS, MAP, ORDER, PLACE, ENDS, TILE_EXPERT, TILE_START, P, E, MAP_S
     mine = 0
     for p in range(0, P, BLOCK):
         at = p + tl.arange(0, BLOCK)
-        ids = tl.load(IDS + at, mask=at < P, other=-1).to(tl.int64)
-        if HAS_MAP:
-            known = (ids >= 0) & (ids < MAP_SIZE)
-            ids = tl.load(MAP + ids, mask=known, other=-1).to(tl.int64)
+        ids = mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP)
         before += tl.sum(((ids >= 0) & (ids < e)).to(tl.int32), 0)
         mine += tl.sum((ids == e).to(tl.int32), 0)
     tl.store(ENDS + e, before + mine)
     place = before
     for p in range(0, P, BLOCK):
         at = p + tl.arange(0, BLOCK)
-        ids = tl.load(IDS + at, mask=at < P, other=-1).to(tl.int64)
-        if HAS_MAP:
-            known = (ids >= 0) & (ids < MAP_SIZE)
-            ids = tl.load(MAP + ids, mask=known, other=-1).to(tl.int64)
+        ids = mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP)
         own = (ids == e).to(tl.int32)
         to = place + tl.cumsum(own, 0) - 1
         tl.store(ORDER + to, at, mask=own > 0)
