@@ -153,7 +153,8 @@ def _mid_template() -> Template:
     from ..kernels.linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K": '{{size("X", 1)}}'}
-    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, (common.e2m1_to_f16, common.e4m3_to_f32, common.global_scale_of, t.decode_bytes), mid_grid)
+    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.global_scale_of, t.decode_bytes, t.scale_of_bytes, t.tile_of)
+    return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, helpers, mid_grid)
 
 
 def mid_grid(m, n, meta, *, cdiv):

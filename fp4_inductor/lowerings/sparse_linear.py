@@ -56,7 +56,7 @@ def _mid_template() -> Template:
     from ..kernels.sparse_linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "K": '{{size("X", 1)}}'}
-    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, dense.decode_bytes)
+    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, dense.decode_bytes, dense.scale_of_bytes, dense.tile_of)
     return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, linear.mid_grid)
 
 

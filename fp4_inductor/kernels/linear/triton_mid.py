@@ -56,20 +56,31 @@ def decode_bytes(q, scale, BF16: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def scale_of_bytes(s, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
+    """E4M3 bytes ``[BLOCK_N, BLOCK_K / 16]`` -> ``[BLOCK_N, BLOCK_K / 2]`` in DTYPE, one per byte of codes, as :func:`decode_bytes` takes them."""
+    # 2**118 or 2**6. Interpreted, the bfloat16 decode is float16's: 2**-14.
+    s16 = (e4m3_to_f32(s) * (3.32306998946229e35 if BF16 and ASM else 64.0)).to(DTYPE)
+    return tl.reshape(tl.broadcast_to(s16[:, :, None], (BLOCK_N, BLOCK_K // 16, 8)), (BLOCK_N, BLOCK_K // 2))
+
+
+@triton.jit
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_N: tl.constexpr):
+    """The tile ``(m, n)`` of a program: GROUP_N column blocks share their activations in L2 before the next rows start."""
+    grid_n = tl.cdiv(N, BLOCK_N)
+    grid_m = tl.cdiv(M, BLOCK_M)
+    width = GROUP_N * grid_m
+    first_n = (pid // width) * GROUP_N
+    size_n = tl.minimum(grid_n - first_n, GROUP_N)
+    return (pid % width) // size_n, first_n + (pid % width) % size_n
+
+
+@triton.jit
 def linear_mid(
     X, QDATA, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr,
     B1: tl.constexpr = 0, B2: tl.constexpr = 0,
 ):  # fmt: skip
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    grid_n = tl.cdiv(N, BLOCK_N)
-    grid_m = tl.cdiv(M, BLOCK_M)
-    pid = tl.program_id(0)
-    # GROUP_N column blocks share their activations in L2 before the next rows start
-    width = GROUP_N * grid_m
-    first_n = (pid // width) * GROUP_N
-    size_n = tl.minimum(grid_n - first_n, GROUP_N)
-    pid_n = first_n + (pid % width) % size_n
-    pid_m = (pid % width) // size_n
+    pid_m, pid_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_N)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = rn.to(tl.int64)[:, None]
@@ -86,9 +97,7 @@ def linear_mid(
             q = tl.load(QDATA + row * (K // 2) + kb[None, :], mask=(rn < N)[:, None] & (kb < K // 2)[None, :], other=0)
             s = tl.load(scales + row * (K // 16) + ks[None, :], mask=(rn < N)[:, None] & (ks < K // 16)[None, :], other=0)
             x = tl.load(X + rm.to(tl.int64)[:, None] * K + kx[None, :], mask=(rm < M)[:, None] & (kx < K)[None, :], other=0.0)
-        # 2**118 and 2**6: see decode_bytes. Interpreted, the bfloat16 decode is float16's: 2**-14.
-        s16 = (e4m3_to_f32(s) * (3.32306998946229e35 if BF16 and ASM else 64.0)).to(x.dtype)
-        s16 = tl.reshape(tl.broadcast_to(s16[:, :, None], (BLOCK_N, BLOCK_K // 16, 8)), (BLOCK_N, BLOCK_K // 2))
+        s16 = scale_of_bytes(s, x.dtype, BLOCK_N, BLOCK_K, BF16, ASM)
         lo, hi = decode_bytes(q, s16, BF16, ASM)
         acc = tl.dot(tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
     idx_m = rm[:, None]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.triton_mid import decode_bytes
-from ..triton_common import e4m3_to_f32
+from ..linear.triton_mid import decode_bytes, scale_of_bytes
 from .triton_decode import activation, local_expert
 
 
@@ -21,9 +20,7 @@ def decoded(QDATA, scales, rows, ok, k, K, DTYPE: tl.constexpr, BLOCK_N: tl.cons
     ks = k // 16 + tl.arange(0, BLOCK_K // 16)
     q = tl.load(QDATA + rows[:, None] * (K // 2) + kb[None, :], mask=ok[:, None] & (kb < K // 2)[None, :], other=0)
     s = tl.load(scales + rows[:, None] * (K // 16) + ks[None, :], mask=ok[:, None] & (ks < K // 16)[None, :], other=0)
-    s16 = (e4m3_to_f32(s) * (3.32306998946229e35 if BF16 and ASM else 64.0)).to(DTYPE)  # 2**118, 2**6: see decode_bytes
-    s16 = tl.reshape(tl.broadcast_to(s16[:, :, None], (BLOCK_N, BLOCK_K // 16, 8)), (BLOCK_N, BLOCK_K // 2))
-    lo, hi = decode_bytes(q, s16, BF16, ASM)
+    lo, hi = decode_bytes(q, scale_of_bytes(s, DTYPE, BLOCK_N, BLOCK_K, BF16, ASM), BF16, ASM)
     return tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K))
 
 

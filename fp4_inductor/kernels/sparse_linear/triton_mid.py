@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.triton_mid import decode_bytes
-from ..triton_common import dense_codes, e4m3_to_f32, store_output
+from ..linear.triton_mid import decode_bytes, scale_of_bytes, tile_of
+from ..triton_common import dense_codes, store_output
 
 
 @triton.jit
@@ -14,15 +14,7 @@ def sparse_mid(
     X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    grid_n = tl.cdiv(N, BLOCK_N)
-    grid_m = tl.cdiv(M, BLOCK_M)
-    pid = tl.program_id(0)
-    # GROUP_N column blocks share their activations in L2 before the next rows start
-    width = GROUP_N * grid_m
-    first_n = (pid // width) * GROUP_N
-    size_n = tl.minimum(grid_n - first_n, GROUP_N)
-    pid_n = first_n + (pid % width) % size_n
-    pid_m = (pid % width) // size_n
+    pid_m, pid_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_N)
     rm = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = rn.to(tl.int64)[:, None]
@@ -42,9 +34,7 @@ def sparse_mid(
             m = tl.load(META + row * (K // 8) + km[None, :], mask=(rn < N)[:, None] & (km < K // 8)[None, :], other=0)
             s = tl.load(scales + row * (K // 16) + ks[None, :], mask=(rn < N)[:, None] & (ks < K // 16)[None, :], other=0)
             x = tl.load(X + rm.to(tl.int64)[:, None] * K + kx[None, :], mask=(rm < M)[:, None] & (kx < K)[None, :], other=0.0)
-        # 2**118 and 2**6: see decode_bytes. Interpreted, the bfloat16 decode is float16's: 2**-14.
-        s16 = (e4m3_to_f32(s) * (3.32306998946229e35 if BF16 and ASM else 64.0)).to(x.dtype)
-        s16 = tl.reshape(tl.broadcast_to(s16[:, :, None], (BLOCK_N, BLOCK_K // 16, 8)), (BLOCK_N, BLOCK_K // 2))
+        s16 = scale_of_bytes(s, x.dtype, BLOCK_N, BLOCK_K, BF16, ASM)
         nibble = tl.reshape(tl.join(m, m >> 4), (BLOCK_N, BLOCK_K // 4))
         word = dense_codes(v, nibble)
         q = tl.reshape(tl.join(word, word >> 8), (BLOCK_N, BLOCK_K // 2)).to(tl.uint8)
