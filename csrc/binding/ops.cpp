@@ -14,12 +14,10 @@ using Resolver = void*(const char* name, int arch);
 
 namespace {
 
-using LinearSmall = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int rows_16,
-                        int warps, int stages, void* stream);
-using LinearMid = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int rows_16,
-                      int tokens, int groups, int stages, int splits, void* stream);
-using LinearWide = int(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int tokens,
-                       int groups, int stages, int splits, void* stream);
+// A dense kernel, its tile described by numbers of the types given.
+template <typename... Tile>
+using Linear = int(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N,
+                   int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
 using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                               int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
 
@@ -65,35 +63,33 @@ Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
   return y;
 }
 
+template <typename Place, typename... Tile>
+Tensor linear(const char* op, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias,
+              int64_t arch, int64_t second, int64_t third, Tile... tile) {
+  auto* f = function<Linear<Tile...>>(op, arch);
+  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
+  const Tensor q = dense(qdata), s = dense(scale);
+  return call<Place>(op, x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, nullptr, nullptr, yp, m, n, k, dtype, (int)second, (int)third, 0, tile..., stream);
+  });
+}
+
 template <typename Place>
 Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
-                    int64_t rows_16, int64_t warps, int64_t stages) {
-  auto* f = function<LinearSmall>("linear_small", arch);
-  const Tensor q = dense(qdata), s = dense(scale);
-  return call<Place>("linear_small", x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)warps, (int)stages, stream);
-  });
+                    int64_t rows_16, int64_t warps, int64_t stages, int64_t second, int64_t third) {
+  return linear<Place>("linear_small", x, qdata, scale, global_scale, bias, arch, second, third, (int)rows_16, (int)warps, (int)stages);
 }
 
 template <typename Place>
 Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
-                  int64_t rows_16, int64_t tokens, int64_t groups, int64_t stages, int64_t splits) {
-  auto* f = function<LinearMid>("linear_mid", arch);
-  const Tensor q = dense(qdata), s = dense(scale);
-  return call<Place>("linear_mid", x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)tokens, (int)groups, (int)stages, (int)splits,
-             stream);
-  });
+                  int64_t rows_16, int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third) {
+  return linear<Place>("linear_mid", x, qdata, scale, global_scale, bias, arch, second, third, (int)rows_16, (int)tokens, (int)groups, (int)stages, (int)splits);
 }
 
 template <typename Place>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
-                   int64_t tokens, int64_t groups, int64_t stages, int64_t splits) {
-  auto* f = function<LinearWide>("linear_wide", arch);
-  const Tensor q = dense(qdata), s = dense(scale);
-  return call<Place>("linear_wide", x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)tokens, (int)groups, (int)stages, (int)splits, stream);
-  });
+                   int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third) {
+  return linear<Place>("linear_wide", x, qdata, scale, global_scale, bias, arch, second, third, (int)tokens, (int)groups, (int)stages, (int)splits);
 }
 
 template <typename Place>

@@ -61,6 +61,13 @@ __device__ __forceinline__ uint4 load_read_only(const void* p) {
   return v;
 }
 
+// As *p, but in one place: ptxas reorders the loops before it when it sees a plain load here.
+__device__ __forceinline__ float load_float(const float* p) {
+  float v;
+  asm("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
 // `threads` of the block, a multiple of 32, meet at barrier `id` in 1..15 (__syncthreads is 0).
 __device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 

@@ -1,5 +1,5 @@
 // What happens to sums: the warps of a block, and the blocks of a cluster, meet in shared memory in a fixed order, without
-// atomics; then scale, bias and one rounding.
+// atomics; then scale, bias, what a kernel is compiled to do behind them, and one rounding.
 #pragma once
 #include "nvfp4.cuh"
 
@@ -16,14 +16,82 @@ template <typename T> struct Output {
   }
 };
 
+// What a library of dense kernels does behind z = x @ W^T * global scale + bias. Decided when compiling (-DFP4_FINISH=): the plain
+// kernels carry none of the rest.
+enum Finish { kPlain = 0, kPointwise = 1, kGlu = 2 };  // z; act(z) * mul + residual; act(z of row n) * z of row n + N / 2
+#ifndef FP4_FINISH
+#define FP4_FINISH 0
+#endif
+constexpr Finish kFinish = (Finish)FP4_FINISH;
+
+enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };  // as in kernels/csrc.py
+
+__device__ __forceinline__ float activate(float z, int act) {
+  switch (act) {
+    case kSilu: return z / (1.f + expf(-z));
+    case kGelu: return 0.5f * z * (1.f + erff(z * 0.7071067811865476f));
+    case kGeluTanh: return z / (1.f + expf(-1.5957691216057308f * z * (1.f + 0.044715f * z * z)));  // 0.5 z (1 + tanh u) = z sigmoid(2 u)
+    case kRelu: return z < 0.f ? 0.f : z;  // a NaN stays one
+    default: return z;
+  }
+}
+
+// The arguments of the epilogue besides scale and bias.
+template <typename T> struct Epilogue {
+  const T *mul, *residual;  // as y, or null
+  int second, third;        // rows of W at which the second and the third global scale begin
+  int act;
+
+  // second, third: 0 stands for none.
+  static __host__ __device__ Epilogue of(const void* mul, const void* residual, int second, int third, int act) {
+    return {(const T*)mul, (const T*)residual, second ? second : INT32_MAX, third ? third : INT32_MAX, act};
+  }
+  bool fits(Finish finish, int N) const {
+    if (act < kNone || act > kRelu || second > third || second < 0 || third < 0) return false;
+    return finish == kPlain ? !mul && !residual && !act : finish == kPointwise || (!mul && !residual && N % 2 == 0);
+  }
+};
+
+// y[M, N] (kGlu: [M, N / 2]) of a weight of N rows; bias [N] may be null.
+template <typename T> struct Result {
+  static constexpr int kParts = kFinish == kGlu ? 2 : 1;  // rows of W that make one column of y, N / kParts apart
+  T* y;
+  const float* global_scale;
+  const T* bias;
+  int M, N;
+  Epilogue<T> then;
+  float unit;  // the first global scale * kWeightUnit
+
+  __device__ __forceinline__ float z(int row, float sum) const {
+    float u = unit;
+    if (row >= then.second) u = load_float(global_scale + (row < then.third ? 1 : 2)) * kWeightUnit;
+    return sum * u + (bias ? Numbers<T>::to_float(bias[row]) : 0.f);
+  }
+  // sums[p]: of row n + p * N / kParts.
+  __device__ __forceinline__ void store(int m, int n, const float (&sums)[kParts]) const {
+    const int columns = N / kParts;
+    if (m >= M || n >= columns) return;
+    float v = z(n, sums[0]);
+    if constexpr (kFinish != kPlain) v = activate(v, then.act);
+    if constexpr (kFinish == kGlu) v *= z(n + columns, sums[kParts - 1]);
+    const size_t at = (size_t)m * columns + n;
+    if constexpr (kFinish == kPointwise) {
+      if (then.mul) v *= Numbers<T>::to_float(then.mul[at]);
+      if (then.residual) v += Numbers<T>::to_float(then.residual[at]);
+    }
+    y[at] = Numbers<T>::from_float(v);
+  }
+};
+
 // Bytes of shared memory that sum_and_store needs.
 template <int R, int MT, int WARPS> constexpr int kSumBytes = WARPS * 8 * MT * (16 * R + 1) * (int)sizeof(float);
 
-// acc: each warp's share of the same 16 * R rows by 8 * MT tokens, as mma16816 leaves it. `shared` is free for use by all
-// warps; row n0 and token 0 come first; `splits` blocks of the cluster hold shares of the same sums.
+// acc: each warp's share of the same 16 * R rows by 8 * MT tokens, as mma16816 leaves it; with kGlu the first half of the rows
+// belongs to columns n0 onwards, the second half to the same columns. `shared` is free for use by all warps; token 0 comes first;
+// `splits` blocks of the cluster hold shares of the same sums.
 template <typename T, int R, int MT, int WARPS>
-__device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint8_t* shared, int splits, int n0, float unit, const Output<T>& out) {
-  constexpr int kRows = 16 * R, kTokens = 8 * MT;
+__device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint8_t* shared, int splits, int n0, const Result<T>& out) {
+  constexpr int kRows = 16 * R, kTokens = 8 * MT, kThreads = 32 * WARPS, kParts = Result<T>::kParts, kColumns = kRows / kParts;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   float* partial = (float*)shared;  // [WARPS][kTokens][kRows + 1]
 #pragma unroll
@@ -41,17 +109,24 @@ __device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint
     return sum;
   };
   if (splits == 1) {
-    for (int i = threadIdx.x; i < kRows * kTokens; i += 32 * WARPS) out.store(i / kRows, n0 + i % kRows, over_warps(i % kRows, i / kRows) * unit);
+    for (int i = threadIdx.x; i < kColumns * kTokens; i += kThreads) {
+      float sums[kParts];
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) sums[p] = over_warps(i % kColumns + p * kColumns, i / kColumns);
+      out.store(i / kColumns, n0 + i % kColumns, sums);
+    }
     return;
   }
-  for (int i = threadIdx.x; i < kRows * kTokens; i += 32 * WARPS) partial[i / kRows * (kRows + 1) + i % kRows] = over_warps(i % kRows, i / kRows);
+  for (int i = threadIdx.x; i < kRows * kTokens; i += kThreads) partial[i / kRows * (kRows + 1) + i % kRows] = over_warps(i % kRows, i / kRows);
   cluster_barrier();
-  const int slice = kRows / splits, first = cluster_rank() * slice;
-  for (int i = threadIdx.x; i < slice * kTokens; i += 32 * WARPS) {
-    const int row = first + i % slice, m = i / slice;
-    float sum = 0.f;
-    for (int r = 0; r < splits; ++r) sum += of_block(partial, r)[m * (kRows + 1) + row];
-    out.store(m, n0 + row, sum * unit);
+  const int slice = kColumns / splits, first = cluster_rank() * slice;
+  for (int i = threadIdx.x; i < slice * kTokens; i += kThreads) {
+    const int column = first + i % slice, m = i / slice;
+    float sums[kParts] = {};
+    for (int r = 0; r < splits; ++r)
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) sums[p] += of_block(partial, r)[m * (kRows + 1) + column + p * kColumns];
+    out.store(m, n0 + column, sums);
   }
   cluster_barrier();  // nobody leaves while its sums are being read
 }
@@ -62,8 +137,8 @@ template <int TILES, int ROWS> constexpr int kGroupSumBytes = 8 * TILES * (ROWS 
 // The same for GROUPS groups of warps that each hold ROWS rows by 8 * TILES tokens between them, warp `row_warp` of `group` 16 * R rows.
 template <typename T, int R, int TILES, int GROUPS, int ROWS>
 __device__ __forceinline__ void sum_groups_and_store(const float (&acc)[R][TILES][4], uint8_t* shared, int group, int row_warp, int splits, int rank, int n0,
-                                                     int m0, float unit, const Output<T>& out) {
-  constexpr int kPitch = ROWS + 4, kTokens = 8 * TILES;
+                                                     int m0, const Result<T>& out) {
+  constexpr int kPitch = ROWS + 4, kTokens = 8 * TILES, kThreads = 32 * GROUPS * ROWS / (16 * R), kParts = Result<T>::kParts, kColumns = ROWS / kParts;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   float* sums = (float*)shared;  // [kTokens][kPitch]
   for (int turn = GROUPS - 1; turn >= 0; --turn) {
@@ -80,12 +155,14 @@ __device__ __forceinline__ void sum_groups_and_store(const float (&acc)[R][TILES
     __syncthreads();
   }
   if (splits > 1) cluster_barrier();
-  const int slice = ROWS / splits;
-  for (int i = threadIdx.x; i < slice * kTokens; i += 32 * GROUPS * ROWS / (16 * R)) {
-    const int row = rank * slice + i % slice, m = i / slice;
-    float sum = 0.f;
-    for (int r = 0; r < splits; ++r) sum += (splits > 1 ? of_block(sums, r) : sums)[m * kPitch + row];
-    out.store(m0 + m, n0 + row, sum * unit);
+  const int slice = kColumns / splits;
+  for (int i = threadIdx.x; i < slice * kTokens; i += kThreads) {
+    const int column = rank * slice + i % slice, m = i / slice;
+    float all[kParts] = {};
+    for (int r = 0; r < splits; ++r)
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) all[p] += (splits > 1 ? of_block(sums, r) : sums)[m * kPitch + column + p * kColumns];
+    out.store(m0 + m, n0 + column, all);
   }
   if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
 }

@@ -11,11 +11,10 @@ namespace {
 
 using namespace fp4;
 
-constexpr int kRows = 128;
 constexpr int kPitch = kStepK * 2 + 64;  // bytes of one token's activations of a step; 64 more keep quads off each other's banks
 
 template <int R, int TILES, int GROUPS> struct Shape {
-  static constexpr int kRowWarps = kRows / (16 * R), kGroupThreads = 32 * kRowWarps, kThreads = kGroupThreads * GROUPS;
+  static constexpr int kRowWarps = kBlockRows / (16 * R), kGroupThreads = 32 * kRowWarps, kThreads = kGroupThreads * GROUPS;
   static constexpr int kTokens = 8 * TILES, kTile = kTokens * kPitch;
   static constexpr int kChunks = kTokens * 16 / kGroupThreads;  // 16 bytes of activations a thread brings, a step
 };
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(Shape<R, TILES, GROUPS>::kThreads, 1) linear_m
   const int m0 = blockIdx.y * S::kTokens;
   const int steps = (K + kStepK - 1) / kStepK, first = rank * GROUPS + group, stride = splits * GROUPS;
   uint8_t* ring = shared + warp * Stream::kBytes;
-  const Stream weights{ring, shared_address(ring), q, scale, (int)blockIdx.x * kRows + row_warp * 16 * R, N, K, lane};
+  const Stream weights{ring, shared_address(ring), q, scale, first_row<T>(blockIdx.x * kBlockColumns<T>, row_warp * 16 * R, N), N, K, lane};
   uint8_t* tiles = shared + S::kRowWarps * GROUPS * Stream::kBytes + group * 2 * S::kTile;
 
   uint4 next[S::kChunks];
@@ -90,15 +89,16 @@ __global__ void __launch_bounds__(Shape<R, TILES, GROUPS>::kThreads, 1) linear_m
 
   copy_async_wait<0>();
   __syncthreads();
-  sum_groups_and_store<T, R, TILES, GROUPS, kRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kRows, m0, *global_scale * kWeightUnit, {y, bias, M, N});
+  sum_groups_and_store<T, R, TILES, GROUPS, kBlockRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kBlockColumns<T>, m0,
+                                                       {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
 
 template <typename T, int R, int TILES, int GROUPS, int STAGES, bool ANY_K = false> cudaError_t run(int splits, const Linear<T>& p, cudaStream_t stream) {
   using S = Shape<R, TILES, GROUPS>;
   constexpr int bytes = S::kRowWarps * GROUPS * WeightStream<T, R, STAGES, ANY_K>::kBytes + GROUPS * 2 * S::kTile;
-  static_assert(kGroupSumBytes<TILES, kRows> <= bytes, "partial sums reuse the buffers");
+  static_assert(kGroupSumBytes<TILES, kBlockRows> <= bytes, "partial sums reuse the buffers");
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  const dim3 blocks((p.N + kRows - 1) / kRows, (p.M + S::kTokens - 1) / S::kTokens, splits);
+  const dim3 blocks((p.columns() + kBlockColumns<T> - 1) / kBlockColumns<T>, (p.M + S::kTokens - 1) / S::kTokens, splits);
   return launch(linear_mid<T, R, TILES, GROUPS, STAGES, ANY_K>, blocks, S::kThreads, bytes, splits, p, stream);
 }
 
@@ -110,7 +110,7 @@ struct Tile {
 // group of warps keeps some steps of K.
 Tile best(int M, int N, int K) {
   Tile t = FP4_ARCH == 90 && M <= 16 ? Tile{2, 16, 4, 3, 1} : FP4_ARCH == 90 && M <= 32 ? Tile{2, 32, 4, 3, 1} : Tile{2, 64, 2, 4, 1};
-  const int64_t blocks = (int64_t)((N + kRows - 1) / kRows) * ((M + t.tokens - 1) / t.tokens);
+  const int64_t blocks = (int64_t)((N + kBlockRows - 1) / kBlockRows) * ((M + t.tokens - 1) / t.tokens);
   while (FP4_ARCH >= 90 && t.splits < 8 && blocks * t.splits <= 66 && K / kStepK >= 4 * t.splits * t.groups) t.splits *= 2;
   return t;
 }
@@ -132,15 +132,16 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStr
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, tokens, groups, stages): one of by_tile's, splits in {1, 2, 4, 8}:
 // blocks that share K, 1 below sm_90; all 0 for best(). K % 64 != 0 has one tile of its own. 1 <= M <= 2^20, K % 16 == 0; x and q 16-byte
 // aligned, scale 4-byte aligned; bias may be null.
-extern "C" int fp4_linear_mid(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype,
+extern "C" int fp4_linear_mid(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N, int K, int dtype, int second, int third, int act,
                               int rows_16, int tokens, int groups, int stages, int splits, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 16 || K % 16) return cudaErrorInvalidValue;
   const Tile tile = rows_16 ? Tile{rows_16, tokens, groups, stages, splits} : best(M, N, K);
   if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K};
-    return by_tile<T>(tile, p, (cudaStream_t)stream);
+    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
+                      Epilogue<T>::of(mul, residual, second, third, act)};
+    return p.fits() ? by_tile<T>(tile, p, (cudaStream_t)stream) : cudaErrorInvalidValue;
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

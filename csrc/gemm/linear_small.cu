@@ -17,13 +17,14 @@ using namespace fp4;
 #define FP4_BOUNDS(threads) __launch_bounds__(threads, 1)
 #endif
 
+template <typename T, int R> constexpr int kColumns = 16 * R / Result<T>::kParts;  // of y, a block
+
 template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K> __global__ void FP4_BOUNDS(32 * WARPS) linear_small(FP4_LINEAR_PARAMETERS) {
-  using Stream = WeightStream<T, R, STAGES, ANY_K>;
-  constexpr int kRows = 16 * R;
+  using Stream = WeightStream<T, R, STAGES, ANY_K, kFinish == kGlu>;
   constexpr int kAhead = MT == 1 ? 2 : 1;
   uint8_t* shared = dynamic_shared();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int n0 = blockIdx.x * kRows;
+  const int n0 = blockIdx.x * kColumns<T, R>;
   uint8_t* ring = shared + warp * Stream::kBytes;
   const Stream weights{ring, shared_address(ring), q, scale, n0, N, K, lane};
 
@@ -84,14 +85,14 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K> __global
 
   copy_async_wait<0>();
   __syncthreads();
-  sum_and_store<T, R, MT, WARPS>(acc, shared, 1, n0, *global_scale * kWeightUnit, {y, bias, M, N});
+  sum_and_store<T, R, MT, WARPS>(acc, shared, 1, n0, {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
 
 template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K = false> cudaError_t run(const Linear<T>& p, cudaStream_t stream) {
   constexpr int ring = WARPS * WeightStream<T, R, STAGES, ANY_K>::kBytes, sums = kSumBytes<R, MT, WARPS>;
   constexpr int bytes = ring > sums ? ring : sums;
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  return launch(linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((p.N + 16 * R - 1) / (16 * R)), 32 * WARPS, bytes, 1, p, stream);
+  return launch(linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((p.columns() + kColumns<T, R> - 1) / kColumns<T, R>), 32 * WARPS, bytes, 1, p, stream);
 }
 
 struct Tile {
@@ -127,15 +128,19 @@ template <typename T> cudaError_t by_tokens(Tile tile, const Linear<T>& p, cudaS
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows_16, warps, stages): one of by_tile's, or (0, 0, 0) for best(); K % 64
-// != 0 has one tile of its own. 1 <= M <= 32 on sm_90, 16 elsewhere, K % 16 == 0; x and q 16-byte aligned, scale 4-byte aligned; bias may be null.
-extern "C" int fp4_linear_small(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype,
-                                int rows_16, int warps, int stages, void* stream) {
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. second, third: rows of W at which the second and the third global scale begin,
+// 0: none. act (epilogue.cuh), mul and residual [M, N]: for the libraries with such an epilogue, else 0. (rows_16, warps, stages): one of
+// by_tile's, or (0, 0, 0) for best(); K % 64 != 0 has one tile of its own. 1 <= M <= 32 on sm_90, 16 elsewhere, K % 16 == 0; x and q
+// 16-byte aligned, scale 4-byte aligned; bias, mul and residual may be null.
+extern "C" int fp4_linear_small(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
+                                int M, int N, int K, int dtype, int second, int third, int act, int rows_16, int warps, int stages, void* stream) {
   if (M < 1 || N < 1 || K < 16 || K % 16) return cudaErrorInvalidValue;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Tile tile = rows_16 ? Tile{rows_16, warps, stages} : best(M, N, K);
-    return by_tokens<T>(tile, {(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K}, (cudaStream_t)stream);
+    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
+                      Epilogue<T>::of(mul, residual, second, third, act)};
+    return p.fits() ? by_tokens<T>(tile, p, (cudaStream_t)stream) : cudaErrorInvalidValue;
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -10,7 +10,7 @@ namespace {
 
 using namespace fp4;
 
-constexpr int kRows = 128, kRowWarps = kRows / 16, kGroupThreads = 32 * kRowWarps;
+constexpr int kRowWarps = kBlockRows / 16, kGroupThreads = 32 * kRowWarps;
 
 template <int TILES> constexpr int kTile = 8 * TILES * kStepK * 2;  // bytes of a step's activations: two halves of 64 k
 
@@ -25,7 +25,7 @@ template <typename T, int TILES, int GROUPS, int STAGES> __global__ void __launc
   const int steps = (K + kStepK - 1) / kStepK, first = rank * GROUPS + group, stride = splits * GROUPS;
   uint8_t* tiles = shared + group * 2 * kTile<TILES>;  // first: they have to lie at multiples of 1024 bytes
   uint8_t* ring = shared + GROUPS * 2 * kTile<TILES> + warp * Stream::kBytes;
-  const Stream weights{ring, shared_address(ring), q, scale, (int)blockIdx.x * kRows + row_warp * 16, N, K, lane};
+  const Stream weights{ring, shared_address(ring), q, scale, first_row<T>(blockIdx.x * kBlockColumns<T>, row_warp * 16, N), N, K, lane};
 
   // Lane t of a quad decodes k = 32 t + 8 word .. + 7; a thread brings these 8 k of all four lanes, for one word of one token.
   uint4 next[kQuads][4];
@@ -94,14 +94,14 @@ template <typename T, int TILES, int GROUPS, int STAGES> __global__ void __launc
 
   copy_async_wait<0>();
   __syncthreads();
-  sum_groups_and_store<T, 1, TILES, GROUPS, kRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kRows, m0, *global_scale * kWeightUnit, {y, bias, M, N});
+  sum_groups_and_store<T, 1, TILES, GROUPS, kBlockRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kBlockColumns<T>, m0, {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
 
 template <typename T, int TILES, int GROUPS, int STAGES> cudaError_t run(int splits, const Linear<T>& p, cudaStream_t stream) {
   constexpr int bytes = GROUPS * (2 * kTile<TILES> + kRowWarps * WeightStream<T, 1, STAGES, false>::kBytes);
-  static_assert(kGroupSumBytes<TILES, kRows> <= bytes, "partial sums reuse the buffers");
+  static_assert(kGroupSumBytes<TILES, kBlockRows> <= bytes, "partial sums reuse the buffers");
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  const dim3 blocks((p.N + kRows - 1) / kRows, (p.M + 8 * TILES - 1) / (8 * TILES), splits);
+  const dim3 blocks((p.columns() + kBlockColumns<T> - 1) / kBlockColumns<T>, (p.M + 8 * TILES - 1) / (8 * TILES), splits);
   return launch(linear_wide<T, TILES, GROUPS, STAGES>, blocks, kGroupThreads * GROUPS, bytes, splits, p, stream);
 }
 
@@ -112,7 +112,7 @@ struct Tile {
 // By reasoning, not by measurement; as in linear_mid.
 Tile best(int M, int N, int K) {
   Tile t = M <= 64 ? Tile{64, 2, 4, 1} : M <= 128 ? Tile{128, 1, 4, 1} : Tile{256, 1, 4, 1};
-  const int64_t blocks = (int64_t)((N + kRows - 1) / kRows) * ((M + t.tokens - 1) / t.tokens);
+  const int64_t blocks = (int64_t)((N + kBlockRows - 1) / kBlockRows) * ((M + t.tokens - 1) / t.tokens);
   while (t.splits < 8 && blocks * t.splits <= 66 && K / kStepK >= 4 * t.splits * t.groups) t.splits *= 2;
   return t;
 }
@@ -129,15 +129,16 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStr
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (tokens, groups, stages): one of by_tile's, splits in {1, 2, 4, 8}: blocks
 // that share K; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x and q 16-byte aligned, scale 4-byte aligned; bias may be null.
-extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K, int dtype, int tokens,
+extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N, int K, int dtype, int second, int third, int act, int tokens,
                                int groups, int stages, int splits, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   const Tile tile = tokens ? Tile{tokens, groups, stages, splits} : best(M, N, K);
   if (tile.splits < 1 || tile.splits > 8 || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K};
-    return by_tile<T>(tile, p, (cudaStream_t)stream);
+    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
+                      Epilogue<T>::of(mul, residual, second, third, act)};
+    return p.fits() ? by_tile<T>(tile, p, (cudaStream_t)stream) : cudaErrorInvalidValue;
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -5,7 +5,7 @@
 
 namespace fp4 {
 
-// Pointers and sizes of one y[M, N] = x[M, K] @ W[N, K]^T (+ bias). global_scale is on the device; bias may be null.
+// Pointers and sizes of one y[M, N] = x[M, K] @ W[N, K]^T (+ bias). global_scale, up to three, is on the device; bias may be null.
 template <typename T> struct Linear {
   const T* x;
   const uint8_t* q;
@@ -14,31 +14,44 @@ template <typename T> struct Linear {
   const T* bias;
   T* y;
   int M, N, K;
+  Epilogue<T> then;
+
+  bool fits() const { return then.fits(kFinish, N); }
+  int columns() const { return N / Result<T>::kParts; }  // of y
 };
 
 // A kernel takes the members one by one: ptxas believes __restrict__ on parameters only, and needs up to 60 registers more without.
 #define FP4_LINEAR_PARAMETERS                                                                                                                        \
   const T *__restrict__ x, const uint8_t *__restrict__ q, const uint8_t *__restrict__ scale, const float *__restrict__ global_scale,                 \
-      const T *__restrict__ bias, T *__restrict__ y, int M, int N, int K
+      const T *__restrict__ bias, T *__restrict__ y, int M, int N, int K, const Epilogue<T> then
 
 template <typename T, typename Kernel>
 cudaError_t launch(Kernel kernel, dim3 blocks, int threads, int shared_bytes, int cluster, const Linear<T>& p, cudaStream_t stream) {
-  return launch(kernel, blocks, threads, shared_bytes, cluster, stream, p.x, p.q, p.scale, p.global_scale, p.bias, p.y, p.M, p.N, p.K);
+  return launch(kernel, blocks, threads, shared_bytes, cluster, stream, p.x, p.q, p.scale, p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
+}
+
+// In kernels whose blocks own 128 rows: the columns of y of a block, and where in W a warp's rows begin, which are the block's from `local` on.
+constexpr int kBlockRows = 128;
+template <typename T> constexpr int kBlockColumns = kBlockRows / Result<T>::kParts;
+template <typename T> __device__ __forceinline__ int first_row(int n0, int local, int N) {
+  return n0 + local + (local >= kBlockColumns<T> ? N / 2 - kBlockColumns<T> : 0);
 }
 
 constexpr int kStepK = 128;  // k a step: a quad reads 64 contiguous bytes of a row
 
 // One warp's 16 * R rows of W, kStepK at a time through a ring of STAGES buffers filled by cp.async: no warp waits for
 // another one, and registers are left for arithmetic. ANY_K: K is only a multiple of 16, so that a row of codes begins at a
-// multiple of 8 bytes and a row of scales at any byte; else K is a multiple of 64 and copies are as wide as can be.
-template <typename T, int R, int STAGES, bool ANY_K> struct WeightStream {
+// multiple of 8 bytes and a row of scales at any byte; else K is a multiple of 64 and copies are as wide as can be. PAIRED: the
+// second half of the rows lies N / 2 behind the first one.
+template <typename T, int R, int STAGES, bool ANY_K, bool PAIRED = false> struct WeightStream {
   static constexpr int kRows = 16 * R, kScaleBytes = ANY_K ? 12 : 8, kStage = kRows * (64 + kScaleBytes), kBytes = STAGES * kStage;
   uint8_t* ring;  // kBytes of shared memory, 16-byte aligned
   Shared address;  // of ring
   const uint8_t *q, *scale;
   int n0, N, K, lane;
 
-  __device__ __forceinline__ int row(int i) const { return min(n0 + i, N - 1); }
+  // Row i of the warp's. ptxas is sensitive to this sum's order: lane first, block last.
+  __device__ __forceinline__ int row(int i) const { return min(n0 + i + (PAIRED && i >= kRows / 2 ? N / 2 - kRows / 2 : 0), N - 1); }
 
   // Rows past N and k past K are read from the last legal place: their products are never stored, or meet zero activations.
   __device__ __forceinline__ void fetch(int step, int slot) const {

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   }
   copy_async_wait<0>();
   __syncthreads();
-  sum_and_store<T, R, MT, WARPS>(acc, shared, splits, n0, *global_scale * kWeightUnit, {y, bias, M, N});
+  sum_and_store<T, R, MT, WARPS>(acc, shared, splits, n0, {y, global_scale, bias, M, N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
 }
 
 struct Call {

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..errors import DeviceError, KernelError
 from . import build
 from .build import pointer
+from .linear.configs import MAX_SCALES
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,41 @@ class Kernel:
         weight: the weight's parts, all ``[N, ...]``.
         tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
+        siblings: takes the arguments of :class:`Epilogue`.
     """
 
     source: str
     weight: tuple[str, ...]
     tile: tuple[str, ...]
     regime: str
+    siblings: bool = True
+
+    @property
+    def function(self) -> str:
+        """The C function of the library."""
+        return f"fp4_{Path(self.source).stem}"
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a kernel does with its sums besides the bias.
+
+    Args:
+        starts: the rows of W at which the second and the third global scale begin.
+    """
+
+    starts: tuple[int, ...] = ()
+
+    def arguments(self) -> tuple:
+        """Of the operator, behind its tile; none if there is nothing to say."""
+        return (*self.starts, *[0] * (MAX_SCALES - 1 - len(self.starts))) if self.starts else ()
 
 
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
     "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("tokens", "groups", "stages", "splits"), "mid"),
-    "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small"),
+    "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", False),
 }
 
 
@@ -50,7 +74,7 @@ def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch)))
     except (KernelError, OSError) as error:
         return None, str(error)
-    getattr(library, f"fp4_{name}").restype = ctypes.c_int
+    getattr(library, KERNELS[name].function).restype = ctypes.c_int
     return library, ""
 
 
@@ -63,7 +87,7 @@ def why_not(name: str, arch: int) -> str:
 def _resolve(name: bytes, arch: int) -> int | None:
     """The binding asks for a kernel's address."""
     library, _ = _library(name.decode(), arch)
-    return None if library is None else ctypes.cast(getattr(library, f"fp4_{name.decode()}"), ctypes.c_void_p).value
+    return None if library is None else ctypes.cast(getattr(library, KERNELS[name.decode()].function), ctypes.c_void_p).value
 
 
 @functools.cache
@@ -84,17 +108,33 @@ def door(name: str, arch: int) -> str:
     return f"called through ctypes, which costs host time: {reason}" if reason else "called as a torch operator"
 
 
-def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = ()) -> Tensor:
+def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None = None) -> tuple:
+    """Of the operator ``name``, behind ``arch``: none where every one is the default."""
+    more = then.arguments() if then else ()
+    return (*(tile or [0] * len(KERNELS[name].tile)), *more) if more else tuple(tile)
+
+
+def call(
+    name: str,
+    x: Tensor,
+    weight: Sequence[Tensor],
+    global_scale: Tensor,
+    bias: Tensor | None,
+    arch: int,
+    tile: Sequence[int] = (),
+    then: Epilogue | None = None,
+) -> Tensor:
     """``[M, N]`` from ``x [M, K]`` and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
 
     Args:
         tile: a tile that the source instantiates; empty: the kernel's choice.
+        then: what the kernel does besides; None: nothing.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
     try:
-        return getattr(torch.ops.fp4_csrc, name).default(x, *weight, global_scale, bias, arch, *tile)
+        return getattr(torch.ops.fp4_csrc, name).default(x, *weight, global_scale, bias, arch, *extra_arguments(name, tile, then))
     except RuntimeError as error:
         if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
@@ -105,11 +145,14 @@ def _switch_off(name: str) -> str:
     return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).'
 
 
-def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int]) -> Tensor:
+def _through_ctypes(
+    name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = (), more: Sequence[int] = ()
+) -> Tensor:
+    kernel = KERNELS[name]
     library, reason = _library(name, arch)
     if library is None:
         raise KernelError(
-            f"csrc/{KERNELS[name].source} is not available",
+            f"csrc/{kernel.source} is not available",
             value=reason,
             limit=f"built for sm_{arch}",
             remedy="Call torch.ops.fp4.*, which takes another kernel then.",
@@ -117,11 +160,17 @@ def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale
     x, *parts = (_dense(t) for t in (x, *weight))
     bias = None if bias is None else _dense(bias)
     (m, k), n = x.shape, parts[0].shape[0]
+    tile = (*tile, *[0] * (len(kernel.tile) - len(tile)))
     with torch.cuda.device(x.device):
         y = torch.empty(m, n, dtype=x.dtype, device=x.device)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pointers = map(pointer, (x, *parts, global_scale, bias, y))
-        status = getattr(library, f"fp4_{name}")(*pointers, m, n, k, int(x.dtype == torch.float16), *tile, stream)
+        sizes = (m, n, k, int(x.dtype == torch.float16))
+        pointers = (x, *parts, global_scale, bias)
+        if kernel.siblings:
+            second, third = (*more, 0, 0)[:2]
+            status = getattr(library, kernel.function)(*map(pointer, (*pointers, None, None, y)), *sizes, second, third, 0, *tile, stream)
+        else:
+            status = getattr(library, kernel.function)(*map(pointer, (*pointers, y)), *sizes, *tile, stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
@@ -138,9 +187,10 @@ _DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 def _define(name: str, kernel: Kernel) -> None:
     parts = ", ".join(f"Tensor {part}" for part in kernel.weight)
+    more = ", int second=0, int third=0" if kernel.siblings else ""
     tile = ", ".join(f"int {size}=0" for size in kernel.tile)
-    _DEFINITIONS.define(f"{name}(Tensor x, {parts}, Tensor global_scale, Tensor? bias, int arch, {tile}) -> Tensor")
-    count = len(kernel.weight)
+    _DEFINITIONS.define(f"{name}(Tensor x, {parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
+    count, sizes = len(kernel.weight), len(kernel.tile)
 
     def until_bound(x: Tensor, *rest) -> Tensor:
         """Any device, until the binding has registered itself for CUDA."""
@@ -148,8 +198,8 @@ def _define(name: str, kernel: Kernel) -> None:
             raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
         if not binding():
             return getattr(torch.ops.fp4_csrc, name).default(x, *rest)
-        global_scale, bias, arch, *sizes = rest[count:]
-        return _through_ctypes(name, x, rest[:count], global_scale, bias, arch, (*sizes, *[0] * (len(kernel.tile) - len(sizes))))
+        global_scale, bias, arch, *extra = rest[count:]
+        return _through_ctypes(name, x, rest[:count], global_scale, bias, arch, extra[:sizes], extra[sizes:])
 
     def fake(x: Tensor, weight: Tensor, *rest) -> Tensor:
         return x.new_empty(x.shape[0], weight.shape[0])

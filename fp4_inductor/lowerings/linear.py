@@ -12,7 +12,7 @@ from .._torch.template import Template
 from ..config import dispatch_config
 from ..formats import nvfp4
 from ..formats.storage import Storage
-from ..kernels import select
+from ..kernels import csrc, select
 from ..kernels.linear import configs
 from ..kernels.select import plan
 from ..kernels.table import Row
@@ -114,7 +114,8 @@ def product(
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         operator = getattr(torch.ops.fp4_csrc, row.csrc).default
-        y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch)
+        then = csrc.Epilogue(starts=bounds((extra or {}).get("rows", ())))
+        y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch, *csrc.extra_arguments(row.csrc, then=then))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
     entry.buffer = inductor.buffer_name(y)
@@ -166,7 +167,7 @@ def arguments(*tensors):
     return tuple(inductor.contiguous(t) for t in tensors)
 
 
-def _bounds(rows) -> tuple[int, ...]:
+def bounds(rows) -> tuple[int, ...]:
     """The rows at which the second and later members begin."""
     return tuple(a for a, _ in spans(rows)[1:])
 
@@ -175,14 +176,14 @@ def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
-    options = [dict(configs.gemv_constants(c, n, k, arch, _bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    options = [dict(configs.gemv_constants(c, n, k, arch, bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
     return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     likely = min(inductor.Symbols().hint(m, HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
-    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), _bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 

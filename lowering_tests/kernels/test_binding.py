@@ -67,6 +67,19 @@ def test_numbers(ops, name, dtype):
     assert error(op(x, *w, None, ARCH, *tile), exact(x, *w)) <= 2 * linear.CONTRACT.tolerance[dtype]
 
 
+def test_siblings(ops):
+    q, s, _ = weight(70, 192)
+    g, x = torch.tensor([0.37, 1.9, 0.02]), torch.randn(5, 192).to(torch.bfloat16)
+    for name, tile in (("linear_small", (0, 0, 0)), ("linear_mid", (0, 0, 0, 0, 0))):
+        y = getattr(ops, name)(x, q, s, g, None, ARCH, *tile, 32, 48)
+        for i, (a, b) in enumerate(((0, 32), (32, 48), (48, 70))):
+            assert error(y[:, a:b], exact(x, q[a:b], s[a:b], g[i])) <= 2 * linear.CONTRACT.tolerance[torch.bfloat16]
+        two = getattr(ops, name)(x, q, s, g, None, ARCH, *tile, 32)
+        assert torch.equal(two[:, :48], y[:, :48])
+        with pytest.raises(RuntimeError, match="fewer global scales"):
+            getattr(ops, name)(x, q, s, g[:2].clone(), None, ARCH, *tile, 32, 48)
+
+
 def test_strided_and_misaligned_tensors_are_copied(ops):
     q, s, g = weight(24, 128)
     x = torch.randn(4, 128).to(torch.bfloat16)

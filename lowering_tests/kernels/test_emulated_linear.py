@@ -26,11 +26,11 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, s, torch.tensor(0.37)
 
 
-def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, starts: tuple[int, ...] = ()) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     name = f"fp4_linear_{({3: 'small', 5: 'mid', 4: 'wide'})[len(tile)]}"
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call(name, (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+    return kernel.call(name, (x, *w, bias, None, None), out, m, n, k, int(x.dtype == FP16), *starts, *(0,) * (2 - len(starts)), 0, *tile, seed=seed)
 
 
 def error(y, x, w, bias) -> float:
@@ -93,7 +93,24 @@ def test_mid_with_any_k(k):
     check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (64, 2, 4, 2))], ids=["small", "mid", "wide"])
+EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (64, 2, 4, 2))], ids=["small", "mid", "wide"])
+
+
+@EACH
+def test_siblings_have_global_scales_of_their_own(source, tile):
+    """Two and three members in one call, bit for bit what a call each by the same tile computes."""
+    for m, starts, n in ((3, (48,), 70), (16, (16, 80), 130), (9, (5, 6), 33)):
+        q, s, _ = weight(n, 576)
+        g = torch.tensor([0.37, 2.9, 0.011])[: len(starts) + 1]
+        x, bias = torch.randn(m, 576).to(BF16), torch.randn(n).to(BF16)
+        y = run(emulated(source), x, (q, s, g), bias, tile, starts=starts)
+        for i, (a, b) in enumerate(zip((0, *starts), (*starts, n), strict=True)):
+            part = (q[a:b], s[a:b], g[i])
+            assert torch.equal(y[:, a:b], run(emulated(source), x, part, bias[a:b], tile)), (m, starts, i)
+            assert error(y[:, a:b], x, part, bias[a:b]) <= 2 * linear.CONTRACT.tolerance[BF16]
+
+
+@EACH
 def test_every_code_with_every_scale(source, tile):
     q = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
     s = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous().view(nvfp4.SCALE_DTYPE)
@@ -124,9 +141,12 @@ def test_arguments_that_no_kernel_takes():
     for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1)), (WIDE, "fp4_linear_wide", (64, 2, 4, 1))):
         for m, n, k, t in ((0, 8, 64, tile), (1, 0, 64, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, 64, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):
-                emulated(source).call(name, (None,) * 5, torch.empty(1), m, n, k, 0, *t)
+                emulated(source).call(name, (None,) * 7, torch.empty(1), m, n, k, 0, 0, 0, 0, *t)
+        for second, third, act in ((9, 8, 0), (-1, 0, 0), (0, 0, 1)):  # not in order; no such row; an activation in a plain library
+            with pytest.raises(EmulatorError, match="status 1"):
+                emulated(source).call(name, (None,) * 7, torch.empty(1), 1, 8, 64, 0, second, third, act, *tile)
     with pytest.raises(EmulatorError, match="status"):
-        emulated(MID).call("fp4_linear_mid", (None,) * 5, torch.empty(1), 1, 8, 64, 0, 1, 64, 2, 4, 3)
+        emulated(MID).call("fp4_linear_mid", (None,) * 7, torch.empty(1), 1, 8, 64, 0, 0, 0, 0, 1, 64, 2, 4, 3)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 64), (64, 128, 1152), (70, 131, 832)])
@@ -159,10 +179,10 @@ BROKEN = {
     ),
     "a slot is refilled too early": (SMALL, "    __syncwarp();  // every lane has read this slot before it is filled again\n", "", "race: write"),
     "no barrier before the sums": (SMALL, "  __syncthreads();\n  auto over_warps", "  auto over_warps", "race|nobody wrote"),
-    "rows past N are read": (SMALL, "min(n0 + i, N - 1)", "min(n0 + i, N)", "outside every allocation"),
+    "rows past N are read": (SMALL, ": 0), N - 1); }", ": 0), N); }", "outside every allocation"),
     "k past K is read": (SMALL, "min(k, K - 32) / 2", "k / 2", "outside every allocation"),
     "the scales' tail is read": (SMALL, "at < total ? (int)min(total - at, (size_t)4) : 0", "4", "outside every allocation"),
-    "columns past N are stored": (SMALL, "if (m < M && n < N) y", "if (m < M) y", "outside every allocation"),
+    "columns past N are stored": (SMALL, "if (m >= M || n >= columns) return;", "if (m >= M) return;", "outside every allocation"),
     "sums lie elsewhere": (SMALL, "* (kRows + 1) + 16 * r", "* kRows + 16 * r", None),
     "one warp misses a barrier": (
         MID,
@@ -176,8 +196,8 @@ BROKEN = {
     "the tile is overwritten too early": (WIDE, "store_x(tiles + (buffer ^ 1) *", "store_x(tiles + buffer *", "race|not published"),
     "a block leaves the cluster early": (
         MID,
-        "  if (splits > 1) cluster_barrier();\n  const int slice = ROWS",
-        "  const int slice = ROWS",
+        "  if (splits > 1) cluster_barrier();\n  const int slice = kColumns",
+        "  const int slice = kColumns",
         "race|nobody wrote",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor.kernels import select, table
 from fp4_inductor.kernels.linear_glu import configs as glu_configs
+from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
 from fp4_inductor.ops.linear_glu import ACTIVATIONS
@@ -75,15 +78,25 @@ def test_no_weight_is_copied_and_one_input_is_written_once():
     assert len([a for a in norm if re.fullmatch(r"b\d+", a)]) == 1
 
 
-def test_one_by_one_where_the_kernel_takes_one_scale():
+def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
+    code, entries = compiled(8, csrc="")
+    assert kernels(entries) == [("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear", "cuda_small", 2 * INNER), ("fp4.linear", "cuda_small", K)]
+    assert [e.note.partition(";")[0] for e in entries] == ["one call for siblings: q, k, v", "one call for siblings: gate, up", ""]
+    calls = re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code))
+    assert calls == [f", 0, 0, 0, {N}, {N + KV}", f", 0, 0, 0, {INNER}, 0", ""]
+    code, entries = compiled(8, build=lambda: Block(shared=True), csrc="")
+    assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
+    assert re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code)) == ["", "", ""]
+
+
+def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
+    rows = tuple(replace(row, siblings=False) if row.kernel == "cuda_small" else row for row in table.ROWS)
+    monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, rows))
     code, entries = compiled(8, csrc="")
     assert [e.n for e in entries if e.decision.row.kernel == "cuda_small"] == [N, KV, KV, INNER, INNER, K]
     assert {e.module for e in entries} == {"q", "k", "v", "gate", "up", "down"}
     assert all("takes one global scale" in e.note for e in entries[:5])
     assert call_body(code).count("fp4_csrc.linear_small.default(") == 6
-    code, entries = compiled(8, build=lambda: Block(shared=True), csrc="")
-    assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
-    assert call_body(code).count("fp4_csrc.linear_small.default(") == 3
 
 
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])

@@ -16,6 +16,7 @@ inline void copy_async_commit() { emulated::commit_copies(); }
 template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN); }
 
 inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
+inline float load_float(const float* p) { return *p; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
 inline int cluster_size() { return emulated::cluster_size(); }
