@@ -60,7 +60,8 @@ class BuildWithSources(build_py):
         from fp4_inductor.kernels import build, csrc
 
         try:
-            built = build.prebuild(Path(self.build_lib) / "fp4_inductor" / "_lib", [kernel.source for kernel in csrc.KERNELS.values()], archs)
+            libraries = [(kernel.source, kernel.defines) for kernel in csrc.KERNELS.values()]
+            built = build.prebuild(Path(self.build_lib) / "fp4_inductor" / "_lib", libraries, archs)
         except KernelError as error:  # the package works without: the first use says the same
             self.warn(f"CUDA kernels are left to the first use: {error}")
         else:

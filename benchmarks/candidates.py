@@ -20,10 +20,11 @@ from fp4_inductor.kernels import csrc
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
+from fp4_inductor.ops import linear_glu, linear_siblings
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "any_k", "mid", "wide", "sparse")
-BOUND = 4e-3  # bf16: one rounding of the result
+KINDS = ("current", "small", "siblings", "epilogue", "any_k", "mid", "wide", "sparse")
+BOUND = 4e-3  # bf16: one rounding of the result; three where gate, up and act(gate) are rounded on the way
 
 
 def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
@@ -72,13 +73,43 @@ def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torc
     """One line. ``call(i)`` uses copy i of the weight; ``expected`` belongs to copy 0."""
     time_us = graph_us if expected.is_cuda else eager_us
     try:
-        off = error(call(0), expected)
-        us = time_us(call, copies, 9) if off <= BOUND else float("nan")
+        off, bound = error(call(0), expected), BOUND * (2 if name in ("glu apart", "residual apart") else 1)
+        us = time_us(call, copies, 9) if off <= bound else float("nan")
     except Exception as failure:  # a candidate that cannot run is a result, too
         print(f"  {name:10} {tile or ''} FAILED {str(failure)[:140]}", flush=True)
         return dict(facts, kernel=name, tile=str(tile or ""), us="failed", error="")
-    print(f"  {name:10} {us:8.2f} us  error {off:.1e} {'' if off <= BOUND else 'WRONG '}{tile or ''}", flush=True)
+    print(f"  {name:10} {us:8.2f} us  error {off:.1e} {'' if off <= bound else 'WRONG '}{tile or ''}", flush=True)
     return dict(facts, kernel=name, tile=str(tile or ""), us=round(us, 2), error=f"{off:.1e}")
+
+
+def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, facts: dict) -> Iterator[dict]:
+    """Siblings in one call, act(gate) * up and a residual in the kernel, each beside what takes its place today."""
+    q, s, g = w
+    third = [n // 2, n // 4 * 3]
+    rows = [0, third[0], *third, third[1], n]
+    scales = torch.stack((g, g * 2, g / 2))
+    arch = launch._arch(x.device)
+    y = reference(x, q[0], s[0], g)  # of the first 64 rows of x
+    if "siblings" in kinds and 2 <= m <= 32:
+        want = y * torch.cat((torch.ones(n // 2), torch.full((third[1] - third[0],), 2.0), torch.full((n - third[1],), 0.5))).to(y)
+        apart = lambda i: torch.cat(linear_siblings.one_by_one(x, q[i], s[i], scales, None, rows), -1)  # noqa: E731
+        yield measure("siblings apart", None, apart, want, count, facts)
+        merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=configs.Epilogue(tuple(third)))  # noqa: E731
+        yield measure("siblings", None, merged, want, count, facts)
+    if "epilogue" in kinds and m <= 256:
+        sizes = [size for size, low, high in (("small", 1, 32), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high]
+        residual = torch.randn(m, n, device=x.device, dtype=x.dtype)
+        plus, glu = y + residual[: len(y)].double(), torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
+        apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
+        yield measure("glu apart", None, apart, glu, count, facts)
+        for size in sizes:
+            call = lambda i, name=f"linear_{size}_glu": csrc.call(name, x, (q[i], s[i]), g, None, arch, then=configs.Epilogue(act="silu"))  # noqa: E731
+            yield measure(f"{size} glu", None, call, glu, count, facts)
+        yield measure("residual apart", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g) + residual, plus, count, facts)
+        for size in sizes:
+            then = configs.Epilogue(residual=residual)
+            call = lambda i, name=f"linear_{size}_pointwise", then=then: csrc.call(name, x, (q[i], s[i]), g, None, arch, then=then)  # noqa: E731
+            yield measure(f"{size} residual", None, call, plus, count, facts)
 
 
 def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device: str = "cuda") -> Iterator[dict]:
@@ -99,6 +130,7 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
+        yield from epilogues(k, n, m, kinds, x, (q, s, g), count, facts)
         if "any_k" in kinds and m <= 32:
             x_odd = torch.randn(m, odd_k, device=device, dtype=torch.bfloat16)
             oq, os, og = odd

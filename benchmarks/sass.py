@@ -44,13 +44,14 @@ def main() -> None:
     parser.add_argument("kernel", choices=list(csrc.KERNELS))
     parser.add_argument("--arch", type=int, default=90)
     args = parser.parse_args()
-    for name, loop in sorted(loops(build.cuda_library(csrc.KERNELS[args.kernel].source, args.arch))):
+    kernel = csrc.KERNELS[args.kernel]
+    for name, loop in sorted(loops(build.cuda_library(kernel.source, args.arch, kernel.defines))):
         sizes = [int(i) for i in re.findall(r"Li(\d+)E", name)]
         ops = Counter(re.sub(r"^@!?U?P\w+\s+", "", op).split()[0].split(".")[0] for op in loop)
         products = [op for op in loop if "GMMA" in op or "HMMA" in op]
         if not products or not sizes:
             continue
-        tiles = sizes[TOKENS[args.kernel]] if args.kernel in TOKENS else 1
+        tiles = sizes[TOKENS[Path(kernel.source).stem]] if Path(kernel.source).stem in TOKENS else 1
         weights = len(products) / tiles * 256 * (2 if "HMMA.SP" in products[0] else 1) / 32  # a lane
         integer = sum(ops[op] for op in ALU)
         dtype = "bf16" if "bfloat16" in name else "f16 "

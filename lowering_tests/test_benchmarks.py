@@ -84,9 +84,23 @@ def test_candidates(monkeypatch, tmp_path):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
     monkeypatch.setattr(candidates.sparse, "linear", lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
-    rows = list(candidates.shape(128, 64, (4, 16), candidates.KINDS, "cpu"))
+
+    def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None):
+        if name.endswith("glu"):
+            return torch.ops.fp4.linear_glu(x, *weight, global_scale, None, then.act)
+        if then.starts:
+            (a, b), n = then.starts, weight[0].shape[0]
+            return torch.cat(torch.ops.fp4.linear_siblings(x, *weight, global_scale, None, [0, a, a, b, b, n]), -1)
+        return torch.ops.fp4.linear_epilogue(x, *weight, global_scale, None, then.act, then.mul, then.residual)
+
+    monkeypatch.setattr(candidates.csrc, "call", stand_in)
+    monkeypatch.setattr(candidates, "BOUND", 8e-3)  # the stand-ins round on the way
+    rows = list(candidates.shape(128, 64, (4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
-    assert kinds == {"current", "small", "current K+16", "any_k K+16", "mid", "wide", "sparse"}
+    fused = {f"{size} {what}" for size in ("small", "mid", "wide") for what in ("glu", "residual")}
+    assert kinds == {"current", "small", "current K+16", "any_k K+16", "mid", "wide", "sparse"} | fused | {
+        "siblings apart", "siblings", "glu apart", "residual apart"
+    }  # fmt: skip
     for row in rows:
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
     compiled = {}

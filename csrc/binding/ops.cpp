@@ -43,7 +43,8 @@ const void* pointer(const std::optional<Tensor>& t) { return t ? t->data_ptr() :
 
 // x [M, K] with a weight of N rows; checks what the kernels take for granted about x, bias and the weight's parts.
 template <typename Place, typename Run>
-Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, int64_t n, std::initializer_list<std::pair<Tensor, int64_t>> parts, Run run) {
+Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, int64_t n, int64_t columns,
+            std::initializer_list<std::pair<Tensor, int64_t>> parts, Run run) {
   require(x.dim() == 2, op, "activations are [M, K]");
   const int64_t m = x.size(0), k = x.size(1);
   for (const auto& [part, per_byte] : parts) {
@@ -54,8 +55,8 @@ Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
   require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, op, "sizes below 2^31");
   const int dtype = dtype_code(x, op);
   const Place place(x, op);
-  Tensor y = torch::stable::new_empty(x, {m, n});
-  if (m == 0 || n == 0) return y;
+  Tensor y = torch::stable::new_empty(x, {m, columns});
+  if (m == 0 || columns == 0) return y;
   const Tensor rows = dense(x);
   const std::optional<Tensor> b = bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt;
   const int status = run(rows.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, dtype, place.stream);
@@ -63,33 +64,53 @@ Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
   return y;
 }
 
-template <typename Place, typename... Tile>
-Tensor linear(const char* op, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias,
-              int64_t arch, int64_t second, int64_t third, Tile... tile) {
+// What a library does behind its products, as FP4_FINISH of common/epilogue.cuh.
+enum Finish { kPlain, kPointwise, kGlu };
+struct Names {
+  const char* of[3];
+};
+constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu"}}, kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}},
+    kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
+
+using Optional = std::optional<Tensor>;
+
+template <typename Place, Finish FINISH, typename... Tile>
+Tensor linear(const Names& names, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch,
+              int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, Tile... tile) {
+  const char* op = names.of[FINISH];
   auto* f = function<Linear<Tile...>>(op, arch);
   require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
   const Tensor q = dense(qdata), s = dense(scale);
-  return call<Place>(op, x, bias, q.size(0), {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, nullptr, nullptr, yp, m, n, k, dtype, (int)second, (int)third, 0, tile..., stream);
+  const int64_t n = q.size(0), columns = FINISH == kGlu ? n / 2 : n;
+  for (const Optional& t : {mul, residual})
+    require(!t || (t->dim() == 2 && t->size(0) == x.size(0) && t->size(1) == columns && t->scalar_type() == x.scalar_type() &&
+                   t->get_device() == x.get_device()), op, "mul and residual are as the result");
+  const Optional a = mul ? Optional(dense(*mul)) : std::nullopt, b = residual ? Optional(dense(*residual)) : std::nullopt;
+  return call<Place>(op, x, bias, n, columns, {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, pointer(a), pointer(b), yp, m, n, k, dtype, (int)second, (int)third, (int)act,
+             tile..., stream);
   });
 }
 
-template <typename Place>
-Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
-                    int64_t rows_16, int64_t warps, int64_t stages, int64_t second, int64_t third) {
-  return linear<Place>("linear_small", x, qdata, scale, global_scale, bias, arch, second, third, (int)rows_16, (int)warps, (int)stages);
+template <typename Place, Finish FINISH>
+Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
+                    int64_t warps, int64_t stages, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
+  return linear<Place, FINISH>(kSmall, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)warps, (int)stages);
 }
 
-template <typename Place>
-Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
-                  int64_t rows_16, int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third) {
-  return linear<Place>("linear_mid", x, qdata, scale, global_scale, bias, arch, second, third, (int)rows_16, (int)tokens, (int)groups, (int)stages, (int)splits);
+template <typename Place, Finish FINISH>
+Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
+                  int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul,
+                  const Optional& residual) {
+  return linear<Place, FINISH>(kMid, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)tokens, (int)groups,
+                               (int)stages, (int)splits);
 }
 
-template <typename Place>
-Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const std::optional<Tensor>& bias, int64_t arch,
-                   int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third) {
-  return linear<Place>("linear_wide", x, qdata, scale, global_scale, bias, arch, second, third, (int)tokens, (int)groups, (int)stages, (int)splits);
+template <typename Place, Finish FINISH>
+Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t tokens,
+                   int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
+  return linear<Place, FINISH>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)tokens, (int)groups, (int)stages,
+                               (int)splits);
 }
 
 template <typename Place>
@@ -97,7 +118,7 @@ Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& 
                            const std::optional<Tensor>& bias, int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
   auto* f = function<SparseLinearSmall>("sparse_linear_small", arch);
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
-  return call<Place>("sparse_linear_small", x, bias, v.size(0), {{v, 4}, {e, 8}, {s, 16}},
+  return call<Place>("sparse_linear_small", x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}},
                      [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
                        return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)warps,
                                 (int)stages, (int)splits, stream);
@@ -111,11 +132,15 @@ Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& 
 extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Resolver* resolve) { fp4::resolver = resolve; }
 
 // The operators are defined where they are described to the compiler too (fp4_inductor/kernels/csrc.py).
-#define FP4_IMPLEMENT(key, Place)                                              \
-  STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                \
-    m.impl("linear_small", TORCH_BOX(&fp4::linear_small<Place>));               \
-    m.impl("linear_mid", TORCH_BOX(&fp4::linear_mid<Place>));                   \
-    m.impl("linear_wide", TORCH_BOX(&fp4::linear_wide<Place>));                 \
+#define FP4_DENSE(name, Place)                                                        \
+  m.impl(#name, TORCH_BOX((&fp4::name<Place, fp4::kPlain>)));                         \
+  m.impl(#name "_pointwise", TORCH_BOX((&fp4::name<Place, fp4::kPointwise>)));        \
+  m.impl(#name "_glu", TORCH_BOX((&fp4::name<Place, fp4::kGlu>)));
+#define FP4_IMPLEMENT(key, Place)                                               \
+  STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                 \
+    FP4_DENSE(linear_small, Place)                                              \
+    FP4_DENSE(linear_mid, Place)                                                \
+    FP4_DENSE(linear_wide, Place)                                               \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)

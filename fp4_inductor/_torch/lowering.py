@@ -140,6 +140,10 @@ def add(x, y):
     return lowerings[aten.add.Tensor](x, y)
 
 
+def mul(x, y):
+    return lowerings[aten.mul.Tensor](x, y)
+
+
 def full(size, value, x):
     return lowerings[aten.full.default](list(size), value, dtype=x.get_dtype(), device=x.get_device())
 

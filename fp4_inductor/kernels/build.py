@@ -106,13 +106,13 @@ def _with_headers(source: str, pattern: str) -> tuple[Path, ...]:
     return (csrc_dir() / source, *sorted(csrc_dir().rglob(pattern)))
 
 
-def cuda_library(source: str, arch: int) -> Path:
-    """Path of the CUDA file ``csrc/<source>`` compiled for ``arch`` (compute capability times ten), building it if needed.
+def cuda_library(source: str, arch: int, defines: tuple[str, ...] = ()) -> Path:
+    """Path of the CUDA file ``csrc/<source>`` compiled for ``arch`` (compute capability times ten) with ``defines``, building it if needed.
 
     Raises:
         KernelError: no nvcc, or the compiler's own message.
     """
-    inputs, flags = _with_headers(source, "*.cuh"), cuda_flags(arch)
+    inputs, flags = _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines)
     ready = _prebuilt(source, inputs, flags)
     return ready or _build(_nvcc(), source, inputs, flags, (), "")
 
@@ -161,14 +161,18 @@ def binding_library(extra: tuple[str, ...] = ()) -> Path:
     return _build(compiler, BINDING, inputs, flags, libraries, "")
 
 
-def prebuild(folder: Path, sources: Iterable[str], archs: Iterable[int]) -> list[Path]:
-    """Compile the binding, and every one of ``sources`` for every one of ``archs``, into ``folder``, in parallel. For ``setup.py``.
+def prebuild(folder: Path, sources: Iterable[tuple[str, tuple[str, ...]]], archs: Iterable[int]) -> list[Path]:
+    """Compile the binding, and every one of ``sources`` (with its defines) for every one of ``archs``, into ``folder``, in parallel. For ``setup.py``.
 
     Raises:
         KernelError: as :func:`cuda_library` and :func:`binding_library`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    jobs: list[tuple] = [(source, _with_headers(source, "*.cuh"), cuda_flags(arch), cuda_library, (source, arch)) for source in sources for arch in archs]
+    jobs: list[tuple] = [
+        (source, _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines), cuda_library, (source, arch, defines))
+        for source, defines in sources
+        for arch in archs
+    ]
     jobs.append((BINDING, _with_headers(BINDING, "*.h"), binding_flags()[0], binding_library, ()))
 
     def run(job) -> Path:

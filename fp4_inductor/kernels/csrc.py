@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..errors import DeviceError, KernelError
 from . import build
 from .build import pointer
-from .linear.configs import MAX_SCALES
+from .linear.configs import Epilogue
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,19 @@ class Kernel:
         weight: the weight's parts, all ``[N, ...]``.
         tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
-        siblings: takes the arguments of :class:`Epilogue`.
+        finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
     """
 
     source: str
     weight: tuple[str, ...]
     tile: tuple[str, ...]
     regime: str
-    siblings: bool = True
+    finish: str | None = "plain"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """nvcc's flags besides those of the architecture."""
+        return (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
 
     @property
     def function(self) -> str:
@@ -45,33 +51,21 @@ class Kernel:
         return f"fp4_{Path(self.source).stem}"
 
 
-@dataclass(frozen=True)
-class Epilogue:
-    """What a kernel does with its sums besides the bias.
-
-    Args:
-        starts: the rows of W at which the second and the third global scale begin.
-    """
-
-    starts: tuple[int, ...] = ()
-
-    def arguments(self) -> tuple:
-        """Of the operator, behind its tile; none if there is nothing to say."""
-        return (*self.starts, *[0] * (MAX_SCALES - 1 - len(self.starts))) if self.starts else ()
-
-
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
     "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("tokens", "groups", "stages", "splits"), "mid"),
-    "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", False),
+    "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
 }
+# FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
+FINISHES = ("plain", "pointwise", "glu")
+KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
 
 
 @functools.cache
 def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
     try:
-        library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch)))
+        library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch, KERNELS[name].defines)))
     except (KernelError, OSError) as error:
         return None, str(error)
     getattr(library, KERNELS[name].function).restype = ctypes.c_int
@@ -146,7 +140,7 @@ def _switch_off(name: str) -> str:
 
 
 def _through_ctypes(
-    name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = (), more: Sequence[int] = ()
+    name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = (), more: Sequence[Any] = ()
 ) -> Tensor:
     kernel = KERNELS[name]
     library, reason = _library(name, arch)
@@ -161,20 +155,27 @@ def _through_ctypes(
     bias = None if bias is None else _dense(bias)
     (m, k), n = x.shape, parts[0].shape[0]
     tile = (*tile, *[0] * (len(kernel.tile) - len(tile)))
+    rest: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) :]]
+    second, third, act, mul, residual = rest
     with torch.cuda.device(x.device):
-        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+        y = torch.empty(m, _columns(kernel, n), dtype=x.dtype, device=x.device)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = (m, n, k, int(x.dtype == torch.float16))
-        pointers = (x, *parts, global_scale, bias)
-        if kernel.siblings:
-            second, third = (*more, 0, 0)[:2]
-            status = getattr(library, kernel.function)(*map(pointer, (*pointers, None, None, y)), *sizes, second, third, 0, *tile, stream)
+        pointers: list[Tensor | None] = [x, *parts, global_scale, bias]
+        if kernel.finish:
+            mul, residual = (None if t is None else t.contiguous() for t in (mul, residual))
+            status = getattr(library, kernel.function)(*map(pointer, [*pointers, mul, residual, y]), *sizes, second, third, act, *tile, stream)
         else:
-            status = getattr(library, kernel.function)(*map(pointer, (*pointers, y)), *sizes, *tile, stream)
+            status = getattr(library, kernel.function)(*map(pointer, [*pointers, y]), *sizes, *tile, stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
     return y
+
+
+def _columns(kernel: Kernel, n: int) -> int:
+    """Of the result, for a weight of ``n`` rows."""
+    return n // 2 if kernel.finish == "glu" else n
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -187,7 +188,7 @@ _DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 def _define(name: str, kernel: Kernel) -> None:
     parts = ", ".join(f"Tensor {part}" for part in kernel.weight)
-    more = ", int second=0, int third=0" if kernel.siblings else ""
+    more = ", int second=0, int third=0, int act=0, Tensor? mul=None, Tensor? residual=None" if kernel.finish else ""
     tile = ", ".join(f"int {size}=0" for size in kernel.tile)
     _DEFINITIONS.define(f"{name}(Tensor x, {parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
     count, sizes = len(kernel.weight), len(kernel.tile)
@@ -202,7 +203,7 @@ def _define(name: str, kernel: Kernel) -> None:
         return _through_ctypes(name, x, rest[:count], global_scale, bias, arch, extra[:sizes], extra[sizes:])
 
     def fake(x: Tensor, weight: Tensor, *rest) -> Tensor:
-        return x.new_empty(x.shape[0], weight.shape[0])
+        return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]))
 
     _DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=_DEFINITIONS)

@@ -9,6 +9,7 @@ from ..ops import (
     dequantize,
     dequantize_fp8,
     linear,
+    linear_epilogue,
     linear_fp8,
     linear_glu,
     moe,
@@ -36,6 +37,7 @@ dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 sparse_linear.CONTRACT.implement("CPU", linear_cpu.sparse_linear)
 sparse_dequantize.CONTRACT.implement("CPU", linear_cpu.sparse_dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
+linear_epilogue.CONTRACT.implement("CUDA", _at_first_call(".linear.epilogue", "linear_epilogue"))
 linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "linear_fp8"))
 linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
 moe.CONTRACT.implement("CPU", moe_cpu.moe)

@@ -12,6 +12,7 @@ import torch
 
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
+from .linear.configs import Epilogue
 from .table import EMULATED, REGIMES, ROWS, Row
 
 
@@ -27,6 +28,13 @@ def csrc_door(name: str, arch: int) -> str:
     from . import csrc
 
     return csrc.door(name, arch)
+
+
+def csrc_arguments(name: str, then: Epilogue) -> tuple:
+    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``: its own choice of a tile, and what it does besides the product."""
+    from . import csrc
+
+    return csrc.extra_arguments(name, then=then)
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
                 why = "switched off by DispatchConfig.thresholds"
             else:
                 row = replace(row, max_m=overrides[row.regime])
+                if overrides[row.regime] < row.min_m:
+                    why = f"serves M >= {row.min_m}, DispatchConfig.thresholds ends the regime before"
         if why is None:
             accepted.append(row)
         else:
@@ -157,6 +167,9 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         if chosen and row.max_m is not None and chosen[-1].max_m is not None and row.max_m <= chosen[-1].max_m:
             refused.append(Refused(row, f"{chosen[-1].kernel} already serves M <= {chosen[-1].max_m}"))
         else:
+            below = (chosen[-1].max_m or 0) if chosen else 0
+            if row.min_m > below + 1:
+                chosen.append(replace(unlimited[0], max_m=row.min_m - 1))
             chosen.append(row)
     refused += [Refused(row, f"{unlimited[0].kernel} is preferred") for row in unlimited[1:]]
     return Plan(call, tuple(chosen), tuple(refused))

@@ -40,6 +40,7 @@ class Row:
             ``status`` speaks of one layer: no merged call has run on a GPU yet.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
+        min_m: fewer rows than that are left to the row without a limit, unless another row has them.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
 
@@ -57,6 +58,7 @@ class Row:
     csrc: str = ""
     siblings: bool = False
     without: str | None = None
+    min_m: int = 1
     m_per_expert: float = 0.0
 
 
@@ -67,6 +69,8 @@ _SMALL = (
 )
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
+_THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kernel behind an operator that Inductor cannot fuse with"
+_PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
 _CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
@@ -78,6 +82,17 @@ _DECODE = "two launches; while T * k <= E / 2 few pairs share an expert, so ever
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = "from 64 tokens an expert the pass that makes transient FP8 weights pays; at most 256 MB of them at once"
 _GROUPED_DENSE = "as above in bfloat16, at most 256 MB of transient weights at once"
+
+
+def _with_epilogue(op: str, finish: str, reason: str) -> tuple[Row, ...]:
+    """The CUDA kernels of fp4.linear with more behind their sums. M = 1 stays with the GEMV, which is ahead there."""
+    small = [((90, 90), 32), ((80, 89), 16), ((100, 129), 16)]
+    return (
+        *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_small_{finish}", min_m=2) for a, m in small),
+        Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
+        Row(op, "mid", f"cuda_wide_{finish}", (90, 90), 256, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_wide_{finish}", min_m=33),
+    )
+
 
 ROWS: tuple[Row, ...] = (
     Row("linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV for M <= 8, else decode a cached block and multiply; dispatches itself", "runs in CI"),
@@ -134,7 +149,10 @@ ROWS: tuple[Row, ...] = (
         siblings=True,
     ),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
+    *_with_epilogue("linear_glu", "glu", _PAIRED),
     Row("linear_glu", "unfused", "linear, then act * up", (0, 129), None, ANY, "fp4.linear by its own rows; the product is a pointwise kernel", "runs in CI"),
+    *_with_epilogue("linear_epilogue", "pointwise", _THEN),
+    Row("linear_epilogue", "unfused", "linear, then pointwise", (0, 129), None, ANY, "fp4.linear by its own rows; Inductor fuses the rest", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
     Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", "compiled, not run", k_multiple=1),
     Row(

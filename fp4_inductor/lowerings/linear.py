@@ -12,12 +12,13 @@ from .._torch.template import Template
 from ..config import dispatch_config
 from ..formats import nvfp4
 from ..formats.storage import Storage
-from ..kernels import csrc, select
+from ..kernels import select
 from ..kernels.linear import configs
 from ..kernels.select import plan
 from ..kernels.table import Row
 from ..ops.dequantize_fp8 import fp8_product
 from ..ops.linear_siblings import row_scales, spans
+from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
 from .journal import Entry, record
 from .quantize_rows import quantized_rows
@@ -32,9 +33,9 @@ def register() -> None:
     inductor.register(fp4.linear_siblings.default, lower_siblings)
 
 
-def lower(x, qdata, scale, global_scale, bias=None, large_m="auto"):
-    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``."""
-    return _call(x, (qdata, scale, global_scale), bias, large_m)
+def lower(x, qdata, scale, global_scale, bias=None, large_m="auto", refused=()):
+    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``refused``: what else explain() should say was not taken."""
+    return _call(x, (qdata, scale, global_scale), bias, large_m, refused=refused or inductor.current_meta(LEFT_APART) or ())
 
 
 def _call(x, weight: tuple, bias, large_m: str, **remarks):
@@ -113,15 +114,19 @@ def product(
         return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
-        operator = getattr(torch.ops.fp4_csrc, row.csrc).default
-        then = csrc.Epilogue(starts=bounds((extra or {}).get("rows", ())))
-        y = inductor.call_op(operator, *arguments(rows, *weight), bias, call.arch, *csrc.extra_arguments(row.csrc, then=then))
+        y = call_csrc(row.csrc, rows, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
     entry.buffer = inductor.buffer_name(y)
     if bias is not None:
         y = inductor.add(y, bias)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+
+
+def call_csrc(name: str, rows, weight: tuple, bias, arch: int, then: configs.Epilogue):
+    """IR of ``torch.ops.fp4_csrc.<name>``."""
+    operator = getattr(torch.ops.fp4_csrc, name).default
+    return inductor.call_op(operator, *arguments(rows, *weight), bias, arch, *select.csrc_arguments(name, then))
 
 
 def _empty(x, lead, n, bias):

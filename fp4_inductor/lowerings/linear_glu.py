@@ -12,6 +12,7 @@ from .._torch import lowering as inductor
 from .._torch.template import Template
 from ..config import dispatch_config
 from ..kernels import select
+from ..kernels.linear.configs import Epilogue
 from ..kernels.linear_glu import configs
 from ..kernels.select import plan
 from ..ops.linear_glu import glu
@@ -36,7 +37,8 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
     k = half_k * 2
     options = plan(select.describe("linear_glu", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    if m == 0 or n == 0 or k == 0 or (decision.row is not None and decision.row.kernel not in _LOWER):
+    fused = decision.row is None or decision.row.csrc or decision.row.kernel in _LOWER
+    if m == 0 or n == 0 or k == 0 or not fused:
         note = f"{act}(gate) * up is pointwise work behind it"
         rows = [0, n // 2, n // 2, n]
         return inductor.inline(_glu(act), linear.siblings(x, qdata, scale, global_scale, bias, rows, large_m, note, options.refused))
@@ -48,8 +50,12 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
         return inductor.call_op(fp4.linear_glu.default, x, qdata, scale, global_scale, bias, act, large_m)
     lead = x.get_size()[:-1]
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
-    y = _LOWER[decision.row.kernel](rows, qdata, scale, global_scale, bias, act, m, n // 2, k)
-    entry.buffer = inductor.buffer_name(y)
+    if decision.row.csrc:
+        then = Epilogue(starts=(n // 2,) if len(global_scale.get_size()) else (), act=act)
+        y = linear.call_csrc(decision.row.csrc, rows, (qdata, scale, global_scale), bias, options.call.arch, then)
+    else:
+        y = _LOWER[decision.row.kernel](rows, qdata, scale, global_scale, bias, act, m, n // 2, k)
+        entry.buffer = inductor.buffer_name(y)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n // 2])
 
 

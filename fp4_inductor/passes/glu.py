@@ -23,8 +23,8 @@ from .pointwise import is_elementwise
 from .siblings import MEMBERS
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_CASTS = {prims.convert_element_type.default, aten._to_copy.default}
-_LONGEST = 40  # operations of one activation; gelu takes about twelve
+CASTS = {prims.convert_element_type.default, aten._to_copy.default}
+LONGEST = 40  # operations of one activation; gelu takes about twelve
 
 
 def fuse(graph: Graph) -> None:
@@ -81,9 +81,9 @@ def _plan(graph: Graph, linear: Node, gate: Node, up: Node, args: tuple[Any, ...
     if len(up.users) != 1 or not is_call(product, aten.mul.Tensor) or product.args[0] is product.args[1]:
         return
     chain = _chain(gate, product.args[1] if product.args[0] is up else product.args[0], product)
-    if chain is None or value(product).dtype != value(gate).dtype or not _same_shape(product, gate):
+    if chain is None or value(product).dtype != value(gate).dtype or not same_shape(product, gate):
         return
-    act = _name(gate, chain)
+    act = name_of(gate, chain)
     if act is None or not in_one_mutation_region([linear, product]):
         return
     with graph.inserting_before(product):
@@ -96,7 +96,7 @@ def _plan(graph: Graph, linear: Node, gate: Node, up: Node, args: tuple[Any, ...
     matched("linear_glu")
 
 
-def _same_shape(a: Node, b: Node) -> bool:
+def same_shape(a: Node, b: Node) -> bool:
     return len(value(a).shape) == len(value(b).shape) and all(map(same, value(a).shape, value(b).shape))
 
 
@@ -108,9 +108,9 @@ def _chain(gate: Node, last: object, product: Node) -> list[Node] | None:
         node = stack.pop()
         if node is gate or node in found:
             continue
-        if not isinstance(node, Node) or node.op != "call_function" or len(found) >= _LONGEST:
+        if not isinstance(node, Node) or node.op != "call_function" or len(found) >= LONGEST:
             return None
-        if not (node.target in _CASTS or is_elementwise(node.target)) or not _same_shape(node, gate):
+        if not (node.target in CASTS or is_elementwise(node.target)) or not same_shape(node, gate):
             return None
         found.add(node)
         stack += node.all_input_nodes
@@ -119,7 +119,7 @@ def _chain(gate: Node, last: object, product: Node) -> list[Node] | None:
     return [node for node in gate.graph.nodes if node in found]
 
 
-def _name(gate: Node, chain: list[Node]) -> str | None:
+def name_of(gate: Node, chain: list[Node]) -> str | None:
     """The activation that ``chain`` computes, judged on every finite value of the gate's dtype (of bfloat16 for float32)."""
     dtype = value(gate).dtype
     with without_modes():

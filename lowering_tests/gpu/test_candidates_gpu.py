@@ -9,6 +9,7 @@ from fp4_inductor import dispatch
 from fp4_inductor.kernels import csrc
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small
+from fp4_inductor.ops import linear_glu
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, bound_of, error, exact, plan_of, weight
 from lowering_tests.kernels import sparse24 as sparse
 
@@ -66,6 +67,34 @@ def test_candidates_serve_when_switched_on():
                     z.fill_(float("nan"))
                     graph.replay()
                 assert torch.equal(z, y)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_siblings_and_epilogues(dtype):
+    """Two and three global scales, a hundred times apart; activation, product and residual; act(gate) * up."""
+    hopper()
+    for n, k in ((512, 1024), (66, 2112), (8192, 4096)):
+        q, s, g = weight(n, k)
+        a, b = n // 4, n // 2
+        scales = torch.stack((g, g * 100, g / 100))
+        for size, rows in (("small", (1, 8, 9, 32)), ("mid", (17, 64, 130)), ("wide", (33, 64, 130, 300))):
+            for m in rows:
+                x, bias = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
+                y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, then=configs.Epilogue((a, b)))
+                for first, last, i in ((0, a, 0), (a, b, 1), (b, n, 2)):
+                    want = exact(x, q[first:last], s[first:last], scales[i], bias[first:last])
+                    assert error(y[:, first:last], want) <= bound_of(x, q, fused=True), (size, m, n, k, i)
+                z = exact(x, q, s, g, bias)
+                mul, residual = (torch.randn(m, n, device=DEVICE).to(dtype) for _ in range(2))
+                for act, f in (("", lambda t: t), *linear_glu.ACTIVATIONS.items()):
+                    then = configs.Epilogue((), act, mul, residual)
+                    y = csrc.call(f"linear_{size}_pointwise", x, (q, s), g, bias, 90, then=then)
+                    assert error(y, f(z) * mul.double() + residual.double()) <= bound_of(x, q, fused=True), (size, m, n, k, act)
+                    if act:
+                        y = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=configs.Epilogue((), act))
+                        assert error(y, f(z[:, : n // 2]) * z[:, n // 2 :]) <= bound_of(x, q, fused=True), (size, m, n, k, act)
+                        again = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=configs.Epilogue((), act))
+                        assert torch.equal(again, y)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -81,7 +81,13 @@ def test_compiled_glu():
     def forward(x, residual):
         return F.silu(gate(x)) * up(x) + residual
 
-    for m, candidates in ((1, ("triton_gemv_glu",)), (1, ()), (40, ("triton_gemv_glu",))):
+    for m, candidates in (
+        (1, ("triton_gemv_glu",)),
+        (1, ()),
+        (40, ("triton_gemv_glu",)),
+        (8, ("cuda_small_glu",)),
+        (8, ("cuda_small_glu", "cuda_small_pointwise")),
+    ):
         x, residual = torch.randn(m, K, device=DEVICE, dtype=BF16), torch.randn(m, 512, device=DEVICE, dtype=BF16)
         with dispatch(candidates=candidates):
             torch._dynamo.reset()

@@ -58,10 +58,11 @@ class Emulated:
     Args:
         source: path below csrc/, or an absolute one.
         arch: what the source is told it is compiled for.
+        defines: further flags of the compiler.
     """
 
-    def __init__(self, source: str | Path, arch: int = 90):
-        compiled = _compile(csrc_dir() / source, (*INSTRUMENTED, f"-DFP4_ARCH={arch}"))
+    def __init__(self, source: str | Path, arch: int = 90, defines: tuple[str, ...] = ()):
+        compiled = _compile(csrc_dir() / source, (*INSTRUMENTED, f"-DFP4_ARCH={arch}", *defines))
         library = compiled.with_suffix(".so")
         subprocess.run(["g++", "-shared", "-o", str(library), str(compiled), *map(str, _runtime())], check=True)
         self.path = library
@@ -104,6 +105,6 @@ class Emulated:
 
 
 @functools.cache
-def emulated(source: str, arch: int = 90) -> Emulated:
+def emulated(source: str, arch: int = 90, defines: tuple[str, ...] = ()) -> Emulated:
     """:class:`Emulated`, compiled once in a process."""
-    return Emulated(source, arch)
+    return Emulated(source, arch, defines)

@@ -11,6 +11,8 @@ from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.errors import DeviceError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build
+from fp4_inductor.kernels.csrc import KERNELS
+from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.ops import linear
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator
@@ -18,13 +20,13 @@ from lowering_tests.kernels.emulator import emulated
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 ARCH = 90
-SMALL, MID = "gemm/linear_small.cu", "gemm/linear_mid.cu"
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
 def resolve(name: bytes, arch: int):
-    sources = {b"linear_small": SMALL, b"linear_mid": MID}
-    return ctypes.cast(getattr(emulated(sources[name]).library, f"fp4_{name.decode()}"), ctypes.c_void_p).value if arch == ARCH else None
+    kernel = KERNELS[name.decode()]
+    library = emulated(kernel.source, ARCH, kernel.defines).library
+    return ctypes.cast(getattr(library, kernel.function), ctypes.c_void_p).value if arch == ARCH else None
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,27 @@ def test_siblings(ops):
         assert torch.equal(two[:, :48], y[:, :48])
         with pytest.raises(RuntimeError, match="fewer global scales"):
             getattr(ops, name)(x, q, s, g[:2].clone(), None, ARCH, *tile, 32, 48)
+
+
+def test_epilogues(ops):
+    q, s, g = weight(40, 128)
+    g = g / 64
+    x, mul, residual = (torch.randn(6, size).to(torch.bfloat16) for size in (128, 40, 40))
+    tile = (0, 0, 0)
+    z = exact(x, q, s, g)
+    y = ops.linear_small_pointwise(x, q, s, g, None, ARCH, *tile, *Epilogue((), "silu", mul, residual.t().contiguous().t()).arguments())
+    assert error(y, torch.nn.functional.silu(z) * mul.double() + residual.double()) <= 2 * linear.CONTRACT.tolerance[torch.bfloat16]
+    y = ops.linear_small_glu(x, q, s, torch.stack((g, g)), None, ARCH, *tile, *Epilogue((20,), "relu").arguments())
+    assert y.shape == (6, 20)
+    assert error(y, torch.relu(z[:, :20]) * z[:, 20:]) <= 2 * linear.CONTRACT.tolerance[torch.bfloat16]
+    for bad in (mul[:5], mul[:, :39], mul.float()):
+        with pytest.raises(RuntimeError, match="mul and residual are as the result"):
+            ops.linear_small_pointwise(x, q, s, g, None, ARCH, *tile, 0, 0, 0, bad)
+    with pytest.raises(RuntimeError, match="cudaError 1"):
+        ops.linear_small(x, q, s, g, None, ARCH, *tile, 0, 0, 1)
+    torch.library.opcheck(
+        ops.linear_small_glu, (x, q, s, g, None, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
 
 
 def test_strided_and_misaligned_tensors_are_copied(ops):

@@ -41,13 +41,31 @@ COMPILED = [
     ("gemm/linear_wide.cu", 90),
     ("gemm/linear_w4a4.cu", 120),
 ]
+# The libraries with more behind their products; CI compiles a few, --slow all.
+SOON = {("linear_small_glu", 90), ("linear_small_pointwise", 80), ("linear_mid_glu", 90), ("linear_wide_pointwise", 90)}
+VARIANTS = [
+    pytest.param(name, arch, marks=() if (name, arch) in SOON else pytest.mark.slow)
+    for name, kernel in csrc.KERNELS.items()
+    if kernel.defines
+    for arch in ((90,) if "wide" in name else (80, 90, 100, 120))
+]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("name", "arch"), VARIANTS)
+def test_every_epilogue_compiles_without_spills(name, arch):
+    check_compiled(csrc.KERNELS[name].source, arch, csrc.KERNELS[name].defines)
 
 
 @needs_nvcc
 @pytest.mark.parametrize(("source", "arch"), COMPILED)
 def test_compiles_without_spills(source, arch):
+    check_compiled(source, arch)
+
+
+def check_compiled(source, arch, defines=()):
     wanted, count = SOURCES[source]
-    library = build.cuda_library(source, arch)
+    library = build.cuda_library(source, arch, defines)
     usage = subprocess.run([aot.tool("cuobjdump"), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
     kernels = re.findall(rf"Function (\S*{Path(source).stem}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
     assert len(kernels) == count(arch)
@@ -106,16 +124,20 @@ def test_what_pip_built_needs_no_compiler(monkeypatch, tmp_path):
     tree = tmp_path / "csrc"
     shutil.copytree(build.csrc_dir(), tree)
     monkeypatch.setattr(build, "csrc_dir", lambda: tree)
-    sources = [kernel.source for kernel in csrc.KERNELS.values()]
+    sources = [(kernel.source, kernel.defines) for kernel in csrc.KERNELS.values()]
+    assert len(set(sources)) == len(csrc.KERNELS)
     made = build.prebuild(tmp_path / "_lib", sources, [90, 120])
     assert len(set(made)) == len(sources) * 2 + 1
     monkeypatch.setattr(build, "prebuilt_dir", lambda: tmp_path / "_lib")
     monkeypatch.setattr(build, "nvcc", lambda: None)
     monkeypatch.setattr(build, "cxx", lambda: None)
-    assert {build.cuda_library(source, arch) for source in sources for arch in (90, 120)} | {build.binding_library()} == set(made)
-    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(sources[0], 90)), (tree / "binding" / "checks.h", build.binding_library)):
+    assert {build.cuda_library(source, arch, defines) for source, defines in sources for arch in (90, 120)} | {build.binding_library()} == set(made)
+    for changed, call in (
+        (tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(sources[0][0], 90)),
+        (tree / "binding" / "checks.h", build.binding_library),
+    ):
         changed.write_text(changed.read_text() + "\n")
         with pytest.raises(errors.KernelError, match="compiler"):
             call()
     with pytest.raises(errors.KernelError, match="no CUDA compiler"):
-        build.cuda_library(sources[0], 80)  # not asked for when installing
+        build.cuda_library(sources[0][0], 80)  # not asked for when installing

@@ -10,6 +10,7 @@ import torch
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
+from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.table import ANY, EMULATED, HALF, REGIMES, ROWS, Row
 
@@ -59,9 +60,12 @@ def test_every_launcher_and_lowering_exists():
         "linear_glu": (launch_glu._LAUNCHERS, linear_glu._LOWER),
     }
     for op, (launchers, lowered) in served.items():
-        kernels = {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused")}
+        own = op in ("linear", "sparse_linear")  # the others call the operator of a csrc row straight away
+        kernels = {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused") and (own or not row.csrc)}
         assert kernels <= set(launchers)
         assert kernels <= set(lowered) | linear.CALLED
+    finishes = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear": "plain", "sparse_linear": None}
+    assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc)
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -247,3 +251,21 @@ def test_a_candidate_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="cuda_mid"):
         DispatchConfig(candidates="cuda_mid")
     assert DispatchConfig(candidates=["b", "a"]) == DispatchConfig(candidates=("a", "b"))
+
+
+def test_few_rows_stay_with_the_row_without_a_limit():
+    """A kernel of fp4.linear_glu for M >= 2, 17 or 33 does not take what fp4.linear's own rows serve better."""
+    fused, apart = [f"cuda_{size}_glu" for size in ("small", "mid", "wide")], "linear, then act * up"
+    for names, want in (
+        (fused[:1], {1: apart, 2: fused[0], 32: fused[0], 33: apart}),
+        (fused[1:2], {1: apart, 16: apart, 17: fused[1], 128: fused[1], 129: apart}),
+        (fused[::2], {1: apart, 2: fused[0], 32: fused[0], 33: fused[2], 256: fused[2], 257: apart}),
+        ([fused[2]], {32: apart, 33: fused[2]}),
+        (["triton_gemv_glu", *fused], {1: "triton_gemv_glu", 2: fused[0], 33: fused[1], 129: fused[2], 257: apart}),
+    ):
+        found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=tuple(names)))
+        assert {m: found.pick(m).kernel for m in want} == want, names
+        assert limits(found) == sorted(set(limits(found))) and found.bounds == tuple(row.max_m for row in found.rows[:-1])
+    ended = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid_glu",), thresholds={"mid": 16}))
+    assert [row.kernel for row in ended.rows] == [apart]
+    assert any("serves M >= 17" in r.reason for r in ended.refused)

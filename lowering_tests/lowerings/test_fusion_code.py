@@ -18,6 +18,7 @@ from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
 from fp4_inductor.ops.linear_glu import ACTIVATIONS
+from fp4_inductor.passes import matches, reset_matches
 from lowering_tests.fake_cuda import call_body, generated_code, triton_ptx, triton_sources
 
 BF16 = torch.bfloat16
@@ -83,7 +84,7 @@ def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
     assert kernels(entries) == [("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear", "cuda_small", 2 * INNER), ("fp4.linear", "cuda_small", K)]
     assert [e.note.partition(";")[0] for e in entries] == ["one call for siblings: q, k, v", "one call for siblings: gate, up", ""]
     calls = re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code))
-    assert calls == [f", 0, 0, 0, {N}, {N + KV}", f", 0, 0, 0, {INNER}, 0", ""]
+    assert calls == [f", 0, 0, 0, {N}, {N + KV}", f", 0, 0, 0, {INNER}", ""]
     code, entries = compiled(8, build=lambda: Block(shared=True), csrc="")
     assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
     assert re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code)) == ["", "", ""]
@@ -97,6 +98,40 @@ def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
     assert {e.module for e in entries} == {"q", "k", "v", "gate", "up", "down"}
     assert all("takes one global scale" in e.note for e in entries[:5])
     assert call_body(code).count("fp4_csrc.linear_small.default(") == 6
+
+
+def test_gate_times_up_and_the_residual_in_the_cuda_kernel_where_they_are_switched_on():
+    reset_matches()
+    with dispatch(candidates=("cuda_small_glu", "cuda_small_pointwise")):
+        code, entries = compiled(8, csrc="")
+        assert kernels(entries) == [
+            ("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear_glu", "cuda_small_glu", 2 * INNER), ("fp4.linear_epilogue", "cuda_small_pointwise", K)
+        ]  # fmt: skip
+        assert [e.note for e in entries[1:]] == ["one call for siblings: gate, up; silu(gate) * up", "in the kernel: + residual"]
+        assert entries[2].module == "down"
+        assert matches() == {"siblings": 2, "linear_glu": 1, "linear_epilogue": 1}
+        body = call_body(code)
+        assert re.findall(r"linear_small_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1"]
+        assert re.findall(r"linear_small_pointwise\.default\(.*?, 90(.*?), in0\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
+        assert "triton_poi_fused_mul" not in body
+        assert re.search(r"return \(b\d+, b\d+, \)", body)
+        # M = 1 stays with the GEMV, behind which Inductor fuses; so does a middle M
+        for m, kernel in ((1, "triton_gemv"), (40, "triton_mid")):
+            code, entries = compiled(m, csrc="")
+            assert {e.decision.row.kernel for e in entries} == {kernel}
+            assert [e.op for e in entries] == ["fp4.linear"] * 3
+            assert "fp4_csrc" not in call_body(code)
+            assert len(re.findall(r"triton_(?:poi|tem|per|red)\w+\.run\(", call_body(code))) == len(
+                re.findall(r"triton_(?:poi|tem|per|red)\w+\.run\(", plain(m))
+            )
+    entries = compiled(8, csrc="")[1]
+    refused = {r.row.kernel: r.reason for e in entries for r in e.refused if r.row.arch == (90, 90)}
+    assert "candidates=" in refused["cuda_small_glu"] and "candidates=" in refused["cuda_small_pointwise"]
+
+
+def plain(m):
+    with dispatch(candidates=()):
+        return call_body(compiled(m, csrc="")[0])
 
 
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])

@@ -6,8 +6,11 @@ Measured on an H200 (benchmarks/results/dense.csv, benchmarks/NOTES.md); the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ...ops.linear_glu import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -114,3 +117,26 @@ def scale_bounds(bounds: tuple[int, ...]) -> dict[str, int]:
     """The rows at which the second and the third of up to :data:`MAX_SCALES` siblings begin; none: one global scale for all."""
     b1, b2 = (*bounds, *(2**31 - 1 if bounds else 0,) * 2)[:2]
     return dict(B1=b1, B2=b2)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a kernel does with its sums besides the bias: ``act(sums) * mul + residual``, or ``act(gate) * up``.
+
+    Args:
+        starts: the rows of W at which the second and the third global scale begin.
+        act: ``""`` or an activation of ``fp4.linear_glu``.
+        mul, residual: as the result, contiguous; a compiler passes its own kind of tensor.
+    """
+
+    starts: tuple[int, ...] = ()
+    act: str = ""
+    mul: Any = None
+    residual: Any = None
+
+    def arguments(self) -> tuple:
+        """Of the operator, behind its tile, without defaults at the end."""
+        given = [*self.starts, *[0] * (MAX_SCALES - 1 - len(self.starts)), ["", *ACTIVATIONS].index(self.act), self.mul, self.residual]
+        while given and (given[-1] is None or (isinstance(given[-1], int) and given[-1] == 0)):
+            given.pop()
+        return tuple(given)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...config import DispatchConfig, dispatch_config
 from ...ops import linear_glu as contract
-from .. import select
+from .. import csrc, select
 from ..linear import launch as linear
-from ..linear.configs import GemvConfig
+from ..linear.configs import Epilogue, GemvConfig
 from ..select import Plan, plan
 from . import configs
 from .triton_gemv import linear_glu_gemv
@@ -29,7 +29,11 @@ def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bi
     n, k = qdata.shape[0], qdata.shape[1] * 2
     lead = x.shape[:-1]
     m = math.prod(lead)
-    if m and n and k and _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m).kernel in _LAUNCHERS:
+    row = _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m) if m and n and k else None
+    if row is not None and row.csrc:
+        then = Epilogue(starts=(n // 2,) if global_scale.dim() else (), act=act)
+        return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, linear._arch(x.device), then=then).view(*lead, n // 2)
+    if row is not None and row.kernel in _LAUNCHERS:
         with torch.cuda.device(x.device):
             bias = None if bias is None else linear._aligned(bias)
             x, qdata, scale = linear._aligned(x.reshape(m, k)), linear._aligned(qdata), linear._aligned(scale)

@@ -1,0 +1,30 @@
+"""Host side of fp4.linear_epilogue on CUDA: one kernel where a row of the table has one, else fp4.linear and pointwise operations."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ...config import dispatch_config
+from ...ops import linear_epilogue as contract
+from .. import csrc
+from . import launch
+from .configs import Epilogue
+
+
+def linear_epilogue(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
+    residual: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    """``act(x @ W.T + bias) * mul + residual`` for ``x [..., K]`` by the row that ``select.plan`` gives for this M."""
+    contract.check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    n, k = qdata.shape[0], qdata.shape[1] * 2
+    lead = x.shape[:-1]
+    m = math.prod(lead)
+    row = launch._plan("linear_epilogue", x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m) if m and n and k else None
+    if row is None or not row.csrc:
+        return contract.in_steps(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    mul, residual = (None if t is None else t.reshape(m, n) for t in (mul, residual))
+    then = Epilogue(act=act, mul=mul, residual=residual)
+    return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, launch._arch(x.device), then=then).view(*lead, n)

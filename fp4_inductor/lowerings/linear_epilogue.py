@@ -1,0 +1,64 @@
+"""fp4.linear_epilogue -> one CUDA kernel where a row of the table has one, else the lowering of fp4.linear and pointwise operations."""
+
+from __future__ import annotations
+
+import torch
+
+from .._torch import lowering as inductor
+from ..config import dispatch_config
+from ..kernels import select
+from ..kernels.linear.configs import Epilogue
+from ..kernels.select import plan
+from ..ops.linear_glu import ACTIVATIONS
+from . import linear
+from .journal import Entry, record
+from .regime import decide
+
+fp4 = torch.ops.fp4
+
+
+def register() -> None:
+    inductor.register(fp4.linear_epilogue.default, lower)
+
+
+def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=None, large_m="auto"):
+    """Lowering of ``fp4.linear_epilogue``: x ``[..., K]`` -> ``[..., N]``."""
+    symbols = inductor.Symbols()
+    n, half_k = map(symbols.static_int, qdata.get_size())
+    m = inductor.rows_of(x)
+    if n is None or half_k is None:
+        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, large_m), dispatch_config())
+    decision = decide(options, m, symbols, dispatch_config())
+    note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
+    if m == 0 or n == 0 or half_k == 0 or (decision.row is not None and not decision.row.csrc):
+        y = linear.lower(x, qdata, scale, global_scale, bias, large_m, refused=options.refused)
+        y = inductor.inline(_activation(act), (y,)) if act else y
+        y = y if mul is None else inductor.mul(y, mul)
+        return y if residual is None else inductor.add(y, residual)
+    node, module = inductor.current_names()
+    dtype = str(x.get_dtype()).removeprefix("torch.")
+    record(
+        Entry("fp4.linear_epilogue", node, module, str(m), n, half_k * 2, dtype, decision, options.refused, options.call.arch, note=f"in the kernel: {note}")
+    )
+    if decision.row is None:
+        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    lead = x.get_size()[:-1]
+
+    def rows(t):
+        return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
+
+    then = Epilogue(act=act, mul=_dense(rows(mul)), residual=_dense(rows(residual)))
+    y = linear.call_csrc(decision.row.csrc, rows(x), (qdata, scale, global_scale), bias, options.call.arch, then)
+    return y if len(lead) == 1 else inductor.view(y, [*lead, n])
+
+
+def _activation(act: str):
+    def activation(y):  # torch's own take further arguments
+        return ACTIVATIONS[act](y)
+
+    return activation
+
+
+def _dense(t):
+    return None if t is None else inductor.contiguous(t)

@@ -1,0 +1,103 @@
+"""``fp4.linear_epilogue(x, qdata, scale, global_scale, bias, act, mul, residual, large_m) -> act(x @ W.T + bias) * mul + residual``.
+
+W is an NVFP4 ``[N, K]``; ``act`` is ``""`` or one of ``fp4.linear_glu``'s; ``mul`` and ``residual`` are ``[..., N]`` or None. Where one
+kernel does it all, everything up to the result is float32; else every step is rounded to ``x.dtype``, as in the model's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
+from ..formats import nvfp4
+from . import linear
+from .contract import OpContract, no_gradient, refuse_gradient
+from .linear_glu import ACTIVATIONS
+
+
+def reference(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
+    residual: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    y = x.double() @ nvfp4.dequantize(qdata, scale, global_scale, torch.float32).double().mT
+    y = y if bias is None else y + bias.double()
+    return finish(y, act, None if mul is None else mul.double(), None if residual is None else residual.double()).to(x.dtype)
+
+
+def finish(y: Tensor, act: str, mul: Tensor | None, residual: Tensor | None) -> Tensor:
+    """``act(y) * mul + residual``."""
+    y = ACTIVATIONS[act](y) if act else y
+    y = y if mul is None else y * mul
+    return y if residual is None else y + residual
+
+
+def check(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str = "", mul: Tensor | None = None,
+    residual: Tensor | None = None, large_m: str = "auto",
+) -> None:  # fmt: skip
+    """As ``fp4.linear``, and a known activation, and operands of the result's shape and dtype."""
+    linear.check(x, qdata, scale, global_scale, bias, large_m)
+    if act and act not in ACTIVATIONS:
+        raise ConfigError("fp4.linear_epilogue: unknown activation", value=repr(act), limit=["", *ACTIVATIONS], remedy="Call fp4.linear and apply it yourself.")
+    shape = (*x.shape[:-1], qdata.shape[0])
+    for name, t in (("mul", mul), ("residual", residual)):
+        if t is None:
+            continue
+        if tuple(t.shape) != shape:
+            raise ShapeError(f"fp4.linear_epilogue: {name} does not fit", value=tuple(t.shape), limit=shape, remedy="Expand it to the shape of the result.")
+        if t.dtype != x.dtype:
+            raise DTypeError(f"fp4.linear_epilogue: {name} dtype", value=t.dtype, limit=x.dtype, remedy="Cast it with .to(dtype).")
+        if t.device != x.device:
+            raise DeviceError(f"fp4.linear_epilogue: {name} is elsewhere", value=str(t.device), limit=str(x.device), remedy="Move it with .to(device).")
+
+
+def fake(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
+    residual: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+
+
+def in_steps(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
+    residual: Tensor | None = None, large_m: str = "auto",
+) -> Tensor:  # fmt: skip
+    """``fp4.linear``, then the rest: what every device can do."""
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    return finish(torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, large_m), act, mul, residual)
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (leading dims of x, N, K): M in {0, 1}, off-tile N, K % 16 == 0 only
+    shapes = (((16,), 64, 128), ((1,), 33, 48), ((0,), 8, 32), ((), 5, 16), ((2, 3), 17, 80), ((33,), 1, 64), ((5,), 130, 272), ((1, 1), 0, 32))
+    for i, (lead, n, k) in enumerate(shapes):
+        for dtype in (torch.float32, torch.bfloat16):
+            w = nvfp4.quantize(torch.randn(n, k, device=device) / k**0.5)
+            x, bias, mul, residual = (torch.randn(*size, device=device).to(dtype) for size in ((*lead, k), (n,), (*lead, n), (*lead, n)))
+            act = ["", *ACTIVATIONS][i % (len(ACTIVATIONS) + 1)]
+            chosen = (bias if i % 2 else None, act, mul if i % 3 else None, residual if i % 4 != 1 else None)
+            yield f"x {(*lead, k)} N {n} {act or 'no act'} {dtype}", (x, *w, *chosen)
+
+
+CONTRACT = OpContract(
+    name="linear_epilogue",
+    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str act="", Tensor? mul=None, Tensor? residual=None, '
+    'str large_m="auto") -> Tensor',
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    # Every step is rounded on the way.
+    tolerance={torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3},
+    any_strides=True,
+)
+CONTRACT.implement("CPU", in_steps)
+# Written by a graph pass behind autograd; a caller who wants gradients has fp4.linear.
+CONTRACT.differentiate(
+    no_gradient, lambda ctx, inputs, output: refuse_gradient("linear_epilogue", ctx, x=0, scale=2, global_scale=3, bias=4, mul=6, residual=7)
+)

@@ -1,0 +1,121 @@
+"""``act(linear) * mul + residual`` -> ``fp4.linear_epilogue``, where a CUDA kernel with such an epilogue is switched on.
+
+Inductor fuses what stands behind its own templates, but not behind an operator, which is what a CUDA kernel of csrc/ is in a graph.
+Each of the three steps may be missing; operands have the result's shape and dtype. Where no such kernel is switched on the graph
+stays as it is, and explain() says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .._torch.fx import in_one_mutation_region
+from ..config import dispatch_config
+from ..kernels import select
+from ..kernels.select import Plan, plan
+from .counters import matched
+from .emit import emit, erase
+from .glu import CASTS, LONGEST, name_of, same_shape
+from .layout import is_call, value
+from .pointwise import is_elementwise
+
+aten = torch.ops.aten
+LEFT_APART = "fp4_left_apart"  # node.meta: why what follows a linear layer is not done by its kernel
+
+
+@dataclass
+class _Found:
+    """What stands behind a linear layer, up to ``last``."""
+
+    last: Node
+    chain: list[Node] = field(default_factory=list)
+    mul: Node | None = None
+    residual: Node | None = None
+
+
+def fuse(graph: Graph) -> None:
+    """Rewrite every such call in ``graph``."""
+    for linear in graph.find_nodes(op="call_function", target=torch.ops.fp4.linear.default):
+        found = _behind(linear)
+        if found.last is linear:
+            continue
+        options = _plan_of(linear)
+        if options is None:
+            continue
+        if not any(row.csrc for row in options.rows):
+            linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.row.csrc)
+            continue
+        act = name_of(linear, found.chain) if found.chain else ""
+        if act is None:  # nothing behind an unknown function can be had either
+            continue
+        if in_one_mutation_region([linear, found.last]):
+            _rewrite(graph, linear, found, act)
+
+
+def _plan_of(linear: Node) -> Plan | None:
+    args: Any = linear.args
+    x, qdata = value(args[0]), value(args[1])
+    n, half_k = qdata.shape
+    if x.device.type != "cuda" or linear.kwargs or type(n) is not int or type(half_k) is not int:
+        return None
+    large_m = args[5] if len(args) > 5 else "auto"
+    return plan(select.describe("linear_epilogue", x.device, x.dtype, n, half_k * 2, large_m), dispatch_config())
+
+
+def _behind(linear: Node) -> _Found:
+    found = _Found(linear)
+    found.chain = _function_of(linear)
+    found.last = found.chain[-1] if found.chain else linear
+    product = _other(found.last, aten.mul.Tensor)
+    if product is not None:
+        found.last, found.mul = product
+    total = _other(found.last, aten.add.Tensor)
+    if total is not None:
+        found.last, found.residual = total
+    return found
+
+
+def _function_of(linear: Node) -> list[Node]:
+    """The longest run of elementwise operations on ``linear`` alone that ends in one node of its dtype and is read elsewhere only there."""
+    inside, run, best = {linear}, list[Node](), 0
+    waiting = list(linear.users)
+    while waiting and len(run) < LONGEST:
+        node = waiting.pop(0)
+        if node in inside or node.op != "call_function" or not all(n in inside for n in node.all_input_nodes):
+            continue  # if only an operand is missing, that one's turn brings the node back
+        if not (node.target in CASTS or is_elementwise(node.target)) or not same_shape(node, linear):
+            continue
+        inside.add(node)
+        run.append(node)
+        waiting += node.users
+        if value(node).dtype == value(linear).dtype and all(user in inside for n in inside - {node} for user in n.users):
+            best = len(run)
+    return run[:best]
+
+
+def _other(node: Node, op: Any) -> tuple[Node, Node] | None:
+    """``(result, other operand)`` if ``node`` is read once, by ``op`` with a tensor of its own shape and dtype."""
+    user = next(iter(node.users), None)
+    if user is None or len(node.users) != 1 or not is_call(user, op) or user.kwargs or len(user.args) != 2:
+        return None
+    a, b = user.args
+    other = b if a is node else a
+    if not isinstance(other, Node) or other is node or not same_shape(other, node) or value(other).dtype != value(node).dtype:
+        return None
+    return (user, other) if value(user).dtype == value(node).dtype and same_shape(user, node) else None
+
+
+def _rewrite(graph: Graph, linear: Node, found: _Found, act: str) -> None:
+    args: tuple[Any, ...] = (*linear.args, *(None, "auto")[len(linear.args) - 4 :])
+    with graph.inserting_before(found.last):
+        new = emit(graph, torch.ops.fp4.linear_epilogue.default, (*args[:5], act, found.mul, found.residual, args[5]))
+    new.meta = {**found.last.meta, **new.meta}
+    if "nn_module_stack" in linear.meta:  # the call is still that of the linear layer, for explain()
+        new.meta["nn_module_stack"] = linear.meta["nn_module_stack"]
+    found.last.replace_all_uses_with(new)
+    erase(found.last)
+    matched("linear_epilogue")
