@@ -179,7 +179,9 @@ def main() -> None:
     for name, why in missing.items():
         print(f"peer {name} left out: {why}")
     who = args.who or ["fp4_inductor", "bf16", *usable]
-    rows = [row for k, n in shapes for row in measure(k, n, m_list, who, device, args.large_m)]
+    # Small M of every shape first: clocks fall behind large products.
+    rows = [row for m in m_list for k, n in shapes for row in measure(k, n, [m], who, device, args.large_m)]
+    rows.sort(key=lambda row: shapes.index((row["k"], row["n"])))
     write_csv(args.out or RESULTS / "dense.csv", rows)
 
 
