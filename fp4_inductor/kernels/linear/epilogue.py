@@ -6,10 +6,8 @@ import math
 
 from torch import Tensor
 
-from ...config import dispatch_config
 from ...ops import linear_epilogue as contract
-from .. import csrc
-from . import launch
+from .. import csrc, host
 from .configs import Epilogue
 
 
@@ -22,9 +20,9 @@ def linear_epilogue(
     n, k = qdata.shape[0], qdata.shape[1] * 2
     lead = x.shape[:-1]
     m = math.prod(lead)
-    row = launch._plan("linear_epilogue", x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m) if m and n and k else None
+    row = host.row_for("linear_epilogue", x, m, n, k, large_m) if m and n and k else None
     if row is None or not row.csrc:
         return contract.in_steps(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
     mul, residual = (None if t is None else t.reshape(m, n) for t in (mul, residual))
     then = Epilogue(act=act, mul=mul, residual=residual)
-    return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, launch._arch(x.device), then=then).view(*lead, n)
+    return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, host.arch(x.device), then=then).view(*lead, n)
