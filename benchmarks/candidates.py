@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
 from fp4_inductor.ops import linear_glu, linear_siblings
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "siblings", "epilogue", "any_k", "mid", "wide", "sparse")
+KINDS = ("current", "small", "pdl", "siblings", "epilogue", "any_k", "mid", "wide", "sparse")
 BOUND = 4e-3  # bf16: one rounding of the result; three where gate, up and act(gate) are rounded on the way
 
 
@@ -130,6 +131,8 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
+        if "pdl" in kinds and m <= 32:  # one call behind the other: what is prefetched early shows here
+            yield measure("small pdl", None, lambda i: launch.small_early(x, q[i], s[i], g), expected, count, facts)
         yield from epilogues(k, n, m, kinds, x, (q, s, g), count, facts)
         if "any_k" in kinds and m <= 32:
             x_odd = torch.randn(m, odd_k, device=device, dtype=torch.bfloat16)
@@ -180,8 +183,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "candidates.csv")
     args = parser.parse_args()
     start = time.perf_counter()
-    for name in csrc.KERNELS:
-        print(f"{name}: {csrc.why_not(name, host.arch(torch.device('cuda', torch.cuda.current_device()))) or 'built'}", flush=True)
+    arch = host.arch(torch.device("cuda", torch.cuda.current_device()))
+    with ThreadPoolExecutor() as pool:
+        for name, reason in zip(csrc.KERNELS, pool.map(lambda name: csrc.why_not(name, arch), csrc.KERNELS), strict=True):
+            print(f"{name}: {reason or 'built'}", flush=True)
     print(f"built in {time.perf_counter() - start:.0f} s")
     host_times()
     shapes = [SHAPES[0], SHAPES[3]] if args.quick else SHAPES

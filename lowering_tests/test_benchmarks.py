@@ -81,7 +81,7 @@ def test_candidates(monkeypatch, tmp_path):
     def right(x, *rest):
         return torch.ops.fp4.linear(x, *rest[:3])
 
-    for name in ("small", "middle"):
+    for name in ("small", "small_early", "middle"):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
     monkeypatch.setattr(candidates.sparse, "linear", lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
@@ -99,7 +99,7 @@ def test_candidates(monkeypatch, tmp_path):
     rows = list(candidates.shape(128, 64, (4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "mid", "wide") for what in ("glu", "residual")}
-    assert kinds == {"current", "small", "current K+16", "any_k K+16", "mid", "wide", "sparse"} | fused | {
+    assert kinds == {"current", "small", "small pdl", "current K+16", "any_k K+16", "mid", "wide", "sparse"} | fused | {
         "siblings apart", "siblings", "glu apart", "residual apart"
     }  # fmt: skip
     for row in rows:

@@ -64,24 +64,24 @@ Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
   return y;
 }
 
-// What a library does behind its products, as FP4_FINISH of common/epilogue.cuh.
-enum Finish { kPlain, kPointwise, kGlu };
+// What a library is compiled for: FP4_FINISH of common/epilogue.cuh, or FP4_PDL of common/device.cuh.
+enum Variant { kPlain, kPointwise, kGlu, kPdl };
 struct Names {
-  const char* of[3];
+  const char* of[4];
 };
-constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu"}}, kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}},
+constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu", "linear_small_pdl"}}, kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}},
     kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
 
 using Optional = std::optional<Tensor>;
 
-template <typename Place, Finish FINISH, typename... Tile>
+template <typename Place, Variant VARIANT, typename... Tile>
 Tensor linear(const Names& names, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch,
               int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, Tile... tile) {
-  const char* op = names.of[FINISH];
+  const char* op = names.of[VARIANT];
   auto* f = function<Linear<Tile...>>(op, arch);
   require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
   const Tensor q = dense(qdata), s = dense(scale);
-  const int64_t n = q.size(0), columns = FINISH == kGlu ? n / 2 : n;
+  const int64_t n = q.size(0), columns = VARIANT == kGlu ? n / 2 : n;
   for (const Optional& t : {mul, residual})
     require(!t || (t->dim() == 2 && t->size(0) == x.size(0) && t->size(1) == columns && t->scalar_type() == x.scalar_type() &&
                    t->get_device() == x.get_device()), op, "mul and residual are as the result");
@@ -92,24 +92,24 @@ Tensor linear(const Names& names, const Tensor& x, const Tensor& qdata, const Te
   });
 }
 
-template <typename Place, Finish FINISH>
+template <typename Place, Variant VARIANT>
 Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
                     int64_t warps, int64_t stages, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
-  return linear<Place, FINISH>(kSmall, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)warps, (int)stages);
+  return linear<Place, VARIANT>(kSmall, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)warps, (int)stages);
 }
 
-template <typename Place, Finish FINISH>
+template <typename Place, Variant VARIANT>
 Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
                   int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul,
                   const Optional& residual) {
-  return linear<Place, FINISH>(kMid, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)tokens, (int)groups,
+  return linear<Place, VARIANT>(kMid, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)tokens, (int)groups,
                                (int)stages, (int)splits);
 }
 
-template <typename Place, Finish FINISH>
+template <typename Place, Variant VARIANT>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t tokens,
                    int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
-  return linear<Place, FINISH>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)tokens, (int)groups, (int)stages,
+  return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)tokens, (int)groups, (int)stages,
                                (int)splits);
 }
 
@@ -139,6 +139,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
 #define FP4_IMPLEMENT(key, Place)                                               \
   STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                 \
     FP4_DENSE(linear_small, Place)                                              \
+    m.impl("linear_small_pdl", TORCH_BOX((&fp4::linear_small<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_mid, Place)                                                \
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \

@@ -8,6 +8,13 @@
 // 160 KB of shared memory a block and more; the others have 99 (CUDA C Programming Guide).
 constexpr bool kLargeSharedMemory = FP4_ARCH == 80 || FP4_ARCH == 87 || FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120);
 
+// Programmatic dependent launch, compiled in with -DFP4_PDL=1: a kernel may begin while the one before it in its stream is still
+// running, and reads nothing that one may have written, and writes nothing, before wait_for_previous().
+#ifndef FP4_PDL
+#define FP4_PDL 0
+#endif
+constexpr bool kBeginsEarly = FP4_PDL && FP4_ARCH >= 90;
+
 #ifdef FP4_EMULATED
 #include "device.h"
 #else
@@ -55,9 +62,13 @@ template <int OPEN> __device__ __forceinline__ void copy_async_wait() { asm vola
 
 // --- loads and barriers ------------------------------------------------------------------------------------------------
 
+// What nobody writes while the kernel runs; one that begins early cannot say so of its activations.
 __device__ __forceinline__ uint4 load_read_only(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  if constexpr (kBeginsEarly)
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  else
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 
@@ -70,6 +81,19 @@ __device__ __forceinline__ float load_float(const float* p) {
 
 // `threads` of the block, a multiple of 32, meet at barrier `id` in 1..15 (__syncthreads is 0).
 __device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// What earlier kernels wrote is there behind it, and they read nothing any more. Every thread calls it.
+__device__ __forceinline__ void wait_for_previous() {
+#if FP4_PDL && FP4_ARCH >= 90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Once every block has called it the next kernel may begin, if that one is launched for it.
+__device__ __forceinline__ void let_next_begin() {
+#if FP4_PDL && FP4_ARCH >= 90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Clusters exist from sm_90; elsewhere a block is alone in its cluster.
 __device__ __forceinline__ int cluster_size() {
@@ -202,16 +226,23 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {1, 1, (unsigned)cluster};
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {1, 1, (unsigned)cluster};
+  }
+  if (kBeginsEarly) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, (P)arguments...);
 }
 

@@ -61,6 +61,8 @@ template <typename T, int TILES, int GROUPS, int STAGES> __global__ void __launc
     if (first + i * stride < steps) weights.fetch(first + i * stride, i);
     copy_async_commit();
   }
+  wait_for_previous();  // it may have written x, and may still read y; it does not write weights
+  let_next_begin();
   if (first < steps) {
     load_x(first);
     store_x(tiles);

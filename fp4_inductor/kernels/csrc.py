@@ -32,6 +32,7 @@ class Kernel:
         tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
+        early: launched so that it may begin, and prefetch weights, while the kernel before it still runs (programmatic dependent launch).
     """
 
     source: str
@@ -39,11 +40,13 @@ class Kernel:
     tile: tuple[str, ...]
     regime: str
     finish: str | None = "plain"
+    early: bool = False
 
     @property
     def defines(self) -> tuple[str, ...]:
         """nvcc's flags besides those of the architecture."""
-        return (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
+        finish = (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
+        return (*finish, "-DFP4_PDL=1") if self.early else finish
 
     @property
     def function(self) -> str:
@@ -60,6 +63,8 @@ KERNELS = {
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
+
+KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
 
 
 @functools.cache

@@ -69,6 +69,7 @@ _SMALL = (
 )
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
+_PDL = "cuda_small, begun while the kernel before it still runs, its first weights prefetched: 1 to 2 us a call predicted; no kernel right before it may write weights"
 _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kernel behind an operator that Inductor cannot fuse with"
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
@@ -128,6 +129,8 @@ ROWS: tuple[Row, ...] = (
         csrc="linear_small",
         siblings=True,
     ),
+    Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
+    Row("linear", "small", "cuda_small_pdl", (100, 129), 16, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid", siblings=True),
     Row("linear", "mid", "cuda_wide", (90, 90), 256, HALF, _CUDA_WIDE, EMULATED, k_multiple=64, csrc="linear_wide", siblings=True),
     Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200", siblings=True),

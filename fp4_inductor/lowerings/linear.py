@@ -218,7 +218,7 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
 
 
 # Kernels with no form inside generated code: an operator is called.
-CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_mid", "cuda_wide", "cuda_sparse_small"}
+CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_small_pdl", "cuda_mid", "cuda_wide", "cuda_sparse_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

@@ -83,15 +83,22 @@ class Emulated:
         ctypes.memmove(place, t.data_ptr(), size)
         return ctypes.c_void_p(place)
 
-    def call(self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0) -> Tensor:
+    def call(self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0, constants: Iterable[int] = ()) -> Tensor:
         """``name(tensors..., out, rest..., stream)``; returns what was written to a copy of ``out``.
+
+        ``constants``: which of ``tensors`` a kernel that begins early may read before it has waited.
 
         Raises:
             EmulatorError: a check of the emulator, or the status the function returned.
         """
         self.library.emulator_seed(seed)
         try:
+            tensors = list(tensors)
             pointers = [self.put(t) for t in tensors]
+            for i in constants:
+                t = tensors[i]
+                if t is not None:
+                    self.library.emulator_constant(pointers[i], ctypes.c_size_t(t.numel() * t.element_size()))
             place = self.put(out)
             status = getattr(self.library, name)(*pointers, place, *rest, ctypes.c_void_p(None))
             message = self.library.emulator_message().decode()

@@ -12,6 +12,15 @@ from . import configs
 MAX_M = 32
 
 
-def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, arch: int, tile: configs.SmallConfig | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    arch: int,
+    tile: configs.SmallConfig | None = None,
+    kernel: str = "linear_small",
+) -> Tensor:
     """``[M, N]`` from ``x [M, K]``, 1 <= M <= 32 (16 on other than sm_90), on the current stream."""
-    return csrc.call("linear_small", x, (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())
+    return csrc.call(kernel, x, (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())

@@ -71,6 +71,11 @@ def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
     return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
 
 
+def small_early(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.SmallConfig | None = None) -> Tensor:
+    """As :func:`small`, begun while the kernel before it still runs. That one must not write the weight."""
+    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_small_pdl")
+
+
 def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
     return cuda_mid.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
@@ -108,6 +113,7 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_gemv": gemv,
     "cuda_small": small,
     "cuda_small_any_k": small,
+    "cuda_small_pdl": small_early,
     "cuda_mid": middle,
     "cuda_wide": wide,
     "triton_mid": mid,

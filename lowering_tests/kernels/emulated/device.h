@@ -16,6 +16,8 @@ inline void copy_async_commit() { emulated::commit_copies(); }
 template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN); }
 
 inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
+inline void wait_for_previous() { emulated::wait_for_previous(); }
+inline void let_next_begin() {}
 inline float load_float(const float* p) { return *p; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
@@ -64,7 +66,7 @@ template <typename... P, typename... A>
 inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t, A... arguments) {
   constexpr int most = FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99;  // KB a block
   if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
-  return emulated::launch(blocks, threads, shared_bytes, cluster, [=] { kernel((P)arguments...); });
+  return emulated::launch(blocks, threads, shared_bytes, cluster, kBeginsEarly, [=] { kernel((P)arguments...); });
 }
 #endif
 

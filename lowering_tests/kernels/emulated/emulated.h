@@ -46,6 +46,9 @@ void check_published(const void* address, int bytes);
 int launch_number();
 int warpgroup();
 
-int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::function<void()>& kernel);
+// Programmatic dependent launch: until a thread has waited it may touch no global memory but what the test called constant.
+void wait_for_previous();
+
+int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, const std::function<void()>& kernel);
 
 }  // namespace emulated

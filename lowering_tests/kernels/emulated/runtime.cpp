@@ -58,7 +58,7 @@ struct Fiber {
   Place place;
   Block* block;
   int id, warp, lane;  // id counts over the cluster
-  bool done;
+  bool done, began_early;  // not waited for the kernel before
   const Barrier* waits;
   unsigned generation;
   std::vector<Copy> open;
@@ -87,6 +87,7 @@ unsigned seed = 0;
 uint8_t* device = nullptr;
 std::vector<bool> valid;
 size_t allocated = 0;
+std::vector<std::pair<const uint8_t*, const uint8_t*>> constants;  // no kernel writes there
 
 uint8_t* reserve(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -182,6 +183,8 @@ void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
     return;
   }
   if (p < device || p >= device + kDevice) return;  // the fiber's own stack, constants
+  if (current->began_early && std::none_of(constants.begin(), constants.end(), [&](auto& c) { return !write && p >= c.first && p + bytes <= c.second; }))
+    fail("%s of global memory before the previous kernel has finished", write ? "write" : "read");
   for (int i = 0; i < bytes; ++i)
     if (!valid[p - device + i]) fail("%s of %d bytes of global memory, byte %d is outside every allocation", write ? "write" : "read", bytes, i);
 }
@@ -301,6 +304,8 @@ void check_published(const void* address, int bytes) {
   }
 }
 
+void wait_for_previous() { current->began_early = false; }
+
 int launch_number() { return launches; }
 int warpgroup() { return current->warp / 4; }
 
@@ -317,7 +322,7 @@ void together(const char* what, void* operands, void (*run)(void**), int lanes) 
   run(block.operands[leader]);
 }
 
-int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::function<void()>& kernel) {
+int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, const std::function<void()>& kernel) {
   constexpr int kInvalid = 9, kFailed = 719;  // cudaErrorInvalidConfiguration, cudaErrorLaunchFailure
   failed = false;
   message[0] = 0;
@@ -347,6 +352,7 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, const std::f
             f->warp = t / kLanes;
             f->lane = t % kLanes;
             f->done = false;
+            f->began_early = early;
             f->waits = nullptr;
             getcontext(&f->context);
             f->context.uc_stack.ss_sp = stacks() + kStack * f->id;
@@ -389,7 +395,11 @@ void emulator_free_all() {
   if (!device) return;
   std::fill(valid.begin(), valid.begin() + allocated, false);
   allocated = 0;
+  constants.clear();
 }
+
+// No kernel writes these bytes, so that one that begins before the last one has finished may read them.
+void emulator_constant(const void* start, size_t bytes) { emulated::constants.push_back({(const uint8_t*)start, (const uint8_t*)start + bytes}); }
 
 // What went wrong in the last launch, or an empty string.
 const char* emulator_message() { return emulated::message; }
