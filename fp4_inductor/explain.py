@@ -31,6 +31,7 @@ class ExplainRow:
         epilogue: operations fused behind the kernel.
         refused: ``(kernel, reason)`` of each row that does not apply.
         note: what else a reader should know.
+        batch: why the last bits of a row's result depend on how many rows the call has, within this regime; empty: they do not.
     """
 
     op: str
@@ -45,6 +46,7 @@ class ExplainRow:
     epilogue: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     note: str = ""
+    batch: str = ""
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Explanation:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
         notes = sorted({r.note for r in self.rows if r.note})
         lines += [f"note: {note}" for note in notes]
+        lines += [f"batch: {kernel}: {why}" for kernel, why in sorted({(r.kernel, r.batch) for r in self.rows if r.batch})]
         refusals = sorted({refusal for r in self.rows for refusal in r.refused})
         lines += [f"not taken: {kernel}: {reason}" for kernel, reason in refusals]
         if self.matches:
@@ -132,6 +135,7 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
                 tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.arch, e.decision.note, e.experts)))),
+                row.batch if row else "",
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -167,6 +171,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 (),
                 _news(options.refused, options.call.arch),
                 _note(row, options.call.arch, experts=experts),
+                row.batch,
             )
         )
 

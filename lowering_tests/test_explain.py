@@ -118,6 +118,13 @@ def test_nothing_quantized():
     assert str(found) == "explain: no quantized call was reached."
 
 
+def test_what_depends_on_the_batch():
+    model = Chain()
+    x = torch.randn(3, 64)
+    for explained in (explain(model, x), explain(torch.compile(model), x)):
+        assert {r.batch for r in explained.rows if r.kernel == "cpu"} == {"up to 8 rows are summed in another order than more"}
+
+
 def test_not_a_model():
     with pytest.raises(ConfigError, match="str"):
         explain("model")
@@ -133,14 +140,17 @@ def test_the_modules_own_error_is_raised_and_hooks_are_gone():
 
 def test_the_table():
     rows = [
-        ExplainRow("fp4.linear", f"layers.{i}.up", "s0", 128, 64, "bfloat16", "mid", "triton_mid", "guard", ("silu",), (("fast", "K = 8"),)) for i in range(3)
+        ExplainRow(
+            "fp4.linear", f"layers.{i}.up", "s0", 128, 64, "bfloat16", "mid", "triton_mid", "guard", ("silu",), (("fast", "K = 8"),), batch="the tile follows M"
+        )
+        for i in range(3)
     ]
     rows.append(ExplainRow("fp4.linear", "head", "1", 9, 64, "bfloat16", "gemv", "triton_gemv", "proven", (), (("fast", "K = 8"),), "a remark"))
     lines = str(Explanation(rows, {"dequantize_mm": 2})).splitlines()
     assert lines[0].split() == ["calls", "op", "M", "N", "K", "dtype", "regime", "kernel", "decision", "epilogue", "first", "module"]
     assert lines[1].split() == ["3", "fp4.linear", "s0", "128", "64", "bfloat16", "mid", "triton_mid", "guard", "silu", "layers.0.up"]
     assert lines[2].split() == ["1", "fp4.linear", "1", "9", "64", "bfloat16", "gemv", "triton_gemv", "proven", "-", "head"]
-    assert lines[3:] == ["note: a remark", "not taken: fast: K = 8", "patterns: dequantize_mm x2"]
+    assert lines[3:] == ["note: a remark", "batch: triton_mid: the tile follows M", "not taken: fast: K = 8", "patterns: dequantize_mm x2"]
 
 
 # --- code generated for CUDA -------------------------------------------------------------------------------------

@@ -61,6 +61,38 @@ class Row:
     min_m: int = 1
     m_per_expert: float = 0.0
 
+    @property
+    def batch(self) -> str:
+        """Why the last bits of a result may depend on how many rows the call has, within this regime; empty: they do not."""
+        together, why = BATCH.get((self.op, self.kernel)) or BATCH.get(("", self.kernel)) or (1, "not examined" if self.op == "moe" else "")
+        return why if self.max_m is None or self.max_m > together else ""
+
+
+# (op, or "" for all, kernel) -> (up to this M all calls sum a row in one order, what changes above).
+_WARPS = (16, "K is split over other numbers of warps for M <= 16 than above, unless 8192 <= N <= 8448 or N < 8192 <= K")
+_SPLITS = (1, "the tile and the number of blocks that share K follow M")
+_TILE = (1, "the tile follows M; a graph with dynamic M keeps one")
+_LIBRARY = (1, "the library chooses its algorithm by M")
+BATCH: dict[tuple[str, str], tuple[int, str]] = {
+    ("linear", "cpu"): (8, "up to 8 rows are summed in another order than more"),
+    ("linear", "triton_gemv"): (1, "one row is summed in other pieces than 2 to 4"),
+    ("sparse_linear", "cpu"): (8, "up to 8 rows are summed in another order than more"),
+    ("linear_fp8", "cpu"): _LIBRARY,
+    ("", "cuda_small"): _WARPS,
+    ("", "cuda_small_any_k"): _WARPS,
+    ("", "cuda_small_glu"): _WARPS,
+    ("", "cuda_small_pointwise"): _WARPS,
+    ("", "cuda_small_pdl"): (16, "K is split over other numbers of warps for M <= 16 than above, unless 8192 <= N <= 8448"),
+    **{("", f"cuda_{size}{finish}"): _SPLITS for size in ("mid", "wide") for finish in ("", "_glu", "_pointwise")},
+    ("", "cuda_sparse_small"): _SPLITS,
+    ("", "triton_mid"): _TILE,
+    ("", "triton_sparse_mid"): _TILE,
+    **{(op, kernel): _LIBRARY for op, kernel in (
+        ("linear", "dequantize_fp8 + scaled_mm"), ("linear", "dequantize + mm"), ("linear_fp8", "scaled_mm"), ("linear_fp8", "cast + mm"),
+        ("sparse_linear", "sparse_dequantize_fp8 + scaled_mm"), ("sparse_linear", "sparse_dequantize + mm"),
+    )},
+}  # fmt: skip
+
 
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
 _SMALL = (

@@ -42,7 +42,7 @@ COMPILED = [
     ("gemm/linear_w4a4.cu", 120),
 ]
 # The libraries with more behind their products; CI compiles a few, --slow all.
-SOON = {("linear_small_glu", 90), ("linear_small_pointwise", 80), ("linear_mid_glu", 90), ("linear_wide_pointwise", 90), ("linear_small_pdl", 90)}
+SOON = {("linear_small_glu", 80), ("linear_wide_pointwise", 90), ("linear_small_pdl", 90)}
 VARIANTS = [
     pytest.param(name, arch, marks=() if (name, arch) in SOON else pytest.mark.slow)
     for name, kernel in csrc.KERNELS.items()

@@ -10,6 +10,7 @@ import torch
 
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.ops import linear
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
@@ -135,6 +136,53 @@ def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(s
         keep = [i for i in range(24) if i != 3]
         assert torch.equal(z[keep], y[keep])
         assert not z[3].isfinite().any()
+
+
+def noise(m: int, n: int, k: int, dtype=BF16) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """x and a weight all of whose products sum to zero: what comes out is the rounding of one order of summation. K % 32 == 0."""
+    q, s, g = weight(n, k // 2)[0], (torch.rand(n, k // 32) + 0.5).to(nvfp4.SCALE_DTYPE).view(torch.uint8), torch.tensor(1.0)
+    order = torch.randperm(k // 16)
+    q = torch.cat((q, q ^ 0x88), 1).view(n, k // 16, 8)[:, order].reshape(n, k // 2)
+    x = torch.randn(m, k // 2).to(dtype).repeat(1, 2).view(m, k // 16, 16)[:, order].reshape(m, k)
+    return x, (q, s.repeat(1, 2)[:, order].contiguous().view(nvfp4.SCALE_DTYPE), g)
+
+
+def alike(result, sizes) -> list[list[int]]:
+    """The numbers of rows for which the first row has the same bits."""
+    classes: list[tuple[torch.Tensor, list[int]]] = []
+    for m in sizes:
+        first = result(m)[:1]
+        same = next((found for y, found in classes if torch.equal(y, first)), None)
+        if same is None:
+            classes.append((first, [m]))
+        else:
+            same.append(m)
+    return [found for _, found in classes]
+
+
+def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
+    few, many = [1, 2, 8, 9, 16], [17, 31, 32]
+    for n, k, want in ((70, 4160, [few, many]), (40, 8256, [few + many])):
+        x, w = noise(32, n, k)
+        assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, (0, 0, 0)), few + many) == want, (n, k)  # noqa: B023
+    # 8192 rows and more take long here; their tiles differ in the number of warps, or not
+    x, w = noise(32, 70, 1088)
+    tiles = {8: (4, 8, 3), 16: (4, 8, 2), 32: (4, 8, 2)}
+    assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16, 32]]
+    tiles[32] = (4, 4, 3)
+    assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
+    x, w = noise(65, 70, 1088)
+    assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, (0, 0, 0, 0)), (33, 65))) == 2
+    said = {(row.kernel, row.arch[0]): row.batch for row in ROWS if row.op == "linear"}
+    assert "M <= 16" in said["cuda_small", 90] and said["cuda_small", 80] == said["cuda_small", 100] == "" and said["cuda_wide", 90]
+
+
+def test_the_cpu_kernel_has_two_orders():
+    few, many = [1, 2, 3, 4, 5, 7, 8], [9, 16, 33, 64, 128]
+    for dtype in (BF16, torch.float32):
+        x, w = noise(128, 300, 1088, dtype)
+        classes = alike(lambda m: torch.ops.fp4.linear(x[:m], *w), few + many)  # noqa: B023
+        assert classes[0] == few, classes
 
 
 def test_arguments_that_no_kernel_takes():

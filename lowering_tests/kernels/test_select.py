@@ -12,7 +12,7 @@ from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.table import ANY, EMULATED, HALF, REGIMES, ROWS, Row
+from fp4_inductor.kernels.table import ANY, BATCH, EMULATED, HALF, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16")
@@ -43,6 +43,16 @@ def test_every_row_is_complete(row):
     assert row.k_multiple % 16 == 0 or row.op == "linear_fp8"
     if row.status == "measured on H200":
         assert row.arch[0] <= 90 <= row.arch[1], "what was measured on an H200 must serve one"
+
+
+def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_number():
+    """A row that says nothing is one whose kernel is in test_emulated_linear.py, or calls others by their own rows."""
+    kernels = {(row.op, row.kernel) for row in ROWS}
+    assert {(op, kernel) for op, kernel in BATCH if op} <= kernels and {kernel for op, kernel in BATCH if not op} <= {kernel for _, kernel in kernels}
+    silent = {row.kernel for row in ROWS if not row.batch and row.max_m != 1}
+    small = {f"cuda_small{what}" for what in ("", "_pdl", "_glu", "_pointwise")}
+    assert silent == small | {"linear, then act * up", "linear, then pointwise"}
+    assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {16}
 
 
 def test_every_launcher_and_lowering_exists():
