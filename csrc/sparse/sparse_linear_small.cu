@@ -12,14 +12,16 @@ namespace {
 using namespace fp4;
 
 constexpr int kStepK = 128;
-constexpr int kRowBytes = 32 + 16 + 8;  // values, metadata and scales of a row, a step
+// Values, metadata and scales of a row, a step. ANY_K: K is only a multiple of 32, so that a row of scales begins at any even byte, and
+// the 12 aligned bytes around its 8 are brought; else K is a multiple of 64.
+template <bool ANY_K> constexpr int kRowBytes = 32 + 16 + (ANY_K ? 12 : 8);
 constexpr int kTokenBytes = 2 * kStepK;
 
-template <typename T, int MT, int R, int WARPS, int STAGES>
+template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     sparse_linear_small(const T* __restrict__ x, const uint8_t* __restrict__ values, const uint8_t* __restrict__ meta, const uint8_t* __restrict__ scale,
                         const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K) {
-  constexpr int kRows = 16 * R, kMeta = kRows * 32, kScale = kRows * 48, kTokens = kRows * kRowBytes, kStage = kTokens + 8 * MT * kTokenBytes;
+  constexpr int kRows = 16 * R, kMeta = kRows * 32, kScale = kRows * 48, kTokens = kRows * kRowBytes<ANY_K>, kStage = kTokens + 8 * MT * kTokenBytes;
   uint8_t* shared = dynamic_shared();
   const int splits = cluster_size();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -31,14 +33,31 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   // Rows past N and k past K are read from the last legal place (legal metadata, too); their products are never stored, or meet zeros.
   auto fetch = [&](int step, int slot) {
     const Shared to = address + slot * kStage;
-    const int k = min(step * kStepK + (lane & 1) * 64, K - 64);  // two lanes a row
+    if constexpr (ANY_K) {
+      const int k = min(step * kStepK + (lane & 3) * 32, K - 32);  // four lanes a row
 #pragma unroll
-    for (int i = 0; i < R; ++i) {
-      const int row = 16 * i + (lane >> 1);
-      const size_t n = min(n0 + row, N - 1);
-      copy_async<16>(to + row * 32 + (lane & 1) * 16, values + n * (K / 4) + k / 4);
-      copy_async<8>(to + kMeta + row * 16 + (lane & 1) * 8, meta + n * (K / 8) + k / 8);
-      copy_async<4>(to + kScale + row * 8 + (lane & 1) * 4, scale + n * (K / 16) + k / 16);
+      for (int i = 0; i < 2 * R; ++i) {
+        const int row = 8 * i + (lane >> 2);
+        const size_t n = min(n0 + row, N - 1);
+        copy_async<8>(to + row * 32 + (lane & 3) * 8, values + n * (K / 4) + k / 4);
+        copy_async<4>(to + kMeta + row * 16 + (lane & 3) * 4, meta + n * (K / 8) + k / 8);
+      }
+      const size_t total = (size_t)N * (K / 16);  // none past the last scale is read
+#pragma unroll 1
+      for (int i = lane; i < kRows * 3; i += 32) {
+        const size_t start = (size_t)min(n0 + i / 3, N - 1) * (K / 16) + step * 8, at = (start & ~(size_t)3) + i % 3 * 4;
+        copy_async_up_to<4>(to + kScale + i * 4, scale + (at < total ? at : 0), at < total ? (int)min(total - at, (size_t)4) : 0);
+      }
+    } else {
+      const int k = min(step * kStepK + (lane & 1) * 64, K - 64);  // two lanes a row
+#pragma unroll
+      for (int i = 0; i < R; ++i) {
+        const int row = 16 * i + (lane >> 1);
+        const size_t n = min(n0 + row, N - 1);
+        copy_async<16>(to + row * 32 + (lane & 1) * 16, values + n * (K / 4) + k / 4);
+        copy_async<8>(to + kMeta + row * 16 + (lane & 1) * 8, meta + n * (K / 8) + k / 8);
+        copy_async<4>(to + kScale + row * 8 + (lane & 1) * 4, scale + n * (K / 16) + k / 16);
+      }
     }
     // Chunks of 8 activations, rotated so that the eight rows of a matrix lie in different banks.
 #pragma unroll
@@ -49,6 +68,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     }
   };
 
+  auto scales = [&](const uint8_t* from, int row) {
+    if constexpr (!ANY_K) return *(const uint2*)(from + row * 8);
+    const uint32_t* words = (const uint32_t*)(from + row * 12);
+    const uint32_t pick = (size_t)min(n0 + row, N - 1) * (K / 16) & 2 ? 0x5432 : 0x3210;
+    return make_uint2(__byte_perm(words[0], words[1], pick), __byte_perm(words[1], words[2], pick));
+  };
   float acc[R][MT][4] = {};
   const uint32_t own_byte = 0x4440 + t, own_half = t & 1 ? 0x7632 : 0x5410;
   auto compute = [&](int slot) {
@@ -66,7 +91,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
       for (int h = 0; h < 2; ++h) {
         const int row = 16 * r + 8 * h + g;
         const uint4 low = *(const uint4*)(from + row * 32), high = *(const uint4*)(from + row * 32 + 16), m = *(const uint4*)(from + kMeta + row * 16);
-        const uint2 s = *(const uint2*)(from + kScale + row * 8);
+        const uint2 s = scales(from + kScale, row);
         v[h][0] = low.x, v[h][1] = low.y, v[h][2] = low.z, v[h][3] = low.w, v[h][4] = high.x, v[h][5] = high.y, v[h][6] = high.z, v[h][7] = high.w;
         e[h][0] = m.x, e[h][1] = m.y, e[h][2] = m.z, e[h][3] = m.w;
         Numbers<T>::four_scales(s.x, even[h][0], odd[h][0]);
@@ -117,11 +142,11 @@ struct Call {
   cudaStream_t stream;
 };
 
-template <typename T, int MT, int R, int WARPS, int STAGES> cudaError_t run(const Call& c, int splits) {
-  constexpr int ring = WARPS * STAGES * (16 * R * kRowBytes + 8 * MT * kTokenBytes), sums = kSumBytes<R, MT, WARPS>;
+template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K = false> cudaError_t run(const Call& c, int splits) {
+  constexpr int ring = WARPS * STAGES * (16 * R * kRowBytes<ANY_K> + 8 * MT * kTokenBytes), sums = kSumBytes<R, MT, WARPS>;
   constexpr int bytes = ring > sums ? ring : sums;
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  return launch(sparse_linear_small<T, MT, R, WARPS, STAGES>, dim3((c.N + 16 * R - 1) / (16 * R), 1, splits), 32 * WARPS, bytes, splits, c.stream,
+  return launch(sparse_linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((c.N + 16 * R - 1) / (16 * R), 1, splits), 32 * WARPS, bytes, splits, c.stream,
                 (const T*)c.x, (const uint8_t*)c.values, (const uint8_t*)c.meta, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias,
                 (T*)c.y, c.M, c.N, c.K);
 }
@@ -140,6 +165,12 @@ Tile best(int M, int N, int K) {
 }
 
 template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
+  if (c.K % 64) {
+    if (c.M <= 8) return run<T, 1, 2, 8, 2, true>(c, tile.splits);
+    if (c.M <= 16) return run<T, 2, 2, 8, 2, true>(c, tile.splits);
+    if constexpr (kLargeSharedMemory) return run<T, 4, 2, 8, 2, true>(c, tile.splits);
+    return cudaErrorInvalidConfiguration;
+  }
 #define TILE(mt, r, w, st) \
   if (c.M <= 8 * mt && tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, mt, r, w, st>(c, tile.splits);
   TILE(1, 2, 8, 2) TILE(1, 2, 16, 2) TILE(1, 4, 8, 3) TILE(2, 2, 8, 2) TILE(2, 2, 8, 3) TILE(2, 4, 8, 2)
@@ -151,12 +182,12 @@ template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 }  // namespace
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
-// metadata. (rows_16, warps, stages): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90; all 0 for best().
-// 1 <= M <= 32 (16 where a block has 99 KB of shared memory), K % 64 == 0; x and values 16-byte aligned, meta 8-byte, scale 4-byte
+// metadata. (rows_16, warps, stages): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90; all 0 for best(); K % 64 != 0 has one tile of its own.
+// 1 <= M <= 32 (16 where a block has 99 KB of shared memory), K % 32 == 0; x and values 16-byte aligned, meta 8-byte, scale 4-byte
 // aligned; bias may be null.
 extern "C" int fp4_sparse_linear_small(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                                        int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream) {
-  if (M < 1 || M > 32 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
+  if (M < 1 || M > 32 || N < 1 || K < 32 || K % 32) return cudaErrorInvalidValue;
   const Tile tile = rows_16 ? Tile{rows_16, warps, stages, splits} : best(M, N, K);
   if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
   const Call call{x, values, meta, s, g, bias, y, M, N, K, (cudaStream_t)stream};

@@ -131,7 +131,7 @@ def test_sparse(dtype):
     if csrc.why_not("sparse_linear_small", arch):
         pytest.skip("needs nvcc")
     tiles = [None, *(cuda_small.SparseSmallConfig(*t, s) for t in ((2, 8, 2), (2, 16, 2), (4, 8, 3)) if arch == 90 for s in (1, 2, 4, 8))]
-    for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64)):
+    for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64), (70, 1056)):
         w = sparse.weight(n, k)
         reference = sparse.dense(*w).to(DEVICE)
         parts = [t.to(DEVICE) for t in w]

@@ -27,7 +27,7 @@ SOURCES = {
     "gemm/linear_mid.cu": (("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", COPY), lambda arch: 2 * ((5 if arch == 90 else 1) + 1)),
     "sparse/sparse_linear_small.cu": (
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
-        lambda arch: 2 * (7 if arch in (80, 90, 100) else 6),
+        lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
     ),
     "gemm/linear_wide.cu": ((r"HGMMA\.64x256x16\.F32\.BF16", r"HGMMA\.64x64x16\.F32\s", COPY), lambda arch: 2 * 3),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),

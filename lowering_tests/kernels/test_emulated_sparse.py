@@ -45,6 +45,12 @@ def test_every_tile(tile):
             check(m, n, k, (*tile[1:], splits), (BF16, FP16)[(i + m) % 2])
 
 
+@pytest.mark.parametrize("k", [32, 96, 160, 1056, 4128])
+def test_k_that_is_a_multiple_of_32_only(k):
+    for i, (m, n, splits) in enumerate(((1, 1, 1), (8, 33, 2), (13, 70, 1), (31, 64, 4))):
+        check(m, n, k, (2, 8, 2, splits), (BF16, FP16)[i % 2])
+
+
 def test_its_own_choice_of_tile():
     for m, n, k in ((1, 8200, 64), (16, 8192, 64), (1, 40, 2048), (9, 40, 8192), (17, 40, 192), (32, 31, 64)):
         check(m, n, k, (0, 0, 0, 0), BF16)
@@ -97,15 +103,17 @@ def test_order_of_threads_and_neighbouring_rows_change_nothing():
 
 
 def test_arguments_that_no_kernel_takes():
-    for m, n, k, tile in ((0, 8, 64, (0,) * 4), (33, 8, 64, (0,) * 4), (1, 8, 96, (0,) * 4), (1, 8, 64, (2, 8, 2, 3)), (1, 8, 64, (9, 8, 2, 1))):
+    for m, n, k, tile in ((0, 8, 64, (0,) * 4), (33, 8, 64, (0,) * 4), (1, 8, 80, (0,) * 4), (1, 8, 64, (2, 8, 2, 3)), (1, 8, 64, (9, 8, 2, 1))):
         with pytest.raises(EmulatorError, match="status"):
             emulated(SOURCE).call("fp4_sparse_linear_small", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
-    assert cuda_small.K_MULTIPLE == 64 and cuda_small.MAX_M == 32
+    assert cuda_small.K_MULTIPLE == 32 and cuda_small.MAX_M == 32
 
 
 BROKEN = {
     "the wait is missing": ("    copy_async_wait<STAGES - 1>();\n", "", "before its asynchronous copy was waited for|nobody wrote"),
     "a slot is refilled too early": ("    __syncwarp();  // every lane has read this slot before it is filled again\n", "", "race: write"),
+    "scales of odd rows": ("& 2 ? 0x5432 : 0x3210", "& 2 ? 0x3210 : 0x3210", None),
+    "the scales' tail is read": ("at < total ? (int)min(total - at, (size_t)4) : 0", "4", "outside every allocation"),
     "metadata past K": ("meta + n * (K / 8) + k / 8", "meta + n * (K / 8) + (step * kStepK + (lane & 1) * 64) / 8", "outside every allocation"),
     "halves of the metadata exchanged": ("t & 1 ? 0x7632 : 0x5410", "t & 1 ? 0x5410 : 0x7632", None),
     "swizzle forgotten": ("((4 * i + (lane >> 3)) ^ (lane & 7)) * 16", "(4 * i + (lane >> 3)) * 16", None),
@@ -117,12 +125,13 @@ BROKEN = {
 def test_a_broken_kernel_is_caught(case, tmp_path):
     old, new, words = BROKEN[case]
     shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    [place] = [p for p in (tmp_path / "csrc" / SOURCE, *(tmp_path / "csrc").rglob("*.cuh")) if old in p.read_text()]
+    place = next(p for p in (tmp_path / "csrc" / SOURCE, *(tmp_path / "csrc" / "common").rglob("*.cuh")) if old in p.read_text())
     place.write_text(place.read_text().replace(old, new))
     text = (tmp_path / "csrc" / SOURCE).read_text()
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text, count=1).replace(": by_tile<__half>(tile, call)", ": 1")
     (tmp_path / "csrc" / SOURCE).write_text(text)
-    x, w = torch.randn(8, 2112).to(BF16), weight(33, 2112)
+    k = 2080 if "scales" in case else 2112
+    x, w = torch.randn(8, k).to(BF16), weight(33, k)
     kernel = Emulated(tmp_path / "csrc" / SOURCE)
     tile = (2, 8, 2, 2 if case.startswith("blocks") else 1)  # one block: three steps a warp
     if words is None:

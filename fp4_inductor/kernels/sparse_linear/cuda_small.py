@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import csrc
 
 MAX_M = 32
-K_MULTIPLE = 64
+K_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def linear(
     """``[M, N]`` on the current stream.
 
     Args:
-        x: bfloat16 or float16 ``[M, K]``, 1 <= M <= 32 (16 on sm_86, 89, 120, 121), K % 64 == 0.
+        x: bfloat16 or float16 ``[M, K]``, 1 <= M <= 32 (16 on sm_86, 89, 120, 121), K % 32 == 0.
         values: uint8 ``[N, K/4]``, two kept codes a byte. meta: uint8 ``[N, K/8]``, all nibbles legal. scale: E4M3 ``[N, K/16]``.
         arch: compute capability times ten.
         tile: None: the kernel's choice.
