@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import types
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.errors import DeviceError
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import build
+from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.ops import linear
@@ -101,6 +103,26 @@ def test_epilogues(ops):
     torch.library.opcheck(
         ops.linear_small_glu, (x, q, s, g, None, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     )
+
+
+def test_through_ctypes_it_is_the_same(ops, monkeypatch):
+    """Where no C++ compiler is found: every argument in its place."""
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(KERNELS[name].source, arch, KERNELS[name].defines).library, ""))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    q, s, g = weight(40, 128)
+    g = torch.stack((g, g * 3)) / 64
+    x, bias, mul, residual = (torch.randn(*size).to(torch.float16) for size in ((6, 128), (40,), (6, 40), (6, 40)))
+    for name, then in (
+        ("linear_small", Epilogue((24,))),
+        ("linear_small_glu", Epilogue((20,), "gelu")),
+        ("linear_small_pointwise", Epilogue((), "silu", mul, residual)),
+        ("linear_small_pointwise", Epilogue((8,), "", None, residual)),
+        ("linear_mid", Epilogue((16,))),
+    ):
+        tile = [0] * len(KERNELS[name].tile)
+        want = getattr(ops, name)(x, q, s, g, bias, ARCH, *tile, *then.arguments())
+        assert torch.equal(csrc._through_ctypes(name, x, (q, s), g, bias, ARCH, (), then.arguments()), want), (name, then)
 
 
 def test_strided_and_misaligned_tensors_are_copied(ops):
