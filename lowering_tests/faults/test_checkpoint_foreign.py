@@ -281,6 +281,10 @@ def test_one_name_in_two_shards(copied):
 # --- the quantization config -----------------------------------------------------------------------------------------
 
 
+def mixed(q: dict, **kinds: object) -> None:
+    q.update(quant_algo="MIXED_PRECISION", quantized_layers={name: {"quant_algo": kind} for name, kind in kinds.items()})
+
+
 @pytest.mark.parametrize(
     ("kind", "edit", "match"),
     [
@@ -290,7 +294,10 @@ def test_one_name_in_two_shards(copied):
         ("modelopt", lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32), "group_size.*32"),
         ("modelopt", lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8), "8-bit float"),
         ("modelopt", lambda q: q.update(config_groups=[]), "config_groups"),
-        ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}}), "quant_algo of a.*FP8"),
+        ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION"), "without quantized_layers"),
+        ("modelopt", lambda q: mixed(q, a="W4A8_AWQ", b="NVFP4", c="W4A8_AWQ", d=3), r"quant_algo of 3 of 4 layers \(W4A8_AWQ: a, c; None: d\)"),
+        ("modelopt", lambda q: mixed(q, **{UP: "FP8"}), rf"{UP}\.weight is not stored as quantized_layers says"),
+        ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={UP: {"quant_algo": "NVFP4", "group_size": 32}}), "group_size of .*32"),
         ("compressed", lambda q: q.update(quantization_status="frozen"), "quantization_status"),
         ("compressed", lambda q: q.update(config_groups={}), "config_groups"),
         ("compressed", lambda q: q["config_groups"]["group_0"].update(format="pack-quantized"), "weight format.*pack-quantized"),

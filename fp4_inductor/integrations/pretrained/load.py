@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...checkpoint.readers import gguf
+from ...checkpoint.readers import gguf, modelopt
 from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
@@ -84,8 +84,8 @@ def load_pretrained(
         check_config(read_json(path / CONFIG), open_shards(path))
     config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
     source = take_quantization_config(config)
-    if source is None:
-        source = _hf_quant_config(path_or_id, hub)
+    if source is None or (str(source.get("quant_algo")).upper() == modelopt.MIXED and not modelopt.layers_of(source)):
+        source = _hf_quant_config(path_or_id, hub) or source  # ModelOpt before 0.43 named the layers of a mixed checkpoint only there
     format_of(source)
     wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
     return _typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
