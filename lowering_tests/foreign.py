@@ -59,7 +59,7 @@ def dequantized(model, config) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, FP4Linear):
             w = module.dequantize()
-            state[f"{name}.weight"] = w if w.shape == plain[f"{name}.weight"].shape else w.t()
+            state[f"{name}.weight"] = w.t() if type(dense.get_submodule(name)).__name__ == "Conv1D" else w
         elif isinstance(module, FP4Experts):
             for part in (module.first_name, "down_proj"):
                 weight = getattr(module, part)
