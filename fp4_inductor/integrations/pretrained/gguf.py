@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...checkpoint.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from ...checkpoint.readers import Found, gguf
-from ...errors import CheckpointError
+from ...errors import SHOWN, CheckpointError
 from ...models.experts import ExpertsSpec, describe_experts
 from ...models.plan import linear_kind
 from .config import FP4InductorConfig
@@ -29,7 +29,6 @@ from .config import FP4InductorConfig
 _REMEDY = "Download the file again, or load another format of this model."
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _IGNORED = {"rope_freqs.weight": "rope_freqs.weight is ignored, as transformers does: long contexts are rotated as the config says"}
-_SHOWN = 20
 
 
 def load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any]) -> nn.Module:
@@ -158,7 +157,7 @@ class _Match:
             self.found.notes.append(_IGNORED[stored])
             del self.left[stored]
         if self.left:
-            value = ", ".join(list(self.left)[:_SHOWN])
+            value = ", ".join(list(self.left)[:SHOWN])
             raise CheckpointError(f"{self.file.path.name} has tensors that the model has not", value=value, limit="none", remedy=_REMEDY)
         return self.found, self.dense
 
