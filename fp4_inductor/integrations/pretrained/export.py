@@ -96,7 +96,10 @@ def _dense_names(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, T
     for name, module in packed.items():
         if isinstance(module, Sparse24Linear):
             raise CheckpointError(
-                f"{name} is 2:4-sparse", value="Sparse24Linear", limit="dense NVFP4", remedy="No server reads such files; use fp4_inductor.save."
+                f"{name} is 2:4-sparse",
+                value="Sparse24Linear",
+                limit="dense NVFP4",
+                remedy="No other library reads 2:4 NVFP4 (compressed-tensors dropped sparse-24-bitmask): use fp4_inductor.save.",
             )
         if isinstance(module, FP8Linear):  # an output head: these layouts have no such weight, it goes out in high precision
             state[f"{name}.weight"] = module.dequantize()
