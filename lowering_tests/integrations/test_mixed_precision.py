@@ -74,6 +74,24 @@ def test_through_transformers_and_natively(path, tmp_path):
     assert_same(again, model)
 
 
+def test_export_gives_the_checkpoint_back(path, tmp_path):
+    """Every tensor but the cache's scales, byte for byte; compressed-tensors has no such layer, and says so."""
+    write_mixed(path)
+    model = fp4_inductor.load_pretrained(path)
+    fp4_inductor.export_pretrained(model, tmp_path / "out", "modelopt")
+    want, got = {n: t for n, t in raw(path).items() if not n.endswith((".k_scale", ".v_scale"))}, raw(tmp_path / "out")
+    assert want.keys() == got.keys()
+    for name, t in want.items():
+        assert (t.dtype, t.shape) == (got[name].dtype, got[name].shape), name
+        assert torch.equal(bits(t), bits(got[name])), name
+    stored, written = (json.loads((p / "config.json").read_text())["quantization_config"] for p in (path, tmp_path / "out"))
+    assert written["quantized_layers"] == stored["quantized_layers"]
+    assert written["config_groups"] == stored["config_groups"]
+    assert_same(fp4_inductor.load_pretrained(tmp_path / "out"), model)
+    with pytest.warns(UserWarning, match=r"FP8 layers go out in high precision.*o_proj"):
+        fp4_inductor.export_pretrained(model, tmp_path / "ct", "compressed-tensors")
+
+
 @pytest.mark.parametrize("how", ["hf_quant_config alone", "quantized_layers only there", "nested twice", "lower case"])
 def test_where_the_layers_are_named(path, tmp_path, how):
     """config.json names them since modelopt 0.43; vLLM#35047 shows a file that nests them twice."""
