@@ -20,6 +20,7 @@ from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
 _KEPT_BYTES = 1 << 22
+_KEPT_VIEWS = 64
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -82,9 +83,8 @@ def _dequantized(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor
 
 def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, native: bool) -> Tensor:
     n, k = packed[0].shape[0], rows.shape[1]
-    gemm_dtype = rows.dtype
     step = max(1, min(n, _BLOCK_WEIGHTS // k))
-    decode = _NativeDecoder(step, k, gemm_dtype) if native else _AtenDecoder(step, k, gemm_dtype)
+    decode: _NativeDecoder | _AtenDecoder = (_NativeDecoder if native else _AtenDecoder)(step, k, rows.dtype)
     if step == n:
         return torch.mm(rows, decode(scale, g, *packed).t())
     out = rows.new_empty((rows.shape[0], n))
@@ -94,30 +94,39 @@ def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, 
     return out
 
 
-_kept = threading.local()
+class _Scratch(threading.local):
+    """Memory of this thread for one block of weights, kept: page faults in a fresh buffer take longer than decoding into it."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def view(self, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        found = self.views.get((n, k, dtype))
+        if found is not None:
+            return found
+        size = n * k * dtype.itemsize
+        if self.memory is None or self.memory.numel() < size or len(self.views) > _KEPT_VIEWS:
+            with torch.inference_mode(False):  # it outlives the mode of this call
+                memory = torch.empty(max(size, _KEPT_BYTES), dtype=torch.uint8)
+            if size > _KEPT_BYTES:
+                return memory.view(dtype).view(n, k)
+            self.memory, self.views = memory, {}
+        return self.views.setdefault((n, k, dtype), self.memory[:size].view(dtype).view(n, k))
 
 
-def _scratch(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory of this thread for one block of weights, kept: fresh pages cost as much as decoding into them (84 of 260 us a megabyte)."""
-    memory: Tensor | None = getattr(_kept, "memory", None)
-    size = numel * dtype.itemsize
-    if memory is None or memory.numel() < size:
-        with torch.inference_mode(False):  # it outlives the mode of this call
-            memory = torch.empty(size, dtype=torch.uint8)
-        if size <= _KEPT_BYTES:
-            _kept.memory = memory
-    return memory[:size].view(dtype)
+_scratch = _Scratch()
 
 
 class _NativeDecoder:
     def __init__(self, step: int, k: int, dtype: torch.dtype):
-        self.dtype = dtype
-        self.buffer = _scratch(step * k, torch.float32 if dtype == torch.float16 else dtype).view(step, k)
+        self.dtype, self.step = dtype, step
+        self.buffer = _scratch.view(step, k, torch.float32 if dtype == torch.float16 else dtype)
 
     def __call__(self, scale: Tensor, g: float, codes: Tensor, *meta: Tensor) -> Tensor:
-        out = self.buffer[: codes.shape[0]]
+        out = self.buffer if codes.shape[0] == self.step else self.buffer[: codes.shape[0]]
         cpu_native.dequantize_rows(codes, scale, g, out, *meta)
-        return out if out.dtype == self.dtype else out.to(self.dtype)
+        return out.to(self.dtype) if self.dtype == torch.float16 else out
 
 
 class _AtenDecoder:
