@@ -128,7 +128,7 @@ def host_times() -> None:
     for name, call in {
         "torch.ops.fp4.linear": lambda: torch.ops.fp4.linear(x, q[0], s[0], g),
         "torch.ops.fp4_csrc.linear_small": lambda: op(x, q[0], s[0], g, None, arch),
-        "the same through ctypes": lambda: csrc._through_ctypes("linear_small", x, (q[0], s[0]), g, None, arch, (0, 0, 0)),
+        "the same through ctypes": lambda: csrc._through_ctypes("linear_small", (x,), (q[0], s[0]), g, None, arch, (0, 0, 0)),
     }.items():
         for _ in range(50):
             call()

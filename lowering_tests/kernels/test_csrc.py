@@ -90,7 +90,7 @@ def test_without_nvcc_the_reason_is_told(monkeypatch):
         assert select.csrc_status(0) == ""
         assert "ctypes" in csrc.door("linear_small", 90) and "nvcc not found" in csrc.door("linear_small", 90)
         with pytest.raises(errors.KernelError, match="nvcc not found"):
-            csrc._through_ctypes("linear_small", torch.empty(1, 64), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
+            csrc._through_ctypes("linear_small", (torch.empty(1, 64),), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
     finally:
         csrc._library.cache_clear()
 
