@@ -56,12 +56,12 @@ def quantize_blocks(X, ROW_SCALE, QDATA, SCALE, BLOCKS, BLOCK: tl.constexpr, CVT
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < BLOCKS
-    r = tl.load(ROW_SCALE + row)
+    r = tl.broadcast_to(tl.load(ROW_SCALE + row), (BLOCK,))
     usable = r == r
     r = tl.where(usable, r, 1.0)
-    x = tl.load(X + row * BLOCKS * 16 + at[:, None] * 16 + tl.arange(0, 16)[None, :], mask=live[:, None] & usable, other=0.0).to(tl.float32)
+    x = tl.load(X + row * BLOCKS * 16 + at[:, None] * 16 + tl.arange(0, 16)[None, :], mask=(live & usable)[:, None], other=0.0).to(tl.float32)
     one = tl.full((BLOCK,), 1.0, tl.float32)
-    code = tl.maximum(f32_to_e4m3(tl.max(tl.abs(x), 1) * tl.div_rn(1.0, r * 6.0)), 1)
+    code = tl.maximum(f32_to_e4m3(tl.max(tl.abs(x), 1) * tl.div_rn(one, r * 6.0)), 1)
     v = x * tl.div_rn(one, e4m3_to_f32(code) * r)[:, None]
     lo, hi = tl.split(tl.reshape(v, (BLOCK, 8, 2)))
     tl.store(SCALE + row * BLOCKS + at, code.to(tl.uint8), mask=live)
