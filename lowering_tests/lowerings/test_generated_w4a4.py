@@ -140,7 +140,7 @@ return (b5, b6, )""",
         assert body.count("extern_kernels.mm(") == 3, body
 
     def test_an_old_triton_on_sm_121(self):
-        with mock.patch.object(select, "triton_version", lambda: (3, 6)):
+        with mock.patch.object(select, "triton_version", return_value=(3, 6)):
             body = self.compile(layer, (4096, K), cc=(12, 1))
         assert "triton_tem" not in body and "extern_kernels.mm(" in body
 
@@ -175,7 +175,7 @@ class Op(Generated):
         shapes = (((4096, K // 2), torch.uint8), ((4096, K // 16), torch.float8_e4m3fn), ((4096, 1), torch.float32))
         self.compile(build, *shapes, mark=None)
         assert [(e.op, e.decision.row.kernel) for e in self.entries] == [("fp4.linear_w4a4", "triton_w4a4")]
-        assert list(triton_sources(self.code))[0].startswith("triton_tem")
+        assert next(iter(triton_sources(self.code))).startswith("triton_tem")
 
     def test_graphs(self):
         """One more graph than regimes cost without it: none. M up to 64 is as ever, above it W4A4."""
