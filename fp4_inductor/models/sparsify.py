@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError
+from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullets
 from ..formats import pruning, sparse24
 from ..modules import FP4Linear, Sparse24Linear
 from .calibrate import batches_of, statistics
@@ -28,7 +28,6 @@ from .walk import Group, walk
 
 _PRUNERS: dict[str, Callable] = {"wanda": pruning.wanda, "sparsegpt": pruning.sparsegpt, "admm": pruning.admm}
 _SEQUENTIAL = ("sparsegpt", "admm")
-_SHOWN = 20
 _HELD_BACK = 8  # one batch in so many is kept from calibration, to measure on
 _WANDA_ROWS = 128
 _LOUD_KL = 0.15  # nats a token: half as much again as calibrated NVFP4 costs SmolLM2-135M
@@ -43,7 +42,6 @@ class Data:
     chain: Chain = field(default_factory=lambda: Chain([], broken="no calibration"))
     probe: Probe | None = None
     held_back: bool = False
-    reached: dict[str, int] = field(default_factory=dict)
     mean_squares: dict[str, Tensor | None] = field(default_factory=dict)
 
 
@@ -115,7 +113,7 @@ def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch
 def _check_existing(groups: list[Group]) -> None:
     bad = [(g[0].name, dense_weight(g[0])) for g in groups if not _is_24(dense_weight(g[0]))]
     if bad:
-        shown = "\n".join(f"  - {name} {list(w.shape)}" for name, w in bad[:_SHOWN]) + (f"\n  - ... and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
+        shown = bullets([f"{name} {list(w.shape)}" for name, w in bad])
         raise SparsityError(
             f'{len(bad)} of {len(groups)} layers are not 2:4, which pruning="existing" needs; nothing was changed:\n{shown}\n',
             value=f"{len(bad)} dense layers",
@@ -145,8 +143,7 @@ def _calibrate(model: nn.Module, plan: Plan, config: Sparse24Config, strict: boo
         raise ConfigError(
             "max_kl needs a model with logits", value="none in its output", limit="output.logits", remedy="Use bits=... or max_error=... for this model."
         )
-    squares = {name: (m.sum / m.rows).float() if m.sum is not None and m.rows else None for name, m in found.items()}
-    return Data(used, chain, probe, count > 0, {name: m.rows for name, m in found.items()}, squares)
+    return Data(used, chain, probe, count > 0, {name: m.result() for name, m in found.items()})
 
 
 def _check_long_enough(plan: Plan, config: Sparse24Config, rows: dict[str, int]) -> None:
@@ -274,8 +271,8 @@ def _install(model: nn.Module, pending: list, rows: list[LayerReport]) -> nn.Mod
 
 def _square(data: Data, group: Group) -> Tensor | None:
     """E[x^2] per channel over all layers of the group."""
-    reached = [(s, data.reached[t.name]) for t in group if (s := data.mean_squares.get(t.name)) is not None]
-    return torch.stack([s.to(reached[0][0].device) for s, _ in reached]).mean(0) if reached else None
+    reached = [s for t in group if (s := data.mean_squares.get(t.name)) is not None]
+    return torch.stack([s.to(reached[0].device) for s in reached]).mean(0) if reached else None
 
 
 def _advice(config: Sparse24Config, sparse: bool) -> str:

@@ -87,7 +87,7 @@ def codes(m, k):
 
 def product_cases():
     tiles = (TILE, configs.W4A4Config(16, 64, 128, 4, 2, group_n=2))
-    for m, n, k in ((32, 64, 128), (5, 64, 128), (33, 40, 128), (17, 50, 80), (1, 16, 16), (70, 33, 176), (65, 130, 272)):
+    for m, n, k in ((32, 64, 128), (5, 64, 128), (17, 50, 80), (1, 16, 16), (70, 33, 176)):
         for tile in tiles:
             x, w = codes(m, k), interpreted.weight(n, k)
             bias = torch.randn(n).half() if n % 2 else None

@@ -42,7 +42,7 @@ def test_in_the_interpreter():
     assert run.returncode == 0, run.stderr[-2000:]
     cases = [json.loads(line) for line in run.stdout.splitlines()]
     assert not [c for c in cases if not c["error"] <= c["bound"]]
-    assert Counter(c["case"].split()[0] for c in cases) == {"quantize_nvfp4": 17, "w4a4": 16}
+    assert Counter(c["case"].split()[0] for c in cases) == {"quantize_nvfp4": 17, "w4a4": 12}
 
 
 def compiled(cc: int, tile: configs.W4A4Config, k: int, dtype: str = "bf16", bounds: tuple[int, ...] = ()) -> aot.Compiled:
@@ -60,7 +60,7 @@ def check(cc: int, tile: configs.W4A4Config, done: aot.Compiled) -> None:
     assert not global_atomics(done)
 
 
-@pytest.mark.parametrize(("cc", "i"), [(cc, i) for cc in NATIVE[:2] for i in range(len(configs.choices(4096, 4096, cc)))] + [(cc, 0) for cc in NATIVE[2:]])
+@pytest.mark.parametrize(("cc", "i"), [(100, 0), (100, 1), (120, 0), (120, 3), *((cc, 0) for cc in NATIVE[2:])])
 def test_block_scaled_mma(cc, i):
     tile = configs.choices(4096, 4096, cc)[i]
     done = compiled(cc, tile, 4096)

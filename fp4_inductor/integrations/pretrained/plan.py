@@ -15,7 +15,7 @@ from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
 from ...config import LargeM, weight_only
-from ...errors import CheckpointError
+from ...errors import SHOWN, CheckpointError, bullets
 from ...formats import nvfp4
 from ...models.convert import carry_over, replace_module
 from ...models.experts import ExpertsSpec, describe_experts
@@ -29,7 +29,6 @@ from .parallel import is_parallel, shrink
 # Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
 NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
-_SHOWN = 20
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -91,17 +90,15 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     if strict:
         wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in unknown]
     if wrong:
-        more = f"\n  - ... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        listed = "\n".join(f"  - {w}" for w in wrong[:_SHOWN])
         raise CheckpointError(
-            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{listed}{more}\n",
+            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{bullets(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture of config.json",
             remedy="Use the config.json that came with the weights" + ("; strict=False forgives names missing on one side." if missing or unknown else "."),
         )
     notes = [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
-    notes += [f"not in the checkpoint: {', '.join(missing[:_SHOWN])}"] if missing else []
-    notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:_SHOWN])}"] if unknown else []
+    notes += [f"not in the checkpoint: {', '.join(missing[:SHOWN])}"] if missing else []
+    notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:SHOWN])}"] if unknown else []
     ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
     ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
     return LoadPlan(ours, notes, dense=[a.target for a in assemblies if not a.packed])
