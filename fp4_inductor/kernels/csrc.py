@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import DeviceError, KernelError
 from . import build
 from .build import pointer
+from .table import ROWS
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,15 @@ KERNELS = {
 }
 
 
+def kernels_for(arch: int) -> list[str]:
+    """The kernels that some row of the table names for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
+    return [name for name in KERNELS if any(row.csrc == name and row.arch[0] <= arch <= row.arch[1] for row in ROWS)]
+
+
 @functools.cache
 def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
+    if name not in kernels_for(arch):
+        return None, f"csrc/{KERNELS[name].source} is not written for sm_{arch}"
     try:
         library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch)))
     except (KernelError, OSError) as error:

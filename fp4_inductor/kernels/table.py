@@ -71,9 +71,7 @@ _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launc
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
 _CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
-_W4A4 = (
-    "activations rounded to NVFP4 per token, 16 at a time; pays where bf16 tensor cores, not weight bytes, are the limit: above M of 33 (RTX 5090) to 79 (B200)"
-)
+_W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
 _W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
 _BLOCK_SCALED = "FP4 tensor cores take codes and E4M3 scales as they lie in memory"
 _SPARSE_GEMV = "kept codes and gathered activations; its prototype ran level with the dense GEMV (14.1 us at 8192x8192), 22% fewer bytes"
