@@ -138,6 +138,7 @@ def test_through_a_checkpoint(tiny, tmp_path, siblings):
     fp4_inductor.save(model, tmp_path)
     loaded = fp4_inductor.load(lambda: tiny("llama"), tmp_path)
     assert options(loaded) == options(model)
+    assert "activations of many rows are rounded to NVFP4: model.layers.0.self_attn.q_proj" in str(fp4_inductor.report(loaded))
     ids = torch.randint(0, 128, (2, 48))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
