@@ -131,7 +131,8 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.arch, e.decision.note, e.experts)))),
+                tuple(e.epilogue), _news(e.refused, e.arch),
+                _joined(e.note, _w4a4(row, e.arch, e.dtype, e.n, e.k), _note(row, e.arch, e.decision.note, e.experts)),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -166,7 +167,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row, options.call.arch, experts=experts),
+                _joined(_w4a4(row, options.call.arch, dtype, n, k), _note(row, options.call.arch, experts=experts)),
             )
         )
 
@@ -200,6 +201,18 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
 def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     """``(kernel, reason)`` of each refusal; rows of other architectures are not news."""
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
+
+
+def _w4a4(row: Row | None, arch: int, dtype: str, n: int, k: int) -> str:
+    """What serves the product of a call that rounds its activations, and why."""
+    if row is None or row.regime != "large_nvfp4":
+        return ""
+    product = plan(select.describe_for("linear_w4a4", arch, getattr(torch, dtype), n, k), dispatch_config()).rows[-1]
+    return f"activations rounded to NVFP4 per token; linear_w4a4: {product.kernel} ({product.status}): {product.reason}"
 
 
 def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:

@@ -30,7 +30,7 @@ from ..errors import CheckpointError, ConfigError
 from ..formats import fp8, nvfp4, sparse24
 from ..modules import FP4Experts, FP4ExpertWeight
 from ..ops.activation import Activation
-from ..ops.linear import LARGE_M
+from ..ops.linear import LARGE_M, WEIGHT_ONLY
 from .safetensors_file import parse_json
 
 FILE = "fp4_inductor.json"
@@ -249,7 +249,8 @@ def _layer(name: str, value: Any, version: int) -> LayerEntry:
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"layers[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     for key in ("bias", "input_scale"):
         _need(type(v.get(key, False)) is bool, f"layers[{name!r}].{key}", v.get(key), "true or false")
-    _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
+    accepted = LARGE_M if v.get("storage", nvfp4.NAME) == nvfp4.NAME else WEIGHT_ONLY
+    _need(isinstance(v["large_m"], str) and v["large_m"] in accepted, f"layers[{name!r}].large_m", v["large_m"], list(accepted))
     _storage(f"layers[{name!r}]", v)
     return LayerEntry(**v)
 
@@ -267,7 +268,7 @@ def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
     _need(experts == others and rows in (inner, 2 * inner), f"{what}.gate_up", v["gate_up"], f"[{others}, {inner} or {2 * inner}, K]")
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"{what}.dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["bias"]) is bool and type(v["dense"]) is bool, f"{what}.bias and .dense", (v["bias"], v["dense"]), "true or false")
-    _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"{what}.large_m", v["large_m"], list(LARGE_M))
+    _need(isinstance(v["large_m"], str) and v["large_m"] in WEIGHT_ONLY, f"{what}.large_m", v["large_m"], list(WEIGHT_ONLY))
     act = v["activation"]
     right = (
         isinstance(act, dict) and set(act) == {"name", "alpha", "limit", "interleaved"} and isinstance(act["name"], str) and type(act["interleaved"]) is bool

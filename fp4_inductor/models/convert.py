@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import NVFP4Config
+from ..config import NVFP4Config, weight_only
 from ..formats import nvfp4
 from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
 from ..modules.experts import pack_experts
@@ -50,6 +50,8 @@ def convert_group(
     dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
+    if group[0].head:
+        config = replace(config, large_m=weight_only(config.large_m))
     if group[0].head and config.lm_head == "fp8":
         layer: FP4Linear = FP8Linear.from_weight(dense, large_m=config.large_m)
         error = relative_error(dense, layer)
@@ -127,7 +129,7 @@ def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config
         weights[name], error = quantize_expert_weight(target, module.get_parameter(name).detach(), config, pads[name], channel_weight, device)
         rows.append(experts_row(target, name, weights[name], error, statistics.notes if statistics else ()))
         del module._parameters[name]
-    return install_experts(model, target, weights, pads, config.large_m), rows
+    return install_experts(model, target, weights, pads, weight_only(config.large_m)), rows
 
 
 def quantize_expert_weight(

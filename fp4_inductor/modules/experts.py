@@ -11,7 +11,7 @@ from ..errors import ConfigError, ShapeError
 from ..formats import nvfp4
 from ..ops import cast_for_autocast
 from ..ops.activation import Activation
-from ..ops.linear import LARGE_M
+from ..ops.linear import WEIGHT_ONLY
 from ..tensors.nvfp4 import NVFP4Tensor
 from .packed import PackedWeight
 
@@ -85,8 +85,8 @@ class FP4Experts(nn.Module):
         large_m: str = "auto",
     ):
         super().__init__()
-        if large_m not in LARGE_M:
-            raise ConfigError("FP4Experts: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+        if large_m not in WEIGHT_ONLY:
+            raise ConfigError("FP4Experts: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
         inner = down.qdata.shape[-1] * 2
         if first.num_experts != down.num_experts or first.qdata.shape[1] not in (inner, 2 * inner):
             raise ShapeError(

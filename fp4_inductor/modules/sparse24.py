@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import sparse24
+from ..ops.linear import WEIGHT_ONLY
 from ..tensors import Sparse24NVFP4Tensor
 from ..tensors.base import FP4Tensor
 from .linear import FP4Linear
@@ -24,6 +25,7 @@ class Sparse24Linear(FP4Linear):
     """
 
     TENSOR: ClassVar[type[FP4Tensor]] = Sparse24NVFP4Tensor
+    ACCEPTED: ClassVar[tuple[str, ...]] = WEIGHT_ONLY
     values: Tensor
     meta: Tensor
 

@@ -33,7 +33,7 @@ from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
 from .activation import Activation
 from .contract import OpContract, refuse_gradient
-from .linear import LARGE_M
+from .linear import WEIGHT_ONLY
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -129,8 +129,8 @@ def check(
             )
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("fp4.moe: expert_map", value=tuple(expert_map.shape), limit="[global experts]", remedy="It gives the local id of each global id.")
-    if large_m not in LARGE_M:
-        raise ConfigError("fp4.moe: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    if large_m not in WEIGHT_ONLY:
+        raise ConfigError("fp4.moe: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
     tensors = (hidden, expert_ids, expert_weights, gate_up_qdata, down_qdata, gate_up_bias, down_bias, expert_map)
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:

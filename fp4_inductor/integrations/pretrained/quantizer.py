@@ -12,6 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.safetensors_file import read_header
 from ...checkpoint.shards import INDEX, Shards, collect, open_shards
+from ...config import LargeM
 from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models import siblings
 from ...models.coverage import Report, record
@@ -36,7 +37,7 @@ class FP4InductorQuantizer(HfQuantizer):
         source = getattr(config, "source", None)
         self.source: dict[str, Any] | None = source if source is not None else config.to_dict() if self.pre_quantized else None
         self.pre_quantized = self.source is not None
-        self.large_m: str = getattr(config, "large_m", "auto")
+        self.large_m: LargeM = getattr(config, "large_m", "auto")
         self.strict: bool = getattr(config, "strict", True)
         self.progress = True
         self.saveable = True  # not if each rank holds a part, nor with 2:4 layers: fp4_inductor.save writes those
