@@ -241,7 +241,8 @@ def _many(layer: Layer, product: Callable[[Tensor, Weight, Tensor], Tensor]) -> 
     step = configs.part_of_rows(layer.inner, layer.experts * halves * x.shape[1] * 2)
     for start in range(0, layer.inner, step):
         rows = slice(start, min(start + step, layer.inner))
-        codes, scale, meta = (t if t is None else _gate_up_rows(t, layer, rows) for t in (*layer.gate_up[:2], layer.metas[0]))
+        codes, scale = (_gate_up_rows(t, layer, rows) for t in layer.gate_up[:2])
+        meta = None if layer.metas[0] is None else _gate_up_rows(layer.metas[0], layer, rows)
         z = product(x, (codes, scale, layer.gate_up[2], meta), routing.ends).float()
         if layer.biases[0] is not None:
             z = z + _gate_up_rows(layer.biases[0], layer, rows).float()[expert]
@@ -250,7 +251,8 @@ def _many(layer: Layer, product: Callable[[Tensor, Weight, Tensor], Tensor]) -> 
     step = configs.part_of_rows(layer.width, layer.experts * layer.inner * 2)
     for start in range(0, layer.width, step):
         rows = slice(start, min(start + step, layer.width))
-        codes, scale, meta = (t if t is None else t[:, rows] for t in (*layer.down[:2], layer.metas[1]))
+        codes, scale = (t[:, rows] for t in layer.down[:2])
+        meta = None if layer.metas[1] is None else layer.metas[1][:, rows]
         y = product(h, (codes, scale, layer.down[2], meta), routing.ends)
         out[:, rows] = y if layer.biases[1] is None else y + layer.biases[1][:, rows][expert].to(y.dtype)
     return combine(layer, out, routing.place)
