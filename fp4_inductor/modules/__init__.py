@@ -4,7 +4,7 @@ from .experts import FP4Experts, FP4ExpertWeight
 from .fp8 import FP8Linear
 from .linear import FP4Linear
 from .siblings import SiblingLinear, SiblingWeight, pack_siblings
-from .sparse24 import Sparse24ExpertWeight, Sparse24Linear
+from .sparse24 import Sparse24ExpertWeight, Sparse24Linear, Sparse24Weight
 
 BY_STORAGE = {cls.storage().name: cls for cls in (FP4Linear, Sparse24Linear, FP8Linear)}
 EXPERTS_BY_STORAGE = {cls.storage().name: cls for cls in (FP4ExpertWeight, Sparse24ExpertWeight)}
@@ -20,5 +20,6 @@ __all__ = [
     "SiblingWeight",
     "Sparse24ExpertWeight",
     "Sparse24Linear",
+    "Sparse24Weight",
     "pack_siblings",
 ]
