@@ -212,4 +212,5 @@ def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
 
         native, text = status()
         note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    return note if experts == 1 else f"fp4.moe, {experts} experts: M is tokens times choices{f'; {note}' if note else ''}"
+    kind = "2:4-sparse experts" if row is not None and row.op == "sparse_moe" else "experts"
+    return note if experts == 1 else f"fp4.moe, {experts} {kind}: M is tokens times choices{f'; {note}' if note else ''}"
