@@ -72,7 +72,7 @@ def test_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
-@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "qwen3_30b"), (121, "qwen3_next")])
+@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (121, "qwen3_next")])
 def test_sparse_decode(cc, layer):
     up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
     for done, warps in (up, down):
@@ -93,7 +93,7 @@ def test_sparse_decode_takes_fewer_instructions_a_weight():
         assert sparse < dense
 
 
-@pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 2048)])
+@pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 8192)])
 def test_sparse_grouped(cc, pairs):
     for f in (moe_aot.grouped_up, moe_aot.grouped_down):
         done, warps = f(cc, "qwen3_30b", pairs, sparse=True)
