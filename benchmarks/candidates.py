@@ -16,7 +16,7 @@ from dense import SHAPES, error, floor_us, reference, weights
 from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
 from fp4_inductor.formats import e2m1, nvfp4
-from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
@@ -115,14 +115,14 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             v, e, ss, sg = sp
             want = sparse_reference(x, v[0], e[0], ss[0], sg)
             for tile in sparse_tiles(m):
-                yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, launch._arch(x.device), tile), want, count, facts)
+                yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, host.arch(x.device), tile), want, count, facts)
 
 
 def host_times() -> None:
     """Microseconds of host time a call takes, the GPU far behind."""
     q, s, g = weights(64, 128, 1)
     x = torch.randn(8, 128, device="cuda", dtype=torch.bfloat16)
-    arch = launch._arch(x.device)
+    arch = host.arch(x.device)
     print("doors:", {name: csrc.door(name, arch) for name in csrc.KERNELS})
     op = torch.ops.fp4_csrc.linear_small.default
     for name, call in {
@@ -149,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.perf_counter()
     for name in csrc.KERNELS:
-        print(f"{name}: {csrc.why_not(name, launch._arch(torch.device('cuda', torch.cuda.current_device()))) or 'built'}", flush=True)
+        print(f"{name}: {csrc.why_not(name, host.arch(torch.device('cuda', torch.cuda.current_device()))) or 'built'}", flush=True)
     print(f"built in {time.perf_counter() - start:.0f} s")
     host_times()
     shapes = [SHAPES[0], SHAPES[3]] if args.quick else SHAPES

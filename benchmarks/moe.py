@@ -3,7 +3,7 @@
 Each layer in dense NVFP4 and, where few tokens decode (``--sparse-tokens``), with 2:4-sparse experts, whose goal is 0.85 of the dense time.
 
 Cold L2, CUDA-graph replay, medians; every call of a pass routes to other experts. ``--sweep`` times the tiles of the decode and grouped
-kernels instead. ``--smoke`` runs two tiny layers on a CPU, without a graph: it shows that the script works, and its figures mean nothing.
+kernels instead. Other libraries are timed where they can be imported (:mod:`moe_peers`). ``--smoke`` runs two tiny layers on a CPU, without a graph: it shows that the script works, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import moe_peers
 import torch
 from timing import RESULTS, graph_us, machine, write_csv
 from torch import Tensor
@@ -107,13 +108,13 @@ class Case:
     def ours(self, i: int) -> Tensor:
         return torch.ops.fp4.moe(*contract.arguments(self.x, *self.routing[i], *self.parts, *self.biases, *self.layer.act.arguments()))
 
-    def error(self) -> float:
-        """Against float64, over at most 64 tokens."""
+    def error(self, y: Tensor | None = None) -> float:
+        """Of ``y`` (ours) against float64, over at most 64 tokens."""
         some = slice(0, 64)
         ids, weights = self.routing[0]
         arguments = contract.arguments(self.x[some].float(), ids[some], weights[some], *self.parts, *self.biases, *self.layer.act.arguments())
         want = contract.reference(*arguments).double()
-        got = self.ours(0)[some].double()
+        got = (self.ours(0) if y is None else y)[some].double()
         return float((got - want).norm() / want.norm())
 
     def kernel(self) -> str:
@@ -145,31 +146,53 @@ def dense_peers(layer: Layer, case: Case) -> dict[str, float]:
     return out
 
 
+def fp4_peers(builds: dict[str, Callable], layer: Layer, case: Case, built: dict[str, object]) -> dict[str, tuple[float, float]]:
+    """Microseconds and error of other libraries on the same codes and scales. ``built``: kept from one number of tokens to the next."""
+    out = {}
+    for name, build in builds.items():
+        try:
+            if name not in built or layer.biased:  # every case has biases of its own
+                built[name] = build((*case.parts[0], *case.parts[1]), case.biases, lambda z: layer.act(z, layer.inner).to(z.dtype))
+            calls = [built[name].prepare(case.x, *routing) for routing in case.routing]
+            us = case.time(lambda i, c=calls: c[i]())
+            out[name] = (us, case.error(calls[0]()))
+        except Exception as error:  # whatever another library raises: its row says so, the others go on
+            print(f"{name}: {type(error).__name__}: {str(error)[:120]}", flush=True)
+    return out
+
+
 @torch.no_grad()
-def measure(layers: tuple[Layer, ...], tokens: tuple[int, ...], device: str, peers: bool, sparse_tokens: tuple[int, ...]) -> Iterator[dict]:
+def measure(layers: tuple[Layer, ...], tokens: tuple[int, ...], device: str, peers: bool, sparse_tokens: tuple[int, ...] = ()) -> Iterator[dict]:
+    builds, missing = moe_peers.available(device) if peers else ({}, {})
+    for name, why in missing.items():
+        print(f"{name}: left out ({why})", flush=True)
     for layer in layers:
         times: dict[int, float] = {}
-        parts = packed(layer, device)
+        parts, built = packed(layer, device), {}
         for t in tokens:
             case = Case(layer, parts, t, device)
             times[t] = case.time(case.ours)
+            others = fp4_peers(builds, layer, case, built)
             dense = dense_peers(layer, case) if peers else {}
-            yield _row(case, "nvfp4", times[t], layer.goals[TOKENS.index(t)] if layer.goals and t in TOKENS else None, dense)
+            yield _row(case, "nvfp4", times[t], layer.goals[TOKENS.index(t)] if layer.goals and t in TOKENS else None, dense, others)
         parts = packed(layer, device, sparse=True)
         for t in sparse_tokens:
             case = Case(layer, parts, t, device)
-            yield _row(case, sparse24.NAME, case.time(case.ours), round(SPARSE_GOAL * times[t], 2) if t in times else None, {})
+            yield _row(case, sparse24.NAME, case.time(case.ours), round(SPARSE_GOAL * times[t], 2) if t in times else None, {}, {})
         del parts
 
 
-def _row(case: Case, weights: str, us: float, goal: float | None, dense: dict[str, float]) -> dict:
+def _row(case: Case, weights: str, us: float, goal: float | None, dense: dict[str, float], others: dict[str, tuple[float, float]]) -> dict:
     layer, t = case.layer.name, len(case.x)
     row = dict(
         where(case.device), layer=layer, weights=weights, tokens=t, kernel=case.kernel(), us=round(us, 2), goal_us=goal, error=f"{case.error():.1e}",
         **{f"bf16_{n}_us": round(dense[n], 2) if n in dense else "" for n in ("batched_mm", "grouped_mm")},
     )  # fmt: skip
+    for name in moe_peers.PEERS:
+        found = others.get(name)
+        row |= {f"{name}_us": round(found[0], 2) if found else "", f"{name}_error": f"{found[1]:.1e}" if found else ""}
     row["speedup"] = round(min(dense.values()) / us, 2) if dense else ""
-    print(f"{layer:12} {weights:14} T={t:5} {row['kernel']:36} {us:9.2f} us (goal {goal})  bf16 {dense}  error {row['error']}", flush=True)
+    print(f"{layer:12} {weights:14} T={t:5} {row['kernel']:36} {us:9.2f} us (goal {goal})  bf16 {dense}  {others}  error {row['error']}", flush=True)
     return row
 
 
@@ -215,7 +238,14 @@ def plot(rows: list[dict], path: Path) -> None:
     figure, panels = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.6), squeeze=False)
     for panel, name in zip(panels[0], names, strict=True):
         mine = [r for r in rows if r["layer"] == name]
-        series = {"fp4.moe": "us", "fp4.moe, 2:4": "us", "bf16 batched_mm": "bf16_batched_mm_us", "bf16 grouped_mm": "bf16_grouped_mm_us", "goal": "goal_us"}
+        series = {
+            "fp4.moe": "us",
+            "fp4.moe, 2:4": "us",
+            **{name: f"{name}_us" for name in moe_peers.PEERS},
+            "bf16 batched_mm": "bf16_batched_mm_us",
+            "bf16 grouped_mm": "bf16_grouped_mm_us",
+            "goal": "goal_us",
+        }
         for label, column in series.items():
             of_weights = [r for r in mine if (r["weights"] == sparse24.NAME) == label.endswith("2:4")]
             points = [(r["tokens"], float(r[column])) for r in of_weights if r.get(column) not in (None, "")]
@@ -233,7 +263,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--sparse-tokens", type=int, nargs="*", default=list(SPARSE_TOKENS), help="the same for 2:4-sparse experts")
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS], choices=[layer.name for layer in LAYERS])
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave Transformers' bf16 implementations out")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave Transformers' bf16 implementations and other libraries out")
     parser.add_argument("--sweep", action="store_true", help="time tiles")
     parser.add_argument("--smoke", action="store_true", help="two tiny layers on a CPU")
     parser.add_argument("--out", type=Path, help="CSV (default: results/moe.csv, or moe_sweep.csv)")

@@ -6,6 +6,16 @@ All of them derive from :class:`FP4Error`, and also from the builtin a caller wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+SHOWN = 20  # of a list in a message
+
+
+def bullets(items: Sequence[object]) -> str:
+    """The first ``SHOWN`` of ``items``, one a line, and how many more there are."""
+    more = f"\n  - ... and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return "\n".join(f"  - {i}" for i in items[:SHOWN]) + more
+
 
 class FP4Error(Exception):
     """Base of every typed error.

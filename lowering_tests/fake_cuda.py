@@ -105,7 +105,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_C
 
 
 class _Generated(BaseException):
-    """Raised instead of running what was generated."""
+    """Raised instead of running what was generated; ``args[0]``: what it was called with."""
 
 
 @contextlib.contextmanager
@@ -130,8 +130,8 @@ def code_generation(cc: tuple[int, int] = (9, 0), config: dict | None = None, cs
         class Module:
             __file__ = __file__
 
-            def call(self, *args, **kwargs):
-                raise _Generated
+            def call(self, args):
+                raise _Generated(list(args))
 
         return Module()
 
@@ -153,10 +153,13 @@ def code_generation(cc: tuple[int, int] = (9, 0), config: dict | None = None, cs
         dynamo.reset()
 
 
-def call(compiled, *inputs) -> None:
-    """Call a compiled function inside :func:`code_generation`."""
-    with contextlib.suppress(_Generated):
+def call(compiled, *inputs) -> list:
+    """Call a compiled function inside :func:`code_generation`; returns the (fake) arguments that the generated ``call`` would get."""
+    try:
         compiled(*inputs)
+    except _Generated as generated:
+        return generated.args[0]
+    return []
 
 
 def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, csrc=NOT_COMPILED, **compile_options) -> list[str]:

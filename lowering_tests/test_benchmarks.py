@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,22 @@ def test_sparse(tmp_path):
     rows = rows_of(tmp_path / "sparse.csv")
     assert [(r["k"], r["m"]) for r in rows] == [("64", "1"), ("64", "2"), ("256", "1"), ("256", "2")]
     assert all(float(r["us"]) > 0 and float(r["dense_us"]) > 0 and float(r["error"]) < 0.01 for r in rows)
+
+
+def test_on_gpu(tmp_path, monkeypatch):
+    """Every step names what exists, a failed one is told and kept, and one that does not fit the budget is not begun."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import on_gpu
+
+    for step in on_gpu.STEPS:
+        named = [a for a in step.command if a.endswith(".py") or a.startswith("lowering_tests")]
+        assert named
+        assert all((ROOT / a).exists() for a in named), step
+    steps = (on_gpu.Step("good", 1, ("-c", "print('fine')")), on_gpu.Step("bad", 1, ("-c", "raise SystemExit(3)")), on_gpu.Step("long", 10**6, ("-c", "")))
+    monkeypatch.setattr(on_gpu, "STEPS", steps)
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--budget", "600", "--out", str(tmp_path)])
+    assert on_gpu.main() == 1
+    summary = (tmp_path / "summary.txt").read_text().splitlines()
+    assert [line.split()[:2] for line in summary] == [["good", "passed,"], ["bad", "failed"], ["long", "not"]]
+    with tarfile.open(tmp_path / "on_gpu.tar.gz") as archive:
+        assert {"good.log", "bad.log", "summary.txt"} <= set(archive.getnames())

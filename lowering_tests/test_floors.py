@@ -24,7 +24,7 @@ FLOORS = [
     {"models", "checkpoint", "integrations"},
     {"api", "explain", "report", "__init__"},
 ]
-SIDE = {"errors", "config", "_sources"}
+SIDE = {"errors", "config", "_sources", "_journal"}
 PRIVATE = "_torch"
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

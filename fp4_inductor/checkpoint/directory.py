@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, SparsityError
+from ..errors import SHOWN, CheckpointError, SparsityError
 from ..formats import nvfp4, sparse24
 from ..formats.storage import Storage
 from . import manifest as mf
 from .safetensors_file import Entry, Header, data_crc32, parse_json, read_header
 from .shards import check_index
 
-SHOWN = 20
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import SHOWN, CheckpointError, bullets
 from ..formats import sparse24
 from ..models import siblings
 from ..models.convert import carry_over, replace_module, untie
@@ -24,7 +24,7 @@ from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .ahead import ahead
 from .build import build_empty, values_lost
-from .directory import SHOWN, Checkpoint, check_data, check_values, join, open_checkpoint
+from .directory import Checkpoint, check_data, check_values, join, open_checkpoint
 from .experts import experts_in_place
 from .safetensors_file import Entry, Reader
 
@@ -122,10 +122,8 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
     if strict:
         wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in extra]
     if wrong:
-        more = f"\n  - ... and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        listed = "\n".join(f"  - {w}" for w in wrong[:SHOWN])
         raise CheckpointError(
-            f"the checkpoint does not fit the model; nothing was changed:\n{listed}{more}\n",
+            f"the checkpoint does not fit the model; nothing was changed:\n{bullets(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture that was saved",
             remedy="Build the model from the configuration it was saved with"

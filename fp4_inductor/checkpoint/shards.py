@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import SHOWN, CheckpointError
 from .safetensors_file import Entry, Header, parse_json, read_header
 
 SINGLE = "model.safetensors"
@@ -17,7 +17,6 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 _JSON_LIMIT = 256_000_000
-_SHOWN = 20
 _AGAIN = "Its files are of different versions, or were damaged on the way: download the whole directory again."
 
 
@@ -76,7 +75,7 @@ def check_index(what: str, weight_map: Mapping[str, str], entries: Mapping[str, 
             raise CheckpointError(f"{what}: {name} is not in {file}", value=there, limit=file, remedy=remedy)
     missing = sorted(set(entries) - set(weight_map))
     if missing:
-        raise CheckpointError(f"{what} misses tensors", value=", ".join(missing[:_SHOWN]), limit="every stored tensor", remedy=remedy)
+        raise CheckpointError(f"{what} misses tensors", value=", ".join(missing[:SHOWN]), limit="every stored tensor", remedy=remedy)
 
 
 def read_json(path: Path) -> dict[str, Any]:

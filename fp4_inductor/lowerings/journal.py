@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from .._journal import Journal
 from ..kernels.select import Refused
 from .regime import Decision
 
@@ -30,22 +29,5 @@ class Entry:
     note: str = ""
 
 
-_entries: list[Entry] | None = None
-
-
-def record(entry: Entry) -> Entry:
-    """Append ``entry`` if someone is listening."""
-    if _entries is not None:
-        _entries.append(entry)
-    return entry
-
-
-@contextmanager
-def listen() -> Iterator[list[Entry]]:
-    """``with listen() as entries:`` collects what is lowered inside."""
-    global _entries
-    outer, _entries = _entries, []
-    try:
-        yield _entries
-    finally:
-        _entries = outer
+_journal: Journal[Entry] = Journal()
+record, listen = _journal.record, _journal.listen

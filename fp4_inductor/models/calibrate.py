@@ -48,19 +48,6 @@ class Mean:
         return self.sum is None or bool(torch.isfinite(self.sum).all())
 
 
-def mean_squares(
-    model: nn.Module,
-    targets: list[Target],
-    batches: Iterable[Any] | None,
-    *,
-    strict: bool,
-    progress: bool = False,
-    experts: Sequence[ExpertsTarget] = (),
-) -> dict[str, Any]:
-    """``{layer name: [K] float32 E[x^2]}``, of experts :class:`.calibrate_experts.Statistics`; see :func:`statistics`."""
-    return {name: m.result() for name, m in statistics(model, targets, batches, strict=strict, progress=progress, experts=experts).items()}
-
-
 def statistics(
     model: nn.Module,
     targets: list[Target],

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, GatingError, NonFiniteError, PreflightError, ShapeError
+from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, GatingError, NonFiniteError, PreflightError, ShapeError, bullets
 from ..formats import nvfp4
 from .plan import ExpertsTarget, Plan, Target, is_lazy, weight_count
 
-_SHOWN = 20
 _OWN = {"weight", "bias"}
 
 
@@ -39,10 +38,9 @@ def preflight(plan: Plan, strict: bool) -> None:
     if len(problems) == 1:
         raise problems[0]
     kinds = {type(p) for p in problems}
-    shown = "\n".join(f"  - {p}" for p in problems[:_SHOWN]) + (f"\n  - ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
     kind = kinds.pop() if len(kinds) == 1 else PreflightError
     error = kind(
-        f"{len(problems)} layers cannot be quantized; nothing was changed:\n{shown}\n",
+        f"{len(problems)} layers cannot be quantized; nothing was changed:\n{bullets(problems)}\n",
         value=f"{len(problems)} problems",
         limit="none",
         remedy="Do what each line says, or name the layers in ignore=[...].",
@@ -220,10 +218,9 @@ def uncovered_errors(plan: Plan) -> list[FP4Error]:
 
 def _gating(plan: Plan) -> GatingError:
     reasons = dict.fromkeys(s.reason for s in plan.gating)
-    names = "\n".join(f"  - {s.name} ({s.params} weights)" for s in plan.gating[:_SHOWN])
-    more = f"\n  - ... and {len(plan.gating) - _SHOWN} more" if len(plan.gating) > _SHOWN else ""
+    names = bullets([f"{s.name} ({s.params} weights)" for s in plan.gating])
     return GatingError(
-        f"what these experts compute is not known, and is not assumed; nothing was changed:\n{names}{more}\n",
+        f"what these experts compute is not known, and is not assumed; nothing was changed:\n{names}\n",
         value="; ".join(reasons),
         limit="modules with transformers' experts interface and an activation of fp4.moe",
         remedy="Pass strict=False to keep them in high precision, name them in ignore=[...], or describe the family in fp4_inductor/models.",
@@ -233,10 +230,9 @@ def _gating(plan: Plan) -> GatingError:
 def _coverage(plan: Plan) -> CoverageError:
     missed = sum(s.params for s in plan.uncovered)
     total = missed + sum(weight_count(t) for t in plan.targets) + sum(weight_count(t) for t in plan.experts) + sum(i.params for i in plan.existing)
-    names = "\n".join(f"  - {s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered[:_SHOWN])
-    more = f"\n  - ... and {len(plan.uncovered) - _SHOWN} more" if len(plan.uncovered) > _SHOWN else ""
+    names = bullets([f"{s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered])
     return CoverageError(
-        f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}{more}\n",
+        f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}\n",
         value=f"{missed} of {total} weights",
         limit="100% coverage with strict=True",
         remedy="Pass strict=False to quantize the rest and keep these, or name them in ignore=[...].",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CalibrationError
+from .calibrate import evaluating
 
 SEQUENCES, TOKENS = 16, 64
 # Writing is one pass over the weights per token: about a minute for this many on a desktop CPU.
@@ -45,15 +46,11 @@ def write(model: Any) -> list[dict[str, Tensor | bool]]:
     """
     reason, cause = why_not(model), None
     if reason is None:
-        modes = [(m, m.training) for m in model.modules()]
         try:
-            model.eval()
-            return [{"input_ids": _sample(model), "use_cache": False}]
+            with evaluating(model):
+                return [{"input_ids": _sample(model), "use_cache": False}]
         except Exception as error:
             reason, cause = f"generate() failed with {type(error).__name__}: {error}".splitlines()[0], error
-        finally:
-            for module, training in modes:
-                module.training = training
     raise CalibrationError(
         "the model cannot write its own calibration text",
         value=reason,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError
+from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullets
 from ..formats import pruning, sparse24
 from ..modules import FP4Linear
 from .calibrate import batches_of, statistics
@@ -31,7 +31,6 @@ from .routed import RoutedInputs
 from .sparsify_experts import expert_weights, install_packed, not_24, put_dense, quantize_experts
 from .walk import Group, Item, walk
 
-_SHOWN = 20
 _HELD_BACK = 8  # one batch in so many is kept from calibration, to measure on
 _LOUD_KL = 0.15  # nats a token: half as much again as calibrated NVFP4 costs SmolLM2-135M
 _LOUD_WEIGHTS = 0.2  # without calibration: share of a weight's norm that is lost; NVFP4 loses 0.09
@@ -45,7 +44,6 @@ class Data:
     chain: Chain = field(default_factory=lambda: Chain([], broken="no calibration"))
     probe: Probe | None = None
     held_back: bool = False
-    reached: dict[str, int] = field(default_factory=dict)
     mean_squares: dict[str, Tensor | None] = field(default_factory=dict)
     experts: dict[str, Statistics | None] = field(default_factory=dict)
 
@@ -128,7 +126,7 @@ def _check_existing(plan: Plan, allowed: set[str]) -> None:
     bad = [(g[0].name, str(list(w.shape))) for g in groups if not is_24(w := dense_weight(g[0]))]
     bad += [(name, f"{list(p.shape)} ({count} of {p.shape[0]} experts)") for e, name, p in weights if (count := not_24(e, p))]
     if bad:
-        shown = "\n".join(f"  - {name} {what}" for name, what in bad[:_SHOWN]) + (f"\n  - ... and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
+        shown = bullets([f"{name} {what}" for name, what in bad])
         raise SparsityError(
             f'{len(bad)} of {len(groups) + len(weights)} layers are not 2:4, which pruning="existing" needs; nothing was changed:\n{shown}\n',
             value=f"{len(bad)} dense layers",
@@ -155,9 +153,8 @@ def _calibrate(model: nn.Module, plan: Plan, config: Sparse24Config, strict: boo
         raise ConfigError(
             "max_kl needs a model with logits", value="none in its output", limit="output.logits", remedy="Use bits=... or max_error=... for this model."
         )
-    squares = {name: (m.sum / m.rows).float() if m.sum is not None and m.rows else None for name, m in found.items()}
-    reached = {name: m.rows for name, m in found.items()}
-    return Data(used, chain, probe, count > 0, reached, squares, {name: m.result() for name, m in routed.items()})
+    squares = {name: m.result() for name, m in found.items()}
+    return Data(used, chain, probe, count > 0, squares, {name: m.result() for name, m in routed.items()})
 
 
 def _check_long_enough(plan: Plan, config: Sparse24Config, rows: dict[str, int], seen: dict[str, int]) -> None:
@@ -291,8 +288,8 @@ def _install_layer(model: nn.Module, group: Group, layer: FP4Linear, error: floa
 
 def _square(data: Data, group: Group) -> Tensor | None:
     """E[x^2] per channel over all layers of the group."""
-    reached = [(s, data.reached[t.name]) for t in group if (s := data.mean_squares.get(t.name)) is not None]
-    return torch.stack([s.to(reached[0][0].device) for s, _ in reached]).mean(0) if reached else None
+    reached = [s for t in group if (s := data.mean_squares.get(t.name)) is not None]
+    return torch.stack([s.to(reached[0].device) for s in reached]).mean(0) if reached else None
 
 
 def _advice(config: Sparse24Config, sparse: bool) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import Node
+
+from .._journal import Journal
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,10 @@ class Missed:
         return f"{self.node} {self.shape} is dequantized: {self.reason}"
 
 
-_entries: list[Missed] | None = None
+_journal: Journal[Missed] = Journal()
+listen = _journal.listen
 
 
 def missed(node: Node, dense: Tensor, reason: str) -> None:
     """Note ``node`` if someone is listening."""
-    if _entries is not None:
-        _entries.append(Missed(node.name, str(list(dense.shape)), reason))
-
-
-@contextmanager
-def listen() -> Iterator[list[Missed]]:
-    """``with listen() as entries:`` collects what is compiled inside."""
-    global _entries
-    outer, _entries = _entries, []
-    try:
-        yield _entries
-    finally:
-        _entries = outer
+    _journal.record(Missed(node.name, str(list(dense.shape)), reason))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4_inductor import dispatch
-from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, bound_of, error, exact, plan_of, weight
@@ -70,7 +70,7 @@ def test_candidates_serve_when_switched_on():
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_sparse(dtype):
-    arch = launch._arch(torch.device(DEVICE, 0))
+    arch = host.arch(torch.device(DEVICE, 0))
     if csrc.why_not("sparse_linear_small", arch):
         pytest.skip("needs nvcc")
     tiles = [None, *(cuda_small.SparseSmallConfig(*t, s) for t in ((2, 8, 2), (2, 16, 2), (4, 8, 3)) if arch == 90 for s in (1, 2, 4, 8))]

@@ -16,6 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import torch
 
 from fp4_inductor.formats import nvfp4, sparse24
+from fp4_inductor.kernels import host
 from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequantize_rows
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
@@ -54,7 +55,7 @@ def _float32_out(*shape, dtype, **options):
 
 def launched(kind, x, w, tile):
     with (
-        mock.patch.object(launch, "_arch", return_value=80),
+        mock.patch.object(host, "arch", return_value=80),
         mock.patch.object(configs, "gemv_constants", _without_asm(configs.gemv_constants)),
         mock.patch.object(configs, "mid_constants", _without_asm(configs.mid_constants)),
         mock.patch.object(torch, "empty", _float32_out),
@@ -137,7 +138,7 @@ def glu_cases():
             x = torch.randn(m, k).to(dtype) / k**0.5
             b = torch.randn(2 * n).to(dtype) if bias else None
             with (
-                mock.patch.object(launch, "_arch", return_value=80),
+                mock.patch.object(host, "arch", return_value=80),
                 mock.patch.object(configs_glu, "gemv_constants", _without_asm(configs_glu.gemv_constants)),
                 mock.patch.object(torch, "empty", _float32_out),
             ):
@@ -152,7 +153,7 @@ def fp8_head_cases():
             w, scale = linear_fp8.quantize_weight(torch.randn(n, k))
             w.view(torch.uint8)[:, :4] = torch.tensor([0x7E, 0xFE, 0x01, 0x81], dtype=torch.uint8)  # the extremes of E4M3
             x = torch.randn(m, k).to(dtype)
-            with mock.patch.object(launch, "_arch", return_value=80), mock.patch.object(torch, "empty", _float32_out):
+            with mock.patch.object(host, "arch", return_value=80), mock.patch.object(torch, "empty", _float32_out):
                 y = launch_fp8.gemv(x, w, scale, configs_fp8.Fp8GemvConfig(4, 128, 4))
             report(f"fp8_gemv {(m, n, k)} {dtype}", distance(y, linear_fp8.reference(x.float(), w, scale)), 1e-3 if dtype == torch.float16 else 2e-6)
 
@@ -203,7 +204,7 @@ def sparse_weight(n, k):
 
 def sparse_launched(kind, x, w, tile):
     with (
-        mock.patch.object(launch, "_arch", return_value=80),
+        mock.patch.object(host, "arch", return_value=80),
         mock.patch.object(sparse_configs, "gemv_constants", _without_asm(sparse_configs.gemv_constants)),
         mock.patch.object(sparse_configs, "mid_constants", _without_asm(sparse_configs.mid_constants)),
         mock.patch.object(torch, "empty", _float32_out),

@@ -17,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import torch
 
 from fp4_inductor.formats import nvfp4, sparse24
+from fp4_inductor.kernels import host
 from fp4_inductor.kernels.moe import configs, launch
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
@@ -46,7 +47,7 @@ def _float32_out(*shape, dtype, **options):
 @contextlib.contextmanager
 def interpreted(arch=80):
     with (
-        mock.patch.object(launch, "_arch", return_value=arch),
+        mock.patch.object(host, "arch", return_value=arch),
         mock.patch.object(configs, "decode_constants", lambda *a: {**_decode(*a), "ASM": False, "CVT": False}),
         mock.patch.object(configs, "grouped_constants", _without_asm(configs.grouped_constants)),
         mock.patch.object(torch, "empty", _float32_out),

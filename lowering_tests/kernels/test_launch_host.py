@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels import host
 from fp4_inductor.kernels.linear import launch
 from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
 from lowering_tests.fake_cuda import pretend_cuda
@@ -17,10 +18,10 @@ from lowering_tests.fake_cuda import pretend_cuda
 
 @pytest.fixture
 def fake_gpu():
-    launch._plan.cache_clear()
+    host.forget_plans()
     with pretend_cuda(), FakeTensorMode(), mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()):
         yield
-    launch._plan.cache_clear()
+    host.forget_plans()
 
 
 def parts(n: int, k: int) -> tuple[torch.Tensor, ...]:
@@ -46,11 +47,11 @@ def test_empty_dimensions_launch_nothing(fake_gpu, lead, n, k, with_bias):
 )
 def test_what_a_kernel_reads_is_dense_and_aligned(make):
     t = make(torch.arange(64, dtype=torch.bfloat16))
-    ready = launch._aligned(t)
+    ready = host.aligned(t)
     assert ready.is_contiguous()
     assert ready.data_ptr() % 16 == 0
     assert torch.equal(ready, t)
-    assert launch._aligned(ready).data_ptr() == ready.data_ptr(), "no copy where none is needed"
+    assert host.aligned(ready).data_ptr() == ready.data_ptr(), "no copy where none is needed"
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0), ()])

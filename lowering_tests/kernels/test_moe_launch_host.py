@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp4_inductor.formats import nvfp4, sparse24
+from fp4_inductor.kernels import host
 from fp4_inductor.kernels.moe import configs, launch
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
@@ -34,7 +35,7 @@ def launches():
     with contextlib.ExitStack() as stack:
         for name in KERNELS:
             stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
-        stack.enter_context(mock.patch.object(launch, "_arch", return_value=90))
+        stack.enter_context(mock.patch.object(host, "arch", return_value=90))
         yield calls
 
 
@@ -85,7 +86,7 @@ def test_every_argument_has_a_parameter():
         with contextlib.ExitStack() as stack:
             for name in KERNELS:
                 stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
-            stack.enter_context(mock.patch.object(launch, "_arch", return_value=90))
+            stack.enter_context(mock.patch.object(host, "arch", return_value=90))
             launch.decode(layer(3, dtype=dtype, act=act, biased=biased))
             launch.decode(layer(3, dtype=dtype, inner=64, sparse=(True, True)))
             launch.grouped(layer(30, dtype=dtype, sparse=(True, False)))

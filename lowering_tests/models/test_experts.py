@@ -334,7 +334,7 @@ def test_bad_experts_are_named_and_nothing_changes(tiny, case):
 
 
 def test_calibration_sees_the_tokens_routed_to_each_expert(tiny):
-    from fp4_inductor.models.calibrate import mean_squares
+    from fp4_inductor.models.calibrate import statistics
     from fp4_inductor.models.plan import make_plan
 
     model = tiny("mixtral")
@@ -342,7 +342,7 @@ def test_calibration_sees_the_tokens_routed_to_each_expert(tiny):
     own = model.model.layers[0].mlp.experts
     own.register_forward_pre_hook(lambda m, args: seen.append([a.detach() for a in args]))
     plan = make_plan(model)
-    found = mean_squares(model, plan.targets, [(IDS,), (IDS[:1] + 3,)], strict=True, experts=plan.experts)[plan.experts[0].name]
+    found = statistics(model, plan.targets, [(IDS,), (IDS[:1] + 3,)], strict=True, experts=plan.experts)[plan.experts[0].name].result()
     x, ids = torch.cat([s[0] for s in seen]), torch.cat([s[1] for s in seen])
     for e in range(4):
         mine = x[(ids == e).any(-1)].double()

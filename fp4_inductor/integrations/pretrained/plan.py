@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
-from ...errors import CheckpointError
-from ...formats import nvfp4
+from ...errors import SHOWN, CheckpointError, bullets
+from ...formats import fp8, nvfp4
 from ...models.convert import carry_over, replace_module
 from ...models.experts import ExpertsSpec, describe_experts
 from ...models.plan import linear_kind
-from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from .names import Assembly, Source, assemble, shapes
@@ -28,7 +28,6 @@ from .parallel import is_parallel, shrink
 # Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
 NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
-_SHOWN = 20
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -75,7 +74,7 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
         CheckpointError: names what is missing, unknown, of the wrong shape or dtype; the model is unchanged.
     """
     found = format_of(config).find(shards, config)
-    if not found.weights:
+    if not any(weight.packed for weight in found.weights.values()):
         raise CheckpointError(
             "no quantized weight was found",
             value=f"{len(shards.entries)} tensors, quant_method {config.get('quant_method')}",
@@ -90,17 +89,15 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     if strict:
         wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in unknown]
     if wrong:
-        more = f"\n  - ... and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        listed = "\n".join(f"  - {w}" for w in wrong[:_SHOWN])
         raise CheckpointError(
-            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{listed}{more}\n",
+            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{bullets(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture of config.json",
             remedy="Use the config.json that came with the weights" + ("; strict=False forgives names missing on one side." if missing or unknown else "."),
         )
-    notes = [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
-    notes += [f"not in the checkpoint: {', '.join(missing[:_SHOWN])}"] if missing else []
-    notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:_SHOWN])}"] if unknown else []
+    notes = found.notes + [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
+    notes += [f"not in the checkpoint: {', '.join(missing[:SHOWN])}"] if missing else []
+    notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:SHOWN])}"] if unknown else []
     ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
     ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
     return LoadPlan(ours, notes, dense=[a.target for a in assemblies if not a.packed])
@@ -151,6 +148,8 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
 
 
 def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: set[str]) -> list[str]:
+    if t.dtype == fp8.DTYPE:
+        return _misfit_fp8(model, name, t, old)
     if not isinstance(t, NVFP4Tensor):
         return [f"{name}: the model's conversion rules rearrange it in a way that packed weights cannot follow"]
     owner, _, attribute = name.rpartition(".")
@@ -178,6 +177,20 @@ def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: s
     return []
 
 
+def _misfit_fp8(model: PreTrainedModel, name: str, t: Tensor, old: Tensor) -> list[str]:
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if linear_kind(module) != "linear" or attribute != "weight":
+        return [f"{name}: FP8 in the checkpoint, which only linear layers can be here; a parameter of {type(module).__name__} in the model"]
+    if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
+        return [f"{name}: FP8 in the checkpoint, tied to another weight in the model"]
+    if is_parallel(model):
+        return [f"{name}: FP8 in the checkpoint, which tensor parallelism does not divide yet"]
+    if tuple(t.shape) != tuple(old.shape):
+        return [f"{name}: shape {tuple(t.shape)} in the checkpoint, {tuple(old.shape)} in the model"]
+    return []
+
+
 def _missing(model: PreTrainedModel, made: set[str]) -> list[str]:
     tied = model.all_tied_weights_keys  # {follower: source}
     provided = made | {k for k, v in tied.items() if v in made} | {v for k, v in tied.items() if k in made}
@@ -197,7 +210,8 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
         if linear_kind(old) is not None:
             weight = old.get_parameter("weight")
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
-            _replace(model, owner, old, FP4Linear(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m))
+            layer = FP8Linear if t.dtype == fp8.DTYPE else FP4Linear
+            _replace(model, owner, old, layer(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m))
         elif attribute == "down_proj":
             spec = describe_experts(old)
             if isinstance(spec, ExpertsSpec):
@@ -233,8 +247,12 @@ def _replace(model: PreTrainedModel, path: str, old: nn.Module, new: nn.Module) 
 
 def hide(module: PackedWeight) -> None:
     """Keep the packed buffers out of the state_dict: transformers would look for them on disk, and initialise them."""
-    module._non_persistent_buffers_set |= {*NVFP4Tensor.PARTS, "bias"} if isinstance(module, FP4ExpertWeight) else set(NVFP4Tensor.PARTS)
+    module._non_persistent_buffers_set |= {*_parts(module), "bias"} if isinstance(module, FP4ExpertWeight) else {*_parts(module)}
 
 
 def unhide(module: PackedWeight) -> None:
-    module._non_persistent_buffers_set -= {*NVFP4Tensor.PARTS, "bias"}
+    module._non_persistent_buffers_set -= {*_parts(module), "bias"}
+
+
+def _parts(module: PackedWeight) -> tuple[str, ...]:
+    return module.storage().names

@@ -6,6 +6,8 @@ same with one table gather per byte: right, and five to ten times slower; ``expl
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from ...ops import sparse_linear as sparse_contract
 from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
+_KEPT_BYTES = 1 << 22
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -54,16 +57,19 @@ def _product(x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale:
     m = x.shape[:-1].numel()
     if m == 0 or n == 0 or k == 0:
         return contract.without_products(x, n, bias)
-    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
-    (codes, *meta), scale = (t.contiguous() for t in packed), scale.contiguous()
-    native, _ = cpu_native.status()
-    if native and m <= cpu_native.MAX_M:
-        y = cpu_native.gemv(rows.float(), codes, scale, float(global_scale), *meta)
-    else:
-        y = _blocked(rows, (codes, *meta), scale, float(global_scale), native)
+    y = product(x.reshape(m, k).contiguous(), tuple(t.contiguous() for t in packed), scale.contiguous(), float(global_scale))
     if bias is not None:
         y += bias
     return y.to(x.dtype).view(*x.shape[:-1], n)
+
+
+def product(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float) -> Tensor:
+    """``rows [M, K] @ W.T``, float32 for up to 8 rows, else in the dtype of ``rows``. Nothing is checked; all contiguous, for a strided GEMM may
+    sum in another order; M, N, K > 0."""
+    native, _ = cpu_native.status()
+    if native and rows.shape[0] <= cpu_native.MAX_M:
+        return cpu_native.gemv(rows.float(), packed[0], scale, g, *packed[1:])
+    return _blocked(rows, packed, scale, g, native)
 
 
 def _dequantized(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,24 +83,41 @@ def _dequantized(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor
 def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, native: bool) -> Tensor:
     n, k = packed[0].shape[0], rows.shape[1]
     gemm_dtype = rows.dtype
-    out = rows.new_empty((rows.shape[0], n))
     step = max(1, min(n, _BLOCK_WEIGHTS // k))
     decode = _NativeDecoder(step, k, gemm_dtype) if native else _AtenDecoder(step, k, gemm_dtype)
+    if step == n:
+        return torch.mm(rows, decode(scale, g, *packed).t())
+    out = rows.new_empty((rows.shape[0], n))
     for start in range(0, n, step):
         block = slice(start, min(start + step, n))
         torch.mm(rows, decode(scale[block], g, *(t[block] for t in packed)).t(), out=out[:, block])
     return out
 
 
+_kept = threading.local()
+
+
+def _scratch(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this thread for one block of weights, kept: fresh pages cost as much as decoding into them (84 of 260 us a megabyte)."""
+    memory: Tensor | None = getattr(_kept, "memory", None)
+    size = numel * dtype.itemsize
+    if memory is None or memory.numel() < size:
+        with torch.inference_mode(False):  # it outlives the mode of this call
+            memory = torch.empty(size, dtype=torch.uint8)
+        if size <= _KEPT_BYTES:
+            _kept.memory = memory
+    return memory[:size].view(dtype)
+
+
 class _NativeDecoder:
     def __init__(self, step: int, k: int, dtype: torch.dtype):
         self.dtype = dtype
-        self.buffer = torch.empty(step, k, dtype=torch.float32 if dtype == torch.float16 else dtype)
+        self.buffer = _scratch(step * k, torch.float32 if dtype == torch.float16 else dtype).view(step, k)
 
     def __call__(self, scale: Tensor, g: float, codes: Tensor, *meta: Tensor) -> Tensor:
         out = self.buffer[: codes.shape[0]]
         cpu_native.dequantize_rows(codes, scale, g, out, *meta)
-        return out.to(self.dtype)
+        return out if out.dtype == self.dtype else out.to(self.dtype)
 
 
 class _AtenDecoder:

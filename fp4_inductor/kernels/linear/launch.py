@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ...config import DispatchConfig, dispatch_config
 from ...errors import DeviceError
 from ...formats import nvfp4
 from ...formats.storage import Storage
 from ...ops import linear as contract
 from ...ops.dequantize_fp8 import fp8_product
-from .. import select
-from ..select import Call, Plan, plan
+from .. import host, select
+from ..select import Call
 from . import configs, cuda_mid, cuda_small
 from .triton_gemv import linear_gemv
 from .triton_mid import linear_mid
 
 fp4 = torch.ops.fp4
-
-
-_arch = functools.cache(select.arch_of)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
-    return plan(select.describe(op, device, dtype, n, k, large_m), config)
 
 
 def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
@@ -55,23 +45,13 @@ def by_rows(
     if m == 0 or n == 0 or k == 0:
         return contract.without_products(x, n, bias)
     rows = x.reshape(m, k)
-    row = _plan(op, x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
+    row = host.row_for(op, x, m, n, k, large_m)
     if row.csrc:  # its operator sees to device, strides and alignment
         return launchers[row.kernel](rows, *weight, bias).view(*lead, n)
     with torch.cuda.device(x.device):
-        bias = None if bias is None else _aligned(bias)
-        y = launchers[row.kernel](_aligned(rows), *(_aligned(t) for t in weight[:-1]), weight[-1], bias)
+        bias = None if bias is None else host.aligned(bias)
+        y = launchers[row.kernel](host.aligned(rows), *(host.aligned(t) for t in weight[:-1]), weight[-1], bias)
     return y.view(*lead, n)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """A contiguous tensor whose address is a multiple of 16: the kernels read 16 bytes at once."""
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
-
-
-def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y.add_(bias)
 
 
 def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.GemvConfig | None = None) -> Tensor:
@@ -79,26 +59,26 @@ def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Te
     (m, k), n = x.shape, qdata.shape[0]
     c = tile or configs.gemv(m, n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    constants = configs.gemv_constants(c, n, k, _arch(x.device))
+    constants = configs.gemv_constants(c, n, k, host.arch(x.device))
     linear_gemv[(-(-n // c.block_n), -(-m // c.block_m))](
         x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k // 8, **constants, num_warps=c.num_warps, num_stages=2
     )
-    return _plus(y, bias)
+    return host.plus(y, bias)
 
 
 def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.SmallConfig | None = None) -> Tensor:
     """Up to 32 rows; see ``csrc/gemm/linear_small.cu``. The bias is added in the kernel."""
-    return cuda_small.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
 
 
 def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
-    return cuda_mid.linear(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+    return cuda_mid.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
 
 
 def wide(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaWideConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see ``csrc/gemm/linear_wide.cu``. The bias is added in the kernel."""
-    return cuda_mid.wide(x, qdata, scale, global_scale, bias, _arch(x.device), tile)
+    return cuda_mid.wide(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
 
 
 def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None) -> Tensor:
@@ -110,7 +90,7 @@ def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Ten
     linear_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
         x, qdata, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
     )
-    return _plus(y, bias)
+    return host.plus(y, bias)
 
 
 def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ...config import DispatchConfig, dispatch_config
 from ...ops import linear_fp8 as contract
 from ...ops.linear import without_products
-from .. import select
-from ..linear import launch as linear
-from ..select import Plan, plan
+from .. import host
 from . import configs
 from .triton_gemv import linear_fp8_gemv
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
-    return plan(select.describe("linear_fp8", device, dtype, n, k, large_m), config)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -31,10 +22,10 @@ def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
     m = math.prod(lead)
     if m == 0 or n == 0 or k == 0:
         return without_products(x, n, bias)
-    row = _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m)
+    row = host.row_for("linear_fp8", x, m, n, k, large_m)
     with torch.cuda.device(x.device):
-        y = _LAUNCHERS[row.kernel](linear._aligned(x.reshape(m, k)), linear._aligned(weight), weight_scale)
-    return (y if bias is None else y.add_(bias)).view(*lead, n)
+        y = _LAUNCHERS[row.kernel](host.aligned(x.reshape(m, k)), host.aligned(weight), weight_scale)
+    return host.plus(y, bias).view(*lead, n)
 
 
 def gemv(x: Tensor, weight: Tensor, weight_scale: Tensor, tile: configs.Fp8GemvConfig | None = None) -> Tensor:
@@ -42,7 +33,7 @@ def gemv(x: Tensor, weight: Tensor, weight_scale: Tensor, tile: configs.Fp8GemvC
     (m, k), n = x.shape, weight.shape[0]
     c = tile or configs.gemv(n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    constants = configs.gemv_constants(c, n, k, linear._arch(x.device))
+    constants = configs.gemv_constants(c, n, k, host.arch(x.device))
     linear_fp8_gemv[(-(-n // c.block_n), m)](x, weight.view(torch.uint8), weight_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=2)
     return y
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
-from ...config import DispatchConfig, dispatch_config
 from ...ops import linear_glu as contract
-from .. import select
-from ..linear import launch as linear
+from .. import host
 from ..linear.configs import GemvConfig
-from ..select import Plan, plan
 from . import configs
 from .triton_gemv import linear_glu_gemv
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, config: DispatchConfig) -> Plan:
-    return plan(select.describe("linear_glu", device, dtype, n, k, large_m), config)
 
 
 def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
@@ -29,10 +20,10 @@ def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bi
     n, k = qdata.shape[0], qdata.shape[1] * 2
     lead = x.shape[:-1]
     m = math.prod(lead)
-    if m and n and k and _plan(x.device, x.dtype, n, k, large_m, dispatch_config()).pick(m).kernel in _LAUNCHERS:
+    if m and n and k and host.row_for("linear_glu", x, m, n, k, large_m).kernel in _LAUNCHERS:
         with torch.cuda.device(x.device):
-            bias = None if bias is None else linear._aligned(bias)
-            x, qdata, scale = linear._aligned(x.reshape(m, k)), linear._aligned(qdata), linear._aligned(scale)
+            bias = None if bias is None else host.aligned(bias)
+            x, qdata, scale = host.aligned(x.reshape(m, k)), host.aligned(qdata), host.aligned(scale)
             return gemv(x, qdata, scale, global_scale, bias, act).view(*lead, n // 2)
     return contract.in_two_steps(x, qdata, scale, global_scale, bias, act, large_m)
 
@@ -42,7 +33,7 @@ def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Te
     (m, k), n = x.shape, qdata.shape[0] // 2
     c = tile or configs.gemv(n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    constants = configs.gemv_constants(c, n, k, linear._arch(x.device), act, bias is not None, max(global_scale.numel(), 1))
+    constants = configs.gemv_constants(c, n, k, host.arch(x.device), act, bias is not None, max(global_scale.numel(), 1))
     linear_glu_gemv[(-(-n // c.block_n), m)](
         x, qdata, scale.view(torch.uint8), global_scale, bias, y, m, n, k // 8, **constants, num_warps=c.num_warps, num_stages=2
     )

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...config import DispatchConfig, dispatch_config
 from ...errors import DeviceError
 from ...ops import moe as contract
 from ...ops.activation import Activation
 from ...ops.dequantize_fp8 import WEIGHT_FACTOR
-from .. import select
-from ..select import Plan, plan
+from .. import host, select
 from . import configs, cpu
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
 from .triton_route import moe_route
 
 fp4 = torch.ops.fp4
-_arch = functools.cache(select.arch_of)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, experts: int, large_m: str, config: DispatchConfig) -> Plan:
-    return plan(select.describe(op, device, dtype, n, k, large_m, experts), config)
 
 
 @dataclass(frozen=True)
@@ -95,33 +86,23 @@ def moe(
         raise DeviceError("the CUDA kernel of fp4.moe got tensors elsewhere", value=str(hidden.device), limit="cuda", remedy="Move them with .to('cuda').")
     experts, k = gate_up_qdata.shape[0], hidden.shape[1]
     width, inner = down_qdata.shape[1], contract.columns(down_qdata, down_meta)
-    if expert_ids.numel() == 0 or experts == 0 or width == 0 or k == 0 or inner == 0:
-        return _without_products(args) if expert_ids.numel() and experts and width else hidden.new_zeros((hidden.shape[0], width))
-    op = select.moe_op(gate_up_meta, down_meta)
-    row = _plan(op, hidden.device, hidden.dtype, width, k, experts, large_m, dispatch_config()).pick(expert_ids.numel())
+    if expert_ids.numel() == 0 or experts == 0 or width == 0:
+        return hidden.new_zeros((hidden.shape[0], width))
+    if k == 0 or inner == 0:  # biases alone remain; a shape no model has
+        return contract.reference(*args)
+    row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts)
     if row.kernel == BY_EXPERT:
         return cpu.moe(*args)
     layer = Layer(
-        _aligned(hidden), expert_ids.contiguous(), expert_weights.contiguous(),
-        (_aligned(gate_up_qdata), _aligned(gate_up_scale), gate_up_global_scale.reshape(-1).contiguous()),
-        (_aligned(down_qdata), _aligned(down_scale), down_global_scale.reshape(-1).contiguous()),
+        host.aligned(hidden), expert_ids.contiguous(), expert_weights.contiguous(),
+        (host.aligned(gate_up_qdata), host.aligned(gate_up_scale), gate_up_global_scale.reshape(-1).contiguous()),
+        (host.aligned(down_qdata), host.aligned(down_scale), down_global_scale.reshape(-1).contiguous()),
         (None if gate_up_bias is None else gate_up_bias.contiguous(), None if down_bias is None else down_bias.contiguous()),
         Activation(activation, alpha, limit, interleaved), weight_on_input, None if expert_map is None else expert_map.contiguous(),
-        (None if gate_up_meta is None else _aligned(gate_up_meta), None if down_meta is None else _aligned(down_meta)),
+        (None if gate_up_meta is None else host.aligned(gate_up_meta), None if down_meta is None else host.aligned(down_meta)),
     )  # fmt: skip
     with torch.cuda.device(hidden.device):
         return _LAUNCHERS[row.kernel](layer)
-
-
-def _without_products(args: tuple) -> Tensor:
-    """H or I is 0: biases alone remain, which the reference computes; a shape no model has."""
-    return contract.reference(*args)
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """Contiguous, at an address that is a multiple of 16: the kernels read 16 bytes at once."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _bytes(parts: tuple[Tensor, Tensor, Tensor], meta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -132,7 +113,7 @@ def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.D
     """A few tokens: two launches; see :mod:`.triton_decode`."""
     (t, hidden), top_k = layer.x.shape, layer.ids.shape[1]
     ids, table, table_size = layer.routing()
-    arch = _arch(layer.x.device)
+    arch = host.arch(layer.x.device)
     h = torch.empty(layer.pairs, layer.inner, dtype=torch.float32, device=layer.x.device)
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
     sparse, sparse_down = (meta is not None for meta in layer.metas)

@@ -10,7 +10,8 @@ from torch import Tensor
 from ...formats import sparse24
 from ...ops import sparse_linear as contract
 from ...ops.dequantize_fp8 import scaled_product
-from ..linear import launch as dense
+from .. import host
+from ..linear.launch import by_rows
 from . import configs, cuda_small
 from .triton_gemv import sparse_gemv
 from .triton_mid import sparse_mid
@@ -21,7 +22,7 @@ fp4 = torch.ops.fp4
 def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
     """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
     contract.check(x, values, meta, scale, global_scale, bias, large_m)
-    return dense.by_rows("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, large_m, LAUNCHERS)
+    return by_rows("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, large_m, LAUNCHERS)
 
 
 def gemv(
@@ -31,11 +32,11 @@ def gemv(
     (m, k), n = x.shape, values.shape[0]
     c = tile or configs.gemv(n, k)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    constants = configs.gemv_constants(c, n, k, dense._arch(x.device))
+    constants = configs.gemv_constants(c, n, k, host.arch(x.device))
     sparse_gemv[(-(-n // c.block_n), m)](
         x, values, meta, scale.view(torch.uint8), global_scale, y, m, n, k // 16, **constants, num_warps=c.num_warps, num_stages=2
     )
-    return dense._plus(y, bias)
+    return host.plus(y, bias)
 
 
 def mid(
@@ -49,7 +50,7 @@ def mid(
     sparse_mid[(-(-n // c.block_n) * -(-m // c.block_m),)](
         x, values, meta, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
     )
-    return dense._plus(y, bias)
+    return host.plus(y, bias)
 
 
 def small(
@@ -62,7 +63,7 @@ def small(
     tile: cuda_small.SparseSmallConfig | None = None,
 ) -> Tensor:
     """Up to 32 rows; see ``csrc/sparse/sparse_linear_small.cu``. The bias is added in the kernel."""
-    return cuda_small.linear(x, values, meta, scale, global_scale, bias, dense._arch(x.device), tile)
+    return cuda_small.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile)
 
 
 def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,102 @@
+"""Everything that needs a GPU, in order: tests, examples, figures. ``python benchmarks/on_gpu.py [--list] [--only STEP ...]``
+
+What could be wrong comes before what could be slow, small kernels before large products (clocks fall behind those). Every step is a
+process of its own with a log; a failed one does not stop the others. New rows lie in ``benchmarks/results``; logs and rows together
+in ``OUT/on_gpu.tar.gz``, the thing to attach when you measured a GPU we have not. Exit status 1: a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """``command``: arguments of this Python, or a tool's (``tool``); ``seconds``: what it is expected to take on an H200."""
+
+    name: str
+    seconds: int
+    command: tuple[str, ...]
+    tool: tuple[str, ...] = ()
+
+
+STEPS = (
+    Step("tests", 240, (*PYTEST, "lowering_tests")),
+    Step("quickstart", 40, ("examples/quickstart.py", "--device", "cuda")),
+    Step("quickstart-sparse", 40, ("examples/quickstart.py", "--device", "cuda", "--sparse")),
+    Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda")),
+    Step("candidates", 150, ("benchmarks/candidates.py", "--quick")),
+    Step("moe", 180, ("benchmarks/moe.py",)),
+    Step("sparse", 150, ("benchmarks/sparse.py", "timing")),
+    Step("dense", 240, ("benchmarks/dense.py",)),
+    Step("decode", 150, ("benchmarks/decode.py",)),
+    Step("load", 120, ("benchmarks/load.py",)),
+    Step("memcheck", 180, (*PYTEST, "lowering_tests/gpu/test_candidates_gpu.py"), ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")),
+    Step("racecheck", 180, (*PYTEST, "lowering_tests/gpu/test_candidates_gpu.py"), ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1")),
+)
+
+
+def run(step: Step, log: Path, limit: float | None) -> str:
+    """``"passed"``, ``"failed (exit status)"`` or why it did not end; the end of the log is printed where it did not pass."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file:
+        try:
+            command = [*step.tool, sys.executable, *step.command]
+            status = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=limit, check=False).returncode
+            outcome = f"failed ({status})" if status else "passed"
+        except subprocess.TimeoutExpired:
+            outcome = f"stopped after {limit:.0f} s"
+        except FileNotFoundError as missing:
+            outcome = f"not run: {missing}"
+    lines = log.read_text(errors="replace").splitlines()
+    print("\n".join(lines[-3 if outcome == "passed" else -60 :]), flush=True)
+    return outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[s.name for s in STEPS], default=[s.name for s in STEPS], metavar="STEP", help="these steps; default: all")
+    parser.add_argument("--budget", type=float, help="seconds: a step that is expected to take longer than what is left is not begun")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "on_gpu", help="folder for logs and the archive (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the steps and end")
+    args = parser.parse_args()
+    if args.list:
+        for step in STEPS:
+            print(f"{step.name:18} about {step.seconds:4} s   {' '.join((*step.tool, 'python', *step.command))}")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    start, began = time.monotonic(), time.time()
+    outcomes: dict[str, str] = {}
+    for step in [s for s in STEPS if s.name in args.only]:
+        left = args.budget - (time.monotonic() - start) if args.budget else None
+        if left is not None and left < step.seconds:
+            outcomes[step.name] = f"not begun: {left:.0f} s left, about {step.seconds} needed"
+            continue
+        print(f"--- {step.name}: {' '.join(step.command)}", flush=True)
+        at = time.monotonic()
+        outcomes[step.name] = f"{run(step, args.out / f'{step.name}.log', left)}, {time.monotonic() - at:.0f} s"
+    summary = "\n".join(f"{name:18} {outcome}" for name, outcome in outcomes.items())
+    (args.out / "summary.txt").write_text(summary + "\n")
+    with tarfile.open(args.out / "on_gpu.tar.gz", "w:gz") as archive:
+        for log in [*sorted(args.out.glob("*.log")), args.out / "summary.txt"]:
+            archive.add(log, log.name)
+        for rows in sorted((ROOT / "benchmarks" / "results").glob("*.csv")):
+            if rows.stat().st_mtime >= began:
+                archive.add(rows, f"results/{rows.name}")
+    print(f"\n{summary}\n{args.out / 'on_gpu.tar.gz'}")
+    return 0 if all(o.startswith("passed") for o in outcomes.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

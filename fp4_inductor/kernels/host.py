@@ -1,0 +1,38 @@
+"""What every launcher on CUDA needs: the row for a call, the architecture, operands as the kernels read them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..config import DispatchConfig, dispatch_config
+from . import select
+from .table import Row
+
+arch = functools.cache(select.arch_of)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, config: DispatchConfig) -> select.Plan:
+    return select.plan(select.describe(op, device, dtype, n, k, large_m, experts), config)
+
+
+def row_for(op: str, x: Tensor, m: int, n: int, k: int, large_m: str, experts: int = 1) -> Row:
+    """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call."""
+    return _plan(op, x.device, x.dtype, n, k, large_m, experts, dispatch_config()).pick(m)
+
+
+forget_plans = _plan.cache_clear
+
+
+def aligned(t: Tensor) -> Tensor:
+    """A contiguous tensor whose address is a multiple of 16: the kernels read 16 bytes at once."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    """``y + bias``, in place."""
+    return y if bias is None else y.add_(bias)

@@ -1,0 +1,152 @@
+"""Run by test_executed.py in a process of its own: compiled models for CUDA, generated, then run on a CPU (executed.py).
+
+Prints one JSON object per graph: ``{"case", "error", "bound", "launched"}``. float16 nearly throughout: bfloat16 products are
+wrong in Triton's interpreter. ``error``: distance of the generated code's outputs from those of the graph's operators on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import torch
+import torch._dynamo as dynamo
+import torch.nn.functional as F
+from torch import nn
+
+from fp4_inductor import FP4Linear, Sparse24Linear, dispatch
+from fp4_inductor.formats import sparse24
+from fp4_inductor.kernels.linear import configs
+from fp4_inductor.kernels.linear_glu import configs as glu_configs
+from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
+from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
+from fp4_inductor.ops.linear_glu import ACTIVATIONS
+from lowering_tests.executed import execute
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+K, N, KV, INNER = 96, 80, 32, 112
+
+
+def check(case: str, build, *shapes, bound=2e-3, **options) -> None:
+    done = execute(build, [s if isinstance(s[0], tuple) else (s, FP16) for s in shapes], **options)
+    error = max(
+        ((y.double() - w.double()).norm() / w.double().norm().clamp_min(1e-300)).item() if y.shape == w.shape else float("inf")
+        for y, w in zip(done.outputs, done.wanted, strict=True)
+    )
+    launched = [name.removeprefix("triton_").split("_")[0] for name in done.launched]  # tem: a template; poi, per, red: torch's own
+    print(json.dumps({"case": case, "error": error if error == error else 1e30, "bound": bound, "launched": launched}), flush=True)
+
+
+def dynamic(x, *rest):
+    dynamo.mark_dynamic(x, 0)
+
+
+def layer(k=K, n=N, kind=FP4Linear, **options):
+    return kind(k, n, device="cuda", **{"dtype": FP16, **options})
+
+
+def around(f, **options):
+    def build():
+        linear = layer(**options)
+        return lambda *inputs: f(linear, *inputs)
+
+    return build
+
+
+class Block(nn.Module):
+    """q, k, v and a gated feed-forward layer on one normalised input, with a residual."""
+
+    def __init__(self, shared=False):
+        super().__init__()
+        with mock.patch.object(SiblingWeight, "refresh", lambda self: setattr(self, "shared", shared)):  # fake values cannot be compared
+            self.register_buffer("w", torch.ones(K, dtype=FP16, device="cuda"))
+            self.q, self.k, self.v = (layer(n=n, bias=b) for n, b in ((N, True), (KV, False), (KV, True)))
+            self.gate, self.up = (layer(n=INNER) for _ in range(2))
+            self.down = layer(k=INNER, n=K)
+            pack_siblings([self.q, self.k, self.v])
+            pack_siblings([self.gate, self.up])
+
+    def forward(self, x):
+        h = F.rms_norm(x, (K,), self.w)
+        heads = torch.cat([self.q(h) * 2, self.k(h) + 1, self.v(h)], -1)
+        return heads, x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class GateUp(nn.Module):
+    def __init__(self, act, bias):
+        super().__init__()
+        self.gate_up, self.act = layer(n=2 * INNER, bias=bias), act
+
+    def forward(self, x, residual):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.act(gate) * up + residual
+
+
+def legal_meta(fake):
+    """Random 2:4 metadata for the bytes that are one eighth of K."""
+    if fake.dtype != torch.uint8 or fake.shape[-1] != K // 8:
+        return None
+    return sparse24.pack_meta(torch.tensor(sparse24.NIBBLES, dtype=torch.uint8)[torch.randint(0, 6, (fake.shape[0], K // 4))])
+
+
+def dense_cases() -> None:
+    shapes = ((1, N, K), (1, 33, 48), (2, N, 16), (4, 7, 1040), (3, N, K), (40, N, K), (17, 33, 48), (70, 130, 272))
+    for i, (m, n, k) in enumerate(shapes):
+        check(f"dense M{m} N{n} K{k}", around(lambda f, x: f(x), n=n, k=k, bias=i % 2 == 0), (m, k))
+    check("dense bf16 M1", around(lambda f, x: f(x), dtype=BF16, bias=True), ((1, K), BF16), bound=2e-2)
+    check("dense [2, 3, K]", around(lambda f, x: f(x), bias=True), (2, 3, K))
+    check("dense [K]", around(lambda f, x: f(x)), (K,))
+    for m in (3, 40):
+        check(f"dynamic M{m}", around(lambda f, x: torch.relu(f(x)), bias=True), (m, K), mark=dynamic)
+        check(f"dynamic [M{m}, 2, K]", around(lambda f, x: f(x)), (m, 2, K), mark=dynamic)
+    check("transposed input", around(lambda f, x: f(x.t())), (K, 5))
+    check("a slice", around(lambda f, x: f(x.narrow(1, 3, K))), (6, K + 8))
+    check("large bf16 M2100", around(lambda f, x: f(x), large_m="bf16", bias=True), (2100, K))
+
+
+def epilogue_cases() -> None:
+    for m in (1, 4, 40):
+        check(f"silu * up M{m}", around(lambda f, x, up: F.silu(f(x)) * up), (m, K), (m, N))
+        check(f"residual M{m}", around(lambda f, x, r: f(x) + r, bias=True), (m, K), (m, N))
+    check("relu M1", around(lambda f, x: torch.relu(f(x)), bias=True), (1, K))
+    check("norm before and behind M3", around(lambda f, x: F.rms_norm(f(F.rms_norm(x, (K,))), (N,))), (3, K))
+    check("float32 sum M40", around(lambda f, x: f(x).float().sum(-1)), (40, K))
+
+
+def sibling_cases() -> None:
+    for m, shared in ((1, False), (1, True), (2, False), (4, False), (40, False), (40, True)):
+        check(f"siblings M{m} shared {shared}", lambda shared=shared: Block(shared), (m, K))
+    check("siblings dynamic M3", Block, (3, K), mark=dynamic)
+
+
+def glu_cases() -> None:
+    with dispatch(candidates=("triton_gemv_glu",)):
+        for i, name in enumerate(sorted(set(ACTIVATIONS) - {"gelu_tanh"})):  # tanh is inline assembly on CUDA
+            check(f"glu {name}", lambda name=name, i=i: GateUp(ACTIVATIONS[name], i != 1), (1, K), (1, INNER))
+        check("glu of siblings", Block, (1, K))
+
+
+def sparse_cases() -> None:
+    for m, bias in ((1, True), (3, False), (40, True)):
+        check(f"sparse M{m}", around(lambda f, x: torch.relu(f(x)), kind=Sparse24Linear, bias=bias), (m, K), values=legal_meta)
+    check("sparse dynamic M5", around(lambda f, x: f(x), kind=Sparse24Linear), (5, K), mark=dynamic, values=legal_meta)
+
+
+def head_cases() -> None:
+    check("fp8 head M1", lambda: FP8Linear(K, 130, dtype=FP16, device="cuda"), (1, K))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for owner, name in ((configs, "gemv"), (configs, "mid"), (glu_configs, "gemv"), (sparse_configs, "gemv"), (sparse_configs, "mid")):
+        constants = getattr(owner, f"{name}_constants")
+        mock.patch.object(owner, f"{name}_constants", lambda *a, constants=constants: {**constants(*a), "ASM": False}).start()
+    for cases in (dense_cases, epilogue_cases, sibling_cases, glu_cases, sparse_cases, head_cases):
+        cases()
+
+
+if __name__ == "__main__":
+    main()
