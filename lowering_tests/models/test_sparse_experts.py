@@ -14,6 +14,7 @@ from fp4_inductor import FP4Linear, NVFP4Config, Sparse24Config, Sparse24Linear,
 from fp4_inductor.formats import pruning, sparse24
 from fp4_inductor.integrations.transformers import NAME, use_experts_backend
 from fp4_inductor.models.calibrate_experts import between
+from fp4_inductor.models.convert import unpadded
 from fp4_inductor.models.hessian import moments_of
 from fp4_inductor.models.plan import make_plan
 from fp4_inductor.models.routed import RoutedInputs
@@ -152,6 +153,46 @@ def test_existing_keeps_every_pattern(tiny, name):
             assert type(w) is Sparse24ExpertWeight
             assert not (w.dequantize()[:, : mask.shape[1], : mask.shape[2]] != 0)[~mask].any()
     assert max(i.relative_error for i in fp4_inductor.report(model).layers) < 0.12
+
+
+def odd_sizes(kind, **sizes):
+    import transformers
+
+    torch.manual_seed(0)
+    kinds = {"mixtral": transformers.MixtralConfig, "gpt_oss": transformers.GptOssConfig}
+    common = dict(vocab_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128)
+    config = kinds[kind](num_local_experts=4, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2, pad_token_id=0, **common, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("which", ["both", "gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_sizes_that_are_padded(kind, which, tmp_path):
+    """H and I multiples of 16 only: a sparse weight is padded to 32 along K, and what I is padded with, gates and ups get as rows."""
+    model = odd_sizes(kind, hidden_size=80, intermediate_size=48)
+    layers = None if which == "both" else [f"re:.*experts.{which}"]
+    twin = copy.deepcopy(model)
+    quantize_model(model, Sparse24Config("magnitude", accept_loss=True, layers=layers), progress=False)
+    (experts,) = experts_of(model)
+    own = twin.get_submodule(next(n for n, m in model.named_modules() if m is experts))
+    assert experts.first.stored == (4, 128 if which != "gate_up_proj" else 96, 96 if which != "down_proj" else 80)
+    assert experts.down_proj.stored == (4, 80, 64 if which != "gate_up_proj" else 48)
+    for part in ("gate_up_proj", "down_proj"):
+        row = rows_of(model)[next(n for n in rows_of(model) if n.endswith(part))]
+        assert row.shape == tuple(getattr(own, part).shape) if kind == "mixtral" else row.params == getattr(own, part).numel()
+    x, ids, w = torch.randn(5, 80), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    for part, p in (("gate_up_proj", own.gate_up_proj), ("down_proj", own.down_proj)):
+        dense = p.data.mT if own.is_transposed else p.data
+        packed_ = getattr(experts, part)
+        pad = (1, 0) if part == "down_proj" else (1, 2 * (experts.down_proj.stored[2] - 48)) if kind == "gpt_oss" else (2, experts.down_proj.stored[2] - 48)
+        q = unpadded(packed_.dequantize(), packed_.columns, pad)
+        assert q.shape == dense.shape
+        p.data = (q.mT if own.is_transposed else q).contiguous()
+    with torch.no_grad():
+        want, got = own(x, ids, w), experts(x, ids, w)
+    assert (got - want).norm() / want.norm() < 1e-5
+    fp4_inductor.save(model, tmp_path)
+    assert torch.equal(logits(fp4_inductor.load(lambda: odd_sizes(kind, hidden_size=80, intermediate_size=48), tmp_path)), logits(model))
 
 
 def test_existing_names_the_experts_that_are_dense(tiny):
