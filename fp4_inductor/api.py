@@ -107,9 +107,6 @@ def quantize_model(
     if isinstance(config, Sparse24Config):
         outcome = sparsify(model, plan, config, target_device, strict, progress)
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
-        for target in bar(plan.experts, "quantize", "experts", progress and bool(plan.experts)):
-            model, rows = convert_experts(model, target, NVFP4Config("four_over_six", large_m=config.large_m), target_device, None)
-            layers += [LayerReport(**{**vars(row), "notes": (*row.notes, "experts are not pruned: dense NVFP4")}) for row in rows]
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
         return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, outcome)
     scales = choose(model, plan, config, strict=strict, progress=progress)

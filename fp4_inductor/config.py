@@ -107,12 +107,14 @@ class Sparse24Config:
             * ``"admm"``: the same aim by operator splitting (ALPS): better, and about twice as slow.
 
             The last three need ``calibration``; the last two prune one decoder block after the other, so that each makes
-            good what the ones before it changed.
+            good what the ones before it changed. Each expert of an MoE layer is pruned by the tokens routed to it; one that saw
+            few borrows from its layer's others, and the report names it.
         scale_search: as in :class:`NVFP4Config`, over the kept weights; None: ``"activation"`` where there is
             ``calibration``, else ``"mse"``.
         calibration: as in :class:`NVFP4Config`; any method takes it. With four batches or more the last eighth is held
             back, and the report says what the new weights cost on it (KL from the dense model, for models with logits).
-        layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be.
+        layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be. The
+            two weights of a module of experts have names of their own (``"mlp.experts.down_proj"``).
         max_error: a layer becomes sparse if its relative output error (without calibration: weight error) is at most this.
         bits: the layers that cost least become sparse, until the mean is at most this many bits a weight (3.5 to 4.5).
         max_kl: as many layers as possible become sparse, the cheapest first, while KL from the dense model, in nats per

@@ -156,7 +156,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
             ExplainRow(
-                f"fp4.{name}",
+                f"fp4.{op._opname}",
                 path[-1] if path else "",
                 str(m),
                 n,
@@ -185,7 +185,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
-    """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+    """``(op of the rows, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
@@ -194,7 +194,8 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1
     if op is torch.ops.fp4.moe.default:
         x, ids, gate_up, down = args[0], args[1], args[3], args[6]
-        return "moe", ids.numel(), x, down.shape[1], gate_up.shape[2] * 2, args[17] if len(args) > 17 else "auto", gate_up.shape[0]
+        row = select.moe_op(*(args[i] if len(args) > i else None for i in (18, 19)))
+        return row, ids.numel(), x, down.shape[1], x.shape[1], args[17] if len(args) > 17 else "auto", gate_up.shape[0]
     return None
 
 
@@ -224,4 +225,5 @@ def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
 
         native, text = status()
         note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    return note if experts == 1 else f"fp4.moe, {experts} experts: M is tokens times choices{f'; {note}' if note else ''}"
+    kind = "2:4-sparse experts" if row is not None and row.op == "sparse_moe" else "experts"
+    return note if experts == 1 else f"fp4.moe, {experts} {kind}: M is tokens times choices{f'; {note}' if note else ''}"

@@ -31,12 +31,17 @@ def csrc_door(name: str, arch: int) -> str:
     return csrc.door(name, arch)
 
 
+def moe_op(gate_up_meta: object, down_meta: object) -> str:
+    """The key of the rows that serve a call of ``fp4.moe`` with this metadata: one 2:4-sparse weight makes it sparse."""
+    return "moe" if gate_up_meta is None and down_meta is None else "sparse_moe"
+
+
 @dataclass(frozen=True)
 class Call:
     """What selection may look at. M is not part of it: it may be symbolic.
 
     Args:
-        op: ``torch.ops.fp4`` name.
+        op: ``torch.ops.fp4`` name, or ``"sparse_moe"``: ``fp4.moe`` with 2:4-sparse experts.
         arch: compute capability times ten, 0 for CPU.
         dtype: activation dtype.
         n, k: weight shape.

@@ -28,7 +28,7 @@ class Row:
     """One way to serve one op in one regime.
 
     Args:
-        op: the ``torch.ops.fp4`` name.
+        op: the ``torch.ops.fp4`` name; ``"sparse_moe"``: ``fp4.moe`` with 2:4-sparse experts (one of the two weights is enough).
         regime: one of :data:`REGIMES`; also the key of a threshold override in ``DispatchConfig``.
         kernel: launcher / template name.
         arch: inclusive range of compute capability times ten (0 for CPU).
@@ -81,6 +81,8 @@ _SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits in
 _DECODE = "two launches; while T * k <= E / 2 few pairs share an expert, so every weight is read about once"
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = "from 64 tokens an expert the pass that makes transient FP8 weights pays; at most 256 MB of them at once"
+_SPARSE_DECODE = "the dense layer's two launches on kept codes and gathered activations, 22% fewer bytes"
+_SPARSE_GROUPED = "the dense kernel on codes decompressed in registers: nothing dense in memory"
 _GROUPED_DENSE = "as above in bfloat16, at most 256 MB of transient weights at once"
 
 ROWS: tuple[Row, ...] = (
@@ -191,4 +193,32 @@ ROWS: tuple[Row, ...] = (
     Row(
         "moe", "by_expert", "by expert", (80, 129), None, ANY, "no tensor cores for this dtype or shape; reads the ids back: no CUDA graph", "compiled, not run"
     ),
+    Row("sparse_moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.sparse_linear", "runs in CI"),
+    Row("sparse_moe", "decode", "triton_sparse_moe_decode", (80, 129), 4, HALF, _SPARSE_DECODE, "compiled, not run", m_per_expert=0.5),
+    Row("sparse_moe", "grouped", "triton_sparse_moe_grouped", (80, 129), 64, HALF, _SPARSE_GROUPED, "compiled, not run", m_per_expert=64.0),
+    Row(
+        "sparse_moe",
+        "large_fp8",
+        "sparse_dequantize_fp8 + scaled_grouped_mm",
+        (90, 90),
+        None,
+        BF16,
+        _GROUPED_FP8,
+        "compiled, not run",
+        ("auto", "fp8"),
+        16,
+        16,
+    ),
+    Row("sparse_moe", "large_dense", "sparse_dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", n_multiple=16),
+    Row(
+        "sparse_moe",
+        "grouped",
+        "triton_sparse_moe_grouped",
+        (80, 129),
+        None,
+        (torch.float16,),
+        "as dense: torch._grouped_mm takes bfloat16",
+        "compiled, not run",
+    ),
+    Row("sparse_moe", "by_expert", "by expert", (80, 129), None, ANY, "as dense: float32 and odd shapes; no CUDA graph", "compiled, not run"),
 )

@@ -37,7 +37,7 @@ def _gemv_template() -> Template:
     from ..kernels.sparse_linear import triton_gemv as t
 
     helpers = (
-        common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks
+        common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks, t.kept_dot
     )  # fmt: skip
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "B": '{{size("SCALE", 1)}}'}
     return Template("fp4_sparse_linear_gemv", t.sparse_gemv, _INPUTS, sizes, helpers, gemv_grid)
@@ -57,7 +57,7 @@ def _mid_template() -> Template:
     from ..kernels.sparse_linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "K": '{{size("X", 1)}}'}
-    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, dense.decode_bytes, dense.scale_of_bytes, dense.tile_of)
+    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, common.decompressed, dense.decode_bytes, dense.scale_of_bytes, dense.tile_of)
     return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, mid_grid)
 
 

@@ -17,7 +17,7 @@ from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
-from ...modules import FP8Linear, Sparse24Linear
+from ...modules import FP8Linear, Sparse24Weight
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
@@ -139,7 +139,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4Indu
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
-    quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Linear, FP8Linear)) for m in model.modules())
+    quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Weight, FP8Linear)) for m in model.modules())
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config
