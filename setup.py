@@ -60,8 +60,8 @@ class BuildWithSources(build_py):
         from fp4_inductor.kernels import build, csrc
 
         try:
-            libraries = [(kernel.source, kernel.defines) for kernel in csrc.KERNELS.values()]
-            built = build.prebuild(Path(self.build_lib) / "fp4_inductor" / "_lib", libraries, archs)
+            libraries = [library for arch in archs for library in csrc.libraries_for(arch)]
+            built = build.prebuild(Path(self.build_lib) / "fp4_inductor" / "_lib", libraries)
         except KernelError as error:  # the package works without: the first use says the same
             self.warn(f"CUDA kernels are left to the first use: {error}")
         else:

@@ -59,7 +59,7 @@ def dequantized(model, config) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, FP4Linear):
             w = module.dequantize()
-            state[f"{name}.weight"] = w if w.shape == plain[f"{name}.weight"].shape else w.t()
+            state[f"{name}.weight"] = w.t() if type(dense.get_submodule(name)).__name__ == "Conv1D" else w
         elif isinstance(module, FP4Experts):
             for part in (module.first_name, "down_proj"):
                 weight = getattr(module, part)
@@ -133,6 +133,53 @@ def write_mxfp4_pack(model, directory: Path, span: int = 9) -> dict[str, Tensor]
     quantization = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed"}
     write(directory, state, config_of(model, quantization | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}))
     return dense
+
+
+def write_mixed(directory: Path, *, kv_cache: bool = True) -> dict[str, str]:
+    """A ModelOpt MIXED_PRECISION checkpoint; returns the algorithm of every layer that has one.
+
+    No real export was at hand: the NVFP4 fixture, whose o_proj and down_proj are made FP8 and whose q_proj bfloat16 as modelopt 0.47's
+    source does it (quant_utils.to_quantized_weight, process_layer_quant_config; convert_hf_config for config.json).
+    """
+    state, algorithms = load_file(MODELOPT / "model.safetensors"), {}
+    for name in [n.removesuffix(".weight_scale_2") for n in state if n.endswith(".weight_scale_2")]:
+        last = name.rpartition(".")[2]
+        algorithms[name] = {"o_proj": "FP8", "down_proj": "FP8", "q_proj": ""}.get(last, "NVFP4")
+        if algorithms[name] == "NVFP4":
+            continue
+        parts = [state.pop(f"{name}.{part}") for part in ("weight", "weight_scale", "weight_scale_2")]
+        dense = torch.ops.fp4.dequantize(*parts, torch.bfloat16)
+        state[f"{name}.weight"] = dense
+        of_input = state.pop(f"{name}.input_scale")
+        if last != "q_proj":
+            scale = dense.abs().amax().float() / 448
+            state[f"{name}.weight"], state[f"{name}.weight_scale"] = (dense / scale).to(torch.float8_e4m3fn), scale
+            state[f"{name}.input_scale"] = of_input * 6  # amax / 448 where NVFP4 has amax / (6 * 448)
+    if kv_cache:
+        for i in range(2):
+            for part in "kv":
+                state[f"model.layers.{i}.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.25)
+    algorithms = {name: kind for name, kind in algorithms.items() if kind}
+    layers = {name: {"quant_algo": kind} | ({"group_size": 16} if kind == "NVFP4" else {}) for name, kind in algorithms.items()}
+    groups = {
+        f"group_{i}": {
+            "input_activations": {"dynamic": False, "num_bits": bits_, "type": "float"} | size,
+            "weights": {"dynamic": False, "num_bits": bits_, "type": "float"} | size,
+            "targets": sorted(n for n, k in algorithms.items() if k == kind),
+        }
+        for i, (kind, bits_, size) in enumerate((("NVFP4", 4, {"group_size": 16}), ("FP8", 8, {})))
+    }
+    config = json.loads((MODELOPT / "config.json").read_text())
+    producer = {"name": "modelopt", "version": "0.47.0"}
+    config["quantization_config"] = {
+        "config_groups": groups, "quantized_layers": layers, "ignore": [], "quant_algo": "MIXED_PRECISION",
+        **({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}} if kv_cache else {}),
+        "producer": producer, "quant_method": "modelopt",
+    }  # fmt: skip
+    write(directory, state, config)
+    body = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8" if kv_cache else None, "quantized_layers": layers}
+    (directory / "hf_quant_config.json").write_text(json.dumps({"producer": producer, "quantization": body}))
+    return algorithms
 
 
 def write_gguf(model, path: Path) -> dict[str, Tensor]:

@@ -96,9 +96,12 @@ def test_candidates(monkeypatch, tmp_path):
 
     monkeypatch.setattr(candidates.csrc, "call", stand_in)
     monkeypatch.setattr(candidates, "BOUND", 8e-3)  # the stand-ins round on the way
+    for name in ("triton", "cuda"):
+        monkeypatch.setattr(candidates.launch_w4a4, name, lambda *args: torch.ops.fp4.linear_w4a4(*args[:8]))
     rows = list(candidates.shape(128, 64, (4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "mid", "wide") for what in ("glu", "residual")}
+    fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
     assert kinds == {"current", "small", "small pdl", "current K+16", "any_k K+16", "mid", "wide", "sparse"} | fused | {
         "siblings apart", "siblings", "glu apart", "residual apart"
     }  # fmt: skip
@@ -107,7 +110,7 @@ def test_candidates(monkeypatch, tmp_path):
     compiled = {}
     for kernel in candidates.csrc.KERNELS.values():
         text = (csrc_dir() / kernel.source).read_text()
-        compiled[kernel.source] = {tuple(map(int, t.split(",")))[-3 - (kernel.tile[1] == "tokens") :] for t in re.findall(r"TILE\(([\d, ]+)\)", text)}
+        compiled[kernel.source] = {tuple(map(int, t.split(",")))[-3 - (kernel.tile[1:2] == ("tokens",)) :] for t in re.findall(r"TILE\(([\d, ]+)\)", text)}
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),

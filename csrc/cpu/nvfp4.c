@@ -66,6 +66,12 @@ __attribute__((constructor)) static void fill_kept(void) {
     }
 }
 typedef __m512 vec;  // 16 floats
+static inline __m256i bf16x16(vec v) {
+  __m512i u = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(u, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0)));
+}
 static inline vec decode24(const uint8_t* values, const uint8_t* meta, __m512 lut) {
   uint32_t word;
   memcpy(&word, values, 4);
@@ -96,6 +102,42 @@ static inline void block16(int sparse, const uint8_t* qr, const uint8_t* mr, int
 }
 #endif
 
+#if defined(__AVX512BW__)
+// The 16 bfloat16 a code can stand for, for every scale byte: then decoding is a look-up, without a product or a rounding.
+static void value_table(const float* table, float g, uint16_t (*values)[16]) {
+  const __m512 lut = _mm512_loadu_ps(E2M1), vg = _mm512_set1_ps(g);
+  for (int b = 0; b < 256; ++b)
+    _mm256_store_si256((__m256i*)values[b], bf16x16(_mm512_mul_ps(_mm512_mul_ps(lut, _mm512_set1_ps(table[b])), vg)));
+}
+// Two blocks of 16 codes: word 2 i of the index is the low nibble of byte i, word 2 i + 1 the high one; the second block's values are entries 16 to 31.
+static inline void decode32_bf16(const uint8_t* q, const uint16_t* first, const uint16_t* second, uint16_t* out) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)q));
+  __m512i index = _mm512_and_si512(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), _mm512_set1_epi16(15));
+  index = _mm512_or_si512(index, _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1));
+  const __m512i values = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)first)), _mm256_loadu_si256((const __m256i*)second), 1);
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, values));
+}
+static void dequantize_bf16(const uint8_t* q, const uint8_t* scale, float g, uint16_t* out, int64_t rows, int64_t k, int threads) {
+  float table[256];
+  uint16_t values[256][16] __attribute__((aligned(64)));
+  scale_table(table);
+  value_table(table, g, values);
+  const int64_t blocks = k / 16;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t *qr = q + r * (k / 2), *sr = scale + r * blocks;
+    uint16_t* to = out + r * k;
+    int64_t b = 0;
+    for (; b + 1 < blocks; b += 2) decode32_bf16(qr + b * 8, values[sr[b]], values[sr[b + 1]], to + b * 16);
+    if (b < blocks)
+      for (int i = 0; i < 8; ++i) {
+        to[b * 16 + 2 * i] = values[sr[b]][qr[b * 8 + i] & 15];
+        to[b * 16 + 2 * i + 1] = values[sr[b]][qr[b * 8 + i] >> 4];
+      }
+  }
+}
+#endif
+
 // out[rows, k] (float32 if !bf16 else bfloat16 bits) = e2m1 * scale * g, rounded once. 1 if metadata is illegal, else 0.
 static inline __attribute__((always_inline)) int dequantize_rows(const int sparse, const uint8_t* q, const uint8_t* meta, const uint8_t* scale, float g,
                                                                  void* out, int64_t rows, int64_t k, int bf16, int threads) {
@@ -117,12 +159,7 @@ static inline __attribute__((always_inline)) int dequantize_rows(const int spars
       if (!bf16) {
         _mm512_storeu_ps((float*)out + r * k + b * 16, v);
       } else {
-        __m512i u = _mm512_castps_si512(v);
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-        u = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-        __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        u = _mm512_mask_mov_epi32(u, nan, _mm512_set1_epi32(0x7FC0));
-        _mm256_storeu_si256((__m256i*)((uint16_t*)out + r * k + b * 16), _mm512_cvtepi32_epi16(u));
+        _mm256_storeu_si256((__m256i*)((uint16_t*)out + r * k + b * 16), bf16x16(v));
       }
     }
 #else
@@ -145,6 +182,12 @@ static inline __attribute__((always_inline)) int dequantize_rows(const int spars
 
 // meta: null for dense codes.
 int fp4_dequantize_rows(const uint8_t* q, const uint8_t* meta, const uint8_t* scale, float g, void* out, int64_t rows, int64_t k, int bf16, int threads) {
+#if defined(__AVX512BW__)
+  if (!meta && bf16 && rows * k >= 16 * 1024) {  // the table is 4096 values
+    dequantize_bf16(q, scale, g, (uint16_t*)out, rows, k, threads);
+    return 0;
+  }
+#endif
   return meta ? dequantize_rows(1, q, meta, scale, g, out, rows, k, bf16, threads) : dequantize_rows(0, q, meta, scale, g, out, rows, k, bf16, threads);
 }
 

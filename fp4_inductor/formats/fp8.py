@@ -7,4 +7,5 @@ import torch
 from .storage import ROW, Part, Storage
 
 NAME = "fp8"
-STORAGE = Storage(NAME, (Part("qdata", torch.float8_e4m3fn, 1), Part("scale", torch.float32, ROW)), 1, 8.0)
+DTYPE = torch.float8_e4m3fn
+STORAGE = Storage(NAME, (Part("qdata", DTYPE, 1), Part("scale", torch.float32, ROW)), 1, 8.0)

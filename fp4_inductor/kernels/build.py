@@ -161,17 +161,15 @@ def binding_library(extra: tuple[str, ...] = ()) -> Path:
     return _build(compiler, BINDING, inputs, flags, libraries, "")
 
 
-def prebuild(folder: Path, sources: Iterable[tuple[str, tuple[str, ...]]], archs: Iterable[int]) -> list[Path]:
-    """Compile the binding, and every one of ``sources`` (with its defines) for every one of ``archs``, into ``folder``, in parallel. For ``setup.py``.
+def prebuild(folder: Path, sources: Iterable[tuple[str, int, tuple[str, ...]]]) -> list[Path]:
+    """Compile the binding, and every source for its architecture with its defines, into ``folder``, in parallel. For ``setup.py``.
 
     Raises:
         KernelError: as :func:`cuda_library` and :func:`binding_library`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     jobs: list[tuple] = [
-        (source, _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines), cuda_library, (source, arch, defines))
-        for source, defines in sources
-        for arch in archs
+        (source, _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines), cuda_library, (source, arch, defines)) for source, arch, defines in sources
     ]
     jobs.append((BINDING, _with_headers(BINDING, "*.h"), binding_flags()[0], binding_library, ()))
 

@@ -21,6 +21,7 @@ from ..errors import DeviceError, KernelError
 from . import build
 from .build import pointer
 from .linear.configs import Epilogue
+from .table import ROWS
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Kernel:
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: launched so that it may begin, and prefetch weights, while the kernel before it still runs (programmatic dependent launch).
+        activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it.
     """
 
     source: str
@@ -41,6 +43,11 @@ class Kernel:
     regime: str
     finish: str | None = "plain"
     early: bool = False
+    activations: tuple[str, ...] = ("x",)
+
+    @property
+    def codes(self) -> bool:
+        return len(self.activations) > 1
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -59,6 +66,7 @@ KERNELS = {
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
     "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("tokens", "groups", "stages", "splits"), "mid"),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
+    "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
@@ -67,8 +75,20 @@ KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel 
 KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
 
 
+def kernels_for(arch: int) -> list[str]:
+    """The kernels that some row of the table names for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
+    return [name for name in KERNELS if any(row.csrc == name and row.arch[0] <= arch <= row.arch[1] for row in ROWS)]
+
+
+def libraries_for(arch: int) -> list[tuple[str, int, tuple[str, ...]]]:
+    """``(source, arch, defines)`` of each of :func:`kernels_for`."""
+    return [(KERNELS[name].source, arch, KERNELS[name].defines) for name in kernels_for(arch)]
+
+
 @functools.cache
 def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
+    if name not in kernels_for(arch):
+        return None, f"csrc/{KERNELS[name].source} is not written for sm_{arch}"
     try:
         library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch, KERNELS[name].defines)))
     except (KernelError, OSError) as error:
@@ -115,7 +135,7 @@ def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None =
 
 def call(
     name: str,
-    x: Tensor,
+    x: Tensor | tuple[Tensor, ...],
     weight: Sequence[Tensor],
     global_scale: Tensor,
     bias: Tensor | None,
@@ -123,7 +143,7 @@ def call(
     tile: Sequence[int] = (),
     then: Epilogue | None = None,
 ) -> Tensor:
-    """``[M, N]`` from ``x [M, K]`` and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
+    """``[M, N]`` from ``x [M, K]``, or the parts of x, and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
 
     Args:
         tile: a tile that the source instantiates; empty: the kernel's choice.
@@ -133,7 +153,8 @@ def call(
         KernelError: the kernel is not built, or the launch was refused.
     """
     try:
-        return getattr(torch.ops.fp4_csrc, name).default(x, *weight, global_scale, bias, arch, *extra_arguments(name, tile, then))
+        parts = (*(x if isinstance(x, tuple) else (x,)), *weight)
+        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then))
     except RuntimeError as error:
         if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
@@ -145,7 +166,14 @@ def _switch_off(name: str) -> str:
 
 
 def _through_ctypes(
-    name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = (), more: Sequence[Any] = ()
+    name: str,
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    global_scale: Tensor,
+    bias: Tensor | None,
+    arch: int,
+    tile: Sequence[int] = (),
+    more: Sequence[Any] = (),
 ) -> Tensor:
     kernel = KERNELS[name]
     library, reason = _library(name, arch)
@@ -156,22 +184,20 @@ def _through_ctypes(
             limit=f"built for sm_{arch}",
             remedy="Call torch.ops.fp4.*, which takes another kernel then.",
         )
-    x, *parts = (_dense(t) for t in (x, *weight))
+    first, *parts = (_dense(t) for t in (*x, *weight))
     bias = None if bias is None else _dense(bias)
-    (m, k), n = x.shape, parts[0].shape[0]
-    tile = (*tile, *[0] * (len(kernel.tile) - len(tile)))
-    rest: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) :]]
-    second, third, act, mul, residual = rest
-    with torch.cuda.device(x.device):
-        y = torch.empty(m, _columns(kernel, n), dtype=x.dtype, device=x.device)
+    (m, k), n = first.shape, weight[0].shape[0]
+    k, dtype, sizes = (k * 2, _output_dtype(tile), ()) if kernel.codes else (k, first.dtype, (*tile, *[0] * (len(kernel.tile) - len(tile))))
+    with torch.cuda.device(first.device):
+        y = torch.empty(m, _columns(kernel, n), dtype=dtype, device=first.device)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        sizes = (m, n, k, int(x.dtype == torch.float16))
-        pointers: list[Tensor | None] = [x, *parts, global_scale, bias]
+        pointers: list[Tensor | None] = [first, *parts, global_scale, bias]
+        numbers = [m, n, k, int(dtype == torch.float16)]
         if kernel.finish:
-            mul, residual = (None if t is None else t.contiguous() for t in (mul, residual))
-            status = getattr(library, kernel.function)(*map(pointer, [*pointers, mul, residual, y]), *sizes, second, third, act, *tile, stream)
-        else:
-            status = getattr(library, kernel.function)(*map(pointer, [*pointers, y]), *sizes, *tile, stream)
+            given: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) :]]
+            pointers += [None if t is None else t.contiguous() for t in given[3:]]
+            numbers += given[:3]
+        status = getattr(library, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
@@ -183,6 +209,11 @@ def _columns(kernel: Kernel, n: int) -> int:
     return n // 2 if kernel.finish == "glu" else n
 
 
+def _output_dtype(half: Sequence[int]) -> torch.dtype:
+    """Of a kernel whose activations are codes."""
+    return torch.float16 if half and half[0] else torch.bfloat16
+
+
 def _dense(t: Tensor) -> Tensor:
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
@@ -192,23 +223,25 @@ _DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 
 def _define(name: str, kernel: Kernel) -> None:
-    parts = ", ".join(f"Tensor {part}" for part in kernel.weight)
+    parts = ", ".join(f"Tensor {part}" for part in (*kernel.activations, *kernel.weight))
     more = ", int second=0, int third=0, int act=0, Tensor? mul=None, Tensor? residual=None" if kernel.finish else ""
     tile = ", ".join(f"int {size}=0" for size in kernel.tile)
-    _DEFINITIONS.define(f"{name}(Tensor x, {parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
-    count, sizes = len(kernel.weight), len(kernel.tile)
+    _DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
+    first, count, sizes = len(kernel.activations), len(kernel.activations) + len(kernel.weight), len(kernel.tile)
 
-    def until_bound(x: Tensor, *rest) -> Tensor:
+    def until_bound(*args) -> Tensor:
         """Any device, until the binding has registered itself for CUDA."""
-        if x.device.type != "cuda":
-            raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+        device = args[0].device
+        if device.type != "cuda":
+            raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
         if not binding():
-            return getattr(torch.ops.fp4_csrc, name).default(x, *rest)
-        global_scale, bias, arch, *extra = rest[count:]
-        return _through_ctypes(name, x, rest[:count], global_scale, bias, arch, extra[:sizes], extra[sizes:])
+            return getattr(torch.ops.fp4_csrc, name).default(*args)
+        global_scale, bias, arch, *extra = args[count:]
+        return _through_ctypes(name, args[:first], args[first:count], global_scale, bias, arch, extra[:sizes], extra[sizes:])
 
-    def fake(x: Tensor, weight: Tensor, *rest) -> Tensor:
-        return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]))
+    def fake(*args) -> Tensor:
+        x, weight = args[0], args[first]
+        return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]), dtype=_output_dtype(args[count + 3 :]) if kernel.codes else x.dtype)
 
     _DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=_DEFINITIONS)

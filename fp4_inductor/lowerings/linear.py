@@ -16,13 +16,16 @@ from ..kernels import select
 from ..kernels.linear import configs
 from ..kernels.select import plan
 from ..kernels.table import Row
+from ..ops.dequantize import dequantize_rows
 from ..ops.dequantize_fp8 import fp8_product
 from ..ops.linear_siblings import row_scales, spans
 from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
+from . import linear_w4a4
 from .journal import Entry, record
-from .quantize_rows import quantized_rows
+from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
+from .templates import arguments, bounds, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
 HINT = 64
@@ -72,6 +75,8 @@ def _serves_siblings(x, qdata, rows, large_m) -> bool:
         return False
     options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, inductor.rows_of(x), symbols, dispatch_config())
+    if decision.row is not None and decision.row.regime == "large_nvfp4":
+        return linear_w4a4.row_for(x.get_device(), x.get_dtype(), n, k).siblings
     return decision.row is not None and decision.row.siblings
 
 
@@ -110,7 +115,7 @@ def product(
     dtype = str(x.get_dtype()).removeprefix("torch.")
     entry = record(Entry(f"fp4.{name}", node, module or path, str(m), n, k, dtype, decision, (*options.refused, *refused), call.arch, note=note))
     row = decision.row
-    if row is None or row.kernel == "cpu":
+    if row is None or call.arch == 0:
         return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
@@ -149,10 +154,6 @@ def _gemv_template() -> Template:
     return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
 
-def gemv_grid(m, n, meta, *, cdiv):
-    return (cdiv(n, meta["BLOCK_N"]), cdiv(m, meta["BLOCK_M"]), 1)
-
-
 @functools.cache
 def _mid_template() -> Template:
     from ..kernels import triton_common as common
@@ -161,20 +162,6 @@ def _mid_template() -> Template:
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("QDATA", 0)}}', "K": '{{size("X", 1)}}'}
     helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.global_scale_of, t.decode_bytes, t.scale_of_bytes, t.tile_of)
     return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, helpers, mid_grid)
-
-
-def mid_grid(m, n, meta, *, cdiv):
-    return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
-
-
-def arguments(*tensors):
-    """Realised, contiguous and 16-byte aligned."""
-    return tuple(inductor.contiguous(t) for t in tensors)
-
-
-def bounds(rows) -> tuple[int, ...]:
-    """The rows at which the second and later members begin."""
-    return tuple(a for a, _ in spans(rows)[1:])
 
 
 def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
@@ -210,11 +197,13 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     def large_dense(x, qdata, scale, global_scale):
         if not rows:
             return x @ fp4.dequantize(qdata, scale, global_scale, dtype).t()
-        # Every row a matrix of its own: the op takes one global scale per matrix.
-        w = fp4.dequantize(qdata.unsqueeze(1), scale.unsqueeze(1), row_scales(global_scale, rows, n), dtype)
-        return x @ w.squeeze(1).t()
+        return x @ dequantize_rows(qdata, scale, row_scales(global_scale, rows, n), dtype).t()
 
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
+
+
+def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
+    return linear_w4a4.product(nvfp4_rows(x), (qdata, scale, global_scale), x.get_dtype(), m, n, k, rows)
 
 
 # Kernels with no form inside generated code: an operator is called.
@@ -224,4 +213,5 @@ _LOWER = {
     "triton_mid": _mid,
     "dequantize_fp8 + scaled_mm": _large_fp8,
     "dequantize + mm": _large_dense,
+    "quantize_rows_nvfp4 + linear_w4a4": _large_nvfp4,
 }

@@ -19,13 +19,14 @@ def put_header(path: Path, fields: dict | bytes, data: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def mutate(rng: random.Random, directory: Path) -> tuple[str, str]:
-    """One random change to one file; returns (file, kind)."""
+def mutate(rng: random.Random, directory: Path, header_end: int | None = None) -> tuple[str, str]:
+    """One random change to one file; returns (file, kind). ``header_end``: where its structure ends, if it is no safetensors file."""
     file = rng.choice(sorted(p.name for p in directory.iterdir()))
     path = directory / file
     raw = bytearray(path.read_bytes())
     # Most of a shard is data: aim at the structure, mostly.
-    end = len(raw) if rng.random() < 0.2 else 8 + struct.unpack("<Q", raw[:8])[0] if file.endswith(".safetensors") else len(raw)
+    structure = 8 + struct.unpack("<Q", raw[:8])[0] if file.endswith(".safetensors") else header_end or len(raw)
+    end = len(raw) if rng.random() < 0.2 else structure
     kind = rng.choice(["flip", "byte", "digit", "truncate", "insert", "delete", "swap", "copy"])
     i = rng.randrange(end)
     if kind == "flip":

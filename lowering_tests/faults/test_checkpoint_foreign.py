@@ -18,10 +18,14 @@ import fp4_inductor
 from fp4_inductor import errors
 from fp4_inductor.checkpoint.safetensors_file import read_header
 from fp4_inductor.checkpoint.shards import INDEX, open_shards
+from fp4_inductor.integrations.pretrained.load import take_quantization_config
 from lowering_tests.faults.mutations import header, mutate, put_header
-from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, TORCHAO
+from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, TORCHAO, write_gpt_oss, write_mixed, write_mxfp4_pack
+from lowering_tests.models.conftest import build
 
-MUTATIONS = int(os.environ.get("FP4_MUTATIONS", "400"))  # 10^5 by hand: FP4_MUTATIONS=100000
+MUTATIONS = int(os.environ.get("FP4_MUTATIONS", "900"))  # 10^5 by hand: FP4_MUTATIONS=100000
+SEED = os.environ.get("FP4_MUTATIONS_SEED", "")
+KINDS = 9  # kinds of files below
 FIXTURES = {"modelopt": MODELOPT, "compressed": COMPRESSED, "torchao": TORCHAO, "mixtral": MIXTRAL}
 FILE = "model.safetensors"
 UP = "model.layers.0.mlp.up_proj"
@@ -281,6 +285,10 @@ def test_one_name_in_two_shards(copied):
 # --- the quantization config -----------------------------------------------------------------------------------------
 
 
+def mixed(q: dict, **kinds: object) -> None:
+    q.update(quant_algo="MIXED_PRECISION", quantized_layers={name: {"quant_algo": kind} for name, kind in kinds.items()})
+
+
 @pytest.mark.parametrize(
     ("kind", "edit", "match"),
     [
@@ -290,7 +298,10 @@ def test_one_name_in_two_shards(copied):
         ("modelopt", lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32), "group_size.*32"),
         ("modelopt", lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8), "8-bit float"),
         ("modelopt", lambda q: q.update(config_groups=[]), "config_groups"),
-        ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}}), "quant_algo of a.*FP8"),
+        ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION"), "without quantized_layers"),
+        ("modelopt", lambda q: mixed(q, a="W4A8_AWQ", b="NVFP4", c="W4A8_AWQ", d=3), r"quant_algo of 3 of 4 layers \(W4A8_AWQ: a, c; None: d\)"),
+        ("modelopt", lambda q: mixed(q, **{UP: "FP8"}), rf"{UP}\.weight is not stored as quantized_layers says"),
+        ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={UP: {"quant_algo": "NVFP4", "group_size": 32}}), "group_size of .*32"),
         ("compressed", lambda q: q.update(quantization_status="frozen"), "quantization_status"),
         ("compressed", lambda q: q.update(config_groups={}), "config_groups"),
         ("compressed", lambda q: q["config_groups"]["group_0"].update(format="pack-quantized"), "weight format.*pack-quantized"),
@@ -340,7 +351,18 @@ def structure(model) -> list[tuple]:
     return [(n, t.dtype, tuple(t.shape)) for n, t in model.state_dict().items()] + [(n, type(m).__name__) for n, m in model.named_modules()]
 
 
-@pytest.mark.parametrize("kind", FIXTURES)
+def _written(kind: str, directory: Path) -> Path:
+    """Formats without a fixture, written here."""
+    if kind == "mixed":
+        write_mixed(directory)
+    elif kind == "fp4_inductor":
+        fp4_inductor.load_pretrained(MIXTRAL).save_pretrained(directory)
+    else:
+        (write_gpt_oss if kind == "gpt_oss" else write_mxfp4_pack)(build({"gpt_oss": kind}.get(kind, "llama"), torch.bfloat16), directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", [*FIXTURES, "mixed", "fp4_inductor", "gpt_oss", "mxfp4_pack"])
 def test_mutated_files(tmp_path, kind):
     """Refused with a typed error, or the same structure: another value is a legal value in formats without checksums.
 
@@ -350,19 +372,20 @@ def test_mutated_files(tmp_path, kind):
 
     from fp4_inductor.integrations.pretrained.plan import make_load_plan
 
-    rng = random.Random(kind)
-    pristine = {p.name: p.read_bytes() for p in FIXTURES[kind].iterdir() if p.name in (FILE, "config.json")}
-    want = structure(fp4_inductor.load_pretrained(FIXTURES[kind]))
-    config = transformers.AutoConfig.from_pretrained(FIXTURES[kind])
-    source = config.quantization_config
-    del config.quantization_config
+    rng = random.Random(kind + SEED)
+    directory = FIXTURES.get(kind) or _written(kind, tmp_path / "written")
+    pristine = {p.name: p.read_bytes() for p in directory.iterdir() if p.name in (FILE, "config.json")}
+    want = structure(fp4_inductor.load_pretrained(directory))
+    config = transformers.AutoConfig.from_pretrained(directory)
+    source = take_quantization_config(config)
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     before = structure(skeleton)
     refusals = typed = loads = 0
     work = tmp_path / "work"
     work.mkdir()
-    for i in range(MUTATIONS // 4):
+    each = MUTATIONS // KINDS
+    for i in range(each):
         # config.json is transformers' to read: fewer of those, each a whole load.
         whole = i % 50 == 0
         for name, data in pristine.items():
@@ -376,7 +399,7 @@ def test_mutated_files(tmp_path, kind):
         try:
             if not whole:
                 make_load_plan(skeleton, open_shards(work), source, torch.bfloat16, True)
-                if loads > MUTATIONS // 40:
+                if loads > each // 10:
                     continue
             loads += 1
             assert structure(fp4_inductor.load_pretrained(work)) == want or whole, changed
@@ -384,5 +407,47 @@ def test_mutated_files(tmp_path, kind):
             refusals += 1
             typed += None not in (error.value, error.limit, error.remedy)
     assert structure(skeleton) == before
-    assert typed == refusals > MUTATIONS // 4 * 0.4
+    assert typed == refusals > each * 0.4
+    assert loads
+
+
+def test_mutated_gguf(tmp_path):
+    """As above: the header is a third of this file, and aimed at."""
+    import transformers
+
+    pytest.importorskip("gguf")
+    from fp4_inductor.integrations.pretrained import gguf
+    from lowering_tests.gguf_files import write_gpt_oss as write
+
+    rng = random.Random("gguf" + SEED)
+    options = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 16}
+    config = transformers.GptOssConfig(**options, num_attention_heads=2, num_key_value_heads=1, head_dim=32, layer_types=["full_attention"])
+    write(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "good.gguf")
+    pristine = (tmp_path / "good.gguf").read_bytes()
+    header = gguf.open_file(tmp_path / "good.gguf")
+    end = min(t.start for t in header.tensors.values())
+    config = gguf.config_of(header)
+    skeleton = gguf.skeleton(transformers.GptOssForCausalLM, config)
+
+    def found(path: Path) -> list:
+        weights, dense = gguf.match(gguf.open_file(path), skeleton, config)
+        return sorted((n, w.shape, type(w).__name__) for n, w in weights.weights.items()) + sorted((n, t.shape) for n, t in dense.items())
+
+    want, loaded = found(tmp_path / "good.gguf"), structure(fp4_inductor.load_pretrained(tmp_path / "good.gguf"))
+    refusals = typed = loads = 0
+    path = tmp_path / "work" / "m.gguf"
+    path.parent.mkdir()
+    each = MUTATIONS // KINDS
+    for i in range(each):
+        path.write_bytes(pristine)
+        changed = mutate(rng, path.parent, end)
+        try:
+            assert found(path) == want, changed
+            if i % 20 == 0:
+                loads += 1
+                assert structure(fp4_inductor.load_pretrained(path)) == loaded, changed
+        except errors.FP4Error as error:
+            refusals += 1
+            typed += None not in (error.value, error.limit, error.remedy)
+    assert typed == refusals > each * 0.4
     assert loads

@@ -23,6 +23,7 @@ from fp4_inductor.checkpoint.safetensors_file import read_header
 from lowering_tests.faults.mutations import header, mutate, put_header
 
 MUTATIONS = int(os.environ.get("FP4_MUTATIONS", "400"))  # 10^5 by hand: FP4_MUTATIONS=100000
+SEED = os.environ.get("FP4_MUTATIONS_SEED", "")
 SHARD_1, SHARD_2 = "fp4_inductor-00001-of-00002.safetensors", "fp4_inductor-00002-of-00002.safetensors"
 
 
@@ -518,7 +519,7 @@ def _bits(model: nn.Module) -> list[bytes]:
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_mutated_files(originals, tmp_path, kind, resign):
     """Damage is refused or has no effect at all; whoever also recomputes the checksums can change values, never structure."""
-    rng = random.Random(f"{kind}{resign}")
+    rng = random.Random(f"{kind}{resign}{SEED}")
     good = fp4_inductor.load(Net(), originals[kind])
     structure, bits = _structure(good), _bits(good)
     pristine = {p.name: p.read_bytes() for p in originals[kind].iterdir()}

@@ -68,6 +68,13 @@ def test_compressed_tensors_decodes_the_export_to_the_same_weights(tiny, tmp_pat
     assert exact >= 0.8 * total
 
 
+def test_compressed_tensors_has_no_reader_for_sparse_nvfp4():
+    """Why 2:4 layers are refused: the name of the format is left, its compressor is not. If one comes back, so should an export."""
+    base = pytest.importorskip("compressed_tensors.compressors.base")
+    assert "nvfp4-pack-quantized" in base.BaseCompressor.registered_names()
+    assert not {"sparse-24-bitmask", "sparse-bitmask", "marlin-24"} & set(base.BaseCompressor.registered_names())
+
+
 def ours(model, family: str) -> dict:
     """NVFP4Tensors by the module names of the original checkpoint."""
     out = {name: m.weight for name, m in model.named_modules() if isinstance(m, FP4Linear)}

@@ -15,7 +15,7 @@ from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
-from fp4_inductor.ops import linear
+from fp4_inductor.ops import linear, linear_w4a4, quantize_rows_nvfp4
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import emulated
@@ -27,8 +27,8 @@ ARCH = 90
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
 def resolve(name: bytes, arch: int):
     kernel = KERNELS[name.decode()]
-    library = emulated(kernel.source, ARCH, kernel.defines).library
-    return ctypes.cast(getattr(library, kernel.function), ctypes.c_void_p).value if arch == ARCH else None
+    library = emulated(kernel.source, arch, kernel.defines).library if arch == (120 if kernel.codes else ARCH) else None
+    return None if library is None else ctypes.cast(getattr(library, kernel.function), ctypes.c_void_p).value
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_through_ctypes_it_is_the_same(ops, monkeypatch):
     ):
         tile = [0] * len(KERNELS[name].tile)
         want = getattr(ops, name)(x, q, s, g, bias, ARCH, *tile, *then.arguments())
-        assert torch.equal(csrc._through_ctypes(name, x, (q, s), g, bias, ARCH, (), then.arguments()), want), (name, then)
+        assert torch.equal(csrc._through_ctypes(name, (x,), (q, s), g, bias, ARCH, (), then.arguments()), want), (name, then)
 
 
 def test_strided_and_misaligned_tensors_are_copied(ops):
@@ -162,6 +162,27 @@ def test_what_it_refuses(ops):
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.linear_small(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_activations_as_codes(ops, dtype):
+    for m, n, k, with_bias in ((3, 40, 128, False), (70, 33, 192, True)):
+        x = torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None]
+        rows = quantize_rows_nvfp4.row_scales(x)
+        args = (*quantize_rows_nvfp4.reference(x, rows), rows, *nvfp4.quantize(torch.randn(n, k) / k**0.5))
+        bias = torch.randn(n).to(dtype) if with_bias else None
+        y = ops.linear_w4a4(*args, bias, 120, int(dtype == torch.float16))
+        assert y.dtype == dtype
+        assert error(y, linear_w4a4.reference(*args, None if bias is None else bias.float(), torch.float32).double()) <= 2 * linear.CONTRACT.tolerance[dtype]
+    torch.library.opcheck(ops.linear_w4a4, (*args, bias, 120, int(dtype == torch.float16)), test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    for words, bad in {
+        "does not fit M, N and K": (args[0], args[1][:5], *args[2:]),
+        "codes are": (args[0][0], *args[1:]),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            ops.linear_w4a4(*bad, None, 120)
+    with pytest.raises(RuntimeError, match="result's dtype"):
+        ops.linear_w4a4(*args, torch.zeros(33), 120)
 
 
 def test_opcheck(ops):

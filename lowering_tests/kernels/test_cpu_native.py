@@ -37,10 +37,7 @@ def path(request, monkeypatch):
         assert cpu_native.status()[0] is False
         assert "no C compiler" in cpu_native.status()[1]
     elif request.param != "native":
-        library = ctypes.CDLL(str(build.shared_library(SOURCE, FLAGS[request.param])))
-        library.fp4_isa.restype = ctypes.c_char_p
-        library.fp4_gemv.restype = ctypes.c_int
-        library.fp4_dequantize_rows.restype = ctypes.c_int
+        library = cpu_native.opened(build.shared_library(SOURCE, FLAGS[request.param]))
         assert library.fp4_isa() != b"avx512"
         monkeypatch.setattr(cpu_native, "_library", lambda: (library, request.param))
     else:
@@ -102,6 +99,33 @@ def test_dequantize_shapes(path, shape):
     w = nvfp4.quantize(torch.randn(shape))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(fp4.dequantize(*w, dtype), nvfp4.dequantize(*w, dtype))
+
+
+@pytest.mark.parametrize("g", [0.37, 3e-41, 1e-38, 1e35, float("inf")])
+@pytest.mark.parametrize("shape", [(64, 512), (343, 48), (512, 1008)])
+def test_many_weights_to_bfloat16(path, shape, g):
+    """From 16384 weights on, the C kernel looks bfloat16 values up: bit for bit the product, subnormal, infinite and NaN ones included."""
+    q, s, _ = weight(*shape)
+    s.view(torch.uint8)[0, :2] = torch.tensor([0x7F, 0xFF])
+    got, want = fp4.dequantize(q, s, torch.tensor(g), torch.bfloat16), nvfp4.dequantize(q, s, torch.tensor(g), torch.bfloat16)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(7.0).view(torch.int16), want.nan_to_num(7.0).view(torch.int16))
+
+
+def test_scratch_memory_does_not_outlive_its_mode_or_leave_its_thread():
+    import threading
+
+    w, x = weight(64, 512), torch.randn(20, 512, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        want = fp4.linear(x, *w)
+    results = []
+    threads = [threading.Thread(target=lambda: results.extend(fp4.linear(x, *w) for _ in range(20))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 80
+    assert all(torch.equal(y, want) for y in (*results, fp4.linear(x.clone().requires_grad_(), *w)))
 
 
 def test_rows_stay_apart(path):

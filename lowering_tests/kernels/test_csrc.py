@@ -111,9 +111,22 @@ def test_without_nvcc_the_reason_is_told(monkeypatch):
         assert select.csrc_status(0) == ""
         assert "ctypes" in csrc.door("linear_small", 90) and "nvcc not found" in csrc.door("linear_small", 90)
         with pytest.raises(errors.KernelError, match="nvcc not found"):
-            csrc._through_ctypes("linear_small", torch.empty(1, 64), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
+            csrc._through_ctypes("linear_small", (torch.empty(1, 64),), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
     finally:
         csrc._library.cache_clear()
+
+
+def test_a_kernel_is_built_only_where_a_row_names_it():
+    """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
+    hopper = {name for name in csrc.KERNELS if name.startswith(("linear_mid", "linear_wide"))}
+    assert {arch: set(csrc.KERNELS) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
+        80: {*hopper, "linear_small_pdl", "linear_w4a4"},
+        90: {"linear_w4a4"},
+        100: {*hopper, "linear_w4a4"},
+        120: hopper,
+        121: hopper,
+    }
+    assert csrc.why_not("linear_w4a4", 90) == "csrc/gemm/linear_w4a4.cu is not written for sm_90"
 
 
 def test_what_pip_built_needs_no_compiler(monkeypatch, tmp_path):
@@ -127,18 +140,14 @@ def test_what_pip_built_needs_no_compiler(monkeypatch, tmp_path):
     tree = tmp_path / "csrc"
     shutil.copytree(build.csrc_dir(), tree)
     monkeypatch.setattr(build, "csrc_dir", lambda: tree)
-    sources = [(kernel.source, kernel.defines) for kernel in csrc.KERNELS.values()]
-    assert len(set(sources)) == len(csrc.KERNELS)
-    made = build.prebuild(tmp_path / "_lib", sources, [90, 120])
-    assert len(set(made)) == len(sources) * 2 + 1
+    sources = [library for arch in (90, 120) for library in csrc.libraries_for(arch)]
+    made = build.prebuild(tmp_path / "_lib", sources)
+    assert len(set(made)) == len(set(sources)) + 1 == len(sources) + 1
     monkeypatch.setattr(build, "prebuilt_dir", lambda: tmp_path / "_lib")
     monkeypatch.setattr(build, "nvcc", lambda: None)
     monkeypatch.setattr(build, "cxx", lambda: None)
-    assert {build.cuda_library(source, arch, defines) for source, defines in sources for arch in (90, 120)} | {build.binding_library()} == set(made)
-    for changed, call in (
-        (tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(sources[0][0], 90)),
-        (tree / "binding" / "checks.h", build.binding_library),
-    ):
+    assert {build.cuda_library(*source) for source in sources} | {build.binding_library()} == set(made)
+    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(*sources[0])), (tree / "binding" / "checks.h", build.binding_library)):
         changed.write_text(changed.read_text() + "\n")
         with pytest.raises(errors.KernelError, match="compiler"):
             call()

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...formats import nvfp4
+from ...formats import fp8, nvfp4
 from ...tensors import NVFP4Tensor
 from ..safetensors_file import Entry, Reader
 from ..shards import Shards
 
-Decode = Callable[..., tuple[Tensor, Tensor, Tensor] | Tensor]
+Decode = Callable[..., Any]  # of what each class below says
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
+_E4M3_NAN = 0x7F
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 
 
@@ -41,6 +42,7 @@ class StoredWeight:
     transposed: bool = False
     input_scale: Entry | None = None
     input_scale_divides: bool = False
+    packed: ClassVar[bool] = True  # it goes into a module of its own, not into a Parameter of the model
 
     @property
     def bytes(self) -> int:
@@ -86,16 +88,52 @@ class StoredWeight:
             raise CheckpointError(f"{self.name} has a global scale that is not finite and positive", value=bad[:4].tolist(), limit="> 0", remedy=_AGAIN)
 
 
+class FP8Weight(NamedTuple):
+    """What :class:`StoredFP8` reads: ``qdata`` float8_e4m3fn ``[N, K]``, ``scale`` float32 ``[N]``."""
+
+    qdata: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class StoredFP8(StoredWeight):
+    """An E4M3 weight ``[N, K]`` with one float32 scale, or one per row; ``decode`` gives ``(qdata, scale)``. For linear layers only."""
+
+    def like_meta(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        return torch.empty(self.shape, dtype=fp8.DTYPE, device="meta")
+
+    def read(self, reader: Reader, dtype: torch.dtype) -> FP8Weight:  # type: ignore[override]
+        qdata, scale = self.decode(*(reader.read(part) for part in self.parts))
+        if bool(((qdata.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN).any()):
+            raise CheckpointError(f"{self.name} holds NaN", value="0x7f or 0xff", limit="finite E4M3", remedy=_AGAIN)
+        bad = scale[~(torch.isfinite(scale) & (scale > 0))]
+        if bad.numel():
+            raise CheckpointError(f"{self.name} has a scale that is not finite and positive", value=bad[:4].tolist(), limit="> 0", remedy=_AGAIN)
+        return FP8Weight(qdata, scale.reshape(-1).expand(qdata.shape[0]).contiguous())
+
+
+@dataclass(frozen=True)
+class StoredDense(StoredWeight):
+    """Values in high precision that are stored in several pieces (GGUF's expert biases); ``decode`` gives one tensor of ``shape``."""
+
+    packed: ClassVar[bool] = False
+
+    def like_meta(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        return torch.empty(self.shape, dtype=dtype, device="meta")
+
+
 @dataclass
 class Found:
     """What a reader found. ``weights``: by dense name. ``used``: names on disk that belong to them.
 
     ``ignored``: names on disk that mean nothing to a forward pass here (scales of a quantized KV cache), and why.
+    ``notes``: what else the report should say.
     """
 
     weights: dict[str, StoredWeight] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     ignored: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, weight: StoredWeight, also: Iterable[str] = ()) -> None:
         if weight.name in self.weights:

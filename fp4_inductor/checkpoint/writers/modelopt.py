@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...formats import nvfp4
 from ...tensors import NVFP4Tensor
+from ..readers.modelopt import MIXED
 from ..readers.weight import unsupported
 
 METHOD = "modelopt"
@@ -38,16 +39,44 @@ def remark(weights: Mapping[str, NVFP4Tensor]) -> str | None:
     return None
 
 
-def config(ignore: Iterable[str], activations: bool) -> dict[str, Any]:
-    """``quantization_config``. ``activations``: every layer has an input scale, so that a server may quantize activations too (W4A4)."""
-    four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.GROUP}
-    group = {"weights": four, "targets": ["Linear"]} | ({"input_activations": four} if activations else {})
-    algorithm = "NVFP4" if activations else "W4A16_NVFP4"
-    return {"config_groups": {"group_0": group}, "ignore": list(ignore), "quant_algo": algorithm, "producer": PRODUCER, "quant_method": METHOD}
+def fp8_tensors(name: str, weight: Tensor, scale: Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
+    """A layer in E4M3 with one scale, as a MIXED_PRECISION checkpoint has it."""
+    out = {name: weight, f"{name}_scale": scale.reshape(())}
+    return out if input_scale is None else out | {f"{name.removesuffix('weight')}input_scale": input_scale.reshape(())}
 
 
-def other_files(ignore: Iterable[str], activations: bool) -> dict[str, Any]:
+def config(ignore: Iterable[str], activations: bool, fp8: Mapping[str, bool] | None = None) -> dict[str, Any]:
+    """``quantization_config``.
+
+    Args:
+        ignore: layers in high precision.
+        activations: every NVFP4 layer has an input scale, so that a server may quantize activations too (W4A4).
+        fp8: every quantized layer -> is it in FP8; None if none is.
+    """
+    kinds = [_algorithm(activations)] + (["FP8"] if fp8 else [])
+    groups: dict[str, Any] = {}
+    for i, kind in enumerate(kinds):
+        bits = (
+            {"dynamic": False, "num_bits": 8, "type": "float"}
+            if kind == "FP8"
+            else {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.GROUP}
+        )
+        targets = sorted(name for name, eight in fp8.items() if eight == (kind == "FP8")) if fp8 else ["Linear"]
+        groups[f"group_{i}"] = {"weights": bits, "targets": targets} | ({"input_activations": bits} if activations or kind == "FP8" else {})
+    body = {"config_groups": groups, "ignore": list(ignore), "quant_algo": MIXED if fp8 else kinds[0], "producer": PRODUCER, "quant_method": METHOD}
+    return body | ({"quantized_layers": _layers(fp8, activations)} if fp8 else {})
+
+
+def other_files(ignore: Iterable[str], activations: bool, fp8: Mapping[str, bool] | None = None) -> dict[str, Any]:
     """JSON files besides config.json."""
-    algorithm = "NVFP4" if activations else "W4A16_NVFP4"
-    body = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": nvfp4.GROUP, "exclude_modules": list(ignore)}
-    return {"hf_quant_config.json": {"producer": PRODUCER, "quantization": body}}
+    body: dict[str, Any] = {"quant_algo": MIXED if fp8 else _algorithm(activations), "kv_cache_quant_algo": None}
+    body |= {"quantized_layers": _layers(fp8, activations)} if fp8 else {"group_size": nvfp4.GROUP}
+    return {"hf_quant_config.json": {"producer": PRODUCER, "quantization": body | {"exclude_modules": list(ignore)}}}
+
+
+def _algorithm(activations: bool) -> str:
+    return "NVFP4" if activations else "W4A16_NVFP4"
+
+
+def _layers(fp8: Mapping[str, bool], activations: bool) -> dict[str, dict[str, Any]]:
+    return {name: {"quant_algo": "FP8"} if eight else {"quant_algo": _algorithm(activations), "group_size": nvfp4.GROUP} for name, eight in fp8.items()}

@@ -21,7 +21,7 @@ from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
 from ...errors import CheckpointError, ConfigError
 from ...models.experts import ExpertsSpec, describe_experts
-from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Linear
+from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Weight
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from ...tensors.base import FP4Tensor
@@ -58,7 +58,7 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     directory = Path(dir)
     if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
         raise CheckpointError("the directory holds weights already", value=str(directory), limit="no *.safetensors", remedy="Choose an empty directory.")
-    state, inputs = _dense_names(model)
+    state, inputs, eight = _dense_names(model, hasattr(layout, "fp8_tensors"))
     original = _original_names(model, state)
     packed = {name: t for name, t in original.items() if isinstance(t, NVFP4Tensor)}
     if not packed:
@@ -68,19 +68,28 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     tensors: dict[str, Tensor] = {}
     for name, t in original.items():
         tensors |= layout.tensors(name, t, scales.get(name)) if isinstance(t, NVFP4Tensor) else {name: t}
-    ignore = _ignored(model, packed)
-    config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations)}
+    in_fp8: dict[str, Any] = _original_names(model, {key: layer.scale[:1] for key, layer in eight.items()})
+    for (name, scale), layer in zip(in_fp8.items(), eight.values(), strict=True):
+        tensors |= layout.fp8_tensors(name, layer.qdata, scale, layer.input_scale)
+    ignore = _ignored(model, packed | in_fp8)
+    algorithms = {name.removesuffix(".weight"): name in in_fp8 for name in (*packed, *in_fp8)} if in_fp8 else {}
+    mixed = {"fp8": algorithms} if in_fp8 else {}
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations, **mixed)}
     config["architectures"] = [type(model).__name__]
-    _write(directory, tensors, {CONFIG: config, **layout.other_files(ignore, activations)}, max_shard_size)
+    _write(directory, tensors, {CONFIG: config, **layout.other_files(ignore, activations, **mixed)}, max_shard_size)
     if remark := layout.remark(packed):
         warnings.warn(f"export_pretrained: {remark}", stacklevel=2)
+    if dense := [name for name, m in model.named_modules() if isinstance(m, FP8Linear) and f"{name}.weight" not in eight]:
+        warnings.warn(f"export_pretrained: FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(dense[:4])}", stacklevel=2)
     if model.can_generate() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
 
 
-def _dense_names(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The state_dict a dense model would have, its quantized weights as NVFP4Tensor; and the input scales by weight name."""
+def _dense_names(model: PreTrainedModel, with_fp8: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, FP8Linear]]:
+    """The state_dict a dense model would have, its quantized weights as NVFP4Tensor; the input scales by weight name; FP8 layers with one scale, if they can be
+    written, which are left out of the first."""
     state: dict[str, Tensor] = {}
+    eight: dict[str, FP8Linear] = {}
     inputs: dict[str, Tensor] = {}
     packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
     with torch.device("meta"):
@@ -94,12 +103,18 @@ def _dense_names(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, T
         elif attribute == "bias":
             state[f"{owner}_bias" if isinstance(packed[owner], FP4ExpertWeight) else key] = t.detach()
     for name, module in packed.items():
-        if isinstance(module, Sparse24Linear):
+        if isinstance(module, Sparse24Weight):
             raise CheckpointError(
-                f"{name} is 2:4-sparse", value="Sparse24Linear", limit="dense NVFP4", remedy="No server reads such files; use fp4_inductor.save."
+                f"{name} is 2:4-sparse",
+                value=type(module).__name__,
+                limit="dense NVFP4",
+                remedy="No other library reads 2:4 NVFP4 (compressed-tensors dropped sparse-24-bitmask): use fp4_inductor.save.",
             )
-        if isinstance(module, FP8Linear):  # an output head: these layouts have no such weight, it goes out in high precision
-            state[f"{name}.weight"] = module.dequantize()
+        if isinstance(module, FP8Linear):
+            if with_fp8 and bool((module.scale == module.scale[0]).all()):
+                eight[f"{name}.weight"] = module
+            else:
+                state[f"{name}.weight"] = module.dequantize()
             continue
         experts = isinstance(module, FP4ExpertWeight)
         key = name if experts else f"{name}.weight"
@@ -116,7 +131,7 @@ def _dense_names(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, T
         if module.input_scale is not None:
             inputs[key] = module.input_scale
     tied: Mapping[str, str] = model.all_tied_weights_keys
-    return {k: v for k, v in state.items() if k not in tied}, inputs
+    return {k: v for k, v in state.items() if k not in tied}, inputs, eight
 
 
 def _is_transposed(dense: PreTrainedModel, name: str) -> bool:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.ahead import ahead
 from ...checkpoint.readers import StoredWeight
+from ...checkpoint.readers.weight import FP8Weight
 from ...checkpoint.safetensors_file import Reader
 from ...errors import CoverageError
 from ...models.convert import carry_over, replace_module
@@ -96,10 +97,15 @@ def _device(model: PreTrainedModel, name: str) -> torch.device:
     return _packed_module(model, name).qdata.device
 
 
-def _place(model: PreTrainedModel, name: str, t: Tensor, input_scale: Tensor | None, dtype: torch.dtype) -> bool:
+def _place(model: PreTrainedModel, name: str, t: Tensor | FP8Weight, input_scale: Tensor | None, dtype: torch.dtype) -> bool:
     """Give ``t`` to its module; False if it is a weight that NVFP4 cannot hold."""
     module = _packed_module(model, name)
     where = module.qdata.device
+    if isinstance(t, FP8Weight):
+        module.take(tuple(part.to(where) for part in t))
+        module.input_scale = None if input_scale is None else input_scale.to(where).reshape(())
+        unhide(module)
+        return True
     if name.endswith("_bias"):
         padding = module.bias.shape[-1] - t.shape[-1] if module.bias is not None else 0
         module.bias = _pad_rows(t.to(device=where, dtype=dtype), padding)

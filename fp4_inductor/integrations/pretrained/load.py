@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...checkpoint.readers import gguf
+from ...checkpoint.readers import modelopt
 from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
 from .config import FP4InductorConfig
+from .gguf import load_gguf
 from .plan import format_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def load_pretrained(
     """Load a quantized model, its codes and scales bit for bit, and run it in FP4 on any device.
 
     Reads ModelOpt NVFP4, compressed-tensors ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``, gpt-oss MXFP4, torchao
-    ``NVFP4Tensor``, GGUF files with NVFP4 tensors (llama, qwen2, qwen3), and what ``save_pretrained`` writes for models
+    ``NVFP4Tensor``, GGUF files with NVFP4 or MXFP4 tensors (the architectures transformers reads), and what ``save_pretrained`` writes for models
     quantized here: file by file, straight to ``device``.
     No pickle is read and no code of the checkpoint is run.
 
@@ -79,39 +80,16 @@ def load_pretrained(
         options["device_map"] = {"": where}
     options["dtype"] = "auto" if dtype is None else dtype
     if path.suffix == ".gguf" and path.is_file():
-        return _load_gguf(path, auto, large_m, strict, options)
+        return load_gguf(path, auto, large_m, strict, options)
     if path.is_dir():
         check_config(read_json(path / CONFIG), open_shards(path))
     config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
     source = take_quantization_config(config)
-    if source is None:
-        source = _hf_quant_config(path_or_id, hub)
+    if source is None or (str(source.get("quant_algo")).upper() == modelopt.MIXED and not modelopt.layers_of(source)):
+        source = _hf_quant_config(path_or_id, hub) or source  # ModelOpt before 0.43 named the layers of a mixed checkpoint only there
     format_of(source)
     wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
     return _typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
-
-
-def _load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # it reads the whole header with gguf-py, which trusts its input
-        raise CheckpointError(
-            f"{path.name} holds no model configuration that transformers reads",
-            value=f"{type(error).__name__}: {str(error)[:200]}",
-            limit="an architecture of transformers' GGUF support",
-            remedy="Download the file again, or load another format of this model.",
-        ) from error
-    mapping = getattr(auto, "_model_mapping", None)
-    model_class = auto if mapping is None else mapping[type(config)]
-    with torch.device("meta"):
-        names = list(model_class(copy.deepcopy(config)).state_dict())
-    shards, dense = gguf.open_gguf(path, names)
-    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source={"quant_method": gguf.METHOD, "shards": shards, "dense": list(dense)})
-    if options["dtype"] == "auto":
-        options["dtype"] = torch.bfloat16  # a GGUF file does not say
-    return model_class.from_pretrained(None, config=config, state_dict=dense, quantization_config=wanted, **options)
 
 
 def check_config(config: Mapping[str, Any], shards: Shards) -> None:

@@ -43,7 +43,7 @@ class Assembly:
 
     @property
     def packed(self) -> bool:
-        return isinstance(self.sources[0][2], StoredWeight)
+        return _is_packed(self.sources[0][2])
 
     @property
     def weights(self) -> list[StoredWeight]:
@@ -101,8 +101,8 @@ def assemble(model: PreTrainedModel, weights: Mapping[str, StoredWeight], dense:
             raise CheckpointError(f"{target} is stored twice", value=f"{item.sources[0][0]}, {name}", limit="one", remedy=_OTHER_MODEL)
         item.sources.append((name, pattern or name, everything[name]))
     for item in assemblies.values():
-        if len({isinstance(source, StoredWeight) for _, _, source in item.sources}) > 1:
-            kinds = {isinstance(source, StoredWeight): name for name, _, source in item.sources}
+        if len({_is_packed(source) for _, _, source in item.sources}) > 1:
+            kinds = {_is_packed(source): name for name, _, source in item.sources}
             raise CheckpointError(
                 f"{item.target} is quantized in part only",
                 value=f"quantized: {kinds[True]}; not: {kinds[False]}",
@@ -110,6 +110,10 @@ def assemble(model: PreTrainedModel, weights: Mapping[str, StoredWeight], dense:
                 remedy="Download the checkpoint again; if it was written so, quantize the original model.",
             )
     return list(assemblies.values()), homeless
+
+
+def _is_packed(source: Source) -> bool:
+    return isinstance(source, StoredWeight) and source.packed
 
 
 def shapes(item: Assembly, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:

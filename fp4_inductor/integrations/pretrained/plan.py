@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
+from ...config import LargeM, weight_only
 from ...errors import SHOWN, CheckpointError, bullets
-from ...formats import nvfp4
+from ...formats import fp8, nvfp4
 from ...models.convert import carry_over, replace_module
 from ...models.experts import ExpertsSpec, describe_experts
 from ...models.plan import linear_kind
-from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from .names import Assembly, Source, assemble, shapes
@@ -74,7 +75,7 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
         CheckpointError: names what is missing, unknown, of the wrong shape or dtype; the model is unchanged.
     """
     found = format_of(config).find(shards, config)
-    if not found.weights:
+    if not any(weight.packed for weight in found.weights.values()):
         raise CheckpointError(
             "no quantized weight was found",
             value=f"{len(shards.entries)} tensors, quant_method {config.get('quant_method')}",
@@ -95,7 +96,7 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
             limit="the architecture of config.json",
             remedy="Use the config.json that came with the weights" + ("; strict=False forgives names missing on one side." if missing or unknown else "."),
         )
-    notes = [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
+    notes = found.notes + [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
     notes += [f"not in the checkpoint: {', '.join(missing[:SHOWN])}"] if missing else []
     notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:SHOWN])}"] if unknown else []
     ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
@@ -148,6 +149,8 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
 
 
 def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: set[str]) -> list[str]:
+    if t.dtype == fp8.DTYPE:
+        return _misfit_fp8(model, name, t, old)
     if not isinstance(t, NVFP4Tensor):
         return [f"{name}: the model's conversion rules rearrange it in a way that packed weights cannot follow"]
     owner, _, attribute = name.rpartition(".")
@@ -175,6 +178,20 @@ def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: s
     return []
 
 
+def _misfit_fp8(model: PreTrainedModel, name: str, t: Tensor, old: Tensor) -> list[str]:
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if linear_kind(module) != "linear" or attribute != "weight":
+        return [f"{name}: FP8 in the checkpoint, which only linear layers can be here; a parameter of {type(module).__name__} in the model"]
+    if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
+        return [f"{name}: FP8 in the checkpoint, tied to another weight in the model"]
+    if is_parallel(model):
+        return [f"{name}: FP8 in the checkpoint, which tensor parallelism does not divide yet"]
+    if tuple(t.shape) != tuple(old.shape):
+        return [f"{name}: shape {tuple(t.shape)} in the checkpoint, {tuple(old.shape)} in the model"]
+    return []
+
+
 def _missing(model: PreTrainedModel, made: set[str]) -> list[str]:
     tied = model.all_tied_weights_keys  # {follower: source}
     provided = made | {k for k, v in tied.items() if v in made} | {v for k, v in tied.items() if k in made}
@@ -185,7 +202,7 @@ def _matches(name: str, patterns: Any) -> bool:
     return any(re.search(p, name) for p in patterns or ())
 
 
-def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: str) -> None:
+def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: LargeM) -> None:
     """Put modules without values in place of all that will be quantized. Transformers moves their buffers to their devices."""
     made = {name: t for item in plan.assemblies if item.packed for name, t in shapes(item, model, dtype).items()}
     for name, t in made.items():
@@ -194,14 +211,16 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
         if linear_kind(old) is not None:
             weight = old.get_parameter("weight")
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
-            _replace(model, owner, old, FP4Linear(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m))
+            layer = FP8Linear if t.dtype == fp8.DTYPE else FP4Linear
+            path = weight_only(large_m) if layer is FP8Linear or old is model.get_output_embeddings() else large_m
+            _replace(model, owner, old, layer(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=path))
         elif attribute == "down_proj":
             spec = describe_experts(old)
             if isinstance(spec, ExpertsSpec):
                 first = _empty_experts(old, spec, spec.first, cast(NVFP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
                 down = _empty_experts(old, spec, "down_proj", cast(NVFP4Tensor, t), dtype)
                 plan.replaced[owner] = old
-                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
+                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=weight_only(large_m))
                 _replace(model, owner, old, new)
 
 
@@ -230,8 +249,12 @@ def _replace(model: PreTrainedModel, path: str, old: nn.Module, new: nn.Module) 
 
 def hide(module: PackedWeight) -> None:
     """Keep the packed buffers out of the state_dict: transformers would look for them on disk, and initialise them."""
-    module._non_persistent_buffers_set |= {*NVFP4Tensor.PARTS, "bias"} if isinstance(module, FP4ExpertWeight) else set(NVFP4Tensor.PARTS)
+    module._non_persistent_buffers_set |= {*_parts(module), "bias"} if isinstance(module, FP4ExpertWeight) else {*_parts(module)}
 
 
 def unhide(module: PackedWeight) -> None:
-    module._non_persistent_buffers_set -= {*NVFP4Tensor.PARTS, "bias"}
+    module._non_persistent_buffers_set -= {*_parts(module), "bias"}
+
+
+def _parts(module: PackedWeight) -> tuple[str, ...]:
+    return module.storage().names

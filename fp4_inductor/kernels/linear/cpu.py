@@ -6,23 +6,53 @@ same with one table gather per byte: right, and five to ten times slower; ``expl
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 from ...formats import e2m1, nvfp4, sparse24
 from ...ops import dequantize as dequantize_contract
 from ...ops import linear as contract
+from ...ops import linear_w4a4 as w4a4_contract
+from ...ops import quantize_rows_nvfp4
 from ...ops import sparse_dequantize as sparse_dequantize_contract
 from ...ops import sparse_linear as sparse_contract
+from .. import host
 from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
+_KEPT_BYTES = 1 << 22
+_KEPT_VIEWS = 64
+_CHUNK = 1 << 22  # activations dequantised at once: 16 MB of float32
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
     """``x [..., K] @ W.T + bias``, accumulated in float32; one rounding to ``x.dtype`` for M <= 8."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
+    n, k = qdata.shape[0], x.shape[-1]
+    m = x.shape[:-1].numel()
+    # Only this option lets M decide what is computed on a CPU, so only it asks the table.
+    if large_m == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, large_m).kernel != "cpu":
+        return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias).view(*x.shape[:-1], n)
     return _product(x, (qdata,), scale, global_scale, bias)
+
+
+def linear_w4a4(
+    x_qdata: Tensor, x_scale: Tensor, row_scale: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``[M, N]`` in ``dtype``: the activations dequantised to float32, some rows at a time, times the weight as in :func:`linear`; one rounding."""
+    w4a4_contract.check(x_qdata, x_scale, row_scale, qdata, scale, global_scale, bias, dtype)
+    (m, k), n = (x_qdata.shape[0], x_qdata.shape[1] * 2), qdata.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return contract.without_products(row_scale.new_empty((m, k), dtype=dtype), n, bias)
+    out = torch.empty(m, n, dtype=dtype)
+    step = max(1, _CHUNK // k)
+    for start in range(0, m, step):
+        rows = slice(start, start + step)
+        x = quantize_rows_nvfp4.dequantize(x_qdata[rows], x_scale[rows], row_scale[rows])
+        out[rows] = _product(x, (qdata,), scale, global_scale, None if bias is None else bias.float())
+    return out
 
 
 def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -54,16 +84,19 @@ def _product(x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale:
     m = x.shape[:-1].numel()
     if m == 0 or n == 0 or k == 0:
         return contract.without_products(x, n, bias)
-    rows = x.reshape(m, k).contiguous()  # a strided GEMM may sum in another order
-    (codes, *meta), scale = (t.contiguous() for t in packed), scale.contiguous()
-    native, _ = cpu_native.status()
-    if native and m <= cpu_native.MAX_M:
-        y = cpu_native.gemv(rows.float(), codes, scale, float(global_scale), *meta)
-    else:
-        y = _blocked(rows, (codes, *meta), scale, float(global_scale), native)
+    y = product(x.reshape(m, k).contiguous(), tuple(t.contiguous() for t in packed), scale.contiguous(), float(global_scale))
     if bias is not None:
         y += bias
     return y.to(x.dtype).view(*x.shape[:-1], n)
+
+
+def product(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float) -> Tensor:
+    """``rows [M, K] @ W.T``, float32 for up to 8 rows, else in the dtype of ``rows``. Nothing is checked; all contiguous, for a strided GEMM may
+    sum in another order; M, N, K > 0."""
+    native, _ = cpu_native.status()
+    if native and rows.shape[0] <= cpu_native.MAX_M:
+        return cpu_native.gemv(rows.float(), packed[0], scale, g, *packed[1:])
+    return _blocked(rows, packed, scale, g, native)
 
 
 def _dequantized(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,25 +109,50 @@ def _dequantized(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor
 
 def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, native: bool) -> Tensor:
     n, k = packed[0].shape[0], rows.shape[1]
-    gemm_dtype = rows.dtype
-    out = rows.new_empty((rows.shape[0], n))
     step = max(1, min(n, _BLOCK_WEIGHTS // k))
-    decode = _NativeDecoder(step, k, gemm_dtype) if native else _AtenDecoder(step, k, gemm_dtype)
+    decode: _NativeDecoder | _AtenDecoder = (_NativeDecoder if native else _AtenDecoder)(step, k, rows.dtype)
+    if step == n:
+        return torch.mm(rows, decode(scale, g, *packed).t())
+    out = rows.new_empty((rows.shape[0], n))
     for start in range(0, n, step):
         block = slice(start, min(start + step, n))
         torch.mm(rows, decode(scale[block], g, *(t[block] for t in packed)).t(), out=out[:, block])
     return out
 
 
+class _Scratch(threading.local):
+    """Memory of this thread for one block of weights, kept: page faults in a fresh buffer take longer than decoding into it."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def view(self, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        found = self.views.get((n, k, dtype))
+        if found is not None:
+            return found
+        size = n * k * dtype.itemsize
+        if self.memory is None or self.memory.numel() < size or len(self.views) > _KEPT_VIEWS:
+            with torch.inference_mode(False):  # it outlives the mode of this call
+                memory = torch.empty(max(size, _KEPT_BYTES), dtype=torch.uint8)
+            if size > _KEPT_BYTES:
+                return memory.view(dtype).view(n, k)
+            self.memory, self.views = memory, {}
+        return self.views.setdefault((n, k, dtype), self.memory[:size].view(dtype).view(n, k))
+
+
+_scratch = _Scratch()
+
+
 class _NativeDecoder:
     def __init__(self, step: int, k: int, dtype: torch.dtype):
-        self.dtype = dtype
-        self.buffer = torch.empty(step, k, dtype=torch.float32 if dtype == torch.float16 else dtype)
+        self.dtype, self.step = dtype, step
+        self.buffer = _scratch.view(step, k, torch.float32 if dtype == torch.float16 else dtype)
 
     def __call__(self, scale: Tensor, g: float, codes: Tensor, *meta: Tensor) -> Tensor:
-        out = self.buffer[: codes.shape[0]]
+        out = self.buffer if codes.shape[0] == self.step else self.buffer[: codes.shape[0]]
         cpu_native.dequantize_rows(codes, scale, g, out, *meta)
-        return out.to(self.dtype)
+        return out.to(self.dtype) if self.dtype == torch.float16 else out
 
 
 class _AtenDecoder:

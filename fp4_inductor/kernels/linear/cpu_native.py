@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...errors import KernelError
 from ...formats.sparse24 import validate_meta
-from ..build import pointer, shared_library
+from ..build import shared_library
 
 MAX_M = 8
+_ADDRESS = ctypes.c_void_p
 
 
 def _openmp() -> tuple[str, ...]:
@@ -22,18 +23,24 @@ def _openmp() -> tuple[str, ...]:
     return ("-fopenmp", f"-L{bundled[0].parent}", f"-l:{bundled[0].name}", f"-Wl,-rpath,{bundled[0].parent}") if bundled else ("-fopenmp",)
 
 
+def opened(path: Path) -> ctypes.CDLL:
+    """The library with the types of its functions' arguments: plain ints are addresses then, and a call costs half."""
+    library = ctypes.CDLL(str(path))
+    library.fp4_isa.restype = ctypes.c_char_p
+    library.fp4_gemv.argtypes = (*[_ADDRESS] * 4, ctypes.c_float, _ADDRESS, *[ctypes.c_int64] * 3, ctypes.c_int)
+    library.fp4_dequantize_rows.argtypes = (*[_ADDRESS] * 3, ctypes.c_float, _ADDRESS, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2)
+    return library
+
+
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str]:
     reasons = []
     for flags in (("-march=native", *_openmp()), ("-march=native", "-fopenmp"), ("-fopenmp",)):
         try:
-            library = ctypes.CDLL(str(shared_library("cpu/nvfp4.c", flags)))
+            library = opened(shared_library("cpu/nvfp4.c", flags))
         except (KernelError, OSError) as error:
             reasons.append(str(error))
             continue
-        library.fp4_isa.restype = ctypes.c_char_p
-        library.fp4_gemv.restype = ctypes.c_int
-        library.fp4_dequantize_rows.restype = ctypes.c_int
         return library, library.fp4_isa().decode()
     return None, reasons[-1]
 
@@ -51,8 +58,8 @@ def dequantize_rows(codes: Tensor, scale: Tensor, global_scale: float, out: Tens
     """
     rows, k = out.shape
     bad = _library()[0].fp4_dequantize_rows(  # type: ignore[union-attr]
-        pointer(codes), pointer(meta), pointer(scale), ctypes.c_float(global_scale), pointer(out), ctypes.c_int64(rows), ctypes.c_int64(k),
-        ctypes.c_int(out.dtype == torch.bfloat16), ctypes.c_int(torch.get_num_threads()),
+        codes.data_ptr(), None if meta is None else meta.data_ptr(), scale.data_ptr(), global_scale, out.data_ptr(), rows, k,
+        out.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     if bad and meta is not None:
         validate_meta(meta)
@@ -63,8 +70,8 @@ def gemv(x: Tensor, codes: Tensor, scale: Tensor, global_scale: float, meta: Ten
     (m, k), n = x.shape, codes.shape[0]
     out = torch.empty(m, n, dtype=torch.float32)
     bad = _library()[0].fp4_gemv(  # type: ignore[union-attr]
-        pointer(x), pointer(codes), pointer(meta), pointer(scale), ctypes.c_float(global_scale), pointer(out),
-        ctypes.c_int64(m), ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int(torch.get_num_threads()),
+        x.data_ptr(), codes.data_ptr(), None if meta is None else meta.data_ptr(), scale.data_ptr(), global_scale, out.data_ptr(), m, n, k,
+        torch.get_num_threads(),
     )  # fmt: skip
     if bad and 1 <= m <= MAX_M and meta is not None:
         validate_meta(meta)

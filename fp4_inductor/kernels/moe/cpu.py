@@ -1,12 +1,15 @@
-"""fp4.moe on a CPU: expert by expert, only those that some token chose, each through fp4.linear's packed kernels."""
+"""fp4.moe on a CPU: expert by expert, only those that some token chose, each through the packed kernels of fp4.linear or fp4.sparse_linear."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ...ops import moe as contract
 from ...ops.activation import Activation
+from ..linear import cpu as linear
 
 _EXACT_ROWS = 8  # up to here fp4.linear multiplies packed float32 rows: rounding the activations to bfloat16 would save nothing
 
@@ -16,27 +19,53 @@ def moe(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``[T, N]``; sums in float32, in ascending order of the expert."""
     contract.check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
     )  # fmt: skip
     act = Activation(activation, alpha, limit, interleaved)
-    linear = torch.ops.fp4.linear
-    inner = down_qdata.shape[2] * 2
+    inner, columns = contract.columns(down_qdata, down_meta), down_qdata.shape[1]
     local = contract.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    weights = expert_weights.float()
-    gate_up_g, down_g = gate_up_global_scale.reshape(-1), down_global_scale.reshape(-1)
-    out = hidden.new_zeros((hidden.shape[0], down_qdata.shape[1]), dtype=torch.float32)
-    for e in contract.used_experts(local):
-        token, slot = torch.where(local == e)
-        dtype = torch.float32 if token.numel() <= _EXACT_ROWS else hidden.dtype
-        x, w = hidden[token], weights[token, slot, None]
-        x = (x * w if weight_on_input else x).to(dtype)
-        z = linear(x, gate_up_qdata[e], gate_up_scale[e], gate_up_g[e], None if gate_up_bias is None else gate_up_bias[e].to(dtype))
-        h = act(z.float(), inner).to(dtype)
-        y = linear(h, down_qdata[e], down_scale[e], down_g[e], None if down_bias is None else down_bias[e].to(dtype)).float()
-        out.index_add_(0, token, y if weight_on_input else y * w)
+    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias)
+    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias)
+    out = hidden.new_zeros((hidden.shape[0], columns), dtype=torch.float32)
+    for e, token, w in _by_expert(local, expert_weights.float()):
+        x = hidden.index_select(0, token)
+        x = (x * w if weight_on_input else x).to(torch.float32 if token.numel() <= _EXACT_ROWS else hidden.dtype)
+        h = act(gate_up.product(e, x).float(), inner).to(x.dtype)
+        y = down.product(e, h)
+        out.index_add_(0, token, y.float() if weight_on_input else y * w)  # the product of bfloat16 and float32 is float32
     return out.to(hidden.dtype)
+
+
+def _by_expert(local: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, its tokens, their weights ``[M, 1]``) for every expert that some token chose, ascending, the tokens too."""
+    order = torch.argsort(local.reshape(-1), stable=True)
+    used, counts = torch.unique_consecutive(local.reshape(-1)[order], return_counts=True)
+    tokens, chosen = order // local.shape[1], weights.reshape(-1, 1)[order]
+    sizes = counts.tolist()
+    for e, token, w in zip(used.tolist(), tokens.split(sizes), chosen.split(sizes), strict=True):
+        if e >= 0:
+            yield e, token, w
+
+
+class _Experts:
+    """One stack of weights, dense or 2:4-sparse: checked once, multiplied expert by expert."""
+
+    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None):
+        self.packed = tuple(t.contiguous() for t in (codes, meta) if t is not None)
+        self.scale, self.bias = scale.contiguous(), bias
+        self.global_scale = global_scale.reshape(-1).tolist()
+
+    def product(self, e: int, x: Tensor) -> Tensor:
+        """``x [M, K] @ W[e].T + bias``, in ``x.dtype``."""
+        if 0 in (*x.shape, self.scale.shape[1]):
+            y = x.new_zeros(x.shape[0], self.scale.shape[1])
+        else:
+            y = linear.product(x.contiguous(), tuple(t[e] for t in self.packed), self.scale[e], self.global_scale[e])
+        if self.bias is not None:
+            y += self.bias[e].to(x.dtype)
+        return y.to(x.dtype)
