@@ -60,7 +60,9 @@ class BuildWithSources(build_py):
         from fp4_inductor.kernels import build, csrc
 
         try:
-            built = build.prebuild(Path(self.build_lib) / "fp4_inductor" / "_lib", [kernel.source for kernel in csrc.KERNELS.values()], archs)
+            built = build.prebuild(
+                Path(self.build_lib) / "fp4_inductor" / "_lib", [(csrc.KERNELS[name].source, arch) for arch in archs for name in csrc.kernels_for(arch)]
+            )
         except KernelError as error:  # the package works without: the first use says the same
             self.warn(f"CUDA kernels are left to the first use: {error}")
         else:

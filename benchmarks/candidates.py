@@ -15,14 +15,18 @@ import torch
 from dense import SHAPES, error, floor_us, reference, weights
 from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
+from fp4_inductor import dispatch
 from fp4_inductor.formats import e2m1, nvfp4
 from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
+from fp4_inductor.kernels.linear_w4a4 import configs as w4a4
+from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
 from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
+from fp4_inductor.ops import quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "any_k", "mid", "wide", "sparse")
+KINDS = ("current", "small", "any_k", "mid", "wide", "sparse", "w4a4")
 BOUND = 4e-3  # bf16: one rounding of the result
 
 
@@ -111,11 +115,30 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "mid" in kinds and 8 <= m <= 256:
             for tile in mid_tiles(m):
                 yield measure("mid", tile, lambda i: launch.middle(x, q[i], s[i], g, None, tile), expected, count, facts)
+        if "w4a4" in kinds and m >= 16 and (not on_gpu or host.arch(x.device) >= 100):
+            yield from w4a4_lines(x, q, s, g, count, facts)
         if "sparse" in kinds and m <= sparse.MAX_M:
             v, e, ss, sg = sp
             want = sparse_reference(x, v[0], e[0], ss[0], sg)
             for tile in sparse_tiles(m):
                 yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, host.arch(x.device), tile), want, count, facts)
+
+
+def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:
+    """Both operands in NVFP4: the product from codes, by kernel and tile; the whole call, rounding included; the rounding (row maxima by torch) alone."""
+    m, n = x.shape[0], q.shape[1]
+    rows = quantize_rows_nvfp4.row_scales(x)
+    codes = (*torch.ops.fp4.quantize_rows_nvfp4(x, rows), rows)
+    want = reference(quantize_rows_nvfp4.dequantize(*codes), q[0], s[0], g)
+    arch = host.arch(x.device)
+    for tile in w4a4.choices(m, n, arch):
+        yield measure("w4a4", tile, lambda i, tile=tile: launch_w4a4.triton(*codes, q[i], s[i], g, None, x.dtype, tile), want, count, facts)
+    if arch in (0, 120, 121):
+        yield measure("cuda_w4a4", None, lambda i: launch_w4a4.cuda(*codes, q[i], s[i], g, None, x.dtype), want, count, facts)
+    with dispatch(thresholds={"mid": 8, "small": 0, "cpu": 8}):
+        yield measure("w4a4 whole", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g, None, "nvfp4"), want, count, facts)
+    rounding = lambda i: torch.ops.fp4.quantize_rows_nvfp4(x, quantize_rows_nvfp4.row_scales(x))[0]  # noqa: E731
+    yield measure("rounding", None, rounding, codes[0][:64].double(), count, facts)
 
 
 def host_times() -> None:
@@ -128,7 +151,7 @@ def host_times() -> None:
     for name, call in {
         "torch.ops.fp4.linear": lambda: torch.ops.fp4.linear(x, q[0], s[0], g),
         "torch.ops.fp4_csrc.linear_small": lambda: op(x, q[0], s[0], g, None, arch),
-        "the same through ctypes": lambda: csrc._through_ctypes("linear_small", x, (q[0], s[0]), g, None, arch, (0, 0, 0)),
+        "the same through ctypes": lambda: csrc._through_ctypes("linear_small", (x,), (q[0], s[0]), g, None, arch, (0, 0, 0)),
     }.items():
         for _ in range(50):
             call()

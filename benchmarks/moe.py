@@ -1,5 +1,7 @@
 """One MoE layer: fp4.moe by dispatch row against Transformers' bf16 experts: ``python benchmarks/moe.py [--tokens 1 4 ...] [--layers mixtral]``.
 
+Each layer in dense NVFP4 and, where few tokens decode (``--sparse-tokens``), with 2:4-sparse experts, whose goal is 0.85 of the dense time.
+
 Cold L2, CUDA-graph replay, medians; every call of a pass routes to other experts. ``--sweep`` times the tiles of the decode and grouped
 kernels instead. Other libraries are timed where they can be imported (:mod:`moe_peers`). ``--cpu`` times small layers on this CPU (CPU time of a call, the fastest of
 ``CPU_CALLS``: on a busy machine the clock on the wall says little). ``--smoke`` runs two tiny layers on a CPU, without a graph: it shows that the script works, and its figures mean nothing.
@@ -22,14 +24,16 @@ from torch import Tensor
 
 import fp4_inductor  # noqa: F401
 from fp4_inductor.config import dispatch_config
-from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels.select import describe, plan
+from fp4_inductor.formats import nvfp4, sparse24
+from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 
 SILU = Activation()
 TOKENS = (1, 4, 8, 32, 128, 1024, 4096)
 ROUTINGS = 16  # calls a pass
+SPARSE_TOKENS, SPARSE_GOAL = (1, 4), 0.85  # of the dense time
+Parts = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # of gate_up and of down, as their storage orders them
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,21 @@ CPU_TOKENS, CPU_CALLS = (1, 8, 64, 256), 32
 TINY = (Layer("tiny", 8, 2, 64, 32), Layer("tiny_gpt_oss", 4, 2, 64, 32, Activation("swiglu_oai", 1.702, 7.0, True), True))
 
 
-def packed(layer: Layer, device: str) -> tuple[Tensor, ...]:
-    """Random codes and plausible scales: quantizing gigabytes of noise would only take time."""
-    out: list[Tensor] = []
-    for n, k in ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)):
-        out.append(torch.randint(0, 256, (layer.experts, n, k // 2), dtype=torch.uint8, device=device))
-        out.append(torch.randint(0x28, 0x40, (layer.experts, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE))
-        out.append((torch.rand(layer.experts, device=device) + 0.5) / k**0.5 / 8)
-    return tuple(out)
+def packed(layer: Layer, device: str, sparse: bool = False) -> Parts:
+    """Random codes, patterns and plausible scales: quantizing gigabytes of noise would only take time."""
+    return _packed(2 * layer.inner, layer.hidden, layer, device, sparse), _packed(layer.hidden, layer.inner, layer, device, sparse)
+
+
+def _packed(n: int, k: int, layer: Layer, device: str, sparse: bool) -> tuple[Tensor, ...]:
+    def codes(per_byte: int) -> Tensor:
+        return torch.randint(0, 256, (layer.experts, n, k // per_byte), dtype=torch.uint8, device=device)
+
+    scale = torch.randint(0x28, 0x40, (layer.experts, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE)
+    scales = scale, (torch.rand(layer.experts, device=device) + 0.5) / k**0.5 / 8
+    if not sparse:
+        return codes(2), *scales
+    legal = torch.tensor([a | b << 4 for a in sparse24.NIBBLES for b in sparse24.NIBBLES], dtype=torch.uint8, device=device)
+    return codes(4), legal[codes(8).int() % len(legal)], *scales
 
 
 def routings(layer: Layer, tokens: int, device: str, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -82,7 +93,7 @@ def routings(layer: Layer, tokens: int, device: str, count: int) -> list[tuple[T
 class Case:
     """Arguments of one layer at one number of tokens, and how to time a call ``f(i)``."""
 
-    def __init__(self, layer: Layer, parts: tuple[Tensor, ...], tokens: int, device: str):
+    def __init__(self, layer: Layer, parts: Parts, tokens: int, device: str):
         self.layer, self.parts, self.device = layer, parts, device
         self.dtype = torch.bfloat16
         self.x = torch.randn(tokens, layer.hidden, device=device).to(self.dtype)
@@ -102,19 +113,21 @@ class Case:
         return fastest * 1e6
 
     def ours(self, i: int) -> Tensor:
-        return torch.ops.fp4.moe(self.x, *self.routing[i], *self.parts, *self.biases, *self.layer.act.arguments())
+        return torch.ops.fp4.moe(*contract.arguments(self.x, *self.routing[i], *self.parts, *self.biases, *self.layer.act.arguments()))
 
     def error(self, y: Tensor | None = None) -> float:
         """Of ``y`` (ours) against float64, over at most 64 tokens."""
         some = slice(0, 64)
         ids, weights = self.routing[0]
-        want = contract.reference(self.x[some].float(), ids[some], weights[some], *self.parts, *self.biases, *self.layer.act.arguments()).double()
+        arguments = contract.arguments(self.x[some].float(), ids[some], weights[some], *self.parts, *self.biases, *self.layer.act.arguments())
+        want = contract.reference(*arguments).double()
         got = (self.ours(0) if y is None else y)[some].double()
         return float((got - want).norm() / want.norm())
 
     def kernel(self) -> str:
         layer = self.layer
-        options = plan(describe("moe", self.x.device, self.dtype, layer.hidden, layer.hidden, "auto", layer.experts), dispatch_config())
+        op = moe_op(*(contract.codes_and_meta(parts)[1] for parts in self.parts))
+        options = plan(describe(op, self.x.device, self.dtype, layer.hidden, layer.hidden, "auto", layer.experts), dispatch_config())
         return options.pick(self.routing[0][0].numel()).kernel
 
 
@@ -146,7 +159,7 @@ def fp4_peers(builds: dict[str, Callable], layer: Layer, case: Case, built: dict
     for name, build in builds.items():
         try:
             if name not in built or layer.biased:  # every case has biases of its own
-                built[name] = build(case.parts, case.biases, lambda z: layer.act(z, layer.inner).to(z.dtype))
+                built[name] = build((*case.parts[0], *case.parts[1]), case.biases, lambda z: layer.act(z, layer.inner).to(z.dtype))
             calls = [built[name].prepare(case.x, *routing) for routing in case.routing]
             us = case.time(lambda i, c=calls: c[i]())
             out[name] = (us, case.error(calls[0]()))
@@ -156,29 +169,38 @@ def fp4_peers(builds: dict[str, Callable], layer: Layer, case: Case, built: dict
 
 
 @torch.no_grad()
-def measure(layers: tuple[Layer, ...], tokens: tuple[int, ...], device: str, peers: bool) -> Iterator[dict]:
+def measure(layers: tuple[Layer, ...], tokens: tuple[int, ...], device: str, peers: bool, sparse_tokens: tuple[int, ...] = ()) -> Iterator[dict]:
     builds, missing = moe_peers.available(device) if peers else ({}, {})
     for name, why in missing.items():
         print(f"{name}: left out ({why})", flush=True)
     for layer in layers:
+        times: dict[int, float] = {}
         parts, built = packed(layer, device), {}
         for t in tokens:
             case = Case(layer, parts, t, device)
-            us = case.time(case.ours)
+            times[t] = case.time(case.ours)
             others = fp4_peers(builds, layer, case, built)
             dense = dense_peers(layer, case) if peers else {}
-            goal = layer.goals[TOKENS.index(t)] if layer.goals and t in TOKENS else None
-            row = dict(
-                where(device), layer=layer.name, tokens=t, kernel=case.kernel(), us=round(us, 2), goal_us=goal, error=f"{case.error():.1e}",
-                **{f"bf16_{n}_us": round(dense[n], 2) if n in dense else "" for n in ("batched_mm", "grouped_mm")},
-            )  # fmt: skip
-            for name in moe_peers.PEERS:
-                found = others.get(name)
-                row |= {f"{name}_us": round(found[0], 2) if found else "", f"{name}_error": f"{found[1]:.1e}" if found else ""}
-            row["speedup"] = round(min(dense.values()) / us, 2) if dense else ""
-            print(f"{layer.name:12} T={t:5} {row['kernel']:36} {us:9.2f} us (goal {goal})  bf16 {dense}  {others}  error {row['error']}", flush=True)
-            yield row
+            yield _row(case, "nvfp4", times[t], layer.goals[TOKENS.index(t)] if layer.goals and t in TOKENS else None, dense, others)
+        parts = packed(layer, device, sparse=True)
+        for t in sparse_tokens:
+            case = Case(layer, parts, t, device)
+            yield _row(case, sparse24.NAME, case.time(case.ours), round(SPARSE_GOAL * times[t], 2) if t in times else None, {}, {})
         del parts
+
+
+def _row(case: Case, weights: str, us: float, goal: float | None, dense: dict[str, float], others: dict[str, tuple[float, float]]) -> dict:
+    layer, t = case.layer.name, len(case.x)
+    row = dict(
+        where(case.device), layer=layer, weights=weights, tokens=t, kernel=case.kernel(), us=round(us, 2), goal_us=goal, error=f"{case.error():.1e}",
+        **{f"bf16_{n}_us": round(dense[n], 2) if n in dense else "" for n in ("batched_mm", "grouped_mm")},
+    )  # fmt: skip
+    for name in moe_peers.PEERS:
+        found = others.get(name)
+        row |= {f"{name}_us": round(found[0], 2) if found else "", f"{name}_error": f"{found[1]:.1e}" if found else ""}
+    row["speedup"] = round(min(dense.values()) / us, 2) if dense else ""
+    print(f"{layer:12} {weights:14} T={t:5} {row['kernel']:36} {us:9.2f} us (goal {goal})  bf16 {dense}  {others}  error {row['error']}", flush=True)
+    return row
 
 
 @torch.no_grad()
@@ -197,7 +219,7 @@ def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
             found = []
             for tile in grouped if many else decode:
                 calls = [
-                    launch.Layer(case.x, *r, parts[:3], parts[3:], case.biases, layer.act, False, None)  # type: ignore[arg-type]
+                    launch.Layer(case.x, *r, *parts, case.biases, layer.act, False, None)  # type: ignore[arg-type]
                     for r in case.routing
                 ]
                 try:
@@ -225,13 +247,15 @@ def plot(rows: list[dict], path: Path) -> None:
         mine = [r for r in rows if r["layer"] == name]
         series = {
             "fp4.moe": "us",
+            "fp4.moe, 2:4": "us",
             **{name: f"{name}_us" for name in moe_peers.PEERS},
             "bf16 batched_mm": "bf16_batched_mm_us",
             "bf16 grouped_mm": "bf16_grouped_mm_us",
             "goal": "goal_us",
         }
         for label, column in series.items():
-            points = [(r["tokens"], float(r[column])) for r in mine if r.get(column) not in (None, "")]
+            of_weights = [r for r in mine if (r["weights"] == sparse24.NAME) == label.endswith("2:4")]
+            points = [(r["tokens"], float(r[column])) for r in of_weights if r.get(column) not in (None, "")]
             if points:
                 panel.plot(*zip(*points, strict=True), marker="o", linestyle=":" if label == "goal" else "-", label=label)
         panel.set(title=name, xlabel="tokens", ylabel="us", xscale="log", yscale="log")
@@ -244,6 +268,7 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--sparse-tokens", type=int, nargs="*", default=list(SPARSE_TOKENS), help="the same for 2:4-sparse experts")
     parser.add_argument("--layers", nargs="+", default=[layer.name for layer in LAYERS], choices=[layer.name for layer in LAYERS])
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave Transformers' bf16 implementations and other libraries out")
     parser.add_argument("--sweep", action="store_true", help="time tiles")
@@ -254,10 +279,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.smoke or args.cpu:
-        rows = list(measure(TINY, (1, 4, 33), "cpu", args.peers) if args.smoke else measure(CPU_LAYERS, CPU_TOKENS, "cpu", args.peers))
+        layers, tokens, sparse_tokens = (TINY, (1, 4, 33), (1, 4, 33)) if args.smoke else (CPU_LAYERS, CPU_TOKENS, ())
+        rows = list(measure(layers, tokens, "cpu", args.peers, sparse_tokens))
     else:
         chosen = tuple(layer for layer in LAYERS if layer.name in args.layers)
-        rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", args.peers))
+        rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", args.peers, tuple(args.sparse_tokens)))
     out = args.out or (None if args.smoke or args.cpu else RESULTS / ("moe_sweep.csv" if args.sweep else "moe.csv"))
     if out is not None:
         write_csv(out, rows)

@@ -14,10 +14,12 @@ from .config import NVFP4Config, Sparse24Config
 from .errors import ConfigError
 from .integrations import describe_for_saving
 from .integrations.transformers import use_experts_backend
+from .models.activation_cost import activation_cost
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, record
 from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
+from .models.probe import Probe
 from .models.progress import bar
 from .models.scale_choice import choose
 from .models.siblings import annotated, planned, shared_global_scale
@@ -105,9 +107,6 @@ def quantize_model(
     if isinstance(config, Sparse24Config):
         outcome = sparsify(model, plan, config, target_device, strict, progress)
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
-        for target in bar(plan.experts, "quantize", "experts", progress and bool(plan.experts)):
-            model, rows = convert_experts(model, target, NVFP4Config("four_over_six", large_m=config.large_m), target_device, None)
-            layers += [LayerReport(**{**vars(row), "notes": (*row.notes, "experts are not pruned: dense NVFP4")}) for row in rows]
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
         return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, outcome)
     scales = choose(model, plan, config, strict=strict, progress=progress)
@@ -130,7 +129,7 @@ def quantize_model(
     plan.notes += [] if scales.note is None else [scales.note]
     described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
-    return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress)
+    return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, probe=scales.probe)
 
 
 def _finish(
@@ -144,6 +143,7 @@ def _finish(
     described: str,
     progress: bool,
     outcome: Outcome | None = None,
+    probe: Probe | None = None,
 ) -> nn.Module:
     """Move the model, record and print its report."""
     if device is not None:
@@ -151,6 +151,10 @@ def _finish(
     use_experts_backend(model)
     describe_for_saving(model, large_m)
     kl = outcome.measure(model) if outcome is not None else None
+    loud = outcome.verdict(kl) if outcome is not None else []
+    if large_m == "nvfp4":
+        kl, notes, loud = activation_cost(model, probe)
+        plan.notes += notes
     result = Report(
         layers=layers,
         skipped=plan.skipped,
@@ -160,7 +164,7 @@ def _finish(
         config=described,
         notes=plan.notes,
         kl=kl,
-        warnings=outcome.verdict(kl) if outcome is not None else [],
+        warnings=loud,
     )
     result = annotated(result, model)
     record(model, result)
@@ -192,5 +196,6 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     loaded = checkpoint.load(model_or_factory, dir, device, strict)
     model = getattr(loaded, "_orig_mod", loaded)  # torch.compile's wrapper
     use_experts_backend(model)
-    describe_for_saving(model, next((m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))), "auto"))
+    options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
+    describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto")  # experts and heads cannot have that one
     return loaded

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from .errors import ConfigError
 
 ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
-LargeM = Literal["auto", "fp8", "bf16"]
+WeightOnly = Literal["auto", "fp8", "bf16"]
+LargeM = Literal["auto", "fp8", "bf16", "nvfp4"]
 Siblings = Literal["packed", "shared", "separate"]
 Head = Literal["bf16", "nvfp4", "fp8"]
 Pruning = Literal["existing", "magnitude", "wanda", "sparsegpt", "admm"]
@@ -51,6 +52,10 @@ class NVFP4Config:
         large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
             cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
             ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
+            ``"nvfp4"`` (W4A4; never chosen by "auto", for it costs more than the weights do: the report says how much):
+            activations rounded to NVFP4 per token, for the FP4 tensor cores of sm_100 and sm_120. Elsewhere the same numbers
+            are computed in high precision, slower than any other choice: to judge the quality before such a GPU is there.
+            Few rows (decoding), experts and the output head keep their activations.
         siblings: layers of one module that usually read one input (q/k/v, gate/up). ``"packed"``: adjacent rows of one
             buffer, so that compiled graphs make one call of them; every bit is as if they were apart. ``"shared"``: one
             global scale besides, which lets every kernel take them in one call; block scales are rounded a little
@@ -102,18 +107,20 @@ class Sparse24Config:
             * ``"admm"``: the same aim by operator splitting (ALPS): better, and about twice as slow.
 
             The last three need ``calibration``; the last two prune one decoder block after the other, so that each makes
-            good what the ones before it changed.
+            good what the ones before it changed. Each expert of an MoE layer is pruned by the tokens routed to it; one that saw
+            few borrows from its layer's others, and the report names it.
         scale_search: as in :class:`NVFP4Config`, over the kept weights; None: ``"activation"`` where there is
             ``calibration``, else ``"mse"``.
         calibration: as in :class:`NVFP4Config`; any method takes it. With four batches or more the last eighth is held
             back, and the report says what the new weights cost on it (KL from the dense model, for models with logits).
-        layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be.
+        layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be. The
+            two weights of a module of experts have names of their own (``"mlp.experts.down_proj"``).
         max_error: a layer becomes sparse if its relative output error (without calibration: weight error) is at most this.
         bits: the layers that cost least become sparse, until the mean is at most this many bits a weight (3.5 to 4.5).
         max_kl: as many layers as possible become sparse, the cheapest first, while KL from the dense model, in nats per
             token on calibration data, stays at most this. At most one of the three; None of them: all layers.
         accept_loss: required by ``pruning="magnitude"``, which nothing keeps from ruining a model.
-        large_m: as in :class:`NVFP4Config`.
+        large_m: as in :class:`NVFP4Config`, but for "nvfp4".
     """
 
     pruning: Pruning = "existing"
@@ -124,11 +131,11 @@ class Sparse24Config:
     bits: float | None = None
     max_kl: float | None = None
     accept_loss: bool = False
-    large_m: LargeM = "auto"
+    large_m: WeightOnly = "auto"
 
     def __post_init__(self) -> None:
         _one_of(self, "pruning", Pruning)
-        _one_of(self, "large_m", LargeM)
+        _one_of(self, "large_m", WeightOnly)
         if self.scale_search is not None:
             _one_of(self, "scale_search", ScaleSearch)
         data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
@@ -163,6 +170,11 @@ class Sparse24Config:
     def budget(self) -> str:
         """The name of the budget that is given, or ``""``."""
         return next((name for name in ("max_error", "bits", "max_kl") if getattr(self, name) is not None), "")
+
+
+def weight_only(large_m: LargeM) -> WeightOnly:
+    """``large_m`` for weights whose activations are never rounded to NVFP4: experts, and the output head."""
+    return "auto" if large_m == "nvfp4" else large_m
 
 
 def _is_threshold(item: object) -> bool:

@@ -131,7 +131,8 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             ExplainRow(
                 e.op, e.module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch), "; ".join(filter(None, (e.note, _note(row, e.arch, e.decision.note, e.experts)))),
+                tuple(e.epilogue), _news(e.refused, e.arch),
+                _joined(e.note, _w4a4(row, e.arch, e.dtype, e.n, e.k), _note(row, e.arch, e.decision.note, e.experts)),
             )
         )  # fmt: skip
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
@@ -155,7 +156,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
             ExplainRow(
-                f"fp4.{name}",
+                f"fp4.{op._opname}",
                 path[-1] if path else "",
                 str(m),
                 n,
@@ -166,7 +167,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _note(row, options.call.arch, experts=experts),
+                _joined(_w4a4(row, options.call.arch, dtype, n, k), _note(row, options.call.arch, experts=experts)),
             )
         )
 
@@ -184,7 +185,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
-    """``(op, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+    """``(op of the rows, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
@@ -193,13 +194,26 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1
     if op is torch.ops.fp4.moe.default:
         x, ids, gate_up, down = args[0], args[1], args[3], args[6]
-        return "moe", ids.numel(), x, down.shape[1], gate_up.shape[2] * 2, args[17] if len(args) > 17 else "auto", gate_up.shape[0]
+        row = select.moe_op(*(args[i] if len(args) > i else None for i in (18, 19)))
+        return row, ids.numel(), x, down.shape[1], x.shape[1], args[17] if len(args) > 17 else "auto", gate_up.shape[0]
     return None
 
 
 def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     """``(kernel, reason)`` of each refusal; rows of other architectures are not news."""
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
+
+
+def _w4a4(row: Row | None, arch: int, dtype: str, n: int, k: int) -> str:
+    """What serves the product of a call that rounds its activations, and why."""
+    if row is None or row.regime != "large_nvfp4":
+        return ""
+    product = plan(select.describe_for("linear_w4a4", arch, getattr(torch, dtype), n, k), dispatch_config()).rows[-1]
+    return f"activations rounded to NVFP4 per token; linear_w4a4: {product.kernel} ({product.status}): {product.reason}"
 
 
 def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
@@ -211,4 +225,5 @@ def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
 
         native, text = status()
         note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    return note if experts == 1 else f"fp4.moe, {experts} experts: M is tokens times choices{f'; {note}' if note else ''}"
+    kind = "2:4-sparse experts" if row is not None and row.op == "sparse_moe" else "experts"
+    return note if experts == 1 else f"fp4.moe, {experts} {kind}: M is tokens times choices{f'; {note}' if note else ''}"

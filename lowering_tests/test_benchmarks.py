@@ -85,15 +85,17 @@ def test_candidates(monkeypatch, tmp_path):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
     monkeypatch.setattr(candidates.sparse, "linear", lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
+    for name in ("triton", "cuda"):
+        monkeypatch.setattr(candidates.launch_w4a4, name, lambda *args: torch.ops.fp4.linear_w4a4(*args[:8]))
     rows = list(candidates.shape(128, 64, (4, 16), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
-    assert kinds == {"current", "small", "current K+16", "any_k K+16", "mid", "wide", "sparse"}
+    assert kinds == {"current", "small", "current K+16", "any_k K+16", "mid", "wide", "sparse", "w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
     for row in rows:
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
     compiled = {}
     for kernel in candidates.csrc.KERNELS.values():
         text = (csrc_dir() / kernel.source).read_text()
-        compiled[kernel.source] = {tuple(map(int, t.split(",")))[-3 - (kernel.tile[1] == "tokens") :] for t in re.findall(r"TILE\(([\d, ]+)\)", text)}
+        compiled[kernel.source] = {tuple(map(int, t.split(",")))[-3 - (kernel.tile[1:2] == ("tokens",)) :] for t in re.findall(r"TILE\(([\d, ]+)\)", text)}
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),

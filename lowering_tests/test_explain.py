@@ -146,9 +146,9 @@ def test_the_table():
 # --- code generated for CUDA -------------------------------------------------------------------------------------
 
 
-def explain_cuda(build, shape, dtype=BF16, mark=None, **options) -> Explanation:
+def explain_cuda(build, shape, dtype=BF16, mark=None, cc=(9, 0), **options) -> Explanation:
     """explain() on fake CUDA tensors: the compiled model is not run, everything before is."""
-    with code_generation():
+    with code_generation(cc):
         x = torch.empty(shape, dtype=dtype, device="cuda")
         if mark:
             mark(x)

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace fp4 {
@@ -22,6 +23,8 @@ using LinearWide = int(const void* x, const void* q, const void* s, const void* 
                        int groups, int stages, int splits, void* stream);
 using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                               int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
+using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
+                       int M, int N, int K, int dtype, void* stream);
 
 std::mutex mutex;
 std::map<std::pair<std::string, int64_t>, void*> functions;
@@ -108,6 +111,32 @@ Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& 
                      });
 }
 
+// Activations as codes, which carry no dtype: half says whether bias and result are float16 or bfloat16.
+template <typename Place>
+Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& row_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale,
+                   const std::optional<Tensor>& bias, int64_t arch, int64_t half) {
+  constexpr const char* op = "linear_w4a4";
+  auto* f = function<LinearW4A4>(op, arch);
+  require(x_qdata.dim() == 2 && qdata.dim() == 2, op, "codes are [M, K/2] and [N, K/2]");
+  const int64_t m = x_qdata.size(0), n = qdata.size(0), k = x_qdata.size(1) * 2;
+  for (const auto& [part, rows, per_element] : {std::tuple<Tensor, int64_t, int64_t>{x_scale, m, 16}, {row_scale, m, k}, {qdata, n, 2}, {scale, n, 16}}) {
+    require(part.get_device() == x_qdata.get_device(), op, "tensors on different devices");
+    require(part.dim() == 2 && part.size(0) == rows && part.size(1) * per_element == k, op, "a part does not fit M, N and K");
+  }
+  const auto type = half ? ScalarType::Half : ScalarType::BFloat16;
+  require(!bias || (bias->dim() == 1 && bias->size(0) == n && bias->scalar_type() == type), op, "the bias is [N] in the result's dtype");
+  require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, op, "sizes below 2^31");
+  const Place place(x_qdata, op);
+  Tensor y = torch::stable::new_empty(x_qdata, {m, n}, type);
+  if (m == 0 || n == 0) return y;
+  const Tensor x = dense(x_qdata), xs = dense(x_scale), rows = dense(row_scale), q = dense(qdata), s = dense(scale);
+  const std::optional<Tensor> b = bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt;
+  const int status = f(x.data_ptr(), xs.data_ptr(), rows.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m,
+                       (int)n, (int)k, (int)(half != 0), place.stream);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
+  return y;
+}
+
 }  // namespace
 }  // namespace fp4
 
@@ -121,6 +150,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("linear_mid", TORCH_BOX(&fp4::linear_mid<Place>));                   \
     m.impl("linear_wide", TORCH_BOX(&fp4::linear_wide<Place>));                 \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
+    m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)
 #ifdef FP4_EMULATED

@@ -18,7 +18,7 @@ __device__ __forceinline__ int place(int line, int c) { return line * 64 + (c ^ 
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_w4a4(const uint8_t* __restrict__ x, const uint8_t* __restrict__ x_scale, const float* __restrict__ x_global, const uint8_t* __restrict__ q,
+    linear_w4a4(const uint8_t* __restrict__ x, const uint8_t* __restrict__ x_scale, const float* __restrict__ row_scale, const uint8_t* __restrict__ q,
                 const uint8_t* __restrict__ scale, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K) {
   uint8_t* shared = dynamic_shared();
   const Shared address = shared_address(shared);
@@ -66,25 +66,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   copy_async_wait<0>();
-  const float unit = *global_scale * *x_global;
+  const float unit = *global_scale;
 #pragma unroll
   for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      Output<T>{y, bias, M, N}.store(m0 + 8 * j + 2 * t + (c & 1), n0 + 16 * warp + g + 8 * (c >> 1), acc[j][c] * unit);
+    for (int c = 0; c < 4; ++c) {
+      const int m = m0 + 8 * j + 2 * t + (c & 1);
+      Output<T>{y, bias, M, N}.store(m, n0 + 16 * warp + g + 8 * (c >> 1), acc[j][c] * (unit * row_scale[min(m, M - 1)]));
+    }
 }
 
 }  // namespace
 
-// Returns a cudaError_t. dtype of y and bias 0: bfloat16, 1: float16. x codes [M, K/2], x_scale [M, K/16], x_global: the activations
-// as NVFP4. 1 <= M <= 2^20, K % 64 == 0; codes 16-byte aligned, scales 4-byte aligned; bias may be null.
-extern "C" int fp4_linear_w4a4(const void* x, const void* x_scale, const void* x_global, const void* q, const void* s, const void* g, const void* bias, void* y,
+// Returns a cudaError_t. dtype of y and bias 0: bfloat16, 1: float16. x codes [M, K/2], x_scale [M, K/16], row_scale [M]: the
+// activations as NVFP4, a global scale per token. 1 <= M <= 2^20, K % 64 == 0; codes 16-byte aligned, scales 4-byte aligned; bias may be null.
+extern "C" int fp4_linear_w4a4(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
                                int M, int N, int K, int dtype, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const dim3 blocks((N + kRows - 1) / kRows, (M + kTokens - 1) / kTokens);
-    return launch(linear_w4a4<T>, blocks, kThreads, kStages * kStage, 1, (cudaStream_t)stream, (const uint8_t*)x, (const uint8_t*)x_scale, (const float*)x_global,
+    return launch(linear_w4a4<T>, blocks, kThreads, kStages * kStage, 1, (cudaStream_t)stream, (const uint8_t*)x, (const uint8_t*)x_scale, (const float*)row_scale,
                   (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K);
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());

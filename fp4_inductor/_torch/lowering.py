@@ -154,8 +154,7 @@ def quantize_rows_e4m3(x, limit: float, smallest: float):
         limit: what the largest magnitude of a row becomes.
         smallest: lower bound of a scale; a row of zeros gets the scale 1.
     """
-    rows = _elementwise(lambda v: ops.to_dtype(ops.to_dtype(v, x.get_dtype(), use_compute_types=False), torch.float32), torch.float32, x)
-    amax = lowerings[aten.amax.default](lowerings[aten.abs.default](rows), [-1], True)
+    rows, amax = _rows_and_peaks(x)
 
     def scale_of(peak):
         scale = ops.maximum(_divide(peak, ops.constant(limit, torch.float32)), ops.constant(smallest, torch.float32))
@@ -167,6 +166,27 @@ def quantize_rows_e4m3(x, limit: float, smallest: float):
 
     scale = _elementwise(scale_of, torch.float32, amax)
     return _elementwise(code_of, torch.float8_e4m3fn, rows, lowerings[aten.expand.default](scale, rows.get_size())), scale
+
+
+def row_scales(x, per_unit: float, smallest: float):
+    """float32 ``[M, 1]``: the largest magnitude of each row of ``x [M, K]`` times ``per_unit``, as pointwise operations and one reduction.
+
+    Bit for bit what eager code computes. At least ``smallest``; 1 for a row of zeros, NaN for one that holds NaN or Inf.
+    """
+    _, amax = _rows_and_peaks(x)
+
+    def scale_of(peak):
+        zero, one, inf, nan = (ops.constant(v, torch.float32) for v in (0.0, 1.0, float("inf"), float("nan")))
+        scale = ops.maximum(ops.mul(peak, ops.constant(per_unit, torch.float32)), ops.constant(smallest, torch.float32))
+        return ops.where(ops.lt(peak, inf), ops.where(ops.eq(peak, zero), one, scale), nan)
+
+    return _elementwise(scale_of, torch.float32, amax)
+
+
+def _rows_and_peaks(x):
+    """``x [M, K]`` rounded to its dtype, as float32; and the largest magnitude of each row ``[M, 1]``."""
+    rows = _elementwise(lambda v: ops.to_dtype(ops.to_dtype(v, x.get_dtype(), use_compute_types=False), torch.float32), torch.float32, x)
+    return rows, lowerings[aten.amax.default](lowerings[aten.abs.default](rows), [-1], True)
 
 
 def _divide(a, b):

@@ -109,7 +109,7 @@ def _check_parts(manifest: mf.Manifest, entries: dict[str, Entry]) -> None:
     for name, experts in manifest.experts.items():
         blank = experts.module()
         for part, weight in ((experts.first, blank.first), ("down_proj", blank.down_proj)):
-            _check_matrix(join(name, part), entries, nvfp4.STORAGE, tuple(weight.weight.shape))
+            _check_matrix(join(name, part), entries, weight.storage(), weight.stored)
             of_input = entries.get(join(name, f"{part}.input_scale"))
             if (weight.input_scale is not None) != (of_input is not None) or (
                 of_input and (of_input.shape, of_input.dtype) != ((len(weight.global_scale),), torch.float32)

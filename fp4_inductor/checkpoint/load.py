@@ -165,6 +165,9 @@ def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch
     experts = [join(name, part) for name, e in manifest.experts.items() for part in (e.first, "down_proj")]
     checked = {join(name, part) for name in (*manifest.layers, *experts, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
     sparse = [name for weights in (manifest.layers, manifest.tensors) for name, e in weights.items() if e.storage == sparse24.NAME]
+    sparse += [
+        join(name, part) for name, e in manifest.experts.items() for part, s in zip((e.first, "down_proj"), e.storages, strict=True) if s == sparse24.NAME
+    ]
     checked |= {join(name, "meta") for name in sparse}
     checked = {entries[name].name for name in checked if name in entries}  # an alias is checked under its own name
     wanted: dict[Entry, list[torch.device]] = {}

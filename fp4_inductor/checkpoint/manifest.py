@@ -4,14 +4,16 @@
 
     {"format": "fp4_inductor", "version": 2, "checksum": "<sha256 of the rest>",
      "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "input_scale", "storage"}},
-     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m", "input_scales"}},
+     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m", "input_scales",
+                 "storages"}},
      "tensors": {"<parameter that is an FP4Tensor>": {"dtype", "transposed", "storage"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
      "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
      "files":   {"fp4_inductor.safetensors": {"bytes", "header_sha256", "crc32": {"<tensor>": 1234567890}}},
      "report":  {"errors": {"<layer>": 0.083}, "kept": {"<parameter>": "<reason>"}}}
 
-``storage`` names the format (:data:`STORAGES`) and so the tensors of a weight; without it a weight is dense NVFP4.
+``storage`` names the format (:data:`STORAGES`) and so the tensors of a weight, ``storages`` those of the two weights of experts;
+without it they are dense NVFP4.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import torch
 
 from ..errors import CheckpointError, ConfigError
 from ..formats import fp8, nvfp4, sparse24
-from ..modules import FP4Experts, FP4ExpertWeight
+from ..modules import EXPERTS_BY_STORAGE, FP4Experts
 from ..ops.activation import Activation
-from ..ops.linear import LARGE_M
+from ..ops.linear import LARGE_M, WEIGHT_ONLY
 from .safetensors_file import parse_json
 
 FILE = "fp4_inductor.json"
@@ -45,7 +47,8 @@ REWRITE = "Save the model again with fp4_inductor.save()."
 MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
 _JSON_LIMIT = 256_000_000
 _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
-_OPTIONAL = {"storage"}
+_OPTIONAL = {"storage", "storages"}
+_DENSE_EXPERTS = (nvfp4.NAME, nvfp4.NAME)
 _LATER = {"experts"}  # absent in checkpoints written before there were any
 
 
@@ -73,8 +76,8 @@ class LayerEntry:
 class ExpertsEntry:
     """FP4Experts.
 
-    ``first``: attribute of the first weight; ``gate_up`` and ``down``: ``[E, N, K]`` without padding; ``input_scales``: the
-    weights that have one.
+    ``first``: attribute of the first weight; ``gate_up`` and ``down``: ``[E, N, K]`` without padding, in the formats ``storages``;
+    ``input_scales``: the weights that have one.
     """
 
     first: str
@@ -86,14 +89,16 @@ class ExpertsEntry:
     dense: bool
     large_m: str
     input_scales: tuple[str, ...] = ()
+    storages: tuple[str, str] = _DENSE_EXPERTS
 
     def module(self) -> FP4Experts:
         """The module, on the meta device."""
         (experts, rows, columns), (_, width, inner) = self.gate_up, self.down
         options: dict[str, Any] = {"bias": self.bias, "dtype": DTYPE_NAMES[self.dtype], "device": "meta"}
-        extra = -inner % nvfp4.GROUP
-        first = FP4ExpertWeight(experts, rows + rows // inner * extra, columns + -columns % nvfp4.GROUP, rows=rows, columns=columns, **options)
-        down = FP4ExpertWeight(experts, width, inner + extra, rows=width, columns=inner, **options)
+        kinds = [EXPERTS_BY_STORAGE[name] for name in self.storages]
+        padding, extra = (-k % kind.storage().k_multiple for k, kind in zip((columns, inner), kinds, strict=True))
+        first = kinds[0](experts, rows + rows // inner * extra, columns + padding, rows=rows, columns=columns, **options)
+        down = kinds[1](experts, width, inner + extra, rows=width, columns=inner, **options)
         for name, weight in ((self.first, first), ("down_proj", down)):
             if name in self.input_scales:
                 weight.input_scale = torch.ones(experts, dtype=torch.float32, device="meta")
@@ -143,6 +148,9 @@ def write(manifest: Manifest) -> bytes:
     for entry in (*body["layers"].values(), *body["tensors"].values()):
         if entry["storage"] == nvfp4.NAME:
             del entry["storage"]
+    for entry in body.get("experts", {}).values():
+        if entry["storages"] == _DENSE_EXPERTS:
+            del entry["storages"]
     body["report"] = {"errors": body.pop("errors"), "kept": body.pop("kept")}
     for entry in body["files"].values():
         del entry["data_crc32"]
@@ -249,7 +257,8 @@ def _layer(name: str, value: Any, version: int) -> LayerEntry:
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"layers[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     for key in ("bias", "input_scale"):
         _need(type(v.get(key, False)) is bool, f"layers[{name!r}].{key}", v.get(key), "true or false")
-    _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"layers[{name!r}].large_m", v["large_m"], list(LARGE_M))
+    accepted = LARGE_M if v.get("storage", nvfp4.NAME) == nvfp4.NAME else WEIGHT_ONLY
+    _need(isinstance(v["large_m"], str) and v["large_m"] in accepted, f"layers[{name!r}].large_m", v["large_m"], list(accepted))
     _storage(f"layers[{name!r}]", v)
     return LayerEntry(**v)
 
@@ -259,6 +268,9 @@ def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
     v = _fields(what, value, ExpertsEntry, "input_scales" if version == _FIRST else "")
     scales = v.setdefault("input_scales", [])
     _need(isinstance(scales, list) and all(s in (v["first"], "down_proj") for s in scales), f"{what}.input_scales", scales, "names of its weights")
+    storages = v.get("storages", list(_DENSE_EXPERTS))
+    right = isinstance(storages, list) and len(storages) == 2 and all(isinstance(s, str) and s in EXPERTS_BY_STORAGE for s in storages)
+    _need(right, f"{what}.storages", storages, f"two of {list(EXPERTS_BY_STORAGE)}")
     _need(v["first"] in ("gate_up_proj", "up_proj"), f"{what}.first", v["first"], "gate_up_proj or up_proj")
     for key in ("gate_up", "down"):
         shape = v[key]
@@ -267,7 +279,7 @@ def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
     _need(experts == others and rows in (inner, 2 * inner), f"{what}.gate_up", v["gate_up"], f"[{others}, {inner} or {2 * inner}, K]")
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"{what}.dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["bias"]) is bool and type(v["dense"]) is bool, f"{what}.bias and .dense", (v["bias"], v["dense"]), "true or false")
-    _need(isinstance(v["large_m"], str) and v["large_m"] in LARGE_M, f"{what}.large_m", v["large_m"], list(LARGE_M))
+    _need(isinstance(v["large_m"], str) and v["large_m"] in WEIGHT_ONLY, f"{what}.large_m", v["large_m"], list(WEIGHT_ONLY))
     act = v["activation"]
     right = (
         isinstance(act, dict) and set(act) == {"name", "alpha", "limit", "interleaved"} and isinstance(act["name"], str) and type(act["interleaved"]) is bool
@@ -278,7 +290,8 @@ def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
         Activation(**act)
     except ConfigError as error:
         raise CheckpointError(f"{FILE}: {what}.activation: {error.what}", value=error.args[0], limit="an activation of fp4.moe", remedy=REWRITE) from error
-    return ExpertsEntry(**{**v, "gate_up": tuple(v["gate_up"]), "down": tuple(v["down"]), "input_scales": tuple(scales)})
+    shapes: dict[str, Any] = {"gate_up": tuple(v["gate_up"]), "down": tuple(v["down"])}
+    return ExpertsEntry(**{**v, **shapes, "input_scales": tuple(scales), "storages": tuple(storages)})
 
 
 def _tensor(name: str, value: Any) -> TensorEntry:

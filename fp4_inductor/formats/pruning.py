@@ -14,6 +14,8 @@ fitted to what is kept, never to what was dropped.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -175,10 +177,14 @@ def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
 
 def output_error(w: Tensor, q: Tensor, hessian: Tensor | None) -> float:
     """``|X (W - Q)^T| / |X W^T|`` for the inputs behind ``hessian``; of the weights themselves if that is None. 0 for a zero output."""
+    top, bottom = output_energy(w.float() - q.float(), hessian), output_energy(w, hessian)
+    return math.sqrt(top / bottom) if bottom > 0 else 0.0
+
+
+def output_energy(w: Tensor, hessian: Tensor | None) -> float:
+    """``tr(W H W^T)``: the squared outputs of ``w`` per row of the inputs behind ``hessian``; ``|W|^2`` if that is None."""
     w = w.float()
-    d = w - q.float()
-    top, bottom = ((t * t).sum(dtype=torch.float64) if hessian is None else ((t @ hessian) * t).sum(dtype=torch.float64) for t in (d, w))
-    return float((top.clamp_min(0) / bottom).sqrt()) if bottom > 0 else 0.0
+    return max(0.0, float((w * w if hessian is None else (w @ hessian) * w).sum(dtype=torch.float64)))
 
 
 def _checked(w: Tensor, hessian: Tensor) -> Tensor:

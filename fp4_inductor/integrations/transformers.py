@@ -3,7 +3,8 @@
 ``quantize_model`` selects it for a Transformers model whose experts it packed. From then on
 
 * ``FP4Experts`` (what ``quantize_model`` installs) call ``fp4.moe`` themselves;
-* an experts module of the model's own class that holds ``NVFP4Tensor`` Parameters calls the same op through this backend;
+* an experts module of the model's own class that holds ``NVFP4Tensor`` or ``Sparse24NVFP4Tensor`` Parameters calls the same op through
+  this backend;
 * experts that were left in high precision run Transformers' ``grouped_mm``, as they would have without this package;
 * ``generate()`` leaves the name alone, so that prefill and decode are one implementation and one compiled graph.
 
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from ..errors import GatingError
 from ..models.experts import ExpertsSpec, describe_experts
 from ..modules import FP4Experts
-from ..ops import cast_for_autocast
-from ..tensors import NVFP4Tensor
+from ..ops import cast_for_autocast, moe
+from ..tensors.base import FP4Tensor
 
 NAME = "fp4_inductor"
 _SPEC = "_fp4_experts_spec"
@@ -39,13 +40,13 @@ def use_experts_backend(model: Any) -> bool:
     """Select the backend for a Transformers model that has packed experts; False if it is none, or has none.
 
     Raises:
-        GatingError: a module with NVFP4Tensor experts computes what ``fp4.moe`` does not.
+        GatingError: a module with packed experts computes what ``fp4.moe`` does not.
     """
     if "transformers" not in sys.modules or not callable(getattr(model, "set_experts_implementation", None)):
         return False
     packed = any(isinstance(m, FP4Experts) for m in model.modules())
     for name, module in model.named_modules():
-        if any(isinstance(p, NVFP4Tensor) and p.dim() == 3 for p in module._parameters.values()):
+        if any(isinstance(p, FP4Tensor) and p.dim() == 3 for p in module._parameters.values()):
             setattr(module, _SPEC, _spec(module, name))
             packed = True
     if not packed:
@@ -62,27 +63,27 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """Transformers' experts interface: hidden ``[T, H]``, ids and weights ``[T, k]`` -> ``[T, H]``."""
     spec: ExpertsSpec | None = getattr(self, _SPEC, None)
     if spec is None:
-        if not isinstance(self.down_proj, NVFP4Tensor):
+        if not isinstance(self.down_proj, FP4Tensor):
             from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
             return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         spec = _spec(self, type(self).__name__)
     x, _ = cast_for_autocast(hidden_states)
     first, down = getattr(self, spec.first), self.down_proj
-    # The layout NVFP4Tensor is stored in is [E, N, K]; gpt-oss presents it transposed.
+    # The layout these are stored in is [E, N, K]; gpt-oss presents it transposed.
     biases = (getattr(self, f"{spec.first}_bias"), self.down_proj_bias) if spec.bias else (None, None)
-    return torch.ops.fp4.moe(x, top_k_index, top_k_weights, *first.parts(), *down.parts(), *biases, *spec.activation.arguments())
+    return torch.ops.fp4.moe(*moe.arguments(x, top_k_index, top_k_weights, first.parts(), down.parts(), *biases, *spec.activation.arguments()))
 
 
 def _spec(module: nn.Module, name: str) -> ExpertsSpec:
     spec = describe_experts(module)
     weights = () if not isinstance(spec, ExpertsSpec) else (module.get_parameter(spec.first), module.get_parameter("down_proj"))
-    stored = all(isinstance(w, NVFP4Tensor) and w.transposed == spec.transposed for w in weights)  # type: ignore[union-attr]
+    stored = all(isinstance(w, FP4Tensor) and w.transposed == spec.transposed for w in weights)  # type: ignore[union-attr]
     if not isinstance(spec, ExpertsSpec) or spec.dense or not stored:
         raise GatingError(
             f"the experts of {name} cannot run as fp4.moe",
             value=spec if isinstance(spec, str) else f"{type(module).__name__} {[type(w).__name__ for w in weights]}",
-            limit="Transformers' experts interface, both weights NVFP4Tensor with K contiguous",
+            limit="Transformers' experts interface, both weights NVFP4Tensor or Sparse24NVFP4Tensor with K contiguous",
             remedy="Let quantize_model pack them, or keep both weights dense.",
         )
     return spec

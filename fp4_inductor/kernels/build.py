@@ -161,14 +161,14 @@ def binding_library(extra: tuple[str, ...] = ()) -> Path:
     return _build(compiler, BINDING, inputs, flags, libraries, "")
 
 
-def prebuild(folder: Path, sources: Iterable[str], archs: Iterable[int]) -> list[Path]:
-    """Compile the binding, and every one of ``sources`` for every one of ``archs``, into ``folder``, in parallel. For ``setup.py``.
+def prebuild(folder: Path, sources: Iterable[tuple[str, int]]) -> list[Path]:
+    """Compile the binding, and every source for its architecture, into ``folder``, in parallel. For ``setup.py``.
 
     Raises:
         KernelError: as :func:`cuda_library` and :func:`binding_library`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    jobs: list[tuple] = [(source, _with_headers(source, "*.cuh"), cuda_flags(arch), cuda_library, (source, arch)) for source in sources for arch in archs]
+    jobs: list[tuple] = [(source, _with_headers(source, "*.cuh"), cuda_flags(arch), cuda_library, (source, arch)) for source, arch in sources]
     jobs.append((BINDING, _with_headers(BINDING, "*.h"), binding_flags()[0], binding_library, ()))
 
     def run(job) -> Path:

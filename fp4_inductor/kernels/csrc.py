@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import DeviceError, KernelError
 from . import build
 from .build import pointer
+from .table import ROWS
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,18 @@ class Kernel:
         weight: the weight's parts, all ``[N, ...]``.
         tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
+        activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it.
     """
 
     source: str
     weight: tuple[str, ...]
     tile: tuple[str, ...]
     regime: str
+    activations: tuple[str, ...] = ("x",)
+
+    @property
+    def codes(self) -> bool:
+        return len(self.activations) > 1
 
 
 KERNELS = {
@@ -41,11 +48,19 @@ KERNELS = {
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
     "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("tokens", "groups", "stages", "splits"), "mid"),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small"),
+    "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", ("x_qdata", "x_scale", "row_scale")),
 }
+
+
+def kernels_for(arch: int) -> list[str]:
+    """The kernels that some row of the table names for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
+    return [name for name in KERNELS if any(row.csrc == name and row.arch[0] <= arch <= row.arch[1] for row in ROWS)]
 
 
 @functools.cache
 def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
+    if name not in kernels_for(arch):
+        return None, f"csrc/{KERNELS[name].source} is not written for sm_{arch}"
     try:
         library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch)))
     except (KernelError, OSError) as error:
@@ -84,8 +99,10 @@ def door(name: str, arch: int) -> str:
     return f"called through ctypes, which costs host time: {reason}" if reason else "called as a torch operator"
 
 
-def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = ()) -> Tensor:
-    """``[M, N]`` from ``x [M, K]`` and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
+def call(
+    name: str, x: Tensor | tuple[Tensor, ...], weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int] = ()
+) -> Tensor:
+    """``[M, N]`` from ``x [M, K]``, or the parts of x, and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
 
     Args:
         tile: a tile that the source instantiates; empty: the kernel's choice.
@@ -94,7 +111,7 @@ def call(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, b
         KernelError: the kernel is not built, or the launch was refused.
     """
     try:
-        return getattr(torch.ops.fp4_csrc, name).default(x, *weight, global_scale, bias, arch, *tile)
+        return getattr(torch.ops.fp4_csrc, name).default(*(x if isinstance(x, tuple) else (x,)), *weight, global_scale, bias, arch, *tile)
     except RuntimeError as error:
         if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
@@ -105,7 +122,9 @@ def _switch_off(name: str) -> str:
     return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).'
 
 
-def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int]) -> Tensor:
+def _through_ctypes(
+    name: str, x: Sequence[Tensor], weight: Sequence[Tensor], global_scale: Tensor, bias: Tensor | None, arch: int, tile: Sequence[int]
+) -> Tensor:
     library, reason = _library(name, arch)
     if library is None:
         raise KernelError(
@@ -114,18 +133,25 @@ def _through_ctypes(name: str, x: Tensor, weight: Sequence[Tensor], global_scale
             limit=f"built for sm_{arch}",
             remedy="Call torch.ops.fp4.*, which takes another kernel then.",
         )
-    x, *parts = (_dense(t) for t in (x, *weight))
+    kernel = KERNELS[name]
+    first, *parts = (_dense(t) for t in (*x, *weight))
     bias = None if bias is None else _dense(bias)
-    (m, k), n = x.shape, parts[0].shape[0]
-    with torch.cuda.device(x.device):
-        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    (m, k), n = first.shape, weight[0].shape[0]
+    k, dtype, tile = (k * 2, _output_dtype(tile), ()) if kernel.codes else (k, first.dtype, tile)
+    with torch.cuda.device(first.device):
+        y = torch.empty(m, n, dtype=dtype, device=first.device)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pointers = map(pointer, (x, *parts, global_scale, bias, y))
-        status = getattr(library, f"fp4_{name}")(*pointers, m, n, k, int(x.dtype == torch.float16), *tile, stream)
+        pointers = map(pointer, (first, *parts, global_scale, bias, y))
+        status = getattr(library, f"fp4_{name}")(*pointers, m, n, k, int(dtype == torch.float16), *tile, stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
     return y
+
+
+def _output_dtype(half: Sequence[int]) -> torch.dtype:
+    """Of a kernel whose activations are codes."""
+    return torch.float16 if half and half[0] else torch.bfloat16
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -137,22 +163,24 @@ _DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 
 def _define(name: str, kernel: Kernel) -> None:
-    parts = ", ".join(f"Tensor {part}" for part in kernel.weight)
+    parts = ", ".join(f"Tensor {part}" for part in (*kernel.activations, *kernel.weight))
     tile = ", ".join(f"int {size}=0" for size in kernel.tile)
-    _DEFINITIONS.define(f"{name}(Tensor x, {parts}, Tensor global_scale, Tensor? bias, int arch, {tile}) -> Tensor")
-    count = len(kernel.weight)
+    _DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {tile}) -> Tensor")
+    first, count = len(kernel.activations), len(kernel.activations) + len(kernel.weight)
 
-    def until_bound(x: Tensor, *rest) -> Tensor:
+    def until_bound(*args) -> Tensor:
         """Any device, until the binding has registered itself for CUDA."""
-        if x.device.type != "cuda":
-            raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(x.device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+        device = args[0].device
+        if device.type != "cuda":
+            raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
         if not binding():
-            return getattr(torch.ops.fp4_csrc, name).default(x, *rest)
-        global_scale, bias, arch, *sizes = rest[count:]
-        return _through_ctypes(name, x, rest[:count], global_scale, bias, arch, (*sizes, *[0] * (len(kernel.tile) - len(sizes))))
+            return getattr(torch.ops.fp4_csrc, name).default(*args)
+        global_scale, bias, arch, *sizes = args[count:]
+        return _through_ctypes(name, args[:first], args[first:count], global_scale, bias, arch, (*sizes, *[0] * (len(kernel.tile) - len(sizes))))
 
-    def fake(x: Tensor, weight: Tensor, *rest) -> Tensor:
-        return x.new_empty(x.shape[0], weight.shape[0])
+    def fake(*args) -> Tensor:
+        x, weight = args[0], args[first]
+        return x.new_empty(x.shape[0], weight.shape[0], dtype=_output_dtype(args[count + 3 :]) if kernel.codes else x.dtype)
 
     _DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=_DEFINITIONS)

@@ -19,9 +19,12 @@ def _plan(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, lar
     return select.plan(select.describe(op, device, dtype, n, k, large_m, experts), config)
 
 
-def row_for(op: str, x: Tensor, m: int, n: int, k: int, large_m: str, experts: int = 1) -> Row:
-    """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call."""
-    return _plan(op, x.device, x.dtype, n, k, large_m, experts, dispatch_config()).pick(m)
+def row_for(op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", experts: int = 1, dtype: torch.dtype | None = None) -> Row:
+    """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
+
+    ``dtype``: of the activations, where x holds their codes.
+    """
+    return _plan(op, x.device, dtype or x.dtype, n, k, large_m, experts, dispatch_config()).pick(m)
 
 
 forget_plans = _plan.cache_clear

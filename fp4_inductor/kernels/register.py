@@ -11,8 +11,10 @@ from ..ops import (
     linear,
     linear_fp8,
     linear_glu,
+    linear_w4a4,
     moe,
     quantize_rows_fp8,
+    quantize_rows_nvfp4,
     sparse_decompress,
     sparse_dequantize,
     sparse_dequantize_fp8,
@@ -38,11 +40,14 @@ sparse_dequantize.CONTRACT.implement("CPU", linear_cpu.sparse_dequantize)
 linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
 linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "linear_fp8"))
 linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
+linear_w4a4.CONTRACT.implement("CPU", linear_cpu.linear_w4a4)
+linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.launch", "linear_w4a4"))
 moe.CONTRACT.implement("CPU", moe_cpu.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))
+quantize_rows_nvfp4.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_nvfp4.launch", "quantize_rows_nvfp4"))
 sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.launch", "sparse_linear"))
 sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))
 sparse_dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize_fp8"))

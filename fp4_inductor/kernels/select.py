@@ -5,6 +5,8 @@ The questions to the machine are asked in :func:`describe`, once, while the desc
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -29,18 +31,24 @@ def csrc_door(name: str, arch: int) -> str:
     return csrc.door(name, arch)
 
 
+def moe_op(gate_up_meta: object, down_meta: object) -> str:
+    """The key of the rows that serve a call of ``fp4.moe`` with this metadata: one 2:4-sparse weight makes it sparse."""
+    return "moe" if gate_up_meta is None and down_meta is None else "sparse_moe"
+
+
 @dataclass(frozen=True)
 class Call:
     """What selection may look at. M is not part of it: it may be symbolic.
 
     Args:
-        op: ``torch.ops.fp4`` name.
+        op: ``torch.ops.fp4`` name, or ``"sparse_moe"``: ``fp4.moe`` with 2:4-sparse experts.
         arch: compute capability times ten, 0 for CPU.
         dtype: activation dtype.
         n, k: weight shape.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
         experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
+        triton: the version of Triton here; (0, 0): there is none.
     """
 
     op: str
@@ -51,6 +59,17 @@ class Call:
     large_m: str = "auto"
     csrc: str = ""
     experts: int = 1
+    triton: tuple[int, int] = (99, 0)
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the installed Triton, which is not imported; (0, 0) if there is none."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+        return int(major), int(minor)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return 0, 0
 
 
 def arch_of(device: torch.device) -> int:
@@ -63,9 +82,13 @@ def arch_of(device: torch.device) -> int:
 
 def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
     """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    arch = arch_of(device)
+    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts)
+
+
+def describe_for(op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
+    """As :func:`describe`, for the architecture of a device of this machine."""
     csrc = csrc_status(arch) if any(row.csrc for row in ROWS if row.op == op) else ""
-    return Call(op, arch, dtype, n, k, large_m, csrc, experts)
+    return Call(op, arch, dtype, n, k, large_m, csrc, experts, triton_version() if arch else (99, 0))
 
 
 @dataclass(frozen=True)
@@ -172,6 +195,8 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f'large_m="{call.large_m}"'
     if row.csrc and call.csrc:
         return call.csrc
+    if row.triton > call.triton:
+        return f"needs Triton {row.triton[0]}.{row.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
     if call.k % row.k_multiple:
         return f"K = {call.k} is not a multiple of {row.k_multiple}"
     if call.n % row.n_multiple:

@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 
-REGIMES = ("gemv", "small", "mid", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
+REGIMES = ("gemv", "small", "mid", "large_nvfp4", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_ONLY = ("auto", "fp8", "bf16")
+NVFP4 = ("nvfp4",)
 
 # A row that is only emulated never serves a call by itself: DispatchConfig(candidates=...) switches it on.
 Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed"]
@@ -26,7 +28,7 @@ class Row:
     """One way to serve one op in one regime.
 
     Args:
-        op: the ``torch.ops.fp4`` name.
+        op: the ``torch.ops.fp4`` name; ``"sparse_moe"``: ``fp4.moe`` with 2:4-sparse experts (one of the two weights is enough).
         regime: one of :data:`REGIMES`; also the key of a threshold override in ``DispatchConfig``.
         kernel: launcher / template name.
         arch: inclusive range of compute capability times ten (0 for CPU).
@@ -40,6 +42,7 @@ class Row:
             ``status`` speaks of one layer: no merged call has run on a GPU yet.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
+        triton: the oldest Triton that compiles it.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
 
@@ -51,13 +54,14 @@ class Row:
     dtypes: tuple[torch.dtype, ...]
     reason: str
     status: Status
-    large_m: tuple[str, ...] = ("auto", "fp8", "bf16")
+    large_m: tuple[str, ...] = (*WEIGHT_ONLY, *NVFP4)
     k_multiple: int = 16
     n_multiple: int = 1
     csrc: str = ""
     siblings: bool = False
     without: str | None = None
     m_per_expert: float = 0.0
+    triton: tuple[int, int] = (0, 0)
 
 
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
@@ -67,6 +71,9 @@ _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launc
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
 _CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
+_W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
+_W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
+_BLOCK_SCALED = "FP4 tensor cores take codes and E4M3 scales as they lie in memory"
 _SPARSE_GEMV = "kept codes and gathered activations; its prototype ran level with the dense GEMV (14.1 us at 8192x8192), 22% fewer bytes"
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
@@ -74,10 +81,22 @@ _SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits in
 _DECODE = "two launches; while T * k <= E / 2 few pairs share an expert, so every weight is read about once"
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = "from 64 tokens an expert the pass that makes transient FP8 weights pays; at most 256 MB of them at once"
+_SPARSE_DECODE = "the dense layer's two launches on kept codes and gathered activations, 22% fewer bytes"
+_SPARSE_GROUPED = "the dense kernel on codes decompressed in registers: nothing dense in memory"
 _GROUPED_DENSE = "as above in bfloat16, at most 256 MB of transient weights at once"
 
 ROWS: tuple[Row, ...] = (
-    Row("linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV for M <= 8, else decode a cached block and multiply; dispatches itself", "runs in CI"),
+    Row(
+        "linear",
+        "cpu",
+        "cpu",
+        (0, 0),
+        None,
+        ANY,
+        "C kernel: GEMV for M <= 8, else decode a cached block and multiply; dispatches itself",
+        "runs in CI",
+        WEIGHT_ONLY,
+    ),
     Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, _GEMV, "measured on H200", siblings=True),
     Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run", siblings=True),
@@ -115,6 +134,11 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run", siblings=True),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run", siblings=True),
     Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run", siblings=True),
+    Row("linear", "cpu", "cpu", (0, 0), 64, ANY, "as above: few rows keep their activations", "runs in CI", NVFP4),
+    Row("linear", "large_dense", "dequantize + mm", (80, 129), 64, (torch.float32,), "float32: few rows keep their activations", "measured on H200", NVFP4),
+    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (0, 0), None, ANY, _W4A4_EMULATED, "runs in CI", NVFP4),
+    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, "compiled, not run", NVFP4, siblings=True),
+    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4, siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", ("auto", "fp8"), 16, 16, siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16, siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16, siblings=True),
@@ -129,6 +153,11 @@ ROWS: tuple[Row, ...] = (
         "measured on H200",
         siblings=True,
     ),
+    Row("linear_w4a4", "cpu", "cpu", (0, 0), None, ANY, "activations in float32, the C kernel of fp4.linear: no gain, to judge quality", "runs in CI"),
+    Row("linear_w4a4", "large_nvfp4", "cuda_w4a4", (120, 121), None, HALF, "mma.sync " + _BLOCK_SCALED, EMULATED, k_multiple=64, csrc="linear_w4a4"),
+    Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (100, 120), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True),
+    Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True, triton=(3, 8)),
+    Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, "compiled, not run", siblings=True),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
     Row("linear_glu", "unfused", "linear, then act * up", (0, 129), None, ANY, "fp4.linear by its own rows; the product is a pointwise kernel", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
@@ -164,4 +193,32 @@ ROWS: tuple[Row, ...] = (
     Row(
         "moe", "by_expert", "by expert", (80, 129), None, ANY, "no tensor cores for this dtype or shape; reads the ids back: no CUDA graph", "compiled, not run"
     ),
+    Row("sparse_moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.sparse_linear", "runs in CI"),
+    Row("sparse_moe", "decode", "triton_sparse_moe_decode", (80, 129), 4, HALF, _SPARSE_DECODE, "compiled, not run", m_per_expert=0.5),
+    Row("sparse_moe", "grouped", "triton_sparse_moe_grouped", (80, 129), 64, HALF, _SPARSE_GROUPED, "compiled, not run", m_per_expert=64.0),
+    Row(
+        "sparse_moe",
+        "large_fp8",
+        "sparse_dequantize_fp8 + scaled_grouped_mm",
+        (90, 90),
+        None,
+        BF16,
+        _GROUPED_FP8,
+        "compiled, not run",
+        ("auto", "fp8"),
+        16,
+        16,
+    ),
+    Row("sparse_moe", "large_dense", "sparse_dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", n_multiple=16),
+    Row(
+        "sparse_moe",
+        "grouped",
+        "triton_sparse_moe_grouped",
+        (80, 129),
+        None,
+        (torch.float16,),
+        "as dense: torch._grouped_mm takes bfloat16",
+        "compiled, not run",
+    ),
+    Row("sparse_moe", "by_expert", "by expert", (80, 129), None, ANY, "as dense: float32 and odd shapes; no CUDA graph", "compiled, not run"),
 )

@@ -41,6 +41,13 @@ def dense_codes(values, nibble):
 
 
 @triton.jit
+def decompressed(v, m, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Bytes of two kept codes ``[BLOCK_N, BLOCK_K / 4]`` and of two metadata nibbles ``[.., BLOCK_K / 8]`` -> dense codes uint8 ``[.., BLOCK_K / 2]``."""
+    word = dense_codes(v, tl.reshape(tl.join(m, m >> 4), (BLOCK_N, BLOCK_K // 4)))
+    return tl.reshape(tl.join(word, word >> 8), (BLOCK_N, BLOCK_K // 2)).to(tl.uint8)
+
+
+@triton.jit
 def store_output(Y, idx_m, idx_n, y, mask, N):
     """Eager form of Inductor's ``store_output``: row-major ``Y[M, N]``."""
     tl.store(Y + idx_m.to(tl.int64) * N + idx_n, y.to(Y.dtype.element_ty), mask=mask)

@@ -3,10 +3,11 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
-    from . import linear, linear_fp8, linear_glu, moe, sparse_linear
+    from . import linear, linear_fp8, linear_glu, linear_w4a4, moe, sparse_linear
 
     linear.register()
     linear_fp8.register()
     linear_glu.register()
+    linear_w4a4.register()
     sparse_linear.register()
     moe.register()

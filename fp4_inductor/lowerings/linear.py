@@ -16,12 +16,15 @@ from ..kernels import select
 from ..kernels.linear import configs
 from ..kernels.select import plan
 from ..kernels.table import Row
+from ..ops.dequantize import dequantize_rows
 from ..ops.dequantize_fp8 import fp8_product
 from ..ops.linear_siblings import row_scales, spans
 from ..passes.siblings import MEMBERS
+from . import linear_w4a4
 from .journal import Entry, record
-from .quantize_rows import quantized_rows
+from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
+from .templates import arguments, bounds, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
 HINT = 64
@@ -71,6 +74,8 @@ def _serves_siblings(x, qdata, rows, large_m) -> bool:
         return False
     options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, inductor.rows_of(x), symbols, dispatch_config())
+    if decision.row is not None and decision.row.regime == "large_nvfp4":
+        return linear_w4a4.row_for(x.get_device(), x.get_dtype(), n, k).siblings
     return decision.row is not None and decision.row.siblings
 
 
@@ -109,7 +114,7 @@ def product(
     dtype = str(x.get_dtype()).removeprefix("torch.")
     entry = record(Entry(f"fp4.{name}", node, module or path, str(m), n, k, dtype, decision, (*options.refused, *refused), call.arch, note=note))
     row = decision.row
-    if row is None or row.kernel == "cpu":
+    if row is None or call.arch == 0:
         return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
@@ -143,10 +148,6 @@ def _gemv_template() -> Template:
     return Template("fp4_linear_gemv", t.linear_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
 
-def gemv_grid(m, n, meta, *, cdiv):
-    return (cdiv(n, meta["BLOCK_N"]), cdiv(m, meta["BLOCK_M"]), 1)
-
-
 @functools.cache
 def _mid_template() -> Template:
     from ..kernels import triton_common as common
@@ -157,32 +158,18 @@ def _mid_template() -> Template:
     return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, helpers, mid_grid)
 
 
-def mid_grid(m, n, meta, *, cdiv):
-    return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
-
-
-def arguments(*tensors):
-    """Realised, contiguous and 16-byte aligned."""
-    return tuple(inductor.contiguous(t) for t in tensors)
-
-
-def _bounds(rows) -> tuple[int, ...]:
-    """The rows at which the second and later members begin."""
-    return tuple(a for a, _ in spans(rows)[1:])
-
-
 def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
-    options = [dict(configs.gemv_constants(c, n, k, arch, _bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    options = [dict(configs.gemv_constants(c, n, k, arch, bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
     return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     likely = min(inductor.Symbols().hint(m, HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
-    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), _bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
@@ -204,11 +191,13 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
     def large_dense(x, qdata, scale, global_scale):
         if not rows:
             return x @ fp4.dequantize(qdata, scale, global_scale, dtype).t()
-        # Every row a matrix of its own: the op takes one global scale per matrix.
-        w = fp4.dequantize(qdata.unsqueeze(1), scale.unsqueeze(1), row_scales(global_scale, rows, n), dtype)
-        return x @ w.squeeze(1).t()
+        return x @ dequantize_rows(qdata, scale, row_scales(global_scale, rows, n), dtype).t()
 
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
+
+
+def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
+    return linear_w4a4.product(nvfp4_rows(x), (qdata, scale, global_scale), x.get_dtype(), m, n, k, rows)
 
 
 # Kernels with no form inside generated code: an operator is called.
@@ -218,4 +207,5 @@ _LOWER = {
     "triton_mid": _mid,
     "dequantize_fp8 + scaled_mm": _large_fp8,
     "dequantize + mm": _large_dense,
+    "quantize_rows_nvfp4 + linear_w4a4": _large_nvfp4,
 }

@@ -24,17 +24,19 @@ def register() -> None:
 def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest):
     """Lowering of ``fp4.moe``: hidden ``[T, H]`` -> ``[T, N]``; the journal gets the regime that T * k lies in."""
     symbols = inductor.Symbols()
-    experts, _, half_k = map(symbols.static_int, gate_up_qdata.get_size())
-    width = symbols.static_int(down_qdata.get_size()[1])
-    if experts is not None and half_k is not None and width is not None:
+    experts, width = symbols.static_int(gate_up_qdata.get_size()[0]), symbols.static_int(down_qdata.get_size()[1])
+    stored = symbols.static_int(gate_up_qdata.get_size()[2])
+    if experts is not None and stored is not None and width is not None:
         _, top_k = expert_ids.get_size()
         m = inductor.rows_of(expert_ids) * top_k
         large_m = rest[10] if len(rest) > 10 else "auto"
-        call = select.describe("moe", hidden.get_device(), hidden.get_dtype(), width, half_k * 2, large_m, experts)
+        metas = [rest[i] if len(rest) > i else None for i in (11, 12)]
+        op, k = select.moe_op(*metas), stored * (2 if metas[0] is None else 4)
+        call = select.describe(op, hidden.get_device(), hidden.get_dtype(), width, k, large_m, experts)
         options = plan(call, dispatch_config())
         decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
         decision = decision if decision.row is not None else Decision(None, "runtime", _RUNTIME)
         node, module = inductor.current_names()
         dtype = str(hidden.get_dtype()).removeprefix("torch.")
-        record(Entry("fp4.moe", node, module, str(m), width, half_k * 2, dtype, decision, options.refused, call.arch, experts))
+        record(Entry("fp4.moe", node, module, str(m), width, k, dtype, decision, options.refused, call.arch, experts))
     return inductor.call_op(fp4.moe.default, hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest)

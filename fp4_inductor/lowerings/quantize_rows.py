@@ -1,11 +1,27 @@
-"""fp4.quantize_rows_fp8 inside a compiled graph: plain operations that Inductor fuses with whatever produced the activations."""
+"""Activations rounded per row inside a compiled graph: plain operations that Inductor fuses with whatever produced them."""
 
 from __future__ import annotations
 
+import torch
+
 from .._torch import lowering as inductor
 from ..ops.quantize_rows_fp8 import E4M3_MAX, TINY
+from ..ops.quantize_rows_nvfp4 import PER_UNIT, SMALLEST
 
 
 def quantized_rows(x):
-    """``(E4M3 [M, K], float32 [M, 1])``, once for all calls that read ``x``; bit for bit the op's result."""
+    """``(E4M3 [M, K], float32 [M, 1])``, once for all calls that read ``x``; bit for bit the result of fp4.quantize_rows_fp8."""
     return inductor.once_per_graph("quantize_rows_fp8", x, lambda x: inductor.quantize_rows_e4m3(x, E4M3_MAX, TINY))
+
+
+def nvfp4_rows(x):
+    """``(codes [M, K/2], E4M3 [M, K/16], float32 [M, 1])``, once for all calls that read ``x``.
+
+    The rows' scales are plain operations, fused with a norm in front of them; the codes are a kernel that reads ``x`` once.
+    """
+
+    def make(x):
+        scales = inductor.row_scales(x, PER_UNIT, SMALLEST)
+        return (*inductor.call_op(torch.ops.fp4.quantize_rows_nvfp4.default, inductor.contiguous(x), scales), scales)
+
+    return inductor.once_per_graph("quantize_rows_nvfp4", x, make)

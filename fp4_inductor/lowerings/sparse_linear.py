@@ -15,6 +15,7 @@ from ..kernels.table import Row
 from ..ops.dequantize_fp8 import scaled_product
 from . import linear
 from .quantize_rows import quantized_rows
+from .templates import arguments, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
 _INPUTS = ("X", "VALUES", "META", "SCALE", "GLOBAL_SCALE")
@@ -36,17 +37,17 @@ def _gemv_template() -> Template:
     from ..kernels.sparse_linear import triton_gemv as t
 
     helpers = (
-        common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks
+        common.e4m3_to_f32, dense.half2_dot, dense.dot8, dense.pack_half2, t.decode_kept, t.kept_pair, t.gather_kept, t.kept_halves, t.load_blocks, t.kept_dot
     )  # fmt: skip
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "B": '{{size("SCALE", 1)}}'}
-    return Template("fp4_sparse_linear_gemv", t.sparse_gemv, _INPUTS, sizes, helpers, linear.gemv_grid)
+    return Template("fp4_sparse_linear_gemv", t.sparse_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
 
 def _gemv(row: Row, x, values, meta, scale, global_scale, m, n, k):
     tiles = configs.gemv_choices(n, k) if inductor.max_autotune() else [configs.gemv(n, k)]
     arch = select.arch_of(x.get_device())
     options = [dict(configs.gemv_constants(c, n, k, arch), num_warps=c.num_warps, num_stages=2) for c in tiles]
-    return _gemv_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
+    return _gemv_template().lower(arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 @functools.cache
@@ -56,15 +57,15 @@ def _mid_template() -> Template:
     from ..kernels.sparse_linear import triton_mid as t
 
     sizes = {"M": '{{size("X", 0)}}', "N": '{{size("VALUES", 0)}}', "K": '{{size("X", 1)}}'}
-    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, dense.decode_bytes, dense.scale_of_bytes, dense.tile_of)
-    return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, linear.mid_grid)
+    helpers = (common.e2m1_to_f16, common.e4m3_to_f32, common.dense_codes, common.decompressed, dense.decode_bytes, dense.scale_of_bytes, dense.tile_of)
+    return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, mid_grid)
 
 
 def _mid(row: Row, x, values, meta, scale, global_scale, m, n, k):
     likely = min(inductor.Symbols().hint(m, linear.HINT), row.max_m or linear.HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype()), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
-    return _mid_template().lower(linear.arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
+    return _mid_template().lower(arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k):

@@ -6,13 +6,14 @@ says how many experts that was. (A zero weight for every channel would let any s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError
+from .experts import ExpertsSpec
 from .plan import ExpertsTarget
 
 _ROWS = 4096  # tokens of one expert multiplied at once
@@ -34,6 +35,7 @@ class ExpertsMeans:
         self.target = target
         self.experts = target.module.get_parameter("down_proj").shape[0]
         self.tokens = torch.zeros(self.experts, dtype=torch.float64)
+        self.seen = 0  # tokens of the layer, whoever they were routed to
         self.first: Tensor | None = None
         self.down: Tensor | None = None
 
@@ -50,7 +52,8 @@ class ExpertsMeans:
             if hidden.shape[0] == 0:
                 return
             order[self.target.name] = None
-            for e, token in self._tokens(hidden, values[1:]):
+            self.seen += hidden.shape[0] // (self.experts if self.target.spec.dense else 1)
+            for e, token in routed(self.target, self.experts, hidden, values[1:]):
                 for part in token.split(_ROWS):
                     self._add(module, e, hidden[part])
 
@@ -71,30 +74,41 @@ class ExpertsMeans:
         own = sums / self.tokens.clamp_min(1).unsqueeze(1)
         return torch.where(empty.unsqueeze(1), sums.sum(0) / self.rows, own).float()
 
-    def _tokens(self, hidden: Tensor, routing: list):
-        """``(expert, rows of hidden)`` for each expert with tokens. A token routed to an expert twice counts once."""
-        if self.target.spec.dense:
-            blocks = (hidden != 0).any(-1).view(self.experts, -1)
-            start = blocks.shape[1]
-            yield from ((e, row.nonzero().flatten() + e * start) for e, row in enumerate(blocks) if bool(row.any()))
-            return
-        ids = next(r for r in routing if not r.is_floating_point())
-        for e in torch.unique(ids).tolist():
-            if 0 <= e < self.experts:
-                yield e, (ids == e).any(-1).nonzero().flatten()
-
     def _add(self, module: nn.Module, e: int, x: Tensor) -> None:
-        spec = self.target.spec
-        first, down = module.get_parameter(spec.first)[e].detach(), module.get_parameter("down_proj")[e]
-        z = x.to(first.dtype) @ (first if spec.transposed else first.t())
-        if spec.bias:
-            z = z + module.get_parameter(f"{spec.first}_bias")[e].detach()
-        h = spec.activation(z.float(), down.shape[0 if spec.transposed else 1])
+        h = between(module, self.target.spec, e, x)
         wide = torch.zeros(self.experts, x.shape[1], dtype=torch.float64), torch.zeros(self.experts, h.shape[1], dtype=torch.float64)
         self.first, self.down = (new if old is None else old for old, new in zip((self.first, self.down), wide, strict=True))
         self.first[e] += x.float().square().sum(0).double().cpu()
         self.down[e] += h.square().sum(0).double().cpu()
         self.tokens[e] += x.shape[0]
+
+
+def routed(target: ExpertsTarget, experts: int, hidden: Tensor, routing: list) -> Iterator[tuple[int, Tensor]]:
+    """``(expert, rows of hidden)`` for each expert with tokens. A token routed to an expert twice counts once."""
+    if target.spec.dense:
+        blocks = (hidden != 0).any(-1).view(experts, -1)
+        start = blocks.shape[1]
+        yield from ((e, row.nonzero().flatten() + e * start) for e, row in enumerate(blocks) if bool(row.any()))
+        return
+    ids = next(r for r in routing if not r.is_floating_point())
+    for e in torch.unique(ids).tolist():
+        if 0 <= e < experts:
+            yield e, (ids == e).any(-1).nonzero().flatten()
+
+
+def between(module: nn.Module, spec: ExpertsSpec, e: int, x: Tensor, first: Tensor | None = None) -> Tensor:
+    """float32 ``[rows, I]``: what expert ``e`` feeds its second product with, for ``x [rows, H]``.
+
+    ``first``: another first weight ``[G, H]`` in place of the module's.
+    """
+    down = module.get_parameter("down_proj")[e]
+    if first is None:
+        own = module.get_parameter(spec.first)[e].detach()
+        first = own.t() if spec.transposed else own
+    z = x.to(first.dtype) @ first.t()
+    if spec.bias:
+        z = z + module.get_parameter(f"{spec.first}_bias")[e].detach()
+    return spec.activation(z.float(), down.shape[0 if spec.transposed else 1])
 
 
 def non_finite(names: list[str], reached: int) -> NonFiniteError:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .plan import Target, weight_count
+from .plan import ExpertsTarget, Target, weight_count
 
 
 class Call(NamedTuple):
@@ -55,7 +55,7 @@ class Chain:
         return next((i for i, b in enumerate(self.blocks) if name.startswith(f"{b.name}.")), None)
 
 
-def find_chain(model: nn.Module, targets: list[Target]) -> Chain:
+def find_chain(model: nn.Module, targets: Sequence[Target | ExpertsTarget]) -> Chain:
     """The ``ModuleList`` or ``Sequential`` whose children hold most of the targets' weights; ``broken`` if there is none."""
     weights: dict[str, dict[str, int]] = defaultdict(dict)
     containers = {name for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
@@ -127,17 +127,17 @@ def _without_cache(value: Any) -> Any:
     return None if hasattr(value, "get_seq_length") else value
 
 
-def stages(block: Block, targets: list[Target], hidden: Tensor) -> tuple[list[list[Target]], bool]:
+def stages(block: Block, targets: Sequence[Target | ExpertsTarget], hidden: Tensor) -> tuple[list[list[Target | ExpertsTarget]], bool]:
     """The block's targets in execution order, those that read one and the same tensor together, those not reached last; and
     whether each of them runs exactly once."""
-    order: list[tuple[Target, Any]] = []
+    order: list[tuple[Target | ExpertsTarget, Any]] = []
     handles = [t.module.register_forward_pre_hook(_note(order, t), with_kwargs=True) for t in targets]
     try:
         block(hidden, 0)
     finally:
         for handle in handles:
             handle.remove()
-    out: list[list[Target]] = []
+    out: list[list[Target | ExpertsTarget]] = []
     current: Any = None
     seen: set[str] = set()
     for t, x in order:
@@ -166,7 +166,7 @@ def skipping(chain: Chain, index: int, hidden: Tensor) -> Iterator[None]:
             del module.forward
 
 
-def _note(order: list[tuple[Target, Any]], target: Target) -> Callable:
+def _note(order: list[tuple[Target | ExpertsTarget, Any]], target: Target | ExpertsTarget) -> Callable:
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
         order.append((target, input_of(args, kwargs)))
 

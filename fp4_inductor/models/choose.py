@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,39 +12,41 @@ from torch import Tensor, nn
 from ..config import Sparse24Config
 from ..errors import ConfigError
 from ..formats import nvfp4, sparse24
-from ..modules import FP4Linear
 from .calibrate import evaluating
 from .chain import Chain, recording, skipping
-from .convert import dense_weight
-from .plan import Target
 from .probe import Probe
 from .progress import bar
 
 
 @dataclass
 class Candidate:
-    """A weight as it would be in FP4. ``error``: relative output error; ``cost``: KL of the model with it alone."""
+    """A weight as it would be in FP4.
 
-    group: list[Target]
-    layer: FP4Linear
+    Args:
+        name: of the layer, or of the weight of a module of experts.
+        parameter: the dense weight.
+        dense: gives the quantized one, in the layout of ``parameter``.
+        error: relative output error.
+        alone: no other layer has this Parameter.
+        cost: KL of the model with it alone.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    dense: Callable[[], Tensor]
     error: float = 0.0
+    alone: bool = True
     cost: float = 0.0
 
     @property
-    def name(self) -> str:
-        return self.group[0].name
-
-    @property
     def weights(self) -> int:
-        return self.layer.in_features * self.layer.out_features
+        return self.parameter.numel()
 
-    def put(self) -> None:
-        """Into the dense module's Parameter, rounded to its dtype."""
-        self._set(self.layer.dequantize())
-
-    def _set(self, w: Tensor) -> None:
-        parameter = self.group[0].module.get_parameter("weight")
-        parameter.data = (w.t() if self.group[0].transposed else w).to(parameter.device, parameter.dtype)
+    def put(self) -> Tensor:
+        """Into the Parameter, rounded to its dtype; returns what was there."""
+        old = self.parameter.data
+        self.parameter.data = self.dense().to(old.device, old.dtype)
+        return old
 
 
 def choose(
@@ -102,28 +105,27 @@ def rank(found: list[Candidate], probe: Probe | None, model: nn.Module, chain: C
         return sorted(found, key=lambda c: c.cost / c.weights)
     blocks, inputs = _block_inputs(model, chain, probe)
     for c in bar(found, "measure (to choose)", "layer", progress):
-        index = blocks.block_of(c.name) if inputs and len(c.group) == 1 else None
+        index = blocks.block_of(c.name) if inputs and c.alone else None
         skip = nullcontext() if not index else skipping(blocks, index, inputs[index])
-        dense = dense_weight(c.group[0])
+        dense = c.put()
         try:
-            c.put()
             with skip:
                 c.cost = max(probe.kl(model, 0), 0.0)
         finally:
-            c._set(dense)
+            c.parameter.data = dense
     return sorted(found, key=lambda c: c.cost / c.weights)
 
 
 def together(chosen: list[Candidate], probe: Probe, model: nn.Module) -> float:
     """KL with all of ``chosen`` in place at once."""
-    dense = [dense_weight(c.group[0]) for c in chosen]
+    dense: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for c in chosen:
-            c.put()
+            dense.append((c.parameter, c.put()))
         return probe.kl(model)
     finally:
-        for c, w in zip(chosen, dense, strict=True):
-            c._set(w)
+        for parameter, w in dense:
+            parameter.data = w
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import NVFP4Config
+from ..config import NVFP4Config, weight_only
 from ..formats import nvfp4
 from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
 from ..modules.experts import pack_experts
@@ -50,6 +50,8 @@ def convert_group(
     dense = dense_weight(group[0])
     if device is not None:
         dense = dense.to(device)
+    if group[0].head:
+        config = replace(config, large_m=weight_only(config.large_m))
     if group[0].head and config.lm_head == "fp8":
         layer: FP4Linear = FP8Linear.from_weight(dense, large_m=config.large_m)
         error = relative_error(dense, layer)
@@ -127,7 +129,7 @@ def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config
         weights[name], error = quantize_expert_weight(target, module.get_parameter(name).detach(), config, pads[name], channel_weight, device)
         rows.append(experts_row(target, name, weights[name], error, statistics.notes if statistics else ()))
         del module._parameters[name]
-    return install_experts(model, target, weights, pads, config.large_m), rows
+    return install_experts(model, target, weights, pads, weight_only(config.large_m)), rows
 
 
 def quantize_expert_weight(
@@ -144,14 +146,14 @@ def quantize_expert_weight(
     return packed, _experts_error(dense.mT if transposed else dense, packed, pad)
 
 
-def rows_to_pad(target: ExpertsTarget) -> dict[str, tuple[int, int]]:
-    """``(parts, zero rows after each part)`` of both weights.
+def rows_to_pad(target: ExpertsTarget, k_multiple: int = nvfp4.GROUP) -> dict[str, tuple[int, int]]:
+    """``(parts, zero rows after each part)`` of both weights. ``k_multiple``: of the format of the second.
 
     What I is padded with, the gates and the ups get as zero rows: one block at the end of each, or of both where they alternate.
     """
     module, spec = target.module, target.spec
     inner = module.get_parameter("down_proj").shape[1 if spec.transposed else 2]
-    extra = -inner % nvfp4.GROUP
+    extra = -inner % k_multiple
     halves = module.get_parameter(spec.first).shape[2 if spec.transposed else 1] // inner
     return {spec.first: (1, halves * extra) if spec.activation.interleaved or halves == 1 else (halves, extra), "down_proj": (1, 0)}
 
@@ -162,7 +164,7 @@ def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, 
     for name, packed in weights.items():
         if spec.bias:
             parts, extra = pads[name]
-            bias = module.get_parameter(f"{name}_bias").detach().to(packed.qdata.device, packed.dtype)
+            bias = module.get_parameter(f"{name}_bias").detach().to(packed.scale.device, packed.dtype)
             packed.bias = torch.cat([nn.functional.pad(p, (0, extra)) for p in bias.chunk(parts, -1)], -1)
     new = FP4Experts(weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
     carry_over(module, new)
@@ -178,15 +180,20 @@ def experts_row(target: ExpertsTarget, name: str, packed: FP4ExpertWeight, error
 
 def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int]) -> float:
     """As :func:`relative_error`, over all experts."""
-    parts, extra = pad
     error = norm = 0.0
     for e in range(packed.num_experts):
-        d = torch.ops.fp4.dequantize(packed.qdata[e], packed.scale[e], packed.global_scale[e], torch.float32)[:, : packed.columns]
-        d = torch.cat([p[: p.shape[0] - extra] for p in d.chunk(parts)]) if extra else d
+        d = unpadded(packed[e].dequantize(torch.float32), packed.columns, pad)
         w = dense[e].to(d.device).float()
         norm += float(torch.linalg.vector_norm(w)) ** 2
         error += float(torch.linalg.vector_norm(d.sub_(w))) ** 2
     return (error / norm) ** 0.5 if norm else 0.0
+
+
+def unpadded(w: Tensor, columns: int, pad: tuple[int, int]) -> Tensor:
+    """``[..., N, K]`` without the zero columns behind ``columns`` and the zero rows of ``pad`` (see :func:`rows_to_pad`)."""
+    parts, extra = pad
+    w = w[..., :columns]
+    return torch.cat([p[..., : p.shape[-2] - extra, :] for p in w.chunk(parts, -2)], -2) if extra else w
 
 
 def share(layer: FP4Linear) -> FP4Linear:

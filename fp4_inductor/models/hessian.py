@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..formats.pruning import damped
 from .chain import input_of
-from .plan import Target
+from .plan import ExpertsTarget, Target
+from .routed import RoutedInputs
 
 _ROWS = 1 << 14  # rows of X multiplied at once
 
@@ -41,24 +42,34 @@ class Moments:
         return torch.linalg.solve(h, w.to(h.dtype) @ (self.cross.to(h.dtype) + ridge), left=False).float()
 
 
+def moments_of(x: Tensor, before: Tensor | None = None) -> Moments:
+    """Of the inputs ``x [rows, K]``, which were ``before`` in the dense model."""
+    return Moments(_product({}, x, x), None if before is None else _product({}, before, x), x.shape[0])
+
+
 class Watch:
-    """Hooks that add up :class:`Moments` of some layers while the model, or one block of it, runs.
+    """Hooks that add up :class:`Moments` of some layers, and what modules of experts are fed with, while the model, or one block of it, runs.
 
     Args:
-        targets: the layers.
+        targets: the layers and the modules of experts.
         twin: ``twin(target)`` is the same layer in an unchanged copy, run as often as the layers themselves.
         stop: end a run (:meth:`run`) as soon as every layer was reached; each runs once.
     """
 
-    def __init__(self, targets: Iterable[Target], twin: Callable[[Target], nn.Module] | None = None, stop: bool = False):
+    def __init__(self, targets: Iterable[Target | ExpertsTarget], twin: Callable[[Target | ExpertsTarget], nn.Module] | None = None, stop: bool = False):
         targets = list(targets)
-        self.moments = {t.name: Moments() for t in targets}
-        self._seen: dict[str, list[Tensor]] = {}
-        self._dense: dict[str, list[Tensor]] = {}
+        self.moments = {t.name: Moments() for t in targets if isinstance(t, Target)}
+        self.routed = {t.name: RoutedInputs(t) for t in targets if isinstance(t, ExpertsTarget)}
+        self._seen: dict[str, list] = {}
+        self._dense: dict[str, list] = {}
         count = len(targets) if stop else 0
-        self._handles = [t.module.register_forward_pre_hook(_keep(self._seen, t.name, count), with_kwargs=True) for t in targets]
+        self._handles = [t.module.register_forward_pre_hook(_keep(self._seen, t, count), with_kwargs=True) for t in targets]
         if twin is not None:
-            self._handles += [twin(t).register_forward_pre_hook(_keep(self._dense, t.name, count), with_kwargs=True) for t in targets]
+            self._handles += [twin(t).register_forward_pre_hook(_keep(self._dense, t, count), with_kwargs=True) for t in targets]
+
+    def found(self, name: str) -> Moments | RoutedInputs:
+        """What is known of the target ``name``."""
+        return self.routed[name] if name in self.routed else self.moments[name]
 
     def run(self, call: Callable[..., Any], *args: Any) -> None:
         """``call(*args)``, ended early if this watch stops."""
@@ -69,7 +80,13 @@ class Watch:
         """Take in what the layers were fed since the last call. Layers fed with one tensor share one product."""
         products: dict[tuple[int, ...], Tensor] = {}
         for name, inputs in self._seen.items():
-            moments, before = self.moments[name], self._dense.get(name, [])
+            before = self._dense.get(name, [])
+            if name in self.routed:
+                for i, values in enumerate(inputs):
+                    alike = len(before) == len(inputs) and before[i][0].shape == values[0].shape
+                    self.routed[name].add(values, before[i] if alike else None)
+                continue
+            moments = self.moments[name]
             for i, x in enumerate(inputs):
                 moments.rows += x.shape[:-1].numel()
                 moments.hessian = _plus(moments.hessian, _product(products, x, x))
@@ -87,11 +104,12 @@ class _ReachedError(Exception):
     """Every layer that is watched has its input."""
 
 
-def _keep(into: dict[str, list[Tensor]], name: str, count: int) -> Callable:
+def _keep(into: dict[str, list], target: Target | ExpertsTarget, count: int) -> Callable:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         x = input_of(args, kwargs)
         if isinstance(x, Tensor) and x.numel():
-            into.setdefault(name, []).append(x)  # not a view of it: layers fed with one tensor are known by it
+            # Not a view of it: layers fed with one tensor are known by it.
+            into.setdefault(target.name, []).append(x if isinstance(target, Target) else [*args, *kwargs.values()])
             if len(into) == count:
                 raise _ReachedError
 

@@ -241,6 +241,7 @@ def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
     weights = layer.out_features * layer.in_features
     notes = [f"K padded to a multiple of {layer.storage().k_multiple} ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
     notes += ["one module under several names"] if len(names) > 1 else []
+    notes += ['large_m="nvfp4": activations of many rows are rounded to NVFP4'] if layer.large_m == "nvfp4" else []
     return LayerReport(
         names[0],
         (layer.out_features, layer.in_features),
@@ -259,10 +260,20 @@ def existing_experts(names: tuple[str, ...], w: FP4ExpertWeight) -> LayerReport:
     bias = 0 if w.bias is None else w.bias.numel() * w.bias.element_size()
     experts, rows, columns = w.shape
     weights = experts * rows * columns
-    n, k = w.qdata.shape[1], w.qdata.shape[2] * 2
+    _, n, k = w.stored
     notes = [f"padded to whole blocks ({[rows, columns]} -> {[n, k]})"] if (n, k) != (rows, columns) else []
-    packed = sum(t.numel() * t.element_size() for t in (w.qdata, w.scale, w.global_scale))
-    return LayerReport(names[0], w.shape, weights, weights * w.dtype.itemsize + bias, packed + bias, None, tuple(notes))
+    packed = sum(t.numel() * t.element_size() for t in w.parts())
+    return LayerReport(
+        names[0],
+        w.shape,
+        weights,
+        weights * w.dtype.itemsize + bias,
+        packed + bias,
+        None,
+        tuple(notes),
+        format=w.storage().name,
+        bits_per_weight=w.storage().bits_per_weight,
+    )
 
 
 def is_lazy(t: Tensor) -> bool:

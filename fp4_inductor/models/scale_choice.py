@@ -11,8 +11,9 @@ from torch import nn
 from ..config import NVFP4Config, ScaleSearch
 from ..errors import CalibrationError, NonFiniteError
 from . import self_calibration
-from .calibrate import statistics
+from .calibrate import batches_of, statistics
 from .plan import ExpertsTarget, Plan, Target
+from .probe import Probe
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
@@ -28,12 +29,14 @@ class ScaleChoice:
             :class:`.calibrate_experts.Statistics`, or None where no token came.
         note: how ``"auto"`` was decided.
         head_inputs: by the name of an output head: some of its inputs.
+        probe: for ``large_m="nvfp4"``, where there is calibration data: the dense model's logits.
     """
 
     config: NVFP4Config
     weights: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
     head_inputs: dict[str, Any] = field(default_factory=dict)
+    probe: Probe | None = None
 
     def of(self, item: list[Target] | ExpertsTarget) -> tuple[NVFP4Config, Any, tuple[str, ...]]:
         """``(config, channel weights, notes)`` for the weight that a group shares, or for a module of experts."""
@@ -58,10 +61,15 @@ def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, p
         config = replace(config, scale_search="activation")
     if config.scale_search != "activation":
         return ScaleChoice(config)
-    batches = self_calibration.write(model) if config.calibration == "self" else config.calibration
+    batches: Any = self_calibration.write(model) if config.calibration == "self" else config.calibration
+    rounds = config.large_m == "nvfp4"
+    if rounds:
+        batches = list(batches_of(batches))  # read twice
     means = statistics(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress, experts=plan.experts)
     heads = {t.name: x for t in plan.targets if t.head and (x := means[t.name].inputs()) is not None}
-    return ScaleChoice(config, _by_group(plan, {name: m.result() for name, m in means.items()}), head_inputs=heads)
+    return ScaleChoice(
+        config, _by_group(plan, {name: m.result() for name, m in means.items()}), head_inputs=heads, probe=Probe(model, batches) if rounds else None
+    )
 
 
 def _automatic(model: nn.Module, plan: Plan, config: NVFP4Config, progress: bool) -> ScaleChoice:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +15,23 @@ from torch import Tensor, nn
 from ..config import Sparse24Config
 from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullets
 from ..formats import pruning, sparse24
-from ..modules import FP4Linear, Sparse24Linear
+from ..modules import FP4Linear
 from .calibrate import batches_of, statistics
+from .calibrate_experts import ExpertsMeans, Statistics
 from .chain import Chain, find_chain, recording
 from .choose import Candidate, choose
 from .convert import dense_weight, install_group, relative_error
 from .coverage import LayerReport
 from .hessian import Moments
-from .plan import Names, Plan, Target
+from .plan import ExpertsTarget, Names, Plan
 from .probe import Probe
 from .progress import bar
-from .walk import Group, walk
+from .prune import PRUNERS, SEQUENTIAL, dense_layer, is_24, rows_needed, sparse_layer
+from .routed import RoutedInputs
+from .sparsify_experts import expert_weights, install_packed, not_24, put_dense, quantize_experts
+from .walk import Group, Item, walk
 
-_PRUNERS: dict[str, Callable] = {"wanda": pruning.wanda, "sparsegpt": pruning.sparsegpt, "admm": pruning.admm}
-_SEQUENTIAL = ("sparsegpt", "admm")
 _HELD_BACK = 8  # one batch in so many is kept from calibration, to measure on
-_WANDA_ROWS = 128
 _LOUD_KL = 0.15  # nats a token: half as much again as calibrated NVFP4 costs SmolLM2-135M
 _LOUD_WEIGHTS = 0.2  # without calibration: share of a weight's norm that is lost; NVFP4 loses 0.09
 
@@ -43,6 +45,7 @@ class Data:
     probe: Probe | None = None
     held_back: bool = False
     mean_squares: dict[str, Tensor | None] = field(default_factory=dict)
+    experts: dict[str, Statistics | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,9 +86,15 @@ class Outcome:
 
 
 def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch.device | None, strict: bool, progress: bool) -> Outcome:
-    """Replace the layers of ``plan``, which has passed its preflight. Everything that can be refused is refused before the first is changed."""
+    """Replace the layers and experts of ``plan``, which has passed its preflight.
+
+    Everything that can be refused is refused before the first is changed.
+    """
     names = Names(config.layers, "layers") if config.layers is not None else None
     allowed = {g[0].name for g in plan.groups if names is None or any(names.reason(t.names, t.module, None) for t in g)}
+    for e in plan.experts:
+        every = [tuple(f"{n}.{a}" if n else a for n in e.names) for a in e.spec.parameters[:2]]
+        allowed |= {paths[0] for paths in every if names is None or names.reason(paths, e.module, None)}
     if names is not None and (names.unused() or not allowed):
         raise ConfigError(
             "layers names what is not there",
@@ -94,15 +103,16 @@ def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch
             remedy="report(model) lists them.",
         )
     if config.pruning == "existing":
-        _check_existing([g for g in plan.groups if g[0].name in allowed])
+        _check_existing(plan, allowed)
     data = _calibrate(model, plan, config, strict, progress)
     sparse = allowed
     if config.budget:
         found = candidates(model, plan, config, data, allowed, progress)
-        dense = [Candidate(g, _dense_layer(g[0], config, None, None, _square(data, g))) for g in plan.groups]
+        dense = [_candidate(g, dense_layer(dense_weight(g[0]), config, None, _square(data, g))) for g in plan.groups]
+        dense += [p.candidate() for e in plan.experts for p in quantize_experts(e, config, set(), None, None, data.experts.get(e.name))]
         sparse = choose(found, dense, config, data.probe, model, data.chain, progress)
     notes = (
-        [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if config.pruning in _PRUNERS and data.chain.broken else []
+        [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if config.pruning in PRUNERS and data.chain.broken else []
     )
     if data.probe is not None and not data.held_back:
         notes.append("KL was measured on batches that were also calibrated on: give four batches or more")
@@ -110,20 +120,19 @@ def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch
     return Outcome(model, rows, notes, config, data.probe)
 
 
-def _check_existing(groups: list[Group]) -> None:
-    bad = [(g[0].name, dense_weight(g[0])) for g in groups if not _is_24(dense_weight(g[0]))]
+def _check_existing(plan: Plan, allowed: set[str]) -> None:
+    groups = [g for g in plan.groups if g[0].name in allowed]
+    weights = [(e, name, p) for e in plan.experts for name, p in expert_weights(e).items() if name in allowed]
+    bad = [(g[0].name, str(list(w.shape))) for g in groups if not is_24(w := dense_weight(g[0]))]
+    bad += [(name, f"{list(p.shape)} ({count} of {p.shape[0]} experts)") for e, name, p in weights if (count := not_24(e, p))]
     if bad:
-        shown = bullets([f"{name} {list(w.shape)}" for name, w in bad])
+        shown = bullets([f"{name} {what}" for name, what in bad])
         raise SparsityError(
-            f'{len(bad)} of {len(groups)} layers are not 2:4, which pruning="existing" needs; nothing was changed:\n{shown}\n',
+            f'{len(bad)} of {len(groups) + len(weights)} layers are not 2:4, which pruning="existing" needs; nothing was changed:\n{shown}\n',
             value=f"{len(bad)} dense layers",
             limit="at most two non-zeros in every four consecutive weights of a row",
             remedy='Name the 2:4 layers in layers=[...] (the others become dense NVFP4), or prune: pruning="sparsegpt" with calibration data.',
         )
-
-
-def _is_24(w: Tensor) -> bool:
-    return sparse24.is_24(nn.functional.pad(w, (0, -w.shape[1] % 4)))
 
 
 def _calibrate(model: nn.Module, plan: Plan, config: Sparse24Config, strict: bool, progress: bool) -> Data:
@@ -133,27 +142,26 @@ def _calibrate(model: nn.Module, plan: Plan, config: Sparse24Config, strict: boo
     batches = list(batches_of(config.calibration))
     count = math.ceil(len(batches) / _HELD_BACK) if len(batches) >= 4 else 0
     used, held = (batches[:-count], batches[-count:]) if count else (batches, batches[-1:])
-    chain = find_chain(model, plan.targets) if config.pruning in _PRUNERS else Chain([], broken=f'pruning="{config.pruning}" needs none')
+    chain = find_chain(model, [*plan.targets, *plan.experts]) if config.pruning in PRUNERS else Chain([], broken=f'pruning="{config.pruning}" needs none')
     with recording(chain):
-        found = statistics(model, plan.targets, used, strict=strict, progress=progress)
-    if config.pruning in _PRUNERS:
-        _check_long_enough(plan, config, {name: m.rows for name, m in found.items()})
+        found = statistics(model, plan.targets, used, strict=strict, progress=progress, experts=plan.experts)
+    routed: dict[str, ExpertsMeans] = {e.name: found.pop(e.name) for e in plan.experts}
+    if config.pruning in PRUNERS:
+        _check_long_enough(plan, config, {name: m.rows for name, m in found.items()}, {name: m.seen for name, m in routed.items()})
     probe = Probe(model, held)
     if config.max_kl is not None and not probe.usable:
         raise ConfigError(
             "max_kl needs a model with logits", value="none in its output", limit="output.logits", remedy="Use bits=... or max_error=... for this model."
         )
-    return Data(used, chain, probe, count > 0, {name: m.result() for name, m in found.items()})
+    squares = {name: m.result() for name, m in found.items()}
+    return Data(used, chain, probe, count > 0, squares, {name: m.result() for name, m in routed.items()})
 
 
-def _check_long_enough(plan: Plan, config: Sparse24Config, rows: dict[str, int]) -> None:
-    """Fewer rows than channels leave directions of the input about which a solver knows nothing."""
-    short = []
-    for t in plan.targets:
-        k = dense_weight(t).shape[1]
-        need = k if config.pruning in _SEQUENTIAL else _WANDA_ROWS
-        if 0 < rows[t.name] < need:
-            short.append((need, rows[t.name], t.name))
+def _check_long_enough(plan: Plan, config: Sparse24Config, rows: dict[str, int], seen: dict[str, int]) -> None:
+    """``seen``: tokens of the modules of experts. What a single expert lacks is borrowed from the others of its layer."""
+    wanted = [(dense_weight(t).shape[1], rows[t.name], t.name) for t in plan.targets]
+    wanted += [(max(p.shape[-2 if e.spec.transposed else -1] for p in expert_weights(e).values()), seen[e.name], e.name) for e in plan.experts]
+    short = [(need, got, name) for k, got, name in wanted if 0 < got < (need := rows_needed(config, k))]
     if short:
         need, got, name = max(short)
         raise CalibrationError(
@@ -164,35 +172,7 @@ def _check_long_enough(plan: Plan, config: Sparse24Config, rows: dict[str, int])
         )
 
 
-# --- one weight ---------------------------------------------------------------------------------------------------
-
-
-def _sparse_layer(target: Target, config: Sparse24Config, device: torch.device | None, moments: Moments | None, square: Tensor | None) -> FP4Linear:
-    w = _on(dense_weight(target), device)
-    square = None if square is None else square.to(w.device)
-    if config.pruning in _PRUNERS and moments is not None and (hessian := moments.mean()) is not None:
-        layer = Sparse24Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", large_m=config.large_m)
-        pad = (0, layer.padding)
-        wanted = nn.functional.pad(moments.target(w) if config.pruning in _SEQUENTIAL else w.float(), pad)
-        layer.take(_PRUNERS[config.pruning](wanted, nn.functional.pad(hessian.to(w.device), pad + pad), config.search))
-        return layer
-    mask = None
-    if config.pruning != "existing":
-        mask = sparse24.mask_of_scores(nn.functional.pad(w.abs(), (0, -w.shape[1] % 4)))[:, : w.shape[1]]
-    return Sparse24Linear.from_weight(w, mask=mask, scale_search=_search(config, square), channel_weight=square, large_m=config.large_m)
-
-
-def _dense_layer(target: Target, config: Sparse24Config, device: torch.device | None, moments: Moments | None, square: Tensor | None) -> FP4Linear:
-    w = _on(dense_weight(target), device)
-    square = None if square is None else square.to(w.device)
-    if moments is not None and moments.rows:
-        square = moments.mean().diagonal().to(w.device)  # type: ignore[union-attr]
-        w = moments.target(w).to(w.dtype)
-    return FP4Linear.from_weight(w, scale_search=_search(config, square), channel_weight=square, large_m=config.large_m)
-
-
-def _search(config: Sparse24Config, square: Tensor | None) -> str:
-    return "mse" if config.search == "activation" and square is None else config.search
+# --- the layers -----------------------------------------------------------------------------------------------------
 
 
 def _on(w: Tensor, device: torch.device | None) -> Tensor:
@@ -210,49 +190,81 @@ def _moments_on(moments: Moments, device: torch.device | None) -> Moments:
 
 def candidates(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, allowed: set[str], progress: bool) -> list[Candidate]:
     """What each layer would be on its own, sparse, with the dense model around it."""
-    groups = [g for g in plan.groups if g[0].name in allowed]
+    items: list[Item] = [g for g in plan.groups if g[0].name in allowed]
+    items += [e for e in plan.experts if allowed & set(expert_weights(e))]
     out = []
-    if config.pruning in _PRUNERS:
-        visits = walk(model, data.chain, groups, data.batches, sequential=False, progress=progress, desc="prune (to choose)")
-    else:
-        visits = (("", g, Moments()) for g in groups)
-    for _, group, moments in visits:
-        w = dense_weight(group[0])
-        square = _square(data, group)
+    for _, item, found in _visits(model, data, items, config.pruning in PRUNERS, False, progress, "prune (to choose)"):
+        if isinstance(item, ExpertsTarget):
+            packed = quantize_experts(item, config, allowed, None, _routed(found), data.experts.get(item.name))
+            out += [p.candidate() for p in packed if p.name in allowed]
+            continue
+        moments = _moments(found)
+        w = dense_weight(item[0])
+        square = _square(data, item)
         hessian = moments.mean()
-        layer = _sparse_layer(group[0], config, None, moments, square)
+        layer = sparse_layer(w, config, moments, square)
         q = layer.dequantize(torch.float32)
         error = pruning.output_error(w, q, torch.diag(square).to(w.device) if hessian is None and square is not None else hessian)
-        out.append(Candidate(group, layer, error))
+        out.append(_candidate(item, layer, error))
     return out
 
 
-def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, sparse: set[str], device: torch.device | None, progress: bool):
-    needs_moments = config.pruning in _PRUNERS and bool(sparse)
-    sequential = config.pruning in _SEQUENTIAL
+def _candidate(group: Group, layer: FP4Linear, error: float = 0.0) -> Candidate:
+    target = group[0]
+    return Candidate(
+        target.name,
+        target.module.get_parameter("weight"),
+        lambda: layer.dequantize().t() if target.transposed else layer.dequantize(),
+        error,
+        alone=len(group) == 1,
+    )
+
+
+def _visits(model: nn.Module, data: Data, items: list[Item], needs_moments: bool, sequential: bool, progress: bool, desc: str) -> Iterable:
+    """``(place, item, what is known of its inputs)``; see :func:`.walk.walk`. Nothing is measured where it is not needed."""
     if needs_moments:
-        visits = walk(model, data.chain, plan.groups, data.batches, sequential=sequential, progress=progress, desc="prune")
-    else:
-        visits = (("", g, Moments()) for g in bar(plan.groups, "quantize", "layer", progress))
+        return walk(model, data.chain, items, data.batches, sequential=sequential, progress=progress, desc=desc)
+    return (("", item, None) for item in bar(items, desc, "layer", progress))
+
+
+def _moments(found: Any) -> Moments:
+    return found if isinstance(found, Moments) else Moments()
+
+
+def _routed(found: Any) -> RoutedInputs | None:
+    return found if isinstance(found, RoutedInputs) else None
+
+
+def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, sparse: set[str], device: torch.device | None, progress: bool):
+    needs_moments = config.pruning in PRUNERS and bool(sparse)
+    sequential = config.pruning in SEQUENTIAL
+    items: list[Item] = [*plan.groups, *plan.experts]
     rows: list[LayerReport] = []
-    pending: list[tuple[Group, FP4Linear, float, float | None, tuple[str, ...]]] = []
+    pending: list[Callable[[nn.Module], tuple[nn.Module, list[LayerReport]]]] = []
     here = None
-    for place, group, moments in visits:
+    for place, item, found in _visits(model, data, items, needs_moments, sequential, progress, "prune" if needs_moments else "quantize"):
         if place != here or not needs_moments:
             model = _install(model, pending, rows)
             here = place
-        moments = _moments_on(moments, device)
+        if isinstance(item, ExpertsTarget):
+            both = quantize_experts(item, config, sparse, device, _routed(found), data.experts.get(item.name), sequential)
+            pending.append(partial(install_packed, both=both, large_m=config.large_m))
+            if needs_moments and sequential:
+                put_dense(both)
+            continue
+        group, moments = item, _moments_on(_moments(found), device)
         square = _square(data, group)
-        unknown = config.pruning in _PRUNERS and square is None
-        make = _sparse_layer if group[0].name in sparse and not unknown else _dense_layer
-        layer = make(group[0], config, device, moments, square)
+        unknown = needs_moments and square is None
+        make = sparse_layer if group[0].name in sparse and not unknown else dense_layer
         w = _on(dense_weight(group[0]), device)
+        layer = make(w, config, moments, square)
         hessian = moments.mean()
         error = relative_error(w, layer)
         output = None
         if hessian is not None:
             output = pruning.output_error(w, layer.dequantize(torch.float32), hessian)
-        pending.append((group, layer, error, output, ("not reached by calibration: dense, unweighted scales",) if unknown else ()))
+        notes = ("not reached by calibration: dense, unweighted scales",) if unknown else ()
+        pending.append(partial(_install_layer, group=group, layer=layer, error=error, output=output, notes=notes))
         if needs_moments and sequential:
             # The rest of the block is calibrated behind this layer. Its module stays until then: replays of the block need no FP4 kernels.
             parameter = group[0].module.get_parameter("weight")
@@ -262,11 +274,16 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
 
 
 def _install(model: nn.Module, pending: list, rows: list[LayerReport]) -> nn.Module:
-    for group, layer, error, output, notes in pending:
-        model, found = install_group(model, group, layer, error)
-        rows += [replace(row, output_error=output, notes=(*row.notes, *notes)) for row in found]
+    for install in pending:
+        model, found = install(model)
+        rows += found
     pending.clear()
     return model
+
+
+def _install_layer(model: nn.Module, group: Group, layer: FP4Linear, error: float, output: float | None, notes: tuple[str, ...]):
+    model, found = install_group(model, group, layer, error)
+    return model, [replace(row, output_error=output, notes=(*row.notes, *notes)) for row in found]
 
 
 def _square(data: Data, group: Group) -> Tensor | None:
@@ -278,5 +295,5 @@ def _square(data: Data, group: Group) -> Tensor | None:
 def _advice(config: Sparse24Config, sparse: bool) -> str:
     if not sparse:
         return "look at the report's largest errors."
-    better = "" if config.pruning in _SEQUENTIAL else 'use pruning="sparsegpt" or "admm"; '
+    better = "" if config.pruning in SEQUENTIAL else 'use pruning="sparsegpt" or "admm"; '
     return f"{better}prune fewer layers (max_kl=..., bits=...), or train what is left (examples/recover_sparse.py)."

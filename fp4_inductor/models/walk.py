@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,17 +13,19 @@ from .calibrate import evaluating, feed
 from .chain import Block, Chain, stages
 from .convert import dense_weight
 from .hessian import Moments, Watch
-from .plan import Target
+from .plan import ExpertsTarget, Target
 from .progress import bar
+from .routed import RoutedInputs
 
-Group = list[Target]
+Group: TypeAlias = list[Target]
+Item: TypeAlias = Group | ExpertsTarget
 _BYTES = 2 << 30  # of Hessians in memory at once, outside a chain of blocks
 
 
 def walk(
-    model: nn.Module, chain: Chain, groups: list[Group], batches: list[Any], *, sequential: bool, progress: bool, desc: str
-) -> Iterator[tuple[str, Group, Moments]]:
-    """Yield ``(place, group, moments of its inputs)`` for every group; in a chain block by block, in execution order.
+    model: nn.Module, chain: Chain, items: Sequence[Item], batches: list[Any], *, sequential: bool, progress: bool, desc: str
+) -> Iterator[tuple[str, Item, Moments | RoutedInputs]]:
+    """Yield ``(place, group, moments of its inputs)`` for every group, of experts their inputs; in a chain block by block, in execution order.
 
     Args:
         chain: recorded on ``batches``; if broken, whole-model passes take its place.
@@ -31,44 +33,50 @@ def walk(
             are measured on what the changed ones feed them, and ``moments`` also know what the dense model fed them. The
             modules of a block may be replaced once the next place is met. False: everything is measured on the dense model.
     """
-    inside: dict[int, list[Group]] = {}
-    outside: list[Group] = []
-    for group in groups:
-        index = None if chain.broken or len(group) > 1 else chain.block_of(group[0].name)
+    inside: dict[int, list[Item]] = {}
+    outside: list[Item] = []
+    for item in items:
+        alone = isinstance(item, ExpertsTarget) or len(item) == 1
+        index = chain.block_of(targets_of(item)[0].name) if alone and not chain.broken else None
         if index is None:
-            outside.append(group)
+            outside.append(item)
         else:
-            inside.setdefault(index, []).append(group)
+            inside.setdefault(index, []).append(item)
     if inside:
         yield from _through(model, chain, inside, sequential, progress, desc)
     for i, part in enumerate(_parts(outside)):
-        watch = Watch([t for g in part for t in g])
+        watch = Watch([t for item in part for t in targets_of(item)])
         try:
             with evaluating(model):
                 for _ in feed(model, batches, progress, desc):
                     watch.add()
         finally:
             watch.close()
-        for group in part:
-            yield f"outside {i}", group, _sum([watch.moments[t.name] for t in group])
+        for item in part:
+            yield f"outside {i}", item, watch.routed[item.name] if isinstance(item, ExpertsTarget) else _sum([watch.moments[t.name] for t in item])
 
 
-def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Group]], sequential: bool, progress: bool, desc: str):
+def targets_of(item: Item) -> Sequence[Target | ExpertsTarget]:
+    """The modules of a group, or the one of experts."""
+    return [item] if isinstance(item, ExpertsTarget) else item
+
+
+def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Item]], sequential: bool, progress: bool, desc: str):
     hidden, dense = list(chain.hidden), list(chain.hidden)
     last = max(inside)
     for index, block in enumerate(bar(chain.blocks, desc, "block", progress)):
         if index > last:
             break
-        mine = {g[0].name: g for g in inside.get(index, [])}
+        mine = {targets_of(item)[0].name: item for item in inside.get(index, [])}
         # Until the first weight is changed both streams are one.
         twin = copy.deepcopy(block.module) if sequential and (mine or dense[0] is not hidden[0]) else None
-        targets = [g[0] for g in mine.values()]
+        targets = [targets_of(item)[0] for item in mine.values()]
         with evaluating(model):
             order, once = stages(block, targets, hidden[0]) if sequential and targets else ([targets] if targets else [], False)
         for stage in order:
-            moments = _measure(model, block, twin, stage, hidden, dense, once)
+            watch = _measure(model, block, twin, stage, hidden, dense, once)
             for t in stage:
-                yield block.name, mine[t.name], moments[t.name]
+                yield block.name, mine[t.name], watch.found(t.name)
         with evaluating(model):
             for b in range(len(hidden)):
                 before = dense[b] if twin is None else block.run(twin, dense[b], b)
@@ -76,7 +84,7 @@ def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Group]], seq
                 dense[b] = hidden[b] if twin is None else before
 
 
-def _measure(model: nn.Module, block: Block, twin: nn.Module | None, stage: Group, hidden: list, dense: list, once: bool) -> dict[str, Moments]:
+def _measure(model: nn.Module, block: Block, twin: nn.Module | None, stage: list[Target | ExpertsTarget], hidden: list, dense: list, once: bool) -> Watch:
     prefix = len(block.name) + 1
     watch = Watch(stage, None if twin is None else lambda t: twin.get_submodule(t.name[prefix:]), stop=once)
     try:
@@ -88,14 +96,17 @@ def _measure(model: nn.Module, block: Block, twin: nn.Module | None, stage: Grou
                 watch.add()
     finally:
         watch.close()
-    return watch.moments
+    return watch
 
 
-def _parts(groups: list[Group]) -> Iterator[list[Group]]:
-    """Groups whose Hessians fit in memory together."""
-    part: list[Group] = []
+def _parts(items: list[Item]) -> Iterator[list[Item]]:
+    """Groups whose Hessians fit in memory together; the tokens of a module of experts by themselves."""
+    part: list[Item] = []
     size = 0
-    for group in groups:
+    for group in items:
+        if isinstance(group, ExpertsTarget):
+            yield [group]
+            continue
         k = dense_weight(group[0]).shape[1]
         need = 4 * len(group) * k * k
         if part and size + need > _BYTES:

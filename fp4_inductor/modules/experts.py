@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ShapeError
 from ..formats import nvfp4
-from ..ops import cast_for_autocast
+from ..ops import cast_for_autocast, moe
 from ..ops.activation import Activation
-from ..ops.linear import LARGE_M
-from ..tensors.nvfp4 import NVFP4Tensor
+from ..ops.linear import WEIGHT_ONLY
+from ..tensors.base import FP4Tensor
+from .bits import BITS
 from .packed import PackedWeight
 
 
@@ -20,11 +21,11 @@ class FP4ExpertWeight(PackedWeight):
     """One NVFP4 matrix per expert: ``[E, N, K]``, with one global scale each.
 
     Buffers: ``qdata`` uint8 ``[E, N, K/2]``, ``scale`` float8_e4m3fn ``[E, N, K/16]``, ``global_scale`` float32 ``[E]``,
-    ``bias`` ``[E, N]`` or None. Indexing gives the :class:`NVFP4Tensor` of what is indexed: ``w[3]`` is one matrix, ``w[ids]`` and
-    ``w[2:5]`` are stacks; none copies more than it selects.
+    ``bias`` ``[E, N]`` or None. Indexing gives the :attr:`TENSOR` of what is indexed: ``w[3]`` is one matrix, ``w[ids]`` and
+    ``w[2:5]`` are stacks; none copies more than it selects. A subclass stores the weight in another format.
 
     Args:
-        n, k: as stored: K a multiple of 16.
+        n, k: as stored: K a multiple of 16, or of what the format asks for.
         rows, columns: how many of N and K are the model's own; the rest is zero padding.
     """
 
@@ -41,29 +42,40 @@ class FP4ExpertWeight(PackedWeight):
         return self.num_experts, self.rows, self.columns
 
     @property
-    def weight(self) -> NVFP4Tensor:
+    def stored(self) -> tuple[int, int, int]:
+        """``(E, N, K)`` with padding."""
+        return self.storage().logical(self.parts()[0].shape)  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> FP4Tensor:
         """All experts, ``[E, N, K]`` as stored, as a tensor that shares this module's memory."""
-        return NVFP4Tensor(self.qdata, self.scale, self.global_scale, self.dtype)
+        return self.TENSOR._of_parts(self.parts(), self.dtype, False)
+
+    def put(self, index: int | slice, parts: tuple[Tensor, ...]) -> None:
+        """Copy the parts of the experts ``index`` into the buffers."""
+        for name, part in zip(self.TENSOR.PARTS, parts, strict=True):
+            bits = BITS[part.dtype.itemsize]  # E4M3 has no indexed assignment
+            getattr(self, name).view(bits)[index] = part.view(bits)
 
     def __getitem__(self, index):
         return self.weight[index]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Dense ``[E, N, K]`` as stored."""
-        return torch.ops.fp4.dequantize(self.qdata, self.scale, self.global_scale, dtype or self.dtype)
+        return self.weight.dequantize(dtype)
 
     def extra_repr(self) -> str:
-        return f"{list(self.shape)}, bias={self.bias is not None}, nvfp4, dtype={self.dtype}"
+        return f"{list(self.shape)}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}"
 
 
 class FP4Experts(nn.Module):
-    """The routed experts of one layer, all in NVFP4; calls ``fp4.moe``.
+    """The routed experts of one layer in NVFP4, dense or 2:4-sparse; calls ``fp4.moe``.
 
     ``forward(hidden_states [..., H], top_k_index [T, k], top_k_weights [T, k]) -> [..., H]``, the call of transformers'
     expert modules; T is the product of the leading dimensions. See :mod:`fp4_inductor.ops.moe` for ids that are no expert.
 
     Args:
-        first, down: the two weights, ``[E, G, H]`` and ``[E, H, I]``.
+        first, down: the two weights, ``[E, G, H]`` and ``[E, H, I]``, each :class:`FP4ExpertWeight` or a subclass of it.
         activation: what lies between them.
         first_name: attribute of the first weight: ``"gate_up_proj"``, or ``"up_proj"`` in models without a gate.
         dense: the call is ``forward(hidden_states [E * T, H])``, every expert's tokens one after the other (Llama 4), with zero rows
@@ -85,14 +97,14 @@ class FP4Experts(nn.Module):
         large_m: str = "auto",
     ):
         super().__init__()
-        if large_m not in LARGE_M:
-            raise ConfigError("FP4Experts: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
-        inner = down.qdata.shape[-1] * 2
-        if first.num_experts != down.num_experts or first.qdata.shape[1] not in (inner, 2 * inner):
+        if large_m not in WEIGHT_ONLY:
+            raise ConfigError("FP4Experts: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
+        inner = down.stored[2]
+        if first.num_experts != down.num_experts or first.stored[1] not in (inner, 2 * inner):
             raise ShapeError(
                 "FP4Experts: the two weights do not belong together",
-                value=f"{tuple(first.qdata.shape)}, {tuple(down.qdata.shape)}",
-                limit="qdata [E, 2 * I or I, H/2] and [E, H, I/2]",
+                value=f"{first.stored}, {down.stored}",
+                limit="[E, 2 * I or I, H] and [E, H, I] as stored",
                 remedy="Pad the rows of the first weight if K of the second was padded.",
             )
         self.first_name, self.activation, self.dense, self.large_m = first_name, activation, dense, large_m
@@ -117,12 +129,10 @@ class FP4Experts(nn.Module):
         else:
             ids, weights = top_k_index, top_k_weights
         first, down = self.first, self.down_proj
-        if first.qdata.shape[-1] * 2 != first.columns:
-            rows = nn.functional.pad(rows, (0, first.qdata.shape[-1] * 2 - first.columns))
-        y = torch.ops.fp4.moe(
-            rows, ids, weights, first.qdata, first.scale, first.global_scale, down.qdata, down.scale, down.global_scale,
-            first.bias, down.bias, *self.activation.arguments(), False, None, self.large_m,
-        )  # fmt: skip
+        if (padding := first.stored[2] - first.columns) != 0:
+            rows = nn.functional.pad(rows, (0, padding))
+        options = first.bias, down.bias, *self.activation.arguments(), False, None, self.large_m
+        y = torch.ops.fp4.moe(*moe.arguments(rows, ids, weights, first.parts(), down.parts(), *options))
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _routing_of_dense(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,8 +182,7 @@ def pack_experts(
             packed = torch.ops.fp4.quantize(dense, scale_search)
         else:
             packed = tuple(p[None] for p in torch.ops.fp4.quantize(dense[0], scale_search, None, statistic))
-        out.qdata[part], out.global_scale[part] = packed[0], packed[2]
-        out.scale.view(torch.uint8)[part] = packed[1].view(torch.uint8)
+        out.put(part, packed)
     if bias is not None:
         out.bias = _padded(bias.detach().to(device, weight.dtype).unsqueeze(-1), parts, extra, 0).squeeze(-1).clone()
     return out

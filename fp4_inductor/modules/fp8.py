@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from ..formats import fp8
 from ..formats.storage import Storage
+from ..ops.linear import WEIGHT_ONLY
 from ..ops.linear_fp8 import quantize_weight
 from .linear import FP4Linear
 
@@ -17,6 +20,8 @@ class FP8Linear(FP4Linear):
     Buffers: ``qdata`` float8_e4m3fn ``[N, K]``, ``scale`` float32 ``[N]``, ``bias`` ``[N]`` or None. All else is as in
     :class:`FP4Linear`; no K is padded.
     """
+
+    ACCEPTED: ClassVar[tuple[str, ...]] = WEIGHT_ONLY
 
     @classmethod
     def storage(cls) -> Storage:

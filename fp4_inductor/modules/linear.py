@@ -6,6 +6,8 @@ outside the compiled graph (design/ARCHITECTURE.md); buffers cost a quarter of a
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -29,9 +31,11 @@ class FP4Linear(PackedWeight):
     A subclass stores the weight in another format: it names the tensor class, whose components become the buffers.
     """
 
+    ACCEPTED: ClassVar[tuple[str, ...]] = LARGE_M
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
-        if large_m not in LARGE_M:
-            raise ConfigError(f"{type(self).__name__}: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+        if large_m not in self.ACCEPTED:
+            raise ConfigError(f"{type(self).__name__}: unknown large_m", value=repr(large_m), limit=list(self.ACCEPTED), remedy="NVFP4Config describes them.")
         padding = -in_features % self.storage().k_multiple
         super().__init__((), out_features, in_features + padding, bias, dtype, device)
         self.in_features, self.out_features, self.large_m, self.padding = in_features, out_features, large_m, padding

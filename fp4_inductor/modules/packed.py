@@ -15,7 +15,7 @@ class PackedWeight(BitBuffers):
 
     Made with an all-zero weight. ``lead``: the leading dimensions, ``()`` or ``(E,)``. ``input_scale`` (float32, multiplying, the
     leading shape, or None) is what a W4A4 checkpoint recorded for its activations: kept for export, not used by a forward pass
-    whose activations stay in high precision.
+    (one that rounds its activations, ``large_m="nvfp4"``, takes each token's own maximum).
     """
 
     qdata: Tensor

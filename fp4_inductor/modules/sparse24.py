@@ -1,4 +1,4 @@
-"""Sparse24Linear: an FP4Linear whose weight is 2:4-sparse."""
+"""Modules whose weight is 2:4-sparse: Sparse24Linear, and Sparse24ExpertWeight for the experts of a layer."""
 
 from __future__ import annotations
 
@@ -8,28 +8,50 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import sparse24
+from ..ops.linear import WEIGHT_ONLY
 from ..tensors import Sparse24NVFP4Tensor
 from ..tensors.base import FP4Tensor
+from .experts import FP4ExpertWeight
 from .linear import FP4Linear
+from .packed import PackedWeight
 
 _EMPTY = sparse24.NIBBLES[0] * 0x11  # every group keeps its first two, which are zeros
 
 
-class Sparse24Linear(FP4Linear):
-    """``y = x @ W.T + bias`` with W in 2:4-sparse NVFP4.
-
-    Buffers (names as in the native checkpoint): ``values`` uint8 ``[N, K/4]``, ``meta`` uint8 ``[N, K/8]``, ``scale``
-    float8_e4m3fn ``[N, K/16]``, ``global_scale`` float32 ``[]``, ``bias`` ``[N]`` or None; K is ``in_features`` padded
-    with zero weights to a multiple of 32. All else is as in :class:`FP4Linear`.
-    """
+class Sparse24Weight(PackedWeight):
+    """The buffers of a 2:4-sparse weight: ``values`` and ``meta`` in place of ``qdata``. Metadata from a state_dict is validated."""
 
     TENSOR: ClassVar[type[FP4Tensor]] = Sparse24NVFP4Tensor
+    ACCEPTED: ClassVar[tuple[str, ...]] = WEIGHT_ONLY
     values: Tensor
     meta: Tensor
 
     def _empty_weight(self) -> None:
         super()._empty_weight()
         self.meta.fill_(_EMPTY)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        meta = state_dict.get(prefix + "meta")
+        if meta is not None and meta.device.type != "meta":
+            sparse24.validate_meta(meta)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Sparse24ExpertWeight(Sparse24Weight, FP4ExpertWeight):
+    """One 2:4-sparse NVFP4 matrix per expert, ``[E, N, K]``: as :class:`FP4ExpertWeight`, K as stored a multiple of 32.
+
+    Buffers: ``values`` uint8 ``[E, N, K/4]``, ``meta`` uint8 ``[E, N, K/8]``, ``scale`` float8_e4m3fn ``[E, N, K/16]``, ``global_scale``
+    float32 ``[E]``, ``bias`` ``[E, N]`` or None.
+    """
+
+
+class Sparse24Linear(Sparse24Weight, FP4Linear):
+    """``y = x @ W.T + bias`` with W in 2:4-sparse NVFP4.
+
+    Buffers (names as in the native checkpoint): ``values`` uint8 ``[N, K/4]``, ``meta`` uint8 ``[N, K/8]``, ``scale``
+    float8_e4m3fn ``[N, K/16]``, ``global_scale`` float32 ``[]``, ``bias`` ``[N]`` or None; K is ``in_features`` padded
+    with zero weights to a multiple of 32. All else is as in :class:`FP4Linear`.
+    """
 
     @classmethod
     def from_weight(  # type: ignore[override]
@@ -61,9 +83,3 @@ class Sparse24Linear(FP4Linear):
 
     def _dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return torch.ops.fp4.sparse_dequantize(self.values[rows], self.meta[rows], self.scale[rows], self.global_scale, dtype)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        meta = state_dict.get(prefix + "meta")
-        if meta is not None and meta.device.type != "meta":
-            sparse24.validate_meta(meta)
-        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -36,6 +36,11 @@ def fake(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype)
     return qdata.new_empty((*qdata.shape[:-1], qdata.shape[-1] * 2), dtype=dtype)
 
 
+def dequantize_rows(qdata: Tensor, scale: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[R, K]`` from a matrix with a global scale for each row ``[R]``: every row a matrix of its own, as the op takes one per matrix."""
+    return torch.ops.fp4.dequantize(qdata.unsqueeze(1), scale.unsqueeze(1), row_scale, dtype).squeeze(1)
+
+
 def _setup_context(ctx, inputs, output) -> None:
     refuse_gradient("dequantize", ctx, scale=1, global_scale=2)
 

@@ -15,7 +15,8 @@ from ..formats import nvfp4
 from ..formats.storage import Storage
 from .contract import OpContract, refuse_gradient
 
-LARGE_M = ("auto", "fp8", "bf16")
+WEIGHT_ONLY = ("auto", "fp8", "bf16")
+LARGE_M = (*WEIGHT_ONLY, "nvfp4")  # the last rounds the activations of many rows: linear layers with a dense NVFP4 weight only
 
 
 def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -28,10 +29,12 @@ def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
 def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto") -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     nvfp4.check_parts(qdata, scale, global_scale)
-    check_product("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m)
+    check_product("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m, LARGE_M)
 
 
-def check_product(op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, large_m: str) -> None:
+def check_product(
+    op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, large_m: str, accepted: tuple[str, ...] = WEIGHT_ONLY
+) -> None:
     """What every ``fp4.<op>(x, *weight, bias, large_m)`` asks of its arguments, the parts of the weight being in order."""
     first = storage.parts[0]
     shape = storage.logical(weight[0].shape)
@@ -56,8 +59,8 @@ def check_product(op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ..
             raise ShapeError(f"fp4.{op}: bias does not fit N", value=tuple(bias.shape), limit=f"({shape[0]},)", remedy="The bias has one entry per output.")
         if bias.dtype != x.dtype:
             raise DTypeError(f"fp4.{op}: bias dtype", value=bias.dtype, limit=x.dtype, remedy="Cast the module with .to(dtype).")
-    if large_m not in LARGE_M:
-        raise ConfigError(f"fp4.{op}: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    if large_m not in accepted:
+        raise ConfigError(f"fp4.{op}: unknown large_m", value=repr(large_m), limit=list(accepted), remedy="NVFP4Config describes them.")
     devices = {t.device for t in (x, *weight, bias) if t is not None}
     if len(devices) > 1:
         raise DeviceError(

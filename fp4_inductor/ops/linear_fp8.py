@@ -15,7 +15,7 @@ from ..errors import ConfigError, DeviceError, DTypeError, NonFiniteError, Shape
 from ..formats import nvfp4
 from . import quantize_rows_fp8
 from .contract import OpContract, refuse_gradient
-from .linear import LARGE_M, without_products
+from .linear import WEIGHT_ONLY, without_products
 
 _CHUNK = 1 << 24  # weights rounded at once: bounds the temporaries to about 130 MB
 
@@ -62,8 +62,8 @@ def check(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, 
             limit="x [..., K], weight [N, K], weight_scale [N], bias [N]",
             remedy="FP8Linear.from_weight makes the last three.",
         )
-    if large_m not in LARGE_M:
-        raise ConfigError("fp4.linear_fp8: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    if large_m not in WEIGHT_ONLY:
+        raise ConfigError("fp4.linear_fp8: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
     devices = {t.device for t in (x, weight, weight_scale, bias) if t is not None}
     if len(devices) > 1:
         raise DeviceError(

@@ -1,4 +1,4 @@
-"""``fp4.moe``: a mixture-of-experts layer on NVFP4 experts, from routed tokens to the weighted sum.
+"""``fp4.moe``: a mixture-of-experts layer on NVFP4 experts, dense or 2:4-sparse, from routed tokens to the weighted sum.
 
     y[t] = sum_j w[t, j] * (act(x[t] @ GateUp[e].T + b1[e]) @ Down[e].T + b2[e]),   e = expert_ids[t, j]
 
@@ -12,6 +12,8 @@
     weight_on_input  the router's weight multiplies x instead of the expert's output (Llama 4)
     expert_map       [number of global experts] int32 or int64 or None: global id -> local id, negative for "not here"
     large_m          path for many tokens, as in :class:`fp4_inductor.NVFP4Config`
+    gate_up_meta     uint8 [E, G, H/8] where gate_up is 2:4-sparse, and down_meta [E, N, I/8] where down is; None: dense.
+                     ``*_qdata`` is then the kept codes, [E, G, H/4] or [E, N, I/4], as in :mod:`fp4_inductor.formats.sparse24`
     result           [T, N] in hidden's dtype
 
 Ids. A pair (t, j) whose id (after ``expert_map``) is not in [0, E) contributes exactly zero, whatever its weight, NaN
@@ -20,20 +22,23 @@ weights. An id may occur twice in a token (a NaN router's top-k does that): it c
 without tokens are not read. A NaN or Inf in a token or its router weights stays in that token's row.
 
 Sums are float32 at least, and deterministic: equal arguments give equal bits.
+
+Metadata of 2:4-sparse experts is not checked per call on a GPU, as in :mod:`.sparse_linear`; a CPU checks that of the experts it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
-from ..formats import nvfp4
+from ..formats import nvfp4, sparse24
 from .activation import Activation
 from .contract import OpContract, refuse_gradient
-from .linear import LARGE_M
+from .linear import WEIGHT_ONLY
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -43,12 +48,12 @@ def reference(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """float64 arithmetic on the dequantised experts, rounded once to ``hidden.dtype``."""
     check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
     )  # fmt: skip
     act = Activation(activation, alpha, limit, interleaved)
     local = local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
@@ -58,12 +63,46 @@ def reference(
         token, slot = torch.where(local == e)
         x, w = hidden[token].double(), weights[token, slot, None]
         x = x * w if weight_on_input else x
-        z = x @ nvfp4.dequantize(gate_up_qdata[e], gate_up_scale[e], gate_up_global_scale[e], torch.float32).double().mT
-        h = act(z if gate_up_bias is None else z + gate_up_bias[e].double(), down_qdata.shape[2] * 2)
-        y = h @ nvfp4.dequantize(down_qdata[e], down_scale[e], down_global_scale[e], torch.float32).double().mT
+        z = x @ _exact(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta).mT
+        h = act(z if gate_up_bias is None else z + gate_up_bias[e].double(), columns(down_qdata, down_meta))
+        y = h @ _exact(e, down_qdata, down_scale, down_global_scale, down_meta).mT
         y = y if down_bias is None else y + down_bias[e].double()
         out.index_add_(0, token, y if weight_on_input else y * w)
     return out.to(hidden.dtype)
+
+
+def columns(codes: Tensor, meta: Tensor | None) -> int:
+    """K of a weight: a byte holds two codes, of which a dense weight has one for every k, a 2:4-sparse one for every other."""
+    return codes.shape[-1] * (2 if meta is None else 4)
+
+
+def _exact(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> Tensor:
+    """float64 ``[N, K]`` of one expert."""
+    qdata = codes[e] if meta is None else sparse24.decompress(codes[e], meta[e])
+    return nvfp4.dequantize(qdata, scale[e], global_scale.reshape(-1)[e], torch.float32).double()
+
+
+def codes_and_meta(parts: Sequence[Any]) -> tuple[tuple[Any, Any, Any], Any]:
+    """``((codes, scale, global scale), meta)`` of a weight's parts, dense (three; meta None) or 2:4-sparse (four), as their storage orders them."""
+    codes, *meta, scale, global_scale = parts
+    return (codes, scale, global_scale), meta[0] if meta else None
+
+
+def arguments(hidden: Any, ids: Any, weights: Any, gate_up: Sequence[Any], down: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
+    """The arguments of ``fp4.moe`` for two weights given by their parts.
+
+    Args:
+        gate_up, down: of each, ``(qdata, scale, global_scale)`` or ``(values, meta, scale, global_scale)``.
+        rest: from ``gate_up_bias`` to at most ``large_m``.
+    """
+    (first, first_meta), (second, second_meta) = codes_and_meta(gate_up), codes_and_meta(down)
+    args = (hidden, ids, weights, *first, *second, *rest)
+    if first_meta is None and second_meta is None:
+        return args
+    return (*args, *_DEFAULTS[len(rest) :], first_meta, second_meta)
+
+
+_DEFAULTS = (None, None, *Activation().arguments(), False, None, "auto")  # from gate_up_bias to large_m
 
 
 def local_ids(expert_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
@@ -85,12 +124,12 @@ def check(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     act = Activation(activation, alpha, limit, interleaved)
-    nvfp4.check_parts(gate_up_qdata, gate_up_scale, gate_up_global_scale)
-    nvfp4.check_parts(down_qdata, down_scale, down_global_scale)
+    _check_weight(gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta)
+    _check_weight(down_qdata, down_scale, down_global_scale, down_meta)
     _check_dtypes(hidden, expert_ids, expert_weights, gate_up_bias, down_bias, expert_map)
     if hidden.dim() != 2 or expert_ids.dim() != 2 or expert_ids.shape != expert_weights.shape or expert_ids.shape[0] != hidden.shape[0]:
         raise ShapeError(
@@ -99,19 +138,19 @@ def check(
             limit="hidden [T, H], expert_ids and expert_weights [T, k]",
             remedy="Flatten batch and sequence; gather full [T, E] scores at the chosen experts.",
         )
-    experts, inner = gate_up_qdata.shape[0], down_qdata.shape[-1] * 2
+    experts, width, inner = gate_up_qdata.shape[0], columns(gate_up_qdata, gate_up_meta), columns(down_qdata, down_meta)
     if gate_up_qdata.dim() != 3 or down_qdata.dim() != 3 or down_qdata.shape[0] != experts:
         raise ShapeError(
             "fp4.moe takes 3-D experts",
             value=f"gate_up {tuple(gate_up_qdata.shape)}, down {tuple(down_qdata.shape)}",
-            limit="qdata [E, G, H/2] and [E, N, I/2]",
+            limit="qdata [E, G, H/2] and [E, N, I/2], 2:4-sparse values [E, G, H/4] and [E, N, I/4]",
             remedy="Stack the experts; one expert is E = 1.",
         )
-    if hidden.shape[1] != gate_up_qdata.shape[2] * 2:
+    if hidden.shape[1] != width:
         raise ShapeError(
             "fp4.moe: tokens and gate_up disagree on H",
             value=f"hidden {tuple(hidden.shape)}",
-            limit=f"[T, {gate_up_qdata.shape[2] * 2}]",
+            limit=f"[T, {width}]",
             remedy="Pad the tokens if H of the weight was padded.",
         )
     rows = (inner * 2,) if act.needs_gate or interleaved else (inner * 2, inner)
@@ -129,8 +168,8 @@ def check(
             )
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("fp4.moe: expert_map", value=tuple(expert_map.shape), limit="[global experts]", remedy="It gives the local id of each global id.")
-    if large_m not in LARGE_M:
-        raise ConfigError("fp4.moe: unknown large_m", value=repr(large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    if large_m not in WEIGHT_ONLY:
+        raise ConfigError("fp4.moe: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
     tensors = (hidden, expert_ids, expert_weights, gate_up_qdata, down_qdata, gate_up_bias, down_bias, expert_map)
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
@@ -140,6 +179,13 @@ def check(
             limit="one device",
             remedy="Move the layer, the tokens or the routing with .to(device).",
         )
+
+
+def _check_weight(codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> None:
+    if meta is None:
+        nvfp4.check_parts(codes, scale, global_scale)
+    else:
+        sparse24.check_parts(codes, meta, scale, global_scale)
 
 
 def _check_dtypes(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, expert_map: Tensor | None) -> None:
@@ -160,11 +206,11 @@ def fake(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
     )  # fmt: skip
     return hidden.new_empty((hidden.shape[0], down_qdata.shape[1]))
 
@@ -178,8 +224,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     """Gradients of the tokens and of the router's weights; the quantized experts and their biases are frozen."""
     args = [t if t is not None else a for t, a in zip(ctx.saved_tensors, ctx.plain, strict=True)]
-    grad_hidden, grad_weights = torch.ops.fp4.moe_backward(grad, *args[:17])
-    return grad_hidden, None, grad_weights, *(None for _ in range(15))
+    grad_hidden, grad_weights = torch.ops.fp4.moe_backward(grad, *args[:17], *args[18:])
+    return grad_hidden, None, grad_weights, *(None for _ in range(17))
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -207,6 +253,21 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             x = torch.randn(t, h, device=device).to(dtype)
             weights = torch.rand(t, k, device=device)
             yield f"T{t} H{h} I{inner} E{e} k{k} {act} {dtype}", (x, ids, weights, *gate_up, *down, *biases, *act.arguments(), i == 6, expert_map)
+    yield from _sparse_inputs(device)
+
+
+def _sparse_inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (T, H, I, E, k, gate_up sparse, down sparse): K a multiple of 32 where it is sparse, of 16 where not
+    for t, h, inner, e, k, *sparse in ((4, 64, 32, 8, 2, True, True), (0, 32, 32, 4, 2, True, True), (19, 96, 160, 3, 4, True, True),
+                                       (1, 160, 48, 5, 3, True, False), (5, 48, 32, 2, 1, False, True)):  # fmt: skip
+        for dtype in (torch.float32, torch.bfloat16):
+            weights = []
+            for is_sparse, shape in zip(sparse, ((e, 2 * inner, h), (e, h, inner)), strict=True):
+                w = torch.randn(shape, device=device) / shape[-1] ** 0.5
+                weights.append(sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w)) if is_sparse else nvfp4.quantize(w))
+            ids = torch.randint(-1, e + 1, (t, k), device=device, dtype=torch.int32)
+            x = torch.randn(t, h, device=device).to(dtype)
+            yield f"2:4 {sparse} T{t} H{h} I{inner} E{e} k{k} {dtype}", arguments(x, ids, torch.rand(t, k, device=device), *weights)
 
 
 CONTRACT = OpContract(
@@ -215,7 +276,7 @@ CONTRACT = OpContract(
     "Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, "
     "Tensor? gate_up_bias=None, Tensor? down_bias=None, "
     'str activation="silu", float alpha=1.0, float? limit=None, bool interleaved=False, '
-    'bool weight_on_input=False, Tensor? expert_map=None, str large_m="auto") -> Tensor',
+    'bool weight_on_input=False, Tensor? expert_map=None, str large_m="auto", Tensor? gate_up_meta=None, Tensor? down_meta=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -20,15 +20,15 @@ def reference(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """float32 arithmetic on the dequantised experts, of which only those with tokens are read."""
     moe.check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, "auto", gate_up_meta, down_meta,
     )  # fmt: skip
     act = Activation(activation, alpha, limit, interleaved)
-    inner = down_qdata.shape[2] * 2
+    inner = moe.columns(down_qdata, down_meta)
     local = moe.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
     weights = expert_weights.float()
     grad_hidden = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -36,8 +36,8 @@ def reference(
     for e in moe.used_experts(local):
         token, slot = torch.where(local == e)
         x, w, g = hidden[token].float(), weights[token, slot, None], grad[token].float()
-        gate_up = torch.ops.fp4.dequantize(gate_up_qdata[e], gate_up_scale[e], gate_up_global_scale.reshape(-1)[e], torch.float32)
-        down = torch.ops.fp4.dequantize(down_qdata[e], down_scale[e], down_global_scale.reshape(-1)[e], torch.float32)
+        gate_up = _dense(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta)
+        down = _dense(e, down_qdata, down_scale, down_global_scale, down_meta)
         z = (x * w if weight_on_input else x) @ gate_up.t()
         z = z if gate_up_bias is None else z + gate_up_bias[e].float()
         if not weight_on_input:
@@ -53,19 +53,28 @@ def reference(
     return grad_hidden.to(hidden.dtype), grad_weights.to(expert_weights.dtype)
 
 
+def _dense(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> Tensor:
+    """float32 ``[N, K]`` of one expert, by the device's kernels."""
+    g = global_scale.reshape(-1)[e]
+    if meta is None:
+        return torch.ops.fp4.dequantize(codes[e], scale[e], g, torch.float32)
+    return torch.ops.fp4.sparse_dequantize(codes[e], meta[e], scale[e], g, torch.float32)
+
+
 def fake(grad: Tensor, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    moe.check(hidden, expert_ids, expert_weights, *rest)
+    # fp4.moe has large_m between expert_map and the metadata
+    moe.check(hidden, expert_ids, expert_weights, *rest[:14], *(("auto", *rest[14:]) if len(rest) > 14 else ()))
     return hidden.new_empty(hidden.shape), expert_weights.new_empty(expert_weights.shape)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
     for description, args in moe.inputs(device):
-        yield description, (torch.randn(args[0].shape[0], args[6].shape[1], device=device).to(args[0].dtype), *args)
+        yield description, (torch.randn(args[0].shape[0], args[6].shape[1], device=device).to(args[0].dtype), *args[:17], *args[18:])
 
 
 CONTRACT = OpContract(
     name="moe_backward",
-    schema="(Tensor grad, " + moe.CONTRACT.schema.removeprefix("(").replace(', str large_m="auto") -> Tensor', ") -> (Tensor, Tensor)"),
+    schema="(Tensor grad, " + moe.CONTRACT.schema.removeprefix("(").replace(', str large_m="auto"', "").removesuffix("Tensor") + "(Tensor, Tensor)",
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -7,6 +7,7 @@ import torch
 
 from fp4_inductor import dispatch, explain
 from fp4_inductor.config import dispatch_config
+from fp4_inductor.formats import sparse24
 from fp4_inductor.kernels.moe import launch
 from fp4_inductor.kernels.select import describe, plan
 from fp4_inductor.modules import FP4Experts
@@ -30,6 +31,74 @@ def weight(e, n, k):
 
 def layer(e=16, h=256, inner=128, gated=True):
     return (*weight(e, inner * (2 if gated else 1), h), *weight(e, h, inner))
+
+
+def sparse_weight(e, n, k, pattern=None):
+    """As :func:`weight`, 2:4; ``pattern``: one of the six everywhere, else all mixed."""
+    nibble = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=DEVICE)
+    index = torch.randint(0, 6, (e, n, k // 4), device=DEVICE) if pattern is None else torch.full((e, n, k // 4), pattern, device=DEVICE)
+    _, scale, g = weight(e, n, k)
+    return torch.randint(0, 256, (e, n, k // 4), dtype=torch.uint8, device=DEVICE), sparse24.pack_meta(nibble[index]), scale, g
+
+
+def check_sparse(x, ids, w, up, down, *rest):
+    bound = 2 * FP8_BOUND if ids.numel() > 1024 and x.dtype == BF16 else BOUND[x.dtype]
+    got, want = moe(*contract.arguments(x, ids, w, up, down, *rest)), contract.reference(*contract.arguments(x.float(), ids, w, up, down, *rest))
+    assert error(got, want.double()) <= bound, (x.shape, ids.shape)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_sparse_experts_by_every_number_of_tokens(dtype):
+    up, down = sparse_weight(16, 256, 256), sparse_weight(16, 256, 128)
+    for t in (0, 1, 2, 3, 4, 5, 17, 64, 255, 512, 2000):
+        x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(dtype), routed(t, 2, 16)
+        check_sparse(x, ids, w, up, down)
+        check_sparse(x, ids, w, weight(16, 256, 256), down)  # one of the two is dense
+
+
+@pytest.mark.parametrize("pattern", range(6))
+def test_each_pattern_of_sparse_experts(pattern):
+    """Activations tell the four positions of a group apart."""
+    up, down = sparse_weight(16, 256, 256, pattern), sparse_weight(16, 256, 128, pattern)
+    for t in (1, 4, 60, 3000):
+        x = (torch.randn(t, 256, device=DEVICE) * 4.0 ** (torch.arange(256, device=DEVICE) % 4)).to(BF16)
+        check_sparse(x, *routed(t, 2, 16), up, down)
+
+
+@pytest.mark.parametrize("shape", [(3, 96, 160), (5, 1056, 160), (128, 2048, 768), (2, 32, 32)], ids=str)
+def test_shapes_of_sparse_experts(shape):
+    e, h, inner = shape
+    up, down = sparse_weight(e, 2 * inner, h), sparse_weight(e, h, inner)
+    biases = torch.randn(e, 2 * inner, device=DEVICE).to(BF16), torch.randn(e, h, device=DEVICE).to(BF16)
+    for t in (1, 3, 70):
+        x, (ids, w) = torch.randn(t, h, device=DEVICE).to(BF16), routed(t, 4, e)
+        check_sparse(x, ids, w, up, down, *biases, *GPT_OSS.arguments())
+        ids[:, 1] = torch.randint(-3, e + 4, (t,), device=DEVICE)
+        check_sparse(x, ids, w, up, down)
+
+
+@pytest.mark.parametrize("t", [1, 60, 3000])
+def test_sparse_experts_in_a_cuda_graph(t):
+    up, down = sparse_weight(16, 256, 256), sparse_weight(16, 256, 128)
+    x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 2, 16)
+    args = contract.arguments(x, ids, w, up, down)
+    want = moe(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(*args)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+def test_illegal_metadata_of_experts_stays_inside_its_operands():
+    up, down = sparse_weight(16, 256, 256), sparse_weight(16, 256, 128)
+    for parts in (up, down):
+        parts[1].random_(0, 256)
+    for t in (1, 60, 3000):
+        moe(*contract.arguments(torch.randn(t, 256, device=DEVICE).to(BF16), *routed(t, 2, 16), up, down))
+    torch.cuda.synchronize()
 
 
 def routed(t, k, e):

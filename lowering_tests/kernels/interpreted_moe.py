@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import torch
 
-from fp4_inductor.formats import nvfp4
+from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host
 from fp4_inductor.kernels.moe import configs, launch
 from fp4_inductor.ops import moe as contract
@@ -58,21 +58,27 @@ def interpreted(arch=80):
 _decode = configs.decode_constants
 
 
-def weight(e, n, k):
-    return nvfp4.quantize(torch.randn(e, n, k) / k**0.5)
+def weight(e, n, k, pattern=None):
+    """``(codes, scale, global scale)`` and the metadata: None, or of one pattern everywhere, or ``"mixed"``."""
+    w = torch.randn(e, n, k) / k**0.5
+    if pattern is None:
+        return tuple(nvfp4.quantize(w)), None
+    index = torch.randint(0, 6, (e, n, k // 4)) if pattern == "mixed" else torch.full((e, n, k // 4), pattern)
+    return contract.codes_and_meta(sparse24.quantize_sparse24(w, sparse24.mask_of(sparse24.pack_meta(torch.tensor(sparse24.NIBBLES)[index].to(torch.uint8)))))
 
 
-def layer(t, h, inner, e, k, act=None, dtype=torch.float32, gated=True, biased=False, on_input=False, table=None, width=None, ids=None):
+def layer(t, h, inner, e, k, act=None, dtype=torch.float32, gated=True, biased=False, on_input=False, table=None, width=None, ids=None, sparse=(None, None)):
     act = act or Activation()
     rows = 2 * inner if gated else inner
     biases = (torch.randn(e, rows), torch.randn(e, width or h)) if biased else (None, None)
     ids = torch.randint(0, e, (t, k), dtype=torch.int32) if ids is None else ids
-    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), weight(e, rows, h), weight(e, width or h, inner), biases, act, on_input, table)
+    (up, up_meta), (down, down_meta) = weight(e, rows, h, sparse[0]), weight(e, width or h, inner, sparse[1])
+    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), up, down, biases, act, on_input, table, (up_meta, down_meta))
 
 
 def exact(c: launch.Layer) -> torch.Tensor:
     wide = c.x.double() if c.x.dtype != torch.float32 else c.x
-    return contract.reference(wide.float(), c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map)
+    return contract.reference(wide.float(), c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map, "auto", *c.metas)
 
 
 def both(name: str, c: launch.Layer, decode=True, tiles=TILES) -> None:
@@ -192,12 +198,37 @@ def rows_stay_apart():
             report(f"apart NaN expert {f}", float((got[:3] != want[f][:3]).sum() + torch.isfinite(got[3]).sum()), 0.0)
 
 
+def sparse_experts():
+    """2:4: each of the six patterns (positions of a group differ by powers of two), tails of every loop, one weight sparse and the other not."""
+    for pattern in range(6):
+        c = layer(2, 64, 32, 3, 2, sparse=(pattern, pattern))
+        c.x.mul_(2.0 ** (torch.arange(64) % 4))
+        both(f"2:4 pattern {pattern}", c, tiles=TILES[:1])
+    for t, h, inner, e, k, width, act, sparse in (
+        (1, 288, 32, 3, 2, None, "silu", ("mixed", "mixed")),
+        (1, 32, 160, 2, 1, 33, "gelu", ("mixed", "mixed")),
+        (1, 96, 64, 4, 5, 70, "gpt_oss", ("mixed", "mixed")),
+        (1, 544, 96, 1, 2, None, "deepseek_v4", ("mixed", "mixed")),
+        (2, 96, 48, 4, 2, None, "concatenated gpt_oss", ("mixed", None)),
+        (2, 80, 64, 4, 2, None, "silu", (None, "mixed")),
+    ):
+        for dtype in (torch.float16, torch.bfloat16) if h == 96 and inner == 64 else (torch.float32,):
+            c = layer(t, h, inner, e, k, ACTS[act], dtype, biased=act == "gpt_oss", width=width, sparse=sparse)
+            both(f"2:4 {(t, h, inner, e, k, width)} {dtype} {sparse}", c, tiles=TILES[1:] if inner == 48 else TILES[:1])
+    c = layer(4, 64, 32, 6, 2, ids=torch.tensor([[6, 0], [7, -5], [2**40, 5], [-1, 1]]), sparse=("mixed", "mixed"), on_input=True)
+    c.weights[(c.ids < 0) | (c.ids > 5)] = float("nan")
+    both("2:4 beyond the last", c, tiles=TILES[:1])
+    c = layer(2, 64, 32, 5, 2, gated=False, act=Activation("relu2"), sparse=("mixed", "mixed"))
+    both("2:4 no gate", c, tiles=TILES[:1])
+
+
 def many_tokens():
     """The transient-weight path: the host's slicing of rows, with the grouped product in plain PyTorch and kernels interpreted."""
 
     def product(x, weight, ends):
         out = x.new_zeros(x.shape[0], weight[0].shape[1])
-        w = nvfp4.dequantize(*weight, torch.float32)
+        codes, scale, g, meta = weight
+        w = nvfp4.dequantize(codes if meta is None else sparse24.decompress(codes, meta), scale, g, torch.float32)
         start = 0
         for e, end in enumerate(ends.tolist()):
             out[start:end] = x[start:end] @ w[e].t()
@@ -205,20 +236,21 @@ def many_tokens():
         out[start:] = float("nan")  # torch._grouped_mm leaves these rows unwritten
         return out
 
-    for act, gated, biased, on_input in (
-        (ACTS["silu"], True, False, False),
-        (ACTS["gpt_oss"], True, True, False),
-        (ACTS["silu"], True, True, True),
-        (Activation("relu2"), False, False, False),
+    for act, gated, biased, on_input, sparse in (
+        (ACTS["silu"], True, False, False, (None, None)),
+        (ACTS["gpt_oss"], True, True, False, ("mixed", None)),
+        (ACTS["silu"], True, True, True, ("mixed", "mixed")),
+        (Activation("relu2"), False, False, False, (None, None)),
     ):
         for limit in (1 << 30, 4096):  # one part; several
-            c = layer(30, 64, 48, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 6, (30, 3)))
+            inner = 48 if sparse[1] is None else 64
+            c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 6, (30, 3)), sparse=sparse)
             with interpreted(), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
                 got = launch._many(c, product)
-            report(f"many {act.name} gate {gated} bias {biased} on input {on_input} {limit}", distance(got, exact(c)), 4e-6)
+            report(f"many {act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} {limit}", distance(got, exact(c)), 4e-6)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens):
+    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, sparse_experts):
         cases()

@@ -14,7 +14,8 @@ from lowering_tests.kernels import aot
 # (H, I, E, k): the layers of the benchmark
 LAYERS = {"qwen3_30b": (2048, 768, 128, 8), "qwen3_next": (2048, 512, 512, 10), "mixtral": (4096, 14336, 8, 2), "gpt_oss": (2880, 2880, 32, 4)}
 POINTERS = {
-    "X": "*{d}", "IDS": "*i64", "WEIGHTS": "*fp32", "MAP": "*i32", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BIAS": "*{d}", "Y": "*{d}",
+    "X": "*{d}", "IDS": "*i64", "WEIGHTS": "*fp32", "MAP": "*i32", "CODES": "*u8", "META": "*u8",
+    "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BIAS": "*{d}", "Y": "*{d}",
     "ORDER": "*i32", "PLACE": "*i32", "ENDS": "*i32", "TILE_EXPERT": "*i32", "TILE_START": "*i32", "OUT": "*fp32",
 }  # fmt: skip
 SILU = Activation()
@@ -28,7 +29,7 @@ def activation(act: Activation, gated: bool) -> dict[str, object]:
 def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "bf16", warps: int = 4, stages: int = 3, **pointers: str) -> aot.Compiled:
     h, inner, experts, k = LAYERS[layer]
     words = {
-        "UNITS": configs.decode_units(h if kernel is moe_decode_up else inner)[0],
+        "UNITS": configs.decode_units(h if kernel is moe_decode_up else inner, constants.get("SPARSE", False))[0],
         "K": h if kernel is moe_grouped_up else inner,
         "INNER": inner,
         "N": h,
@@ -36,6 +37,7 @@ def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "b
         "TOP_K": k,
     }
     absent = {"MAP": None} if not constants.get("HAS_MAP", True) else {}
+    absent |= {"META": None} if not constants.get("SPARSE", True) else {}
     absent |= {"BIAS": None} if not constants.get("HAS_BIAS", True) else {}
     absent |= {"PLACE": None} if not constants.get("SORTED", True) else {}
     constants = {**constants, **absent}
@@ -45,27 +47,41 @@ def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "b
     return aot.compile_kernel(kernel, signature, constants, cc, warps, stages, aligned)
 
 
-def decode_up(cc: int, layer: str, act: Activation = SILU, *, gated: bool = True, biased: bool = False, mapped: bool = False, dtype: str = "bf16"):
-    c = configs.decode(LAYERS[layer][0])
-    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_MAP": mapped, "HAS_BIAS": biased, **configs.decode_constants(c, LAYERS[layer][0], cc)}
+def decode_up(
+    cc: int, layer: str, act: Activation = SILU, *, gated: bool = True, biased: bool = False, mapped: bool = False, dtype: str = "bf16", sparse: bool = False
+):
+    c = configs.decode(LAYERS[layer][0], sparse)
+    constants = {
+        **activation(act, gated),
+        "ON_INPUT": False,
+        "HAS_MAP": mapped,
+        "HAS_BIAS": biased,
+        **configs.decode_constants(c, LAYERS[layer][0], cc, sparse),
+    }
     return compile_kernel(moe_decode_up, constants, cc, layer, dtype, c.num_warps, H="*fp32"), c.num_warps
 
 
-def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = False, dtype: str = "bf16"):
-    c = configs.decode(LAYERS[layer][1])
-    constants = {"TOP_K": LAYERS[layer][3], "ON_INPUT": False, "HAS_MAP": mapped, "HAS_BIAS": biased, **configs.decode_constants(c, LAYERS[layer][1], cc)}
+def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = False, dtype: str = "bf16", sparse: bool = False):
+    c = configs.decode(LAYERS[layer][1], sparse)
+    constants = {
+        "TOP_K": LAYERS[layer][3],
+        "ON_INPUT": False,
+        "HAS_MAP": mapped,
+        "HAS_BIAS": biased,
+        **configs.decode_constants(c, LAYERS[layer][1], cc, sparse),
+    }
     return compile_kernel(moe_decode_down, constants, cc, layer, dtype, c.num_warps, H="*fp32"), c.num_warps
 
 
-def grouped_up(cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16"):
+def grouped_up(cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False):
     c = configs.grouped(pairs, LAYERS[layer][2], gated)
-    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype])}
+    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype], sparse)}
     return compile_kernel(moe_grouped_up, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 
-def grouped_down(cc: int, layer: str, pairs: int, *, gated: bool = True, biased: bool = False, dtype: str = "bf16"):
+def grouped_down(cc: int, layer: str, pairs: int, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False):
     c = configs.grouped(pairs, LAYERS[layer][2], gated)
-    constants = {"HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype])}
+    constants = {"HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype], sparse)}
     return compile_kernel(moe_grouped_down, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 

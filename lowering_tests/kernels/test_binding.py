@@ -11,20 +11,21 @@ from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.errors import DeviceError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build
-from fp4_inductor.ops import linear
+from fp4_inductor.ops import linear, linear_w4a4, quantize_rows_nvfp4
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import emulated
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 ARCH = 90
-SMALL, MID = "gemm/linear_small.cu", "gemm/linear_mid.cu"
+SMALL, MID, W4A4 = "gemm/linear_small.cu", "gemm/linear_mid.cu", "gemm/linear_w4a4.cu"
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
 def resolve(name: bytes, arch: int):
-    sources = {b"linear_small": SMALL, b"linear_mid": MID}
-    return ctypes.cast(getattr(emulated(sources[name]).library, f"fp4_{name.decode()}"), ctypes.c_void_p).value if arch == ARCH else None
+    sources = {b"linear_small": (SMALL, ARCH), b"linear_mid": (MID, ARCH), b"linear_w4a4": (W4A4, 120)}
+    source, wanted = sources[name]
+    return ctypes.cast(getattr(emulated(source, arch).library, f"fp4_{name.decode()}"), ctypes.c_void_p).value if arch == wanted else None
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,27 @@ def test_what_it_refuses(ops):
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.linear_small(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_activations_as_codes(ops, dtype):
+    for m, n, k, with_bias in ((3, 40, 128, False), (70, 33, 192, True)):
+        x = torch.randn(m, k) * torch.logspace(-3, 3, m)[:, None]
+        rows = quantize_rows_nvfp4.row_scales(x)
+        args = (*quantize_rows_nvfp4.reference(x, rows), rows, *nvfp4.quantize(torch.randn(n, k) / k**0.5))
+        bias = torch.randn(n).to(dtype) if with_bias else None
+        y = ops.linear_w4a4(*args, bias, 120, int(dtype == torch.float16))
+        assert y.dtype == dtype
+        assert error(y, linear_w4a4.reference(*args, None if bias is None else bias.float(), torch.float32).double()) <= 2 * linear.CONTRACT.tolerance[dtype]
+    torch.library.opcheck(ops.linear_w4a4, (*args, bias, 120, int(dtype == torch.float16)), test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    for words, bad in {
+        "does not fit M, N and K": (args[0], args[1][:5], *args[2:]),
+        "codes are": (args[0][0], *args[1:]),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            ops.linear_w4a4(*bad, None, 120)
+    with pytest.raises(RuntimeError, match="result's dtype"):
+        ops.linear_w4a4(*args, torch.zeros(33), 120)
 
 
 def test_opcheck(ops):

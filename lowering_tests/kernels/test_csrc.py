@@ -90,9 +90,21 @@ def test_without_nvcc_the_reason_is_told(monkeypatch):
         assert select.csrc_status(0) == ""
         assert "ctypes" in csrc.door("linear_small", 90) and "nvcc not found" in csrc.door("linear_small", 90)
         with pytest.raises(errors.KernelError, match="nvcc not found"):
-            csrc._through_ctypes("linear_small", torch.empty(1, 64), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
+            csrc._through_ctypes("linear_small", (torch.empty(1, 64),), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
     finally:
         csrc._library.cache_clear()
+
+
+def test_a_kernel_is_built_only_where_a_row_names_it():
+    """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
+    assert {arch: set(csrc.KERNELS) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
+        80: {"linear_mid", "linear_wide", "linear_w4a4"},
+        90: {"linear_w4a4"},
+        100: {"linear_mid", "linear_wide", "linear_w4a4"},
+        120: {"linear_mid", "linear_wide"},
+        121: {"linear_mid", "linear_wide"},
+    }
+    assert csrc.why_not("linear_w4a4", 90) == "csrc/gemm/linear_w4a4.cu is not written for sm_90"
 
 
 def test_what_pip_built_needs_no_compiler(monkeypatch, tmp_path):
@@ -106,16 +118,16 @@ def test_what_pip_built_needs_no_compiler(monkeypatch, tmp_path):
     tree = tmp_path / "csrc"
     shutil.copytree(build.csrc_dir(), tree)
     monkeypatch.setattr(build, "csrc_dir", lambda: tree)
-    sources = [kernel.source for kernel in csrc.KERNELS.values()]
-    made = build.prebuild(tmp_path / "_lib", sources, [90, 120])
-    assert len(set(made)) == len(sources) * 2 + 1
+    sources = [(csrc.KERNELS[name].source, arch) for arch in (90, 120) for name in csrc.kernels_for(arch)]
+    made = build.prebuild(tmp_path / "_lib", sources)
+    assert len(set(made)) == len(sources) + 1
     monkeypatch.setattr(build, "prebuilt_dir", lambda: tmp_path / "_lib")
     monkeypatch.setattr(build, "nvcc", lambda: None)
     monkeypatch.setattr(build, "cxx", lambda: None)
-    assert {build.cuda_library(source, arch) for source in sources for arch in (90, 120)} | {build.binding_library()} == set(made)
-    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(sources[0], 90)), (tree / "binding" / "checks.h", build.binding_library)):
+    assert {build.cuda_library(*source) for source in sources} | {build.binding_library()} == set(made)
+    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(*sources[0])), (tree / "binding" / "checks.h", build.binding_library)):
         changed.write_text(changed.read_text() + "\n")
         with pytest.raises(errors.KernelError, match="compiler"):
             call()
     with pytest.raises(errors.KernelError, match="no CUDA compiler"):
-        build.cuda_library(sources[0], 80)  # not asked for when installing
+        build.cuda_library(sources[0][0], 80)  # not asked for when installing

@@ -34,7 +34,7 @@ def test_in_the_interpreter():
     cases = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert not [c for c in cases if not c["error"] <= c["bound"]]
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 27, "grouped": 28, "route": 5, "apart": 8, "many": 8}, kinds
+    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 8}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
@@ -72,6 +72,36 @@ def test_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
+@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (121, "qwen3_next")])
+def test_sparse_decode(cc, layer):
+    up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
+    for done, warps in (up, down):
+        assert_fits(done, warps, cc, blocks=4, older=0)
+        assert tensor_core_instructions(done) == 0
+        assert not global_atomics(done)
+        assert done.count("PRMT") > 0  # the kept activations are gathered
+        assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+
+
+def test_sparse_decode_takes_fewer_instructions_a_weight():
+    """Kept codes only: where both cover the same rows and columns, the sparse program is the shorter one."""
+    h, inner = moe_aot.LAYERS["mixtral"][:2]
+    for f, k in ((moe_aot.decode_up, h), (moe_aot.decode_down, inner)):
+        each = [configs.decode(k, sparse) for sparse in (False, True)]
+        assert each[0].block_n * each[0].block_w * 8 == each[1].block_n * each[1].block_w * 16
+        dense, sparse = (sum(f(90, "mixtral", sparse=sparse)[0].opcodes().values()) for sparse in (False, True))
+        assert sparse < dense
+
+
+@pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 8192)])
+def test_sparse_grouped(cc, pairs):
+    for f in (moe_aot.grouped_up, moe_aot.grouped_down):
+        done, warps = f(cc, "qwen3_30b", pairs, sparse=True)
+        assert_fits(done, warps, cc)
+        assert tensor_core_instructions(done) > 0, done.opcodes()
+        assert not global_atomics(done)
+
+
 @pytest.mark.parametrize("cc", [80, 90])
 def test_route_and_combine(cc):
     for done, warps in (moe_aot.route(cc, mapped=True), moe_aot.combine(cc, is_sorted=True)):
@@ -82,8 +112,8 @@ def test_route_and_combine(cc):
 # --- selection ---------------------------------------------------------------------------------------------------
 
 
-def kernels(arch, dtype, experts, *pairs, **fields):
-    options = plan(Call("moe", arch, dtype, 2048, 2048, experts=experts, **fields), DispatchConfig())
+def kernels(arch, dtype, experts, *pairs, op="moe", **fields):
+    options = plan(Call(op, arch, dtype, 2048, 2048, experts=experts, **fields), DispatchConfig())
     return [options.pick(p).kernel for p in pairs]
 
 
@@ -105,21 +135,33 @@ def test_what_other_machines_and_dtypes_take():
     assert kernels(0, torch.float32, 128, 8, many) == ["cpu", "cpu"]
 
 
+@pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.bfloat16), (90, torch.float16), (120, torch.float32), (0, torch.float32)])
+def test_sparse_experts_take_the_same_regimes(arch, dtype):
+    pairs = (1, 8, 64, 65, 8192, 8193, 10**6)
+    dense, sparse = (kernels(arch, dtype, 128, *pairs, op=op) for op in ("moe", "sparse_moe"))
+    names = {"cpu": "cpu", "by expert": "by expert", **{k: k.replace("triton_", "triton_sparse_").replace("dequantize", "sparse_dequantize") for k in set(dense)
+             if k not in ("cpu", "by expert")}}  # fmt: skip
+    assert sparse == [names[k] for k in dense]
+
+
 def test_thresholds_override_both_bounds():
     call = Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128)
     options = plan(call, DispatchConfig(thresholds={"decode": 3, "grouped": 0}))
     assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + scaled_grouped_mm"]
 
 
-@pytest.mark.parametrize("k", [16, 32, 48, 512, 720, 768, 2048, 2880, 4096, 14336])
-def test_decode_tiles(k):
-    c = configs.decode(k)
-    units, unit = configs.decode_units(k)
-    assert units * unit * 8 == k
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("k", [16, 32, 48, 512, 736, 768, 2048, 2880, 4096, 14336])
+def test_decode_tiles(k, sparse):
+    if sparse and k % 32:
+        k += 16
+    c, word = configs.decode(k, sparse), 16 if sparse else 8
+    units, unit = configs.decode_units(k, sparse)
+    assert units * unit * word == k
     assert c.block_n * c.block_w >= 128 * c.num_warps  # 16 bytes a thread
-    steps = -(-k // 8 // c.block_w)
-    assert k <= 128 or steps * c.block_w * 8 <= 1.45 * k
-    assert configs.decode_constants(c, k, 90)["ONE_STEP"] == (steps == 1)
+    steps = -(-k // word // c.block_w)
+    assert c.block_w == 16 or steps * c.block_w * word <= 1.45 * k
+    assert configs.decode_constants(c, k, 90, sparse)["ONE_STEP"] == (steps == 1)
 
 
 @pytest.mark.parametrize(("rows", "each", "limit"), [(768, 128 * 2048 * 4, 256 << 20), (14336, 8 * 4096 * 4, 256 << 20), (512, 512 * 2048 * 4, 256 << 20)])

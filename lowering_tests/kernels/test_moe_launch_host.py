@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp4_inductor.formats import nvfp4
+from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host
 from fp4_inductor.kernels.moe import configs, launch
 from fp4_inductor.ops import moe as contract
@@ -39,12 +39,14 @@ def launches():
         yield calls
 
 
-def layer(t, k=2, e=8, h=64, inner=48, dtype=torch.bfloat16, act=None, gated=True, biased=False, ids=None):
+def layer(t, k=2, e=8, h=64, inner=48, dtype=torch.bfloat16, act=None, gated=True, biased=False, ids=None, sparse=(False, False)):
     rows = 2 * inner if gated else inner
-    parts = [nvfp4.quantize(torch.randn(e, n, c) / c**0.5) for n, c in ((rows, h), (h, inner))]
+    dense = [torch.randn(e, n, c) / c**0.5 for n, c in ((rows, h), (h, inner))]
+    quantized = [sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w)) if s else nvfp4.quantize(w) for w, s in zip(dense, sparse, strict=True)]
+    parts, metas = zip(*map(contract.codes_and_meta, quantized), strict=True)
     biases = (torch.randn(e, rows).to(dtype), torch.randn(e, h).to(dtype)) if biased else (None, None)
     ids = torch.randint(0, e, (t, k)) if ids is None else ids
-    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), parts[0], parts[1], biases, act or Activation(), False, None)
+    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), parts[0], parts[1], biases, act or Activation(), False, None, metas)
 
 
 def test_decode_is_two_launches(launches):
@@ -67,6 +69,16 @@ def test_grouped_is_four_launches_and_no_memory_is_cleared(launches):
     assert all(t.data_ptr() % 16 == 0 for t in outputs)
 
 
+def test_sparse_decode_is_two_launches_on_grids_of_its_own_tiles(launches):
+    launch.decode(layer(3, inner=96, sparse=(True, True)))
+    up, down = (configs.decode(k, True) for k in (64, 96))
+    assert [(name, grid) for name, grid, *_ in launches] == [
+        ("moe_decode_up", (-(-96 // up.block_n) * 6,)),
+        ("moe_decode_down", (-(-64 // down.block_n) * 3,)),
+    ]
+    assert all(kwargs["SPARSE"] for *_, kwargs in launches)
+
+
 def test_every_argument_has_a_parameter():
     """A spy takes anything; the kernels do not."""
     for dtype, act, biased in ((torch.bfloat16, Activation(), False), (torch.float16, Activation("swiglu_oai", 1.702, 7.0, True), True)):
@@ -76,6 +88,8 @@ def test_every_argument_has_a_parameter():
                 stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
             stack.enter_context(mock.patch.object(host, "arch", return_value=90))
             launch.decode(layer(3, dtype=dtype, act=act, biased=biased))
+            launch.decode(layer(3, dtype=dtype, inner=64, sparse=(True, True)))
+            launch.grouped(layer(30, dtype=dtype, sparse=(True, False)))
             launch.grouped(layer(30, dtype=dtype, act=act, biased=biased))
             launch.combine(layer(3), torch.zeros(6, 64), torch.zeros(6, dtype=torch.int32))
         for name, _, args, kwargs in calls:
@@ -104,12 +118,20 @@ def combined(c, out, place):
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
-    ("act", "gated", "biased"), [(Activation(), True, False), (Activation("swiglu_oai", 1.702, 7.0, True), True, True), (Activation("relu2"), False, True)]
+    ("act", "gated", "biased", "sparse"),
+    [
+        (Activation(), True, False, (False, False)),
+        (Activation("swiglu_oai", 1.702, 7.0, True), True, True, (False, False)),
+        (Activation("relu2"), False, True, (False, False)),
+        (Activation(), True, True, (True, True)),
+        (Activation("swiglu_oai", 1.702, 7.0, True), True, False, (True, False)),
+    ],
 )
-def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biased, parts):
+def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biased, sparse, parts):
     """torch._grouped_mm on a CPU, bfloat16; only the two kernels around it are replaced."""
-    c = layer(30, 3, act=act, gated=gated, biased=biased, ids=torch.randint(-1, 9, (30, 3)))
-    want = contract.reference(c.x, c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments()).double()
+    inner = 64 if sparse[1] else 48
+    c = layer(30, 3, inner=inner, act=act, gated=gated, biased=biased, ids=torch.randint(-1, 9, (30, 3)), sparse=sparse)
+    want = contract.reference(c.x, c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), False, None, "auto", *c.metas).double()
     limit = 1 << 30 if parts == 1 else 8 * 2 * 64 * 2 * 16
     with mock.patch.object(launch, "route", routed), mock.patch.object(launch, "combine", combined), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
         got = launch.large_dense(c).double()

@@ -14,12 +14,12 @@ from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.table import ANY, EMULATED, HALF, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
-LARGE_M = ("auto", "fp8", "bf16")
+LARGE_M = ("auto", "fp8", "bf16", "nvfp4")
 SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
 CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
 CALLS = [
     Call(op, arch, dtype, n, k, large, csrc)
-    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear"), ARCHS, ANY, LARGE_M, SHAPES, CSRC)
+    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear", "linear_w4a4"), ARCHS, ANY, LARGE_M, SHAPES, CSRC)
 ]
 GPU_CALLS = [c for c in CALLS if c.arch]
 DEFAULT = DispatchConfig()
@@ -49,6 +49,7 @@ def test_every_launcher_and_lowering_exists():
     from fp4_inductor.kernels.linear import launch
     from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
     from fp4_inductor.kernels.linear_glu import launch as launch_glu
+    from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
     from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
     from fp4_inductor.lowerings import linear, linear_fp8, linear_glu, sparse_linear
 
@@ -62,6 +63,7 @@ def test_every_launcher_and_lowering_exists():
         kernels = {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused")}
         assert kernels <= set(launchers)
         assert kernels <= set(lowered) | linear.CALLED
+    assert {row.kernel for row in ROWS if row.op == "linear_w4a4" and row.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -120,7 +122,8 @@ def test_a_reason_names_the_value():
 def test_cpu_has_one_row_and_gpus_refuse_it():
     for call in CALLS:
         regimes = {row.regime for row in plan(call, DEFAULT).rows}
-        assert regimes == {"cpu"} if call.arch == 0 else "cpu" not in regimes
+        rounded = {"large_nvfp4"} if call.op == "linear" and call.large_m == "nvfp4" else set()
+        assert regimes == {"cpu"} | rounded if call.arch == 0 else "cpu" not in regimes
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a])
@@ -133,6 +136,30 @@ def test_the_contract_of_large_m(arch):
     assert last(torch.bfloat16, "bf16") == "large_dense"
     assert last(torch.bfloat16, "auto", n=250) == "large_dense"  # rowwise scaled_mm wants N % 16 == 0
     assert last(torch.float16, "auto") == last(torch.float32, "auto") == "large_dense"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_activations_are_rounded_only_where_that_is_asked_for_and_rows_are_many(arch):
+    for dtype, (n, k) in itertools.product(ANY, SHAPES):
+        regimes = {large_m: plan(Call("linear", arch, dtype, n, k, large_m), DEFAULT) for large_m in LARGE_M}
+        assert [large_m for large_m, found in regimes.items() if "large_nvfp4" in {row.regime for row in found.rows}] == ["nvfp4"]
+        assert regimes["nvfp4"].pick(16).regime != "large_nvfp4"
+        assert regimes["nvfp4"].pick(512).regime == "large_nvfp4"
+
+
+def test_which_kernel_multiplies_codes():
+    def kernel(arch, dtype=torch.bfloat16, triton=(3, 8), k=4096, **config):
+        return plan(Call("linear_w4a4", arch, dtype, 4096, k, triton=triton), DispatchConfig(**config)).pick(2048).kernel
+
+    assert {kernel(a) for a in (100, 103, 110, 120, 121)} == {"triton_w4a4"}
+    assert {kernel(a) for a in (80, 86, 89, 90)} == {kernel(100, torch.float32)} == {"dequantize both + mm"}
+    assert kernel(120, triton=(3, 6)) == kernel(100, triton=(3, 6)) == "triton_w4a4"
+    assert kernel(121, triton=(3, 6)) == "dequantize both + mm"  # that Triton has no block-scaled MMA for sm_121
+    reasons = {r.row.kernel: r.reason for r in plan(Call("linear_w4a4", 121, torch.bfloat16, 64, 64, triton=(3, 6)), DEFAULT).refused if r.row.arch[0] == 121}
+    assert reasons == {"triton_w4a4": "needs Triton 3.8 or later, this is 3.6"}
+    on = dict(candidates=("cuda_w4a4",))
+    assert [kernel(a, **on) for a in (100, 120, 121)] == ["triton_w4a4", "cuda_w4a4", "cuda_w4a4"]
+    assert kernel(120, k=4112, **on) == "triton_w4a4"
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a])

@@ -10,16 +10,16 @@ import torch
 from fp4_inductor import explain
 from fp4_inductor._torch import capture
 from fp4_inductor.lowerings.journal import listen
-from fp4_inductor.modules import FP4Experts, FP4ExpertWeight
+from fp4_inductor.modules import FP4Experts, FP4ExpertWeight, Sparse24ExpertWeight
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.fake_cuda import call, code_generation
 
 E, H, INNER, K = 16, 128, 64, 2
 
 
-def experts(device="cuda", dtype=torch.bfloat16, **options):
+def experts(device="cuda", dtype=torch.bfloat16, kinds=(FP4ExpertWeight, FP4ExpertWeight), **options):
     kind = dict(dtype=dtype, device=device)
-    first, down = FP4ExpertWeight(E, 2 * INNER, H, bias=True, **kind), FP4ExpertWeight(E, H, INNER, **kind)
+    first, down = kinds[0](E, 2 * INNER, H, bias=True, **kind), kinds[1](E, H, INNER, **kind)
     return FP4Experts(first, down, Activation("swiglu_oai", 1.702, 7.0, True), **options)
 
 
@@ -38,6 +38,20 @@ def test_static_tokens_are_proven(t, kernel):
     assert (entry.op, entry.m, entry.n, entry.k, entry.experts) == ("fp4.moe", str(t * K), H, H, E)
     assert (entry.decision.how, entry.decision.row.kernel) == ("proven", kernel)
     assert len(list(filter(None, out))) == 1
+    assert out[0].count("torch.ops.fp4.moe.default(") == 1
+
+
+@pytest.mark.parametrize("kinds", [(Sparse24ExpertWeight, Sparse24ExpertWeight), (FP4ExpertWeight, Sparse24ExpertWeight)])
+@pytest.mark.parametrize(
+    ("t", "kernel"),
+    [(1, "triton_sparse_moe_decode"), (5, "triton_sparse_moe_grouped"), (1000, "sparse_dequantize_fp8 + scaled_grouped_mm")],
+)
+def test_sparse_experts_have_rows_of_their_own(t, kernel, kinds):
+    with code_generation() as out, listen() as entries:
+        call(torch.compile(experts(kinds=kinds), fullgraph=True, dynamic=False), *tokens(t))
+    (entry,) = entries
+    assert (entry.op, entry.m, entry.n, entry.k, entry.experts) == ("fp4.moe", str(t * K), H, H, E)
+    assert (entry.decision.how, entry.decision.row.kernel, entry.decision.row.status) == ("proven", kernel, "compiled, not run")
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
 
 

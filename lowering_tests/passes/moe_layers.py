@@ -6,20 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4_inductor.formats import nvfp4
+from fp4_inductor.formats import nvfp4, sparse24
 
 fp4 = torch.ops.fp4
 T, K, E, H, I = 7, 2, 6, 64, 32  # noqa: E741
 
 
 class Layer(nn.Module):
-    """Experts, their biases and a router; ``body(self, x)`` is the layer."""
+    """Experts, their biases and a router; ``body(self, x)`` is the layer. ``sparse``: the names of the 2:4-sparse weights."""
 
-    def __init__(self, body, dtype=torch.float32, gated=True):
+    def __init__(self, body, dtype=torch.float32, gated=True, sparse=()):
         super().__init__()
         rows = 2 * I if gated else I
+        self.parts = {}
         for name, shape in (("gate_up", (E, rows, H)), ("down", (E, H, I))):
-            for part, value in zip("qsg", nvfp4.quantize(torch.randn(shape) / shape[-1] ** 0.5), strict=True):
+            w = torch.randn(shape) / shape[-1] ** 0.5
+            self.parts[name] = "vmsg" if name in sparse else "qsg"
+            parts = sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w)) if name in sparse else nvfp4.quantize(w)
+            for part, value in zip(self.parts[name], parts, strict=True):
                 self.register_buffer(f"{name}_{part}", value)
         self.register_buffer("router", torch.randn(E, H, dtype=dtype) / 8)
         self.register_buffer("b1", torch.randn(E, rows, dtype=dtype))
@@ -37,8 +41,13 @@ class Layer(nn.Module):
         return self._dense("down", ids)
 
     def _dense(self, name, ids):
-        parts = (getattr(self, f"{name}_{p}") for p in "qsg")
-        return fp4.dequantize(*(p if ids is None else p[ids] for p in parts), self.dtype)
+        parts = [getattr(self, f"{name}_{p}") for p in self.parts[name]]
+        dequantize = fp4.dequantize if len(parts) == 3 else fp4.sparse_dequantize
+        return dequantize(*(p if ids is None else p[ids] for p in parts), self.dtype)
+
+    def linear(self, name, x, e):
+        parts = [getattr(self, f"{name}_{p}")[e] for p in self.parts[name]]
+        return (fp4.linear if len(parts) == 3 else fp4.sparse_linear)(x, *parts)
 
     def forward(self, x):
         return self.body(self, x)
@@ -208,8 +217,7 @@ def loop_over_packed_experts(m, x):
     ids, w = m.route(x)
     out = torch.zeros_like(x)
     for e in range(E):
-        z = fp4.linear(x, m.gate_up_q[e], m.gate_up_s[e], m.gate_up_g[e])
-        out += fp4.linear(swiglu(z), m.down_q[e], m.down_s[e], m.down_g[e]) * ((ids == e) * w).sum(-1, keepdim=True)
+        out += m.linear("down", swiglu(m.linear("gate_up", x, e)), e) * ((ids == e) * w).sum(-1, keepdim=True)
     return out
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp4_inductor import NVFP4Tensor
+from fp4_inductor import NVFP4Tensor, Sparse24NVFP4Tensor
 from fp4_inductor.integrations.transformers import use_experts_backend
 from fp4_inductor.passes.missed import listen
 
@@ -24,7 +24,11 @@ INTERFACE = sorted(set(tiny_models.MOE) - {"llama4"})  # outside the experts int
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def quantized_block(family, implementation="batched_mm", dtype=torch.bfloat16):
+def pruned(w):
+    return Sparse24NVFP4Tensor.from_dense(w, "magnitude")
+
+
+def quantized_block(family, implementation="batched_mm", dtype=torch.bfloat16, from_dense=NVFP4Tensor.from_dense):
     """The family's MoE block with packed experts in place of dense ones, and inputs it was called with."""
     model = tiny_models.build(family, dtype).requires_grad_(False)
     experts = [m for m in model.modules() if any(p.dim() == 3 and n.endswith("proj") for n, p in m.named_parameters(recurse=False))]
@@ -32,7 +36,7 @@ def quantized_block(family, implementation="batched_mm", dtype=torch.bfloat16):
         for name, p in list(module.named_parameters(recurse=False)):
             if p.dim() == 3 and name.endswith("proj"):
                 turned = getattr(module, "is_transposed", False)
-                w = NVFP4Tensor.from_dense(p.mT.contiguous()).mT if turned else NVFP4Tensor.from_dense(p)
+                w = from_dense(p.mT.contiguous()).mT if turned else from_dense(p)
                 setattr(module, name, nn.Parameter(w, requires_grad=False))
             elif "bias" in name:
                 p.copy_(torch.randn_like(p))
@@ -56,10 +60,13 @@ def relative_error(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("family", INTERFACE)
-def test_no_family_is_missed_and_both_doors_agree(compiled, family):
+SPARSE = [(family, pruned) for family in ("gpt_oss", "mixtral", "nemotron_h")]
+
+
+@pytest.mark.parametrize(("family", "from_dense"), [*((family, NVFP4Tensor.from_dense) for family in INTERFACE), *SPARSE])
+def test_no_family_is_missed_and_both_doors_agree(compiled, family, from_dense):
     """Pattern and experts backend call the same op with the same arguments: equal bits."""
-    model, block, args, kwargs = quantized_block(family)
+    model, block, args, kwargs = quantized_block(family, from_dense=from_dense)
     with torch.no_grad():
         eager = hidden(block(*args, **kwargs))
     results = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_activations import ACTIVATIONS, UNKNOWN_ACTIVATIONS
-from moe_layers import FORMS, NOT_A_LAYER, E, H, I, Layer, T, gathered
+from moe_layers import FORMS, NOT_A_LAYER, E, H, I, Layer, T, gathered, swiglu
 
-from fp4_inductor import Sparse24NVFP4Tensor, explain
+from fp4_inductor import explain
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.passes.missed import listen
 
@@ -93,13 +93,54 @@ def test_explain_names_what_is_left_dense():
     assert linear.missed == [] and "left dense" not in str(linear)
 
 
-def test_sparse_experts_are_named(compiled):
-    """fp4.moe takes dense NVFP4 experts; of 2:4-sparse ones the chosen are dequantized, and that is told."""
-    layer, x = Layer(gathered()), torch.randn(T, H)
-    parts = Sparse24NVFP4Tensor.from_dense(torch.randn(E, H, I), pruning="magnitude").parts()
-    layer.down = lambda: torch.ops.fp4.sparse_dequantize(*parts, torch.float32)
+BOTH = ("gate_up", "down")
+SPARSE = [
+    *((form, BOTH) for form in ("dequantize, then gather", "gather, then dequantize", "index_select", "one-hot", "loop over slots", "loop over packed experts",
+                                "batched_mm, clamped", "grouped_mm, masked")),
+    ("biases", ("gate_up",)), ("gather, then dequantize", ("down",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "sparse"), SPARSE)
+def test_sparse_experts(compiled, form, sparse):
+    """The forms of dense experts on 2:4-sparse ones, or on one sparse and one dense weight: the same op, with their metadata."""
+    body, counter = FORMS[form]
+    dtype = torch.bfloat16 if form.startswith("grouped") else torch.float32
+    layer, x = Layer(body, dtype, sparse=sparse), torch.randn(T, H).to(dtype)
+    torch._dynamo.mark_dynamic(x, 0)
     with listen() as missed:
         c = compiled(layer, x)
-    assert c.matches == {"moe_gather": 2}
-    assert len(missed) == 2 and all("2:4-sparse experts" in m.reason for m in missed)
+    assert c.matches == {counter: 1}
+    assert c.graph.count("fp4.") == 1 and "fp4.moe" in c.graph
+    assert not missed
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", [f for f in NOT_A_LAYER if not f.startswith("grouped")][::4])
+def test_sparse_experts_are_left_alone_where_dense_ones_are(compiled, form):
+    body, reason = NOT_A_LAYER[form]
+    layer, x = Layer(body, sparse=BOTH), torch.randn(T, H)
+    with listen() as missed:
+        c = compiled(layer, x)
+    assert "fp4.moe." not in c.graph
+    assert relative_error(c.result, layer(x)) <= TOLERANCE[torch.float32]
+    if "dequantize" in c.graph:
+        assert any(reason in m.reason for m in missed), missed
+
+
+def test_metadata_of_other_experts_is_no_layer(compiled):
+    """Codes, metadata, scales and global scales must belong to one expert."""
+
+    def body(m, x):
+        ids, w = m.route(x)
+        z = torch.einsum("th,tkih->tki", x, m.gate_up(ids))
+        v, meta, s, g = m.down_v[ids], m.down_m[(ids + 1) % E], m.down_s[ids], m.down_g[ids]
+        y = torch.einsum("tki,tkhi->tkh", swiglu(z), torch.ops.fp4.sparse_dequantize(v, meta, s, g, x.dtype))
+        return (y * w[..., None]).sum(1)
+
+    layer, x = Layer(body, sparse=BOTH), torch.randn(T, H)
+    with listen() as missed:
+        c = compiled(layer, x)
+    assert "fp4.moe." not in c.graph
+    assert any("taken from different experts" in m.reason for m in missed), missed
     assert relative_error(c.result, layer(x)) <= TOLERANCE[torch.float32]

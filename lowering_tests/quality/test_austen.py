@@ -2,11 +2,13 @@
 
 Protocol of design/QUALITY.md: the first 32 x 512 bytes of the held-out novel, float32 arithmetic, every linear weight
 but embedding, head and router. "activation" is calibrated on 16 x 512 bytes from byte 100,000 on, which are not evaluated.
+"w4a4": the activations rounded to NVFP4, too.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import fp4_inductor
 from fp4_inductor import NVFP4Config
 from fp4_inductor.integrations.transformers import use_experts_backend
 from fp4_inductor.modules import FP4Experts
+from fp4_inductor.report import Report
 
 ASSETS = Path(__file__).resolve().parents[2] / "examples" / "assets"
 WINDOW, EVALUATED, CALIBRATION_START, CALIBRATED = 512, 32, 100_000, 16
@@ -28,6 +31,8 @@ ADDED = {
     ("austen_dense", "four_over_six"): 0.0073,
     ("austen_dense", "mse"): 0.0083,
     ("austen_dense", "activation"): 0.0059,
+    ("austen_dense", "amax w4a4"): 0.0288,
+    ("austen_dense", "activation w4a4"): 0.0235,
     ("austen_sparse24", "amax"): 0.0129,
     ("austen_sparse24", "four_over_six"): 0.0104,
     ("austen_sparse24", "mse"): 0.0078,
@@ -62,6 +67,8 @@ def nats_per_byte(model) -> float:
 
 
 def _config(search: str) -> NVFP4Config:
+    if search.endswith(" w4a4"):
+        return replace(_config(search.removesuffix(" w4a4")), large_m="nvfp4")
     if search == "default":
         return NVFP4Config()
     if search.endswith("head"):
@@ -72,12 +79,17 @@ def _config(search: str) -> NVFP4Config:
     return NVFP4Config("activation", calibration=[{"input_ids": rows, "use_cache": False} for rows in text.split(8)])
 
 
-@functools.cache
 def added(name: str, search: str) -> float:
+    return quantized(name, search)[0] - base(name)
+
+
+@functools.cache
+def quantized(name: str, search: str) -> tuple[float, Report]:
     model = _model(name)
     fp4_inductor.quantize_model(model, _config(search), progress=False)
-    assert fp4_inductor.report(model).coverage == 100.0
-    return nats_per_byte(model) - base(name)
+    report = fp4_inductor.report(model)
+    assert report.coverage == 100.0
+    return nats_per_byte(model), report
 
 
 @functools.cache
@@ -93,6 +105,14 @@ def test_the_unquantized_models_are_what_was_recorded(name):
 @pytest.mark.parametrize(("name", "search"), ADDED)
 def test_recorded_cost(name, search):
     assert added(name, search) == pytest.approx(ADDED[name, search], abs=TOLERANCE)
+
+
+def test_what_the_report_says_of_rounded_activations():
+    """KL on the calibration text, by the report: of the whole, and of the weights alone."""
+    report = quantized("austen_dense", "activation w4a4")[1]
+    assert report.kl == pytest.approx(0.0476, rel=0.03)
+    (note,) = (n for n in report.notes if n.startswith('large_m="nvfp4"'))
+    assert float(note.split(" of it from the weights")[0].split()[-1]) == pytest.approx(0.0166, rel=0.03)
 
 
 @pytest.mark.parametrize("search", LIMIT)

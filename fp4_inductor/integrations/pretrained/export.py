@@ -21,7 +21,7 @@ from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
 from ...errors import CheckpointError, ConfigError
 from ...models.experts import ExpertsSpec, describe_experts
-from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Linear
+from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Weight
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from ...tensors.base import FP4Tensor
@@ -103,10 +103,10 @@ def _dense_names(model: PreTrainedModel, with_fp8: bool) -> tuple[dict[str, Tens
         elif attribute == "bias":
             state[f"{owner}_bias" if isinstance(packed[owner], FP4ExpertWeight) else key] = t.detach()
     for name, module in packed.items():
-        if isinstance(module, Sparse24Linear):
+        if isinstance(module, Sparse24Weight):
             raise CheckpointError(
                 f"{name} is 2:4-sparse",
-                value="Sparse24Linear",
+                value=type(module).__name__,
                 limit="dense NVFP4",
                 remedy="No other library reads 2:4 NVFP4 (compressed-tensors dropped sparse-24-bitmask): use fp4_inductor.save.",
             )

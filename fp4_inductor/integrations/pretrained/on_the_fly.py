@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
-from ...config import NVFP4Config
+from ...config import NVFP4Config, weight_only
 from ...errors import FP4Error, NonFiniteError
 from ...models.convert import experts_row, install_experts, install_group, quantize_dense, quantize_expert_weight, rows_to_pad
 from ...models.coverage import LayerReport
@@ -77,5 +77,5 @@ class QuantizeOnLoad(ConversionOps):
         for target in self.plan.experts:
             weights = {name: self.expert_weights[f"{target.name}.{name}"] for name in target.spec.parameters[:2]}
             rows += [experts_row(target, name, packed, relative) for name, (packed, relative) in weights.items()]
-            install_experts(model, target, {name: packed for name, (packed, _) in weights.items()}, self.pads[target.name], self.config.large_m)
+            install_experts(model, target, {name: packed for name, (packed, _) in weights.items()}, self.pads[target.name], weight_only(self.config.large_m))
         return rows

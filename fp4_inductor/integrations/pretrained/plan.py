@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
+from ...config import LargeM, weight_only
 from ...errors import SHOWN, CheckpointError, bullets
 from ...formats import fp8, nvfp4
 from ...models.convert import carry_over, replace_module
@@ -201,7 +202,7 @@ def _matches(name: str, patterns: Any) -> bool:
     return any(re.search(p, name) for p in patterns or ())
 
 
-def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: str) -> None:
+def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: LargeM) -> None:
     """Put modules without values in place of all that will be quantized. Transformers moves their buffers to their devices."""
     made = {name: t for item in plan.assemblies if item.packed for name, t in shapes(item, model, dtype).items()}
     for name, t in made.items():
@@ -211,14 +212,15 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
             weight = old.get_parameter("weight")
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
             layer = FP8Linear if t.dtype == fp8.DTYPE else FP4Linear
-            _replace(model, owner, old, layer(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=large_m))
+            path = weight_only(large_m) if layer is FP8Linear or old is model.get_output_embeddings() else large_m
+            _replace(model, owner, old, layer(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=path))
         elif attribute == "down_proj":
             spec = describe_experts(old)
             if isinstance(spec, ExpertsSpec):
                 first = _empty_experts(old, spec, spec.first, cast(NVFP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
                 down = _empty_experts(old, spec, "down_proj", cast(NVFP4Tensor, t), dtype)
                 plan.replaced[owner] = old
-                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
+                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=weight_only(large_m))
                 _replace(model, owner, old, new)
 
 

@@ -12,11 +12,12 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.safetensors_file import read_header
 from ...checkpoint.shards import INDEX, Shards, collect, open_shards
+from ...config import LargeM
 from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
-from ...modules import FP8Linear, Sparse24Linear
+from ...modules import FP8Linear, Sparse24Weight
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
@@ -36,7 +37,7 @@ class FP4InductorQuantizer(HfQuantizer):
         source = getattr(config, "source", None)
         self.source: dict[str, Any] | None = source if source is not None else config.to_dict() if self.pre_quantized else None
         self.pre_quantized = self.source is not None
-        self.large_m: str = getattr(config, "large_m", "auto")
+        self.large_m: LargeM = getattr(config, "large_m", "auto")
         self.strict: bool = getattr(config, "strict", True)
         self.progress = True
         self.saveable = True  # not if each rank holds a part, nor with 2:4 layers: fp4_inductor.save writes those
@@ -138,7 +139,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4Indu
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
-    quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Linear, FP8Linear)) for m in model.modules())
+    quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Weight, FP8Linear)) for m in model.modules())
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config

@@ -14,19 +14,45 @@ from torch import Tensor
 from ...formats import e2m1, nvfp4, sparse24
 from ...ops import dequantize as dequantize_contract
 from ...ops import linear as contract
+from ...ops import linear_w4a4 as w4a4_contract
+from ...ops import quantize_rows_nvfp4
 from ...ops import sparse_dequantize as sparse_dequantize_contract
 from ...ops import sparse_linear as sparse_contract
+from .. import host
 from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
 _KEPT_BYTES = 1 << 22
 _KEPT_VIEWS = 64
+_CHUNK = 1 << 22  # activations dequantised at once: 16 MB of float32
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
     """``x [..., K] @ W.T + bias``, accumulated in float32; one rounding to ``x.dtype`` for M <= 8."""
     contract.check(x, qdata, scale, global_scale, bias, large_m)
+    n, k = qdata.shape[0], x.shape[-1]
+    m = x.shape[:-1].numel()
+    # Only this option lets M decide what is computed on a CPU, so only it asks the table.
+    if large_m == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, large_m).kernel != "cpu":
+        return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias).view(*x.shape[:-1], n)
     return _product(x, (qdata,), scale, global_scale, bias)
+
+
+def linear_w4a4(
+    x_qdata: Tensor, x_scale: Tensor, row_scale: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``[M, N]`` in ``dtype``: the activations dequantised to float32, some rows at a time, times the weight as in :func:`linear`; one rounding."""
+    w4a4_contract.check(x_qdata, x_scale, row_scale, qdata, scale, global_scale, bias, dtype)
+    (m, k), n = (x_qdata.shape[0], x_qdata.shape[1] * 2), qdata.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return contract.without_products(row_scale.new_empty((m, k), dtype=dtype), n, bias)
+    out = torch.empty(m, n, dtype=dtype)
+    step = max(1, _CHUNK // k)
+    for start in range(0, m, step):
+        rows = slice(start, start + step)
+        x = quantize_rows_nvfp4.dequantize(x_qdata[rows], x_scale[rows], row_scale[rows])
+        out[rows] = _product(x, (qdata,), scale, global_scale, None if bias is None else bias.float())
+    return out
 
 
 def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:

@@ -12,6 +12,7 @@ from ...errors import DeviceError
 from ...formats import nvfp4
 from ...formats.storage import Storage
 from ...ops import linear as contract
+from ...ops import linear_w4a4
 from ...ops.dequantize_fp8 import fp8_product
 from .. import host, select
 from ..select import Call
@@ -113,4 +114,5 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_mid": mid,
     "dequantize_fp8 + scaled_mm": large_fp8,
     "dequantize + mm": large_dense,
+    "quantize_rows_nvfp4 + linear_w4a4": linear_w4a4.rounded,
 }

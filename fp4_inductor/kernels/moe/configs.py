@@ -13,7 +13,7 @@ TRANSIENT_BYTES = 256 << 20  # dense weights that exist at once on the many-toke
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """``block_n`` outputs a program, K in steps of ``block_w`` words of 8 codes."""
+    """``block_n`` outputs a program, K in steps of ``block_w`` words of 8 codes: 8 k of a dense row, 16 of a 2:4-sparse one."""
 
     block_n: int
     block_w: int
@@ -31,17 +31,22 @@ class GroupedConfig:
     num_stages: int
 
 
-def decode(k: int) -> DecodeConfig:
+def words_of(k: int, sparse: bool) -> int:
+    """Words of 8 codes in a row of ``k`` weights."""
+    return k // (16 if sparse else 8)
+
+
+def decode(k: int, sparse: bool = False) -> DecodeConfig:
     """For a product over ``k``: one step over all of it where that fits, else the widest step that wastes at most an eighth of its lanes.
 
-    At least 512 words a program, so that every thread of four warps loads 16 bytes.
+    At least 512 words a program, so that every thread of four warps loads 16 bytes. A step is at most 2048 activations.
     """
-    words = max(k // 8, 2)
+    words, most = max(words_of(k, sparse), 2), words_of(2048, sparse)
     whole = 1 << (words - 1).bit_length()
-    if whole <= 256 and whole <= 1.4 * words:
+    if whole <= most and whole <= 1.4 * words:
         width = max(whole, 16)
     else:
-        waste = {w: -(-words // w) * w / words for w in (256, 128, 64)}
+        waste = {w: -(-words // w) * w / words for w in (most, most // 2, most // 4)}
         width = next((w for w in waste if waste[w] <= 1.125), min(waste, key=waste.__getitem__))
     return DecodeConfig(max(4, 512 // width), width, 4)
 
@@ -61,20 +66,21 @@ def slots(pairs: int, experts: int, block_m: int) -> int:
     return pairs // block_m + experts
 
 
-def decode_units(k: int) -> tuple[int, int]:
+def decode_units(k: int, sparse: bool = False) -> tuple[int, int]:
     """``(units, words a unit)`` of a row of ``k`` weights: the unit is the largest power of two up to 16 that divides its words."""
-    words = k // 8
+    words = words_of(k, sparse)
     unit = next(u for u in (16, 8, 4, 2, 1) if words % u == 0)
     return words // unit, unit
 
 
-def decode_constants(c: DecodeConfig, k: int, arch: int) -> dict[str, object]:
+def decode_constants(c: DecodeConfig, k: int, arch: int, sparse: bool = False) -> dict[str, object]:
     """Constexpr arguments of both decode kernels."""
-    return dict(BLOCK_N=c.block_n, BLOCK_W=c.block_w, UNIT=decode_units(k)[1], ONE_STEP=k // 8 <= c.block_w, CVT=arch >= 89, ASM=True)
+    one_step = words_of(k, sparse) <= c.block_w
+    return dict(SPARSE=sparse, BLOCK_N=c.block_n, BLOCK_W=c.block_w, UNIT=decode_units(k, sparse)[1], ONE_STEP=one_step, CVT=arch >= 89, ASM=True)
 
 
-def grouped_constants(c: GroupedConfig, dtype: torch.dtype) -> dict[str, object]:
-    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BF16=dtype == torch.bfloat16, ASM=True)
+def grouped_constants(c: GroupedConfig, dtype: torch.dtype, sparse: bool = False) -> dict[str, object]:
+    return dict(SPARSE=sparse, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BF16=dtype == torch.bfloat16, ASM=True)
 
 
 def part_of_rows(rows: int, bytes_a_row: int) -> int:

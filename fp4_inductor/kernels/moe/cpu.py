@@ -1,4 +1,4 @@
-"""fp4.moe on a CPU: expert by expert, only those that some token chose, each through fp4.linear's packed kernels."""
+"""fp4.moe on a CPU: expert by expert, only those that some token chose, each through the packed kernels of fp4.linear or fp4.sparse_linear."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def moe(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``[T, N]``; sums in float32, in ascending order of the expert."""
     contract.check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
     )  # fmt: skip
     act = Activation(activation, alpha, limit, interleaved)
-    inner, columns = down_qdata.shape[2] * 2, down_qdata.shape[1]
+    inner, columns = contract.columns(down_qdata, down_meta), down_qdata.shape[1]
     local = contract.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    gate_up = _Experts(gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_bias)
-    down = _Experts(down_qdata, down_scale, down_global_scale, down_bias)
+    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias)
+    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias)
     out = hidden.new_zeros((hidden.shape[0], columns), dtype=torch.float32)
     for e, token, w in _by_expert(local, expert_weights.float()):
         x = hidden.index_select(0, token)
@@ -53,18 +53,19 @@ def _by_expert(local: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Te
 
 
 class _Experts:
-    """One stack of weights: checked once, multiplied expert by expert."""
+    """One stack of weights, dense or 2:4-sparse: checked once, multiplied expert by expert."""
 
-    def __init__(self, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None):
-        self.qdata, self.scale, self.bias = qdata.contiguous(), scale.contiguous(), bias
+    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None):
+        self.packed = tuple(t.contiguous() for t in (codes, meta) if t is not None)
+        self.scale, self.bias = scale.contiguous(), bias
         self.global_scale = global_scale.reshape(-1).tolist()
 
     def product(self, e: int, x: Tensor) -> Tensor:
         """``x [M, K] @ W[e].T + bias``, in ``x.dtype``."""
-        if 0 in (*x.shape, self.qdata.shape[1]):
-            y = x.new_zeros(x.shape[0], self.qdata.shape[1])
+        if 0 in (*x.shape, self.scale.shape[1]):
+            y = x.new_zeros(x.shape[0], self.scale.shape[1])
         else:
-            y = linear.product(x.contiguous(), (self.qdata[e],), self.scale[e], self.global_scale[e])
+            y = linear.product(x.contiguous(), tuple(t[e] for t in self.packed), self.scale[e], self.global_scale[e])
         if self.bias is not None:
             y += self.bias[e].to(x.dtype)
         return y.to(x.dtype)

@@ -12,7 +12,7 @@ from ...errors import DeviceError
 from ...ops import moe as contract
 from ...ops.activation import Activation
 from ...ops.dequantize_fp8 import WEIGHT_FACTOR
-from .. import host
+from .. import host, select
 from . import configs, cpu
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
@@ -23,7 +23,10 @@ fp4 = torch.ops.fp4
 
 @dataclass(frozen=True)
 class Layer:
-    """The arguments of one call, contiguous and aligned; names as in :mod:`fp4_inductor.ops.moe`."""
+    """The arguments of one call, contiguous and aligned; names as in :mod:`fp4_inductor.ops.moe`.
+
+    ``gate_up``, ``down``: codes, scales and global scales; ``metas``: the metadata of both where they are 2:4-sparse.
+    """
 
     x: Tensor
     ids: Tensor
@@ -34,6 +37,7 @@ class Layer:
     act: Activation
     on_input: bool
     map: Tensor | None
+    metas: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def pairs(self) -> int:
@@ -45,7 +49,7 @@ class Layer:
 
     @property
     def inner(self) -> int:
-        return self.down[0].shape[2] * 2
+        return contract.columns(self.down[0], self.metas[1])
 
     @property
     def width(self) -> int:
@@ -70,23 +74,23 @@ def moe(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto",
+    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``[T, N]`` by the row that ``select.plan`` gives for this T * k and E."""
     args = (
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
     )  # fmt: skip
     contract.check(*args)
     if hidden.device.type != "cuda":
         raise DeviceError("the CUDA kernel of fp4.moe got tensors elsewhere", value=str(hidden.device), limit="cuda", remedy="Move them with .to('cuda').")
-    experts, _, half_k = gate_up_qdata.shape
-    width, inner = down_qdata.shape[1], down_qdata.shape[2] * 2
+    experts, k = gate_up_qdata.shape[0], hidden.shape[1]
+    width, inner = down_qdata.shape[1], contract.columns(down_qdata, down_meta)
     if expert_ids.numel() == 0 or experts == 0 or width == 0:
         return hidden.new_zeros((hidden.shape[0], width))
-    if half_k == 0 or inner == 0:  # biases alone remain; a shape no model has
+    if k == 0 or inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(*args)
-    row = host.row_for("moe", hidden, expert_ids.numel(), width, half_k * 2, large_m, experts)
+    row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts)
     if row.kernel == BY_EXPERT:
         return cpu.moe(*args)
     layer = Layer(
@@ -95,13 +99,14 @@ def moe(
         (host.aligned(down_qdata), host.aligned(down_scale), down_global_scale.reshape(-1).contiguous()),
         (None if gate_up_bias is None else gate_up_bias.contiguous(), None if down_bias is None else down_bias.contiguous()),
         Activation(activation, alpha, limit, interleaved), weight_on_input, None if expert_map is None else expert_map.contiguous(),
+        (None if gate_up_meta is None else host.aligned(gate_up_meta), None if down_meta is None else host.aligned(down_meta)),
     )  # fmt: skip
     with torch.cuda.device(hidden.device):
         return _LAUNCHERS[row.kernel](layer)
 
 
-def _bytes(parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return parts[0], parts[1].view(torch.uint8), parts[2]
+def _bytes(parts: tuple[Tensor, Tensor, Tensor], meta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    return parts[0], meta, parts[1].view(torch.uint8), parts[2]
 
 
 def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.DecodeConfig | None = None) -> Tensor:
@@ -111,17 +116,19 @@ def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.D
     arch = host.arch(layer.x.device)
     h = torch.empty(layer.pairs, layer.inner, dtype=torch.float32, device=layer.x.device)
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
-    c = up or configs.decode(hidden)
+    sparse, sparse_down = (meta is not None for meta in layer.metas)
+    c = up or configs.decode(hidden, sparse)
     moe_decode_up[(-(-layer.inner // c.block_n) * layer.pairs,)](
-        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up), layer.biases[0], h, top_k, t, layer.experts, table_size,
-        layer.inner, configs.decode_units(hidden)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
-        **configs.decode_constants(c, hidden, arch), num_warps=c.num_warps,
+        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, top_k, t, layer.experts, table_size,
+        layer.inner, configs.decode_units(hidden, sparse)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
+        **configs.decode_constants(c, hidden, arch, sparse), num_warps=c.num_warps,
     )  # fmt: skip
-    c = down or configs.decode(layer.inner)
+    c = down or configs.decode(layer.inner, sparse_down)
     moe_decode_down[(-(-layer.width // c.block_n) * t,)](
-        h, ids, layer.weights, table, *_bytes(layer.down), layer.biases[1], y, t, layer.experts, table_size, layer.width, configs.decode_units(layer.inner)[0],
+        h, ids, layer.weights, table, *_bytes(layer.down, layer.metas[1]), layer.biases[1], y, t, layer.experts, table_size, layer.width,
+        configs.decode_units(layer.inner, sparse_down)[0],
         TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None,
-        **configs.decode_constants(c, layer.inner, arch), num_warps=c.num_warps,
+        **configs.decode_constants(c, layer.inner, arch, sparse_down), num_warps=c.num_warps,
     )  # fmt: skip
     return y
 
@@ -160,16 +167,17 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
     dtype, device = layer.x.dtype, layer.x.device
     h = torch.empty(layer.pairs, layer.inner, dtype=dtype, device=device)
     out = torch.empty(layer.pairs, layer.width, dtype=torch.float32, device=device)
-    constants = configs.grouped_constants(c, dtype)
+    up, down = (configs.grouped_constants(c, dtype, meta is not None) for meta in layer.metas)
     shared = (routing.order, routing.ends, routing.tile_expert, routing.tile_start)
     launch = dict(num_warps=c.num_warps, num_stages=c.num_stages)
     moe_grouped_up[(-(-layer.inner // c.block_n) * n_slots,)](
-        layer.x, layer.weights, *shared, *_bytes(layer.gate_up), layer.biases[0], h, layer.ids.shape[1], layer.inner, layer.x.shape[1],
-        **layer.activation(), HAS_BIAS=layer.biases[0] is not None, **constants, **launch,
+        layer.x, layer.weights, *shared, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, layer.ids.shape[1], layer.inner, layer.x.shape[1],
+        **layer.activation(), HAS_BIAS=layer.biases[0] is not None, **up, **launch,
     )  # fmt: skip
     moe_grouped_down[(-(-layer.width // c.block_n) * n_slots,)](
-        h, *shared, *_bytes(layer.down), layer.biases[1], out, layer.width, layer.inner, HAS_BIAS=layer.biases[1] is not None, **constants, **launch
-    )
+        h, *shared, *_bytes(layer.down, layer.metas[1]), layer.biases[1], out, layer.width, layer.inner,
+        HAS_BIAS=layer.biases[1] is not None, **down, **launch,
+    )  # fmt: skip
     return combine(layer, out, None)
 
 
@@ -198,7 +206,10 @@ def large_fp8(layer: Layer) -> Tensor:
     return _many(layer, _fp8_product)
 
 
-def _many(layer: Layer, product: Callable[[Tensor, tuple[Tensor, Tensor, Tensor], Tensor], Tensor]) -> Tensor:
+Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales, metadata
+
+
+def _many(layer: Layer, product: Callable[[Tensor, Weight, Tensor], Tensor]) -> Tensor:
     routing = route(layer, 64, whole_order=True)
     order = routing.order.long()
     token = order // layer.ids.shape[1]
@@ -211,8 +222,9 @@ def _many(layer: Layer, product: Callable[[Tensor, tuple[Tensor, Tensor, Tensor]
     step = configs.part_of_rows(layer.inner, layer.experts * halves * x.shape[1] * 2)
     for start in range(0, layer.inner, step):
         rows = slice(start, min(start + step, layer.inner))
-        parts = [_gate_up_rows(t, layer, rows) for t in layer.gate_up[:2]]
-        z = product(x, (parts[0], parts[1], layer.gate_up[2]), routing.ends).float()
+        codes, scale = (_gate_up_rows(t, layer, rows) for t in layer.gate_up[:2])
+        meta = None if layer.metas[0] is None else _gate_up_rows(layer.metas[0], layer, rows)
+        z = product(x, (codes, scale, layer.gate_up[2], meta), routing.ends).float()
         if layer.biases[0] is not None:
             z = z + _gate_up_rows(layer.biases[0], layer, rows).float()[expert]
         h[:, rows] = layer.act(z, rows.stop - rows.start).to(h.dtype)
@@ -220,7 +232,9 @@ def _many(layer: Layer, product: Callable[[Tensor, tuple[Tensor, Tensor, Tensor]
     step = configs.part_of_rows(layer.width, layer.experts * layer.inner * 2)
     for start in range(0, layer.width, step):
         rows = slice(start, min(start + step, layer.width))
-        y = product(h, (layer.down[0][:, rows], layer.down[1][:, rows], layer.down[2]), routing.ends)
+        codes, scale = (t[:, rows] for t in layer.down[:2])
+        meta = None if layer.metas[1] is None else layer.metas[1][:, rows]
+        y = product(h, (codes, scale, layer.down[2], meta), routing.ends)
         out[:, rows] = y if layer.biases[1] is None else y + layer.biases[1][:, rows][expert].to(y.dtype)
     return combine(layer, out, routing.place)
 
@@ -236,15 +250,19 @@ def _gate_up_rows(t: Tensor, layer: Layer, rows: slice) -> Tensor:
     return torch.cat((t[:, rows], t[:, layer.inner + rows.start : layer.inner + rows.stop]), 1)
 
 
-def _bf16_product(x: Tensor, weight: tuple[Tensor, Tensor, Tensor], ends: Tensor) -> Tensor:
-    return torch._grouped_mm(x, fp4.dequantize(*weight, x.dtype).mT, offs=ends)
+def _bf16_product(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    codes, scale, global_scale, meta = weight
+    dense = fp4.dequantize(codes, scale, global_scale, x.dtype) if meta is None else fp4.sparse_dequantize(codes, meta, scale, global_scale, x.dtype)
+    return torch._grouped_mm(x, dense.mT, offs=ends)
 
 
-def _fp8_product(x: Tensor, weight: tuple[Tensor, Tensor, Tensor], ends: Tensor) -> Tensor:
-    qdata, scale, global_scale = weight
-    experts, n, _ = qdata.shape
+def _fp8_product(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    codes, scale, global_scale, meta = weight
+    experts, n, _ = codes.shape
     x8, x_scale = fp4.quantize_rows_fp8(x)
-    w8 = fp4.dequantize_fp8(qdata.reshape(experts * n, -1), scale.reshape(experts * n, -1)).view(experts, n, -1)
+    rows, scales = codes.reshape(experts * n, -1), scale.reshape(experts * n, -1)
+    w8 = fp4.dequantize_fp8(rows, scales) if meta is None else fp4.sparse_dequantize_fp8(rows, meta.reshape(experts * n, -1), scales)
+    w8 = w8.view(experts, n, -1)
     w_scale = (global_scale / WEIGHT_FACTOR).unsqueeze(1).expand(experts, n).contiguous()
     return torch._scaled_grouped_mm(x8, w8.mT, x_scale.squeeze(1), w_scale, offs=ends, out_dtype=x.dtype)
 
@@ -255,4 +273,8 @@ _LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
     "triton_moe_grouped": grouped,
     "dequantize_fp8 + scaled_grouped_mm": large_fp8,
     "dequantize + grouped_mm": large_dense,
+    "triton_sparse_moe_decode": decode,
+    "triton_sparse_moe_grouped": grouped,
+    "sparse_dequantize_fp8 + scaled_grouped_mm": large_fp8,
+    "sparse_dequantize + grouped_mm": large_dense,
 }

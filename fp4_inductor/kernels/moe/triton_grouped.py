@@ -10,15 +10,25 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_mid import decode_bytes, scale_of_bytes
+from ..triton_common import decompressed
 from .triton_decode import activation, local_expert
 
 
 @triton.jit
-def decoded(QDATA, scales, rows, ok, k, K, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
+def decoded(
+    CODES, META, scales, rows, ok, k, K, DTYPE: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """``[BLOCK_N, BLOCK_K]`` of one expert's ``rows`` (int64), times 2**-8, the global scale left out."""
-    kb = k // 2 + tl.arange(0, BLOCK_K // 2)
     ks = k // 16 + tl.arange(0, BLOCK_K // 16)
-    q = tl.load(QDATA + rows[:, None] * (K // 2) + kb[None, :], mask=ok[:, None] & (kb < K // 2)[None, :], other=0)
+    if SPARSE:
+        kv = k // 4 + tl.arange(0, BLOCK_K // 4)
+        km = k // 8 + tl.arange(0, BLOCK_K // 8)
+        v = tl.load(CODES + rows[:, None] * (K // 4) + kv[None, :], mask=ok[:, None] & (kv < K // 4)[None, :], other=0)
+        m = tl.load(META + rows[:, None] * (K // 8) + km[None, :], mask=ok[:, None] & (km < K // 8)[None, :], other=0)
+        q = decompressed(v, m, BLOCK_N, BLOCK_K)
+    else:
+        kb = k // 2 + tl.arange(0, BLOCK_K // 2)
+        q = tl.load(CODES + rows[:, None] * (K // 2) + kb[None, :], mask=ok[:, None] & (kb < K // 2)[None, :], other=0)
     s = tl.load(scales + rows[:, None] * (K // 16) + ks[None, :], mask=ok[:, None] & (ks < K // 16)[None, :], other=0)
     lo, hi = decode_bytes(q, scale_of_bytes(s, DTYPE, BLOCK_N, BLOCK_K, BF16, ASM), BF16, ASM)
     return tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K))
@@ -26,8 +36,8 @@ def decoded(QDATA, scales, rows, ok, k, K, DTYPE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def moe_grouped_up(
-    X, WEIGHTS, ORDER, ENDS, TILE_EXPERT, TILE_START, QDATA, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, INNER, K, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+    X, WEIGHTS, ORDER, ENDS, TILE_EXPERT, TILE_START, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, INNER, K, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """H[place in ORDER, i] = act(x[token] @ gate_up[expert].T + bias)"""
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -49,9 +59,9 @@ def moe_grouped_up(
         for k in range(0, K, BLOCK_K):
             kx = k + tl.arange(0, BLOCK_K)
             x = tl.trans(tl.load(X + source[:, None] + kx[None, :], mask=live[:, None] & (kx < K)[None, :], other=0.0))
-            a = tl.dot(decoded(QDATA, scales, gate_rows, ok, k, K, x.dtype, BLOCK_N, BLOCK_K, BF16, ASM), x, a)
+            a = tl.dot(decoded(CODES, META, scales, gate_rows, ok, k, K, x.dtype, SPARSE, BLOCK_N, BLOCK_K, BF16, ASM), x, a)
             if GATED:
-                b = tl.dot(decoded(QDATA, scales, up_rows, ok, k, K, x.dtype, BLOCK_N, BLOCK_K, BF16, ASM), x, b)
+                b = tl.dot(decoded(CODES, META, scales, up_rows, ok, k, K, x.dtype, SPARSE, BLOCK_N, BLOCK_K, BF16, ASM), x, b)
         factor = tl.load(GLOBAL_SCALE + e) * 256.0
         gate = a * factor
         up = b * factor
@@ -69,7 +79,7 @@ def moe_grouped_up(
 
 @triton.jit
 def moe_grouped_down(
-    H, ORDER, ENDS, TILE_EXPERT, TILE_START, QDATA, SCALE, GLOBAL_SCALE, BIAS, OUT, N, K, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+    H, ORDER, ENDS, TILE_EXPERT, TILE_START, CODES, META, SCALE, GLOBAL_SCALE, BIAS, OUT, N, K, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """OUT[pair, n] = h @ down[expert].T + bias"""
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -87,7 +97,7 @@ def moe_grouped_down(
         for k in range(0, K, BLOCK_K):
             kx = k + tl.arange(0, BLOCK_K)
             h = tl.load(H + place.to(tl.int64)[:, None] * K + kx[None, :], mask=live[:, None] & (kx < K)[None, :], other=0.0)
-            acc = tl.dot(decoded(QDATA, scales, rows, ok, k, K, h.dtype, BLOCK_N, BLOCK_K, BF16, ASM), tl.trans(h), acc)
+            acc = tl.dot(decoded(CODES, META, scales, rows, ok, k, K, h.dtype, SPARSE, BLOCK_N, BLOCK_K, BF16, ASM), tl.trans(h), acc)
         y = acc * (tl.load(GLOBAL_SCALE + e) * 256.0)
         if HAS_BIAS:
             y += tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)[:, None]

@@ -108,6 +108,18 @@ def load_blocks(X, row, M, k, K, BLOCK_W: tl.constexpr, FULL: tl.constexpr, CVT:
 
 
 @triton.jit
+def kept_dot(w, m, s, a0, a1, a2, a3, b0, b1, b2, b3, undo, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
+    """float32 ``[BLOCK_N, BLOCK_W]``, one number per block of 16 k: words, metadata and scales of rows against what :func:`load_blocks` gave."""
+    zero = tl.zeros((BLOCK_N, BLOCK_W), tl.int32)
+    h0, h1, h2, h3 = decode_kept(w, CVT)
+    x0, x1, x2, x3 = gather_kept(
+        m.to(tl.int32), a0[None, :] + zero, a1[None, :] + zero, a2[None, :] + zero, a3[None, :] + zero,
+        b0[None, :] + zero, b1[None, :] + zero, b2[None, :] + zero, b3[None, :] + zero, ASM,
+    )  # fmt: skip
+    return dot8(h0, h1, h2, h3, x0, x1, x2, x3, ASM) * (e4m3_to_f32(s) * undo[None, :])
+
+
+@triton.jit
 def sparse_gemv(
     X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, B, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
@@ -119,7 +131,6 @@ def sparse_gemv(
     rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = rn.to(tl.int64)[:, None] * B
     acc = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
-    zero = tl.zeros((BLOCK_N, BLOCK_W), tl.int32)
     for k in range(0, B, BLOCK_W):
         kb = k + tl.arange(0, BLOCK_W)
         if EVEN:
@@ -132,12 +143,7 @@ def sparse_gemv(
             m = tl.load(metas + start + kb[None, :], mask=inside, other=0, eviction_policy="evict_first")
             s = tl.load(scales + start + kb[None, :], mask=inside, other=0, eviction_policy="evict_first")
         a0, a1, a2, a3, b0, b1, b2, b3, undo = load_blocks(X, row, M, k * 16, K, BLOCK_W, EVEN, CVT, ASM)
-        h0, h1, h2, h3 = decode_kept(w, CVT)
-        x0, x1, x2, x3 = gather_kept(
-            m.to(tl.int32), a0[None, :] + zero, a1[None, :] + zero, a2[None, :] + zero, a3[None, :] + zero,
-            b0[None, :] + zero, b1[None, :] + zero, b2[None, :] + zero, b3[None, :] + zero, ASM,
-        )  # fmt: skip
-        acc += dot8(h0, h1, h2, h3, x0, x1, x2, x3, ASM) * (e4m3_to_f32(s) * undo[None, :])
+        acc += kept_dot(w, m, s, a0, a1, a2, a3, b0, b1, b2, b3, undo, BLOCK_N, BLOCK_W, CVT, ASM)
     idx_m = row + tl.arange(0, BLOCK_M)[:, None]
     idx_n = rn[None, :]
     y = tl.sum(acc, 1)[None, :] * tl.load(GLOBAL_SCALE)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_mid import decode_bytes, scale_of_bytes, tile_of
-from ..triton_common import dense_codes, store_output
+from ..triton_common import decompressed, store_output
 
 
 @triton.jit
@@ -35,10 +35,7 @@ def sparse_mid(
             s = tl.load(scales + row * (K // 16) + ks[None, :], mask=(rn < N)[:, None] & (ks < K // 16)[None, :], other=0)
             x = tl.load(X + rm.to(tl.int64)[:, None] * K + kx[None, :], mask=(rm < M)[:, None] & (kx < K)[None, :], other=0.0)
         s16 = scale_of_bytes(s, x.dtype, BLOCK_N, BLOCK_K, BF16, ASM)
-        nibble = tl.reshape(tl.join(m, m >> 4), (BLOCK_N, BLOCK_K // 4))
-        word = dense_codes(v, nibble)
-        q = tl.reshape(tl.join(word, word >> 8), (BLOCK_N, BLOCK_K // 2)).to(tl.uint8)
-        lo, hi = decode_bytes(q, s16, BF16, ASM)
+        lo, hi = decode_bytes(decompressed(v, m, BLOCK_N, BLOCK_K), s16, BF16, ASM)
         acc = tl.dot(tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
     idx_m = rm[:, None]
     idx_n = rn[None, :]

@@ -79,7 +79,7 @@ def report(graph: Graph) -> None:
 
 
 def _expert_reads(graph: Graph) -> Iterator[Node]:
-    for target in (*ROOTS, fp4.bmm.default, fp4.linear.default):
+    for target in (*ROOTS, fp4.bmm.default, fp4.linear.default, fp4.sparse_linear.default):
         for node in graph.find_nodes(op="call_function", target=target):
             packed = 0 if target in ROOTS else 1
             if len(node.args) < packed + 3:

@@ -130,7 +130,7 @@ def _adds_terms(node: Node) -> bool:
 def _over_experts(layers: list[Layer]) -> Layer:
     """One summand per expert, each weighted by what the chosen ids give it."""
     first = layers[0]
-    experts = shape_of(first.down.qdata)[0]
+    experts = first.down.shape[0]
     numbers = [layer.down.expert for layer in layers]
     if not experts.is_Integer or sorted(n.value for n in numbers if isinstance(n, Const)) != list(range(int(experts))):
         raise Refused("a sum over experts that does not have each of them once", 3)

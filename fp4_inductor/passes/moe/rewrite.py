@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 
 from ..._torch.fx import in_one_mutation_region
 from ...formats import nvfp4
+from ...ops import moe
 from ..counters import matched
 from ..emit import emit, erase
 from ..layout import is_call
@@ -55,7 +56,7 @@ def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.
     graph = root.graph
     chosen = _cast(layout.write(ids), *_ID_DTYPES[::-1])
     if layer.kind == "batched_mm" and may_be_negative(layer.ids.node):
-        from_the_end = emit(graph, aten.add.Tensor, (chosen, int(shape_of(layer.down.qdata)[0])))
+        from_the_end = emit(graph, aten.add.Tensor, (chosen, int(layer.down.shape[0])))
         chosen = emit(graph, aten.where.self, (emit(graph, aten.lt.Scalar, (chosen, 0)), from_the_end, chosen))
     for mask, keeps in masks:
         none = emit(graph, aten.full.default, ([], -1), {"dtype": dtype_of(chosen), "device": chosen.meta["val"].device, "pin_memory": False})
@@ -66,8 +67,8 @@ def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.
     if layer.constant != 1:
         weight = emit(graph, aten.mul.Tensor, (_cast(weight, torch.float32), layer.constant))
     act = layer.activation
-    args = (
-        _cast(layout.write(x), proven.dtype), chosen, weight, *_parts(layer.gate_up), *_parts(layer.down),
+    args = moe.arguments(
+        _cast(layout.write(x), proven.dtype), chosen, weight, _parts(layer.gate_up), _parts(layer.down),
         *(None if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias)), *act.arguments(), layer.weight_on_input,
     )  # fmt: skip
     op = torch.ops.fp4.moe.default
@@ -94,7 +95,8 @@ def _erase_counts(graph: Graph) -> None:
 
 
 def _parts(weight: Weight) -> list[Node]:
-    return [*weight.parts[:2], layout.reshape(weight.global_scale, shape_of(weight.qdata)[:1])]
+    *matrices, global_scale = weight.parts
+    return [*matrices, layout.reshape(global_scale, weight.shape[:1])]
 
 
 def _cast(node: Node, to: torch.dtype, *accepted: torch.dtype) -> Node:

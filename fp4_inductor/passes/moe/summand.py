@@ -112,8 +112,8 @@ class Proof:
             found = next(f for f in inner.factors if isinstance(f, Weight))
         if found.n is not n or not isinstance(found.k, Var) or found.k not in (*term.bound, *inner.bound):
             raise Refused("an expert weight that is not contracted over its last dimension", 1)
-        _, rows, half_k = shape_of(found.qdata)
-        if not ix.equal(found.n.size, rows) or not ix.equal(found.k.size, half_k * 2):
+        _, rows, columns = found.shape
+        if not ix.equal(found.n.size, rows) or not ix.equal(found.k.size, columns):
             raise Refused("a part of an expert weight", 1)
         return found, bias, inner
 
@@ -184,7 +184,7 @@ class Proof:
         return None
 
     def _replaced(self, weight: Weight, new: dict[Var, Index]) -> Weight:
-        return Weight(*weight.parts, self.sums.replaced(weight.expert, new), weight.n, weight.k)
+        return Weight(weight.parts, self.sums.replaced(weight.expert, new), weight.n, weight.k)
 
     # --- the activation -----------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Proof:
 
     def _is_bias(self, bias: Read, weight: Weight) -> bool:
         """One row per expert, as opposed to anything else that may be added."""
-        return len(bias.at) == 2 and bias.at[1] == weight.n and same_expert(self.sums, bias.at[0], weight.expert, shape_of(weight.qdata)[0])
+        return len(bias.at) == 2 and bias.at[1] == weight.n and same_expert(self.sums, bias.at[0], weight.expert, weight.shape[0])
 
     def _of_tokens(self, weight: Weight, factors: list, bias: Read | None, h: Var, matmuls: list[Node]) -> _Output | None:
         x = [f for f in factors if isinstance(f, Read) and h in f.variables]
@@ -298,7 +298,7 @@ class Proof:
         if not self.outputs:
             raise Refused("no first product", 2)
         first, i = self.outputs[0], down.k
-        experts, rows, half_k = shape_of(first.weight.qdata)
+        experts, rows, columns = first.weight.shape
         for o in self.outputs:
             if o.weight.parts != first.weight.parts:
                 raise Refused("gate and up are two weights; fp4.moe takes one [E, 2 * I, H]", 2)
@@ -308,7 +308,7 @@ class Proof:
                 raise Refused("the two products take different experts", 2)
             if o.pair != first.pair:
                 raise Refused("gate and up are weighted differently", 2)
-        if not ix.equal(experts, shape_of(down.qdata)[0]) or not ix.equal(half_k * 2, first.channel.size):
+        if not ix.equal(experts, down.shape[0]) or not ix.equal(columns, first.channel.size):
             raise Refused("weights of different numbers of experts", 2)
         order, interleaved = self._order(i, rows)
         gate_up_bias = one_bias(self.sums, [self.outputs[o].bias for o in order], [self.outputs[o].weight.n for o in order], down.expert, rows, experts)

@@ -10,33 +10,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch.fx import Node
 
-from ..layout import is_call
+from ..layout import ROOTS, is_call
 from . import index as ix
 from .grouped import GROUPED, expert_of_row
 from .index import Const, Index, Position, Refused, Var
 from .read import Read, Reader, argument, aten, dtype_of, prims, shape_of
 
 fp4 = torch.ops.fp4
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._grouped_mm.default, fp4.linear.default, fp4.bmm.default}
+PRODUCTS = {
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._grouped_mm.default,
+    fp4.linear.default, fp4.sparse_linear.default, fp4.bmm.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Entry ``(n, k)`` of expert ``expert`` of an NVFP4 weight; the nodes are the whole ``[E, ..]`` parts."""
+    """Entry ``(n, k)`` of expert ``expert`` of an NVFP4 weight; ``parts``: its nodes, of all experts, dense or 2:4-sparse, in storage order."""
 
-    qdata: Node
-    scale: Node
-    global_scale: Node
+    parts: tuple[Node, ...]
     expert: Index
     n: Index
     k: Index
 
     @property
-    def parts(self) -> tuple[Node, Node, Node]:
-        return self.qdata, self.scale, self.global_scale
+    def shape(self) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+        """``(E, N, K)``."""
+        experts, rows, stored = shape_of(self.parts[0])
+        return experts, rows, stored * (2 if len(self.parts) == 3 else 4)
 
     @property
     def variables(self) -> frozenset[Var]:
@@ -141,18 +145,21 @@ class Sums(Reader):
             rule = _grouped
         return None if rule is None else rule(self, node, read.at)
 
-    def weight(self, parts: tuple[Node, Node, Node], lead: Position, n: Index, k: Index) -> Weight:
+    def weight(self, parts: tuple[Node, ...], lead: Position, n: Index, k: Index) -> Weight:
         """The entry of dequantised ``parts`` at ``(*lead, n, k)``, followed to the weight of all experts."""
-        qdata, scale, global_scale = parts
-        row = Var(shape_of(qdata)[-2], ("row",))
-        codes, scales = (self._whole(part, lead, row) for part in (qdata, scale))
+        if is_call(parts[0], fp4.sparse_decompress.default):
+            parts = (*parts[0].args, *parts[1:])  # type: ignore[assignment]
+        *matrices, global_scale = parts
+        row = Var(shape_of(matrices[0])[-2], ("row",))
+        codes, *others = (self._whole(part, lead, row) for part in matrices)
         factor = self.read(global_scale, lead)
         of_factor = ix.join(zip(factor.at, shape_of(factor.node), strict=True))
         if len(shape_of(codes.node)) != 3:
             raise Refused("a weight that is not one matrix per expert")
-        if codes.at[:2] != scales.at[:2] or codes.at[0] != of_factor:
+        if any(codes.at[:2] != other.at[:2] for other in others) or codes.at[0] != of_factor:
             raise Refused("codes, scales and global scales are taken from different experts or rows")
-        return Weight(codes.node, scales.node, factor.node, codes.at[0], ix.substitute(codes.at[1], {row: n}), k)
+        whole = (codes.node, *(other.node for other in others), factor.node)
+        return Weight(whole, codes.at[0], ix.substitute(codes.at[1], {row: n}), k)
 
     def _whole(self, part: Node, lead: Position, row: Var) -> Read:
         column = Var(shape_of(part)[-1], ("column",))
@@ -277,14 +284,9 @@ def _equal(sums, node, at):
     return Term([condition_factor(sums, Read(node, at), True)])
 
 
-@expands(fp4.dequantize.default)
+@expands(*ROOTS)
 def _dequantize(sums, node, at):
-    return Term([sums.weight(node.args[:3], at[:-2], at[-2], at[-1])])
-
-
-@expands(fp4.sparse_dequantize.default)
-def _sparse(sums, node, at):
-    raise Refused("2:4-sparse experts; fp4.moe takes dense NVFP4 ones", 8)
+    return Term([sums.weight(node.args[: len(ROOTS[node.target].parts)], at[:-2], at[-2], at[-1])])
 
 
 @expands(fp4.bmm.default)
@@ -294,12 +296,13 @@ def _fp4_bmm(sums, node, at):
     return Term([sums.weight(tuple(parts), at[:1], at[2], k), sums.read(x, (*at[:-1], k))], list(bound), matmuls=[node])
 
 
-@expands(fp4.linear.default)
+@expands(fp4.linear.default, fp4.sparse_linear.default)
 def _fp4_linear(sums, node, at):
-    x, *parts = node.args[:4]
+    after = 4 if node.target is fp4.linear.default else 5
+    x, *parts = node.args[:after]
     k, bound = sums.variable(shape_of(x)[-1], "k", node)
     product = Term([sums.weight(tuple(parts), (), at[-1], k), sums.read(x, (*at[:-1], k))], list(bound), matmuls=[node])
-    bias = argument(node, 4, "bias")
+    bias = argument(node, after, "bias")
     return product if bias is None else _with_bias(product, operand(sums, bias, at))
 
 
