@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--m", type=int, nargs="+", help="rows of the activation; default: the sweep 1..512 and the large ones")
     parser.add_argument("--who", nargs="+", help="default: fp4_inductor, bf16 and every peer that can be imported")
-    parser.add_argument("--large-m", default="auto", choices=("auto", "fp8", "bf16"))
+    parser.add_argument("--large-m", default="auto", choices=("auto", "fp8", "bf16", "nvfp4"))
     parser.add_argument("--tune", choices=("gemv", "small", "mid"), help="search the tiles of one kernel instead")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")

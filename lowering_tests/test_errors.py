@@ -31,6 +31,8 @@ OTHERS = {
         for name in ("compressed_tensors", "gguf", "modelopt", "native", "torchao", "weight")
     },
     **{(f"checkpoint/writers/{name}.py", "unsupported"): "makes a typed error" for name in ("compressed_tensors", "modelopt")},
+    ("checkpoint/gguf_file.py", "wrong"): "makes a typed error",
+    ("integrations/pretrained/gguf.py", "unsupported"): "makes a typed error",
     ("models/calibrate.py", "non_finite"): "makes a typed error",
     **{
         (f"passes/moe/{name}.py", "Refused"): "caught in passes/moe/find.py: the graph is left alone, and explain() says why"

@@ -108,6 +108,7 @@ class _Parser:
             raise self.wrong("general.alignment", alignment, "a power of two")
         data = self.at + -self.at % alignment
         out: dict[str, GGUFTensor] = {}
+        end = expected = 0
         for name, shape, kind, offset in infos:
             if name in out:
                 raise self.wrong("a tensor twice", name, "once")
@@ -116,16 +117,13 @@ class _Parser:
             weights, bytes_ = self.sizes[kind]
             if shape[-1] % weights:
                 raise self.wrong(f"{name}: rows of whole blocks", shape, f"a multiple of {weights}")
-            start = data + offset
-            end = start + math.prod(shape) // weights * bytes_
-            if offset % alignment or end > self.size:
-                raise self.wrong(f"{name} is truncated, or not where it can be", f"bytes {start} to {end}", f"within {self.size}, aligned to {alignment}")
-            out[name] = GGUFTensor(name, shape, kind, start, end)
-        last = 0
-        for t in sorted(out.values(), key=lambda t: (t.start, t.end)):
-            if t.start < last:
-                raise self.wrong(f"{t.name} overlaps another tensor", t.start, f">= {last}")
-            last = t.end
+            if offset != expected:  # as llama.cpp demands: else another type or shape would go unnoticed
+                raise self.wrong(f"{name} is not where the tensor before it ends", offset, expected)
+            end = offset + math.prod(shape) // weights * bytes_
+            expected = end + -end % alignment
+            out[name] = GGUFTensor(name, shape, kind, data + offset, data + end)
+        if not data + end <= self.size <= max(data + expected, self.at):
+            raise self.wrong("truncated, or bytes after the last tensor", f"{self.size} bytes", f"{data + end} to {data + expected}")
         return out
 
     def value(self, kind: int, depth: int) -> Any:

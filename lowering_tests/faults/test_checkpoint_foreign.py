@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import fp4_inductor
 from fp4_inductor import errors
 from fp4_inductor.checkpoint.safetensors_file import read_header
-from fp4_inductor.checkpoint.shards import INDEX, open_shards
+from fp4_inductor.checkpoint.shards import INDEX, Shards, open_shards
 from fp4_inductor.integrations.pretrained.load import take_quantization_config
 from lowering_tests.faults.mutations import header, mutate, put_header
 from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, TORCHAO, write_gpt_oss, write_mixed, write_mxfp4_pack
@@ -417,6 +417,7 @@ def test_mutated_gguf(tmp_path):
 
     pytest.importorskip("gguf")
     from fp4_inductor.integrations.pretrained import gguf
+    from fp4_inductor.integrations.pretrained.plan import make_load_plan
     from lowering_tests.gguf_files import write_gpt_oss as write
 
     rng = random.Random("gguf" + SEED)
@@ -431,6 +432,8 @@ def test_mutated_gguf(tmp_path):
 
     def found(path: Path) -> list:
         weights, dense = gguf.match(gguf.open_file(path), skeleton, config)
+        source = {"quant_method": "gguf", "found": weights, "dense": list(dense)}
+        make_load_plan(skeleton, Shards(path.parent, {}, {}), source, torch.bfloat16, True)
         return sorted((n, w.shape, type(w).__name__) for n, w in weights.weights.items()) + sorted((n, t.shape) for n, t in dense.items())
 
     want, loaded = found(tmp_path / "good.gguf"), structure(fp4_inductor.load_pretrained(tmp_path / "good.gguf"))

@@ -154,6 +154,23 @@ def test_an_architecture_transformers_does_not_read(tmp_path):
         fp4_inductor.load_pretrained(tmp_path / "m.gguf")
 
 
+def test_a_tensor_of_another_type(tmp_path):
+    """A float32 weight whose type says NVFP4 would be read from a seventh of its bytes: the tensor behind it is then not where it should be."""
+    write_gpt_oss(gpt_oss(), tmp_path / "m.gguf")
+    data = bytearray((tmp_path / "m.gguf").read_bytes())
+    at = data.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8
+    assert data[at] == 0
+    data[at] = 40
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(errors.CheckpointError, match="is not where the tensor before it ends"):
+        fp4_inductor.load_pretrained(tmp_path / "m.gguf")
+    write_gpt_oss(gpt_oss(), tmp_path / "n.gguf")
+    with open(tmp_path / "n.gguf", "ab") as file:
+        file.write(bytes(64))
+    with pytest.raises(errors.CheckpointError, match="bytes after the last tensor"):
+        fp4_inductor.load_pretrained(tmp_path / "n.gguf")
+
+
 def test_an_array_that_claims_to_be_endless(tmp_path):
     """gguf-py loops over it for ever."""
     import struct
