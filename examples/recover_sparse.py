@@ -132,7 +132,7 @@ def recover(student: nn.Module, teacher: nn.Module, rows: Tensor, steps: int, ba
     order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(-(-steps * batch // len(rows)))])
     low_precision = torch.autocast(device.type, torch.bfloat16, enabled=next(teacher.parameters()).dtype == torch.bfloat16)
     start, pace = time.monotonic(), 0.0
-    done = 0
+    done, told = 0, 0.0
     for step in range(steps):
         # If time is what ends it, the learning rate must reach zero by then all the same.
         now = time.monotonic()
@@ -151,7 +151,8 @@ def recover(student: nn.Module, teacher: nn.Module, rows: Tensor, steps: int, ba
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         done, pace = step + 1, (time.monotonic() - start) / (step + 1)
-        if step % max(1, steps // 20) == 0 or step + 1 == steps:
+        if fraction >= told or step + 1 == steps:
+            told = fraction + 0.05
             print(f"  step {done:5d}   KL {loss.item():.4f} nats a token   {time.monotonic() - start:6.0f} s", flush=True)
     swap(student, Trainable, Trainable.pack)
     return done
