@@ -12,7 +12,8 @@ BEGIN, END = "<!-- dispatch rows: begin (make readme) -->", "<!-- dispatch rows:
 
 def sm(arch: tuple[int, int]) -> str:
     low, high = arch
-    return "CPU" if high == 0 else f"sm_{low}" if low == high else f"sm_{low} - {high}"
+    gpus = f"sm_{max(low, 80)} - {high}" if low < high else f"sm_{low}"
+    return "CPU" if high == 0 else f"CPU, {gpus}" if low == 0 else gpus
 
 
 def table() -> str:
