@@ -41,14 +41,8 @@ COMPILED = [
     ("gemm/linear_wide.cu", 90),
     ("gemm/linear_w4a4.cu", 120),
 ]
-# The libraries with more behind their products; CI compiles a few, --slow all.
-SOON = {("linear_small_glu", 80), ("linear_wide_pointwise", 90), ("linear_small_pdl", 90)}
-VARIANTS = [
-    pytest.param(name, arch, marks=() if (name, arch) in SOON else pytest.mark.slow)
-    for name, kernel in csrc.KERNELS.items()
-    if kernel.defines
-    for arch in ((90,) if "wide" in name else (80, 90, 100, 120))
-]
+# The libraries with more behind their products.
+VARIANTS = [(name, arch) for name, kernel in csrc.KERNELS.items() if kernel.defines for arch in ((90,) if "wide" in name else (80, 90, 100, 120))]
 
 
 @needs_nvcc
