@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,9 +204,10 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
     return None
 
 
-def _news(refused: Iterable[Refused], arch: int) -> tuple[tuple[str, str], ...]:
-    """``(kernel, reason)`` of each refusal; rows of other architectures are not news."""
-    return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1])
+def _news(refused: Collection[Refused], arch: int) -> tuple[tuple[str, str], ...]:
+    """``(kernel, reason)`` of each refusal; no news are rows of other architectures, and rows that only a request for them would take."""
+    unasked = {r for r in refused if r.reason.startswith("large_m=") and "auto" not in r.row.large_m}
+    return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1] and r not in unasked)
 
 
 def _joined(*notes: str) -> str:
