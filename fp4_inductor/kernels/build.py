@@ -78,6 +78,12 @@ def cxx() -> str | None:
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
+def aligned(t: Tensor) -> Tensor:
+    """A contiguous tensor whose address is a multiple of 16: the kernels read 16 bytes at once."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
 def pointer(t: Tensor | None) -> ctypes.c_void_p:
     """The address of a tensor's data as a C argument; null for None."""
     return ctypes.c_void_p(None if t is None else t.data_ptr())

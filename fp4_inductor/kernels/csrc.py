@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import DeviceError, KernelError
 from . import build
-from .build import pointer
+from .build import aligned, pointer
 from .linear.configs import Epilogue
 from .table import ROWS
 
@@ -184,8 +184,8 @@ def _through_ctypes(
             limit=f"built for sm_{arch}",
             remedy="Call torch.ops.fp4.*, which takes another kernel then.",
         )
-    first, *parts = (_dense(t) for t in (*x, *weight))
-    bias = None if bias is None else _dense(bias)
+    first, *parts = (aligned(t) for t in (*x, *weight))
+    bias = None if bias is None else aligned(bias)
     (m, k), n = first.shape, weight[0].shape[0]
     k, dtype, sizes = (k * 2, _output_dtype(tile), ()) if kernel.codes else (k, first.dtype, (*tile, *[0] * (len(kernel.tile) - len(tile))))
     with torch.cuda.device(first.device):
@@ -212,11 +212,6 @@ def _columns(kernel: Kernel, n: int) -> int:
 def _output_dtype(half: Sequence[int]) -> torch.dtype:
     """Of a kernel whose activations are codes."""
     return torch.float16 if half and half[0] else torch.bfloat16
-
-
-def _dense(t: Tensor) -> Tensor:
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 _DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..config import DispatchConfig, dispatch_config
 from . import select
+from .build import aligned as aligned
 from .table import Row
 
 arch = functools.cache(select.arch_of)
@@ -28,12 +29,6 @@ def row_for(op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", e
 
 
 forget_plans = _plan.cache_clear
-
-
-def aligned(t: Tensor) -> Tensor:
-    """A contiguous tensor whose address is a multiple of 16: the kernels read 16 bytes at once."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def plus(y: Tensor, bias: Tensor | None) -> Tensor:
