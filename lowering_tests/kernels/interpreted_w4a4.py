@@ -19,7 +19,7 @@ from fp4_inductor.kernels.quantize_rows_nvfp4 import launch as launch_rows
 from fp4_inductor.kernels.quantize_rows_nvfp4.triton_blocks import quantize_blocks
 from fp4_inductor.ops import linear_siblings, linear_w4a4, quantize_rows_nvfp4
 
-TILE = configs.W4A4Config(32, 32, 64, 4, 2)
+TILE = configs.MidConfig(32, 32, 64, 4, 2)
 
 
 def quantize(x, rows):
@@ -86,7 +86,7 @@ def codes(m, k):
 
 
 def product_cases():
-    tiles = (TILE, configs.W4A4Config(16, 64, 128, 4, 2, group_n=2))
+    tiles = (TILE, configs.MidConfig(16, 64, 128, 4, 2, group_n=2))
     for m, n, k in ((32, 64, 128), (5, 64, 128), (17, 50, 80), (1, 16, 16), (70, 33, 176)):
         for tile in tiles:
             x, w = codes(m, k), interpreted.weight(n, k)

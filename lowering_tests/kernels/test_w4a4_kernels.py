@@ -45,14 +45,14 @@ def test_in_the_interpreter():
     assert Counter(c["case"].split()[0] for c in cases) == {"quantize_nvfp4": 17, "w4a4": 12}
 
 
-def compiled(cc: int, tile: configs.W4A4Config, k: int, dtype: str = "bf16", bounds: tuple[int, ...] = ()) -> aot.Compiled:
+def compiled(cc: int, tile: configs.MidConfig, k: int, dtype: str = "bf16", bounds: tuple[int, ...] = ()) -> aot.Compiled:
     constants = {**configs.constants(tile, k), **scale_bounds(bounds)}
     pointers = {"X": "*u8", "X_SCALE": "*u8", "ROW_SCALE": "*fp32", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
     aligned = (*pointers, "N", *(["K"] if k % 16 == 0 else []))
     return aot.compile_kernel(linear_w4a4, {**pointers, "M": "i32", "N": "i32", "K": "i32"}, constants, cc, tile.num_warps, tile.num_stages, aligned)
 
 
-def check(cc: int, tile: configs.W4A4Config, done: aot.Compiled) -> None:
+def check(cc: int, tile: configs.MidConfig, done: aot.Compiled) -> None:
     assert_fits(done, tile.num_warps, cc, older=0)
     assert re.search(PTX.get(cc, MMA_SYNC), done.ptx)
     assert done.count(SASS.get(cc, "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X")) > 0

@@ -156,7 +156,7 @@ def main() -> None:
     torch.manual_seed(0)
     real = w4a4_configs.constants
     mock.patch.object(w4a4_configs, "constants", lambda *a: {**real(*a), "NATIVE": False}).start()
-    mock.patch.object(w4a4_configs, "choices", return_value=[w4a4_configs.W4A4Config(16, 32, 64, 4, 2)]).start()
+    mock.patch.object(w4a4_configs, "choices", return_value=[w4a4_configs.MidConfig(16, 32, 64, 4, 2)]).start()
     for owner, name in ((configs, "gemv"), (configs, "mid"), (glu_configs, "gemv"), (sparse_configs, "gemv"), (sparse_configs, "mid")):
         constants = getattr(owner, f"{name}_constants")
         mock.patch.object(owner, f"{name}_constants", lambda *a, constants=constants: {**constants(*a), "ASM": False}).start()

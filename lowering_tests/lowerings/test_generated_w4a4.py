@@ -26,7 +26,7 @@ from lowering_tests.test_explain import explain_cuda
 
 BF16 = torch.bfloat16
 K, N = 1024, 2048
-TILE = configs.W4A4Config(128, 128, 128, 8, 3)
+TILE = configs.MidConfig(128, 128, 128, 8, 3)
 
 
 def layer(dtype=BF16, bias=False, k=K):

@@ -5,24 +5,13 @@ tcgen05 (sm_100 to 119) takes 128 rows a block or more, its sums lie in tensor m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ..linear.configs import MidConfig
+
+_TCGEN05 = (MidConfig(128, 128, 256, 8, 3), MidConfig(128, 256, 256, 8, 3), MidConfig(128, 64, 256, 4, 4))
+_MMA_SYNC = (MidConfig(128, 128, 128, 8, 3), MidConfig(128, 64, 128, 4, 3), MidConfig(64, 128, 128, 4, 3), MidConfig(64, 64, 256, 4, 3))
 
 
-@dataclass(frozen=True)
-class W4A4Config:
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_n: int = 8
-
-
-_TCGEN05 = (W4A4Config(128, 128, 256, 8, 3), W4A4Config(128, 256, 256, 8, 3), W4A4Config(128, 64, 256, 4, 4))
-_MMA_SYNC = (W4A4Config(128, 128, 128, 8, 3), W4A4Config(128, 64, 128, 4, 3), W4A4Config(64, 128, 128, 4, 3), W4A4Config(64, 64, 256, 4, 3))
-
-
-def choices(m: int, n: int, arch: int) -> list[W4A4Config]:
+def choices(m: int, n: int, arch: int) -> list[MidConfig]:
     """What max-autotune benchmarks for about ``m`` rows: the default first."""
     tiles = _MMA_SYNC if arch >= 120 else _TCGEN05
     few = n * m <= 128 * 128 * 128  # fewer blocks of the first tile than such a GPU has multiprocessors: narrower ones
@@ -30,7 +19,7 @@ def choices(m: int, n: int, arch: int) -> list[W4A4Config]:
     return [default, *(t for t in tiles if t != default)]
 
 
-def constants(c: W4A4Config, k: int, bounds: dict[str, int] | None = None) -> dict[str, object]:
+def constants(c: MidConfig, k: int, bounds: dict[str, int] | None = None) -> dict[str, object]:
     """Constexpr arguments of ``linear_w4a4`` for one K; ``bounds``: of ``linear.configs.scale_bounds``."""
     tile = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=k % c.block_k == 0, GROUP_N=c.group_n, NATIVE=True)
     return {**tile, **(bounds or {})}

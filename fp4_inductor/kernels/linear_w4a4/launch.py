@@ -30,7 +30,7 @@ def linear_w4a4(
 
 def triton(
     x_qdata: Tensor, x_scale: Tensor, row_scale: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    tile: configs.W4A4Config | None = None,
+    tile: configs.MidConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """See :mod:`.triton_block_scaled`."""
     (m, half_k), n = x_qdata.shape, qdata.shape[0]
