@@ -11,11 +11,12 @@ from typing import Literal
 
 import torch
 
+from ..ops.linear import LARGE_M, WEIGHT_ONLY
+
 REGIMES = ("gemv", "small", "mid", "large_nvfp4", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_ONLY = ("auto", "fp8", "bf16")
 NVFP4 = ("nvfp4",)
 
 # A row that is only emulated never serves a call by itself: DispatchConfig(candidates=...) switches it on.
@@ -55,7 +56,7 @@ class Row:
     dtypes: tuple[torch.dtype, ...]
     reason: str
     status: Status
-    large_m: tuple[str, ...] = (*WEIGHT_ONLY, *NVFP4)
+    large_m: tuple[str, ...] = LARGE_M
     k_multiple: int = 16
     n_multiple: int = 1
     csrc: str = ""

@@ -6,17 +6,19 @@ The op dispatches itself by the number of rows of ``x`` wherever a compiler has 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from ..config import LargeM, WeightOnly
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
 from ..formats.storage import Storage
 from .contract import OpContract, refuse_gradient
 
-WEIGHT_ONLY = ("auto", "fp8", "bf16")
-LARGE_M = (*WEIGHT_ONLY, "nvfp4")  # the last rounds the activations of many rows: linear layers with a dense NVFP4 weight only
+WEIGHT_ONLY: tuple[str, ...] = get_args(WeightOnly)
+LARGE_M: tuple[str, ...] = get_args(LargeM)  # also "nvfp4", which rounds the activations of many rows: linear layers with a dense NVFP4 weight only
 
 
 def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
