@@ -70,7 +70,7 @@ def stored_bias(name: str, path: Path, pieces: Sequence[GGUFTensor], interleaved
     """Biases ``[E, N]`` of experts, those of gate and up joined."""
     e, n = pieces[0].shape if len(pieces[0].shape) == 2 else (0, 0)
     parts = tuple(_floats(path, t, (e, n)) for t in pieces)
-    return StoredDense(name, (e, n * len(pieces)), parts, _JoinBias(interleaved))
+    return StoredDense(name, (e, n * len(pieces)), parts, lambda *read: join(read, interleaved, -1))
 
 
 def join(pieces: Sequence[Tensor], interleaved: bool, dim: int) -> Tensor:
@@ -84,17 +84,6 @@ def _floats(path: Path, t: GGUFTensor, *shapes: tuple[int, ...]) -> Entry:
     if t.kind or t.shape not in shapes:  # type 0 is F32
         raise unsupported(f"GGUF: {t.name}", f"type {t.kind} {t.shape}", f"F32 {' or '.join(str(s) for s in shapes)}")
     return Entry(t.name, torch.float32, t.shape, path, t.start, t.end)
-
-
-@dataclass(frozen=True)
-class _JoinBias:
-    interleaved: bool
-
-    def __call__(self, *pieces: Tensor) -> Tensor:
-        # dim -1 of [E, N]: stacking makes [E, N, 2], flattening it interleaves
-        if self.interleaved and len(pieces) > 1:
-            return torch.stack(pieces, -1).flatten(-2)
-        return torch.cat(pieces, -1)
 
 
 @dataclass(frozen=True)
