@@ -11,9 +11,8 @@ from torch import nn
 
 from ..errors import QualityWarning
 from ..modules import FP4Linear
-from .probe import Probe
+from .probe import LOUD_KL, Probe
 
-_LOUD_KL = 0.15  # nats a token: half as much again as calibrated NVFP4 weights cost SmolLM2-135M
 _ELSEWHERE = "SmolLM2-135M: KL 0.09 -> 0.26 nats a token, perplexity x1.07 -> x1.27"  # benchmarks/results/quality_smollm2.csv
 _WHERE = 'large_m="nvfp4": few rows, experts and the output head keep their activations'
 
@@ -31,7 +30,7 @@ def activation_cost(model: nn.Module, probe: Probe | None) -> tuple[float | None
     with _activations_kept(model):
         weights = probe.kl(model)
     notes = [f"{_WHERE}; KL from the dense model {kl:.4f} nats a token on calibration batches, {weights:.4f} of it from the weights"]
-    if kl <= _LOUD_KL:
+    if kl <= LOUD_KL:
         return kl, notes, []
     text = (
         f"NVFP4 weights and activations cost {kl:.2f} nats a token against the dense model (perplexity about x{math.exp(kl):.1f} on such text), "

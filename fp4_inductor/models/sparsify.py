@@ -24,7 +24,7 @@ from .convert import dense_weight, install_group, relative_error
 from .coverage import LayerReport
 from .hessian import Moments
 from .plan import ExpertsTarget, Names, Plan
-from .probe import Probe
+from .probe import LOUD_KL, Probe
 from .progress import bar
 from .prune import PRUNERS, SEQUENTIAL, dense_layer, is_24, rows_needed, sparse_layer
 from .routed import RoutedInputs
@@ -32,7 +32,6 @@ from .sparsify_experts import expert_weights, install_packed, not_24, put_dense,
 from .walk import Group, Item, walk
 
 _HELD_BACK = 8  # one batch in so many is kept from calibration, to measure on
-_LOUD_KL = 0.15  # nats a token: half as much again as calibrated NVFP4 costs SmolLM2-135M
 _LOUD_WEIGHTS = 0.2  # without calibration: share of a weight's norm that is lost; NVFP4 loses 0.09
 
 
@@ -66,7 +65,7 @@ class Outcome:
         """Warnings for the report, each also issued as a QualityWarning."""
         sparse = [i for i in self.layers if i.format == sparse24.NAME]
         found = []
-        if kl is not None and kl > _LOUD_KL:
+        if kl is not None and kl > LOUD_KL:
             found.append(
                 f"these weights cost {kl:.2f} nats a token against the dense model (perplexity about x{math.exp(kl):.1f} on such text, more on other text): "
                 + _advice(self.config, bool(sparse))

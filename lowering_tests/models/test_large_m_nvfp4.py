@@ -126,7 +126,7 @@ def test_the_report_has_the_cost_with_and_without(tiny):
 
 
 def test_a_loud_cost_is_a_warning(tiny, monkeypatch):
-    monkeypatch.setattr("fp4_inductor.models.activation_cost._LOUD_KL", 0.0)
+    monkeypatch.setattr("fp4_inductor.models.activation_cost.LOUD_KL", 0.0)
     with pytest.warns(errors.QualityWarning, match=r'weights alone .*large_m="auto" keeps the activations'):
         model = quantized(tiny("llama"), NVFP4Config(calibration=[torch.randint(0, 128, (2, 48))]))
     assert "!! NVFP4 weights and activations cost" in str(fp4_inductor.report(model))
