@@ -7,14 +7,12 @@ bfloat16, both wrong there; so bfloat16 occurs as an input of the decode kernels
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+from lowering_tests.kernels import interpreted as common  # sets TRITON_INTERPRET
 
-import torch
+import torch  # isort: skip
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host
@@ -25,23 +23,12 @@ from fp4_inductor.ops.activation import Activation
 TILES = (configs.GroupedConfig(16, 32, 64, 4, 2), configs.GroupedConfig(32, 16, 32, 4, 2))
 
 
-def report(case: str, error: float, bound: float) -> None:
-    print(json.dumps({"case": case, "error": error if error == error else 1e30, "bound": bound}), flush=True)
-
-
-def distance(y, r) -> float:
-    return ((y.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)).item()
-
-
-def _without_asm(constants):
-    return lambda *args: {**constants(*args), "ASM": False}
+report, distance = common.report, common.distance
 
 
 def _float32_out(*shape, dtype, **options):
-    """For ``torch.empty`` in the launchers: unwritten elements are NaN, or beyond every array; bfloat16 results stay float32."""
-    if dtype == torch.int32:
-        return torch.full(shape, 1 << 30, dtype=dtype, **options)
-    return torch.full(shape, float("nan"), dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
+    """As interpreted.py's; an unwritten index is beyond every array."""
+    return torch.full(shape, 1 << 30, dtype=dtype, **options) if dtype == torch.int32 else common._float32_out(*shape, dtype=dtype, **options)
 
 
 @contextlib.contextmanager
@@ -49,7 +36,7 @@ def interpreted(arch=80):
     with (
         mock.patch.object(host, "arch", return_value=arch),
         mock.patch.object(configs, "decode_constants", lambda *a: {**_decode(*a), "ASM": False, "CVT": False}),
-        mock.patch.object(configs, "grouped_constants", _without_asm(configs.grouped_constants)),
+        mock.patch.object(configs, "grouped_constants", common._without_asm(configs.grouped_constants)),
         mock.patch.object(torch, "empty", _float32_out),
     ):
         yield

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,19 +16,14 @@ from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import moe_aot
 from lowering_tests.kernels.test_aot import UNPACK, assert_fits, global_atomics, tensor_core_instructions
+from lowering_tests.own_process import cases_of
 
 GPT_OSS = Activation("swiglu_oai", 1.702, 7.0, True)
 ARCHITECTURES = (80, 90, 100, 120)
 
 
 def test_in_the_interpreter():
-    script = Path(__file__).with_name("interpreted_moe.py")
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    cases = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert not [c for c in cases if not c["error"] <= c["bound"]]
+    cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
     assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 8}, kinds
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -27,6 +23,7 @@ from fp4_inductor.kernels.quantize_rows_nvfp4 import triton_blocks
 from fp4_inductor.ops import quantize_rows_nvfp4
 from lowering_tests.kernels import aot
 from lowering_tests.kernels.test_aot import assert_fits, global_atomics
+from lowering_tests.own_process import cases_of
 
 NATIVE = (100, 120) if aot.VERSION < (3, 8) else (100, 120, 121)  # Triton 3.6 has no FP4 MMA for sm_121: its row says so
 PTX = {100: r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.(block16|scale_vec::4X)"}
@@ -35,13 +32,7 @@ SASS = {100: "UTCOMMA"}
 
 
 def test_in_the_interpreter():
-    script = Path(__file__).with_name("interpreted_w4a4.py")
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert not [c for c in cases if not c["error"] <= c["bound"]]
+    cases = cases_of(Path(__file__).with_name("interpreted_w4a4.py"))
     assert Counter(c["case"].split()[0] for c in cases) == {"quantize_nvfp4": 17, "w4a4": 12}
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from lowering_tests.own_process import cases_of
+
 pytest.importorskip("triton")
 
 
 def test_generated_code_computes_what_the_graph_says():
-    script = Path(__file__).with_name("executed_graphs.py")
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))  # the package may be on the path only
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    cases = [json.loads(line) for line in run.stdout.splitlines()]
-    assert not [c for c in cases if not c["error"] <= c["bound"]]
+    cases = cases_of(Path(__file__).with_name("executed_graphs.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
     counts = {"dense": 11, "dynamic": 4, "siblings": 7, "glu": 4, "sparse": 4, "silu": 3, "residual": 3, "w4a4": 5}
     assert counts == {kind: n for kind, n in kinds.items() if kind in counts}

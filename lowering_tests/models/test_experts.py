@@ -16,6 +16,7 @@ from fp4_inductor.kernels.moe import cpu as moe_cpu
 from fp4_inductor.modules import FP4Experts
 from fp4_inductor.modules.experts import pack_experts
 from fp4_inductor.ops.activation import Activation
+from lowering_tests.models.doors import as_parameters
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 
@@ -163,22 +164,11 @@ def test_a_whole_model_is_one_graph(tiny):
     torch.compiler.reset()
 
 
-def _as_parameters(dense, model):
-    """``dense`` with NVFP4Tensor Parameters in its own expert classes: the door for who keeps a subclass."""
-    for name, m in model.named_modules():
-        if isinstance(m, FP4Experts):
-            own = dense.get_submodule(name)
-            for part in (m.first_name, "down_proj"):
-                w = m.get_submodule(part).weight
-                setattr(own, part, torch.nn.Parameter(w.mT if own.is_transposed else w, requires_grad=False))
-    return dense
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_both_doors_give_the_same_bits(tiny, name):
     dense = tiny(name)
     model = fp4_inductor.quantize_model(copy.deepcopy(dense), ignore=[r"re:(?!.*\.experts$)"], progress=False)
-    other = _as_parameters(dense, model)
+    other = as_parameters(dense, model)
     assert use_experts_backend(other)
     assert other.config._experts_implementation == NAME
     assert torch.equal(logits(other), logits(model))

@@ -22,6 +22,7 @@ from fp4_inductor.models.sparsify_experts import quantize_experts
 from fp4_inductor.modules import FP4Experts, FP4ExpertWeight, Sparse24ExpertWeight
 from fp4_inductor.modules.experts import pack_experts
 from fp4_inductor.ops.activation import Activation
+from lowering_tests.models.doors import as_parameters
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::fp4_inductor.errors.QualityWarning")
@@ -362,12 +363,7 @@ def test_both_doors_give_the_same_bits(tiny, name):
     dense = tiny(name)
     ignore = [r"re:(?!.*\.experts$)"]
     model = quantize_model(copy.deepcopy(dense), Sparse24Config("magnitude", accept_loss=True), ignore=ignore, progress=False)
-    for path, m in model.named_modules():
-        if isinstance(m, FP4Experts):
-            own = dense.get_submodule(path)
-            for part in (m.first_name, "down_proj"):
-                w = m.get_submodule(part).weight
-                setattr(own, part, torch.nn.Parameter(w.mT if own.is_transposed else w, requires_grad=False))
+    as_parameters(dense, model)
     assert use_experts_backend(dense)
     assert dense.config._experts_implementation == NAME
     assert torch.equal(logits(dense), logits(model))
