@@ -8,6 +8,7 @@ in ``OUT/on_gpu.tar.gz``, the thing to attach when you measured a GPU we have no
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+WORKERS = ("-n", "6") if importlib.util.find_spec("xdist") else ()  # compilation is most of a test's time; a crash then ends one worker
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Step:
 
 
 STEPS = (
-    Step("tests", 240, (*PYTEST, "lowering_tests")),
+    Step("tests", 240, (*PYTEST, *WORKERS, "--durations=10", "lowering_tests")),
     Step("quickstart", 40, ("examples/quickstart.py", "--device", "cuda")),
     Step("quickstart-sparse", 40, ("examples/quickstart.py", "--device", "cuda", "--sparse")),
     Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda")),

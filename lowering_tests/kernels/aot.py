@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+GB10 = 121 if VERSION >= (3, 7) else 120  # the nvdisasm of Triton 3.6 does not know sm_121
 
 
 @cache

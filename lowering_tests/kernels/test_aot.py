@@ -30,8 +30,6 @@ TENSOR_CORE = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 
 # A word or two on the stack (an address, once a K step) is the assembler's choice and costs nothing; more is a tile that does
 # not fit. On the architecture that is measured, and with a current ptxas, there are none.
 A_FEW_SPILLS = 4
-# The nvdisasm of Triton 3.6 does not know sm_121.
-GB10 = 121 if aot.VERSION >= (3, 7) else 120
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 UNPACK = "F2FP.F16.E4M3.UNPACK_B"
 
@@ -87,7 +85,7 @@ def global_atomics(done: aot.Compiled) -> set[str]:
     return {op for op in done.opcodes() if op.split(".")[0] in ("RED", "REDG", "ATOM", "ATOMG")}
 
 
-@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 1), (90, 1), (90, 2), (90, 4), (100, 1), (120, 4), (GB10, 1)])
+@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 1), (90, 1), (90, 2), (90, 4), (100, 1), (120, 4), (aot.GB10, 1)])
 def test_gemv(cc, m):
     done, warps = gemv(cc, m, 4096, 4096)
     assert_fits(done, warps, cc, blocks=2)
@@ -113,7 +111,7 @@ def glu(cc: int, n: int, k: int, dtype: str = "bf16", bias: bool = False, scales
     return compile_linear(linear_glu_gemv, constants, cc, 1, n, k, dtype, c.num_warps, 2), c.num_warps
 
 
-@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120, GB10])
+@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120, aot.GB10])
 def test_glu(cc):
     done, warps = glu(cc, 12288, 4096)
     assert_fits(done, warps, cc, blocks=2)
@@ -158,7 +156,7 @@ def test_fp8_head(cc, n, k):
     assert (done.count(UNPACK) > 0) == (cc >= 89)
 
 
-SPARSE_GEMV = [(cc, 4096, 4096, "bf16") for cc in (80, 89, 90, 100, GB10)] + [(90, 28672, 8192, "fp16"), (90, 4095, 1056, "bf16"), (120, 33, 96, "fp16")]
+SPARSE_GEMV = [(cc, 4096, 4096, "bf16") for cc in (80, 89, 90, 100, aot.GB10)] + [(90, 28672, 8192, "fp16"), (90, 4095, 1056, "bf16"), (120, 33, 96, "fp16")]
 
 
 @pytest.mark.parametrize(("cc", "n", "k", "dtype"), SPARSE_GEMV)
@@ -174,7 +172,7 @@ def test_sparse_gemv(cc, n, k, dtype):
 
 def mid_cases():
     """One M per distinct tile, up to the last M that the architecture's row serves."""
-    for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (GB10, (4096,))):
+    for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (aot.GB10, (4096,))):
         last = max(row.max_m for row in ROWS if row.regime == "mid" and row.arch[0] <= cc <= row.arch[1])
         seen = set()
         for n in shapes:
@@ -201,7 +199,7 @@ def test_mid_off_the_tile(cc, m, n, k, dtype):
 
 
 SPARSE_MID = [(90, m, n) for m, n in ((16, 8192), (16, 16384), (32, 4096), (32, 8192), (64, 4096), (64, 8192))]
-SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (100, 16, 8192), (120, 64, 8192), (GB10, 32, 8192)]
+SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (100, 16, 8192), (120, 64, 8192), (aot.GB10, 32, 8192)]
 
 
 @pytest.mark.parametrize(("cc", "m", "n"), SPARSE_MID)
@@ -224,7 +222,7 @@ DEQUANTIZE = {"QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BYTES": 
         (90, "bf16", False),
         (90, "bf16", True),
         (100, "fp16", True),
-        (GB10, "bf16", False),
+        (aot.GB10, "bf16", False),
         (89, "fp8e4nv", False),
         (90, "fp8e4nv", False),
         (120, "fp8e4nv", False),
@@ -245,7 +243,7 @@ def test_dequantize(cc, out, batched):
         assert done.count("F2FP.SATFINITE.E4M3") > 0, done.opcodes()
 
 
-@pytest.mark.parametrize(("cc", "out"), [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv"), (GB10, "fp32")])
+@pytest.mark.parametrize(("cc", "out"), [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv"), (aot.GB10, "fp32")])
 def test_sparse_dequantize(cc, out):
     fp8 = out == "fp8e4nv"
     signature = {**DEQUANTIZE, "OUT": f"*{out}", "META": "*u8"}
@@ -258,7 +256,7 @@ def test_sparse_dequantize(cc, out):
     assert all(op.endswith(".128") for op in done.opcodes() if op.startswith("STG"))
 
 
-@pytest.mark.parametrize("cc", [80, 90, GB10])
+@pytest.mark.parametrize("cc", [80, 90, aot.GB10])
 def test_sparse_decompress(cc):
     signature = {"VALUES": "*u8", "META": "*u8", "OUT": "*i16", "GROUPS": "i32"}
     done = aot.compile_kernel(decompress_rows, signature, {"BLOCK": 1024}, cc, 4, 2, ("VALUES", "META", "OUT", "GROUPS"))

@@ -14,7 +14,7 @@ from fp4_inductor.config import DispatchConfig
 from fp4_inductor.kernels.moe import configs
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops.activation import Activation
-from lowering_tests.kernels import moe_aot
+from lowering_tests.kernels import aot, moe_aot
 from lowering_tests.kernels.test_aot import UNPACK, assert_fits, global_atomics, tensor_core_instructions
 from lowering_tests.own_process import cases_of
 
@@ -63,7 +63,7 @@ def test_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
-@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (121, "qwen3_next")])
+@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (aot.GB10, "qwen3_next")])
 def test_sparse_decode(cc, layer):
     up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
     for done, warps in (up, down):

@@ -84,22 +84,13 @@ def packed_dot(
 
 
 @triton.jit
-def metadata(META, SPARSE: tl.constexpr):
-    """One 16-bit word of metadata for each word of kept codes; ``META`` as it is where it is None."""
-    if SPARSE:
-        return META.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:
-        return META
-
-
-@triton.jit
 def moe_decode_up(
     X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, T, E, MAP_SIZE, INNER, UNITS, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """H[pair, i] = act(x[token] @ gate_up[expert].T + bias)"""
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
-    metas = metadata(META, SPARSE)
+    metas = META.to(tl.pointer_type(tl.int16), bitcast=True) if SPARSE else words  # one 16-bit word for each word of kept codes
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     W = UNITS * UNIT  # a known power of two divides the words of a row: wide loads
     blocks = tl.cdiv(INNER, BLOCK_N)  # one grid axis: the others end at 65535
@@ -162,7 +153,7 @@ def moe_decode_down(
 ):  # fmt: skip
     """Y[token, n] = sum over the token's experts of weight * (h @ down[expert].T + bias)"""
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
-    metas = metadata(META, SPARSE)
+    metas = META.to(tl.pointer_type(tl.int16), bitcast=True) if SPARSE else words  # one 16-bit word for each word of kept codes
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     W = UNITS * UNIT
     blocks = tl.cdiv(N, BLOCK_N)
