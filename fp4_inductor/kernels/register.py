@@ -23,7 +23,7 @@ from ..ops import (
 )
 from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
-from .moe import cpu as moe_cpu
+from .moe import by_expert
 
 
 def _at_first_call(module: str, name: str) -> Callable:
@@ -44,7 +44,7 @@ linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "line
 linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
 linear_w4a4.CONTRACT.implement("CPU", linear_cpu.linear_w4a4)
 linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.launch", "linear_w4a4"))
-moe.CONTRACT.implement("CPU", moe_cpu.moe)
+moe.CONTRACT.implement("CPU", by_expert.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))

@@ -9,17 +9,18 @@ from fp4_inductor import dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import sparse24
 from fp4_inductor.kernels.moe import launch
-from fp4_inductor.kernels.select import describe, plan
+from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.modules import FP4Experts
 from fp4_inductor.modules.experts import pack_experts
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
-from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, FP32, error
+from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
 
 pytestmark = pytest.mark.gpu
 moe = torch.ops.fp4.moe
 GPT_OSS = Activation("swiglu_oai", 1.702, 7.0, True)
 BOUND = {BF16: 8e-3, FP16: 3e-3, FP32: 5e-6}
+FP8_TWICE = 0.09  # gate, up and then down through E4M3: 0.082 measured, on clamped activations and on K = 16
 
 
 def weight(e, n, k):
@@ -42,7 +43,7 @@ def sparse_weight(e, n, k, pattern=None):
 
 
 def check_sparse(x, ids, w, up, down, *rest):
-    bound = 2 * FP8_BOUND if ids.numel() > 1024 and x.dtype == BF16 else BOUND[x.dtype]
+    bound = bound_of(x, ids.numel(), up, down)
     got, want = moe(*contract.arguments(x, ids, w, up, down, *rest)), contract.reference(*contract.arguments(x.float(), ids, w, up, down, *rest))
     assert error(got, want.double()) <= bound, (x.shape, ids.shape)
     return got
@@ -105,13 +106,14 @@ def routed(t, k, e):
     return torch.randint(0, e, (t, k), device=DEVICE), torch.rand(t, k, device=DEVICE)
 
 
-def kernel_of(x, pairs, parts):
-    options = plan(describe("moe", x.device, x.dtype, parts[3].shape[1], x.shape[1], "auto", parts[0].shape[0]), dispatch_config())
-    return options.pick(pairs).kernel
+def bound_of(x, pairs, up, down):
+    sparse = (parts[1] if len(parts) == 4 else None for parts in (up, down))
+    options = plan(describe(moe_op(*sparse), x.device, x.dtype, down[0].shape[1], x.shape[1], "auto", up[0].shape[0]), dispatch_config())
+    return FP8_TWICE if pairs and "fp8" in options.pick(pairs).kernel else BOUND[x.dtype]
 
 
 def check(x, ids, w, parts, *rest):
-    bound = 2 * FP8_BOUND if "fp8" in kernel_of(x, ids.numel(), parts) else BOUND[x.dtype]
+    bound = bound_of(x, ids.numel(), parts[:3], parts[3:])
     got, want = moe(x, ids, w, *parts, *rest), contract.reference(x.float(), ids, w, *parts, *rest)
     assert got.dtype == x.dtype
     assert error(got, want.double()) <= bound, (x.shape, ids.shape)

@@ -12,7 +12,7 @@ import fp4_inductor
 from fp4_inductor import NVFP4Config, NVFP4Tensor, errors
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.integrations.transformers import NAME, use_experts_backend
-from fp4_inductor.kernels.moe import cpu as moe_cpu
+from fp4_inductor.kernels.moe import by_expert
 from fp4_inductor.modules import FP4Experts
 from fp4_inductor.modules.experts import pack_experts
 from fp4_inductor.ops.activation import Activation
@@ -127,8 +127,8 @@ def test_llama4_computes_only_the_tokens_an_expert_was_chosen_for(tiny, monkeypa
     x[torch.rand(4, 6) < 0.7] = 0
     chosen = int((x != 0).any(-1).sum())
     rows = []
-    real = moe_cpu.linear.product
-    monkeypatch.setattr(moe_cpu.linear, "product", lambda x, *a: rows.append(x.shape[0]) or real(x, *a))
+    real = by_expert.linear.product
+    monkeypatch.setattr(by_expert.linear, "product", lambda x, *a: rows.append(x.shape[0]) or real(x, *a))
     got = experts(x.flatten(0, 1))
     assert sum(rows) == 2 * chosen < 2 * 24  # two products each
     up, down = (m.dequantize(torch.float32).double() for m in (experts.first, experts.down_proj))

@@ -58,4 +58,4 @@ def dequantize_rows(QDATA, SCALE, GLOBAL_SCALE, OUT, BYTES, GROUPS_PER_MATRIX, E
         else:
             value = value * tl.load(GLOBAL_SCALE)
     out = start * 2 + tl.arange(0, BLOCK * 2)
-    tl.store(OUT + out, tl.reshape(value, (BLOCK * 2,)).to(OUT.dtype.element_ty), mask=out < BYTES * 2)
+    tl.store(OUT + out, tl.reshape(value, (BLOCK * 2,)).to(OUT.dtype.element_ty), mask=out // 2 < BYTES)  # 2 * BYTES may not fit 32 bits

@@ -24,7 +24,7 @@ def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
         return without_products(x, n, bias)
     row = host.row_for("linear_fp8", x, m, n, k, large_m)
     with torch.cuda.device(x.device):
-        y = _LAUNCHERS[row.kernel](host.aligned(x.reshape(m, k)), host.aligned(weight), weight_scale)
+        y = _LAUNCHERS[row.kernel](host.aligned(x.reshape(m, k)), host.aligned(weight), weight_scale.contiguous())
     return host.plus(y, bias).view(*lead, n)
 
 

@@ -13,7 +13,7 @@ from ...ops import moe as contract
 from ...ops.activation import Activation
 from ...ops.dequantize_fp8 import WEIGHT_FACTOR
 from .. import host, select
-from . import configs, cpu
+from . import by_expert, configs
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
 from .triton_route import moe_route
@@ -92,7 +92,7 @@ def moe(
         return contract.reference(*args)
     row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts)
     if row.kernel == BY_EXPERT:
-        return cpu.moe(*args)
+        return by_expert.moe(*args)
     layer = Layer(
         host.aligned(hidden), expert_ids.contiguous(), expert_weights.contiguous(),
         (host.aligned(gate_up_qdata), host.aligned(gate_up_scale), gate_up_global_scale.reshape(-1).contiguous()),

@@ -1,4 +1,4 @@
-"""fp4.moe on a CPU: expert by expert, only those that some token chose, each through the packed kernels of fp4.linear or fp4.sparse_linear."""
+"""fp4.moe expert by expert, only those that some token chose, each through fp4.linear or fp4.sparse_linear: a CPU's way, a GPU's for float32."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...ops import moe as contract
 from ...ops.activation import Activation
 from ..linear import cpu as linear
 
+fp4 = torch.ops.fp4
 _EXACT_ROWS = 8  # up to here fp4.linear multiplies packed float32 rows: rounding the activations to bfloat16 would save nothing
 
 
@@ -29,15 +30,19 @@ def moe(
     act = Activation(activation, alpha, limit, interleaved)
     inner, columns = contract.columns(down_qdata, down_meta), down_qdata.shape[1]
     local = contract.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias)
-    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias)
+    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias, large_m)
+    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias, large_m)
     out = hidden.new_zeros((hidden.shape[0], columns), dtype=torch.float32)
     for e, token, w in _by_expert(local, expert_weights.float()):
         x = hidden.index_select(0, token)
         x = (x * w if weight_on_input else x).to(torch.float32 if token.numel() <= _EXACT_ROWS else hidden.dtype)
         h = act(gate_up.product(e, x).float(), inner).to(x.dtype)
         y = down.product(e, h)
-        out.index_add_(0, token, y.float() if weight_on_input else y * w)  # the product of bfloat16 and float32 is float32
+        y = y.float() if weight_on_input else y * w  # the product of bfloat16 and float32 is float32
+        if out.is_cuda:  # a token that chose an expert twice: index_add_ would add in any order
+            out.index_put_((token,), y, accumulate=True)
+        else:
+            out.index_add_(0, token, y)
     return out.to(hidden.dtype)
 
 
@@ -55,17 +60,22 @@ def _by_expert(local: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Te
 class _Experts:
     """One stack of weights, dense or 2:4-sparse: checked once, multiplied expert by expert."""
 
-    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None):
+    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str):
         self.packed = tuple(t.contiguous() for t in (codes, meta) if t is not None)
-        self.scale, self.bias = scale.contiguous(), bias
-        self.global_scale = global_scale.reshape(-1).tolist()
+        self.scale, self.bias, self.large_m = scale.contiguous(), bias, large_m
+        self.global_scale = global_scale.reshape(-1).tolist() if codes.device.type == "cpu" else global_scale.reshape(-1)
 
     def product(self, e: int, x: Tensor) -> Tensor:
         """``x [M, K] @ W[e].T + bias``, in ``x.dtype``."""
         if 0 in (*x.shape, self.scale.shape[1]):
             y = x.new_zeros(x.shape[0], self.scale.shape[1])
         else:
-            y = linear.product(x.contiguous(), tuple(t[e] for t in self.packed), self.scale[e], self.global_scale[e])
+            y = self._multiply(x.contiguous(), tuple(t[e] for t in self.packed), self.scale[e], self.global_scale[e])
         if self.bias is not None:
             y += self.bias[e].to(x.dtype)
         return y.to(x.dtype)
+
+    def _multiply(self, x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | float) -> Tensor:
+        if isinstance(global_scale, float):
+            return linear.product(x, packed, scale, global_scale)
+        return (fp4.linear if len(packed) == 1 else fp4.sparse_linear)(x, *packed, scale, global_scale, None, self.large_m)
