@@ -28,7 +28,8 @@ from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
 KINDS = ("current", "small", "pdl", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
-BOUND = 4e-3  # bf16: one rounding of the result; three where gate, up and act(gate) are rounded on the way
+BOUND = 4e-3  # bf16: one rounding of the result
+TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
 
 def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
@@ -77,7 +78,7 @@ def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torc
     """One line. ``call(i)`` uses copy i of the weight; ``expected`` belongs to copy 0."""
     time_us = graph_us if expected.is_cuda else eager_us
     try:
-        off, bound = error(call(0), expected), BOUND * (2 if name in ("glu apart", "residual apart") else 1)
+        off, bound = error(call(0), expected), (FP8_BOUND if name.startswith(TODAY) else 1) * BOUND
         us = time_us(call, copies, 9) if off <= bound else float("nan")
     except Exception as failure:  # a candidate that cannot run is a result, too
         print(f"  {name:10} {tile or ''} FAILED {str(failure)[:140]}", flush=True)
