@@ -47,7 +47,7 @@ def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
     yield None
     tokens = next((t for t in (8, 16, 32, 64) if m <= t), 128)
-    tiles = ((256, tokens, 6 if tokens <= 32 else 4), *([(128, tokens, {32: 4, 64: 3}.get(tokens, 6))] if tokens <= 64 else []))
+    tiles = ((256, tokens), *([(128, tokens)] if tokens <= 64 else []))
     yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
 
 

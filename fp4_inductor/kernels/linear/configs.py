@@ -58,7 +58,6 @@ class CudaWideConfig:
 
     rows: int
     tokens: int
-    stages: int
     splits: int = 1
 
 
