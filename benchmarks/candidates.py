@@ -46,8 +46,9 @@ def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
 
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
     yield None
-    tiles = ((64, 2, 4),) if m <= 64 else ((64, 2, 4), (128, 1, 4)) if m <= 128 else ((128, 1, 4), (256, 1, 4))
-    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
+    tokens = next((t for t in (8, 16, 32, 64) if m <= t), 128)
+    tiles = ((256, tokens, 6 if tokens <= 32 else 4), *([(128, tokens, {32: 4, 64: 3}.get(tokens, 6))] if tokens <= 64 else []))
+    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
 
 
 def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
@@ -144,7 +145,7 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
             yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og), want, count, facts)
-        if "wide" in kinds and m >= 16:
+        if "wide" in kinds and m >= 2:
             for tile in wide_tiles(m):
                 yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile), expected, count, facts)
         if "mid" in kinds and 8 <= m <= 256:

@@ -53,10 +53,11 @@ inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2
 // wgmma (csrc/common/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.
 void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile);
 void wgmma_fence();
-inline void wgmma_commit() {}
-void wgmma_wait();
+void wgmma_commit();
+void wgmma_wait_until(int open);
+template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
 inline void publish_tile() { emulated::publish(); }
-inline Shared tile_of(Shared tile, int block) { return tile + 32 * block; }
+inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
   wgmma_issue(kHalf<T>, d, TILES, {a0, a1, a2, a3}, b);
 }
