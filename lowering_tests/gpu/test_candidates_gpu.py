@@ -1,4 +1,4 @@
-"""Kernels that are off by default, or were until they were timed, on a GPU: numbers, tails, replays. What the emulator cannot see (the real memory model) is seen here."""
+"""Kernels that are off by default, or were until they were timed, on a GPU: numbers, tails, replays, what the emulator cannot see (the real memory model)."""
 
 from __future__ import annotations
 
