@@ -11,7 +11,7 @@ from ..kernels.linear.configs import Epilogue
 from ..kernels.select import plan
 from ..ops.linear_glu import ACTIVATIONS
 from . import linear
-from .journal import Entry, record
+from .journal import record
 from .regime import decide, refusals
 
 fp4 = torch.ops.fp4
@@ -37,11 +37,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
         return y if residual is None else inductor.add(y, residual)
-    node, module = inductor.current_names()
-    dtype = str(x.get_dtype()).removeprefix("torch.")
-    record(
-        Entry("fp4.linear_epilogue", node, module, str(m), n, half_k * 2, dtype, decision, options.refused, options.call.arch, note=f"in the kernel: {note}")
-    )
+    record(options, decision, m, note=f"in the kernel: {note}")
     lead = x.get_size()[:-1]
 
     def rows(t):

@@ -17,7 +17,7 @@ from ..kernels.linear_glu import configs
 from ..kernels.select import plan
 from ..ops.linear_glu import glu
 from . import linear
-from .journal import Entry, record
+from .journal import record
 from .regime import decide, refusals
 
 fp4 = torch.ops.fp4
@@ -43,10 +43,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
         note = f"{act}(gate) * up is pointwise work behind it"
         rows = [0, n // 2, n // 2, n]
         return inductor.inline(_glu(act), linear.siblings(x, qdata, scale, global_scale, bias, rows, large_m, note, refusals(options, decision)))
-    node, module = inductor.current_names()
-    dtype = str(x.get_dtype()).removeprefix("torch.")
-    note = linear.join(linear.together(), f"{act}(gate) * up")
-    entry = record(Entry("fp4.linear_glu", node, module, str(m), n, k, dtype, decision, options.refused, options.call.arch, note=note))
+    entry = record(options, decision, m, note=linear.join(linear.together(), f"{act}(gate) * up"))
     lead = x.get_size()[:-1]
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:
