@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,33 +15,14 @@ from fp4_inductor.kernels import select, table
 from fp4_inductor.kernels.linear_glu import configs as glu_configs
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
-from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
+from fp4_inductor.modules import FP8Linear
 from fp4_inductor.ops.linear_glu import ACTIVATIONS
 from fp4_inductor.passes import matches, reset_matches
 from lowering_tests.fake_cuda import NOT_COMPILED, call_body, generated_code, triton_ptx, triton_sources
+from lowering_tests.lowerings.decoder_block import Block
 
 BF16 = torch.bfloat16
-K, N, KV, INNER = 1024, 1024, 256, 1536
-
-
-class Block(nn.Module):
-    """q, k, v and a gated feed-forward layer on one normalised input, with a residual."""
-
-    def __init__(self, large_m="auto", shared=False, bias=True, **sizes):
-        super().__init__()
-        # Values of fake tensors cannot be compared.
-        with mock.patch.object(SiblingWeight, "refresh", lambda self: setattr(self, "shared", shared)):
-            self.register_buffer("w", torch.ones(K, dtype=BF16, device="cuda"))
-            self.q, self.k, self.v = (FP4Linear(K, n, bias=b and bias, device="cuda", large_m=large_m) for n, b in ((N, True), (KV, False), (KV, True)))
-            self.gate, self.up = (FP4Linear(K, INNER, device="cuda", large_m=large_m) for _ in range(2))
-            self.down = FP4Linear(INNER, K, device="cuda", large_m=large_m)
-            pack_siblings([self.q, self.k, self.v])
-            pack_siblings([self.gate, self.up])
-
-    def forward(self, x):
-        h = F.rms_norm(x, (K,), self.w)
-        heads = torch.cat([self.q(h) * 2, self.k(h) + 1, self.v(h)], -1)
-        return heads, x + self.down(F.silu(self.gate(h)) * self.up(h))
+K, N, KV, INNER = Block.K, Block.N, Block.KV, Block.INNER
 
 
 def compiled(m, build=Block, csrc=None, **options):
