@@ -97,6 +97,23 @@ def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):
     assert paths[0] == paths[2] != paths[1]
 
 
+def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
+    """A library that failed to build must be known before a row that needs it is chosen, and candidates are not built unasked."""
+    asked = []
+    monkeypatch.setattr(csrc, "why_not", lambda name, arch: asked.append(name) or f"{name} is broken")
+    for op, arch, name in (
+        ("linear", 90, "linear_small"),
+        ("linear_glu", 90, "linear_small_glu"),
+        ("linear_epilogue", 90, "linear_small_pointwise"),
+        ("sparse_linear", 90, "sparse_linear_small"),
+        ("linear_glu", 80, "linear_small"),
+        ("linear_w4a4", 120, "linear_small"),
+    ):
+        assert select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc == f"{name} is broken"
+    assert set(asked) == {"linear_small", "linear_small_glu", "linear_small_pointwise", "sparse_linear_small"}
+    assert select.describe_for("moe", 90, torch.bfloat16, 64, 64).csrc == ""
+
+
 def test_without_nvcc_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(build, "nvcc", lambda: None)
     csrc._library.cache_clear()
