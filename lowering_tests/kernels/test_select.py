@@ -132,6 +132,10 @@ def test_a_reason_names_the_value():
             elif call.n % row.n_multiple:
                 assert f"N = {call.n}" in why
                 assert str(row.n_multiple) in why
+            elif row.not_k_multiple and call.k % row.not_k_multiple == 0:
+                assert why == f"K = {call.k} is a multiple of {row.not_k_multiple}"
+            elif not row.n[0] <= call.n <= row.n[1]:
+                assert why == f"N = {call.n} is not in {row.n[0]} to {row.n[1]}"
             elif row.max_weights is not None and call.n * call.k > row.max_weights:
                 assert str(call.n * call.k) in why
                 assert str(row.max_weights) in why
