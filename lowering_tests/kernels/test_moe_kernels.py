@@ -25,7 +25,7 @@ ARCHITECTURES = (80, 90, 100, 120)
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 8}, kinds
+    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 11}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
@@ -98,6 +98,21 @@ def test_route_and_combine(cc):
     for done, warps in (moe_aot.route(cc, mapped=True), moe_aot.combine(cc, is_sorted=True)):
         assert_fits(done, warps, cc)
         assert not global_atomics(done)
+
+
+@pytest.mark.parametrize(("cc", "fp8"), [(80, False), (90, True), (90, False)])
+@pytest.mark.parametrize("layer", ["qwen3_30b", "mixtral", "gpt_oss"])
+def test_rows_of_many_tokens(cc, fp8, layer):
+    """Wide loads; one exchange between the warps of a program, for the maximum of its row."""
+    act = GPT_OSS if layer == "gpt_oss" else Activation()
+    for done, warps in (moe_aot.many_in(cc, layer, fp8), moe_aot.many_between(cc, layer, fp8, act, biased=layer == "gpt_oss")):
+        assert_fits(done, warps, cc, blocks=32 // warps)
+        assert not global_atomics(done)
+        assert done.count("LDG.E.128") > 0
+        if layer != "gpt_oss":  # gate and up side by side are taken apart through shared memory
+            assert done.shared <= 32 * fp8
+        if fp8:
+            assert done.count("F2FP.SATFINITE.E4M3") > 0
 
 
 # --- selection ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""Many tokens: what stands before, between and behind two grouped products of the library (:func:`.triton_grouped.moe_combine` behind them).
+
+Rows are pairs sorted by expert (:mod:`.triton_route`). For FP8 products every row is rounded to E4M3 with a scale of its own, as
+``fp4.quantize_rows_fp8`` does; the router's weight on the input only changes that scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..quantize_rows_fp8.triton_rows import larger, quotient, scale_of, scale_of_row
+from .triton_decode import activation, local_expert
+
+
+@triton.jit
+def moe_many_in(
+    X, IDS, WEIGHTS, MAP, PLACE, OUT, ROW_SCALE, TOP_K, E, MAP_SIZE, K, E4M3_MAX, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """OUT[PLACE[pair]] = x[token], for every pair whose id is an expert. One program a token: it is read and rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    if FP8:
+        scale = scale_of_row(X, token, K, E4M3_MAX, BLOCK)
+        for j in range(TOP_K):
+            pair = token * TOP_K + j
+            if local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP) >= 0:
+                w = tl.load(WEIGHTS + pair).to(tl.float32) if ON_INPUT else 1.0
+                tl.store(ROW_SCALE + tl.load(PLACE + pair), scale * w)
+    for k in range(0, K, BLOCK):
+        at = k + tl.arange(0, BLOCK)
+        x = tl.load(X + token * K + at, mask=at < K, other=0.0)
+        if FP8:
+            x = quotient(x.to(tl.float32), scale, E4M3_MAX).to(OUT.dtype.element_ty)
+        for j in range(TOP_K):
+            pair = token * TOP_K + j
+            valid = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP) >= 0
+            place = tl.load(PLACE + pair, mask=valid, other=0).to(tl.int64)
+            y = x
+            if ON_INPUT and not FP8:
+                y = (x.to(tl.float32) * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)).to(OUT.dtype.element_ty)
+            tl.store(OUT + place * K + at, y, mask=at < tl.where(valid, K, 0))
+
+
+@triton.jit
+def load_halves(P, row, i, INNER, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 gate and up (zeros without) of outputs ``i .. i + BLOCK`` of a row of the first product, or of its bias."""
+    at = i + tl.arange(0, BLOCK)
+    if not GATED:
+        gate = tl.load(P + row * INNER + at, mask=at < INNER, other=0.0).to(tl.float32)
+        up = gate * 0.0
+    elif INTERLEAVED:
+        both = 2 * i + tl.arange(0, 2 * BLOCK)
+        z = tl.load(P + row * (2 * INNER) + both, mask=both < 2 * INNER, other=0.0)
+        gate, up = tl.split(tl.reshape(z, (BLOCK, 2)))
+        gate = gate.to(tl.float32)
+        up = up.to(tl.float32)
+    else:
+        gate = tl.load(P + row * (2 * INNER) + at, mask=at < INNER, other=0.0).to(tl.float32)
+        up = tl.load(P + row * (2 * INNER) + INNER + at, mask=at < INNER, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def activated(
+    Z, BIAS, row, e, i, INNER, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """float32 act(Z[row] + bias of expert e), outputs ``i .. i + BLOCK``, zeros past INNER."""
+    gate, up = load_halves(Z, row, i, INNER, GATED, INTERLEAVED, BLOCK)
+    if HAS_BIAS:
+        gate_bias, up_bias = load_halves(BIAS, e, i, INNER, GATED, INTERLEAVED, BLOCK)
+        gate += gate_bias
+        up += up_bias
+    return activation(gate, up, ALPHA, LIMIT, ACT, GATED)
+
+
+@triton.jit
+def moe_many_between(
+    Z, ORDER, ENDS, IDS, MAP, BIAS, H, ROW_SCALE, E, MAP_SIZE, INNER, E4M3_MAX, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, FP8: tl.constexpr, ONE_STEP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """H[row] = act(Z[row] + bias of its expert); rows behind the last expert's are left alone. ONE_STEP: BLOCK >= INNER."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(ENDS + E - 1):
+        e = row * 0
+        if HAS_BIAS:
+            e = local_expert(IDS, MAP, tl.load(ORDER + row).to(tl.int64), MAP_SIZE, E, HAS_MAP)
+        if ONE_STEP:
+            at = tl.arange(0, BLOCK)
+            h = activated(Z, BIAS, row, e, 0, INNER, ALPHA, LIMIT, ACT, GATED, INTERLEAVED, HAS_BIAS, BLOCK)
+            if FP8:
+                scale = scale_of(tl.max(larger(h, h), 0), E4M3_MAX)
+                tl.store(ROW_SCALE + row, scale)
+                h = quotient(h, scale, E4M3_MAX)
+            tl.store(H + row * INNER + at, h.to(H.dtype.element_ty), mask=at < INNER)
+        else:
+            scale = 1.0
+            if FP8:
+                peak = tl.zeros((BLOCK,), tl.float32)
+                for i in range(0, INNER, BLOCK):
+                    peak = larger(peak, activated(Z, BIAS, row, e, i, INNER, ALPHA, LIMIT, ACT, GATED, INTERLEAVED, HAS_BIAS, BLOCK))
+                scale = scale_of(tl.max(peak, 0), E4M3_MAX)
+                tl.store(ROW_SCALE + row, scale)
+            for i in range(0, INNER, BLOCK):
+                at = i + tl.arange(0, BLOCK)
+                h = activated(Z, BIAS, row, e, i, INNER, ALPHA, LIMIT, ACT, GATED, INTERLEAVED, HAS_BIAS, BLOCK)
+                if FP8:
+                    h = quotient(h, scale, E4M3_MAX)
+                tl.store(H + row * INNER + at, h.to(H.dtype.element_ty), mask=at < INNER)
