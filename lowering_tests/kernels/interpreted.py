@@ -177,7 +177,7 @@ def rows_stay_apart():
 
 
 def dequantized(parts, scale, g, out, ends=None):
-    """The kernel, four codes a thread: what is not inline PTX of it. A small program, so that several matrices meet in one and several programs in one matrix."""
+    """The kernel, four codes a thread: what is not inline PTX of it. Programs are small: several matrices meet in one, and several programs in a matrix."""
     batched = out.dim() > 2
     constants = dict(BATCHED=batched, UNIT=4, FACTOR=dequantize_fp8.WEIGHT_FACTOR, BLOCK=32, STEPS=3)
     units, a_matrix = out.numel() // 4, out.shape[-2] * out.shape[-1] // 4 if batched else 1

@@ -237,12 +237,12 @@ def many_tokens():
         (ACTS["silu"], True, True, True, ("mixed", "mixed"), mapped),
         (Activation("relu2"), False, True, False, (None, None), None),
     ):
-        for fp8, limit, block in ((False, 1 << 30, 2048), (True, 4096, 32)):  # whole; in parts, and every loop over a row
+        for fp8, limit, block in ((False, 1 << 30, 0), (True, 4096, 16), (True, 1 << 30, 0)):  # whole; in parts, and every loop over a row
             inner = 48 if sparse[1] is None else 64
             c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table)
             c.weights[(c.ids < 0) | (c.ids > 4)] = float("nan") if table is None else 0.5
-            steps = mock.patch.object(configs, "whole_row", lambda inner, b=block: (max(b // 8, 16), False, 1) if b == 32 else _whole_row(inner))
-            with interpreted(), steps, mock.patch.object(configs, "TRANSIENT_BYTES", limit), mock.patch.object(configs, "ROWS_BLOCK", block):
+            steps = mock.patch.object(configs, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
+            with interpreted(), steps, mock.patch.object(configs, "TRANSIENT_BYTES", limit):
                 got = launch._many(c, product, fp8)
             report(
                 f"many {act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} fp8 {fp8}", distance(got, exact(c)), 4e-6

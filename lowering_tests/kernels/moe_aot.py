@@ -99,8 +99,9 @@ def combine(cc: int, is_sorted: bool = False):
 
 
 def many_in(cc: int, layer: str, fp8: bool, on_input: bool = False):
-    constants = {"ON_INPUT": on_input, "HAS_MAP": False, "FP8": fp8, "BLOCK": configs.ROWS_BLOCK}
-    return compile_kernel(moe_many_in, constants, cc, layer, warps=8, OUT="*fp8e4nv" if fp8 else "*bf16"), 8
+    block, one_step, warps = configs.whole_row(LAYERS[layer][0])
+    constants = {"ON_INPUT": on_input, "HAS_MAP": False, "FP8": fp8, "ONE_STEP": one_step, "BLOCK": block}
+    return compile_kernel(moe_many_in, constants, cc, layer, warps=warps, OUT="*fp8e4nv" if fp8 else "*bf16"), warps
 
 
 def many_between(cc: int, layer: str, fp8: bool, act: Activation = SILU, *, gated: bool = True, biased: bool = False):

@@ -8,7 +8,6 @@ import torch
 
 ROUTE_BLOCK = 1024
 COMBINE_BLOCK = 512
-ROWS_BLOCK = 2048  # of a row of tokens, or of one too long to be held whole
 # Dense weights that exist at once on the many-tokens path: all of a projection in E4M3 for every layer that is benchmarked (the largest has
 # 2**30 weights, half of what the layer is in bfloat16); a larger one is multiplied in parts, which reads the rows of tokens once a part.
 TRANSIENT_BYTES = 1 << 30
@@ -86,11 +85,11 @@ def grouped_constants(c: GroupedConfig, dtype: torch.dtype, sparse: bool = False
     return dict(SPARSE=sparse, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BF16=dtype == torch.bfloat16, ASM=True)
 
 
-def whole_row(inner: int) -> tuple[int, bool, int]:
-    """``(block, one step, warps)`` of the kernel between the products: a row of up to 4096 is held in registers."""
-    if inner > 4096:
-        return ROWS_BLOCK, False, 8
-    block = max(128, 1 << (inner - 1).bit_length())
+def whole_row(columns: int) -> tuple[int, bool, int]:
+    """``(block, one step, warps)`` of the kernels before and between the products: a row of up to 4096 is held in registers."""
+    if columns > 4096:
+        return 2048, False, 8
+    block = max(128, 1 << (columns - 1).bit_length())
     return block, True, max(1, min(8, block // 256))
 
 

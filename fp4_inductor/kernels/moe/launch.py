@@ -229,9 +229,10 @@ def sorted_rows(layer: Layer, routing: Routing, fp8: bool) -> Rows:
     t, k = layer.x.shape
     rows, scale = _rows(layer, k, fp8)
     ids, table, table_size = layer.routing()
+    block, one_step, warps = configs.whole_row(k)
     moe_many_in[(t,)](
         layer.x, ids, layer.weights, table, routing.place, rows, scale, ids.shape[1], layer.experts, table_size, k, E4M3_MAX,
-        ON_INPUT=layer.on_input, HAS_MAP=table is not None, FP8=fp8, BLOCK=configs.ROWS_BLOCK, num_warps=8,
+        ON_INPUT=layer.on_input, HAS_MAP=table is not None, FP8=fp8, ONE_STEP=one_step, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return rows, scale
 

@@ -1,7 +1,7 @@
 """Many tokens: what stands before, between and behind two grouped products of the library (:func:`.triton_grouped.moe_combine` behind them).
 
 Rows are pairs sorted by expert (:mod:`.triton_route`). For FP8 products every row is rounded to E4M3 with a scale of its own, as
-``fp4.quantize_rows_fp8`` does; the router's weight on the input only changes that scale.
+``fp4.quantize_rows_fp8`` does, but for a product with the scale's reciprocal; the router's weight on the input only changes the scale.
 """
 
 from __future__ import annotations
@@ -9,36 +9,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..quantize_rows_fp8.triton_rows import larger, quotient, scale_of, scale_of_row
+from ..quantize_rows_fp8.triton_rows import larger, limited, scale_of, scale_of_row
 from .triton_decode import activation, local_expert
 
 
 @triton.jit
-def moe_many_in(
-    X, IDS, WEIGHTS, MAP, PLACE, OUT, ROW_SCALE, TOP_K, E, MAP_SIZE, K, E4M3_MAX, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
+def scatter(
+    x, IDS, WEIGHTS, MAP, PLACE, OUT, token, at, TOP_K, E, MAP_SIZE, K, E4M3_MAX, inverse, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, FP8: tl.constexpr
 ):  # fmt: skip
-    """OUT[PLACE[pair]] = x[token], for every pair whose id is an expert. One program a token: it is read and rounded once."""
-    token = tl.program_id(0).to(tl.int64)
+    """``x``: columns ``at`` of one token, to the rows of its pairs."""
     if FP8:
-        scale = scale_of_row(X, token, K, E4M3_MAX, BLOCK)
+        x = limited(x.to(tl.float32) * inverse, E4M3_MAX).to(OUT.dtype.element_ty)
+    for j in range(TOP_K):
+        pair = token * TOP_K + j
+        valid = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP) >= 0
+        place = tl.load(PLACE + pair, mask=valid, other=0).to(tl.int64)
+        y = x
+        if ON_INPUT and not FP8:
+            y = (x.to(tl.float32) * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)).to(OUT.dtype.element_ty)
+        tl.store(OUT + place * K + at, y, mask=at < tl.where(valid, K, 0))
+
+
+@triton.jit
+def moe_many_in(
+    X, IDS, WEIGHTS, MAP, PLACE, OUT, ROW_SCALE, TOP_K, E, MAP_SIZE, K, E4M3_MAX, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, FP8: tl.constexpr, ONE_STEP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """OUT[PLACE[pair]] = x[token], for every pair whose id is an expert. One program a token: it is rounded once. ONE_STEP: BLOCK >= K."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inverse = 1.0
+    if ONE_STEP:
+        x = tl.load(X + token * K + at, mask=at < K, other=0.0)
+    if FP8:
+        scale = scale_of(tl.max(tl.abs(x.to(tl.float32)), 0), E4M3_MAX) if ONE_STEP else scale_of_row(X, token, K, E4M3_MAX, BLOCK)
+        inverse = 1.0 / scale
         for j in range(TOP_K):
             pair = token * TOP_K + j
             if local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP) >= 0:
                 w = tl.load(WEIGHTS + pair).to(tl.float32) if ON_INPUT else 1.0
                 tl.store(ROW_SCALE + tl.load(PLACE + pair), scale * w)
-    for k in range(0, K, BLOCK):
-        at = k + tl.arange(0, BLOCK)
-        x = tl.load(X + token * K + at, mask=at < K, other=0.0)
-        if FP8:
-            x = quotient(x.to(tl.float32), scale, E4M3_MAX).to(OUT.dtype.element_ty)
-        for j in range(TOP_K):
-            pair = token * TOP_K + j
-            valid = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP) >= 0
-            place = tl.load(PLACE + pair, mask=valid, other=0).to(tl.int64)
-            y = x
-            if ON_INPUT and not FP8:
-                y = (x.to(tl.float32) * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)).to(OUT.dtype.element_ty)
-            tl.store(OUT + place * K + at, y, mask=at < tl.where(valid, K, 0))
+    if ONE_STEP:
+        scatter(x, IDS, WEIGHTS, MAP, PLACE, OUT, token, at, TOP_K, E, MAP_SIZE, K, E4M3_MAX, inverse, ON_INPUT, HAS_MAP, FP8)
+    else:
+        for k in range(0, K, BLOCK):
+            x = tl.load(X + token * K + k + at, mask=k + at < K, other=0.0)
+            scatter(x, IDS, WEIGHTS, MAP, PLACE, OUT, token, k + at, TOP_K, E, MAP_SIZE, K, E4M3_MAX, inverse, ON_INPUT, HAS_MAP, FP8)
 
 
 @triton.jit
@@ -88,9 +103,9 @@ def moe_many_between(
             at = tl.arange(0, BLOCK)
             h = activated(Z, BIAS, row, e, 0, INNER, ALPHA, LIMIT, ACT, GATED, INTERLEAVED, HAS_BIAS, BLOCK)
             if FP8:
-                scale = scale_of(tl.max(larger(h, h), 0), E4M3_MAX)
+                scale = scale_of(tl.max(tl.abs(h), 0), E4M3_MAX)
                 tl.store(ROW_SCALE + row, scale)
-                h = quotient(h, scale, E4M3_MAX)
+                h = limited(h * (1.0 / scale), E4M3_MAX)
             tl.store(H + row * INNER + at, h.to(H.dtype.element_ty), mask=at < INNER)
         else:
             scale = 1.0
@@ -104,5 +119,5 @@ def moe_many_between(
                 at = i + tl.arange(0, BLOCK)
                 h = activated(Z, BIAS, row, e, i, INNER, ALPHA, LIMIT, ACT, GATED, INTERLEAVED, HAS_BIAS, BLOCK)
                 if FP8:
-                    h = quotient(h, scale, E4M3_MAX)
+                    h = limited(h * (1.0 / scale), E4M3_MAX)
                 tl.store(H + row * INNER + at, h.to(H.dtype.element_ty), mask=at < INNER)

@@ -20,9 +20,9 @@ def scale_of(amax, LIMIT):
 
 
 @triton.jit
-def quotient(x, scale, LIMIT):
-    """``x / scale``, which rounding may have lifted a hair above LIMIT."""
-    return tl.clamp(tl.div_rn(x, scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+def limited(x, LIMIT):
+    """Rounding may have lifted a quotient a hair above LIMIT."""
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -42,4 +42,4 @@ def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr):
     for k in range(0, K, BLOCK):
         at = k + tl.arange(0, BLOCK)
         x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-        tl.store(OUT + row * K + at, quotient(x, scale, LIMIT).to(OUT.dtype.element_ty), mask=at < K)
+        tl.store(OUT + row * K + at, limited(tl.div_rn(x, scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
