@@ -88,9 +88,10 @@ def grouped_down(cc: int, layer: str, pairs: int, *, gated: bool = True, biased:
     return compile_kernel(moe_grouped_down, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 
-def route(cc: int, mapped: bool = False):
-    constants = {"BLOCK_M": 16, "HAS_MAP": mapped, "BLOCK": configs.ROUTE_BLOCK}
-    return compile_kernel(moe_route, constants, cc, "qwen3_30b"), 4
+def route(cc: int, mapped: bool = False, pairs: int = 1024):
+    c = configs.route(pairs)
+    constants = {"BLOCK_M": 16, "HAS_MAP": mapped, "BLOCK": c["BLOCK"]}
+    return compile_kernel(moe_route, constants, cc, "qwen3_30b", warps=c["num_warps"]), c["num_warps"]
 
 
 def combine(cc: int, is_sorted: bool = False):

@@ -95,7 +95,7 @@ def test_sparse_grouped(cc, pairs):
 
 @pytest.mark.parametrize("cc", [80, 90])
 def test_route_and_combine(cc):
-    for done, warps in (moe_aot.route(cc, mapped=True), moe_aot.combine(cc, is_sorted=True)):
+    for done, warps in (moe_aot.route(cc, mapped=True), moe_aot.route(cc, pairs=32768), moe_aot.combine(cc, is_sorted=True)):
         assert_fits(done, warps, cc)
         assert not global_atomics(done)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-ROUTE_BLOCK = 1024
 COMBINE_BLOCK = 512
 # Dense weights that exist at once on the many-tokens path: all of a projection in E4M3 for every layer that is benchmarked (the largest has
 # 2**30 weights, half of what the layer is in bfloat16); a larger one is multiplied in parts, which reads the rows of tokens once a part.
@@ -61,6 +60,11 @@ def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
     if mean <= 24:
         return GroupedConfig(32, 32 if gated else 64, 128, 4, 3)
     return GroupedConfig(64, 64, 64, 4, 3)
+
+
+def route(pairs: int) -> dict[str, int]:
+    """Ids at a time of the routing kernel, which takes as many steps one after the other as they need."""
+    return dict(BLOCK=1024, num_warps=4) if pairs <= 8192 else dict(BLOCK=4096, num_warps=16)
 
 
 def slots(pairs: int, experts: int, block_m: int) -> int:

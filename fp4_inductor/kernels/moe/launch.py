@@ -155,7 +155,7 @@ def route(layer: Layer, block_m: int) -> Routing:
     out = Routing(*(part[:size] for part, size in zip(memory.split(steps), sizes, strict=True)))
     moe_route[(layer.experts,)](
         ids, table, out.order, out.place, out.ends, out.tile_expert, out.tile_start, layer.pairs, layer.experts, table_size, n_slots,
-        BLOCK_M=block_m, HAS_MAP=table is not None, BLOCK=configs.ROUTE_BLOCK, num_warps=4,
+        BLOCK_M=block_m, HAS_MAP=table is not None, **configs.route(layer.pairs),
     )  # fmt: skip
     return out
 
@@ -274,8 +274,8 @@ def _bf16_product(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype) 
 def _fp8_product(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scale, global_scale, meta = weight
     w8 = dequantize.transient((codes,) if meta is None else (codes, meta), scale, None, torch.float8_e4m3fn, ends)
-    w_scale = (global_scale / WEIGHT_FACTOR).unsqueeze(1).expand(w8.shape[:2]).contiguous()
-    return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], w_scale, offs=ends, out_dtype=dtype)
+    w_scale = (global_scale.unsqueeze(1).expand(w8.shape[:2]) / WEIGHT_FACTOR).contiguous()  # one launch: the quotient is contiguous
+    return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], w_scale, offs=ends, out_dtype=dtype)  # type: ignore[arg-type]
 
 
 BY_EXPERT = "by expert"

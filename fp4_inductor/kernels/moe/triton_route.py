@@ -27,13 +27,14 @@ def mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP: tl.constexpr):
 def moe_route(IDS, MAP, ORDER, PLACE, ENDS, TILE_EXPERT, TILE_START, P, E, MAP_SIZE, SLOTS, BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
     """ORDER[P] pairs by expert, PLACE[P] its inverse; ENDS[E] past each expert's last; TILE_EXPERT[SLOTS] (-1: empty) and TILE_START[SLOTS]."""
     e = tl.program_id(0)
-    before = 0
-    mine = 0
+    smaller = tl.zeros((BLOCK,), tl.int32)
+    equal = tl.zeros((BLOCK,), tl.int32)
     for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
-        ids = mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP)
-        before += tl.sum(((ids >= 0) & (ids < e)).to(tl.int32), 0)
-        mine += tl.sum((ids == e).to(tl.int32), 0)
+        ids = mapped_ids(IDS, MAP, p + tl.arange(0, BLOCK), P, MAP_SIZE, HAS_MAP)
+        smaller += ((ids >= 0) & (ids < e)).to(tl.int32)
+        equal += (ids == e).to(tl.int32)
+    before = tl.sum(smaller, 0)
+    mine = tl.sum(equal, 0)
     tl.store(ENDS + e, before + mine)
     place = before
     for p in range(0, P, BLOCK):
