@@ -32,6 +32,29 @@ class GroupedConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class ManyConfig:
+    """``block_m`` pairs of one expert by ``block_n`` outputs; ``group`` such rows of tiles take turns at the same outputs.
+
+    ``exact``: E4M3 products whose float32 sums lose bits in the tensor cores' accumulators, at most; None: all of K.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    exact: int | None = None
+
+
+def many(pairs: int, experts: int) -> ManyConfig:
+    """For ``pairs`` spread over ``experts``."""
+    if pairs <= 64 * experts:
+        return ManyConfig(64, 128, 128, 4, 4)
+    return ManyConfig(128, 256, 128, 8, 3)
+
+
 def words_of(k: int, sparse: bool) -> int:
     """Words of 8 codes in a row of ``k`` weights."""
     return k // (16 if sparse else 8)

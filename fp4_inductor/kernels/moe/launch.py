@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import DeviceError
 from ...ops import moe as contract
@@ -18,7 +19,7 @@ from ..dequantize import launch as dequantize
 from . import by_expert, configs
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
-from .triton_many import moe_many_between, moe_many_in
+from .triton_many import moe_many_between, moe_many_in, moe_many_product
 from .triton_route import moe_route
 
 
@@ -269,6 +270,25 @@ def _bf16_product(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype) 
     codes, scale, global_scale, meta = weight
     dense = dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, ends)
     return torch._grouped_mm(rows[0], dense.mT, offs=ends)
+
+
+def transient_fp8(weight: Weight, ends: Tensor) -> Tensor:
+    """E4M3 ``[E, n, K]``, the global scales left out."""
+    codes, scale, _, meta = weight
+    return dequantize.transient((codes,) if meta is None else (codes, meta), scale, None, torch.float8_e4m3fn, ends)
+
+
+def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing, dtype: torch.dtype, tile: configs.ManyConfig) -> Tensor:
+    """``[pairs, n]`` of E4M3 rows and weights; ``routing`` for ``tile.block_m``. One launch."""
+    (x8, row_scale), (experts, n, k), slots = rows, w8.shape, routing.tile_expert.shape[0]
+    out = torch.empty(x8.shape[0], n, dtype=dtype, device=x8.device)
+    moe_many_product[(-(-n // tile.block_n) * slots,)](
+        TensorDescriptor.from_tensor(x8, [tile.block_m, tile.block_k]), row_scale, routing.ends, routing.tile_expert, routing.tile_start,
+        TensorDescriptor.from_tensor(w8.view(experts * n, k), [tile.block_n, tile.block_k]), global_scale, out, n, k, slots, 1.0 / WEIGHT_FACTOR,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, EXACT=tile.exact,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
 
 
 def _fp8_product(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -121,3 +121,32 @@ def moe_many_between(
                 if FP8:
                     h = limited(h * (1.0 / scale), E4M3_MAX)
                 tl.store(H + row * INNER + at, h.to(H.dtype.element_ty), mask=at < INNER)
+
+
+@triton.jit
+def moe_many_product(
+    ROWS, ROW_SCALE, ENDS, TILE_EXPERT, TILE_START, WEIGHT, GLOBAL_SCALE, OUT, N, K, SLOTS, INVERSE_FACTOR, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    EXACT: tl.constexpr
+):  # fmt: skip
+    """OUT[row, n] = ROWS[row] . WEIGHT[expert of the row, n] * ROW_SCALE[row] * GLOBAL_SCALE[expert] * INVERSE_FACTOR
+
+    ROWS and WEIGHT: tensor descriptors ``[P, K]`` and ``[E * N, K]`` of E4M3 by tiles. A tile's rows of the next expert, its outputs past N and
+    what lies past K are multiplied as they come (past the ends: zeros) and not stored. EXACT: the most k that the tensor cores sum up in their
+    own, shorter, accumulators.
+    """
+    blocks = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // (GROUP * blocks) * GROUP  # GROUP slots take turns at one block of outputs: its weights are read from L2
+    some = tl.minimum(SLOTS - first, GROUP)
+    slot = first + tl.program_id(0) % (GROUP * blocks) % some
+    e = tl.load(TILE_EXPERT + slot)
+    if e >= 0:
+        n = tl.program_id(0) % (GROUP * blocks) // some * BLOCK_N
+        start = tl.load(TILE_START + slot)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            acc = tl.dot(ROWS.load([start, k]), WEIGHT.load([e * N + n, k]).T, acc, max_num_imprecise_acc=EXACT)
+        rows = start + tl.arange(0, BLOCK_M)
+        live = rows < tl.load(ENDS + e)
+        rn = n + tl.arange(0, BLOCK_N)
+        scale = tl.load(ROW_SCALE + rows, mask=live, other=0.0) * (tl.load(GLOBAL_SCALE + e) * INVERSE_FACTOR)
+        tl.store(OUT + rows.to(tl.int64)[:, None] * N + rn[None, :], (acc * scale[:, None]).to(OUT.dtype.element_ty), mask=live[:, None] & (rn < N)[None, :])
