@@ -252,7 +252,7 @@ def test_the_transient_weights_are_bounded(monkeypatch, large_m):
 
 
 @pytest.mark.parametrize("act", [Activation(), GPT_OSS, Activation("relu2")], ids=str)
-@pytest.mark.parametrize("inner", [48, 1040, 4112])
+@pytest.mark.parametrize("inner", [48, 1040, 5136, 16400])
 def test_rows_of_many_tokens_of_every_width(act, inner):
     """Rows held whole and rows in steps, tails of both; experts without tokens; weights on the input; a map."""
     gated = act.name != "relu2"

@@ -113,11 +113,11 @@ def grouped_constants(c: GroupedConfig, dtype: torch.dtype, sparse: bool = False
 
 
 def whole_row(columns: int) -> tuple[int, bool, int]:
-    """``(block, one step, warps)`` of the kernels before and between the products: a row of up to 4096 is held in registers."""
-    if columns > 4096:
+    """``(block, one step, warps)`` of the kernels before and between the products: a row of up to 16384 is held in registers."""
+    if columns > 16384:
         return 2048, False, 8
     block = max(128, 1 << (columns - 1).bit_length())
-    return block, True, max(1, min(8, block // 256))
+    return block, True, max(1, min(16, block // (256 if block <= 2048 else 512)))
 
 
 def part_of_rows(rows: int, bytes_a_row: int) -> int:
