@@ -142,7 +142,9 @@ def layers(chosen: list[Layer]) -> Iterator[dict]:
             each = t * layer.top_k / layer.experts
             case = Case(layer, parts, t, "cuda")
             calls = [arguments(case, i) for i in range(4)]
-            paths = {"large_fp8": launch.large_fp8, "large_dense": launch.large_dense} | ({"grouped": launch.grouped} if each <= 160 else {})
+            paths = {"large_fp8": launch.large_fp8, "large_fp8_tiles": launch.large_fp8_tiles, "large_dense": launch.large_dense} | (
+                {"grouped": launch.grouped} if each <= 160 else {}
+            )
             want = few(case) if t in TOKENS else None
             for name, f in paths.items():
                 if name == "large_dense" and t != TOKENS[-1]:

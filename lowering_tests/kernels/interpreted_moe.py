@@ -214,13 +214,13 @@ def sparse_experts():
 def many_tokens():
     """The transient-weight path: rows in, between and out, the host's parts; the grouped product in plain PyTorch, nothing rounded to E4M3."""
 
-    def product(rows, weight, ends, dtype):
+    def product(rows, weight, routing, dtype):
         x, row_scale = rows
         codes, scale, g, meta = weight
         out = x.new_full((x.shape[0], codes.shape[1]), float("nan"))  # torch._grouped_mm leaves rows without an expert unwritten
         w = nvfp4.dequantize(codes if meta is None else sparse24.decompress(codes, meta), scale, g, torch.float32)
         start = 0
-        for e, end in enumerate(ends.tolist()):
+        for e, end in enumerate(routing.ends.tolist()):
             mine = slice(start, end)
             if row_scale is not None and start < end:
                 largest = x[mine].abs().amax(1)
@@ -258,10 +258,31 @@ def many_tokens():
     )
 
 
+def products_of_tiles():
+    """The grouped product alone: tails of every kind, tiles that end inside an expert, empty slots; rows without an expert stay unwritten."""
+    for t, h, inner, e, k, tile in (
+        (30, 64, 48, 5, 3, configs.ManyConfig(16, 32, 32, 4, 2, 2)),
+        (30, 80, 40, 5, 3, configs.ManyConfig(16, 32, 64, 4, 2, 3)),
+        (3, 80, 208, 9, 1, configs.ManyConfig(16, 64, 32, 4, 2, 8)),
+    ):
+        c = layer(t, h, 48, e, k, ids=torch.randint(-1, e + 1, (t, k)))
+        w, g = torch.randn(e, inner, h), torch.rand(e)
+        with interpreted():
+            routing = launch.route(c, tile.block_m)
+            x, row_scale = launch.sorted_rows(c, routing, True)
+            y = launch.multiply_fp8((x, row_scale), w, g, routing, torch.float32, tile)
+        ends = routing.ends.tolist()
+        want = torch.cat(
+            [(x[a:b] * row_scale[a:b, None]).double() @ w[i].double().T * g[i] * 8 for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+        )
+        left_alone = bool(y[ends[-1] :].isnan().all())
+        report(f"product {(t, h, inner, e, k)} {tile}", distance(y[: ends[-1]], want) if left_alone else 1.0, 2e-6)
+
+
 _whole_row = configs.whole_row
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, sparse_experts):
+    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, products_of_tiles, sparse_experts):
         cases()

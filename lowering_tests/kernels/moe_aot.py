@@ -7,7 +7,7 @@ import torch
 from fp4_inductor.kernels.moe import configs
 from fp4_inductor.kernels.moe.triton_decode import moe_decode_down, moe_decode_up
 from fp4_inductor.kernels.moe.triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
-from fp4_inductor.kernels.moe.triton_many import moe_many_between, moe_many_in
+from fp4_inductor.kernels.moe.triton_many import moe_many_between, moe_many_in, moe_many_product
 from fp4_inductor.kernels.moe.triton_route import moe_route
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import aot
@@ -109,3 +109,12 @@ def many_between(cc: int, layer: str, fp8: bool, act: Activation = SILU, *, gate
     block, one_step, warps = configs.whole_row(LAYERS[layer][1])
     constants = {**activation(act, gated), "HAS_MAP": False, "HAS_BIAS": biased, "FP8": fp8, "ONE_STEP": one_step, "BLOCK": block}
     return compile_kernel(moe_many_between, constants, cc, layer, warps=warps, H="*fp8e4nv" if fp8 else "*bf16"), warps
+
+
+def many_product(cc: int, layer: str, pairs: int):
+    c = configs.many(pairs, LAYERS[layer][2])
+    constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group, EXACT=c.exact)
+    tiles = {"ROWS": f"tensordesc<fp8e4nv[{c.block_m},{c.block_k}]>", "WEIGHT": f"tensordesc<fp8e4nv[{c.block_n},{c.block_k}]>"}
+    return compile_kernel(
+        moe_many_product, constants, cc, layer, warps=c.num_warps, stages=c.num_stages, OUT="*bf16", INVERSE_FACTOR="fp32", **tiles
+    ), c.num_warps

@@ -25,7 +25,7 @@ ARCHITECTURES = (80, 90, 100, 120)
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 16}, kinds
+    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 16, "product": 3}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
@@ -113,6 +113,16 @@ def test_rows_of_many_tokens(cc, fp8, layer):
             assert done.shared <= 32 * fp8
         if fp8:
             assert done.count("F2FP.SATFINITE.E4M3") > 0
+
+
+@pytest.mark.parametrize(("cc", "instruction"), [(90, "QGMMA"), (100, "UTC")])
+@pytest.mark.parametrize("pairs", [4096, 32768])
+def test_products_of_tiles(cc, instruction, pairs):
+    done, warps = moe_aot.many_product(cc, "qwen3_30b", pairs)
+    assert_fits(done, warps, cc)
+    assert done.count(instruction) > 0, done.opcodes()
+    assert done.count("UTMALDG") > 0
+    assert not global_atomics(done)
 
 
 # --- selection ---------------------------------------------------------------------------------------------------

@@ -199,6 +199,11 @@ def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None
 # --- many tokens: transient dense weights, the library's grouped products --------------------------------------------
 
 
+Rows = tuple[Tensor, Tensor | None]  # pairs sorted by expert, and of E4M3 their scales
+Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales, metadata
+Product = Callable[[Rows, Weight, Routing, torch.dtype], Tensor]
+
+
 def large_dense(layer: Layer) -> Tensor:
     """Grouped bfloat16 products of ``torch._grouped_mm``."""
     return _many(layer, _bf16_product, fp8=False)
@@ -206,18 +211,24 @@ def large_dense(layer: Layer) -> Tensor:
 
 def large_fp8(layer: Layer) -> Tensor:
     """Grouped FP8 products of ``torch._scaled_grouped_mm``; tokens rounded to E4M3 per row."""
-    return _many(layer, _fp8_product, fp8=True)
+    return _many(layer, _library_product, fp8=True)
 
 
-Rows = tuple[Tensor, Tensor | None]  # pairs sorted by expert, and of E4M3 their scales
-Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales, metadata
+def large_fp8_tiles(layer: Layer, tile: configs.ManyConfig | None = None) -> Tensor:
+    """The same by :func:`.triton_many.moe_many_product`."""
+    c = tile or configs.many(layer.pairs, layer.experts)
+
+    def product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
+        return multiply_fp8(rows, transient_fp8(weight, routing.ends), weight[2], routing, dtype, c)
+
+    return _many(layer, product, fp8=True, block_m=c.block_m)
 
 
-def _many(layer: Layer, product: Callable[[Rows, Weight, Tensor, torch.dtype], Tensor], fp8: bool) -> Tensor:
-    routing = route(layer, 64)
-    z = _in_parts(sorted_rows(layer, routing, fp8), (*layer.gate_up, layer.metas[0]), routing.ends, layer.x.dtype, product)
+def _many(layer: Layer, product: Product, fp8: bool, block_m: int = 64) -> Tensor:
+    routing = route(layer, block_m)
+    z = _in_parts(sorted_rows(layer, routing, fp8), (*layer.gate_up, layer.metas[0]), routing, layer.x.dtype, product)
     h = activated_rows(layer, routing, z, fp8)
-    return combine(layer, _in_parts(h, (*layer.down, layer.metas[1]), routing.ends, layer.x.dtype, product), routing.place, layer.biases[1])
+    return combine(layer, _in_parts(h, (*layer.down, layer.metas[1]), routing, layer.x.dtype, product), routing.place, layer.biases[1])
 
 
 def _rows(layer: Layer, columns: int, fp8: bool) -> Rows:
@@ -252,24 +263,24 @@ def activated_rows(layer: Layer, routing: Routing, z: Tensor, fp8: bool) -> Rows
     return rows, scale
 
 
-def _in_parts(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype, product: Callable[[Rows, Weight, Tensor, torch.dtype], Tensor]) -> Tensor:
+def _in_parts(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype, product: Product) -> Tensor:
     """``[pairs, n]``: by as many outputs of every expert at a time as :data:`configs.TRANSIENT_BYTES` allow."""
     codes, scale, global_scale, meta = weight
     experts, n, groups = scale.shape
     step = configs.part_of_rows(n, experts * groups * 16 * rows[0].element_size())
     if step == n:
-        return product(rows, weight, ends, dtype)
-    out = torch.empty(rows[0].shape[0], n, dtype=dtype, device=ends.device)
+        return product(rows, weight, routing, dtype)
+    out = torch.empty(rows[0].shape[0], n, dtype=dtype, device=codes.device)
     for start in range(0, n, step):
         part = slice(start, start + step)
-        out[:, part] = product(rows, (codes[:, part], scale[:, part], global_scale, None if meta is None else meta[:, part]), ends, dtype)
+        out[:, part] = product(rows, (codes[:, part], scale[:, part], global_scale, None if meta is None else meta[:, part]), routing, dtype)
     return out
 
 
-def _bf16_product(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _bf16_product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
     codes, scale, global_scale, meta = weight
-    dense = dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, ends)
-    return torch._grouped_mm(rows[0], dense.mT, offs=ends)
+    dense = dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, routing.ends)
+    return torch._grouped_mm(rows[0], dense.mT, offs=routing.ends)
 
 
 def transient_fp8(weight: Weight, ends: Tensor) -> Tensor:
@@ -291,11 +302,10 @@ def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing,
     return out
 
 
-def _fp8_product(rows: Rows, weight: Weight, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    codes, scale, global_scale, meta = weight
-    w8 = dequantize.transient((codes,) if meta is None else (codes, meta), scale, None, torch.float8_e4m3fn, ends)
-    w_scale = (global_scale.unsqueeze(1).expand(w8.shape[:2]) / WEIGHT_FACTOR).contiguous()  # one launch: the quotient is contiguous
-    return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], w_scale, offs=ends, out_dtype=dtype)  # type: ignore[arg-type]
+def _library_product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
+    w8 = transient_fp8(weight, routing.ends)
+    w_scale = (weight[2].unsqueeze(1).expand(w8.shape[:2]) / WEIGHT_FACTOR).contiguous()  # one launch: the quotient is contiguous
+    return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], w_scale, offs=routing.ends, out_dtype=dtype)  # type: ignore[arg-type]
 
 
 BY_EXPERT = "by expert"
