@@ -107,30 +107,30 @@ def few(case: Case) -> Tensor:
 
 def stages(calls: list[launch.Layer]) -> Iterator[tuple[str, float]]:
     """Microseconds of every launch of the FP8 path; what it works on comes from the call before."""
-    routings = [launch.route(c, 64) for c in calls]
+    tile = configs.many(calls[0].pairs, calls[0].experts)
+    routings = [launch.route(c, tile.block_m) for c in calls]
     x = [launch.sorted_rows(c, r, True) for c, r in zip(calls, routings, strict=True)]
     dtype, count = calls[0].x.dtype, len(calls)
     each = list(zip(calls, routings, x, strict=True))
 
-    def weights(c, parts, ends=None):
-        return dequantize.transient(parts[:1], parts[1], None, torch.float8_e4m3fn, ends)
+    def weights(i, parts):
+        return launch.transient_fp8((*parts, None), routings[i].ends)
 
-    def multiply(rows, w8, g, ends):
-        scale = (g / dequantize_fp8.WEIGHT_FACTOR).unsqueeze(1).expand(w8.shape[:2]).contiguous()
-        return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], scale, offs=ends, out_dtype=dtype)
+    def multiply(i, rows, w8, g):
+        return launch.multiply_fp8(rows[i], w8, g, routings[i], dtype, tile)
 
-    up = weights(calls[0], calls[0].gate_up)
-    z = multiply(x[0], up, calls[0].gate_up[2], routings[0].ends)
+    up, up_scale = weights(0, calls[0].gate_up), calls[0].gate_up[2]
+    z = multiply(0, x, up, up_scale)
     h = [launch.activated_rows(c, r, z, True) for c, r in zip(calls, routings, strict=True)]
-    down = weights(calls[0], calls[0].down)
-    y = multiply(h[0], down, calls[0].down[2], routings[0].ends)
-    yield "route", graph_us(lambda i: launch.route(calls[i], 64), count, 7)
+    down, down_scale = weights(0, calls[0].down), calls[0].down[2]
+    y = multiply(0, h, down, down_scale)
+    yield "route", graph_us(lambda i: launch.route(calls[i], tile.block_m), count, 7)
     yield "sorted_rows", graph_us(lambda i: launch.sorted_rows(*each[i][:2], True), count, 7)
-    yield "dequantize gate_up", graph_us(lambda i: weights(calls[i], calls[i].gate_up, routings[i].ends), count, 7)
-    yield "multiply gate_up", graph_us(lambda i: multiply(x[i], up, calls[i].gate_up[2], routings[i].ends), count, 7)
+    yield "dequantize gate_up", graph_us(lambda i: weights(i, calls[i].gate_up), count, 7)
+    yield "multiply gate_up", graph_us(lambda i: multiply(i, x, up, up_scale), count, 7)
     yield "activated_rows", graph_us(lambda i: launch.activated_rows(*each[i][:2], z, True), count, 7)
-    yield "dequantize down", graph_us(lambda i: weights(calls[i], calls[i].down, routings[i].ends), count, 7)
-    yield "multiply down", graph_us(lambda i: multiply(h[i], down, calls[i].down[2], routings[i].ends), count, 7)
+    yield "dequantize down", graph_us(lambda i: weights(i, calls[i].down), count, 7)
+    yield "multiply down", graph_us(lambda i: multiply(i, h, down, down_scale), count, 7)
     yield "combine", graph_us(lambda i: launch.combine(calls[i], y, routings[i].place, calls[i].biases[1]), count, 7)
 
 
@@ -142,9 +142,9 @@ def layers(chosen: list[Layer]) -> Iterator[dict]:
             each = t * layer.top_k / layer.experts
             case = Case(layer, parts, t, "cuda")
             calls = [arguments(case, i) for i in range(4)]
-            paths = {"large_fp8": launch.large_fp8, "large_fp8_tiles": launch.large_fp8_tiles, "large_dense": launch.large_dense} | (
-                {"grouped": launch.grouped} if each <= 160 else {}
-            )
+            paths = {"large_fp8": launch.large_fp8, "large_dense": launch.large_dense} | ({"grouped": launch.grouped} if each <= 65 else {})
+            paths |= {"grouped, tile 64": lambda c: launch.grouped(c, configs.GroupedConfig(64, 64, 64, 4, 3))} if each < 25 else {}
+            paths |= {"large_fp8, tile 64": lambda c: launch.large_fp8(c, configs.ManyConfig(64, 128, 128, 4, 4))} if 48 < each <= 129 else {}
             want = few(case) if t in TOKENS else None
             for name, f in paths.items():
                 if name == "large_dense" and t != TOKENS[-1]:

@@ -17,9 +17,10 @@ from fp4_inductor.kernels.moe import configs, launch
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 
-KERNEL_SOURCES = types.SimpleNamespace(**{name: getattr(launch, name) for name in ("moe_route", "moe_many_in", "moe_many_between", "moe_combine")})
+MANY = ("moe_route", "moe_many_in", "moe_many_between", "moe_many_product", "moe_combine")
+KERNELS = ("moe_decode_up", "moe_decode_down", "moe_grouped_up", "moe_grouped_down", *MANY)
+KERNEL_SOURCES = types.SimpleNamespace(**{name: getattr(launch, name) for name in MANY})
 DEQUANTIZE = launch.dequantize.dequantize_rows
-KERNELS = ("moe_decode_up", "moe_decode_down", "moe_route", "moe_grouped_up", "moe_grouped_down", "moe_many_in", "moe_many_between", "moe_combine")
 
 
 class Spy:
@@ -172,30 +173,29 @@ def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biase
 
 
 @pytest.mark.parametrize(("act", "gated", "biased", "sparse"), FORMS)
-def test_many_tokens_are_six_launches_and_two_products(launches, act, gated, biased, sparse):
+def test_many_tokens_are_eight_launches(launches, act, gated, biased, sparse):
     """Nothing else touches a row: no pass to gather, to add a bias, to round."""
     c = layer(30, 3, inner=64, act=act, gated=gated, biased=biased, sparse=sparse)
-    seen = []
-
-    def multiply(x, w, *scales, offs, out_dtype):
-        seen.append((x.dtype, tuple(x.shape), tuple(w.shape), [tuple(s.shape) for s in scales]))
-        return x.new_zeros(x.shape[0], w.shape[2], dtype=out_dtype)
-
-    spy = Spy("dequantize_rows", launches)
     with (
-        mock.patch.object(torch, "_scaled_grouped_mm", multiply),
-        mock.patch.object(launch.dequantize, "dequantize_rows", spy),
+        mock.patch.object(launch.dequantize, "dequantize_rows", Spy("dequantize_rows", launches)),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
     ):
         y = launch.large_fp8(c)
     assert (tuple(y.shape), y.dtype) == ((30, 64), torch.bfloat16)
-    names = [name for name, *_ in launches]
-    assert names == ["moe_route", "moe_many_in", "dequantize_rows", "moe_many_between", "dequantize_rows", "moe_combine"]
+    product = ["dequantize_rows", "moe_many_product"]
+    assert [name for name, *_ in launches] == ["moe_route", "moe_many_in", *product, "moe_many_between", *product, "moe_combine"]
     assert [grid for _, grid, *_ in launches][:2] == [(8,), (30,)]
     assert [kwargs["ENDS"] is not None for name, _, _, kwargs in launches if name == "dequantize_rows"] == [True, True]
-    f8, rows = torch.float8_e4m3fn, 128 if gated else 64
-    assert seen == [(f8, (90, 64), (8, 64, rows), [(90,), (8, rows)]), (f8, (90, 64), (8, 64, 64), [(90,), (8, 64)])]
+    tile, tiles = configs.many(90, 8), launches[0][3]["BLOCK_M"]
+    assert tiles == tile.block_m
+    rows = 128 if gated else 64
+    products = [(grid, args) for name, grid, args, _ in launches if name == "moe_many_product"]
+    assert [grid for grid, _ in products] == [(-(-n // tile.block_n) * configs.slots(90, 8, tiles),) for n in (rows, 64)]
+    assert [(a[0].base.dtype, tuple(a[0].base.shape), tuple(a[5].base.shape)) for _, a in products] == [
+        (torch.float8_e4m3fn, (90, 64), (8 * rows, 64)),
+        (torch.float8_e4m3fn, (90, 64), (8 * 64, 64)),
+    ]
     for name, _, args, kwargs in launches:
         kernel = DEQUANTIZE if name == "dequantize_rows" else getattr(KERNEL_SOURCES, name)
-        given = list(kernel.arg_names[: len(args)]) + [k for k in kwargs if k != "num_warps"]
+        given = list(kernel.arg_names[: len(args)]) + [k for k in kwargs if k not in ("num_warps", "num_stages")]
         assert sorted(given) == sorted(kernel.arg_names), name

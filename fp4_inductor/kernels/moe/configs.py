@@ -49,10 +49,10 @@ class ManyConfig:
 
 
 def many(pairs: int, experts: int) -> ManyConfig:
-    """For ``pairs`` spread over ``experts``."""
-    if pairs <= 64 * experts:
+    """For ``pairs`` spread over ``experts``: the fastest of 15 tiles at 32 to 1024 tokens an expert (``benchmarks/many_products.py``)."""
+    if pairs <= 48 * experts:
         return ManyConfig(64, 128, 128, 4, 4)
-    return ManyConfig(128, 256, 128, 8, 3)
+    return ManyConfig(128, 256, 128, 8, 4)
 
 
 def words_of(k: int, sparse: bool) -> int:

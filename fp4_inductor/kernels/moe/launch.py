@@ -209,13 +209,8 @@ def large_dense(layer: Layer) -> Tensor:
     return _many(layer, _bf16_product, fp8=False)
 
 
-def large_fp8(layer: Layer) -> Tensor:
-    """Grouped FP8 products of ``torch._scaled_grouped_mm``; tokens rounded to E4M3 per row."""
-    return _many(layer, _library_product, fp8=True)
-
-
-def large_fp8_tiles(layer: Layer, tile: configs.ManyConfig | None = None) -> Tensor:
-    """The same by :func:`.triton_many.moe_many_product`."""
+def large_fp8(layer: Layer, tile: configs.ManyConfig | None = None) -> Tensor:
+    """Grouped FP8 products of :func:`.triton_many.moe_many_product`; tokens rounded to E4M3 per row."""
     c = tile or configs.many(layer.pairs, layer.experts)
 
     def product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
@@ -302,20 +297,14 @@ def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing,
     return out
 
 
-def _library_product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
-    w8 = transient_fp8(weight, routing.ends)
-    w_scale = (weight[2].unsqueeze(1).expand(w8.shape[:2]) / WEIGHT_FACTOR).contiguous()  # one launch: the quotient is contiguous
-    return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], w_scale, offs=routing.ends, out_dtype=dtype)  # type: ignore[arg-type]
-
-
 BY_EXPERT = "by expert"
 _LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
     "triton_moe_decode": decode,
     "triton_moe_grouped": grouped,
-    "dequantize_fp8 + scaled_grouped_mm": large_fp8,
+    "dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "dequantize + grouped_mm": large_dense,
     "triton_sparse_moe_decode": decode,
     "triton_sparse_moe_grouped": grouped,
-    "sparse_dequantize_fp8 + scaled_grouped_mm": large_fp8,
+    "sparse_dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "sparse_dequantize + grouped_mm": large_dense,
 }
