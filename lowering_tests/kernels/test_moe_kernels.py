@@ -155,8 +155,8 @@ def test_what_other_machines_and_dtypes_take():
 def test_sparse_experts_take_the_same_regimes(arch, dtype):
     pairs = (1, 8, 64, 65, 4096, 4097, 10**6)
     dense, sparse = (kernels(arch, dtype, 128, *pairs, op=op) for op in ("moe", "sparse_moe"))
-    names = {"cpu": "cpu", "by expert": "by expert", **{k: k.replace("triton_moe", "triton_sparse_moe").replace("dequantize", "sparse_dequantize") for k in set(dense)
-             if k not in ("cpu", "by expert")}}  # fmt: skip
+    own = {k: k.replace("triton_moe", "triton_sparse_moe").replace("dequantize", "sparse_dequantize") for k in set(dense)}
+    names = {**own, "cpu": "cpu", "by expert": "by expert"}
     assert sparse == [names[k] for k in dense]
 
 
