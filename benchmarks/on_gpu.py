@@ -39,6 +39,7 @@ STEPS = (
     Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda")),
     Step("candidates", 150, ("benchmarks/candidates.py", "--quick")),
     Step("moe", 180, ("benchmarks/moe.py",)),
+    Step("many-tokens", 120, ("benchmarks/many_tokens.py",)),
     Step("sparse", 150, ("benchmarks/sparse.py", "timing")),
     Step("dense", 240, ("benchmarks/dense.py",)),
     Step("decode", 150, ("benchmarks/decode.py",)),

@@ -234,16 +234,37 @@ def test_more_than_two_to_the_31_bytes_of_codes():
         check(torch.randn(t, h, device=DEVICE).to(BF16), ids, torch.rand(t, 2, device=DEVICE), parts)
 
 
-def test_the_transient_weights_are_bounded():
+@pytest.mark.parametrize("large_m", ["fp8", "bf16"])
+def test_the_transient_weights_are_bounded(monkeypatch, large_m):
+    """And in parts the result is the same."""
     parts = layer(64, 2048, 1024)
     x, (ids, w) = torch.randn(4096, 2048, device=DEVICE).to(BF16), routed(4096, 2, 64)
     with dispatch(thresholds={"grouped": 0}):
-        moe(x, ids, w, *parts)
+        whole = moe(x, ids, w, *parts, large_m=large_m)
+        monkeypatch.setattr(launch.configs, "TRANSIENT_BYTES", 32 << 20)
+        moe(x, ids, w, *parts, large_m=large_m)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        moe(x, ids, w, *parts, large_m="bf16")
-    activations = ids.numel() * (2048 * 3 + 1024 * 10) * 4
-    assert torch.cuda.max_memory_allocated() - before < 3 * launch.configs.TRANSIENT_BYTES + activations
+        in_parts = moe(x, ids, w, *parts, large_m=large_m)
+    rows = ids.numel() * 2 * (2048 + 2 * 2048 + 1024 + 2048)  # x, the first product and a part of it, h, the second product
+    assert torch.cuda.max_memory_allocated() - before < 2 * launch.configs.TRANSIENT_BYTES + rows + (16 << 20)
+    assert error(in_parts, whole.double()) < 4e-3
+
+
+@pytest.mark.parametrize("act", [Activation(), GPT_OSS, Activation("relu2")], ids=str)
+@pytest.mark.parametrize("inner", [48, 1040, 5136, 16400])
+def test_rows_of_many_tokens_of_every_width(act, inner):
+    """Rows held whole and rows in steps, tails of both; experts without tokens; weights on the input; a map."""
+    gated = act.name != "relu2"
+    parts = layer(5, 272, inner, gated)
+    biases = torch.randn(5, inner * (2 if gated else 1), device=DEVICE).to(BF16), torch.randn(5, 272, device=DEVICE).to(BF16)
+    table = torch.tensor([3, -1, 0, 1], device=DEVICE)
+    x, ids, w = torch.randn(700, 272, device=DEVICE).to(BF16), torch.randint(-1, 5, (700, 2), device=DEVICE), torch.rand(700, 2, device=DEVICE)
+    with dispatch(thresholds={"decode": 0, "grouped": 0}):
+        for on_input in (False, True):
+            for large_m, bound in (("auto", 0.12 if act.name == "relu2" else FP8_TWICE), ("bf16", BOUND[BF16])):  # a square doubles the first error
+                args = (ids, w, *parts, *biases, *act.arguments(), on_input, table, large_m)
+                assert error(moe(x, *args), contract.reference(x.float(), *args).double()) <= bound
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -176,23 +176,37 @@ def rows_stay_apart():
             report(f"{kind} {bad} stays in its row", float(not (others and zero and not y[2].isfinite().any())), 0.0)
 
 
+def dequantized(parts, scale, g, out, ends=None):
+    """The kernel, four codes a thread: what is not inline PTX of it. Programs are small: several matrices meet in one, and several programs in a matrix."""
+    batched = out.dim() > 2
+    constants = dict(BATCHED=batched, UNIT=4, FACTOR=dequantize_fp8.WEIGHT_FACTOR, BLOCK=32, STEPS=3)
+    units, a_matrix = out.numel() // 4, out.shape[-2] * out.shape[-1] // 4 if batched else 1
+    dequantize_rows[(-(-units // 96),)](
+        parts[0], scale.view(torch.uint8), g, out, units, a_matrix, **constants, SMALL=a_matrix < 96, META=parts[1] if len(parts) > 1 else None, ENDS=ends
+    )
+    return out
+
+
 def dequantize_cases():
     for shape in ((4, 64), (7, 48), (1, 16), (3, 5, 16), (2, 33, 80)):
         for dtype in (torch.float32, torch.float16):
             q, s, g = nvfp4.quantize(torch.randn(shape))
-            out = torch.full(shape, float("nan"), dtype=dtype)
-            per = shape[-2] * shape[-1] // 16
-            dequantize_rows[(-(-q.numel() // 256),)](q, s.view(torch.uint8), g, out, q.numel(), per, 0.0, BATCHED=len(shape) > 2, FP8=False, BLOCK=256)
+            out = dequantized((q,), s, g, torch.full(shape, float("nan"), dtype=dtype))
             report(f"dequantize {shape} {dtype}", float(not torch.equal(out, nvfp4.dequantize(q, s, g, dtype))), 0.0)
     q = torch.arange(256, dtype=torch.uint8).repeat(127, 1)[:, :256]
     s = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous().view(nvfp4.SCALE_DTYPE)
-    out = torch.empty(127, 512)
     g = torch.tensor(1.7)
-    dequantize_rows[(127 * 256 // 256,)](q, s.view(torch.uint8), g, out, q.numel(), 1, 0.0, BATCHED=False, FP8=False, BLOCK=256)
+    out = dequantized((q,), s, g, torch.empty(127, 512))
     want = nvfp4.dequantize(q, s, g, torch.float32)
     report("dequantize all bytes, all scales", float(not torch.equal(out.view(torch.int32), want.view(torch.int32))), 0.0)
-    dequantize_rows[(127,)](q, s.view(torch.uint8), None, out, q.numel(), 1, dequantize_fp8.WEIGHT_FACTOR, BATCHED=False, FP8=True, BLOCK=256)
-    report("dequantize_fp8 all bytes, all scales", differing8(out, dequantize_fp8.reference(q, s)), 0.0)
+    report("dequantize_fp8 all bytes, all scales", differing8(dequantized((q,), s, None, out), dequantize_fp8.reference(q, s)), 0.0)
+    for shape, counts in (((5, 7, 48), (0, 3, 0, 0, 1)), ((4, 40, 80), (0, 0, 2, 0)), ((9, 1, 16), (1, 0, 0, 0, 0, 0, 0, 0, 0)), ((3, 40, 64), (0, 0, 0))):
+        q, s, g = nvfp4.quantize(torch.randn(shape))
+        out = dequantized((q,), s, g, torch.full(shape, float("nan")), torch.tensor(counts, dtype=torch.int32).cumsum(0).int())
+        used, programs = torch.tensor(counts) > 0, -(-shape[0] * shape[1] * shape[2] // 4 // 96)
+        whole = torch.equal(out[used], nvfp4.dequantize(q, s, g, torch.float32)[used])
+        some = programs == 1 or bool(out.isnan().any())  # what no row needs is skipped
+        report(f"dequantize {shape} of {counts} rows", float(not (whole and some)), 0.0)
 
 
 def sparse_weight(n, k):
@@ -270,10 +284,7 @@ def sparse_cases():
             parts = [sparse_weight(shape[-2], shape[-1]) for _ in range(shape[0] if len(shape) > 2 else 1)]
             v, m, s, g = (torch.stack(t) if len(shape) > 2 else t[0] for t in zip(*parts, strict=True))
             out = torch.full(shape, float("nan"), dtype=dtype)
-            per = shape[-2] * shape[-1] // 16
-            dequantize_rows[(-(-out.numel() // 512),)](
-                v, s.view(torch.uint8), g, out, out.numel() // 2, per, 0.0, BATCHED=len(shape) > 2, FP8=False, BLOCK=256, META=m
-            )
+            dequantized((v, m), s, g, out)
             report(f"sparse_dequantize {shape} {dtype}", float(not torch.equal(out, sparse24.dequantize_sparse24(v, m, s, g, dtype))), 0.0)
     values = torch.arange(256, dtype=torch.uint8).repeat(36, 1)
     meta = sparse24.pack_meta(torch.tensor(sparse24.NIBBLES, dtype=torch.uint8).repeat_interleave(6)[:, None].expand(36, 256).contiguous())
@@ -281,7 +292,7 @@ def sparse_cases():
     decompress_rows[(36,)](values, meta, out.view(torch.int16), values.numel(), BLOCK=256)
     report("sparse_decompress all bytes, all patterns", float(not torch.equal(out, sparse24.decompress(values, meta))), 0.0)
     out, scale = torch.empty(36, 1024), torch.arange(64, dtype=torch.uint8).expand(36, 64).contiguous().view(nvfp4.SCALE_DTYPE)
-    dequantize_rows[(72,)](values, scale.view(torch.uint8), None, out, 36 * 512, 1, dequantize_fp8.WEIGHT_FACTOR, BATCHED=False, FP8=True, BLOCK=256, META=meta)
+    dequantized((values, meta), scale, None, out)
     want = dequantize_fp8.reference(sparse24.decompress(values, meta), scale)
     report("sparse_dequantize_fp8", differing8(out, want), 0.0)
 

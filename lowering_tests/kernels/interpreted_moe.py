@@ -27,8 +27,10 @@ report, distance = common.report, common.distance
 
 
 def _float32_out(*shape, dtype, **options):
-    """As interpreted.py's; an unwritten index is beyond every array."""
-    return torch.full(shape, 1 << 30, dtype=dtype, **options) if dtype == torch.int32 else common._float32_out(*shape, dtype=dtype, **options)
+    """As interpreted.py's, E4M3 as float32, too; an unwritten index is beyond every array."""
+    if dtype == torch.int32:
+        return torch.full(shape, 1 << 30, dtype=dtype, **options)
+    return common._float32_out(*shape, dtype=torch.float32 if dtype == torch.float8_e4m3fn else dtype, **options)
 
 
 @contextlib.contextmanager
@@ -210,34 +212,77 @@ def sparse_experts():
 
 
 def many_tokens():
-    """The transient-weight path: the host's slicing of rows, with the grouped product in plain PyTorch and kernels interpreted."""
+    """The transient-weight path: rows in, between and out, the host's parts; the grouped product in plain PyTorch, nothing rounded to E4M3."""
 
-    def product(x, weight, ends):
-        out = x.new_zeros(x.shape[0], weight[0].shape[1])
+    def product(rows, weight, routing, dtype):
+        x, row_scale = rows
         codes, scale, g, meta = weight
+        out = x.new_full((x.shape[0], codes.shape[1]), float("nan"))  # torch._grouped_mm leaves rows without an expert unwritten
         w = nvfp4.dequantize(codes if meta is None else sparse24.decompress(codes, meta), scale, g, torch.float32)
         start = 0
-        for e, end in enumerate(ends.tolist()):
-            out[start:end] = x[start:end] @ w[e].t()
+        for e, end in enumerate(routing.ends.tolist()):
+            mine = slice(start, end)
+            if row_scale is not None and start < end:
+                largest = x[mine].abs().amax(1)
+                assert bool(((largest - 448).abs() < 1e-3).logical_or(largest == 0).all()), largest
+            out[mine] = (x[mine] if row_scale is None else x[mine] * row_scale[mine, None]) @ w[e].t()
             start = end
-        out[start:] = float("nan")  # torch._grouped_mm leaves these rows unwritten
         return out
 
-    for act, gated, biased, on_input, sparse in (
-        (ACTS["silu"], True, False, False, (None, None)),
-        (ACTS["gpt_oss"], True, True, False, ("mixed", None)),
-        (ACTS["silu"], True, True, True, ("mixed", "mixed")),
-        (Activation("relu2"), False, False, False, (None, None)),
+    mapped = torch.tensor([-1, 0, 3, 2, -1, 1, 4, 99])
+    for act, gated, biased, on_input, sparse, table in (
+        (ACTS["silu"], True, False, False, (None, None), None),
+        (ACTS["gpt_oss"], True, True, False, ("mixed", None), None),
+        (ACTS["concatenated gpt_oss"], True, True, False, (None, None), mapped),
+        (ACTS["silu"], True, True, True, ("mixed", "mixed"), mapped),
+        (Activation("relu2"), False, True, False, (None, None), None),
     ):
-        for limit in (1 << 30, 4096):  # one part; several
+        for fp8, limit, block in ((False, 1 << 30, 0), (True, 4096, 16), (True, 1 << 30, 0)):  # whole; in parts, and every loop over a row
             inner = 48 if sparse[1] is None else 64
-            c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 6, (30, 3)), sparse=sparse)
-            with interpreted(), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
-                got = launch._many(c, product)
-            report(f"many {act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} {limit}", distance(got, exact(c)), 4e-6)
+            c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table)
+            c.weights[(c.ids < 0) | (c.ids > 4)] = float("nan") if table is None else 0.5
+            steps = mock.patch.object(configs, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
+            with interpreted(), steps, mock.patch.object(configs, "TRANSIENT_BYTES", limit):
+                got = launch._many(c, product, fp8)
+            report(
+                f"many {act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} fp8 {fp8}", distance(got, exact(c)), 4e-6
+            )
+    c = layer(6, 64, 48, 5, 2, ids=torch.randint(0, 5, (6, 2)))
+    with interpreted():
+        clean = launch._many(c, product, False)
+        c.x[2, 5] = float("nan")
+        got = launch._many(c, lambda *a: product((a[0][0], None), *a[1:]), True)  # scales left out: rows stay apart, whatever their size
+    others = torch.arange(6) != 2
+    report(
+        "many NaN stays in its token", float(not (torch.isfinite(got[others]).all() and torch.isfinite(clean).all() and not torch.isfinite(got[2]).any())), 0.0
+    )
+
+
+def products_of_tiles():
+    """The grouped product alone: tails of every kind, tiles that end inside an expert, empty slots; rows without an expert stay unwritten."""
+    for t, h, inner, e, k, tile in (
+        (30, 64, 48, 5, 3, configs.ManyConfig(16, 32, 32, 4, 2, 2)),
+        (30, 80, 40, 5, 3, configs.ManyConfig(16, 32, 64, 4, 2, 3)),
+        (3, 80, 208, 9, 1, configs.ManyConfig(16, 64, 32, 4, 2, 8)),
+    ):
+        c = layer(t, h, 48, e, k, ids=torch.randint(-1, e + 1, (t, k)))
+        w, g = torch.randn(e, inner, h), torch.rand(e)
+        with interpreted():
+            routing = launch.route(c, tile.block_m)
+            x, row_scale = launch.sorted_rows(c, routing, True)
+            y = launch.multiply_fp8((x, row_scale), w, g, routing, torch.float32, tile)
+        ends = routing.ends.tolist()
+        want = torch.cat(
+            [(x[a:b] * row_scale[a:b, None]).double() @ w[i].double().T * g[i] * 8 for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+        )
+        left_alone = bool(y[ends[-1] :].isnan().all())
+        report(f"product {(t, h, inner, e, k)} {tile}", distance(y[: ends[-1]], want) if left_alone else 1.0, 2e-6)
+
+
+_whole_row = configs.whole_row
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, sparse_experts):
+    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, products_of_tiles, sparse_experts):
         cases()

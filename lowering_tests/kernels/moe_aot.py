@@ -7,6 +7,7 @@ import torch
 from fp4_inductor.kernels.moe import configs
 from fp4_inductor.kernels.moe.triton_decode import moe_decode_down, moe_decode_up
 from fp4_inductor.kernels.moe.triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
+from fp4_inductor.kernels.moe.triton_many import moe_many_between, moe_many_in, moe_many_product
 from fp4_inductor.kernels.moe.triton_route import moe_route
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import aot
@@ -17,6 +18,7 @@ POINTERS = {
     "X": "*{d}", "IDS": "*i64", "WEIGHTS": "*fp32", "MAP": "*i32", "CODES": "*u8", "META": "*u8",
     "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BIAS": "*{d}", "Y": "*{d}",
     "ORDER": "*i32", "PLACE": "*i32", "ENDS": "*i32", "TILE_EXPERT": "*i32", "TILE_START": "*i32", "OUT": "*fp32",
+    "Z": "*{d}", "ROW_SCALE": "*fp32", "E4M3_MAX": "fp32",
 }  # fmt: skip
 SILU = Activation()
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +32,7 @@ def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "b
     h, inner, experts, k = LAYERS[layer]
     words = {
         "UNITS": configs.decode_units(h if kernel is moe_decode_up else inner, constants.get("SPARSE", False))[0],
-        "K": h if kernel is moe_grouped_up else inner,
+        "K": h if kernel in (moe_grouped_up, moe_many_in) else inner,
         "INNER": inner,
         "N": h,
         "E": experts,
@@ -40,10 +42,11 @@ def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "b
     absent |= {"META": None} if not constants.get("SPARSE", True) else {}
     absent |= {"BIAS": None} if not constants.get("HAS_BIAS", True) else {}
     absent |= {"PLACE": None} if not constants.get("SORTED", True) else {}
+    absent |= {"ROW_SCALE": None} if not constants.get("FP8", True) else {}
     constants = {**constants, **absent}
     types = {**{n: t.format(d=dtype) for n, t in POINTERS.items()}, **pointers}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    aligned = tuple(n for n in signature if n in types or words.get(n, 1) % 16 == 0)
+    aligned = tuple(n for n in signature if types.get(n, "").startswith("*") or words.get(n, 1) % 16 == 0)
     return aot.compile_kernel(kernel, signature, constants, cc, warps, stages, aligned)
 
 
@@ -85,11 +88,33 @@ def grouped_down(cc: int, layer: str, pairs: int, *, gated: bool = True, biased:
     return compile_kernel(moe_grouped_down, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 
-def route(cc: int, mapped: bool = False):
-    constants = {"BLOCK_M": 16, "HAS_MAP": mapped, "BLOCK": configs.ROUTE_BLOCK}
-    return compile_kernel(moe_route, constants, cc, "qwen3_30b"), 4
+def route(cc: int, mapped: bool = False, pairs: int = 1024):
+    c = configs.route(pairs)
+    constants = {"BLOCK_M": 16, "HAS_MAP": mapped, "BLOCK": c["BLOCK"]}
+    return compile_kernel(moe_route, constants, cc, "qwen3_30b", warps=c["num_warps"]), c["num_warps"]
 
 
 def combine(cc: int, is_sorted: bool = False):
-    constants = {"TOP_K": 8, "ON_INPUT": False, "HAS_MAP": False, "SORTED": is_sorted, "BLOCK_N": configs.COMBINE_BLOCK}
+    constants = {"TOP_K": 8, "ON_INPUT": False, "HAS_MAP": False, "SORTED": is_sorted, "HAS_BIAS": is_sorted, "BLOCK_N": configs.COMBINE_BLOCK}
     return compile_kernel(moe_combine, constants, cc, "qwen3_30b"), 4
+
+
+def many_in(cc: int, layer: str, fp8: bool, on_input: bool = False):
+    block, one_step, warps = configs.whole_row(LAYERS[layer][0])
+    constants = {"ON_INPUT": on_input, "HAS_MAP": False, "FP8": fp8, "ONE_STEP": one_step, "BLOCK": block}
+    return compile_kernel(moe_many_in, constants, cc, layer, warps=warps, OUT="*fp8e4nv" if fp8 else "*bf16"), warps
+
+
+def many_between(cc: int, layer: str, fp8: bool, act: Activation = SILU, *, gated: bool = True, biased: bool = False):
+    block, one_step, warps = configs.whole_row(LAYERS[layer][1])
+    constants = {**activation(act, gated), "HAS_MAP": False, "HAS_BIAS": biased, "FP8": fp8, "ONE_STEP": one_step, "BLOCK": block}
+    return compile_kernel(moe_many_between, constants, cc, layer, warps=warps, H="*fp8e4nv" if fp8 else "*bf16"), warps
+
+
+def many_product(cc: int, layer: str, pairs: int):
+    c = configs.many(pairs, LAYERS[layer][2])
+    constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group, EXACT=c.exact)
+    tiles = {"ROWS": f"tensordesc<fp8e4nv[{c.block_m},{c.block_k}]>", "WEIGHT": f"tensordesc<fp8e4nv[{c.block_n},{c.block_k}]>"}
+    return compile_kernel(
+        moe_many_product, constants, cc, layer, warps=c.num_warps, stages=c.num_stages, OUT="*bf16", INVERSE_FACTOR="fp32", **tiles
+    ), c.num_warps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from unittest import mock
 
 import pytest
@@ -16,7 +17,10 @@ from fp4_inductor.kernels.moe import configs, launch
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 
-KERNELS = ("moe_decode_up", "moe_decode_down", "moe_route", "moe_grouped_up", "moe_grouped_down", "moe_combine")
+MANY = ("moe_route", "moe_many_in", "moe_many_between", "moe_many_product", "moe_combine")
+KERNELS = ("moe_decode_up", "moe_decode_down", "moe_grouped_up", "moe_grouped_down", *MANY)
+KERNEL_SOURCES = types.SimpleNamespace(**{name: getattr(launch, name) for name in MANY})
+DEQUANTIZE = launch.dequantize.dequantize_rows
 
 
 class Spy:
@@ -98,41 +102,100 @@ def test_every_argument_has_a_parameter():
             assert sorted(given) == sorted(names), name
 
 
-def routed(c, block_m, whole_order=False):
-    """What the routing kernel writes, by torch; the tail of ``order`` is zeros if they were asked for."""
+def routed(c, block_m):
+    """What the routing kernel writes, by torch; what it leaves unwritten points nowhere."""
     local = contract.local_ids(c.ids.flatten(), c.map, c.experts)
     order = torch.argsort(torch.where(local < 0, c.experts, local), stable=True)
     valid = int((local >= 0).sum())
-    place = torch.zeros(c.pairs, dtype=torch.int32)
+    place = torch.full((c.pairs,), 2**30, dtype=torch.int32)
     place[order[:valid]] = torch.arange(valid, dtype=torch.int32)
-    order[valid:] = 0 if whole_order else 2**30
+    order[valid:] = 2**30
     ends = torch.bincount(local[local >= 0], minlength=c.experts).cumsum(0)
     return launch.Routing(order.int(), place, ends.int(), order.int(), order.int())
 
 
-def combined(c, out, place):
+def sorted_rows(c, routing, fp8):
+    out = torch.full((c.pairs, c.x.shape[1]), float("nan"), dtype=c.x.dtype)
+    valid = int(routing.ends[-1])
+    out[:valid] = c.x[routing.order[:valid].long() // c.ids.shape[1]]
+    return out, None
+
+
+def activated_rows(c, routing, z, fp8):
+    out = torch.full((c.pairs, c.inner), float("nan"), dtype=c.x.dtype)
+    valid = int(routing.ends[-1])
+    z = z[:valid].float()
+    if c.biases[0] is not None:
+        z += c.biases[0].float()[contract.local_ids(c.ids, c.map, c.experts).flatten()[routing.order[:valid].long()]]
+    out[:valid] = c.act(z, c.inner).to(out.dtype)
+    return out, None
+
+
+def combined(c, out, place, bias):
     local = contract.local_ids(c.ids, c.map, c.experts)
-    rows = out.float()[place.long()].view(*c.ids.shape, -1) * c.weights[..., None]
-    return torch.where((local >= 0)[..., None], rows, 0.0).sum(1).to(c.x.dtype)
+    rows = out.float()[torch.where(local >= 0, place.view(local.shape), 0).long()]
+    rows = rows if bias is None else rows + bias.float()[local.clamp_min(0)]
+    return torch.where((local >= 0)[..., None], rows * c.weights[..., None], 0.0).sum(1).to(c.x.dtype)
+
+
+def transient(packed, scale, global_scale, dtype, ends):
+    codes, *meta = packed
+    return nvfp4.dequantize(sparse24.decompress(codes, meta[0]) if meta else codes, scale, global_scale, dtype)
+
+
+FORMS = [
+    (Activation(), True, False, (False, False)),
+    (Activation("swiglu_oai", 1.702, 7.0, True), True, True, (False, False)),
+    (Activation("relu2"), False, True, (False, False)),
+    (Activation(), True, True, (True, True)),
+    (Activation("swiglu_oai", 1.702, 7.0, True), True, False, (True, False)),
+]
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    ("act", "gated", "biased", "sparse"),
-    [
-        (Activation(), True, False, (False, False)),
-        (Activation("swiglu_oai", 1.702, 7.0, True), True, True, (False, False)),
-        (Activation("relu2"), False, True, (False, False)),
-        (Activation(), True, True, (True, True)),
-        (Activation("swiglu_oai", 1.702, 7.0, True), True, False, (True, False)),
-    ],
-)
+@pytest.mark.parametrize(("act", "gated", "biased", "sparse"), FORMS)
 def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biased, sparse, parts):
-    """torch._grouped_mm on a CPU, bfloat16; only the two kernels around it are replaced."""
+    """torch._grouped_mm on a CPU, bfloat16; the kernels around it are replaced."""
     inner = 64 if sparse[1] else 48
     c = layer(30, 3, inner=inner, act=act, gated=gated, biased=biased, ids=torch.randint(-1, 9, (30, 3)), sparse=sparse)
     want = contract.reference(c.x, c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), False, None, "auto", *c.metas).double()
-    limit = 1 << 30 if parts == 1 else 8 * 2 * 64 * 2 * 16
-    with mock.patch.object(launch, "route", routed), mock.patch.object(launch, "combine", combined), mock.patch.object(configs, "TRANSIENT_BYTES", limit):
+    limit = 1 << 30 if parts == 1 else 8 * 2 * 64 * 16
+    ours = dict(route=routed, sorted_rows=sorted_rows, activated_rows=activated_rows, combine=combined)
+    with contextlib.ExitStack() as stack:
+        for name, f in ours.items():
+            stack.enter_context(mock.patch.object(launch, name, f))
+        product = stack.enter_context(mock.patch.object(torch, "_grouped_mm", wraps=torch._grouped_mm))
+        stack.enter_context(mock.patch.object(launch.dequantize, "transient", transient))
+        stack.enter_context(mock.patch.object(configs, "TRANSIENT_BYTES", limit))
         got = launch.large_dense(c).double()
     assert float((got - want).norm() / want.norm()) < 8e-3
+    assert product.call_count == 2 if parts == 1 else product.call_count > 4
+
+
+@pytest.mark.parametrize(("act", "gated", "biased", "sparse"), FORMS)
+def test_many_tokens_are_eight_launches(launches, act, gated, biased, sparse):
+    """Nothing else touches a row: no pass to gather, to add a bias, to round."""
+    c = layer(30, 3, inner=64, act=act, gated=gated, biased=biased, sparse=sparse)
+    with (
+        mock.patch.object(launch.dequantize, "dequantize_rows", Spy("dequantize_rows", launches)),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+    ):
+        y = launch.large_fp8(c)
+    assert (tuple(y.shape), y.dtype) == ((30, 64), torch.bfloat16)
+    product = ["dequantize_rows", "moe_many_product"]
+    assert [name for name, *_ in launches] == ["moe_route", "moe_many_in", *product, "moe_many_between", *product, "moe_combine"]
+    assert [grid for _, grid, *_ in launches][:2] == [(8,), (30,)]
+    assert [kwargs["ENDS"] is not None for name, _, _, kwargs in launches if name == "dequantize_rows"] == [True, True]
+    tile, tiles = configs.many(90, 8), launches[0][3]["BLOCK_M"]
+    assert tiles == tile.block_m
+    rows = 128 if gated else 64
+    products = [(grid, args) for name, grid, args, _ in launches if name == "moe_many_product"]
+    assert [grid for grid, _ in products] == [(-(-n // tile.block_n) * configs.slots(90, 8, tiles),) for n in (rows, 64)]
+    assert [(a[0].base.dtype, tuple(a[0].base.shape), tuple(a[5].base.shape)) for _, a in products] == [
+        (torch.float8_e4m3fn, (90, 64), (8 * rows, 64)),
+        (torch.float8_e4m3fn, (90, 64), (8 * 64, 64)),
+    ]
+    for name, _, args, kwargs in launches:
+        kernel = DEQUANTIZE if name == "dequantize_rows" else getattr(KERNEL_SOURCES, name)
+        given = list(kernel.arg_names[: len(args)]) + [k for k in kwargs if k not in ("num_warps", "num_stages")]
+        assert sorted(given) == sorted(kernel.arg_names), name

@@ -10,33 +10,36 @@ from ...ops import dequantize_fp8 as contract_fp8
 from ...ops import sparse_decompress as contract_decompress
 from ...ops import sparse_dequantize as contract_sparse
 from ...ops import sparse_dequantize_fp8 as contract_sparse_fp8
+from .. import host
 from .triton_rows import decompress_rows, dequantize_rows
 
-_BLOCK = 1024  # bytes of dense codes a program: 2048 weights, 16 a thread
+_BLOCK = 128  # units at a time, one a thread
+_STEPS = 4
+_DECOMPRESS = 1024
 
 
 def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``[..., N, K]`` in ``dtype``, bit-equal to the reference."""
     contract.check(qdata, scale, global_scale, dtype)
-    return _dense((qdata,), scale, global_scale, dtype)
+    return transient((qdata,), scale, global_scale, dtype)
 
 
 def sparse_dequantize(values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``[..., N, K]`` in ``dtype``, bit-equal to the reference for legal metadata."""
     contract_sparse.check(values, meta, scale, global_scale, dtype)
-    return _dense((values, meta), scale, global_scale, dtype)
+    return transient((values, meta), scale, global_scale, dtype)
 
 
 def dequantize_fp8(qdata: Tensor, scale: Tensor) -> Tensor:
     """E4M3 ``[N, K]``, the global scale left out; bit-equal to the reference."""
     contract_fp8.check(qdata, scale)
-    return _dense((qdata,), scale, None, torch.float8_e4m3fn)
+    return transient((qdata,), scale, None, torch.float8_e4m3fn)
 
 
 def sparse_dequantize_fp8(values: Tensor, meta: Tensor, scale: Tensor) -> Tensor:
     """E4M3 ``[N, K]``, the global scale left out; bit-equal to the reference for legal metadata."""
     contract_sparse_fp8.check(values, meta, scale)
-    return _dense((values, meta), scale, None, torch.float8_e4m3fn)
+    return transient((values, meta), scale, None, torch.float8_e4m3fn)
 
 
 def sparse_decompress(values: Tensor, meta: Tensor) -> Tensor:
@@ -46,22 +49,31 @@ def sparse_decompress(values: Tensor, meta: Tensor) -> Tensor:
     groups = values.numel()
     if groups:
         with torch.cuda.device(values.device):
-            decompress_rows[(-(-groups // _BLOCK),)](values.contiguous(), meta.contiguous(), out.view(torch.int16), groups, BLOCK=_BLOCK, num_warps=4)
+            decompress_rows[(-(-groups // _DECOMPRESS),)](values.contiguous(), meta.contiguous(), out.view(torch.int16), groups, BLOCK=_DECOMPRESS, num_warps=4)
     return out
 
 
-def _dense(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``packed``: ``(qdata,)`` or ``(values, meta)``; without a global scale in units of ``WEIGHT_FACTOR``."""
+def transient(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype, ends: Tensor | None = None) -> Tensor:
+    """Dense ``[..., N, K]`` of ``packed``: ``(qdata,)`` or ``(values, meta)``; without a global scale in units of ``WEIGHT_FACTOR``.
+
+    ``ends``: of stacked matrices, int32, past the last row that each will be multiplied with; a matrix without rows may stay unwritten.
+    """
     lead, k = scale.shape[:-1], scale.shape[-1] * 16
     out = torch.empty(*lead, k, dtype=dtype, device=scale.device)
-    total = out.numel() // 2
-    if total == 0:
+    if out.numel() == 0:
         return out
-    (codes, *meta), scale = (t.contiguous() for t in packed), scale.contiguous()
-    matrix = max(lead[-1] * k // 16, 1) if scale.dim() > 2 else 1
+    (codes, *meta), scale = (host.aligned(t) for t in packed), host.aligned(scale)
+    batched = scale.dim() > 2
+    unit = 16 // dtype.itemsize
+    units, a_matrix = out.numel() // unit, lead[-1] * k // unit if batched else 1
     with torch.cuda.device(scale.device):
-        dequantize_rows[(-(-total // _BLOCK),)](
-            codes, scale.view(torch.uint8), None if global_scale is None else global_scale.contiguous(), out, total, matrix, contract_fp8.WEIGHT_FACTOR,
-            BATCHED=scale.dim() > 2, FP8=global_scale is None, BLOCK=_BLOCK, META=meta[0] if meta else None, num_warps=4,
+        dequantize_rows[(-(-units // (_BLOCK * _STEPS)),)](
+            codes, scale.view(torch.uint8), None if global_scale is None else global_scale.contiguous(), out, units, a_matrix,
+            BATCHED=batched, **constants(unit, a_matrix), META=meta[0] if meta else None, ENDS=ends, num_warps=_BLOCK // 32,
         )  # fmt: skip
     return out
+
+
+def constants(unit: int, units_a_matrix: int) -> dict[str, object]:
+    """Constexprs for ``unit`` codes a thread and step; 16 bytes of results: 16 to E4M3, 8 to 16-bit floats, 4 to float32."""
+    return dict(SMALL=units_a_matrix < _BLOCK * _STEPS, UNIT=unit, FACTOR=contract_fp8.WEIGHT_FACTOR, BLOCK=_BLOCK, STEPS=_STEPS)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-ROUTE_BLOCK = 1024
 COMBINE_BLOCK = 512
-TRANSIENT_BYTES = 256 << 20  # dense weights that exist at once on the many-tokens path
+# Dense weights that exist at once on the many-tokens path: all of a projection in E4M3 for every layer that is benchmarked (the largest has
+# 2**30 weights, half of what the layer is in bfloat16); a larger one is multiplied in parts, which reads the rows of tokens once a part.
+TRANSIENT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,29 @@ class GroupedConfig:
     block_k: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class ManyConfig:
+    """``block_m`` pairs of one expert by ``block_n`` outputs; ``group`` such rows of tiles take turns at the same outputs.
+
+    ``exact``: E4M3 products whose float32 sums lose bits in the tensor cores' accumulators, at most; None: all of K.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    exact: int | None = None
+
+
+def many(pairs: int, experts: int) -> ManyConfig:
+    """For ``pairs`` spread over ``experts``: the fastest of 15 tiles at 32 to 1024 tokens an expert (``benchmarks/many_products.py``)."""
+    if pairs <= 48 * experts:
+        return ManyConfig(64, 128, 128, 4, 4)
+    return ManyConfig(128, 256, 128, 8, 4)
 
 
 def words_of(k: int, sparse: bool) -> int:
@@ -61,6 +85,11 @@ def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
     return GroupedConfig(64, 64, 64, 4, 3)
 
 
+def route(pairs: int) -> dict[str, int]:
+    """Ids at a time of the routing kernel, which takes as many steps one after the other as they need."""
+    return dict(BLOCK=1024, num_warps=4) if pairs <= 8192 else dict(BLOCK=4096, num_warps=16)
+
+
 def slots(pairs: int, experts: int, block_m: int) -> int:
     """Slots for tiles: see :mod:`.triton_route`."""
     return pairs // block_m + experts
@@ -81,6 +110,14 @@ def decode_constants(c: DecodeConfig, k: int, arch: int, sparse: bool = False) -
 
 def grouped_constants(c: GroupedConfig, dtype: torch.dtype, sparse: bool = False) -> dict[str, object]:
     return dict(SPARSE=sparse, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, BF16=dtype == torch.bfloat16, ASM=True)
+
+
+def whole_row(columns: int) -> tuple[int, bool, int]:
+    """``(block, one step, warps)`` of the kernels before and between the products: a row of up to 16384 is held in registers."""
+    if columns > 16384:
+        return 2048, False, 8
+    block = max(128, 1 << (columns - 1).bit_length())
+    return block, True, max(1, min(16, block // (256 if block <= 2048 else 512)))
 
 
 def part_of_rows(rows: int, bytes_a_row: int) -> int:

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import DeviceError
 from ...ops import moe as contract
 from ...ops.activation import Activation
 from ...ops.dequantize_fp8 import WEIGHT_FACTOR
+from ...ops.quantize_rows_fp8 import E4M3_MAX
 from .. import host, select
+from ..dequantize import launch as dequantize
 from . import by_expert, configs
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
+from .triton_many import moe_many_between, moe_many_in, moe_many_product
 from .triton_route import moe_route
-
-fp4 = torch.ops.fp4
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,17 @@ class Routing:
     tile_start: Tensor
 
 
-def route(layer: Layer, block_m: int, whole_order: bool = False) -> Routing:
-    """One launch; ``whole_order``: and one to clear, because the tail of ``order`` behind the last expert's pairs will be read."""
+def route(layer: Layer, block_m: int) -> Routing:
+    """One launch. ``order`` behind the last expert's pairs, and ``place`` of pairs without an expert, stay unwritten."""
     ids, table, table_size = layer.routing()
     n_slots = configs.slots(layer.pairs, layer.experts, block_m)
     sizes = (layer.pairs, layer.pairs, layer.experts, n_slots, n_slots)
     steps = [-(-size // 4) * 4 for size in sizes]  # each part aligned to 16 bytes
-    memory = (torch.zeros if whole_order else torch.empty)(sum(steps), dtype=torch.int32, device=ids.device)
+    memory = torch.empty(sum(steps), dtype=torch.int32, device=ids.device)
     out = Routing(*(part[:size] for part, size in zip(memory.split(steps), sizes, strict=True)))
     moe_route[(layer.experts,)](
         ids, table, out.order, out.place, out.ends, out.tile_expert, out.tile_start, layer.pairs, layer.experts, table_size, n_slots,
-        BLOCK_M=block_m, HAS_MAP=table is not None, BLOCK=configs.ROUTE_BLOCK, num_warps=4,
+        BLOCK_M=block_m, HAS_MAP=table is not None, **configs.route(layer.pairs),
     )  # fmt: skip
     return out
 
@@ -181,100 +183,128 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
     return combine(layer, out, None)
 
 
-def combine(layer: Layer, out: Tensor, place: Tensor | None) -> Tensor:
-    """Each token's weighted sum of rows of ``out``: row = pair, or ``place[pair]``. One launch."""
+def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """Each token's weighted sum of rows of ``out`` (row = pair, or ``place[pair]``), and of the bias of their experts. One launch."""
     ids, table, table_size = layer.routing()
     t = layer.x.shape[0]
     y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=out.device)
     moe_combine[(-(-layer.width // configs.COMBINE_BLOCK) * t,)](
-        out, place, ids, layer.weights, table, y, layer.experts, table_size, layer.width,
-        TOP_K=ids.shape[1], ON_INPUT=layer.on_input, HAS_MAP=table is not None, SORTED=place is not None, BLOCK_N=configs.COMBINE_BLOCK, num_warps=4,
+        out, place, ids, layer.weights, table, bias, y, layer.experts, table_size, layer.width,
+        TOP_K=ids.shape[1], ON_INPUT=layer.on_input, HAS_MAP=table is not None, SORTED=place is not None, HAS_BIAS=bias is not None,
+        BLOCK_N=configs.COMBINE_BLOCK, num_warps=4,
     )  # fmt: skip
     return y
 
 
-# --- many tokens: transient dense weights, a few rows of every expert at a time ------------------------------------
+# --- many tokens: transient dense weights, the library's grouped products --------------------------------------------
+
+
+Rows = tuple[Tensor, Tensor | None]  # pairs sorted by expert, and of E4M3 their scales
+Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales, metadata
+Product = Callable[[Rows, Weight, Routing, torch.dtype], Tensor]
 
 
 def large_dense(layer: Layer) -> Tensor:
     """Grouped bfloat16 products of ``torch._grouped_mm``."""
-    return _many(layer, _bf16_product)
+    return _many(layer, _bf16_product, fp8=False)
 
 
-def large_fp8(layer: Layer) -> Tensor:
-    """Grouped FP8 products of ``torch._scaled_grouped_mm``; tokens rounded to E4M3 per row."""
-    return _many(layer, _fp8_product)
+def large_fp8(layer: Layer, tile: configs.ManyConfig | None = None) -> Tensor:
+    """Grouped FP8 products of :func:`.triton_many.moe_many_product`; tokens rounded to E4M3 per row."""
+    c = tile or configs.many(layer.pairs, layer.experts)
+
+    def product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
+        return multiply_fp8(rows, transient_fp8(weight, routing.ends), weight[2], routing, dtype, c)
+
+    return _many(layer, product, fp8=True, block_m=c.block_m)
 
 
-Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales, metadata
+def _many(layer: Layer, product: Product, fp8: bool, block_m: int = 64) -> Tensor:
+    routing = route(layer, block_m)
+    z = _in_parts(sorted_rows(layer, routing, fp8), (*layer.gate_up, layer.metas[0]), routing, layer.x.dtype, product)
+    h = activated_rows(layer, routing, z, fp8)
+    return combine(layer, _in_parts(h, (*layer.down, layer.metas[1]), routing, layer.x.dtype, product), routing.place, layer.biases[1])
 
 
-def _many(layer: Layer, product: Callable[[Tensor, Weight, Tensor], Tensor]) -> Tensor:
-    routing = route(layer, 64, whole_order=True)
-    order = routing.order.long()
-    token = order // layer.ids.shape[1]
-    expert = contract.local_ids(layer.ids.flatten(), layer.map, layer.experts).clamp_min(0)[order]
-    x = layer.x.index_select(0, token)
-    if layer.on_input:
-        x = (x * layer.weights.flatten()[order, None]).to(layer.x.dtype)
-    halves = 2 if layer.gated else 1
-    h = torch.empty(layer.pairs, layer.inner, dtype=x.dtype, device=x.device)
-    step = configs.part_of_rows(layer.inner, layer.experts * halves * x.shape[1] * 2)
-    for start in range(0, layer.inner, step):
-        rows = slice(start, min(start + step, layer.inner))
-        codes, scale = (_gate_up_rows(t, layer, rows) for t in layer.gate_up[:2])
-        meta = None if layer.metas[0] is None else _gate_up_rows(layer.metas[0], layer, rows)
-        z = product(x, (codes, scale, layer.gate_up[2], meta), routing.ends).float()
-        if layer.biases[0] is not None:
-            z = z + _gate_up_rows(layer.biases[0], layer, rows).float()[expert]
-        h[:, rows] = layer.act(z, rows.stop - rows.start).to(h.dtype)
-    out = torch.empty(layer.pairs, layer.width, dtype=x.dtype, device=x.device)
-    step = configs.part_of_rows(layer.width, layer.experts * layer.inner * 2)
-    for start in range(0, layer.width, step):
-        rows = slice(start, min(start + step, layer.width))
-        codes, scale = (t[:, rows] for t in layer.down[:2])
-        meta = None if layer.metas[1] is None else layer.metas[1][:, rows]
-        y = product(h, (codes, scale, layer.down[2], meta), routing.ends)
-        out[:, rows] = y if layer.biases[1] is None else y + layer.biases[1][:, rows][expert].to(y.dtype)
-    return combine(layer, out, routing.place)
+def _rows(layer: Layer, columns: int, fp8: bool) -> Rows:
+    rows = torch.empty(layer.pairs, columns, dtype=torch.float8_e4m3fn if fp8 else layer.x.dtype, device=layer.x.device)
+    return rows, torch.empty(layer.pairs, dtype=torch.float32, device=layer.x.device) if fp8 else None
 
 
-def _gate_up_rows(t: Tensor, layer: Layer, rows: slice) -> Tensor:
-    """The gate and up rows of outputs ``rows``, in the layout of the whole: ``[E, 2 * r or r, ...]``."""
-    if not layer.gated:
-        return t[:, rows]
-    if layer.act.interleaved:
-        return t[:, 2 * rows.start : 2 * rows.stop]
-    if rows.stop - rows.start == layer.inner:
-        return t
-    return torch.cat((t[:, rows], t[:, layer.inner + rows.start : layer.inner + rows.stop]), 1)
+def sorted_rows(layer: Layer, routing: Routing, fp8: bool) -> Rows:
+    """The token of every pair, in the order of the experts. One launch; rows behind the last expert's stay unwritten, and no one reads them."""
+    t, k = layer.x.shape
+    rows, scale = _rows(layer, k, fp8)
+    ids, table, table_size = layer.routing()
+    block, one_step, warps = configs.whole_row(k)
+    moe_many_in[(t,)](
+        layer.x, ids, layer.weights, table, routing.place, rows, scale, ids.shape[1], layer.experts, table_size, k, E4M3_MAX,
+        ON_INPUT=layer.on_input, HAS_MAP=table is not None, FP8=fp8, ONE_STEP=one_step, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return rows, scale
 
 
-def _bf16_product(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+def activated_rows(layer: Layer, routing: Routing, z: Tensor, fp8: bool) -> Rows:
+    """act(z + bias) ``[pairs, I]`` of the first product. One launch."""
+    rows, scale = _rows(layer, layer.inner, fp8)
+    ids, table, table_size = layer.routing()
+    block, one_step, warps = configs.whole_row(layer.inner)
+    constants = layer.activation()
+    del constants["ON_INPUT"]
+    moe_many_between[(layer.pairs,)](
+        z, routing.order, routing.ends, ids, table, layer.biases[0], rows, scale, layer.experts, table_size, layer.inner, E4M3_MAX,
+        **constants, HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None, FP8=fp8, ONE_STEP=one_step, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return rows, scale
+
+
+def _in_parts(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype, product: Product) -> Tensor:
+    """``[pairs, n]``: by as many outputs of every expert at a time as :data:`configs.TRANSIENT_BYTES` allow."""
     codes, scale, global_scale, meta = weight
-    dense = fp4.dequantize(codes, scale, global_scale, x.dtype) if meta is None else fp4.sparse_dequantize(codes, meta, scale, global_scale, x.dtype)
-    return torch._grouped_mm(x, dense.mT, offs=ends)
+    experts, n, groups = scale.shape
+    step = configs.part_of_rows(n, experts * groups * 16 * rows[0].element_size())
+    if step == n:
+        return product(rows, weight, routing, dtype)
+    out = torch.empty(rows[0].shape[0], n, dtype=dtype, device=codes.device)
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        out[:, part] = product(rows, (codes[:, part], scale[:, part], global_scale, None if meta is None else meta[:, part]), routing, dtype)
+    return out
 
 
-def _fp8_product(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+def _bf16_product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
     codes, scale, global_scale, meta = weight
-    experts, n, _ = codes.shape
-    x8, x_scale = fp4.quantize_rows_fp8(x)
-    rows, scales = codes.reshape(experts * n, -1), scale.reshape(experts * n, -1)
-    w8 = fp4.dequantize_fp8(rows, scales) if meta is None else fp4.sparse_dequantize_fp8(rows, meta.reshape(experts * n, -1), scales)
-    w8 = w8.view(experts, n, -1)
-    w_scale = (global_scale / WEIGHT_FACTOR).unsqueeze(1).expand(experts, n).contiguous()
-    return torch._scaled_grouped_mm(x8, w8.mT, x_scale.squeeze(1), w_scale, offs=ends, out_dtype=x.dtype)
+    dense = dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, routing.ends)
+    return torch._grouped_mm(rows[0], dense.mT, offs=routing.ends)
+
+
+def transient_fp8(weight: Weight, ends: Tensor) -> Tensor:
+    """E4M3 ``[E, n, K]``, the global scales left out."""
+    codes, scale, _, meta = weight
+    return dequantize.transient((codes,) if meta is None else (codes, meta), scale, None, torch.float8_e4m3fn, ends)
+
+
+def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing, dtype: torch.dtype, tile: configs.ManyConfig) -> Tensor:
+    """``[pairs, n]`` of E4M3 rows and weights; ``routing`` for ``tile.block_m``. One launch."""
+    (x8, row_scale), (experts, n, k), slots = rows, w8.shape, routing.tile_expert.shape[0]
+    out = torch.empty(x8.shape[0], n, dtype=dtype, device=x8.device)
+    moe_many_product[(-(-n // tile.block_n) * slots,)](
+        TensorDescriptor.from_tensor(x8, [tile.block_m, tile.block_k]), row_scale, routing.ends, routing.tile_expert, routing.tile_start,
+        TensorDescriptor.from_tensor(w8.view(experts * n, k), [tile.block_n, tile.block_k]), global_scale, out, n, k, slots, 1.0 / WEIGHT_FACTOR,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, EXACT=tile.exact,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out
 
 
 BY_EXPERT = "by expert"
 _LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
     "triton_moe_decode": decode,
     "triton_moe_grouped": grouped,
-    "dequantize_fp8 + scaled_grouped_mm": large_fp8,
+    "dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "dequantize + grouped_mm": large_dense,
     "triton_sparse_moe_decode": decode,
     "triton_sparse_moe_grouped": grouped,
-    "sparse_dequantize_fp8 + scaled_grouped_mm": large_fp8,
+    "sparse_dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "sparse_dequantize + grouped_mm": large_dense,
 }

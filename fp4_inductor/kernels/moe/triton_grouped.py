@@ -111,6 +111,7 @@ def moe_combine(
     IDS,
     WEIGHTS,
     MAP,
+    BIAS,
     Y,
     E,
     MAP_SIZE,
@@ -119,18 +120,22 @@ def moe_combine(
     ON_INPUT: tl.constexpr,
     HAS_MAP: tl.constexpr,
     SORTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Y[token, n] = sum over the token's experts of weight * OUT[pair] (SORTED: OUT[PLACE[pair]])"""
+    """Y[token, n] = sum over the token's experts of weight * (OUT[pair] + bias of the expert) (SORTED: OUT[PLACE[pair]])"""
     blocks = tl.cdiv(N, BLOCK_N)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     rn = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     y = tl.zeros((BLOCK_N,), tl.float32)
     for j in range(TOP_K):
         pair = token * TOP_K + j
-        valid = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP) >= 0
+        e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
+        valid = e >= 0
         row = tl.load(PLACE + pair, mask=valid, other=0).to(tl.int64) if SORTED else pair
         z = tl.load(OUT + row * N + rn, mask=rn < tl.where(valid, N, 0), other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            z += tl.load(BIAS + e * N + rn, mask=rn < tl.where(valid, N, 0), other=0.0).to(tl.float32)
         if not ON_INPUT:
             z = z * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
         y += z

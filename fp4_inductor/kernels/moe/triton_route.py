@@ -27,23 +27,28 @@ def mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP: tl.constexpr):
 def moe_route(IDS, MAP, ORDER, PLACE, ENDS, TILE_EXPERT, TILE_START, P, E, MAP_SIZE, SLOTS, BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
     """ORDER[P] pairs by expert, PLACE[P] its inverse; ENDS[E] past each expert's last; TILE_EXPERT[SLOTS] (-1: empty) and TILE_START[SLOTS]."""
     e = tl.program_id(0)
-    before = 0
-    mine = 0
-    for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
-        ids = mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP)
-        before += tl.sum(((ids >= 0) & (ids < e)).to(tl.int32), 0)
-        mine += tl.sum((ids == e).to(tl.int32), 0)
+    # A thread (or a few of one warp) owns a stretch of consecutive pairs: it counts them, and after one sum over the program places them.
+    stretch = tl.cdiv(P, BLOCK) * 8
+    pairs = (tl.arange(0, BLOCK // 8) * stretch)[:, None] + tl.arange(0, 8)[None, :]
+    smaller = tl.zeros((BLOCK // 8, 8), tl.int32)
+    equal = tl.zeros((BLOCK // 8, 8), tl.int32)
+    for p in range(0, stretch, 8):
+        ids = mapped_ids(IDS, MAP, pairs + p, P, MAP_SIZE, HAS_MAP)
+        smaller += ((ids >= 0) & (ids < e)).to(tl.int32)
+        equal += (ids == e).to(tl.int32)
+    counts = tl.sum(equal, 1)
+    before = tl.sum(tl.sum(smaller, 1), 0)
+    mine = tl.sum(counts, 0)
     tl.store(ENDS + e, before + mine)
-    place = before
-    for p in range(0, P, BLOCK):
-        at = p + tl.arange(0, BLOCK)
+    place = before + tl.cumsum(counts, 0) - counts
+    for p in range(0, stretch, 8):
+        at = pairs + p
         ids = mapped_ids(IDS, MAP, at, P, MAP_SIZE, HAS_MAP)
         own = (ids == e).to(tl.int32)
-        to = place + tl.cumsum(own, 0) - 1
+        to = place[:, None] + tl.cumsum(own, 1) - 1
         tl.store(ORDER + to, at, mask=own > 0)
         tl.store(PLACE + at, to, mask=own > 0)
-        place += tl.sum(own, 0)
+        place += tl.sum(own, 1)
     first = before // BLOCK_M + e
     following = tl.where(e == E - 1, SLOTS, (before + mine) // BLOCK_M + e + 1)
     tiles = tl.cdiv(mine, BLOCK_M)

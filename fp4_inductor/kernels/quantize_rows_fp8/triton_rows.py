@@ -7,20 +7,39 @@ import triton.language as tl
 
 
 @triton.jit
-def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def larger(peak, x):
+    """``max(peak, |x|)``, NaN kept."""
+    return tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_of(amax, LIMIT):
+    """As in the contract: divided, not approximated, 1 for a zero row and never subnormal."""
+    scale = tl.maximum(tl.div_rn(amax, LIMIT), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(amax == 0.0, 1.0, scale)
+
+
+@triton.jit
+def limited(x, LIMIT):
+    """Rounding may have lifted a quotient a hair above LIMIT."""
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_of_row(X, row, K, LIMIT, BLOCK: tl.constexpr):
     peak = tl.zeros((BLOCK,), tl.float32)
     for k in range(0, K, BLOCK):
         at = k + tl.arange(0, BLOCK)
-        x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-    amax = tl.max(peak, 0)
-    # As in the contract: divided, not approximated, and never subnormal.
-    scale = tl.maximum(tl.div_rn(amax, LIMIT), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.where(amax == 0.0, 1.0, scale)
+        peak = larger(peak, tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32))
+    return scale_of(tl.max(peak, 0), LIMIT)
+
+
+@triton.jit
+def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    scale = scale_of_row(X, row, K, LIMIT, BLOCK)
     tl.store(ROW_SCALE + row, scale)
     for k in range(0, K, BLOCK):
         at = k + tl.arange(0, BLOCK)
         x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-        y = tl.clamp(tl.div_rn(x, scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(OUT + row * K + at, y.to(OUT.dtype.element_ty), mask=at < K)
+        tl.store(OUT + row * K + at, limited(tl.div_rn(x, scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
