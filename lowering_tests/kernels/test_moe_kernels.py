@@ -36,6 +36,7 @@ def test_decode_up(cc):
     assert not global_atomics(done)
     assert (done.count(UNPACK) > 0) == (cc >= 89)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+    assert done.count("BAR") <= 8  # of the sums and the store alone: operands stay in their threads
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_decode_down(cc, layer):
     assert_fits(done, warps, cc, blocks=4, older=0)
     assert not global_atomics(done)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+    assert done.count("BAR") <= 8
 
 
 @pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 256), (90, 8192), (100, 8192), (120, 2048)])
@@ -71,17 +73,15 @@ def test_sparse_decode(cc, layer):
         assert tensor_core_instructions(done) == 0
         assert not global_atomics(done)
         assert done.count("PRMT") > 0  # the kept activations are gathered
-        assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+        assert any(op.endswith(".64") and ".EF" in op for op in done.opcodes())
+        assert done.count("BAR") <= 8
 
 
-def test_sparse_decode_takes_fewer_instructions_a_weight():
-    """Kept codes only: where both cover the same rows and columns, the sparse program is the shorter one."""
-    h, inner = moe_aot.LAYERS["mixtral"][:2]
-    for f, k in ((moe_aot.decode_up, h), (moe_aot.decode_down, inner)):
-        each = [configs.decode(k, sparse) for sparse in (False, True)]
-        assert each[0].block_n * each[0].block_w * 8 == each[1].block_n * each[1].block_w * 16
+def test_sparse_decode_takes_about_as_many_instructions():
+    """What fewer codes save, the gathered activations cost; the bytes remain: 22% fewer."""
+    for f in (moe_aot.decode_up, moe_aot.decode_down):
         dense, sparse = (sum(f(90, "mixtral", sparse=sparse)[0].opcodes().values()) for sparse in (False, True))
-        assert sparse < dense
+        assert sparse < 1.12 * dense
 
 
 @pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 8192)])
@@ -141,18 +141,18 @@ def test_thresholds_override_both_bounds():
     assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + scaled_grouped_mm"]
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 8, 10, 64])
 @pytest.mark.parametrize("k", [16, 32, 48, 512, 736, 768, 2048, 2880, 4096, 14336])
-def test_decode_tiles(k, sparse):
-    if sparse and k % 32:
-        k += 16
-    c, word = configs.decode(k, sparse), 16 if sparse else 8
-    units, unit = configs.decode_units(k, sparse)
-    assert units * unit * word == k
-    assert c.block_n * c.block_w >= 128 * c.num_warps  # 16 bytes a thread
-    steps = -(-k // word // c.block_w)
-    assert c.block_w == 16 or steps * c.block_w * word <= 1.45 * k
-    assert configs.decode_constants(c, k, 90, sparse)["ONE_STEP"] == (steps == 1)
+def test_decode_tiles(k, top_k, tokens):
+    up, down = configs.decode_up(k, tokens), configs.decode_down(k, top_k, tokens)
+    assert up.block_n % 16 == 0  # whole scale blocks of h
+    for c in (up, down):
+        assert c.num_warps == max(1, c.groups * c.block_k // 1024)  # 32 k a thread
+        assert c.block_k in (128, 256, 512, 1024, 2048, 4096)
+        assert c.block_k <= 256 or c.block_k < 2 * k
+    assert up.block_n % up.groups == 0
+    assert down.groups < 2 * top_k
 
 
 @pytest.mark.parametrize(("rows", "each", "limit"), [(768, 128 * 2048 * 4, 256 << 20), (14336, 8 * 4096 * 4, 256 << 20), (512, 512 * 2048 * 4, 256 << 20)])

@@ -1,10 +1,18 @@
-"""A few tokens: two launches, no sorting, no atomics. One program owns BLOCK_N outputs of one (token, expert) pair.
+"""A few tokens: two launches, no sorting, no atomics.
 
-First the gate and up products and the activation (``h`` in float32, tokens * k rows), then the down products, weighted and summed over a
-token's experts in one program, in the order of its choices. A pair whose id is no expert loads nothing and adds nothing.
+First the gate and up products and the activation: a program owns BLOCK_N outputs of one (token, expert) pair, all of K. Then the down products:
+a program owns BLOCK_N outputs of a token, GROUPS of its experts side by side, summed in a fixed order. A pair whose id is no expert loads nothing
+and adds nothing.
 
-The dot product is :mod:`..linear.triton_gemv`'s, of 2:4-sparse experts :mod:`..sparse_linear.triton_gemv`'s: a word of 8 codes is 8 k of a
-row there and 16 k here, one scale block.
+A thread holds 32 k of a row at a time (a *lane* below): 16 bytes of dense codes, 8 of kept ones, two scales, and the lane's activations in half
+precision for all of its rows. So nothing between a load and its product goes through shared memory or a barrier, as long as a step has as many
+lanes as the program has threads (``configs.DecodeConfig``). The first kernel converts activations itself. Its result ``h`` lies as the second
+reads it: float16, each scale block normalised by a power of two, in the decode's order, the same eight of all lanes of a step side by side.
+
+PDL (programmatic dependent launch, sm_90 on): either kernel is launched while the one before it runs out. The first waits for that one before
+anything else. The second requests its first weights and only then waits for the first, whose programs had all begun: ids are complete by then.
+
+The codes of 2:4-sparse experts are the kept ones: a word of 8 is 16 k there, one scale block (:mod:`..sparse_linear.triton_gemv`).
 """
 
 from __future__ import annotations
@@ -12,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.triton_gemv import decode8, dot8, load_activations
-from ..sparse_linear.triton_gemv import kept_dot, load_blocks
+from ..linear.triton_gemv import decode8, dot8, half2_dot, pack_half2
+from ..sparse_linear.triton_gemv import decode_kept, gather_kept
 from ..triton_common import e4m3_to_f32
 
 
@@ -52,124 +60,377 @@ def activation(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.const
 
 
 @triton.jit
-def chunk_of(X, row, M, k, W, BLOCK_W: tl.constexpr, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
-    """Activations from word ``k`` of a weight row on, as :func:`packed_dot` takes them; W words a row."""
-    if SPARSE:
-        return load_blocks(X, row, M, k * 16, W * 16, BLOCK_W, False, CVT, ASM)
-    else:
-        return load_activations(X, row, M, k * 8, W * 8, BLOCK_W, False, CVT, ASM)
+def normaliser(most):
+    """Largest magnitudes -> ``(up, down)``: the power of two that brings them to [2**4, 2**5), and its inverse times the decode's 2**6.
+
+    Where masks decode (2**-14 instead of 2**-6) activations are 2**8 times as large, so that the factor is the same.
+    """
+    exponent = most.to(tl.int32, bitcast=True) & 0x7F800000
+    exponent = tl.maximum(exponent, 0x08000000)  # 2**-111: below it activations count as zero
+    return ((0x7F000000 - exponent) + 0x02000000).to(tl.float32, bitcast=True), exponent.to(tl.float32, bitcast=True) * 4.0
 
 
 @triton.jit
-def packed_dot(
-    words, metas, scales, rows, ok, k, W, chunk, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """float32, one number per scale block: ``rows`` of one expert (int64, W words each) from word ``k`` on against a chunk of activations."""
-    kw = k + tl.arange(0, BLOCK_W)
-    inside = ok[:, None] & (kw < W)[None, :]
-    w = tl.load(words + rows[:, None] * W + kw[None, :], mask=inside, other=0, eviction_policy="evict_first")
+def place8(j, SPARSE: tl.constexpr, CVT: tl.constexpr):
+    """Where element ``j`` of eight lies in the order of :func:`pairs8`."""
     if SPARSE:
-        m = tl.load(metas + rows[:, None] * W + kw[None, :], mask=inside, other=0, eviction_policy="evict_first")
-        s = tl.load(scales + rows[:, None] * W + kw[None, :], mask=inside, other=0, eviction_policy="evict_first")
-        a0, a1, a2, a3, b0, b1, b2, b3, undo = chunk
-        return kept_dot(w, m, s, a0, a1, a2, a3, b0, b1, b2, b3, undo, BLOCK_N, BLOCK_W, CVT, ASM)
+        return j
     else:
-        ks = k // 2 + tl.arange(0, BLOCK_W // 2)
-        s = tl.load(scales + rows[:, None] * (W // 2) + ks[None, :], mask=ok[:, None] & (ks < W // 2)[None, :], other=0, eviction_policy="evict_first")
-        x0, x1, x2, x3, undo = chunk
-        h0, h1, h2, h3 = decode8(w, CVT)
-        zero = tl.zeros((BLOCK_N, BLOCK_W), tl.int32)
-        p = dot8(h0, h1, h2, h3, x0[None, :] + zero, x1[None, :] + zero, x2[None, :] + zero, x3[None, :] + zero, ASM)
-        return tl.sum(tl.reshape(p, (BLOCK_N, BLOCK_W // 2, 2)), 2) * (e4m3_to_f32(s) * undo[None, :])
+        half = j // 2
+        return 4 * (1 - j % 2) + (half if CVT else half % 2 * 2 + half // 2)
 
 
 @triton.jit
+def pairs8(x, up, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
+    """``[L, G, 8]`` times ``up [L, G]`` -> four half2 (as int32), in the order of the decode, or of k for sparse weights."""
+    if not CVT:
+        up *= 256.0
+    x = tl.reshape(x.to(tl.float32) * up[:, :, None], (x.shape[0], x.shape[1], 2, 2, 2))
+    even, odd = tl.split(x)
+    if SPARSE:
+        y01, y23 = tl.split(tl.permute(pack_half2(even, odd, ASM), (0, 1, 3, 2)))
+        y0, y1 = tl.split(y01)
+        y2, y3 = tl.split(y23)
+    else:
+        if not CVT:
+            even = tl.permute(even, (0, 1, 3, 2))
+            odd = tl.permute(odd, (0, 1, 3, 2))
+        even_lo, even_hi = tl.split(even)
+        odd_lo, odd_hi = tl.split(odd)
+        y0, y1 = tl.split(pack_half2(odd_lo, odd_hi, ASM))
+        y2, y3 = tl.split(pack_half2(even_lo, even_hi, ASM))
+    return y0, y1, y2, y3
+
+
+@triton.jit
+def eights_of_x(X, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """``[L, G, 8]``: activations of rows ``[G]``, eight ``C`` of each lane of the step from ``k`` on."""
+    at = k + C * 8 + tl.arange(0, BLOCK_K // 32)[:, None, None] * 32 + tl.arange(0, 8)[None, None, :]
+    ok = ok[None, :, None]
+    return tl.load(X + row[None, :, None] * K + at, mask=ok & (at < K) if MASKED else ok, other=0.0)
+
+
+@triton.jit
+def load_x(X, row, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """The four eights of each lane."""
+    return (
+        eights_of_x(X, row, ok, k, 0, K, BLOCK_K, MASKED), eights_of_x(X, row, ok, k, 1, K, BLOCK_K, MASKED),
+        eights_of_x(X, row, ok, k, 2, K, BLOCK_K, MASKED), eights_of_x(X, row, ok, k, 3, K, BLOCK_K, MASKED),
+    )  # fmt: skip
+
+
+@triton.jit
+def most8(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 2)
+
+
+@triton.jit
+def lanes_of_x(x, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
+    """What :func:`load_x` gave -> four half2 for each eight, ``[L, G]``, and each lane's factor ``[L, G]``."""
+    up, down = normaliser(tl.maximum(tl.maximum(most8(x[0]), most8(x[1])), tl.maximum(most8(x[2]), most8(x[3]))))
+    a, b = pairs8(x[0], up, SPARSE, CVT, ASM), pairs8(x[1], up, SPARSE, CVT, ASM)
+    c, d = pairs8(x[2], up, SPARSE, CVT, ASM), pairs8(x[3], up, SPARSE, CVT, ASM)
+    return (a, b, c, d), (down,)
+
+
+@triton.jit
+def eights_of_h(H, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """Four half2 (as int32), each ``[L, G]``: as :func:`pairs8` gives eight ``C`` of each lane of the step from ``k`` on."""
+    L: tl.constexpr = BLOCK_K // 32
+    LENGTH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K // 2
+    lane = tl.arange(0, L)[:, None, None]
+    ok = ok[None, :, None]
+    inside = ok & (k + lane * 32 + C * 8 < K) if MASKED else ok
+    h = tl.load(H + row[None, :, None] * LENGTH + (k // 2 + C * L * 4 + lane * 4 + tl.arange(0, 4)[None, None, :]), mask=inside, other=0)
+    even, odd = tl.split(tl.reshape(h, (L, h.shape[1], 2, 2)))
+    h0, h2 = tl.split(even)
+    h1, h3 = tl.split(odd)
+    return h0, h1, h2, h3
+
+
+@triton.jit
+def place_of_h(n, LOG_L, SPARSE: tl.constexpr, CVT: tl.constexpr):
+    """Where element ``n`` of a row of h lies for :func:`eights_of_h` with 2**LOG_L lanes a step."""
+    lane = n // 32
+    return (((((lane >> LOG_L) * 4 + n // 8 % 4) << LOG_L) + (lane & ((1 << LOG_L) - 1))) << 3) + place8(n % 8, SPARSE, CVT)
+
+
+@triton.jit
+def lanes_of_h(H, FACTOR, row, share, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """As :func:`lanes_of_x` from what :func:`moe_decode_up` wrote, a factor for each scale block (16 k) times ``share [G]``."""
+    h = (
+        eights_of_h(H, row, ok, k, 0, K, BLOCK_K, MASKED), eights_of_h(H, row, ok, k, 1, K, BLOCK_K, MASKED),
+        eights_of_h(H, row, ok, k, 2, K, BLOCK_K, MASKED), eights_of_h(H, row, ok, k, 3, K, BLOCK_K, MASKED),
+    )  # fmt: skip
+    at = (k // 16 + tl.arange(0, BLOCK_K // 32) * 2)[:, None, None] + tl.arange(0, 2)[None, None, :]
+    ok = ok[None, :, None]
+    factor = tl.load(FACTOR + row[None, :, None] * (K // 16) + at, mask=ok & (at < K // 16) if MASKED else ok, other=0.0)
+    return h, tl.split(factor * share[None, :, None])
+
+
+@triton.jit
+def load_part(memory, start, near, ok, k, EACH: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+    """``[L, A, B, EACH]``: EACH elements for a lane, of rows ``start [A] + near [A, B]`` (int64), from ``k`` on."""
+    ROW: tl.constexpr = K * EACH // 32
+    lane = tl.arange(0, BLOCK_K // 32).to(tl.int64)[:, None, None, None]  # 64 bits: what is constant in an address goes into the instruction
+    at = lane * EACH + tl.arange(0, EACH)[None, None, None, :] + k * EACH // 32
+    ok = ok[None, :, :, None]
+    where = (start * ROW)[None, :, None, None] + ((near * ROW)[None, :, :, None] + at)
+    return tl.load(memory + where, mask=ok & (at < ROW) if MASKED else ok, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_lanes(words, metas, scales, start, near, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, SPARSE: tl.constexpr):
+    """Codes, metadata (dense: scales again) and scales; see :func:`load_part`. ``MASKED``: the step may reach beyond K."""
+    w = load_part(words, start, near, ok, k, 2 if SPARSE else 4, K, BLOCK_K, MASKED)
+    s = load_part(scales, start, near, ok, k, 2, K, BLOCK_K, MASKED)
+    if SPARSE:
+        return w, load_part(metas, start, near, ok, k, 2, K, BLOCK_K, MASKED), s
+    else:
+        return w, s, s
+
+
+@triton.jit
+def scale_pair(s0, s1, CVT: tl.constexpr):
+    """Two E4M3 scales as float32, by one conversion where there is one."""
+    if CVT:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 v; .reg .b16 l, u; cvt.rn.f16x2.e4m3x2 v, $2; mov.b32 {l, u}, v; cvt.f32.f16 $0, l; cvt.f32.f16 $1, u; }",
+            "=f,=f,h",
+            [s0.to(tl.int16) | (s1.to(tl.int16) << 8)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return e4m3_to_f32(s0), e4m3_to_f32(s1)
+
+
+@triton.jit
+def spread(x, zero):
+    """``[L, G]`` for every row ``[L, A, B]``."""
+    return x[:, :, None] + zero
+
+
+@triton.jit
+def dot16(w, v, x, y, ASM: tl.constexpr, CVT: tl.constexpr):
+    """float32 product of the 16 codes of words ``w`` and ``v`` (one scale block) with activations ``x`` and ``y``."""
+    zero = tl.zeros(w.shape, tl.int32)
+    a0, a1, a2, a3 = decode8(w, CVT)
+    b0, b1, b2, b3 = decode8(v, CVT)
+    x0, x1, x2, x3 = spread(x[0], zero), spread(x[1], zero), spread(x[2], zero), spread(x[3], zero)
+    y0, y1, y2, y3 = spread(y[0], zero), spread(y[1], zero), spread(y[2], zero), spread(y[3], zero)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 a; .reg .b16 l, u; .reg .f32 f0, f1;
+            mul.rn.f16x2 a, $1, $9; fma.rn.f16x2 a, $2, $10, a; fma.rn.f16x2 a, $3, $11, a; fma.rn.f16x2 a, $4, $12, a;
+            fma.rn.f16x2 a, $5, $13, a; fma.rn.f16x2 a, $6, $14, a; fma.rn.f16x2 a, $7, $15, a; fma.rn.f16x2 a, $8, $16, a;
+            mov.b32 {l, u}, a; cvt.f32.f16 f0, l; cvt.f32.f16 f1, u; add.f32 $0, f0, f1; }""",
+            "=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, b2, b3, x0, x1, x2, x3, y0, y1, y2, y3],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        p = half2_dot(a0, x0) + half2_dot(a1, x1) + half2_dot(a2, x2) + half2_dot(a3, x3)
+        return p + half2_dot(b0, y0) + half2_dot(b1, y1) + half2_dot(b2, y2) + half2_dot(b3, y3)
+
+
+@triton.jit
+def kept_dot16(w, m, x, y, ASM: tl.constexpr, CVT: tl.constexpr):
+    """float32 product of the 8 kept codes of a word, metadata in the low half of ``m``, with the 16 activations ``x`` (groups 0, 1) and ``y`` (2, 3) of its block."""
+    zero = tl.zeros(w.shape, tl.int32)
+    h0, h1, h2, h3 = decode_kept(w, CVT)
+    x0, x1, x2, x3 = gather_kept(
+        m, spread(x[0], zero), spread(x[2], zero), spread(y[0], zero), spread(y[2], zero),
+        spread(x[1], zero), spread(x[3], zero), spread(y[1], zero), spread(y[3], zero), ASM,
+    )  # fmt: skip
+    return dot8(h0, h1, h2, h3, x0, x1, x2, x3, ASM)
+
+
+@triton.jit
+def add_lanes(acc, w, m, s, x, factor, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
+    """float32 ``[L, A, B]``: ``acc`` plus what :func:`load_lanes` gave times activations and their factors, one for a lane or one for each block."""
+    if SPARSE:
+        w0, w1 = tl.split(w)
+        m0, m1 = tl.split(m)
+        both = (m0.to(tl.int32) & 0xFFFF) | (m1.to(tl.int32) << 16)  # as they were loaded; only the low half counts
+        p0 = kept_dot16(w0, both, x[0], x[1], ASM, CVT)
+        p1 = kept_dot16(w1, both >> 16, x[2], x[3], ASM, CVT)
+    else:
+        even, odd = tl.split(tl.reshape(w, (w.shape[0], w.shape[1], w.shape[2], 2, 2)))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        p0 = dot16(w0, w1, x[0], x[1], ASM, CVT)
+        p1 = dot16(w2, w3, x[2], x[3], ASM, CVT)
+    s0, s1 = tl.split(s)
+    s0, s1 = scale_pair(s0, s1, CVT)
+    if len(factor) == 1:
+        acc += (p0 * s0 + p1 * s1) * factor[0][:, :, None]
+    else:
+        acc += p0 * (s0 * factor[0][:, :, None])
+        acc += p1 * (s1 * factor[1][:, :, None])
+    return acc
+
+
+@triton.jit(do_not_specialize=["TOP_K", "PAIRS", "E", "MAP_SIZE", "LENGTH", "LOG_L"])
 def moe_decode_up(
-    X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, T, E, MAP_SIZE, INNER, UNITS, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, FACTOR, TOP_K, PAIRS, E, MAP_SIZE, LENGTH, LOG_L, INNER: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, SPARSE_DOWN: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """H[pair, i] = act(x[token] @ gate_up[expert].T + bias)"""
+    """h = act(x[token] @ gate_up[expert].T + bias) of every pair, as H (float16) times FACTOR (float32, one for 16)."""
+    if PDL:  # what came before is complete for both kernels once this one goes on
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
     metas = META.to(tl.pointer_type(tl.int16), bitcast=True) if SPARSE else words  # one 16-bit word for each word of kept codes
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    W = UNITS * UNIT  # a known power of two divides the words of a row: wide loads
-    blocks = tl.cdiv(INNER, BLOCK_N)  # one grid axis: the others end at 65535
-    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    MASKED: tl.constexpr = K % BLOCK_K != 0 or not UNROLL
+    PARTS: tl.constexpr = 2 if GATED else 1
+    # One grid axis: the others end at 65535. Pairs run fastest, so that those of one expert read its rows at the same time.
+    pair = (tl.program_id(0) % PAIRS).to(tl.int64)
+    first = (tl.program_id(0) // PAIRS).to(tl.int64) * BLOCK_N
+    rn = first + tl.arange(0, BLOCK_N)
     e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
+    token = tl.zeros((GROUPS,), tl.int64) + pair // TOP_K
+    every = tl.full((GROUPS,), True, tl.int1)
+    x = load_x(X, token, every, 0, K, BLOCK_K, MASKED)  # on its way while the id arrives
     if e >= 0:
-        ri = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        ok = ri < INNER
-        outputs = 2 * INNER if GATED else INNER
-        gate_rows = e * outputs + (2 * ri if INTERLEAVED else ri)
-        up_rows = gate_rows + (1 if INTERLEAVED else INNER)
-        token = pair // TOP_K
-        a = tl.zeros((BLOCK_N, BLOCK_W if SPARSE else BLOCK_W // 2), tl.float32)
-        b = tl.zeros((BLOCK_N, BLOCK_W if SPARSE else BLOCK_W // 2), tl.float32)
-        for k in range(0, BLOCK_W if ONE_STEP else W, BLOCK_W):
-            x = chunk_of(X, token, T, k, W, BLOCK_W, SPARSE, CVT, ASM)
-            a += packed_dot(words, metas, scales, gate_rows, ok, k, W, x, BLOCK_N, BLOCK_W, SPARSE, CVT, ASM)
-            if GATED:
-                b += packed_dot(words, metas, scales, up_rows, ok, k, W, x, BLOCK_N, BLOCK_W, SPARSE, CVT, ASM)
-        factor = tl.load(GLOBAL_SCALE + e)
+        # Gate and up of an output side by side. What differs between threads is in ``start``: the rest of an address is a constant to them.
+        EACH: tl.constexpr = BLOCK_N // GROUPS
+        row = tl.arange(0, EACH * PARTS).to(tl.int64)
+        near = row if INTERLEAVED else row // PARTS + row % PARTS * INNER
+        near = tl.broadcast_to(near[None, :], (GROUPS, EACH * PARTS))
+        group = first + tl.arange(0, GROUPS).to(tl.int64) * EACH
+        start = e * (PARTS * INNER) + group * (PARTS if INTERLEAVED else 1)
+        if EVEN:
+            ok = tl.full((GROUPS, EACH * PARTS), True, tl.int1)
+        else:
+            ok = group[:, None] + (row // PARTS)[None, :] < INNER
+        acc = tl.zeros((BLOCK_K // 32, GROUPS, EACH * PARTS), tl.float32)
+        w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE)
+        if UNROLL:
+            for i in tl.static_range(STEPS):
+                h, factor = lanes_of_x(x, SPARSE, CVT, ASM)
+                if i + 1 < STEPS:
+                    x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED)
+                    wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
+                acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+                if i + 1 < STEPS:
+                    w, m, s = wn, mn, sn
+        else:
+            for i in range(STEPS):
+                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
+                h, factor = lanes_of_x(x, SPARSE, CVT, ASM)
+                x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED)
+                acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+                w, m, s = wn, mn, sn
+        z = tl.sum(acc, 0)
+        scale = tl.load(GLOBAL_SCALE + e)
         if ON_INPUT:
-            factor = factor * tl.load(WEIGHTS + pair).to(tl.float32)
-        gate = tl.sum(a, 1) * factor
-        up = tl.sum(b, 1) * factor
+            scale = scale * tl.load(WEIGHTS + pair).to(tl.float32)
+        z = z * scale
         if HAS_BIAS:
-            gate += tl.load(BIAS + gate_rows, mask=ok, other=0.0).to(tl.float32)
-            if GATED:
-                up += tl.load(BIAS + up_rows, mask=ok, other=0.0).to(tl.float32)
-        tl.store(H + pair * INNER + ri, activation(gate, up, ALPHA, LIMIT, ACT, GATED), mask=ok)
+            z += tl.load(BIAS + start[:, None] + near, mask=ok, other=0.0).to(tl.float32)
+        if GATED:
+            gate, up = tl.split(tl.reshape(z, (BLOCK_N, 2)))
+        else:
+            gate = tl.reshape(z, (BLOCK_N,))
+            up = gate
+        h = tl.where(rn < INNER, activation(gate, up, ALPHA, LIMIT, ACT, GATED), 0.0)
+        h = tl.reshape(h, (BLOCK_N // 16, 16))
+        grow, shrink = normaliser(tl.max(tl.abs(h), 1))
+        h = tl.reshape(h * grow[:, None], (BLOCK_N,))
+        if not CVT:
+            h *= 256.0
+        tl.store(H + pair * LENGTH + place_of_h(rn, LOG_L, SPARSE_DOWN, CVT), h.to(tl.float16), mask=rn < INNER)
+        block = first // 16 + tl.arange(0, BLOCK_N // 16)
+        tl.store(FACTOR + pair * (INNER // 16) + block, shrink, mask=block < INNER // 16)
 
 
-@triton.jit
-def weighted_down(
-    H, IDS, WEIGHTS, MAP, words, metas, scales, GLOBAL_SCALE, BIAS, pair, rn, T, E, MAP_SIZE, N, W, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """float32 ``[BLOCK_N]``: one pair's share of its token's result, zeros if its id is no expert."""
-    e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
-    valid = e >= 0
-    # Predicated loads instead of a branch: those of several experts are in flight together.
-    ok = rn < tl.where(valid, N, 0)
-    rows = tl.where(valid, e, 0) * N + rn
-    source = tl.where(valid, pair, T * TOP_K)  # a row beyond the last counts as zero: what lies in an unwritten row is not read
-    acc = tl.zeros((BLOCK_N, BLOCK_W if SPARSE else BLOCK_W // 2), tl.float32)
-    for k in range(0, BLOCK_W if ONE_STEP else W, BLOCK_W):
-        h = chunk_of(H, source, T * TOP_K, k, W, BLOCK_W, SPARSE, CVT, ASM)
-        acc += packed_dot(words, metas, scales, rows, ok, k, W, h, BLOCK_N, BLOCK_W, SPARSE, CVT, ASM)
-    z = tl.sum(acc, 1) * tl.load(GLOBAL_SCALE + e, mask=valid, other=0.0)
-    if HAS_BIAS:
-        z += tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)
-    if not ON_INPUT:
-        z = z * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
-    return z
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["T", "E", "MAP_SIZE"])
 def moe_decode_down(
-    H, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, UNITS, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    H, FACTOR, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPARSE: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Y[token, n] = sum over the token's experts of weight * (h @ down[expert].T + bias)"""
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
     metas = META.to(tl.pointer_type(tl.int16), bitcast=True) if SPARSE else words  # one 16-bit word for each word of kept codes
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    W = UNITS * UNIT
-    blocks = tl.cdiv(N, BLOCK_N)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    rn = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    y = tl.zeros((BLOCK_N,), tl.float32)
-    if ONE_STEP and TOP_K <= 16:  # unrolled, so that the loads of one expert need not wait for the sums of the one before
-        for j in tl.static_range(TOP_K):
-            y += weighted_down(
-                H, IDS, WEIGHTS, MAP, words, metas, scales, GLOBAL_SCALE, BIAS, token * TOP_K + j, rn, T, E, MAP_SIZE, N, W,
-                TOP_K, ON_INPUT, HAS_MAP, HAS_BIAS, SPARSE, BLOCK_N, BLOCK_W, ONE_STEP, CVT, ASM,
-            )  # fmt: skip
+    halves = H.to(tl.pointer_type(tl.int32), bitcast=True)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    MASKED: tl.constexpr = K % BLOCK_K != 0
+    token = (tl.program_id(0) % T).to(tl.int64)  # fastest: see moe_decode_up
+    first = (tl.program_id(0) // T).to(tl.int64) * BLOCK_N
+    rn = first + tl.arange(0, BLOCK_N)
+    near = tl.broadcast_to(tl.arange(0, BLOCK_N).to(tl.int64)[None, :], (GROUPS, BLOCK_N))
+    ALL: tl.constexpr = (TOP_K + GROUPS - 1) // GROUPS * STEPS  # steps through K of each group of experts
+    acc = tl.zeros((BLOCK_K // 32, GROUPS, BLOCK_N), tl.float32)
+    if HAS_BIAS:
+        bias = tl.zeros((GROUPS, BLOCK_N), tl.float32)
+    pair, e, valid, start, ok = experts_of(IDS, MAP, token, 0, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
+    w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE)
+    share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if UNROLL:
+        for i in tl.static_range(ALL):
+            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED)
+            if HAS_BIAS and i % STEPS == 0:
+                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near, valid, ok, ON_INPUT)
+            if i + 1 < ALL:
+                if (i + 1) % STEPS == 0:
+                    pair, e, valid, start, ok = experts_of(IDS, MAP, token, (i + 1) // STEPS * GROUPS, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
+                    share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
+                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
+            acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+            if i + 1 < ALL:
+                w, m, s = wn, mn, sn
     else:
-        for j in range(TOP_K):
-            y += weighted_down(
-                H, IDS, WEIGHTS, MAP, words, metas, scales, GLOBAL_SCALE, BIAS, token * TOP_K + j, rn, T, E, MAP_SIZE, N, W,
-                TOP_K, ON_INPUT, HAS_MAP, HAS_BIAS, SPARSE, BLOCK_N, BLOCK_W, ONE_STEP, CVT, ASM,
-            )  # fmt: skip
-    tl.store(Y + token * N + rn, y.to(Y.dtype.element_ty), mask=rn < N)
+        for i in range(ALL):
+            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED)
+            if HAS_BIAS:
+                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near, valid, ok & (i % STEPS == 0), ON_INPUT)
+            pair, e, valid, start, ok = experts_of(IDS, MAP, token, (i + 1) // STEPS * GROUPS, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
+            share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
+            wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
+            acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+            w, m, s = wn, mn, sn
+    y = tl.sum(acc, 0)
+    if HAS_BIAS:
+        y += bias
+    tl.store(Y + token * N + rn, tl.sum(y, 0).to(Y.dtype.element_ty), mask=rn < N)
+
+
+@triton.jit
+def experts_of(IDS, MAP, token, begin, first, rn, E, MAP_SIZE, N, EVEN: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, GROUPS: tl.constexpr):
+    """Of a token's choices ``begin .. begin + GROUPS``: pairs, experts, whether there is one, the first of the program's rows of each, which rows to load."""
+    choice = begin + tl.arange(0, GROUPS)
+    pair = token * TOP_K + choice
+    e = tl.load(IDS + pair, mask=choice < TOP_K, other=-1).to(tl.int64)
+    if HAS_MAP:
+        known = (e >= 0) & (e < MAP_SIZE)
+        e = tl.load(MAP + e, mask=known, other=-1).to(tl.int64)
+    valid = (e >= 0) & (e < E)
+    e = tl.where(valid, e, 0)
+    ok = tl.broadcast_to(valid[:, None], (GROUPS, rn.shape[0])) if EVEN else valid[:, None] & (rn < N)[None, :]
+    return pair, e, valid, e * N + first, ok
+
+
+@triton.jit
+def share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT: tl.constexpr):
+    share = tl.load(GLOBAL_SCALE + e, mask=valid, other=0.0)
+    if not ON_INPUT:
+        share = share * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
+    return share
+
+
+@triton.jit
+def biases_of(BIAS, WEIGHTS, pair, rows, valid, ok, ON_INPUT: tl.constexpr):
+    bias = tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)
+    if not ON_INPUT:
+        bias = bias * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+    return bias
