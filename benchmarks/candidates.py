@@ -14,15 +14,17 @@ from pathlib import Path
 
 import torch
 from dense import SHAPES, error, floor_us, reference, weights
+from sparse import reference as sparse_reference
+from sparse import sparse_weights
 from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
 from fp4_inductor import dispatch
-from fp4_inductor.formats import e2m1, nvfp4
 from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.linear_w4a4 import configs as w4a4
 from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
 from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
+from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
 from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
@@ -46,32 +48,15 @@ def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
 
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
     yield None
-    tiles = ((64, 2, 4),) if m <= 64 else ((64, 2, 4), (128, 1, 4)) if m <= 128 else ((128, 1, 4), (256, 1, 4))
-    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
+    tokens = next((t for t in (8, 16, 32, 64) if m <= t), 128)
+    tiles = ((256, tokens), *([(128, tokens)] if tokens <= 64 else []))
+    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
 
 
 def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
     yield None
     tiles = ((2, 16, 2), (4, 8, 3), (2, 8, 2)) if m <= 8 else ((2, 8, 3), (4, 8, 2), (2, 8, 2)) if m <= 16 else ((2, 8, 2),)
     yield from (SparseSmallConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
-
-
-def sparse_weights(n: int, k: int, count: int, device: str):
-    """Random bytes and random legal metadata."""
-    legal = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8, device=device)
-    values = torch.randint(0, 256, (count, n, k // 4), dtype=torch.uint8, device=device)
-    meta = legal[torch.randint(0, 6, (count, n, k // 8), device=device)] | legal[torch.randint(0, 6, (count, n, k // 8), device=device)] << 4
-    scale = torch.randint(0x30, 0x48, (count, n, k // 16), dtype=torch.uint8, device=device).view(nvfp4.SCALE_DTYPE)
-    return values, meta, scale, torch.full((), 2.0**-8, device=device)
-
-
-def sparse_reference(x, values, meta, scale, g):
-    n, groups = values.shape
-    nibbles = torch.stack((meta & 15, meta >> 4), -1).reshape(n, groups).long()
-    w = torch.zeros(n, groups, 4, device=x.device)
-    for place, code in ((nibbles & 3, values & 15), (nibbles >> 2, values >> 4)):
-        w.scatter_(2, place[..., None], e2m1.decode(code)[..., None])
-    return x[:64].double() @ (w.view(n, -1) * scale.float().repeat_interleave(16, 1) * g).double().T
 
 
 def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torch.Tensor, copies: int, facts: dict) -> dict:
@@ -144,7 +129,7 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
             yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og), want, count, facts)
-        if "wide" in kinds and m >= 16:
+        if "wide" in kinds and m >= 2:
             for tile in wide_tiles(m):
                 yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile), expected, count, facts)
         if "mid" in kinds and 8 <= m <= 256:
@@ -155,6 +140,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "sparse" in kinds and m <= sparse.MAX_M:
             v, e, ss, sg = sp
             want = sparse_reference(x, v[0], e[0], ss[0], sg)
+            if m == 1:
+                yield measure("sparse gemv", None, lambda i: launch_sparse.gemv(x, v[i], e[i], ss[i], sg), want, count, facts)
+            else:
+                yield measure("sparse triton", None, lambda i: launch_sparse.mid(x, v[i], e[i], ss[i], sg), want, count, facts)
             for tile in sparse_tiles(m):
                 yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, host.arch(x.device), tile), want, count, facts)
 

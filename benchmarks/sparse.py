@@ -46,6 +46,13 @@ def sparse_weights(n: int, k: int, count: int, device: str):
     return values, sparse24.pack_meta(nibbles), scale, torch.tensor(0.37, device=device)
 
 
+def reference(x: torch.Tensor, values: torch.Tensor, meta: torch.Tensor, scale: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """float64 ``[M, N]`` of at most 64 rows."""
+    from fp4_inductor.formats import sparse24
+
+    return x[:64].double() @ sparse24.dequantize_sparse24(values, meta, scale, g, torch.float32).double().T
+
+
 def measure(k: int, n: int, m: int, device: str) -> dict:
     """One row: microseconds of the sparse call, of the dense one and of bf16, in this order on the same copies."""
     from dense import FLOORS
@@ -67,10 +74,8 @@ def _sparse_us(x: torch.Tensor, n: int, count: int, time_us: Callable) -> tuple[
     """``(us, relative error against float64)``; the weights are freed on return."""
     from dense import error
 
-    from fp4_inductor.formats import sparse24
-
     values, meta, scale, g = sparse_weights(n, x.shape[1], count, x.device.type)
-    want = x[:64].double() @ sparse24.dequantize_sparse24(values[0], meta[0], scale[0], g, torch.float32).double().T
+    want = reference(x, values[0], meta[0], scale[0], g)
     wrong = error(torch.ops.fp4.sparse_linear(x, values[0], meta[0], scale[0], g), want)
     return time_us(lambda i: torch.ops.fp4.sparse_linear(x, values[i], meta[i], scale[i], g), count), wrong
 

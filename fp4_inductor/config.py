@@ -191,8 +191,8 @@ class DispatchConfig:
         unproven: what a compiled graph does when M cannot be proven to lie in one regime: ``"guard"`` (one graph per
             regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
-        candidates: kernels whose rows are off by default because nobody has timed them on a GPU yet, e.g. ``("cuda_mid",)``. One that
-            is named here serves its regime in place of that regime's other rows.
+        candidates: kernels whose rows are off by default, because nobody has timed them on a GPU yet or because they lost where somebody did,
+            e.g. ``("cuda_mid",)``. One that is named here serves its regime in place of that regime's other rows.
     """
 
     thresholds: tuple[tuple[str, int], ...] = ()

@@ -84,7 +84,8 @@ def test_candidates(monkeypatch, tmp_path):
     for name in ("small", "small_early", "middle"):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
-    monkeypatch.setattr(candidates.sparse, "linear", lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
+    for owner, name in ((candidates.sparse, "linear"), (candidates.launch_sparse, "gemv"), (candidates.launch_sparse, "mid")):
+        monkeypatch.setattr(owner, name, lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
 
     def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None):
         if name.endswith("glu"):
@@ -98,11 +99,11 @@ def test_candidates(monkeypatch, tmp_path):
     monkeypatch.setattr(candidates, "BOUND", 8e-3)  # the stand-ins round on the way
     for name in ("triton", "cuda"):
         monkeypatch.setattr(candidates.launch_w4a4, name, lambda *args: torch.ops.fp4.linear_w4a4(*args[:8]))
-    rows = list(candidates.shape(128, 64, (4, 40), candidates.KINDS, "cpu"))
+    rows = list(candidates.shape(128, 64, (1, 4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "mid", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
-    assert kinds == {"current", "small", "small pdl", "current K+16", "any_k K+16", "mid", "wide", "sparse"} | fused | {
+    assert kinds == {"current", "small", "small pdl", "current K+16", "any_k K+16", "mid", "wide", "sparse", "sparse gemv", "sparse triton"} | fused | {
         "siblings apart", "siblings", "glu apart", "residual apart"
     }  # fmt: skip
     for row in rows:

@@ -95,6 +95,33 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
+// --- sm_90: copies of whole tiles, and barriers in shared memory that count the bytes that have arrived ----------------------
+
+// A barrier of 8 bytes that completes a phase with `arrivals`, and with the bytes that these promised. Once, before publish_counters().
+__device__ __forceinline__ void counter_init(Shared counter, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(counter), "r"(arrivals) : "memory");
+}
+// Between counter_init() and the __syncthreads behind which others use the counters.
+__device__ __forceinline__ void publish_counters() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void counter_arrive(Shared counter) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(counter) : "memory"); }
+// Arrives, too; call it before the copy.
+__device__ __forceinline__ void counter_promise(Shared counter, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
+}
+// Until phase `parity` (0, 1, 0, ...) is complete.
+__device__ __forceinline__ void counter_wait(Shared counter, int parity) {
+  asm volatile("{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;}" ::"r"(counter), "r"(parity) : "memory");
+}
+// One thread copies; addresses and bytes are multiples of 16.
+__device__ __forceinline__ void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes), "r"(counter) : "memory");
+}
+
+// A call of two kernels, the second launched by launch_second(): it may begin when every block of the first has called let_second_begin(),
+// and what the first wrote is there behind wait_for_first().
+__device__ __forceinline__ void let_second_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_first() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Clusters exist from sm_90; elsewhere a block is alone in its cluster.
 __device__ __forceinline__ int cluster_size() {
   uint32_t n = 1;
@@ -220,7 +247,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], Shared row) {
 // --- host --------------------------------------------------------------------------------------------------------------
 
 // blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
-template <typename... P, typename... A>
+template <bool EARLY = kBeginsEarly, typename... P, typename... A>
 cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
   if (shared_bytes > 48 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -232,7 +259,7 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {1, 1, (unsigned)cluster};
   }
-  if (kBeginsEarly) {
+  if (EARLY) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -244,6 +271,12 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, (P)arguments...);
+}
+
+// Right behind the first kernel of the call, with which it may overlap (sm_90).
+template <typename... P, typename... A>
+cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
+  return launch<true>(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...);
 }
 
 }  // namespace fp4

@@ -11,6 +11,7 @@ namespace {
 
 using namespace fp4;
 
+constexpr int kBlockRows = 128;
 constexpr int kPitch = kStepK * 2 + 64;  // bytes of one token's activations of a step; 64 more keep quads off each other's banks
 
 template <int R, int TILES, int GROUPS> struct Shape {
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(Shape<R, TILES, GROUPS>::kThreads, 1) linear_m
   const int m0 = blockIdx.y * S::kTokens;
   const int steps = (K + kStepK - 1) / kStepK, first = rank * GROUPS + group, stride = splits * GROUPS;
   uint8_t* ring = shared + warp * Stream::kBytes;
-  const Stream weights{ring, shared_address(ring), q, scale, first_row<T>(blockIdx.x * kBlockColumns<T>, row_warp * 16 * R, N), N, K, lane};
+  const Stream weights{ring, shared_address(ring), q, scale, first_row<T, kBlockRows>(blockIdx.x * kBlockColumns<T, kBlockRows>, row_warp * 16 * R, N), N, K, lane};
   uint8_t* tiles = shared + S::kRowWarps * GROUPS * Stream::kBytes + group * 2 * S::kTile;
 
   uint4 next[S::kChunks];
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(Shape<R, TILES, GROUPS>::kThreads, 1) linear_m
 
   copy_async_wait<0>();
   __syncthreads();
-  sum_groups_and_store<T, R, TILES, GROUPS, kBlockRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kBlockColumns<T>, m0,
+  sum_groups_and_store<T, R, TILES, GROUPS, kBlockRows>(acc, shared, group, row_warp, splits, rank, blockIdx.x * kBlockColumns<T, kBlockRows>, m0,
                                                        {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
 
@@ -100,7 +101,7 @@ template <typename T, int R, int TILES, int GROUPS, int STAGES, bool ANY_K = fal
   constexpr int bytes = S::kRowWarps * GROUPS * WeightStream<T, R, STAGES, ANY_K>::kBytes + GROUPS * 2 * S::kTile;
   static_assert(kGroupSumBytes<TILES, kBlockRows> <= bytes, "partial sums reuse the buffers");
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  const dim3 blocks((p.columns() + kBlockColumns<T> - 1) / kBlockColumns<T>, (p.M + S::kTokens - 1) / S::kTokens, splits);
+  const dim3 blocks((p.columns() + kBlockColumns<T, kBlockRows> - 1) / kBlockColumns<T, kBlockRows>, (p.M + S::kTokens - 1) / S::kTokens, splits);
   return launch(linear_mid<T, R, TILES, GROUPS, STAGES, ANY_K>, blocks, S::kThreads, bytes, splits, p, stream);
 }
 

@@ -30,11 +30,11 @@ cudaError_t launch(Kernel kernel, dim3 blocks, int threads, int shared_bytes, in
   return launch(kernel, blocks, threads, shared_bytes, cluster, stream, p.x, p.q, p.scale, p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
 }
 
-// In kernels whose blocks own 128 rows: the columns of y of a block, and where in W a warp's rows begin, which are the block's from `local` on.
-constexpr int kBlockRows = 128;
-template <typename T> constexpr int kBlockColumns = kBlockRows / Result<T>::kParts;
-template <typename T> __device__ __forceinline__ int first_row(int n0, int local, int N) {
-  return n0 + local + (local >= kBlockColumns<T> ? N / 2 - kBlockColumns<T> : 0);
+// In kernels whose blocks own ROWS rows between their warps: the columns of y of a block, and where in W a warp's rows begin, which
+// are the block's from `local` on.
+template <typename T, int ROWS> constexpr int kBlockColumns = ROWS / Result<T>::kParts;
+template <typename T, int ROWS> __device__ __forceinline__ int first_row(int n0, int local, int N) {
+  return n0 + local + (local >= kBlockColumns<T, ROWS> ? N / 2 - kBlockColumns<T, ROWS> : 0);
 }
 
 constexpr int kStepK = 128;  // k a step: a quad reads 64 contiguous bytes of a row

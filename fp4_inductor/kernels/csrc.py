@@ -34,6 +34,7 @@ class Kernel:
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: launched so that it may begin, and prefetch weights, while the kernel before it still runs (programmatic dependent launch).
+        scratch: it arranges the activations in memory of the caller's, :func:`scratch_elements`.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it.
     """
 
@@ -44,6 +45,7 @@ class Kernel:
     finish: str | None = "plain"
     early: bool = False
     activations: tuple[str, ...] = ("x",)
+    scratch: bool = False
 
     @property
     def codes(self) -> bool:
@@ -64,7 +66,7 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("tokens", "groups", "stages", "splits"), "mid"),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "splits"), "mid", scratch=True),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
@@ -73,6 +75,11 @@ FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
 
 KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
+
+
+def scratch_elements(name: str, m: int, k: int) -> int:
+    """Elements of the activations' dtype that a call needs besides its result."""
+    return -(-m // 128) * 128 * -(-k // 128) * 128 if KERNELS[name].scratch else 0
 
 
 def kernels_for(arch: int) -> list[str]:
@@ -197,7 +204,8 @@ def _through_ctypes(
             given: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) :]]
             pointers += [None if t is None else t.contiguous() for t in given[3:]]
             numbers += given[:3]
-        status = getattr(library, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, stream)
+        scratch = [torch.empty(scratch_elements(name, m, k), dtype=dtype, device=first.device)] if kernel.scratch else []
+        status = getattr(library, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))

@@ -15,14 +15,18 @@ import torch
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
 from .linear.configs import Epilogue
-from .table import EMULATED, REGIMES, ROWS, Row
+from .table import LOST, REGIMES, ROWS, Row
 
 
-def csrc_status(arch: int) -> str:
-    """Empty if the CUDA sources are compiled for ``arch`` (the first call compiles them, some seconds); else why they are not."""
+def csrc_status(arch: int, op: str = "linear") -> str:
+    """Empty if the CUDA kernels that serve ``op`` by default on ``arch`` are compiled (the first call compiles them, some seconds); else why not.
+
+    Where only candidates serve it, what is said of ``fp4.linear``.
+    """
     from . import csrc
 
-    return csrc.why_not("linear_small", arch)
+    names = {row.csrc for row in ROWS if row.op == op and row.csrc and not row.off and row.arch[0] <= arch <= row.arch[1]}
+    return next(filter(None, (csrc.why_not(name, arch) for name in sorted(names or {"linear_small"}))), "")
 
 
 def csrc_door(name: str, arch: int) -> str:
@@ -95,7 +99,7 @@ def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, 
 
 def describe_for(op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
     """As :func:`describe`, for the architecture of a device of this machine."""
-    csrc = csrc_status(arch) if any(row.csrc for row in ROWS if row.op == op) else ""
+    csrc = csrc_status(arch, op) if any(row.csrc for row in ROWS if row.op == op) else ""
     return Call(op, arch, dtype, n, k, large_m, csrc, experts, triton_version() if arch else (99, 0))
 
 
@@ -137,13 +141,13 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         raise ConfigError(
             "a threshold names an unknown regime", value=sorted(unknown), limit=list(REGIMES), remedy="Correct the names in DispatchConfig(thresholds=...)."
         )
-    emulated = {row.kernel for row in (*ROWS, *rows) if row.status == EMULATED}
-    strangers = set(config.candidates) - emulated
+    off = {row.kernel for row in (*ROWS, *rows) if row.off}
+    strangers = set(config.candidates) - off
     if strangers:
         raise ConfigError(
             "a candidate is not a kernel that waits to be switched on",
             value=sorted(strangers),
-            limit=sorted(emulated),
+            limit=sorted(off),
             remedy="Correct the names in DispatchConfig(candidates=...).",
         )
     accepted, refused = [], []
@@ -153,8 +157,9 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
         why = _refusal(row, call)
         if row.m_per_expert and row.max_m is not None:
             row = replace(row, max_m=max(row.max_m, int(row.m_per_expert * call.experts)))
-        if why is None and row.status == EMULATED and row.kernel not in config.candidates:
-            why = f'{row.status} on a GPU: switch it on with fp4_inductor.dispatch(candidates=("{row.kernel}",))'
+        if why is None and row.off and row.kernel not in config.candidates:
+            state = f"{row.status} ({row.reason})" if row.status == LOST else f"{row.status} on a GPU"
+            why = f'{state}: switch it on with fp4_inductor.dispatch(candidates=("{row.kernel}",))'
         if why is None and row.regime in overrides:
             if row.max_m is None:
                 pass  # the last resort has no bound to override
@@ -168,8 +173,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
             accepted.append(row)
         else:
             refused.append(Refused(row, why))
-    candidates = {row.regime: row.kernel for row in accepted if row.status == EMULATED}
-    for row in [r for r in accepted if r.status != EMULATED and r.regime in candidates]:
+    candidates = {row.regime: row.kernel for row in accepted if row.off}
+    for row in [r for r in accepted if not r.off and r.regime in candidates]:
         accepted.remove(row)
         refused.append(Refused(row, f"the candidate {candidates[row.regime]} is switched on in its place"))
     for row in [r for r in accepted if r.without in {other.regime for other in accepted}]:
@@ -212,6 +217,8 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f"needs Triton {row.triton[0]}.{row.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
     if call.k % row.k_multiple:
         return f"K = {call.k} is not a multiple of {row.k_multiple}"
+    if row.max_weights is not None and call.n * call.k > row.max_weights:
+        return f"N * K = {call.n * call.k} is more than {row.max_weights}"
     if call.n % row.n_multiple:
         return f"N = {call.n} is not a multiple of {row.n_multiple}"
     return None

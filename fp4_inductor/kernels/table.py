@@ -19,9 +19,12 @@ HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
 NVFP4 = ("nvfp4",)
 
-# A row that is only emulated never serves a call by itself: DispatchConfig(candidates=...) switches it on.
-Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed"]
+# A row that is only emulated, or that lost where it was measured, never serves a call by itself: DispatchConfig(candidates=...) switches it on.
+Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed", "measured, off"]
 EMULATED: Status = "emulated, not timed"
+LOST: Status = "measured, off"
+MEASURED: Status = "measured on H200"
+COMPILED: Status = "compiled, not run"
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,10 @@ class Row:
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
         siblings: serves several layers of one call, each with a global scale of its own; else they are called one by one.
-            ``status`` speaks of one layer: no merged call has run on a GPU yet.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         min_m: fewer rows than that are left to the row without a limit, unless another row has them.
+        max_weights: of a larger weight, N * K, another row is the better one.
         triton: the oldest Triton that compiles it.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
@@ -65,6 +68,12 @@ class Row:
     min_m: int = 1
     m_per_expert: float = 0.0
     triton: tuple[int, int] = (0, 0)
+    max_weights: int | None = None
+
+    @property
+    def off(self) -> bool:
+        """Serves only where ``DispatchConfig(candidates=...)`` names its kernel."""
+        return self.status in (EMULATED, LOST)
 
     @property
     def batch(self) -> str:
@@ -105,24 +114,36 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
 
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
 _SMALL = (
-    "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; "
-    "the scales of siblings (emulated) are applied behind the loop, which keeps its instructions and registers"
+    "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
+    "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
 )
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
-_PDL = "cuda_small, begun while the kernel before it still runs, its first weights prefetched: 1 to 2 us a call predicted; no kernel right before it may write weights"
+_ANY_K = (
+    "cuda_small with narrower copies where K is only a multiple of 16: 7.8 us at N = 4096, K = 4112, M = 1 and 2, where the GEMV takes 8.5 and 9.8; 20.2 us at "
+    "N = 8192, K = 8208, where it takes 26.6 and 30; 29.7 for M = 16, where triton_mid takes 49"
+)
+_PDL = "cuda_small, begun while the kernel before it still runs, its first weights prefetched; no kernel right before it may write weights"
+_PDL_90 = _PDL + ". 6.5 us for 6.7 at N = K = 4096, M = 2, and 8.2 for 9.5 at M = 16, but 21.0 for 17.3 at N = K = 8192, M = 2: its tiles there are not right"
 _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kernel behind an operator that Inductor cannot fuse with"
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
+_THEN_90 = _THEN + ". With a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; 27.6 and 28.2 at M = 16; at M = 32 34.1 and 32.8"
+_PAIRED_90 = _PAIRED + ". 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7, in eager steps 12.4; 32.5 at N = K = 8192, M = 32: 30.8, 37.5"
 _CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
 _CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
 _W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
 _BLOCK_SCALED = "FP4 tensor cores take codes and E4M3 scales as they lie in memory"
-_SPARSE_GEMV = "kept codes and gathered activations; its prototype ran level with the dense GEMV (14.1 us at 8192x8192), 22% fewer bytes"
+_SPARSE_GEMV = "kept codes and gathered activations, 22% fewer bytes"
+_SPARSE_GEMV_90 = _SPARSE_GEMV + ": 5.4 us at N = K = 4096, where cuda_sparse_small takes 6.3; at N = K = 8192 20.1 and 16.1"
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
+_SPARSE_SMALL_90 = _SPARSE_SMALL + ". 16.1 us at N = K = 8192, M = 1 to 8, and 28.5 at M = 32, where the Triton kernel takes 57 to 60 and 85, bf16 cuBLAS 35"
+_SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time on an H200, which has not run here either"
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
+_SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
 _SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits instead of 4.5"
+_SPARSE_FP8_90 = _SPARSE_FP8 + ": 0.83 to 0.93 of its time; 524 us at N = K = 8192, M = 4096, bf16 cuBLAS 753"
 _DECODE = "two launches; while T * k <= E / 2 few pairs share an expert, so every weight is read about once"
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = "from 64 tokens an expert the pass that makes transient FP8 weights pays; at most 256 MB of them at once"
@@ -131,11 +152,14 @@ _SPARSE_GROUPED = "the dense kernel on codes decompressed in registers: nothing 
 _GROUPED_DENSE = "as above in bfloat16, at most 256 MB of transient weights at once"
 
 
-def _with_epilogue(op: str, finish: str, reason: str) -> tuple[Row, ...]:
-    """The CUDA kernels of fp4.linear with more behind their sums. M = 1 stays with the GEMV, which is ahead there."""
-    small = [((90, 90), 32), ((80, 89), 16), ((100, 129), 16)]
+def _with_epilogue(op: str, finish: str, reason: str, measured: str, max_m: int) -> tuple[Row, ...]:
+    """The CUDA kernels of fp4.linear with more behind their sums. M = 1 stays with the GEMV, which is ahead there.
+
+    ``measured``: the reason on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
+    """
+    small = (((90, 90), max_m, measured, MEASURED), ((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
     return (
-        *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_small_{finish}", min_m=2) for a, m in small),
+        *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, k_multiple=64, csrc=f"linear_small_{finish}", min_m=2) for a, m, why, s in small),
         Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
         Row(op, "mid", f"cuda_wide_{finish}", (90, 90), 256, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_wide_{finish}", min_m=33),
     )
@@ -153,7 +177,7 @@ ROWS: tuple[Row, ...] = (
         "runs in CI",
         WEIGHT_ONLY,
     ),
-    Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, _GEMV, "measured on H200", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, _GEMV, "measured on H200", k_multiple=64, siblings=True),
     Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run", siblings=True),
     Row(
@@ -180,12 +204,12 @@ ROWS: tuple[Row, ...] = (
         (90, 90),
         32,
         HALF,
-        "cuda_small with narrower copies where K is only a multiple of 16",
-        EMULATED,
+        _ANY_K,
+        "measured on H200",
         csrc="linear_small",
         siblings=True,
     ),
-    Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
+    Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL_90, LOST, k_multiple=64, csrc="linear_small_pdl", siblings=True),
     Row("linear", "small", "cuda_small_pdl", (100, 129), 16, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid", siblings=True),
     Row("linear", "mid", "cuda_wide", (90, 90), 256, HALF, _CUDA_WIDE, EMULATED, k_multiple=64, csrc="linear_wide", siblings=True),
@@ -218,9 +242,9 @@ ROWS: tuple[Row, ...] = (
     Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True, triton=(3, 8)),
     Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, "compiled, not run", siblings=True),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
-    *_with_epilogue("linear_glu", "glu", _PAIRED),
+    *_with_epilogue("linear_glu", "glu", _PAIRED, _PAIRED_90, 32),
     Row("linear_glu", "unfused", "linear, then act * up", (0, 129), None, ANY, "fp4.linear by its own rows; the product is a pointwise kernel", "runs in CI"),
-    *_with_epilogue("linear_epilogue", "pointwise", _THEN),
+    *_with_epilogue("linear_epilogue", "pointwise", _THEN, _THEN_90, 16),
     Row("linear_epilogue", "unfused", "linear, then pointwise", (0, 129), None, ANY, "fp4.linear by its own rows; Inductor fuses the rest", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
     Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", "compiled, not run", k_multiple=1),
@@ -239,12 +263,29 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "transient weight in the activation's dtype", "compiled, not run", k_multiple=1),
     Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
-    Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
-    Row("sparse_linear", "small", "cuda_sparse_small", (90, 90), 32, HALF, _SPARSE_SMALL, EMULATED, k_multiple=32, csrc="sparse_linear_small"),
-    Row("sparse_linear", "small", "cuda_sparse_small", (80, 89), 16, HALF, _SPARSE_SMALL, EMULATED, k_multiple=32, csrc="sparse_linear_small"),
-    Row("sparse_linear", "small", "cuda_sparse_small", (100, 129), 16, HALF, _SPARSE_SMALL, EMULATED, k_multiple=32, csrc="sparse_linear_small"),
-    Row("sparse_linear", "mid", "triton_sparse_mid", (80, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
-    Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", (89, 129), None, BF16, _SPARSE_FP8, "compiled, not run", ("auto", "fp8"), 32, 16),
+    Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, _SPARSE_GEMV_90, "measured on H200", max_weights=2**26 - 1),
+    Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, _SPARSE_GEMV_90, "measured on H200", without="small"),
+    Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 89), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
+    Row("sparse_linear", "gemv", "triton_sparse_gemv", (100, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
+    *(
+        Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small")
+        for arch, m, why, status in (
+            ((90, 90), 32, _SPARSE_SMALL_90, MEASURED),
+            ((80, 89), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED),
+            ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED),
+        )
+    ),
+    Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200"),
+    Row("sparse_linear", "mid", "triton_sparse_mid", (80, 89), 64, HALF, _SPARSE_MID, "compiled, not run"),
+    Row("sparse_linear", "mid", "triton_sparse_mid", (100, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
+    *(
+        Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", arch, None, BF16, why, status, ("auto", "fp8"), 32, 16)
+        for arch, why, status in (
+            ((90, 90), _SPARSE_FP8_90, MEASURED),
+            ((89, 89), _SPARSE_FP8, COMPILED),
+            ((100, 129), _SPARSE_FP8, COMPILED),
+        )
+    ),
     Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense large_dense", "compiled, not run"),
     Row("moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.linear", "runs in CI"),
     Row("moe", "decode", "triton_moe_decode", (80, 129), 4, HALF, _DECODE, "compiled, not run", m_per_expert=0.5),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .._journal import Journal
-from ..kernels.select import Refused
+from .._torch import lowering as inductor
+from ..kernels.select import Plan, Refused
 from .regime import Decision
 
 
@@ -30,4 +33,20 @@ class Entry:
 
 
 _journal: Journal[Entry] = Journal()
-record, listen = _journal.record, _journal.listen
+listen = _journal.listen
+
+
+def record(plan: Plan, decision: Decision, m: Any, *, refused: Sequence[Refused] = (), module: str = "", note: str = "") -> Entry:
+    """The node being lowered, M rows of the call that ``plan`` is for.
+
+    Args:
+        refused: what else was not taken.
+        module: path of the layer, if not that of the node.
+        note: what else a reader of explain() should know.
+    """
+    call = plan.call
+    node, path = inductor.current_names()
+    op = "moe" if call.op == "sparse_moe" else call.op
+    dtype = str(call.dtype).removeprefix("torch.")
+    reasons = (*plan.refused, *refused)
+    return _journal.record(Entry(f"fp4.{op}", node, module or path, str(m), call.n, call.k, dtype, decision, reasons, call.arch, call.experts, note=note))

@@ -22,7 +22,7 @@ from ..ops.linear_siblings import row_scales, spans
 from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
 from . import linear_w4a4
-from .journal import Entry, record
+from .journal import record
 from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
 from .templates import arguments, bounds, gemv_grid, mid_grid
@@ -111,9 +111,7 @@ def product(
     call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    node, path = inductor.current_names()
-    dtype = str(x.get_dtype()).removeprefix("torch.")
-    entry = record(Entry(f"fp4.{name}", node, module or path, str(m), n, k, dtype, decision, (*options.refused, *refused), call.arch, note=note))
+    entry = record(options, decision, m, refused=refused, module=module, note=note)
     row = decision.row
     if row is None or call.arch == 0:
         return inductor.call_op(op, x, *weight, bias, large_m)

@@ -11,8 +11,8 @@ from ..kernels.linear.configs import Epilogue
 from ..kernels.select import plan
 from ..ops.linear_glu import ACTIVATIONS
 from . import linear
-from .journal import Entry, record
-from .regime import decide
+from .journal import record
+from .regime import decide, refusals
 
 fp4 = torch.ops.fp4
 
@@ -31,18 +31,13 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
     options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, large_m), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
-    if m == 0 or n == 0 or half_k == 0 or (decision.row is not None and not decision.row.csrc):
-        y = linear.lower(x, qdata, scale, global_scale, bias, large_m, refused=options.refused)
+    # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
+    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.csrc:
+        y = linear.lower(x, qdata, scale, global_scale, bias, large_m, refused=refusals(options, decision))
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
         return y if residual is None else inductor.add(y, residual)
-    node, module = inductor.current_names()
-    dtype = str(x.get_dtype()).removeprefix("torch.")
-    record(
-        Entry("fp4.linear_epilogue", node, module, str(m), n, half_k * 2, dtype, decision, options.refused, options.call.arch, note=f"in the kernel: {note}")
-    )
-    if decision.row is None:
-        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    record(options, decision, m, note=f"in the kernel: {note}")
     lead = x.get_size()[:-1]
 
     def rows(t):

@@ -13,7 +13,7 @@ from ..kernels import select
 from ..kernels.linear_fp8 import configs
 from ..kernels.select import plan
 from ..ops.linear_fp8 import transient
-from .journal import Entry, record
+from .journal import record
 from .quantize_rows import quantized_rows
 from .regime import decide
 
@@ -33,8 +33,7 @@ def lower(x, weight, weight_scale, bias=None, large_m="auto"):
         return inductor.call_op(fp4.linear_fp8.default, x, weight, weight_scale, bias, large_m)
     options = plan(select.describe("linear_fp8", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    node, module = inductor.current_names()
-    entry = record(Entry("fp4.linear_fp8", node, module, str(m), n, k, str(x.get_dtype()).removeprefix("torch."), decision, options.refused, options.call.arch))
+    entry = record(options, decision, m)
     if decision.row is None or decision.row.kernel not in _LOWER:
         return inductor.call_op(fp4.linear_fp8.default, x, weight, weight_scale, bias, large_m)
     lead = x.get_size()[:-1]

@@ -17,8 +17,8 @@ from ..kernels.linear_glu import configs
 from ..kernels.select import plan
 from ..ops.linear_glu import glu
 from . import linear
-from .journal import Entry, record
-from .regime import decide
+from .journal import record
+from .regime import decide, refusals
 
 fp4 = torch.ops.fp4
 
@@ -37,24 +37,20 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
     k = half_k * 2
     options = plan(select.describe("linear_glu", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    fused = decision.row is None or decision.row.csrc or decision.row.kernel in _LOWER
-    if m == 0 or n == 0 or k == 0 or not fused:
+    # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
+    row = decision.row
+    if m == 0 or n == 0 or k == 0 or row is None or not (row.csrc or row.kernel in _LOWER):
         note = f"{act}(gate) * up is pointwise work behind it"
         rows = [0, n // 2, n // 2, n]
-        return inductor.inline(_glu(act), linear.siblings(x, qdata, scale, global_scale, bias, rows, large_m, note, options.refused))
-    node, module = inductor.current_names()
-    dtype = str(x.get_dtype()).removeprefix("torch.")
-    note = linear.join(linear.together(), f"{act}(gate) * up")
-    entry = record(Entry("fp4.linear_glu", node, module, str(m), n, k, dtype, decision, options.refused, options.call.arch, note=note))
-    if decision.row is None:
-        return inductor.call_op(fp4.linear_glu.default, x, qdata, scale, global_scale, bias, act, large_m)
+        return inductor.inline(_glu(act), linear.siblings(x, qdata, scale, global_scale, bias, rows, large_m, note, refusals(options, decision)))
+    entry = record(options, decision, m, note=linear.join(linear.together(), f"{act}(gate) * up"))
     lead = x.get_size()[:-1]
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
-    if decision.row.csrc:
+    if row.csrc:
         then = Epilogue(starts=(n // 2,) if len(global_scale.get_size()) else (), act=act)
-        y = linear.call_csrc(decision.row.csrc, rows, (qdata, scale, global_scale), bias, options.call.arch, then)
+        y = linear.call_csrc(row.csrc, rows, (qdata, scale, global_scale), bias, options.call.arch, then)
     else:
-        y = _LOWER[decision.row.kernel](rows, qdata, scale, global_scale, bias, act, m, n // 2, k)
+        y = _LOWER[row.kernel](rows, qdata, scale, global_scale, bias, act, m, n // 2, k)
         entry.buffer = inductor.buffer_name(y)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n // 2])
 

@@ -16,7 +16,7 @@ from ..kernels.select import plan
 from ..kernels.table import Row
 from ..ops.linear_siblings import row_scales
 from ..ops.linear_w4a4 import dequantized
-from .journal import Entry, record
+from .journal import record
 from .regime import Decision
 from .templates import arguments, bounds, mid_grid
 
@@ -43,9 +43,7 @@ def lower(x_qdata, x_scale, row_scale, qdata, scale, global_scale, bias, dtype):
         return inductor.call_op(fp4.linear_w4a4.default, *x, *weight, bias, dtype)
     device, k = qdata.get_device(), half_k * 2
     options = plan(select.describe("linear_w4a4", device, dtype, n, k), dispatch_config())
-    decision = Decision(options.rows[-1], "proven")
-    node, module = inductor.current_names()
-    record(Entry("fp4.linear_w4a4", node, module, str(m), n, k, str(dtype).removeprefix("torch."), decision, options.refused, options.call.arch))
+    record(options, Decision(options.rows[-1], "proven"), m)
     y = product(x, weight, dtype, m, n, k)
     return y if bias is None else inductor.add(y, bias)
 

@@ -10,7 +10,7 @@ from .._torch import lowering as inductor
 from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.select import plan
-from .journal import Entry, record
+from .journal import record
 from .regime import Decision, decide
 
 fp4 = torch.ops.fp4
@@ -36,7 +36,5 @@ def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate
         options = plan(call, dispatch_config())
         decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
         decision = decision if decision.row is not None else Decision(None, "runtime", _RUNTIME)
-        node, module = inductor.current_names()
-        dtype = str(hidden.get_dtype()).removeprefix("torch.")
-        record(Entry("fp4.moe", node, module, str(m), width, k, dtype, decision, options.refused, call.arch, experts))
+        record(options, decision, m)
     return inductor.call_op(fp4.moe.default, hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ..config import DispatchConfig
-from ..kernels.select import Plan
+from ..kernels.select import Plan, Refused
 from ..kernels.table import Row
 
 How = Literal["proven", "guard", "runtime"]
@@ -30,6 +30,14 @@ class Decision:
     row: Row | None
     how: How
     note: str = ""
+
+
+def refusals(plan: Plan, decision: Decision) -> tuple[Refused, ...]:
+    """Why rows of a fused operator do not serve a call that is computed in steps: ``plan``'s own reasons, or that M is known at run time only."""
+    if decision.row is not None:
+        return plan.refused
+    late = f"decided at run time: {decision.note}"
+    return (*plan.refused, *(Refused(row, late) for row in plan.rows if row.regime != "unfused"))
 
 
 def decide(plan: Plan, m: Any, symbols: SymbolFacts, config: DispatchConfig) -> Decision:

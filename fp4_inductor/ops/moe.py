@@ -114,6 +114,14 @@ def local_ids(expert_ids: Tensor, expert_map: Tensor | None, experts: int) -> Te
     return torch.where((ids >= 0) & (ids < experts), ids, -1)
 
 
+def add_rows(out: Tensor, token: Tensor, y: Tensor) -> None:
+    """``out[token] += y``, in one order: a token that chose an expert twice occurs twice, and ``index_add_`` on a GPU would add in any."""
+    if out.is_cuda:
+        out.index_put_((token,), y, accumulate=True)
+    else:
+        out.index_add_(0, token, y)
+
+
 def used_experts(local: Tensor) -> list[int]:
     """Ascending ids that occur in ``local``, -1 left out. Reads values: not for a compiled graph."""
     return [e for e in torch.unique(local).tolist() if e >= 0]

@@ -31,6 +31,8 @@ def reference(
     inner = moe.columns(down_qdata, down_meta)
     local = moe.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
     weights = expert_weights.float()
+    # Gathered rows keep the layout of what they are gathered from, and a GEMM may sum transposed operands in another order.
+    grad, hidden = grad.contiguous(), hidden.contiguous()
     grad_hidden = torch.zeros_like(hidden, dtype=torch.float32, memory_format=torch.contiguous_format)
     grad_weights = torch.zeros_like(expert_weights, dtype=torch.float32, memory_format=torch.contiguous_format)
     for e in moe.used_experts(local):
@@ -49,7 +51,7 @@ def reference(
         if weight_on_input:
             grad_weights[token, slot] = (grad_x * x).sum(-1)
             grad_x = grad_x * w
-        grad_hidden.index_add_(0, token, grad_x)
+        moe.add_rows(grad_hidden, token, grad_x)
     return grad_hidden.to(hidden.dtype), grad_weights.to(expert_weights.dtype)
 
 

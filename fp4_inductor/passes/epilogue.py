@@ -1,12 +1,13 @@
-"""``act(linear) * mul + residual`` -> ``fp4.linear_epilogue``, where a CUDA kernel with such an epilogue is switched on.
+"""``act(linear) * mul + residual`` -> ``fp4.linear_epilogue``, where a CUDA kernel has such an epilogue and that saves a pointwise kernel.
 
 Inductor fuses what stands behind its own templates, but not behind an operator, which is what a CUDA kernel of csrc/ is in a graph.
-Each of the three steps may be missing; operands have the result's shape and dtype. Where no such kernel is switched on the graph
-stays as it is, and explain() says so.
+Each of the three steps may be missing; operands have the result's shape and dtype. Where there is no such kernel, or where a kernel of
+Inductor's reads the result and takes the steps with it (a residual in front of a norm), the graph stays as it is, and explain() says so.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import Graph, Node
 from .._torch.fx import in_one_mutation_region
 from ..config import dispatch_config
 from ..kernels import select
-from ..kernels.select import Plan, plan
+from ..kernels.select import Plan, Refused, plan
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
@@ -24,6 +25,12 @@ from .layout import is_call, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
+_VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.alias.default, aten.detach.default, operator.getitem,
+}  # fmt: skip
+_OPAQUE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
 LEFT_APART = "fp4_left_apart"  # node.meta: why what follows a linear layer is not done by its kernel
 
 
@@ -49,6 +56,9 @@ def fuse(graph: Graph) -> None:
         if not any(row.csrc for row in options.rows):
             linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.row.csrc)
             continue
+        if _kernel_follows(found.last):
+            linear.meta[LEFT_APART] = tuple(Refused(r, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc)
+            continue
         act = name_of(linear, found.chain) if found.chain else ""
         if act is None:  # nothing behind an unknown function can be had either
             continue
@@ -64,6 +74,17 @@ def _plan_of(linear: Node) -> Plan | None:
         return None
     large_m = args[5] if len(args) > 5 else "auto"
     return plan(select.describe("linear_epilogue", x.device, x.dtype, n, half_k * 2, large_m), dispatch_config())
+
+
+def _kernel_follows(node: Node) -> bool:
+    """Does a kernel that Inductor writes read ``node``, or a view of it? It computes ``node`` on the way, at the cost of a load or two."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            if _kernel_follows(user):
+                return True
+        elif user.op != "output" and user.target not in _OPAQUE and getattr(user.target, "namespace", "") != "fp4":
+            return True
+    return False
 
 
 def _behind(linear: Node) -> _Found:

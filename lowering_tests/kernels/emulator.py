@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp4_inductor._sources import csrc_dir
+from fp4_inductor.kernels import csrc
 
 FOLDER = Path(__file__).parent / "emulated"
 # Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
@@ -65,11 +66,20 @@ class Emulated:
         compiled = _compile(csrc_dir() / source, (*INSTRUMENTED, f"-DFP4_ARCH={arch}", *defines))
         library = compiled.with_suffix(".so")
         subprocess.run(["g++", "-shared", "-o", str(library), str(compiled), *map(str, _runtime())], check=True)
-        self.path = library
+        self.path, self.name = library, Path(source).stem
         self.library = ctypes.CDLL(str(library))
         self.library.emulator_allocate.restype = ctypes.c_void_p
         self.library.emulator_allocate.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
         self.library.emulator_message.restype = ctypes.c_char_p
+
+    @property
+    def function(self) -> str:
+        """The C function of the source."""
+        return f"fp4_{self.name}"
+
+    def scratch(self, m: int, k: int) -> int:
+        """Bytes that a call takes besides."""
+        return csrc.scratch_elements(self.name, m, k) * 2
 
     def put(self, t: Tensor | None, offset: int = 0) -> ctypes.c_void_p:
         """A copy of ``t`` in device memory, ``offset`` bytes past an aligned place."""
@@ -83,10 +93,12 @@ class Emulated:
         ctypes.memmove(place, t.data_ptr(), size)
         return ctypes.c_void_p(place)
 
-    def call(self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0, constants: Iterable[int] = ()) -> Tensor:
-        """``name(tensors..., out, rest..., stream)``; returns what was written to a copy of ``out``.
+    def call(
+        self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0, constants: Iterable[int] = (), scratch: int = 0
+    ) -> Tensor:
+        """``name(tensors..., out, rest..., [scratch,] stream)``; returns what was written to a copy of ``out``.
 
-        ``constants``: which of ``tensors`` a kernel that begins early may read before it has waited.
+        ``constants``: which of ``tensors`` a kernel that begins early may read before it has waited. ``scratch``: bytes of memory that the kernel takes besides.
 
         Raises:
             EmulatorError: a check of the emulator, or the status the function returned.
@@ -100,7 +112,8 @@ class Emulated:
                 if t is not None:
                     self.library.emulator_constant(pointers[i], ctypes.c_size_t(t.numel() * t.element_size()))
             place = self.put(out)
-            status = getattr(self.library, name)(*pointers, place, *rest, ctypes.c_void_p(None))
+            more = [self.put(torch.full((scratch,), 0xFF, dtype=torch.uint8))] if scratch else []
+            status = getattr(self.library, name)(*pointers, place, *rest, *more, ctypes.c_void_p(None))
             message = self.library.emulator_message().decode()
             if status or message:
                 raise EmulatorError(message or f"status {status}")

@@ -29,7 +29,7 @@ SOURCES = {
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
         lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
     ),
-    "gemm/linear_wide.cu": ((r"HGMMA\.64x256x16\.F32\.BF16", r"HGMMA\.64x64x16\.F32\s", COPY), lambda arch: 2 * 3),
+    "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x8x16\.F32\s", "UBLKCP", COPY), lambda arch: 2 * (9 + 5)),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
@@ -72,8 +72,8 @@ def check_compiled(source, arch, defines=()):
         assert re.search(instruction, sass), instruction
     assert (sass.count("ACQBULK") == len(kernels)) is early, "griddepcontrol.wait"
     assert not (early and ".CONSTANT" in "".join(re.findall(r"LDG\.E\.128\S*", sass))), "activations change while an early kernel runs"
-    # products in flight together: one wait a step, where ptxas puts one behind each if it cannot prove the registers free
-    assert 8 * sass.count("WARPGROUP.DEPBAR") == sass.count("HGMMA")
+    # products in flight together: one wait for two, and one at the end, where ptxas puts one behind each if it cannot prove the registers free
+    assert 8 * sass.count("WARPGROUP.DEPBAR") == 5 * sass.count("HGMMA")
 
 
 @needs_nvcc
@@ -95,6 +95,23 @@ def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):
         (tmp_path / "common" / "a.cuh").write_text(f"#define VALUE {value}\n")
         paths.append(build.cuda_library("one.cu", 90))
     assert paths[0] == paths[2] != paths[1]
+
+
+def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
+    """A library that failed to build must be known before a row that needs it is chosen, and candidates are not built unasked."""
+    asked = []
+    monkeypatch.setattr(csrc, "why_not", lambda name, arch: asked.append(name) or f"{name} is broken")
+    for op, arch, name in (
+        ("linear", 90, "linear_small"),
+        ("linear_glu", 90, "linear_small_glu"),
+        ("linear_epilogue", 90, "linear_small_pointwise"),
+        ("sparse_linear", 90, "sparse_linear_small"),
+        ("linear_glu", 80, "linear_small"),
+        ("linear_w4a4", 120, "linear_small"),
+    ):
+        assert select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc == f"{name} is broken"
+    assert set(asked) == {"linear_small", "linear_small_glu", "linear_small_pointwise", "sparse_linear_small"}
+    assert select.describe_for("moe", 90, torch.bfloat16, 64, 64).csrc == ""
 
 
 def test_without_nvcc_the_reason_is_told(monkeypatch):

@@ -11,11 +11,10 @@ from fp4_inductor._sources import csrc_dir
 from fp4_inductor.ops import linear
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
-from lowering_tests.kernels.test_emulated_linear import BF16, EACH, SMALL, error, weight
+from lowering_tests.kernels.test_emulated_linear import BF16, MID, SMALL, error, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 EARLY = ("-DFP4_PDL=1",)
-NAMES = {3: "fp4_linear_small", 5: "fp4_linear_mid", 4: "fp4_linear_wide"}
 # x, q, scale, global_scale, bias: what belongs to the layer
 CODES_AND_SCALES = (1, 2)
 
@@ -23,10 +22,10 @@ CODES_AND_SCALES = (1, 2)
 def run(kernel: Emulated, x, w, bias, tile, constants=CODES_AND_SCALES) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call(NAMES[len(tile)], (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *tile, constants=constants)
+    return kernel.call(kernel.function, (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *tile, constants=constants)
 
 
-@EACH
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2))], ids=["small", "mid"])
 def test_only_codes_and_block_scales_are_read_early(source, tile):
     for m, n, k in ((3, 70, 576), (9, 33, 1088)):
         x, w, bias = torch.randn(m, k).to(BF16), weight(n, k), torch.randn(n).to(BF16)

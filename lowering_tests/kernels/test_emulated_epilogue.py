@@ -20,8 +20,8 @@ from lowering_tests.kernels.test_emulated_linear import BF16, FP16, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 ACTS = ["", *ACTIVATIONS]
-TILES = {"linear_small": (2, 16, 2), "linear_mid": (2, 64, 2, 4, 2), "linear_wide": (64, 2, 4, 2)}
-OTHER_TILES = {"linear_small": (4, 8, 2), "linear_mid": (2, 64, 2, 4, 1), "linear_wide": (64, 2, 4, 1)}
+TILES = {"linear_small": (2, 16, 2), "linear_mid": (2, 64, 2, 4, 2), "linear_wide": (128, 16, 2)}
+OTHER_TILES = {"linear_small": (4, 8, 2), "linear_mid": (2, 64, 2, 4, 1), "linear_wide": (256, 16, 1)}
 
 
 def run(kernel: Emulated, name: str, x, w, bias, tile, then: Epilogue, columns: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def run(kernel: Emulated, name: str, x, w, bias, tile, then: Epilogue, columns: 
     starts = (*then.starts, *[0] * (2 - len(then.starts)))
     sizes = (m, n, k, int(x.dtype == FP16), *starts, ACTS.index(then.act))
     out = torch.full((m, columns), float("nan"), dtype=x.dtype)
-    return kernel.call(csrc.KERNELS[name].function, (x, *w, bias, then.mul, then.residual), out, *sizes, *tile)
+    return kernel.call(csrc.KERNELS[name].function, (x, *w, bias, then.mul, then.residual), out, *sizes, *tile, scratch=kernel.scratch(*x.shape))
 
 
 def library(name: str) -> Emulated:

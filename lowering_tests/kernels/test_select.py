@@ -12,11 +12,11 @@ from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.table import ANY, BATCH, EMULATED, HALF, REGIMES, ROWS, Row
+from fp4_inductor.kernels.table import ANY, BATCH, EMULATED, HALF, LOST, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 LARGE_M = ("auto", "fp8", "bf16", "nvfp4")
-SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048))  # N, K; FP8 GEMMs want both in multiples of 16
+SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048), (8192, 8192))  # N, K; FP8 GEMMs want both in multiples of 16
 CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
 CALLS = [
     Call(op, arch, dtype, n, k, large, csrc)
@@ -91,7 +91,7 @@ def test_one_ascending_list_that_ends_without_a_limit():
             assert call.dtype in row.dtypes
             assert call.large_m in row.large_m
             assert not (row.csrc and call.csrc)
-            assert row.status != EMULATED
+            assert not row.off
             assert row.without not in {other.regime for other in found.rows}
             assert call.k % row.k_multiple == 0
             assert call.n % row.n_multiple == 0
@@ -123,12 +123,18 @@ def test_a_reason_names_the_value():
             elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple):
                 assert why.startswith("emulated, not timed")
                 assert row.kernel in why
+            elif row.status == LOST and not (call.k % row.k_multiple or call.n % row.n_multiple):
+                assert why.startswith(f"measured, off ({row.reason})")
+                assert row.kernel in why
             elif call.k % row.k_multiple:
                 assert f"K = {call.k}" in why
                 assert str(row.k_multiple) in why
             elif call.n % row.n_multiple:
                 assert f"N = {call.n}" in why
                 assert str(row.n_multiple) in why
+            elif row.max_weights is not None and call.n * call.k > row.max_weights:
+                assert str(call.n * call.k) in why
+                assert str(row.max_weights) in why
             else:
                 assert "already serves M <=" in why or "is preferred" in why or why == f"the {row.without} regime serves this range", why
 
@@ -181,7 +187,8 @@ def test_which_kernel_multiplies_codes():
 def test_few_rows_never_pay_for_a_transient_weight(arch, dtype):
     for n, k in SHAPES:
         row = plan(Call("linear", arch, dtype, n, k), DEFAULT).pick(1)
-        assert row.regime == "gemv", (n, k)
+        assert row.regime == ("small" if arch == 90 and k % 64 else "gemv"), (n, k)
+        assert plan(Call("linear", arch, dtype, n, k, csrc="no nvcc"), DEFAULT).pick(1).regime == "gemv"
 
 
 def test_thresholds_override_rows():
@@ -260,10 +267,33 @@ def test_divisibility_that_a_new_row_may_ask_for():
 
 
 def test_a_stand_in_serves_what_the_small_kernel_cannot():
-    """Without nvcc, or with a K that the CUDA kernel does not take, M = 2 to 4 stays on the GEMV."""
-    for csrc, k, kernel in (("", 4096, "cuda_small"), ("no nvcc", 4096, "triton_gemv"), ("", 4096 + 32, "triton_gemv")):
-        found = plan(Call("linear", 90, torch.bfloat16, 4096, k, csrc=csrc), DEFAULT)
-        assert [found.pick(m).kernel for m in (1, 2, 4)] == ["triton_gemv", kernel, kernel]
+    """Without nvcc, or with a K that no CUDA kernel takes, M = 2 to 4 stays on the GEMV."""
+    gemv, small, any_k = "triton_gemv", "cuda_small", "cuda_small_any_k"
+    for arch, csrc, k, kernels in (
+        (90, "", 4096, [gemv, small, small, small]),
+        (90, "no nvcc", 4096, [gemv, gemv, gemv, "triton_mid"]),
+        (90, "", 4096 + 16, [any_k] * 4),
+        (90, "no nvcc", 4096 + 16, [gemv, gemv, gemv, "triton_mid"]),
+        (100, "", 4096 + 32, [gemv, gemv, gemv, "triton_mid"]),
+    ):
+        found = plan(Call("linear", arch, torch.bfloat16, 4096, k, csrc=csrc), DEFAULT)
+        assert [found.pick(m).kernel for m in (1, 2, 4, 32)] == kernels, (arch, csrc, k)
+
+
+def test_one_row_of_a_sparse_weight_goes_by_its_size():
+    """The GEMV is ahead for small weights, the CUDA kernel for large ones; without nvcc there is only the GEMV."""
+    gemv, small, mid = "triton_sparse_gemv", "cuda_sparse_small", "triton_sparse_mid"
+    for arch, csrc, n, kernels in (
+        (90, "", 4096, [gemv, small, small, mid]),
+        (90, "", 8192, [small, small, small, mid]),
+        (90, "no nvcc", 8192, [gemv, mid, mid, mid]),
+        (80, "", 8192, [gemv, small, mid, mid]),
+        (120, "", 8192, [gemv, small, mid, mid]),
+    ):
+        found = plan(Call("sparse_linear", arch, torch.bfloat16, n, n, csrc=csrc), DEFAULT)
+        assert [found.pick(m).kernel for m in (1, 2, 32, 33)] == kernels, (arch, csrc, n)
+    off = plan(Call("sparse_linear", 90, torch.bfloat16, 8192, 8192), DispatchConfig(thresholds={"small": 0}))
+    assert off.pick(1).kernel == gemv
 
 
 def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regime():
@@ -276,6 +306,11 @@ def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regim
     assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
     alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "mid": 700}))
     assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
+    measured = {r.row.kernel: r.reason for r in plan(call, DEFAULT).refused if r.row.arch == (90, 90)}["cuda_small_pdl"]
+    assert measured.startswith("measured, off (cuda_small, begun") and measured.endswith(
+        'switch it on with fp4_inductor.dispatch(candidates=("cuda_small_pdl",))'
+    )
+    assert plan(call, DispatchConfig(candidates=("cuda_small_pdl",))).pick(8).kernel == "cuda_small_pdl"
     # where it cannot run it takes nothing from the others
     elsewhere = plan(Call("linear", 89, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid",)))
     assert elsewhere.pick(33).kernel == "triton_mid"
@@ -294,15 +329,19 @@ def test_few_rows_stay_with_the_row_without_a_limit():
     """A kernel of fp4.linear_glu for M >= 2, 17 or 33 does not take what fp4.linear's own rows serve better."""
     fused, apart = [f"cuda_{size}_glu" for size in ("small", "mid", "wide")], "linear, then act * up"
     for names, want in (
-        (fused[:1], {1: apart, 2: fused[0], 32: fused[0], 33: apart}),
-        (fused[1:2], {1: apart, 16: apart, 17: fused[1], 128: fused[1], 129: apart}),
-        (fused[::2], {1: apart, 2: fused[0], 32: fused[0], 33: fused[2], 256: fused[2], 257: apart}),
-        ([fused[2]], {32: apart, 33: fused[2]}),
+        ([], {1: apart, 2: fused[0], 32: fused[0], 33: apart}),
+        (fused[1:2], {1: apart, 2: fused[0], 32: fused[0], 33: fused[1], 128: fused[1], 129: apart}),
+        (fused[2:], {1: apart, 2: fused[0], 32: fused[0], 33: fused[2], 256: fused[2], 257: apart}),
         (["triton_gemv_glu", *fused], {1: "triton_gemv_glu", 2: fused[0], 33: fused[1], 129: fused[2], 257: apart}),
     ):
         found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=tuple(names)))
         assert {m: found.pick(m).kernel for m in want} == want, names
         assert limits(found) == sorted(set(limits(found))) and found.bounds == tuple(row.max_m for row in found.rows[:-1])
+    with_gaps = DispatchConfig(candidates=("cuda_mid_glu",), thresholds={"small": 0})
+    found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), with_gaps)
+    assert {m: found.pick(m).kernel for m in (1, 16, 17, 128, 129)} == {1: apart, 16: apart, 17: fused[1], 128: fused[1], 129: apart}
+    then = plan(Call("linear_epilogue", 90, torch.bfloat16, 4096, 4096), DEFAULT)
+    assert [(row.kernel, row.max_m) for row in then.rows] == [("linear, then pointwise", 1), ("cuda_small_pointwise", 16), ("linear, then pointwise", None)]
     ended = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid_glu",), thresholds={"mid": 16}))
-    assert [row.kernel for row in ended.rows] == [apart]
+    assert [row.kernel for row in ended.rows] == [apart, fused[0], apart]
     assert any("serves M >= 17" in r.reason for r in ended.refused)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,33 +15,14 @@ from fp4_inductor.kernels import select, table
 from fp4_inductor.kernels.linear_glu import configs as glu_configs
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
-from fp4_inductor.modules import FP8Linear, SiblingWeight, pack_siblings
+from fp4_inductor.modules import FP8Linear
 from fp4_inductor.ops.linear_glu import ACTIVATIONS
 from fp4_inductor.passes import matches, reset_matches
-from lowering_tests.fake_cuda import call_body, generated_code, triton_ptx, triton_sources
+from lowering_tests.fake_cuda import NOT_COMPILED, call_body, generated_code, triton_ptx, triton_sources
+from lowering_tests.lowerings.decoder_block import Block
 
 BF16 = torch.bfloat16
-K, N, KV, INNER = 1024, 1024, 256, 1536
-
-
-class Block(nn.Module):
-    """q, k, v and a gated feed-forward layer on one normalised input, with a residual."""
-
-    def __init__(self, large_m="auto", shared=False, bias=True, **sizes):
-        super().__init__()
-        # Values of fake tensors cannot be compared.
-        with mock.patch.object(SiblingWeight, "refresh", lambda self: setattr(self, "shared", shared)):
-            self.register_buffer("w", torch.ones(K, dtype=BF16, device="cuda"))
-            self.q, self.k, self.v = (FP4Linear(K, n, bias=b and bias, device="cuda", large_m=large_m) for n, b in ((N, True), (KV, False), (KV, True)))
-            self.gate, self.up = (FP4Linear(K, INNER, device="cuda", large_m=large_m) for _ in range(2))
-            self.down = FP4Linear(INNER, K, device="cuda", large_m=large_m)
-            pack_siblings([self.q, self.k, self.v])
-            pack_siblings([self.gate, self.up])
-
-    def forward(self, x):
-        h = F.rms_norm(x, (K,), self.w)
-        heads = torch.cat([self.q(h) * 2, self.k(h) + 1, self.v(h)], -1)
-        return heads, x + self.down(F.silu(self.gate(h)) * self.up(h))
+K, N, KV, INNER = Block.K, Block.N, Block.KV, Block.INNER
 
 
 def compiled(m, build=Block, csrc=None, **options):
@@ -80,58 +60,93 @@ def test_no_weight_is_copied_and_one_input_is_written_once():
 
 
 def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
-    code, entries = compiled(8, csrc="")
-    assert kernels(entries) == [("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear", "cuda_small", 2 * INNER), ("fp4.linear", "cuda_small", K)]
-    assert [e.note.partition(";")[0] for e in entries] == ["one call for siblings: q, k, v", "one call for siblings: gate, up", ""]
-    calls = re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code))
-    assert sorted(calls) == sorted([f", 0, 0, 0, {N}, {N + KV}", f", 0, 0, 0, {INNER}", ""])  # torch 2.15 has another order
-    code, entries = compiled(8, build=lambda: Block(shared=True), csrc="")
-    assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
-    assert re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code)) == ["", "", ""]
+    for shared, scales in ((False, f", 0, 0, 0, {N}, {N + KV}"), (True, "")):
+        code, entries = compiled(8, build=lambda shared=shared: Block(shared=shared), csrc="")
+        assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
+        assert kernels(entries)[0] == ("fp4.linear", "cuda_small", N + 2 * KV)
+        assert [e.note.partition(";")[0] for e in entries[:2]] == ["one call for siblings: q, k, v", "one call for siblings: gate, up"]
+        assert re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code)) == [scales]
 
 
 def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
     rows = tuple(replace(row, siblings=False) if row.kernel == "cuda_small" else row for row in table.ROWS)
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, rows))
     code, entries = compiled(8, csrc="")
-    assert [e.n for e in entries if e.decision.row.kernel == "cuda_small"] == [N, KV, KV, INNER, INNER, K]
-    assert {e.module for e in entries} == {"q", "k", "v", "gate", "up", "down"}
-    assert all("takes one global scale" in e.note for e in entries[:5])
-    assert call_body(code).count("fp4_csrc.linear_small.default(") == 6
+    assert [e.n for e in entries if e.decision.row.kernel == "cuda_small"] == [N, KV, KV]
+    assert [e.module for e in entries[:3]] == ["q", "k", "v"]
+    assert all("takes one global scale" in e.note for e in entries[:3])
+    assert call_body(code).count("fp4_csrc.linear_small.default(") == 3
 
 
-def test_gate_times_up_and_the_residual_in_the_cuda_kernel_where_they_are_switched_on():
+def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
     reset_matches()
-    with dispatch(candidates=("cuda_small_glu", "cuda_small_pointwise")):
-        code, entries = compiled(8, csrc="")
-        assert kernels(entries) == [
-            ("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear_glu", "cuda_small_glu", 2 * INNER), ("fp4.linear_epilogue", "cuda_small_pointwise", K)
-        ]  # fmt: skip
-        assert [e.note for e in entries[1:]] == ["one call for siblings: gate, up; silu(gate) * up", "in the kernel: + residual"]
-        assert entries[2].module == "down"
-        assert matches() == {"siblings": 2, "linear_glu": 1, "linear_epilogue": 1}
-        body = call_body(code)
-        assert re.findall(r"linear_small_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1"]
-        assert re.findall(r"linear_small_pointwise\.default\(.*?, 90(.*?), in0\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
-        assert "triton_poi_fused_mul" not in body
-        assert re.search(r"return \(b\d+, b\d+, \)", body)
-        # M = 1 stays with the GEMV, behind which Inductor fuses; so does a middle M
-        for m, kernel in ((1, "triton_gemv"), (40, "triton_mid")):
-            code, entries = compiled(m, csrc="")
-            assert {e.decision.row.kernel for e in entries} == {kernel}
-            assert [e.op for e in entries] == ["fp4.linear"] * 3
-            assert "fp4_csrc" not in call_body(code)
-            assert len(re.findall(r"triton_(?:poi|tem|per|red)\w+\.run\(", call_body(code))) == len(
-                re.findall(r"triton_(?:poi|tem|per|red)\w+\.run\(", plain(m))
-            )
-    entries = compiled(8, csrc="")[1]
-    refused = {r.row.kernel: r.reason for e in entries for r in e.refused if r.row.arch == (90, 90)}
-    assert "candidates=" in refused["cuda_small_glu"] and "candidates=" in refused["cuda_small_pointwise"]
+    code, entries = compiled(8, csrc="")
+    assert kernels(entries) == [
+        ("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear_glu", "cuda_small_glu", 2 * INNER), ("fp4.linear_epilogue", "cuda_small_pointwise", K)
+    ]  # fmt: skip
+    assert [e.note for e in entries[1:]] == ["one call for siblings: gate, up; silu(gate) * up", "in the kernel: + residual"]
+    assert entries[2].module == "down"
+    assert matches() == {"siblings": 2, "linear_glu": 1, "linear_epilogue": 1}
+    body = call_body(code)
+    assert re.findall(r"linear_small_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1"]
+    assert re.findall(r"linear_small_pointwise\.default\(.*?, 90(.*?), in0\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
+    assert "triton_poi_fused_mul" not in body
+    assert re.search(r"return \(b\d+, b\d+, \)", body)
+    # above 16 rows only the product is ahead of a kernel of its own
+    assert [e.op for e in compiled(24, csrc="")[1]] == ["fp4.linear", "fp4.linear_glu", "fp4.linear"]
 
 
-def plain(m):
-    with dispatch(candidates=()):
-        return call_body(compiled(m, csrc="")[0])
+def launches(body: str) -> int:
+    return len(re.findall(r"(?:triton_(?:poi|tem|per|red)\w+\.run|fp4_csrc\.\w+\.default|torch\.ops\.fp4\.\w+\.default)\(", body))
+
+
+def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
+    """M = 1 stays with the GEMV, behind which Inductor fuses; so does a middle M; so do graphs whose M is dynamic, or known at run time only."""
+
+    def graph(m, off=False, unproven="guard", **options):
+        with dispatch(unproven=unproven, thresholds={"small": 0} if off else {}):
+            code, entries = compiled(m, csrc="", **options)
+        return entries, call_body(code)
+
+    dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
+    for m, kernel, options in ((1, "triton_gemv", {}), (40, "triton_mid", {}), (40, "triton_mid", dynamic)):
+        entries, body = graph(m, **options)
+        assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", kernel)] * 3
+        assert "fp4_csrc" not in body
+        assert launches(body) == launches(graph(m, off=True, **options)[1])
+    entries, body = graph(8, **dynamic)
+    assert [e.op for e in entries] == ["fp4.linear", "fp4.linear_glu", "fp4.linear_epilogue"]
+    assert {e.decision.how for e in entries} == {"guard"}
+    entries, body = graph(8, unproven="runtime", **dynamic)
+    assert {(e.op, e.decision.how) for e in entries} == {("fp4.linear", "runtime")}
+    assert "fp4.linear_glu" not in body and "fp4.linear_epilogue" not in body
+    assert launches(body) == launches(graph(8, off=True, unproven="runtime", **dynamic)[1])
+    late = {r.row.kernel for e in entries for r in e.refused if r.reason.startswith("decided at run time: ")}
+    assert late == {"cuda_small_glu", "cuda_small_pointwise"}
+
+
+def test_explain_says_why_the_cuda_kernels_do_not_serve():
+    def refused(cc=(9, 0), arch=(90, 90), **options):
+        entries = compiled(8, cc=cc, **options)[1]
+        assert {e.op for e in entries} == {"fp4.linear"}
+        return [{r.row.kernel: r.reason for e in entries for r in e.refused if r.row.arch == arch}[f"cuda_small_{what}"] for what in ("glu", "pointwise")]
+
+    assert refused() == [NOT_COMPILED] * 2
+    assert all("candidates=" in why for why in refused((8, 0), (80, 89), csrc=""))
+
+
+def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
+    """Its kernel reads the sum anyway: an addition in the matmul would save nothing."""
+
+    class Normed(Block):
+        def forward(self, x):
+            heads, y = super().forward(x)
+            return heads, y, F.rms_norm(y, (K,), self.w)
+
+    code, entries = compiled(8, build=Normed, csrc="")
+    assert [(e.op, e.decision.row.kernel) for e in entries][1:] == [("fp4.linear_glu", "cuda_small_glu"), ("fp4.linear", "cuda_small")]
+    assert len(re.findall(r"triton_\w+\.run\(", call_body(code))) == 3  # the first norm, the heads, the sum and its norm
+    assert any(r.row.kernel == "cuda_small_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
 
 
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])

@@ -21,7 +21,7 @@ from fp4_inductor.kernels import select
 from fp4_inductor.kernels.linear_w4a4 import configs
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests.fake_cuda import call, call_body, code_generation, generated_code, triton_ptx, triton_sources
-from lowering_tests.lowerings.test_fusion_code import Block
+from lowering_tests.lowerings.decoder_block import Block
 from lowering_tests.test_explain import explain_cuda
 
 BF16 = torch.bfloat16

@@ -54,11 +54,10 @@ class CudaMidConfig:
 
 @dataclass(frozen=True)
 class CudaWideConfig:
-    """Tile of ``csrc/gemm/linear_wide.cu``: as :class:`CudaMidConfig`, a weight decoded once for 64, 128 or 256 tokens."""
+    """Tile of ``csrc/gemm/linear_wide.cu``: ``rows`` of the weight and ``tokens`` a block, K split over ``splits`` blocks of a cluster."""
 
+    rows: int
     tokens: int
-    groups: int
-    stages: int
     splits: int = 1
 
 

@@ -38,11 +38,8 @@ def moe(
         x = (x * w if weight_on_input else x).to(torch.float32 if token.numel() <= _EXACT_ROWS else hidden.dtype)
         h = act(gate_up.product(e, x).float(), inner).to(x.dtype)
         y = down.product(e, h)
-        y = y.float() if weight_on_input else y * w  # the product of bfloat16 and float32 is float32
-        if out.is_cuda:  # a token that chose an expert twice: index_add_ would add in any order
-            out.index_put_((token,), y, accumulate=True)
-        else:
-            out.index_add_(0, token, y)
+        # The product of bfloat16 and float32 is float32.
+        contract.add_rows(out, token, y.float() if weight_on_input else y * w)
     return out.to(hidden.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``csrc/sparse/sparse_linear_small.cu`` (mma.sp), 1 to 32 rows. Emulated, not timed: no default row names it."""
+"""The CUDA kernel of ``csrc/sparse/sparse_linear_small.cu`` (mma.sp), 1 to 32 rows."""
 
 from __future__ import annotations
 

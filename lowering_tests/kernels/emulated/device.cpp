@@ -1,6 +1,7 @@
 // Arithmetic of device.h: what one lane multiplies, and what a warp's tensor core does with the fragments of its 32 lanes.
 #include "device.h"
 
+#include <algorithm>
 #include <map>
 #include <tuple>
 #include <vector>
@@ -165,11 +166,25 @@ void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], co
       128);
 }
 
-void wgmma_wait() {
+void wgmma_commit() {
+  emulated::together("wgmma.commit", nullptr, [](void**) { queue().push_back({}); }, 128);  // tiles == 0: the end of a group
+}
+
+void wgmma_wait_until(int open) {
   emulated::together(
-      "wgmma.wait", nullptr,
-      [](void**) {
-        for (const Pending& p : queue()) {
+      "wgmma.wait", &open,
+      [](void** lanes) {
+        const int left = *(int*)lanes[0];
+        std::vector<Pending>& all = queue();
+        int groups = (int)std::count_if(all.begin(), all.end(), [](const Pending& p) { return p.tiles == 0; });
+        if (left == 0 && !all.empty() && all.back().tiles) emulated::fail("wgmma: a product outside every committed group is never waited for");
+        while (groups > left) {
+          const Pending p = all.front();
+          all.erase(all.begin());
+          if (p.tiles == 0) {
+            --groups;
+            continue;
+          }
           std::vector<double> b(16 * 8 * p.tiles);
           for (int n = 0; n < 8 * p.tiles; ++n)
             for (int c = 0; c < 2; ++c) {
@@ -196,7 +211,6 @@ void wgmma_wait() {
                 }
           }
         }
-        queue().clear();
       },
       128);
 }

@@ -21,6 +21,16 @@ inline void let_next_begin() {}
 inline float load_float(const float* p) { return *p; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
+// Barriers that count bytes. A counter has no bytes of its own here: it is known by its address.
+inline void counter_init(Shared counter, int arrivals) { emulated::counter_init(counter, arrivals); }
+inline void publish_counters() {}
+inline void counter_arrive(Shared counter) { emulated::counter_arrive(counter, 0); }
+inline void counter_promise(Shared counter, int bytes) { emulated::counter_arrive(counter, bytes); }
+inline void counter_wait(Shared counter, int parity) { emulated::counter_wait(counter, parity); }
+inline void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) { emulated::copy_bulk((void*)shared, global, bytes, counter); }
+inline void let_second_begin() {}
+inline void wait_for_first() {}
+
 inline int cluster_size() { return emulated::cluster_size(); }
 inline int cluster_rank() { return emulated::cluster_rank(); }
 inline void cluster_barrier() { emulated::cluster_barrier(); }
@@ -53,20 +63,26 @@ inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2
 // wgmma (csrc/common/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.
 void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile);
 void wgmma_fence();
-inline void wgmma_commit() {}
-void wgmma_wait();
+void wgmma_commit();
+void wgmma_wait_until(int open);
+template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
 inline void publish_tile() { emulated::publish(); }
-inline Shared tile_of(Shared tile, int block) { return tile + 32 * block; }
+inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
   wgmma_issue(kHalf<T>, d, TILES, {a0, a1, a2, a3}, b);
 }
 
 #ifdef FP4_ARCH  // a source of csrc/, not device.cpp
-template <typename... P, typename... A>
+template <bool EARLY = kBeginsEarly, typename... P, typename... A>
 inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t, A... arguments) {
   constexpr int most = FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99;  // KB a block
   if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
-  return emulated::launch(blocks, threads, shared_bytes, cluster, kBeginsEarly, [=] { kernel((P)arguments...); });
+  return emulated::launch(blocks, threads, shared_bytes, cluster, EARLY, [=] { kernel((P)arguments...); });
+}
+
+template <typename... P, typename... A>
+inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
+  return launch<false>(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...);  // the first one has ended here
 }
 #endif
 

@@ -43,6 +43,13 @@ void together(const char* what, void* operands, void (*run)(void** lanes), int l
 // wgmma reads shared memory by another path than threads write it: what they wrote has to be published.
 void publish();
 void check_published(const void* address, int bytes);
+
+// Barriers in shared memory that count arrivals and bytes, and copies that report to them.
+void counter_init(const void* counter, int arrivals);
+void counter_arrive(const void* counter, int bytes);  // and promises so many bytes
+void counter_wait(const void* counter, int parity);
+void copy_bulk(void* shared, const void* global, int bytes, const void* counter);
+
 int launch_number();
 int warpgroup();
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -38,6 +39,19 @@ struct Barrier {
   const char* what = nullptr;
 };
 
+struct Copy {
+  uint8_t* to;
+  const uint8_t* from;
+  int bytes, from_global;
+};
+
+struct Counter {
+  int arrivals, left, bytes = 0, phase = 0;
+  std::vector<Copy> copies;  // of the phase that is over: they land when somebody waits for it
+  uint32_t waited = 0;       // warps, for the phase that is over
+  Barrier done;              // completes with each phase; of the warps that arrived
+};
+
 struct Block {
   int rank;
   dim3 index;
@@ -45,12 +59,7 @@ struct Block {
   std::vector<Word> words;
   Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps], meet_four[kMaxWarps];  // meet: registers of a warp, of four; not memory
   void* operands[kMaxWarps][kLanes];
-};
-
-struct Copy {
-  uint8_t* to;
-  const uint8_t* from;
-  int bytes, from_global;
+  std::map<const void*, Counter> counters;
 };
 
 struct Fiber {
@@ -122,12 +131,14 @@ void arrive(Barrier& barrier, int expected, const char* what) {
   ++barrier.generation;
 }
 
-// Has a barrier that both took part in completed after `time`?
+// Has a barrier that both took part in completed after `time`, or a counter at which a arrived and for which b has waited?
 bool separated(const Block& block, int warp_a, int warp_b, Time time) {
   if (the->cluster.completed > time) return true;
   if (warp_a == warp_b && block.warp[warp_a].completed > time) return true;
   for (const Barrier& b : block.named)
     if (b.completed > time && (b.warps >> warp_a & 1) && (b.warps >> warp_b & 1)) return true;
+  for (const auto& [address, c] : block.counters)
+    if (c.done.completed > time && (c.done.warps >> warp_a & 1) && (c.waited >> warp_b & 1)) return true;
   return false;
 }
 
@@ -187,6 +198,17 @@ void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
     fail("%s of global memory before the previous kernel has finished", write ? "write" : "read");
   for (int i = 0; i < bytes; ++i)
     if (!valid[p - device + i]) fail("%s of %d bytes of global memory, byte %d is outside every allocation", write ? "write" : "read", bytes, i);
+}
+
+void land(const Copy& c, bool published) {
+  for (auto& block : the->blocks)
+    if (c.to >= block->shared && c.to < block->shared + kMaxShared)
+      for (size_t i = (c.to - block->shared) / 4; i < (c.to - block->shared + c.bytes) / 4u; ++i) {
+        block->words[i].in_flight = false;
+        block->words[i].published = published;
+      }
+  memset(c.to, 0, c.bytes);
+  memcpy(c.to, c.from, c.from_global);
 }
 
 void entry() {
@@ -263,11 +285,7 @@ void wait_copies(int still_open) {
   while ((int)current->groups.size() > still_open) {
     for (const Copy& c : current->groups.front()) {
       access(c.to, c.bytes, true, true);
-      for (auto& block : the->blocks)
-        if (c.to >= block->shared && c.to < block->shared + kMaxShared)
-          for (size_t i = (c.to - block->shared) / 4; i < (c.to - block->shared + c.bytes) / 4u; ++i) block->words[i].in_flight = false;
-      memset(c.to, 0, c.bytes);
-      memcpy(c.to, c.from, c.from_global);
+      land(c, false);
     }
     current->groups.pop_front();
   }
@@ -302,6 +320,59 @@ void check_published(const void* address, int bytes) {
     for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i)
       if (!block->words[i].published) fail("wgmma reads shared byte %zu, which was not published", 4 * i);
   }
+}
+
+Counter& counter(const void* address) {
+  const auto found = current->block->counters.find(address);
+  if (found == current->block->counters.end()) fail("a counter that nobody has set up");
+  return found->second;
+}
+
+void complete(Counter& c) {
+  if (c.left || c.bytes) return;
+  c.left = c.arrivals;
+  c.phase ^= 1;
+  c.done.warps = c.done.arriving;
+  c.done.arriving = c.waited = 0;
+  c.done.completed = ++the->now;
+  ++c.done.generation;
+}
+
+void counter_init(const void* address, int arrivals) {
+  if ((uintptr_t)address % 8) fail("a counter is not 8-byte aligned");
+  access((const uint8_t*)address, 8, true, false);
+  current->block->counters[address] = {arrivals, arrivals};
+}
+
+void counter_arrive(const void* address, int bytes) {
+  Counter& c = counter(address);
+  if (!c.left) fail("more arrivals at a counter than it counts");
+  c.done.arriving |= 1u << current->warp;
+  c.bytes += bytes;
+  --c.left;
+  complete(c);
+}
+
+void counter_wait(const void* address, int parity) {
+  Counter& c = counter(address);
+  c.done.what = "wait for a counter";
+  while (c.phase == parity) block_on(c.done);
+  c.waited |= 1u << current->warp;
+  for (const Copy& copy : c.copies) land(copy, true);  // wgmma reads by the path by which it was written
+  c.copies.clear();
+}
+
+void copy_bulk(void* shared, const void* global, int bytes, const void* address) {
+  if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16) fail("a bulk copy of %d bytes between misaligned addresses", bytes);
+  Counter& c = counter(address);
+  if (c.bytes < bytes) fail("a bulk copy of %d bytes where %d are promised", bytes, c.bytes);
+  access((const uint8_t*)global, bytes, false, false);
+  access((uint8_t*)shared, bytes, true, true);
+  memset(shared, 0xFF, bytes);
+  c.copies.push_back({(uint8_t*)shared, (const uint8_t*)global, bytes, bytes});
+  c.done.arriving |= 1u << current->warp;
+  c.bytes -= bytes;
+  complete(c);
 }
 
 void wait_for_previous() { current->began_early = false; }
