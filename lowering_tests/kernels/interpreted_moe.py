@@ -109,6 +109,8 @@ def shapes():
         for dtype in (torch.bfloat16, torch.float32) if h == 16 else (torch.float16,):
             c = layer(t, h, inner, e, k, dtype=dtype, width=width)
             both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10, tiles=TILES if inner == 80 else TILES[:1])
+    for h, inner, k in ((1168, 16, 1), (48, 144, 20)):  # more steps than are unrolled
+        both(f"{(h, inner, k)} in a loop", layer(1, h, inner, 3, k, dtype=torch.bfloat16))
 
 
 def routings():

@@ -20,23 +20,29 @@ from lowering_tests.own_process import cases_of
 
 GPT_OSS = Activation("swiglu_oai", 1.702, 7.0, True)
 ARCHITECTURES = (80, 90, 100, 120)
+DOZEN = 12  # warps that an SM holds at least
+
+
+def assert_operands_stay_in_their_threads(done):
+    """Barriers belong to the sums and the store alone."""
+    assert done.count("BAR") <= 8
 
 
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 8}, kinds
+    assert kinds == {"decode": 44, "grouped": 42, "route": 5, "apart": 8, "many": 8}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
 def test_decode_up(cc):
     done, warps = moe_aot.decode_up(cc, "qwen3_30b")
-    assert_fits(done, warps, cc, blocks=4, older=0)
+    assert_fits(done, warps, cc, blocks=DOZEN // warps or 1, older=0)
     assert tensor_core_instructions(done) == 0
     assert not global_atomics(done)
     assert (done.count(UNPACK) > 0) == (cc >= 89)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
-    assert done.count("BAR") <= 8  # of the sums and the store alone: operands stay in their threads
+    assert_operands_stay_in_their_threads(done)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +50,17 @@ def test_decode_up(cc):
 )
 def test_decode_up_in_other_forms(layer, act, options):
     done, warps = moe_aot.decode_up(90, layer, act, **options)
-    assert_fits(done, warps, 90, blocks=4)
+    assert_fits(done, warps, 90, blocks=DOZEN // warps or 1)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
 
 
 @pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "gpt_oss"), (120, "mixtral")])
 def test_decode_down(cc, layer):
     done, warps = moe_aot.decode_down(cc, layer, biased=layer == "gpt_oss")
-    assert_fits(done, warps, cc, blocks=4, older=0)
+    assert_fits(done, warps, cc, blocks=DOZEN // warps or 1, older=0)
     assert not global_atomics(done)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
-    assert done.count("BAR") <= 8
+    assert_operands_stay_in_their_threads(done)
 
 
 @pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 256), (90, 8192), (100, 8192), (120, 2048)])
@@ -69,12 +75,12 @@ def test_grouped(cc, pairs):
 def test_sparse_decode(cc, layer):
     up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
     for done, warps in (up, down):
-        assert_fits(done, warps, cc, blocks=4, older=0)
+        assert_fits(done, warps, cc, blocks=(DOZEN if cc >= 89 else 8) // warps or 1, older=0)
         assert tensor_core_instructions(done) == 0
         assert not global_atomics(done)
         assert done.count("PRMT") > 0  # the kept activations are gathered
         assert any(op.endswith(".64") and ".EF" in op for op in done.opcodes())
-        assert done.count("BAR") <= 8
+        assert_operands_stay_in_their_threads(done)
 
 
 def test_sparse_decode_takes_about_as_many_instructions():
@@ -109,8 +115,8 @@ def kernels(arch, dtype, experts, *pairs, op="moe", **fields):
 
 
 @pytest.mark.parametrize(("experts", "pairs", "kernel"), [
-    (128, 8, "triton_moe_decode"), (128, 64, "triton_moe_decode"), (128, 65, "triton_moe_grouped"), (128, 8192, "triton_moe_grouped"),
-    (128, 8193, "dequantize_fp8 + scaled_grouped_mm"), (8, 2, "triton_moe_decode"), (8, 4, "triton_moe_decode"), (8, 8, "triton_moe_grouped"),
+    (128, 8, "triton_moe_decode"), (128, 384, "triton_moe_decode"), (128, 385, "triton_moe_grouped"), (128, 8192, "triton_moe_grouped"),
+    (128, 8193, "dequantize_fp8 + scaled_grouped_mm"), (8, 2, "triton_moe_decode"), (8, 24, "triton_moe_decode"), (8, 25, "triton_moe_grouped"),
     (512, 256, "triton_moe_decode"), (1, 4, "triton_moe_decode"), (1, 5, "triton_moe_grouped"), (32, 16, "triton_moe_decode"),
 ])  # fmt: skip
 def test_pairs_against_experts_decide(experts, pairs, kernel):
@@ -128,7 +134,7 @@ def test_what_other_machines_and_dtypes_take():
 
 @pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.bfloat16), (90, torch.float16), (120, torch.float32), (0, torch.float32)])
 def test_sparse_experts_take_the_same_regimes(arch, dtype):
-    pairs = (1, 8, 64, 65, 8192, 8193, 10**6)
+    pairs = (1, 8, 384, 385, 8192, 8193, 10**6)
     dense, sparse = (kernels(arch, dtype, 128, *pairs, op=op) for op in ("moe", "sparse_moe"))
     names = {"cpu": "cpu", "by expert": "by expert", **{k: k.replace("triton_", "triton_sparse_").replace("dequantize", "sparse_dequantize") for k in set(dense)
              if k not in ("cpu", "by expert")}}  # fmt: skip

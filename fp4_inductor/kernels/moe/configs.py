@@ -5,6 +5,7 @@ Decode: measured on an H200 (benchmarks/NOTES.md). Grouped: first choices.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -91,10 +92,18 @@ def slots(pairs: int, experts: int, block_m: int) -> int:
     return pairs // block_m + experts
 
 
+@functools.cache
+def lanes_first() -> bool:
+    """Whether Triton deals the first of several equal dimensions of a load out to threads first: seen with 3.6; 3.9 begins with the last."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+
+
 def decode_constants(c: DecodeConfig, n: int, k: int, arch: int, sparse: bool = False) -> dict[str, object]:
     """Constexpr arguments of both decode kernels for ``n`` outputs over ``k``."""
     return dict(
-        SPARSE=sparse, GROUPS=c.groups, K=k, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=-(-k // c.block_k) <= 8, EVEN=n % c.block_n == 0,
+        SPARSE=sparse, GROUPS=c.groups, K=k, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=-(-k // c.block_k) <= 8, FIRST=lanes_first(), EVEN=n % c.block_n == 0,
         CVT=arch >= 89, ASM=True, PDL=arch >= 90,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ and adds nothing.
 
 A thread holds 32 k of a row at a time (a *lane* below): 16 bytes of dense codes, 8 of kept ones, two scales, and the lane's activations in half
 precision for all of its rows. So nothing between a load and its product goes through shared memory or a barrier, as long as a step has as many
-lanes as the program has threads (``configs.DecodeConfig``). The first kernel converts activations itself. Its result ``h`` lies as the second
+lanes as the program has threads (``configs.DecodeConfig``) and the compiler deals lanes out first (FIRST: ``configs.lanes_first``). The first kernel converts activations itself. Its result ``h`` lies as the second
 reads it: float16, each scale block normalised by a power of two, in the decode's order, the same eight of all lanes of a step side by side.
 
 PDL (programmatic dependent launch, sm_90 on): either kernel is launched while the one before it runs out. The first waits for that one before
@@ -103,19 +103,31 @@ def pairs8(x, up, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def eights_of_x(X, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
-    """``[L, G, 8]``: activations of rows ``[G]``, eight ``C`` of each lane of the step from ``k`` on."""
-    at = k + C * 8 + tl.arange(0, BLOCK_K // 32)[:, None, None] * 32 + tl.arange(0, 8)[None, None, :]
-    ok = ok[None, :, None]
-    return tl.load(X + row[None, :, None] * K + at, mask=ok & (at < K) if MASKED else ok, other=0.0)
+def by_lane(t, FIRST: tl.constexpr):
+    """``[L]`` beside groups and elements: ``[L, 1, 1]`` or ``[1, L, 1]``."""
+    return t[:, None, None] if FIRST else t[None, :, None]
 
 
 @triton.jit
-def load_x(X, row, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+def by_group(t, FIRST: tl.constexpr):
+    """``[G]`` likewise."""
+    return t[None, :, None] if FIRST else t[:, None, None]
+
+
+@triton.jit
+def eights_of_x(X, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
+    """``[L, G, 8]``: activations of rows ``[G]``, eight ``C`` of each lane of the step from ``k`` on."""
+    at = k + C * 8 + by_lane(tl.arange(0, BLOCK_K // 32), FIRST) * 32 + tl.arange(0, 8)[None, None, :]
+    ok = by_group(ok, FIRST)
+    return tl.load(X + by_group(row, FIRST) * K + at, mask=ok & (at < K) if MASKED else ok, other=0.0)
+
+
+@triton.jit
+def load_x(X, row, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
     """The four eights of each lane."""
     return (
-        eights_of_x(X, row, ok, k, 0, K, BLOCK_K, MASKED), eights_of_x(X, row, ok, k, 1, K, BLOCK_K, MASKED),
-        eights_of_x(X, row, ok, k, 2, K, BLOCK_K, MASKED), eights_of_x(X, row, ok, k, 3, K, BLOCK_K, MASKED),
+        eights_of_x(X, row, ok, k, 0, K, BLOCK_K, MASKED, FIRST), eights_of_x(X, row, ok, k, 1, K, BLOCK_K, MASKED, FIRST),
+        eights_of_x(X, row, ok, k, 2, K, BLOCK_K, MASKED, FIRST), eights_of_x(X, row, ok, k, 3, K, BLOCK_K, MASKED, FIRST),
     )  # fmt: skip
 
 
@@ -134,15 +146,15 @@ def lanes_of_x(x, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def eights_of_h(H, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+def eights_of_h(H, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
     """Four half2 (as int32), each ``[L, G]``: as :func:`pairs8` gives eight ``C`` of each lane of the step from ``k`` on."""
     L: tl.constexpr = BLOCK_K // 32
     LENGTH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K // 2
-    lane = tl.arange(0, L)[:, None, None]
-    ok = ok[None, :, None]
+    lane = by_lane(tl.arange(0, L), FIRST)
+    ok = by_group(ok, FIRST)
     inside = ok & (k + lane * 32 + C * 8 < K) if MASKED else ok
-    h = tl.load(H + row[None, :, None] * LENGTH + (k // 2 + C * L * 4 + lane * 4 + tl.arange(0, 4)[None, None, :]), mask=inside, other=0)
-    even, odd = tl.split(tl.reshape(h, (L, h.shape[1], 2, 2)))
+    h = tl.load(H + by_group(row, FIRST) * LENGTH + (k // 2 + C * L * 4 + lane * 4 + tl.arange(0, 4)[None, None, :]), mask=inside, other=0)
+    even, odd = tl.split(tl.reshape(h, (h.shape[0], h.shape[1], 2, 2)))
     h0, h2 = tl.split(even)
     h1, h3 = tl.split(odd)
     return h0, h1, h2, h3
@@ -156,36 +168,40 @@ def place_of_h(n, LOG_L, SPARSE: tl.constexpr, CVT: tl.constexpr):
 
 
 @triton.jit
-def lanes_of_h(H, FACTOR, row, share, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
+def lanes_of_h(H, FACTOR, row, share, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
     """As :func:`lanes_of_x` from what :func:`moe_decode_up` wrote, a factor for each scale block (16 k) times ``share [G]``."""
     h = (
-        eights_of_h(H, row, ok, k, 0, K, BLOCK_K, MASKED), eights_of_h(H, row, ok, k, 1, K, BLOCK_K, MASKED),
-        eights_of_h(H, row, ok, k, 2, K, BLOCK_K, MASKED), eights_of_h(H, row, ok, k, 3, K, BLOCK_K, MASKED),
+        eights_of_h(H, row, ok, k, 0, K, BLOCK_K, MASKED, FIRST), eights_of_h(H, row, ok, k, 1, K, BLOCK_K, MASKED, FIRST),
+        eights_of_h(H, row, ok, k, 2, K, BLOCK_K, MASKED, FIRST), eights_of_h(H, row, ok, k, 3, K, BLOCK_K, MASKED, FIRST),
     )  # fmt: skip
-    at = (k // 16 + tl.arange(0, BLOCK_K // 32) * 2)[:, None, None] + tl.arange(0, 2)[None, None, :]
-    ok = ok[None, :, None]
-    factor = tl.load(FACTOR + row[None, :, None] * (K // 16) + at, mask=ok & (at < K // 16) if MASKED else ok, other=0.0)
-    return h, tl.split(factor * share[None, :, None])
+    at = by_lane(k // 16 + tl.arange(0, BLOCK_K // 32) * 2, FIRST) + tl.arange(0, 2)[None, None, :]
+    ok = by_group(ok, FIRST)
+    factor = tl.load(FACTOR + by_group(row, FIRST) * (K // 16) + at, mask=ok & (at < K // 16) if MASKED else ok, other=0.0)
+    return h, tl.split(factor * by_group(share, FIRST))
 
 
 @triton.jit
-def load_part(memory, start, near, ok, k, EACH: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr):
-    """``[L, A, B, EACH]``: EACH elements for a lane, of rows ``start [A] + near [A, B]`` (int64), from ``k`` on."""
+def load_part(memory, start, near, ok, k, EACH: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
+    """``[L, A, B, EACH]``: EACH elements for a lane, of rows ``start [A] + near [B]`` (int64, ``ok [A, B]``), from ``k`` on. FIRST False: ``[B, A, L, EACH]``."""
     ROW: tl.constexpr = K * EACH // 32
-    lane = tl.arange(0, BLOCK_K // 32).to(tl.int64)[:, None, None, None]  # 64 bits: what is constant in an address goes into the instruction
+    lane = tl.arange(0, BLOCK_K // 32).to(tl.int64)  # 64 bits: what is constant in an address goes into the instruction
+    lane = lane[:, None, None, None] if FIRST else lane[None, None, :, None]
+    near = near[None, None, :, None] if FIRST else near[:, None, None, None]
+    ok = ok[None, :, :, None] if FIRST else tl.trans(ok)[:, :, None, None]
     at = lane * EACH + tl.arange(0, EACH)[None, None, None, :] + k * EACH // 32
-    ok = ok[None, :, :, None]
-    where = (start * ROW)[None, :, None, None] + ((near * ROW)[None, :, :, None] + at)
+    where = (start * ROW)[None, :, None, None] + (near * ROW + at)
     return tl.load(memory + where, mask=ok & (at < ROW) if MASKED else ok, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def load_lanes(words, metas, scales, start, near, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, SPARSE: tl.constexpr):
+def load_lanes(
+    words, metas, scales, start, near, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, SPARSE: tl.constexpr, FIRST: tl.constexpr
+):
     """Codes, metadata (dense: scales again) and scales; see :func:`load_part`. ``MASKED``: the step may reach beyond K."""
-    w = load_part(words, start, near, ok, k, 2 if SPARSE else 4, K, BLOCK_K, MASKED)
-    s = load_part(scales, start, near, ok, k, 2, K, BLOCK_K, MASKED)
+    w = load_part(words, start, near, ok, k, 2 if SPARSE else 4, K, BLOCK_K, MASKED, FIRST)
+    s = load_part(scales, start, near, ok, k, 2, K, BLOCK_K, MASKED, FIRST)
     if SPARSE:
-        return w, load_part(metas, start, near, ok, k, 2, K, BLOCK_K, MASKED), s
+        return w, load_part(metas, start, near, ok, k, 2, K, BLOCK_K, MASKED, FIRST), s
     else:
         return w, s, s
 
@@ -207,19 +223,19 @@ def scale_pair(s0, s1, CVT: tl.constexpr):
 
 
 @triton.jit
-def spread(x, zero):
-    """``[L, G]`` for every row ``[L, A, B]``."""
-    return x[:, :, None] + zero
+def spread(x, zero, FIRST: tl.constexpr):
+    """``[L, G]`` for every row ``[L, A, B]``, or ``[G, L]`` for ``[B, A, L]``."""
+    return (x[:, :, None] if FIRST else x[None, :, :]) + zero
 
 
 @triton.jit
-def dot16(w, v, x, y, ASM: tl.constexpr, CVT: tl.constexpr):
+def dot16(w, v, x, y, FIRST: tl.constexpr, ASM: tl.constexpr, CVT: tl.constexpr):
     """float32 product of the 16 codes of words ``w`` and ``v`` (one scale block) with activations ``x`` and ``y``."""
     zero = tl.zeros(w.shape, tl.int32)
     a0, a1, a2, a3 = decode8(w, CVT)
     b0, b1, b2, b3 = decode8(v, CVT)
-    x0, x1, x2, x3 = spread(x[0], zero), spread(x[1], zero), spread(x[2], zero), spread(x[3], zero)
-    y0, y1, y2, y3 = spread(y[0], zero), spread(y[1], zero), spread(y[2], zero), spread(y[3], zero)
+    x0, x1, x2, x3 = spread(x[0], zero, FIRST), spread(x[1], zero, FIRST), spread(x[2], zero, FIRST), spread(x[3], zero, FIRST)
+    y0, y1, y2, y3 = spread(y[0], zero, FIRST), spread(y[1], zero, FIRST), spread(y[2], zero, FIRST), spread(y[3], zero, FIRST)
     if ASM:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a; .reg .b16 l, u; .reg .f32 f0, f1;
@@ -238,46 +254,46 @@ def dot16(w, v, x, y, ASM: tl.constexpr, CVT: tl.constexpr):
 
 
 @triton.jit
-def kept_dot16(w, m, x, y, ASM: tl.constexpr, CVT: tl.constexpr):
+def kept_dot16(w, m, x, y, FIRST: tl.constexpr, ASM: tl.constexpr, CVT: tl.constexpr):
     """float32 product of the 8 kept codes of a word, metadata in the low half of ``m``, with the 16 activations ``x`` (groups 0, 1) and ``y`` (2, 3) of its block."""
     zero = tl.zeros(w.shape, tl.int32)
     h0, h1, h2, h3 = decode_kept(w, CVT)
     x0, x1, x2, x3 = gather_kept(
-        m, spread(x[0], zero), spread(x[2], zero), spread(y[0], zero), spread(y[2], zero),
-        spread(x[1], zero), spread(x[3], zero), spread(y[1], zero), spread(y[3], zero), ASM,
+        m, spread(x[0], zero, FIRST), spread(x[2], zero, FIRST), spread(y[0], zero, FIRST), spread(y[2], zero, FIRST),
+        spread(x[1], zero, FIRST), spread(x[3], zero, FIRST), spread(y[1], zero, FIRST), spread(y[3], zero, FIRST), ASM,
     )  # fmt: skip
     return dot8(h0, h1, h2, h3, x0, x1, x2, x3, ASM)
 
 
 @triton.jit
-def add_lanes(acc, w, m, s, x, factor, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
+def add_lanes(acc, w, m, s, x, factor, FIRST: tl.constexpr, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
     """float32 ``[L, A, B]``: ``acc`` plus what :func:`load_lanes` gave times activations and their factors, one for a lane or one for each block."""
     if SPARSE:
         w0, w1 = tl.split(w)
         m0, m1 = tl.split(m)
         both = (m0.to(tl.int32) & 0xFFFF) | (m1.to(tl.int32) << 16)  # as they were loaded; only the low half counts
-        p0 = kept_dot16(w0, both, x[0], x[1], ASM, CVT)
-        p1 = kept_dot16(w1, both >> 16, x[2], x[3], ASM, CVT)
+        p0 = kept_dot16(w0, both, x[0], x[1], FIRST, ASM, CVT)
+        p1 = kept_dot16(w1, both >> 16, x[2], x[3], FIRST, ASM, CVT)
     else:
         even, odd = tl.split(tl.reshape(w, (w.shape[0], w.shape[1], w.shape[2], 2, 2)))
         w0, w2 = tl.split(even)
         w1, w3 = tl.split(odd)
-        p0 = dot16(w0, w1, x[0], x[1], ASM, CVT)
-        p1 = dot16(w2, w3, x[2], x[3], ASM, CVT)
+        p0 = dot16(w0, w1, x[0], x[1], FIRST, ASM, CVT)
+        p1 = dot16(w2, w3, x[2], x[3], FIRST, ASM, CVT)
     s0, s1 = tl.split(s)
     s0, s1 = scale_pair(s0, s1, CVT)
     if len(factor) == 1:
-        acc += (p0 * s0 + p1 * s1) * factor[0][:, :, None]
+        acc += (p0 * s0 + p1 * s1) * spread(factor[0], 0.0, FIRST)
     else:
-        acc += p0 * (s0 * factor[0][:, :, None])
-        acc += p1 * (s1 * factor[1][:, :, None])
+        acc += p0 * (s0 * spread(factor[0], 0.0, FIRST))
+        acc += p1 * (s1 * spread(factor[1], 0.0, FIRST))
     return acc
 
 
 @triton.jit(do_not_specialize=["TOP_K", "PAIRS", "E", "MAP_SIZE", "LENGTH", "LOG_L"])
 def moe_decode_up(
     X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, FACTOR, TOP_K, PAIRS, E, MAP_SIZE, LENGTH, LOG_L, INNER: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, SPARSE_DOWN: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, SPARSE_DOWN: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr,
     EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """h = act(x[token] @ gate_up[expert].T + bias) of every pair, as H (float16) times FACTOR (float32, one for 16)."""
@@ -297,44 +313,44 @@ def moe_decode_up(
     e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
     token = tl.zeros((GROUPS,), tl.int64) + pair // TOP_K
     every = tl.full((GROUPS,), True, tl.int1)
-    x = load_x(X, token, every, 0, K, BLOCK_K, MASKED)  # on its way while the id arrives
+    x = load_x(X, token, every, 0, K, BLOCK_K, MASKED, FIRST)  # on its way while the id arrives
     if e >= 0:
         # Gate and up of an output side by side. What differs between threads is in ``start``: the rest of an address is a constant to them.
         EACH: tl.constexpr = BLOCK_N // GROUPS
         row = tl.arange(0, EACH * PARTS).to(tl.int64)
         near = row if INTERLEAVED else row // PARTS + row % PARTS * INNER
-        near = tl.broadcast_to(near[None, :], (GROUPS, EACH * PARTS))
         group = first + tl.arange(0, GROUPS).to(tl.int64) * EACH
         start = e * (PARTS * INNER) + group * (PARTS if INTERLEAVED else 1)
         if EVEN:
             ok = tl.full((GROUPS, EACH * PARTS), True, tl.int1)
         else:
             ok = group[:, None] + (row // PARTS)[None, :] < INNER
-        acc = tl.zeros((BLOCK_K // 32, GROUPS, EACH * PARTS), tl.float32)
-        w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE)
+        LANES: tl.constexpr = BLOCK_K // 32
+        acc = tl.zeros((LANES, GROUPS, EACH * PARTS) if FIRST else (EACH * PARTS, GROUPS, LANES), tl.float32)
+        w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE, FIRST)
         if UNROLL:
             for i in tl.static_range(STEPS):
                 h, factor = lanes_of_x(x, SPARSE, CVT, ASM)
                 if i + 1 < STEPS:
-                    x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED)
-                    wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
-                acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+                    x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
+                    wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+                acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
                 if i + 1 < STEPS:
                     w, m, s = wn, mn, sn
         else:
             for i in range(STEPS):
-                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
+                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
                 h, factor = lanes_of_x(x, SPARSE, CVT, ASM)
-                x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED)
-                acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+                x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
+                acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
                 w, m, s = wn, mn, sn
-        z = tl.sum(acc, 0)
+        z = tl.sum(acc, 0) if FIRST else tl.trans(tl.sum(acc, 2))
         scale = tl.load(GLOBAL_SCALE + e)
         if ON_INPUT:
             scale = scale * tl.load(WEIGHTS + pair).to(tl.float32)
         z = z * scale
         if HAS_BIAS:
-            z += tl.load(BIAS + start[:, None] + near, mask=ok, other=0.0).to(tl.float32)
+            z += tl.load(BIAS + start[:, None] + near[None, :], mask=ok, other=0.0).to(tl.float32)
         if GATED:
             gate, up = tl.split(tl.reshape(z, (BLOCK_N, 2)))
         else:
@@ -354,7 +370,7 @@ def moe_decode_up(
 @triton.jit(do_not_specialize=["T", "E", "MAP_SIZE"])
 def moe_decode_down(
     H, FACTOR, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPARSE: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
+    SPARSE: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Y[token, n] = sum over the token's experts of weight * (h @ down[expert].T + bias)"""
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -366,40 +382,41 @@ def moe_decode_down(
     token = (tl.program_id(0) % T).to(tl.int64)  # fastest: see moe_decode_up
     first = (tl.program_id(0) // T).to(tl.int64) * BLOCK_N
     rn = first + tl.arange(0, BLOCK_N)
-    near = tl.broadcast_to(tl.arange(0, BLOCK_N).to(tl.int64)[None, :], (GROUPS, BLOCK_N))
+    near = tl.arange(0, BLOCK_N).to(tl.int64)
     ALL: tl.constexpr = (TOP_K + GROUPS - 1) // GROUPS * STEPS  # steps through K of each group of experts
-    acc = tl.zeros((BLOCK_K // 32, GROUPS, BLOCK_N), tl.float32)
+    LANES: tl.constexpr = BLOCK_K // 32
+    acc = tl.zeros((LANES, GROUPS, BLOCK_N) if FIRST else (BLOCK_N, GROUPS, LANES), tl.float32)
     if HAS_BIAS:
         bias = tl.zeros((GROUPS, BLOCK_N), tl.float32)
     pair, e, valid, start, ok = experts_of(IDS, MAP, token, 0, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
-    w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE)
+    w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE, FIRST)
     share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if UNROLL:
+    if UNROLL and ALL <= 16:
         for i in tl.static_range(ALL):
-            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED)
+            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
             if HAS_BIAS and i % STEPS == 0:
-                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near, valid, ok, ON_INPUT)
+                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near[None, :], valid, ok, ON_INPUT)
             if i + 1 < ALL:
                 if (i + 1) % STEPS == 0:
                     pair, e, valid, start, ok = experts_of(IDS, MAP, token, (i + 1) // STEPS * GROUPS, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
                     share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
-                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
-            acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+            acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
             if i + 1 < ALL:
                 w, m, s = wn, mn, sn
     else:
         for i in range(ALL):
-            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED)
+            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
             if HAS_BIAS:
-                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near, valid, ok & (i % STEPS == 0), ON_INPUT)
+                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near[None, :], valid, ok & (i % STEPS == 0), ON_INPUT)
             pair, e, valid, start, ok = experts_of(IDS, MAP, token, (i + 1) // STEPS * GROUPS, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
             share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
-            wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE)
-            acc = add_lanes(acc, w, m, s, h, factor, SPARSE, CVT, ASM)
+            wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+            acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
             w, m, s = wn, mn, sn
-    y = tl.sum(acc, 0)
+    y = tl.sum(acc, 0) if FIRST else tl.trans(tl.sum(acc, 2))
     if HAS_BIAS:
         y += bias
     tl.store(Y + token * N + rn, tl.sum(y, 0).to(Y.dtype.element_ty), mask=rn < N)
