@@ -66,7 +66,7 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "splits"), "mid", scratch=True),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "splits"), "wide", scratch=True),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }

@@ -217,6 +217,10 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f"needs Triton {row.triton[0]}.{row.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
     if call.k % row.k_multiple:
         return f"K = {call.k} is not a multiple of {row.k_multiple}"
+    if row.not_k_multiple and call.k % row.not_k_multiple == 0:
+        return f"K = {call.k} is a multiple of {row.not_k_multiple}"
+    if not row.n[0] <= call.n <= row.n[1]:
+        return f"N = {call.n} is not in {row.n[0]} to {row.n[1]}"
     if row.max_weights is not None and call.n * call.k > row.max_weights:
         return f"N * K = {call.n * call.k} is more than {row.max_weights}"
     if call.n % row.n_multiple:

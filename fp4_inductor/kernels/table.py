@@ -13,11 +13,12 @@ import torch
 
 from ..ops.linear import LARGE_M, WEIGHT_ONLY
 
-REGIMES = ("gemv", "small", "mid", "large_nvfp4", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
+REGIMES = ("gemv", "small", "mid", "wide", "large_nvfp4", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
 NVFP4 = ("nvfp4",)
+FP8 = ("auto", "fp8")
 
 # A row that is only emulated, or that lost where it was measured, never serves a call by itself: DispatchConfig(candidates=...) switches it on.
 Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed", "measured, off"]
@@ -42,11 +43,13 @@ class Row:
         status: what has been run.
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
+        not_k_multiple: where K is a multiple of it another row is the better one; 0: nowhere.
         siblings: serves several layers of one call, each with a global scale of its own; else they are called one by one.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         min_m: fewer rows than that are left to the row without a limit, unless another row has them.
         max_weights: of a larger weight, N * K, another row is the better one.
+        n: the fewest and the most outputs; with others another row is the better one.
         triton: the oldest Triton that compiles it.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
@@ -69,6 +72,8 @@ class Row:
     m_per_expert: float = 0.0
     triton: tuple[int, int] = (0, 0)
     max_weights: int | None = None
+    n: tuple[int, int] = (1, 2**31)
+    not_k_multiple: int = 0
 
     @property
     def off(self) -> bool:
@@ -117,6 +122,8 @@ _SMALL = (
     "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
     "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
 )
+_UNTIL_16 = "; with 17 to 32 rows and so many outputs linear_wide is the faster one: 26 us at N = 14336, K = 4096, M = 32, cuda_small 31"
+_UNTIL_256 = "; to 256 rows where no FP8 product follows: 70 us at N = K = 8192, a transient weight alone 46 before the product's 50"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
 _ANY_K = (
@@ -129,8 +136,14 @@ _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kern
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
 _THEN_90 = _THEN + ". With a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; 27.6 and 28.2 at M = 16; at M = 32 34.1 and 32.8"
 _PAIRED_90 = _PAIRED + ". 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7, in eager steps 12.4; 32.5 at N = K = 8192, M = 32: 30.8, 37.5"
-_CUDA_MID = "activations shared in shared memory, K split over a cluster; estimated 18 us at 8192x8192, M = 64, where bf16 cuBLAS takes 37"
-_CUDA_WIDE = "weights decoded in registers are wgmma's A operand, once for 256 rows; estimated 23 us at 8192x8192, M = 128, where bf16 cuBLAS takes 37"
+_CUDA_MID = (
+    "activations shared in shared memory, K split over a cluster. At N = K = 8192, M = 16 21 us, cuda_small 25, but at N = K = 4096 13 and 9; "
+    "from 33 rows on slower than cuda_wide: 43 us at N = K = 8192, M = 64"
+)
+_CUDA_WIDE = (
+    "weights decoded in registers are wgmma's A operand, once for all rows. At N = 28672, K = 8192 75.6 us for M = 32, 88 for 64, 122 for 128, where bf16 cuBLAS "
+    "takes 124, 130, 140; at N = K = 8192 35, 66 for M = 64, 128: 40, 40; at N = K = 4096 18.5, 26: 12, 14"
+)
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
 _W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
@@ -164,7 +177,7 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, max_m: int)
     return (
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, k_multiple=64, csrc=f"linear_small_{finish}", min_m=2) for a, m, why, s in small),
         Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
-        Row(op, "mid", f"cuda_wide_{finish}", (90, 90), 256, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_wide_{finish}", min_m=33),
+        Row(op, "wide", f"cuda_wide_{finish}", (90, 90), 256, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_wide_{finish}", min_m=33),
     )
 
 
@@ -197,26 +210,19 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
-    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, "measured on H200", k_multiple=64, csrc="linear_small", siblings=True),
+    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, n=(1, 8191)),
+    Row("linear", "small", "cuda_small", (90, 90), 16, HALF, _SMALL + _UNTIL_16, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, n=(8192, 2**31)),
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
-    Row(
-        "linear",
-        "small",
-        "cuda_small_any_k",
-        (90, 90),
-        32,
-        HALF,
-        _ANY_K,
-        "measured on H200",
-        csrc="linear_small",
-        siblings=True,
-    ),
     Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL_90, LOST, k_multiple=64, csrc="linear_small_pdl", siblings=True),
     Row("linear", "small", "cuda_small_pdl", (100, 129), 16, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
-    Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, EMULATED, csrc="linear_mid", siblings=True),
-    Row("linear", "mid", "cuda_wide", (90, 90), 256, HALF, _CUDA_WIDE, EMULATED, k_multiple=64, csrc="linear_wide", siblings=True),
-    Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, "measured on H200", siblings=True),
+    Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, LOST, csrc="linear_mid", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _CUDA_WIDE + _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _CUDA_WIDE + _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide", siblings=True),
+    Row("linear", "small", "cuda_small_any_k", (90, 90), 32, HALF, _ANY_K, MEASURED, csrc="linear_small", siblings=True, not_k_multiple=64),
+    Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, MEASURED, without="wide", siblings=True),
     Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run", siblings=True),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run", siblings=True),
     Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run", siblings=True),
@@ -225,9 +231,9 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (0, 0), None, ANY, _W4A4_EMULATED, "runs in CI", NVFP4),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, "compiled, not run", NVFP4, siblings=True),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4, siblings=True),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", ("auto", "fp8"), 16, 16, siblings=True),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16, siblings=True),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", ("auto", "fp8"), 16, 16, siblings=True),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", FP8, 16, 16, siblings=True),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", FP8, 16, 16, siblings=True),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", FP8, 16, 16, siblings=True),
     Row(
         "linear",
         "large_dense",
@@ -260,7 +266,7 @@ ROWS: tuple[Row, ...] = (
         BF16,
         "FP8 tensor cores, activations rounded per row",
         "compiled, not run",
-        ("auto", "fp8"),
+        FP8,
         16,
         16,
     ),
@@ -282,7 +288,7 @@ ROWS: tuple[Row, ...] = (
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 89), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (100, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
     *(
-        Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", arch, None, BF16, why, status, ("auto", "fp8"), 32, 16)
+        Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", arch, None, BF16, why, status, FP8, 32, 16)
         for arch, why, status in (
             ((90, 90), _SPARSE_FP8_90, MEASURED),
             ((89, 89), _SPARSE_FP8, COMPILED),
@@ -296,7 +302,7 @@ ROWS: tuple[Row, ...] = (
         for arch, status in (((90, 90), MEASURED), ((80, 89), COMPILED), ((100, 129), COMPILED))
     ),
     Row("moe", "grouped", "triton_moe_grouped", (80, 129), 64, HALF, _GROUPED, "compiled, not run", m_per_expert=64.0),
-    Row("moe", "large_fp8", "dequantize_fp8 + scaled_grouped_mm", (90, 90), None, BF16, _GROUPED_FP8, "compiled, not run", ("auto", "fp8"), 16, 16),
+    Row("moe", "large_fp8", "dequantize_fp8 + scaled_grouped_mm", (90, 90), None, BF16, _GROUPED_FP8, "compiled, not run", FP8, 16, 16),
     Row("moe", "large_dense", "dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", k_multiple=16, n_multiple=16),
     Row("moe", "grouped", "triton_moe_grouped", (80, 129), None, (torch.float16,), "torch._grouped_mm takes bfloat16 only", "compiled, not run"),
     Row(
@@ -314,7 +320,7 @@ ROWS: tuple[Row, ...] = (
         BF16,
         _GROUPED_FP8,
         "compiled, not run",
-        ("auto", "fp8"),
+        FP8,
         16,
         16,
     ),

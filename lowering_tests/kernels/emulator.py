@@ -98,7 +98,8 @@ class Emulated:
     ) -> Tensor:
         """``name(tensors..., out, rest..., [scratch,] stream)``; returns what was written to a copy of ``out``.
 
-        ``constants``: which of ``tensors`` a kernel that begins early may read before it has waited. ``scratch``: bytes of memory that the kernel takes besides.
+        ``constants``: which of ``tensors`` a kernel that begins early may read before it has waited.
+        ``scratch``: bytes of memory that the kernel takes besides.
 
         Raises:
             EmulatorError: a check of the emulator, or the status the function returned.

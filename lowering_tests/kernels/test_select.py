@@ -132,6 +132,10 @@ def test_a_reason_names_the_value():
             elif call.n % row.n_multiple:
                 assert f"N = {call.n}" in why
                 assert str(row.n_multiple) in why
+            elif row.not_k_multiple and call.k % row.not_k_multiple == 0:
+                assert why == f"K = {call.k} is a multiple of {row.not_k_multiple}"
+            elif not row.n[0] <= call.n <= row.n[1]:
+                assert why == f"N = {call.n} is not in {row.n[0]} to {row.n[1]}"
             elif row.max_weights is not None and call.n * call.k > row.max_weights:
                 assert str(call.n * call.k) in why
                 assert str(row.max_weights) in why
@@ -299,12 +303,12 @@ def test_one_row_of_a_sparse_weight_goes_by_its_size():
 def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regime():
     call = Call("linear", 90, torch.bfloat16, 4096, 4096)
     [(refused, why)] = [(r.row, r.reason) for r in plan(call, DEFAULT).refused if r.row.kernel == "cuda_mid"]
-    assert refused.status == EMULATED
-    assert why == 'emulated, not timed on a GPU: switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))'
+    assert refused.status == LOST
+    assert why.startswith("measured, off (activations shared") and why.endswith('switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))')
     on = plan(call, DispatchConfig(candidates=("cuda_mid",)))
     assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_small", "cuda_mid", "cuda_mid", "dequantize_fp8 + scaled_mm"]
     assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
-    alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "mid": 700}))
+    alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "wide": 0, "mid": 700}))
     assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
     measured = {r.row.kernel: r.reason for r in plan(call, DEFAULT).refused if r.row.arch == (90, 90)}["cuda_small_pdl"]
     assert measured.startswith("measured, off (cuda_small, begun") and measured.endswith(
