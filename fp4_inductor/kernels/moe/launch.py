@@ -130,8 +130,8 @@ def decode_up(layer: Layer, down: configs.DecodeConfig, tile: configs.DecodeConf
     factor = torch.empty(layer.pairs, layer.inner // 16, dtype=torch.float32, device=device)
     moe_decode_up[(-(-layer.inner // c.block_n) * layer.pairs,)](
         layer.x, ids, layer.weights, table, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, factor, ids.shape[1], layer.pairs,
-        layer.experts, table_size, h.shape[1], (down.block_k // 32).bit_length() - 1, INNER=layer.inner, **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
-        SPARSE_DOWN=sparse_down, **constants, **_launch(c, constants),
+        layer.experts, table_size, h.shape[1], (down.block_k // 32).bit_length() - 1, INNER=layer.inner, **layer.activation(),
+        HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None, SPARSE_DOWN=sparse_down, **constants, **_launch(c, constants),
     )  # fmt: skip
     return h, factor
 
