@@ -208,14 +208,17 @@ def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
     """Every tile of the kernel that dispatch would choose, the fastest first."""
     from fp4_inductor.kernels.moe import configs, launch
 
-    widths = [(4, 256), (4, 128), (8, 128), (8, 64), (2, 256), (2, 512), (4, 512), (16, 64)]
-    decode = [configs.DecodeConfig(n, w, warps) for (n, w), warps in itertools.product(widths, (2, 4, 8))]
+    ups = [configs.DecodeConfig(n, w, max(1, g * w // 1024), g) for n, w, g in itertools.product((16, 32), (512, 1024, 2048), (1, 2, 4, 8)) if g * w <= 8192]
+    downs = [
+        configs.DecodeConfig(n, w, max(1, g * w // 1024), g) for n, w, g in itertools.product((4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8)) if g * w <= 8192
+    ]
+    decode = [*((c, None) for c in ups), *((None, c) for c in downs)]  # one kernel's tile at a time
     grouped = [configs.GroupedConfig(*c) for c in itertools.product((16, 32, 64), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4))]
     for layer in layers:
         parts = packed(layer, "cuda")
         for t in tokens:
             case = Case(layer, parts, t, "cuda")
-            many = case.routing[0][0].numel() > max(4, layer.experts // 2)
+            many = case.routing[0][0].numel() > max(4, 3 * layer.experts)
             found = []
             for tile in grouped if many else decode:
                 calls = [
@@ -223,7 +226,7 @@ def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
                     for r in case.routing
                 ]
                 try:
-                    us = graph_us(lambda i, c=calls, s=tile: launch.grouped(c[i], s) if many else launch.decode(c[i], s, s), len(calls))
+                    us = graph_us(lambda i, c=calls, s=tile: launch.grouped(c[i], s) if many else launch.decode(c[i], *s), len(calls))
                 except Exception as error:  # a tile that does not fit the architecture
                     print(layer.name, t, tile, type(error).__name__, str(error)[:100], flush=True)
                     continue

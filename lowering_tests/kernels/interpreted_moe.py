@@ -74,7 +74,7 @@ def both(name: str, c: launch.Layer, decode=True, tiles=TILES) -> None:
     want = exact(c)
     with interpreted():
         if decode:
-            wide = (configs.DecodeConfig(32, 16, 4), configs.DecodeConfig(64, 16, 4))  # the interpreter pays by the program
+            wide = (configs.DecodeConfig(32, 128, 4, 2), configs.DecodeConfig(64, 128, 4, 2))  # the interpreter pays by the program
             report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
         if c.x.dtype != torch.bfloat16:
             for tile in tiles:
@@ -111,6 +111,8 @@ def shapes():
         for dtype in (torch.bfloat16, torch.float32) if h == 16 else (torch.float16,):
             c = layer(t, h, inner, e, k, dtype=dtype, width=width)
             both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10, tiles=TILES if inner == 80 else TILES[:1])
+    for h, inner, k in ((1168, 16, 1), (48, 144, 20)):  # more steps than are unrolled
+        both(f"{(h, inner, k)} in a loop", layer(1, h, inner, 3, k, dtype=torch.bfloat16))
 
 
 def routings():

@@ -16,7 +16,7 @@ from lowering_tests.kernels import aot
 LAYERS = {"qwen3_30b": (2048, 768, 128, 8), "qwen3_next": (2048, 512, 512, 10), "mixtral": (4096, 14336, 8, 2), "gpt_oss": (2880, 2880, 32, 4)}
 POINTERS = {
     "X": "*{d}", "IDS": "*i64", "WEIGHTS": "*fp32", "MAP": "*i32", "CODES": "*u8", "META": "*u8",
-    "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BIAS": "*{d}", "Y": "*{d}",
+    "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "BIAS": "*{d}", "Y": "*{d}", "FACTOR": "*fp32",
     "ORDER": "*i32", "PLACE": "*i32", "ENDS": "*i32", "TILE_EXPERT": "*i32", "TILE_START": "*i32", "OUT": "*fp32",
     "Z": "*{d}", "ROW_SCALE": "*fp32", "E4M3_MAX": "fp32",
 }  # fmt: skip
@@ -31,7 +31,6 @@ def activation(act: Activation, gated: bool) -> dict[str, object]:
 def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "bf16", warps: int = 4, stages: int = 3, **pointers: str) -> aot.Compiled:
     h, inner, experts, k = LAYERS[layer]
     words = {
-        "UNITS": configs.decode_units(h if kernel is moe_decode_up else inner, constants.get("SPARSE", False))[0],
         "K": h if kernel in (moe_grouped_up, moe_many_in) else inner,
         "INNER": inner,
         "N": h,
@@ -51,29 +50,34 @@ def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "b
 
 
 def decode_up(
-    cc: int, layer: str, act: Activation = SILU, *, gated: bool = True, biased: bool = False, mapped: bool = False, dtype: str = "bf16", sparse: bool = False
-):
-    c = configs.decode(LAYERS[layer][0], sparse)
+    cc: int, layer: str, act: Activation = SILU, *, gated: bool = True, biased: bool = False, mapped: bool = False, dtype: str = "bf16",
+    sparse: bool = False, tokens: int = 1,
+):  # fmt: skip
+    h, inner = LAYERS[layer][:2]
+    c = configs.decode_up(h, tokens)
     constants = {
         **activation(act, gated),
+        "INNER": inner,
         "ON_INPUT": False,
         "HAS_MAP": mapped,
         "HAS_BIAS": biased,
-        **configs.decode_constants(c, LAYERS[layer][0], cc, sparse),
+        "SPARSE_DOWN": sparse,
+        **configs.decode_constants(c, inner, h, cc, sparse),
     }
-    return compile_kernel(moe_decode_up, constants, cc, layer, dtype, c.num_warps, H="*fp32"), c.num_warps
+    return compile_kernel(moe_decode_up, constants, cc, layer, dtype, c.num_warps, H="*fp16"), c.num_warps
 
 
-def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = False, dtype: str = "bf16", sparse: bool = False):
-    c = configs.decode(LAYERS[layer][1], sparse)
+def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = False, dtype: str = "bf16", sparse: bool = False, tokens: int = 1):
+    h, inner, _, k = LAYERS[layer]
+    c = configs.decode_down(inner, k, tokens)
     constants = {
-        "TOP_K": LAYERS[layer][3],
+        "TOP_K": k,
         "ON_INPUT": False,
         "HAS_MAP": mapped,
         "HAS_BIAS": biased,
-        **configs.decode_constants(c, LAYERS[layer][1], cc, sparse),
+        **configs.decode_constants(c, h, inner, cc, sparse),
     }
-    return compile_kernel(moe_decode_down, constants, cc, layer, dtype, c.num_warps, H="*fp32"), c.num_warps
+    return compile_kernel(moe_decode_down, constants, cc, layer, dtype, c.num_warps, H="*fp16"), c.num_warps
 
 
 def grouped_up(cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False):

@@ -20,22 +20,29 @@ from lowering_tests.own_process import cases_of
 
 GPT_OSS = Activation("swiglu_oai", 1.702, 7.0, True)
 ARCHITECTURES = (80, 90, 100, 120)
+DOZEN = 12  # warps that an SM holds at least
+
+
+def assert_operands_stay_in_their_threads(done):
+    """Barriers belong to the sums and the store alone."""
+    assert done.count("BAR") <= 8
 
 
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 42, "grouped": 42, "route": 5, "apart": 8, "many": 16, "product": 3}, kinds
+    assert kinds == {"decode": 44, "grouped": 42, "route": 5, "apart": 8, "many": 16, "product": 3}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
 def test_decode_up(cc):
     done, warps = moe_aot.decode_up(cc, "qwen3_30b")
-    assert_fits(done, warps, cc, blocks=4, older=0)
+    assert_fits(done, warps, cc, blocks=DOZEN // warps or 1, older=0)
     assert tensor_core_instructions(done) == 0
     assert not global_atomics(done)
     assert (done.count(UNPACK) > 0) == (cc >= 89)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+    assert_operands_stay_in_their_threads(done)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +50,17 @@ def test_decode_up(cc):
 )
 def test_decode_up_in_other_forms(layer, act, options):
     done, warps = moe_aot.decode_up(90, layer, act, **options)
-    assert_fits(done, warps, 90, blocks=4)
+    assert_fits(done, warps, 90, blocks=DOZEN // warps or 1)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
 
 
 @pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "gpt_oss"), (120, "mixtral")])
 def test_decode_down(cc, layer):
     done, warps = moe_aot.decode_down(cc, layer, biased=layer == "gpt_oss")
-    assert_fits(done, warps, cc, blocks=4, older=0)
+    assert_fits(done, warps, cc, blocks=DOZEN // warps or 1, older=0)
     assert not global_atomics(done)
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+    assert_operands_stay_in_their_threads(done)
 
 
 @pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 256), (90, 8192), (100, 8192), (120, 2048)])
@@ -67,21 +75,19 @@ def test_grouped(cc, pairs):
 def test_sparse_decode(cc, layer):
     up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
     for done, warps in (up, down):
-        assert_fits(done, warps, cc, blocks=4, older=0)
+        assert_fits(done, warps, cc, blocks=(DOZEN if cc >= 89 else 8) // warps or 1, older=0)
         assert tensor_core_instructions(done) == 0
         assert not global_atomics(done)
         assert done.count("PRMT") > 0  # the kept activations are gathered
-        assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
+        assert any(op.endswith(".64") and ".EF" in op for op in done.opcodes())
+        assert_operands_stay_in_their_threads(done)
 
 
-def test_sparse_decode_takes_fewer_instructions_a_weight():
-    """Kept codes only: where both cover the same rows and columns, the sparse program is the shorter one."""
-    h, inner = moe_aot.LAYERS["mixtral"][:2]
-    for f, k in ((moe_aot.decode_up, h), (moe_aot.decode_down, inner)):
-        each = [configs.decode(k, sparse) for sparse in (False, True)]
-        assert each[0].block_n * each[0].block_w * 8 == each[1].block_n * each[1].block_w * 16
+def test_sparse_decode_takes_about_as_many_instructions():
+    """What fewer codes save, the gathered activations cost; the bytes remain: 22% fewer."""
+    for f in (moe_aot.decode_up, moe_aot.decode_down):
         dense, sparse = (sum(f(90, "mixtral", sparse=sparse)[0].opcodes().values()) for sparse in (False, True))
-        assert sparse < dense
+        assert sparse < 1.12 * dense
 
 
 @pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 8192)])
@@ -134,8 +140,8 @@ def kernels(arch, dtype, experts, *pairs, op="moe", **fields):
 
 
 @pytest.mark.parametrize(("experts", "pairs", "kernel"), [
-    (128, 8, "triton_moe_decode"), (128, 64, "triton_moe_decode"), (128, 65, "triton_moe_grouped"), (128, 4096, "triton_moe_grouped"),
-    (128, 4097, "dequantize_fp8 + triton_grouped_fp8"), (8, 2, "triton_moe_decode"), (8, 4, "triton_moe_decode"), (8, 8, "triton_moe_grouped"),
+    (128, 8, "triton_moe_decode"), (128, 384, "triton_moe_decode"), (128, 385, "triton_moe_grouped"), (128, 4096, "triton_moe_grouped"),
+    (128, 4097, "dequantize_fp8 + triton_grouped_fp8"), (8, 2, "triton_moe_decode"), (8, 24, "triton_moe_decode"), (8, 25, "triton_moe_grouped"),
     (512, 256, "triton_moe_decode"), (1, 4, "triton_moe_decode"), (1, 5, "triton_moe_grouped"), (32, 16, "triton_moe_decode"),
 ])  # fmt: skip
 def test_pairs_against_experts_decide(experts, pairs, kernel):
@@ -153,7 +159,7 @@ def test_what_other_machines_and_dtypes_take():
 
 @pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.bfloat16), (90, torch.float16), (120, torch.float32), (0, torch.float32)])
 def test_sparse_experts_take_the_same_regimes(arch, dtype):
-    pairs = (1, 8, 64, 65, 4096, 4097, 10**6)
+    pairs = (1, 8, 384, 385, 4096, 4097, 10**6)
     dense, sparse = (kernels(arch, dtype, 128, *pairs, op=op) for op in ("moe", "sparse_moe"))
     own = {k: k.replace("triton_moe", "triton_sparse_moe").replace("dequantize", "sparse_dequantize") for k in set(dense)}
     names = {**own, "cpu": "cpu", "by expert": "by expert"}
@@ -166,18 +172,18 @@ def test_thresholds_override_both_bounds():
     assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + triton_grouped_fp8"]
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 8, 10, 64])
 @pytest.mark.parametrize("k", [16, 32, 48, 512, 736, 768, 2048, 2880, 4096, 14336])
-def test_decode_tiles(k, sparse):
-    if sparse and k % 32:
-        k += 16
-    c, word = configs.decode(k, sparse), 16 if sparse else 8
-    units, unit = configs.decode_units(k, sparse)
-    assert units * unit * word == k
-    assert c.block_n * c.block_w >= 128 * c.num_warps  # 16 bytes a thread
-    steps = -(-k // word // c.block_w)
-    assert c.block_w == 16 or steps * c.block_w * word <= 1.45 * k
-    assert configs.decode_constants(c, k, 90, sparse)["ONE_STEP"] == (steps == 1)
+def test_decode_tiles(k, top_k, tokens):
+    up, down = configs.decode_up(k, tokens), configs.decode_down(k, top_k, tokens)
+    assert up.block_n % 16 == 0  # whole scale blocks of h
+    for c in (up, down):
+        assert c.num_warps == max(1, c.groups * c.block_k // 1024)  # 32 k a thread
+        assert c.block_k in (128, 256, 512, 1024, 2048, 4096)
+        assert c.block_k <= 256 or c.block_k < 2 * k
+    assert up.block_n % up.groups == 0
+    assert down.groups < 2 * top_k
 
 
 @pytest.mark.parametrize(

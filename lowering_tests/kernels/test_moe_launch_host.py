@@ -56,7 +56,7 @@ def layer(t, k=2, e=8, h=64, inner=48, dtype=torch.bfloat16, act=None, gated=Tru
 def test_decode_is_two_launches(launches):
     y = launch.decode(layer(3))
     assert [name for name, *_ in launches] == ["moe_decode_up", "moe_decode_down"]
-    up, down = (configs.decode(k) for k in (64, 48))
+    up, down = configs.decode_up(64, 3), configs.decode_down(48, 2, 3)
     assert [grid for _, grid, *_ in launches] == [(-(-48 // up.block_n) * 6,), (-(-64 // down.block_n) * 3,)]
     assert (tuple(y.shape), y.dtype) == ((3, 64), torch.bfloat16)
 
@@ -75,7 +75,7 @@ def test_grouped_is_four_launches_and_no_memory_is_cleared(launches):
 
 def test_sparse_decode_is_two_launches_on_grids_of_its_own_tiles(launches):
     launch.decode(layer(3, inner=96, sparse=(True, True)))
-    up, down = (configs.decode(k, True) for k in (64, 96))
+    up, down = configs.decode_up(64, 3), configs.decode_down(96, 2, 3)
     assert [(name, grid) for name, grid, *_ in launches] == [
         ("moe_decode_up", (-(-96 // up.block_n) * 6,)),
         ("moe_decode_down", (-(-64 // down.block_n) * 3,)),
@@ -98,7 +98,7 @@ def test_every_argument_has_a_parameter():
             launch.combine(layer(3), torch.zeros(6, 64), torch.zeros(6, dtype=torch.int32))
         for name, _, args, kwargs in calls:
             names = getattr(launch, name).arg_names
-            given = list(names[: len(args)]) + [k for k in kwargs if k not in ("num_warps", "num_stages")]
+            given = list(names[: len(args)]) + [k for k in kwargs if k not in ("num_warps", "num_stages", "launch_pdl")]
             assert sorted(given) == sorted(names), name
 
 

@@ -29,7 +29,7 @@ def tokens(t, dtype=torch.bfloat16, device="cuda"):
 
 
 @pytest.mark.parametrize(
-    ("t", "kernel"), [(1, "triton_moe_decode"), (4, "triton_moe_decode"), (5, "triton_moe_grouped"), (1000, "dequantize_fp8 + triton_grouped_fp8")]
+    ("t", "kernel"), [(1, "triton_moe_decode"), (24, "triton_moe_decode"), (25, "triton_moe_grouped"), (1000, "dequantize_fp8 + triton_grouped_fp8")]
 )
 def test_static_tokens_are_proven(t, kernel):
     with code_generation() as out, listen() as entries:
@@ -44,7 +44,7 @@ def test_static_tokens_are_proven(t, kernel):
 @pytest.mark.parametrize("kinds", [(Sparse24ExpertWeight, Sparse24ExpertWeight), (FP4ExpertWeight, Sparse24ExpertWeight)])
 @pytest.mark.parametrize(
     ("t", "kernel"),
-    [(1, "triton_sparse_moe_decode"), (5, "triton_sparse_moe_grouped"), (1000, "sparse_dequantize_fp8 + triton_grouped_fp8")],
+    [(1, "triton_sparse_moe_decode"), (25, "triton_sparse_moe_grouped"), (1000, "sparse_dequantize_fp8 + triton_grouped_fp8")],
 )
 def test_sparse_experts_have_rows_of_their_own(t, kernel, kinds):
     with code_generation() as out, listen() as entries:

@@ -24,7 +24,7 @@ def decode8(w, CVT: tl.constexpr):
         h0, h1, h2, h3 = tl.inline_asm_elementwise(
             """{ .reg .b32 r0, r1, v, t; .reg .b16 l, u;
             shr.b32 t, $4, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 r1, $4, 0x80808080, t, 0xEA;
-            shl.b32 v, $4, 4; shr.b32 t, v, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 r0, v, 0x80808080, t, 0xEA;
+            shl.b32 v, $4, 4; shl.b32 t, $4, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 r0, v, 0x80808080, t, 0xEA;
             mov.b32 {l, u}, r1; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, u;
             mov.b32 {l, u}, r0; cvt.rn.f16x2.e4m3x2 $2, l; cvt.rn.f16x2.e4m3x2 $3, u; }""",
             "=r,=r,=r,=r,r",
@@ -35,10 +35,11 @@ def decode8(w, CVT: tl.constexpr):
         )
     else:
         # pairs (n, n + 4): nibble n at bits 15..12, nibble n + 4 at bits 31..28 after a left shift by 4 * (3 - n)
-        h0 = ((w << 8) & -2147450880) | (((w << 8) & 0x70007000) >> 3)
-        h1 = (w & -2147450880) | ((w & 0x70007000) >> 3)
-        h2 = ((w << 12) & -2147450880) | (((w << 12) & 0x70007000) >> 3)
-        h3 = ((w << 4) & -2147450880) | (((w << 4) & 0x70007000) >> 3)
+        # and the magnitude bits below them at 11..9
+        h0 = ((w << 8) & -2147450880) | ((w << 5) & 0x0E000E00)
+        h1 = (w & -2147450880) | ((w >> 3) & 0x0E000E00)
+        h2 = ((w << 12) & -2147450880) | ((w << 9) & 0x0E000E00)
+        h3 = ((w << 4) & -2147450880) | ((w << 1) & 0x0E000E00)
     return h0, h1, h2, h3
 
 

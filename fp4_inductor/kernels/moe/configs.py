@@ -1,7 +1,11 @@
-"""Tile shapes of the MoE kernels: pure functions of the shape. First choices: none has run on a GPU yet."""
+"""Tile shapes of the MoE kernels: pure functions of the shape.
+
+Decode: measured on an H200 (benchmarks/NOTES.md). Grouped: first choices.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +18,16 @@ TRANSIENT_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """``block_n`` outputs a program, K in steps of ``block_w`` words of 8 codes: 8 k of a dense row, 16 of a 2:4-sparse one."""
+    """``block_n`` outputs a program, K in steps of ``block_k``.
+
+    ``groups`` lie side by side, in other warps once a group fills one: of the rows in the first kernel, of one expert each in the second.
+    ``num_warps`` is ``groups * block_k / 1024``: a thread holds 32 k of a step.
+    """
 
     block_n: int
-    block_w: int
+    block_k: int
     num_warps: int
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,24 +64,41 @@ def many(pairs: int, experts: int) -> ManyConfig:
     return ManyConfig(128, 256, 128, 8, 4)
 
 
-def words_of(k: int, sparse: bool) -> int:
-    """Words of 8 codes in a row of ``k`` weights."""
-    return k // (16 if sparse else 8)
+def _power(k: int, most: int) -> int:
+    """The smallest power of two from ``k`` on, between 128 and ``most``."""
+    return min(max(128, 1 << (k - 1).bit_length()), most)
 
 
-def decode(k: int, sparse: bool = False) -> DecodeConfig:
-    """For a product over ``k``: one step over all of it where that fits, else the widest step that wastes at most an eighth of its lanes.
+def decode_up(k: int, tokens: int) -> DecodeConfig:
+    """Of the first kernel, for a product over ``k``. ``block_n``: whole scale blocks of its result.
 
-    At least 512 words a program, so that every thread of four warps loads 16 bytes. A step is at most 2048 activations.
+    More rows a warp share its conversion of activations, fewer keep more warps busy: one token takes the fewest.
     """
-    words, most = max(words_of(k, sparse), 2), words_of(2048, sparse)
-    whole = 1 << (words - 1).bit_length()
-    if whole <= most and whole <= 1.4 * words:
-        width = max(whole, 16)
+    if k % 2048 == 0 and k >= 4096:
+        return DecodeConfig(16, 2048, 4, 2)
+    if tokens == 1:
+        block_n, width, groups = (16, 1024, 8) if k % 1024 == 0 else (16, 512, 4)
     else:
-        waste = {w: -(-words // w) * w / words for w in (most, most // 2, most // 4)}
-        width = next((w for w in waste if waste[w] <= 1.125), min(waste, key=waste.__getitem__))
-    return DecodeConfig(max(4, 512 // width), width, 4)
+        block_n, width, groups = 32 if k <= 2048 else 16, 1024, 4
+    width = _power(k, width)
+    return DecodeConfig(block_n, width, max(1, groups * width // 1024), groups)
+
+
+def decode_down(k: int, top_k: int, tokens: int) -> DecodeConfig:
+    """Of the second kernel, for ``top_k`` products over ``k``.
+
+    One or two tokens: all experts at once, in as many warps as that takes, up to 8. More tokens: no more than an eighth of the lanes idle.
+    """
+    width = 2048 if k % 2048 == 0 else _power(k, 1024)
+    if tokens <= 2:
+        groups = min(1 << (top_k - 1).bit_length(), 8 * 1024 // width, 16)
+    else:
+        while width > 128 and -(-k // width) * width > 1.125 * k:
+            width //= 2
+        groups = min(1 << (top_k.bit_length() - 1), 8 * 1024 // width, 16)
+        while -(-top_k // groups) * groups > 1.125 * top_k:
+            groups //= 2
+    return DecodeConfig(4, width, max(1, groups * width // 1024), groups)
 
 
 def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
@@ -95,17 +121,20 @@ def slots(pairs: int, experts: int, block_m: int) -> int:
     return pairs // block_m + experts
 
 
-def decode_units(k: int, sparse: bool = False) -> tuple[int, int]:
-    """``(units, words a unit)`` of a row of ``k`` weights: the unit is the largest power of two up to 16 that divides its words."""
-    words = words_of(k, sparse)
-    unit = next(u for u in (16, 8, 4, 2, 1) if words % u == 0)
-    return words // unit, unit
+@functools.cache
+def lanes_first() -> bool:
+    """Whether Triton deals the first of several equal dimensions of a load out to threads first: seen with 3.6; 3.9 begins with the last."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
-def decode_constants(c: DecodeConfig, k: int, arch: int, sparse: bool = False) -> dict[str, object]:
-    """Constexpr arguments of both decode kernels."""
-    one_step = words_of(k, sparse) <= c.block_w
-    return dict(SPARSE=sparse, BLOCK_N=c.block_n, BLOCK_W=c.block_w, UNIT=decode_units(k, sparse)[1], ONE_STEP=one_step, CVT=arch >= 89, ASM=True)
+def decode_constants(c: DecodeConfig, n: int, k: int, arch: int, sparse: bool = False) -> dict[str, object]:
+    """Constexpr arguments of both decode kernels for ``n`` outputs over ``k``."""
+    return dict(
+        SPARSE=sparse, GROUPS=c.groups, K=k, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=-(-k // c.block_k) <= 8, FIRST=lanes_first(), EVEN=n % c.block_n == 0,
+        CVT=arch >= 89, ASM=True, PDL=arch >= 90,
+    )  # fmt: skip
 
 
 def grouped_constants(c: GroupedConfig, dtype: torch.dtype, sparse: bool = False) -> dict[str, object]:

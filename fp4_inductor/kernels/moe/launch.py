@@ -111,26 +111,44 @@ def _bytes(parts: tuple[Tensor, Tensor, Tensor], meta: Tensor | None) -> tuple[T
     return parts[0], meta, parts[1].view(torch.uint8), parts[2]
 
 
+def _launch(c: configs.DecodeConfig, constants: dict[str, object]) -> dict[str, object]:
+    return {"num_warps": c.num_warps, **({"launch_pdl": True} if constants["PDL"] else {})}
+
+
 def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.DecodeConfig | None = None) -> Tensor:
     """A few tokens: two launches; see :mod:`.triton_decode`."""
-    (t, hidden), top_k = layer.x.shape, layer.ids.shape[1]
+    down = down or configs.decode_down(layer.inner, layer.ids.shape[1], layer.ids.shape[0])
+    return decode_down(layer, *decode_up(layer, down, up), down)
+
+
+def decode_up(layer: Layer, down: configs.DecodeConfig, tile: configs.DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
+    """``h`` of every pair in float16 as the second kernel with tile ``down`` reads it, and float32 factors; nothing for pairs without an expert."""
+    hidden, device = layer.x.shape[1], layer.x.device
     ids, table, table_size = layer.routing()
-    arch = host.arch(layer.x.device)
-    h = torch.empty(layer.pairs, layer.inner, dtype=torch.float32, device=layer.x.device)
-    y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=layer.x.device)
     sparse, sparse_down = (meta is not None for meta in layer.metas)
-    c = up or configs.decode(hidden, sparse)
+    c = tile or configs.decode_up(hidden, layer.x.shape[0])
+    constants = configs.decode_constants(c, layer.inner, hidden, host.arch(device), sparse)
+    h = torch.empty(layer.pairs, -(-layer.inner // down.block_k) * down.block_k, dtype=torch.float16, device=device)
+    factor = torch.empty(layer.pairs, layer.inner // 16, dtype=torch.float32, device=device)
     moe_decode_up[(-(-layer.inner // c.block_n) * layer.pairs,)](
-        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, top_k, t, layer.experts, table_size,
-        layer.inner, configs.decode_units(hidden, sparse)[0], **layer.activation(), HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None,
-        **configs.decode_constants(c, hidden, arch, sparse), num_warps=c.num_warps,
+        layer.x, ids, layer.weights, table, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, factor, ids.shape[1], layer.pairs,
+        layer.experts, table_size, h.shape[1], (down.block_k // 32).bit_length() - 1, INNER=layer.inner, **layer.activation(),
+        HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None, SPARSE_DOWN=sparse_down, **constants, **_launch(c, constants),
     )  # fmt: skip
-    c = down or configs.decode(layer.inner, sparse_down)
+    return h, factor
+
+
+def decode_down(layer: Layer, h: Tensor, factor: Tensor, c: configs.DecodeConfig) -> Tensor:
+    """The result from what :func:`decode_up`, the launch before, gave."""
+    (t, top_k), device = layer.ids.shape, layer.x.device
+    ids, table, table_size = layer.routing()
+    sparse = layer.metas[1] is not None
+    constants = configs.decode_constants(c, layer.width, layer.inner, host.arch(device), sparse)
+    y = torch.empty(t, layer.width, dtype=layer.x.dtype, device=device)
     moe_decode_down[(-(-layer.width // c.block_n) * t,)](
-        h, ids, layer.weights, table, *_bytes(layer.down, layer.metas[1]), layer.biases[1], y, t, layer.experts, table_size, layer.width,
-        configs.decode_units(layer.inner, sparse_down)[0],
-        TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None,
-        **configs.decode_constants(c, layer.inner, arch, sparse_down), num_warps=c.num_warps,
+        h, factor, ids, layer.weights, table, *_bytes(layer.down, layer.metas[1]), layer.biases[1], y, t, layer.experts, table_size, layer.width,
+        TOP_K=top_k, ON_INPUT=layer.on_input, HAS_MAP=table is not None, HAS_BIAS=layer.biases[1] is not None, **constants,
+        **_launch(c, constants),
     )  # fmt: skip
     return y
 

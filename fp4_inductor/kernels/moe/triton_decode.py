@@ -1,10 +1,18 @@
-"""A few tokens: two launches, no sorting, no atomics. One program owns BLOCK_N outputs of one (token, expert) pair.
+"""A few tokens: two launches, no sorting, no atomics.
 
-First the gate and up products and the activation (``h`` in float32, tokens * k rows), then the down products, weighted and summed over a
-token's experts in one program, in the order of its choices. A pair whose id is no expert loads nothing and adds nothing.
+First the gate and up products and the activation: a program owns BLOCK_N outputs of one (token, expert) pair, all of K. Then the down products:
+a program owns BLOCK_N outputs of a token, GROUPS of its experts side by side, summed in a fixed order. A pair whose id is no expert loads nothing
+and adds nothing.
 
-The dot product is :mod:`..linear.triton_gemv`'s, of 2:4-sparse experts :mod:`..sparse_linear.triton_gemv`'s: a word of 8 codes is 8 k of a
-row there and 16 k here, one scale block.
+A thread holds 32 k of a row at a time (a *lane* below): 16 bytes of dense codes, 8 of kept ones, two scales, and the lane's activations in half
+precision for all of its rows. So nothing between a load and its product goes through shared memory or a barrier, as long as a step has as many
+lanes as the program has threads (``configs.DecodeConfig``) and the compiler deals lanes out first (FIRST: ``configs.lanes_first``). The first kernel converts activations itself. Its result ``h`` lies as the second
+reads it: float16, each scale block normalised by a power of two, in the decode's order, the same eight of all lanes of a step side by side.
+
+PDL (programmatic dependent launch, sm_90 on): either kernel is launched while the one before it runs out. The first waits for that one before
+anything else. The second requests its first weights and only then waits for the first, whose programs had all begun: ids are complete by then.
+
+The codes of 2:4-sparse experts are the kept ones: a word of 8 is 16 k there, one scale block (:mod:`..sparse_linear.triton_gemv`).
 """
 
 from __future__ import annotations
@@ -12,9 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.triton_gemv import decode8, dot8, load_activations
-from ..sparse_linear.triton_gemv import kept_dot, load_blocks
-from ..triton_common import e4m3_to_f32
+from .triton_lanes import add_lanes, lanes_of_h, lanes_of_x, load_lanes, load_x, normaliser, place_of_h
 
 
 @triton.jit
@@ -51,125 +57,164 @@ def activation(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.const
     return h
 
 
-@triton.jit
-def chunk_of(X, row, M, k, W, BLOCK_W: tl.constexpr, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
-    """Activations from word ``k`` of a weight row on, as :func:`packed_dot` takes them; W words a row."""
-    if SPARSE:
-        return load_blocks(X, row, M, k * 16, W * 16, BLOCK_W, False, CVT, ASM)
-    else:
-        return load_activations(X, row, M, k * 8, W * 8, BLOCK_W, False, CVT, ASM)
-
-
-@triton.jit
-def packed_dot(
-    words, metas, scales, rows, ok, k, W, chunk, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """float32, one number per scale block: ``rows`` of one expert (int64, W words each) from word ``k`` on against a chunk of activations."""
-    kw = k + tl.arange(0, BLOCK_W)
-    inside = ok[:, None] & (kw < W)[None, :]
-    w = tl.load(words + rows[:, None] * W + kw[None, :], mask=inside, other=0, eviction_policy="evict_first")
-    if SPARSE:
-        m = tl.load(metas + rows[:, None] * W + kw[None, :], mask=inside, other=0, eviction_policy="evict_first")
-        s = tl.load(scales + rows[:, None] * W + kw[None, :], mask=inside, other=0, eviction_policy="evict_first")
-        a0, a1, a2, a3, b0, b1, b2, b3, undo = chunk
-        return kept_dot(w, m, s, a0, a1, a2, a3, b0, b1, b2, b3, undo, BLOCK_N, BLOCK_W, CVT, ASM)
-    else:
-        ks = k // 2 + tl.arange(0, BLOCK_W // 2)
-        s = tl.load(scales + rows[:, None] * (W // 2) + ks[None, :], mask=ok[:, None] & (ks < W // 2)[None, :], other=0, eviction_policy="evict_first")
-        x0, x1, x2, x3, undo = chunk
-        h0, h1, h2, h3 = decode8(w, CVT)
-        zero = tl.zeros((BLOCK_N, BLOCK_W), tl.int32)
-        p = dot8(h0, h1, h2, h3, x0[None, :] + zero, x1[None, :] + zero, x2[None, :] + zero, x3[None, :] + zero, ASM)
-        return tl.sum(tl.reshape(p, (BLOCK_N, BLOCK_W // 2, 2)), 2) * (e4m3_to_f32(s) * undo[None, :])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["TOP_K", "PAIRS", "E", "MAP_SIZE", "LENGTH", "LOG_L"])
 def moe_decode_up(
-    X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, T, E, MAP_SIZE, INNER, UNITS, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, FACTOR, TOP_K, PAIRS, E, MAP_SIZE, LENGTH, LOG_L, INNER: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, SPARSE_DOWN: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr,
+    EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """H[pair, i] = act(x[token] @ gate_up[expert].T + bias)"""
+    """h = act(x[token] @ gate_up[expert].T + bias) of every pair, as H (float16) times FACTOR (float32, one for 16)."""
+    if PDL:  # what came before is complete for both kernels once this one goes on
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
     metas = META.to(tl.pointer_type(tl.int16), bitcast=True) if SPARSE else words  # one 16-bit word for each word of kept codes
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    W = UNITS * UNIT  # a known power of two divides the words of a row: wide loads
-    blocks = tl.cdiv(INNER, BLOCK_N)  # one grid axis: the others end at 65535
-    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    MASKED: tl.constexpr = K % BLOCK_K != 0 or not UNROLL
+    PARTS: tl.constexpr = 2 if GATED else 1
+    # One grid axis: the others end at 65535. Pairs run fastest, so that those of one expert read its rows at the same time.
+    pair = (tl.program_id(0) % PAIRS).to(tl.int64)
+    first = (tl.program_id(0) // PAIRS).to(tl.int64) * BLOCK_N
+    rn = first + tl.arange(0, BLOCK_N)
     e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
+    token = tl.zeros((GROUPS,), tl.int64) + pair // TOP_K
+    every = tl.full((GROUPS,), True, tl.int1)
+    x = load_x(X, token, every, 0, K, BLOCK_K, MASKED, FIRST)  # on its way while the id arrives
     if e >= 0:
-        ri = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        ok = ri < INNER
-        outputs = 2 * INNER if GATED else INNER
-        gate_rows = e * outputs + (2 * ri if INTERLEAVED else ri)
-        up_rows = gate_rows + (1 if INTERLEAVED else INNER)
-        token = pair // TOP_K
-        a = tl.zeros((BLOCK_N, BLOCK_W if SPARSE else BLOCK_W // 2), tl.float32)
-        b = tl.zeros((BLOCK_N, BLOCK_W if SPARSE else BLOCK_W // 2), tl.float32)
-        for k in range(0, BLOCK_W if ONE_STEP else W, BLOCK_W):
-            x = chunk_of(X, token, T, k, W, BLOCK_W, SPARSE, CVT, ASM)
-            a += packed_dot(words, metas, scales, gate_rows, ok, k, W, x, BLOCK_N, BLOCK_W, SPARSE, CVT, ASM)
-            if GATED:
-                b += packed_dot(words, metas, scales, up_rows, ok, k, W, x, BLOCK_N, BLOCK_W, SPARSE, CVT, ASM)
-        factor = tl.load(GLOBAL_SCALE + e)
+        # Gate and up of an output side by side. What differs between threads is in ``start``: the rest of an address is a constant to them.
+        EACH: tl.constexpr = BLOCK_N // GROUPS
+        row = tl.arange(0, EACH * PARTS).to(tl.int64)
+        near = row if INTERLEAVED else row // PARTS + row % PARTS * INNER
+        group = first + tl.arange(0, GROUPS).to(tl.int64) * EACH
+        start = e * (PARTS * INNER) + group * (PARTS if INTERLEAVED else 1)
+        if EVEN:
+            ok = tl.full((GROUPS, EACH * PARTS), True, tl.int1)
+        else:
+            ok = group[:, None] + (row // PARTS)[None, :] < INNER
+        LANES: tl.constexpr = BLOCK_K // 32
+        acc = tl.zeros((LANES, GROUPS, EACH * PARTS) if FIRST else (EACH * PARTS, GROUPS, LANES), tl.float32)
+        w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE, FIRST)
+        if UNROLL:
+            for i in tl.static_range(STEPS):
+                h, factor = lanes_of_x(x, SPARSE, CVT, ASM)
+                if i + 1 < STEPS:
+                    x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
+                    wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+                acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
+                if i + 1 < STEPS:
+                    w, m, s = wn, mn, sn
+        else:
+            for i in range(STEPS):
+                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+                h, factor = lanes_of_x(x, SPARSE, CVT, ASM)
+                x = load_x(X, token, every, (i + 1) * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
+                acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
+                w, m, s = wn, mn, sn
+        z = tl.sum(acc, 0) if FIRST else tl.trans(tl.sum(acc, 2))
+        scale = tl.load(GLOBAL_SCALE + e)
         if ON_INPUT:
-            factor = factor * tl.load(WEIGHTS + pair).to(tl.float32)
-        gate = tl.sum(a, 1) * factor
-        up = tl.sum(b, 1) * factor
+            scale = scale * tl.load(WEIGHTS + pair).to(tl.float32)
+        z = z * scale
         if HAS_BIAS:
-            gate += tl.load(BIAS + gate_rows, mask=ok, other=0.0).to(tl.float32)
-            if GATED:
-                up += tl.load(BIAS + up_rows, mask=ok, other=0.0).to(tl.float32)
-        tl.store(H + pair * INNER + ri, activation(gate, up, ALPHA, LIMIT, ACT, GATED), mask=ok)
+            z += tl.load(BIAS + start[:, None] + near[None, :], mask=ok, other=0.0).to(tl.float32)
+        if GATED:
+            gate, up = tl.split(tl.reshape(z, (BLOCK_N, 2)))
+        else:
+            gate = tl.reshape(z, (BLOCK_N,))
+            up = gate
+        h = tl.where(rn < INNER, activation(gate, up, ALPHA, LIMIT, ACT, GATED), 0.0)
+        h = tl.reshape(h, (BLOCK_N // 16, 16))
+        grow, shrink = normaliser(tl.max(tl.abs(h), 1))
+        h = tl.reshape(h * grow[:, None], (BLOCK_N,))
+        if not CVT:
+            h *= 256.0
+        tl.store(H + pair * LENGTH + place_of_h(rn, LOG_L, SPARSE_DOWN, CVT), h.to(tl.float16), mask=rn < INNER)
+        block = first // 16 + tl.arange(0, BLOCK_N // 16)
+        tl.store(FACTOR + pair * (INNER // 16) + block, shrink, mask=block < INNER // 16)
 
 
-@triton.jit
-def weighted_down(
-    H, IDS, WEIGHTS, MAP, words, metas, scales, GLOBAL_SCALE, BIAS, pair, rn, T, E, MAP_SIZE, N, W, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """float32 ``[BLOCK_N]``: one pair's share of its token's result, zeros if its id is no expert."""
-    e = local_expert(IDS, MAP, pair, MAP_SIZE, E, HAS_MAP)
-    valid = e >= 0
-    # Predicated loads instead of a branch: those of several experts are in flight together.
-    ok = rn < tl.where(valid, N, 0)
-    rows = tl.where(valid, e, 0) * N + rn
-    source = tl.where(valid, pair, T * TOP_K)  # a row beyond the last counts as zero: what lies in an unwritten row is not read
-    acc = tl.zeros((BLOCK_N, BLOCK_W if SPARSE else BLOCK_W // 2), tl.float32)
-    for k in range(0, BLOCK_W if ONE_STEP else W, BLOCK_W):
-        h = chunk_of(H, source, T * TOP_K, k, W, BLOCK_W, SPARSE, CVT, ASM)
-        acc += packed_dot(words, metas, scales, rows, ok, k, W, h, BLOCK_N, BLOCK_W, SPARSE, CVT, ASM)
-    z = tl.sum(acc, 1) * tl.load(GLOBAL_SCALE + e, mask=valid, other=0.0)
-    if HAS_BIAS:
-        z += tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)
-    if not ON_INPUT:
-        z = z * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
-    return z
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["T", "E", "MAP_SIZE"])
 def moe_decode_down(
-    H, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, UNITS, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPARSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, UNIT: tl.constexpr, ONE_STEP: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    H, FACTOR, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, Y, T, E, MAP_SIZE, N, TOP_K: tl.constexpr, ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SPARSE: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Y[token, n] = sum over the token's experts of weight * (h @ down[expert].T + bias)"""
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)
     metas = META.to(tl.pointer_type(tl.int16), bitcast=True) if SPARSE else words  # one 16-bit word for each word of kept codes
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
-    W = UNITS * UNIT
-    blocks = tl.cdiv(N, BLOCK_N)
-    token = (tl.program_id(0) // blocks).to(tl.int64)
-    rn = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    y = tl.zeros((BLOCK_N,), tl.float32)
-    if ONE_STEP and TOP_K <= 16:  # unrolled, so that the loads of one expert need not wait for the sums of the one before
-        for j in tl.static_range(TOP_K):
-            y += weighted_down(
-                H, IDS, WEIGHTS, MAP, words, metas, scales, GLOBAL_SCALE, BIAS, token * TOP_K + j, rn, T, E, MAP_SIZE, N, W,
-                TOP_K, ON_INPUT, HAS_MAP, HAS_BIAS, SPARSE, BLOCK_N, BLOCK_W, ONE_STEP, CVT, ASM,
-            )  # fmt: skip
+    halves = H.to(tl.pointer_type(tl.int32), bitcast=True)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    MASKED: tl.constexpr = K % BLOCK_K != 0
+    token = (tl.program_id(0) % T).to(tl.int64)  # fastest: see moe_decode_up
+    first = (tl.program_id(0) // T).to(tl.int64) * BLOCK_N
+    rn = first + tl.arange(0, BLOCK_N)
+    near = tl.arange(0, BLOCK_N).to(tl.int64)
+    ALL: tl.constexpr = (TOP_K + GROUPS - 1) // GROUPS * STEPS  # steps through K of each group of experts
+    LANES: tl.constexpr = BLOCK_K // 32
+    acc = tl.zeros((LANES, GROUPS, BLOCK_N) if FIRST else (BLOCK_N, GROUPS, LANES), tl.float32)
+    if HAS_BIAS:
+        bias = tl.zeros((GROUPS, BLOCK_N), tl.float32)
+    pair, e, valid, start, ok = experts_of(IDS, MAP, token, 0, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
+    w, m, s = load_lanes(words, metas, scales, start, near, ok, 0, K, BLOCK_K, MASKED, SPARSE, FIRST)
+    share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if UNROLL and ALL <= 16:
+        for i in tl.static_range(ALL):
+            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
+            if HAS_BIAS and i % STEPS == 0:
+                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near[None, :], valid, ok, ON_INPUT)
+            if i + 1 < ALL:
+                if (i + 1) % STEPS == 0:
+                    pair, e, valid, start, ok = experts_of(IDS, MAP, token, (i + 1) // STEPS * GROUPS, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
+                    share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
+                wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+            acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
+            if i + 1 < ALL:
+                w, m, s = wn, mn, sn
     else:
-        for j in range(TOP_K):
-            y += weighted_down(
-                H, IDS, WEIGHTS, MAP, words, metas, scales, GLOBAL_SCALE, BIAS, token * TOP_K + j, rn, T, E, MAP_SIZE, N, W,
-                TOP_K, ON_INPUT, HAS_MAP, HAS_BIAS, SPARSE, BLOCK_N, BLOCK_W, ONE_STEP, CVT, ASM,
-            )  # fmt: skip
-    tl.store(Y + token * N + rn, y.to(Y.dtype.element_ty), mask=rn < N)
+        for i in range(ALL):
+            h, factor = lanes_of_h(halves, FACTOR, pair, share, valid, i % STEPS * BLOCK_K, K, BLOCK_K, MASKED, FIRST)
+            if HAS_BIAS:
+                bias += biases_of(BIAS, WEIGHTS, pair, start[:, None] + near[None, :], valid, ok & (i % STEPS == 0), ON_INPUT)
+            pair, e, valid, start, ok = experts_of(IDS, MAP, token, (i + 1) // STEPS * GROUPS, first, rn, E, MAP_SIZE, N, EVEN, TOP_K, HAS_MAP, GROUPS)
+            share = share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT)
+            wn, mn, sn = load_lanes(words, metas, scales, start, near, ok, (i + 1) % STEPS * BLOCK_K, K, BLOCK_K, MASKED, SPARSE, FIRST)
+            acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
+            w, m, s = wn, mn, sn
+    y = tl.sum(acc, 0) if FIRST else tl.trans(tl.sum(acc, 2))
+    if HAS_BIAS:
+        y += bias
+    tl.store(Y + token * N + rn, tl.sum(y, 0).to(Y.dtype.element_ty), mask=rn < N)
+
+
+@triton.jit
+def experts_of(IDS, MAP, token, begin, first, rn, E, MAP_SIZE, N, EVEN: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, GROUPS: tl.constexpr):
+    """Of a token's choices ``begin .. begin + GROUPS``: pairs, experts, whether there is one, the first of the program's rows of each, which rows to load."""
+    choice = begin + tl.arange(0, GROUPS)
+    pair = token * TOP_K + choice
+    e = tl.load(IDS + pair, mask=choice < TOP_K, other=-1).to(tl.int64)
+    if HAS_MAP:
+        known = (e >= 0) & (e < MAP_SIZE)
+        e = tl.load(MAP + e, mask=known, other=-1).to(tl.int64)
+    valid = (e >= 0) & (e < E)
+    e = tl.where(valid, e, 0)
+    ok = tl.broadcast_to(valid[:, None], (GROUPS, rn.shape[0])) if EVEN else valid[:, None] & (rn < N)[None, :]
+    return pair, e, valid, e * N + first, ok
+
+
+@triton.jit
+def share_of(WEIGHTS, GLOBAL_SCALE, pair, e, valid, ON_INPUT: tl.constexpr):
+    share = tl.load(GLOBAL_SCALE + e, mask=valid, other=0.0)
+    if not ON_INPUT:
+        share = share * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)
+    return share
+
+
+@triton.jit
+def biases_of(BIAS, WEIGHTS, pair, rows, valid, ok, ON_INPUT: tl.constexpr):
+    bias = tl.load(BIAS + rows, mask=ok, other=0.0).to(tl.float32)
+    if not ON_INPUT:
+        bias = bias * tl.load(WEIGHTS + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
+    return bias

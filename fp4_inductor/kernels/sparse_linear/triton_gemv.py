@@ -22,7 +22,7 @@ def decode_kept(w, CVT: tl.constexpr):
         h0, h1, h2, h3 = tl.inline_asm_elementwise(
             """{ .reg .b32 r0, r1, p, t; .reg .b16 l, u;
             shr.b32 t, $4, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 r1, $4, 0x80808080, t, 0xEA;
-            shl.b32 p, $4, 4; shr.b32 t, p, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 r0, p, 0x80808080, t, 0xEA;
+            shl.b32 p, $4, 4; shl.b32 t, $4, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 r0, p, 0x80808080, t, 0xEA;
             prmt.b32 p, r0, r1, 0x5140; mov.b32 {l, u}, p; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, u;
             prmt.b32 p, r0, r1, 0x7362; mov.b32 {l, u}, p; cvt.rn.f16x2.e4m3x2 $2, l; cvt.rn.f16x2.e4m3x2 $3, u; }""",
             "=&r,=&r,=&r,=&r,r",
