@@ -71,7 +71,16 @@ def _operations(buffer, template) -> list[str]:
     # What computed the template's inputs is among the origins of everything behind it.
     nodes = sorted(set(buffer.get_origins()) - set(template.get_origins()), key=lambda n: n.name)
     names = [getattr(n.target, "_opname", None) or str(n.target) for n in nodes if n.op == "call_function"]
-    return [n for n in names if n not in _VIEWS and "fp4" not in n and n != "linear"]
+    shared = [name for n in buffer.get_origins() & template.get_origins() for name in _behind_the_product(n)]
+    return [n for n in names if n not in _VIEWS and "fp4" not in n and n != "linear"] + shared
+
+
+def _behind_the_product(node) -> list[str]:
+    """Of a call of fp4.linear_epilogue, which is both where its lowering makes a template of the product."""
+    if getattr(node.target, "_opname", None) != "linear_epilogue":
+        return []
+    given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | node.kwargs
+    return [name for name in (given.get("act"), given.get("mul") and "mul", given.get("residual") and "add") if name]
 
 
 class WatchOps(TorchDispatchMode):

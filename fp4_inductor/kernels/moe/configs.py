@@ -80,8 +80,8 @@ def decode_up(k: int, tokens: int) -> DecodeConfig:
         block_n, width, groups = (16, 1024, 8) if k % 1024 == 0 else (16, 512, 4)
     else:
         block_n, width, groups = 32 if k <= 2048 else 16, 1024, 4
-    width = _power(k, width)
-    return DecodeConfig(block_n, width, max(1, groups * width // 1024), groups)
+    width = max(_power(k, width), 1024 // groups)  # a lane for each of a warp's threads
+    return DecodeConfig(block_n, width, groups * width // 1024, groups)
 
 
 def decode_down(k: int, top_k: int, tokens: int) -> DecodeConfig:
@@ -98,7 +98,8 @@ def decode_down(k: int, top_k: int, tokens: int) -> DecodeConfig:
         groups = min(1 << (top_k.bit_length() - 1), 8 * 1024 // width, 16)
         while -(-top_k // groups) * groups > 1.125 * top_k:
             groups //= 2
-    return DecodeConfig(4, width, max(1, groups * width // 1024), groups)
+    width = max(width, 1024 // groups)
+    return DecodeConfig(4, width, groups * width // 1024, groups)
 
 
 def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
