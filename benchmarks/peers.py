@@ -24,7 +24,7 @@ def humming(q: Tensor, s: Tensor, g: Tensor) -> Call:
     layer = HummingLayer(
         shape_n=q.shape[0], shape_k=q.shape[1] * 2, weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"}, torch_dtype=torch.bfloat16
     ).to(q.device)
-    layer.load_from_tensors({"weight": q, "weight_scale": s, "weight_scale_2": g})
+    layer.load_from_tensors({"weight": q, "weight_scale": s, "weight_scale_2": g.reshape(1)})
     layer.transform()
     return layer
 
