@@ -173,8 +173,9 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
     x, w = noise(65, 70, 1088)
     assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 8, 2), 60: (128, 64, 2), 65: (256, 64, 1)}[m]), (3, 60, 65))) == 2
-    said = {(row.kernel, row.arch[0]): row.batch for row in ROWS if row.op == "linear"}
-    assert "M <= 16" in said["cuda_small", 90] and said["cuda_small", 80] == said["cuda_small", 100] == "" and said["cuda_wide", 90]
+    said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
+    assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_small", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
+    assert said["cuda_wide", 90, 128]
 
 
 def test_the_cpu_kernel_has_two_orders():
