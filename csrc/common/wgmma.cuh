@@ -13,8 +13,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most OPEN groups are in flight. Until then neither their sums nor registers nor tiles in shared memory may be touched.
 template <int OPEN> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(OPEN) : "memory"); }
-// Between plain stores to a tile and the barrier behind which wgmma reads it.
-__device__ __forceinline__ void publish_tile() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // What lies `bytes` behind the beginning of a tile, as wgmma takes it: the low half of a descriptor. The high half is the same for all:
 // 128-byte swizzle, eight tokens every 1024 bytes.

@@ -127,7 +127,7 @@ struct Tile {
 // fit every group of SMs, and the rest would wait for a second round.
 Tile best(int M, int N, int K) {
   const int tokens = M <= 8 ? 8 : M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : 128;
-  if (tokens <= 64 && M <= tokens && N > 4224 && N <= 8448) return {128, tokens, 2};
+  if (tokens <= 64 && N > 4224 && N <= 8448) return {128, tokens, 2};
   Tile t{256, tokens, 1};
   const int64_t blocks = (int64_t)((N + 255) / 256) * ((M + tokens - 1) / tokens);
   while (t.splits < 8 && blocks * t.splits * 2 <= (t.splits < 4 ? 112 : 64) && K / kStepK >= 4 * t.splits) t.splits *= 2;

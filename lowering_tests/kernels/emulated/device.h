@@ -66,7 +66,6 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait_until(int open);
 template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
-inline void publish_tile() { emulated::publish(); }
 inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
   wgmma_issue(kHalf<T>, d, TILES, {a0, a1, a2, a3}, b);

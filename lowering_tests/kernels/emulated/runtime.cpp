@@ -72,7 +72,6 @@ struct Fiber {
   unsigned generation;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
-  std::vector<Word*> unpublished;
 };
 
 struct Launch {
@@ -182,7 +181,6 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
   word.written = the->now;
   word.in_flight = in_flight;
   word.published = false;
-  if (!in_flight) current->unpublished.push_back(&word);
 }
 
 void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
@@ -305,11 +303,6 @@ int cluster_size() { return the->blocks.size(); }
 void* other_block(void* shared, int rank) {
   if (rank < 0 || rank >= cluster_size()) fail("block rank %d in a cluster of %d", rank, cluster_size());
   return the->blocks[rank]->shared + ((uint8_t*)shared - current->block->shared);
-}
-
-void publish() {
-  for (Word* word : current->unpublished) word->published = true;
-  current->unpublished.clear();
 }
 
 void check_published(const void* address, int bytes) {
