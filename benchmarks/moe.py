@@ -208,10 +208,10 @@ def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
     """Every tile of the kernel that dispatch would choose, the fastest first."""
     from fp4_inductor.kernels.moe import configs, launch
 
-    ups = [configs.DecodeConfig(n, w, max(1, g * w // 1024), g) for n, w, g in itertools.product((16, 32), (512, 1024, 2048), (1, 2, 4, 8)) if g * w <= 8192]
-    downs = [
-        configs.DecodeConfig(n, w, max(1, g * w // 1024), g) for n, w, g in itertools.product((4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8)) if g * w <= 8192
-    ]
+    ups, downs = (
+        [configs.DecodeConfig(*c) for c in itertools.product(rows, (256, 512, 1024, 2048), (1, 2, 4, 8)) if 1024 <= c[1] * c[2] <= 8192]
+        for rows in ((16, 32), (4, 8))
+    )
     decode = [*((c, None) for c in ups), *((None, c) for c in downs)]  # one kernel's tile at a time
     grouped = [configs.GroupedConfig(*c) for c in itertools.product((16, 32, 64), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4))]
     for layer in layers:

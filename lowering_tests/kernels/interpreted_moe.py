@@ -74,7 +74,7 @@ def both(name: str, c: launch.Layer, decode=True, tiles=TILES) -> None:
     want = exact(c)
     with interpreted():
         if decode:
-            wide = (configs.DecodeConfig(32, 128, 4, 2), configs.DecodeConfig(64, 128, 4, 2))  # the interpreter pays by the program
+            wide = (configs.DecodeConfig(32, 128, 2), configs.DecodeConfig(64, 128, 2))  # the interpreter pays by the program
             report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
         if c.x.dtype != torch.bfloat16:
             for tile in tiles:

@@ -21,13 +21,16 @@ class DecodeConfig:
     """``block_n`` outputs a program, K in steps of ``block_k``.
 
     ``groups`` lie side by side, in other warps once a group fills one: of the rows in the first kernel, of one expert each in the second.
-    ``num_warps`` is ``groups * block_k / 1024``: a thread holds 32 k of a step.
     """
 
     block_n: int
     block_k: int
-    num_warps: int
     groups: int = 1
+
+    @property
+    def num_warps(self) -> int:
+        """A thread holds 32 k of a step. On a GPU ``groups * block_k`` is at least 1024: a lane for each thread of a warp."""
+        return max(1, self.groups * self.block_k // 1024)
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,12 @@ def decode_up(k: int, tokens: int) -> DecodeConfig:
     More rows a warp share its conversion of activations, fewer keep more warps busy: one token takes the fewest.
     """
     if k % 2048 == 0 and k >= 4096:
-        return DecodeConfig(16, 2048, 4, 2)
+        return DecodeConfig(16, 2048, 2)
     if tokens == 1:
         block_n, width, groups = (16, 1024, 8) if k % 1024 == 0 else (16, 512, 4)
     else:
         block_n, width, groups = 32 if k <= 2048 else 16, 1024, 4
-    width = max(_power(k, width), 1024 // groups)  # a lane for each of a warp's threads
-    return DecodeConfig(block_n, width, groups * width // 1024, groups)
+    return DecodeConfig(block_n, max(_power(k, width), 1024 // groups), groups)
 
 
 def decode_down(k: int, top_k: int, tokens: int) -> DecodeConfig:
@@ -98,8 +100,7 @@ def decode_down(k: int, top_k: int, tokens: int) -> DecodeConfig:
         groups = min(1 << (top_k.bit_length() - 1), 8 * 1024 // width, 16)
         while -(-top_k // groups) * groups > 1.125 * top_k:
             groups //= 2
-    width = max(width, 1024 // groups)
-    return DecodeConfig(4, width, groups * width // 1024, groups)
+    return DecodeConfig(4, max(width, 1024 // groups), groups)
 
 
 def grouped(pairs: int, experts: int, gated: bool) -> GroupedConfig:
