@@ -73,6 +73,6 @@ class _Experts:
         return y.to(x.dtype)
 
     def _multiply(self, x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | float) -> Tensor:
-        if isinstance(global_scale, float):
+        if isinstance(global_scale, float):  # on a CPU
             return linear.product(x, packed, scale, global_scale)
         return (fp4.linear if len(packed) == 1 else fp4.sparse_linear)(x, *packed, scale, global_scale, None, self.large_m)

@@ -214,7 +214,7 @@ def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None
     return y
 
 
-# --- many tokens: transient dense weights, the library's grouped products --------------------------------------------
+# --- many tokens: transient dense weights, grouped products ---------------------------------------------------------
 
 
 Rows = tuple[Tensor, Tensor | None]  # pairs sorted by expert, and of E4M3 their scales
@@ -291,15 +291,17 @@ def _in_parts(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype, 
 
 
 def _bf16_product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype) -> Tensor:
-    codes, scale, global_scale, meta = weight
-    dense = dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, routing.ends)
-    return torch._grouped_mm(rows[0], dense.mT, offs=routing.ends)
+    return torch._grouped_mm(rows[0], _transient(weight, weight[2], dtype, routing.ends).mT, offs=routing.ends)
+
+
+def _transient(weight: Weight, global_scale: Tensor | None, dtype: torch.dtype, ends: Tensor) -> Tensor:
+    codes, scale, _, meta = weight
+    return dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, ends)
 
 
 def transient_fp8(weight: Weight, ends: Tensor) -> Tensor:
     """E4M3 ``[E, n, K]``, the global scales left out."""
-    codes, scale, _, meta = weight
-    return dequantize.transient((codes,) if meta is None else (codes, meta), scale, None, torch.float8_e4m3fn, ends)
+    return _transient(weight, None, torch.float8_e4m3fn, ends)
 
 
 def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing, dtype: torch.dtype, tile: configs.ManyConfig) -> Tensor:

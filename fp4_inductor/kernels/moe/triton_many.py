@@ -1,4 +1,4 @@
-"""Many tokens: what stands before, between and behind two grouped products of the library (:func:`.triton_grouped.moe_combine` behind them).
+"""Many tokens: what stands before and between two grouped products (behind them: :func:`.triton_grouped.moe_combine`), and the one in FP8.
 
 Rows are pairs sorted by expert (:mod:`.triton_route`). For FP8 products every row is rounded to E4M3 with a scale of its own, as
 ``fp4.quantize_rows_fp8`` does, but for a product with the scale's reciprocal; the router's weight on the input only changes the scale.
