@@ -69,14 +69,13 @@ def test_floor_and_comparison(monkeypatch):
 
 def test_candidates(monkeypatch, tmp_path):
     """The loop over candidates on a CPU, the references in place of the kernels; one of them wrong; and every tile is one that is compiled."""
-    import re
 
     import torch
 
-    from fp4_inductor._sources import csrc_dir
-
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import candidates
+
+    from lowering_tests.kernels.emulator import tiles_of
 
     def right(x, *rest):
         return torch.ops.fp4.linear(x, *rest[:3])
@@ -110,8 +109,7 @@ def test_candidates(monkeypatch, tmp_path):
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
     compiled = {}
     for kernel in candidates.csrc.KERNELS.values():
-        text = (csrc_dir() / kernel.source).read_text()
-        compiled[kernel.source] = {tuple(map(int, t.split(",")))[-3 - (kernel.tile[1:2] == ("tokens",)) :] for t in re.findall(r"TILE\(([\d, ]+)\)", text)}
+        compiled[kernel.source] = {tile[-3 - (kernel.tile[1:2] == ("tokens",)) :] for tile in tiles_of(kernel.source)}
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),

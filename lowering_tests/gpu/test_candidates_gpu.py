@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 from fp4_inductor import dispatch
-from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small
 from fp4_inductor.ops import linear_glu
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, bound_of, error, exact, plan_of, weight
 from lowering_tests.kernels import sparse24 as sparse
+from lowering_tests.kernels.emulator import tiles_of
 
 pytestmark = pytest.mark.gpu
 fp4 = torch.ops.fp4
-
-
-def tiles_of(name: str) -> list[tuple[int, ...]]:
-    """Those that the source compiles."""
-    text = (csrc_dir() / csrc.KERNELS[name].source).read_text()
-    return [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", text)]
 
 
 def hopper() -> None:
@@ -48,7 +40,7 @@ def test_mid(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_wide(dtype):
     hopper()
-    tiles = [None, *(configs.CudaWideConfig(*t, s) for t in tiles_of("linear_wide") for s in (1, 2, 4, 8))]
+    tiles = [None, *(configs.CudaWideConfig(*t, s) for t in tiles_of("gemm/linear_wide.cu") for s in (1, 2, 4, 8))]
     for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64)):
         w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
         for m in (1, 64, 130, 300):

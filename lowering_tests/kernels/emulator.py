@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,11 @@ from fp4_inductor.kernels import csrc
 FOLDER = Path(__file__).parent / "emulated"
 # Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
+
+
+def tiles_of(source: str) -> list[tuple[int, ...]]:
+    """Those that ``csrc/<source>`` compiles."""
+    return [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
 
 
 class EmulatorError(Exception):

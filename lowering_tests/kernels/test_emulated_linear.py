@@ -13,7 +13,7 @@ from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.ops import linear, quantize_rows_nvfp4
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SMALL, MID, WIDE = "gemm/linear_small.cu", "gemm/linear_mid.cu", "gemm/linear_wide.cu"
@@ -41,10 +41,6 @@ def error(y, x, w, bias) -> float:
     return distance if distance == distance else float("inf")
 
 
-def tiles(source: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
-
-
 def check(source, m, n, k, tile, dtype) -> None:
     x, w = torch.randn(m, k).to(dtype), weight(n, k)
     bias = torch.randn(n).to(dtype) if n % 2 else None
@@ -54,7 +50,7 @@ def check(source, m, n, k, tile, dtype) -> None:
 
 
 # K: less than a step, a step and a half, more than all warps take at once, odd multiples of 64, and of 16 only
-@pytest.mark.parametrize("tile", tiles(SMALL), ids=str)
+@pytest.mark.parametrize("tile", tiles_of(SMALL), ids=str)
 def test_small(tile):
     most = 8 if tile == (4, 8, 3) else 32 if tile in ((2, 8, 4), (4, 4, 3)) else 16
     least = 17 if most == 32 else 1
@@ -76,13 +72,13 @@ def test_small_with_any_k(k):
             check(SMALL, m, n, k, (2, 16, 2), dtype)
 
 
-@pytest.mark.parametrize("tile", tiles(MID), ids=str)
+@pytest.mark.parametrize("tile", tiles_of(MID), ids=str)
 def test_mid(tile):
     for i, (m, n, k, splits) in enumerate(((17, 33, 64, 1), (33, 130, 1088, 2), (70, 128, 576, 4), (64, 129, 2112, 8))):
         check(MID, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
 
 
-@pytest.mark.parametrize("tile", tiles(WIDE), ids=str)
+@pytest.mark.parametrize("tile", tiles_of(WIDE), ids=str)
 def test_wide(tile):
     for i, (m, n, k, splits) in enumerate(((3, 33, 64, 1), (tile[1] + 6, 260, 1088, 2), (tile[1], 129, 2176, 4))):
         check(WIDE, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])

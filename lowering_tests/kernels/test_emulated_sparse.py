@@ -34,7 +34,7 @@ def check(m, n, k, tile, dtype, w=None) -> None:
     assert ((y - r).norm() / r.norm()).item() <= BOUND[dtype] * (2 if m * n < 32 else 1), (m, n, k, tile, dtype)
 
 
-TILES = [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", (csrc_dir() / SOURCE).read_text())]
+TILES = emulator.tiles_of(SOURCE)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
