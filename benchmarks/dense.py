@@ -178,7 +178,7 @@ def main() -> None:
     usable, missing = ({}, {}) if args.smoke else peers.available()
     for name, why in missing.items():
         print(f"peer {name} left out: {why}")
-    who = args.who or ["fp4_inductor", "bf16", *usable]
+    who = [name for name in args.who or ["fp4_inductor", "bf16", *usable] if name not in missing]
     # Small M of every shape first: clocks fall behind large products.
     parts = [part for part in ([m for m in m_list if m <= 32], [m for m in m_list if m > 32]) if part]
     rows = [row for part in parts for k, n in shapes for row in measure(k, n, part, who, device, args.large_m)]
