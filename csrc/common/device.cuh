@@ -21,6 +21,9 @@ constexpr bool kBeginsEarly = FP4_PDL && FP4_ARCH >= 90;
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#if FP4_ARCH >= 90
+#include <cuda.h>  // the type of a tensor map; nothing of libcuda is linked
+#endif
 
 namespace fp4 {
 
@@ -112,9 +115,64 @@ __device__ __forceinline__ void counter_promise(Shared counter, int bytes) {
 __device__ __forceinline__ void counter_wait(Shared counter, int parity) {
   asm volatile("{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;}" ::"r"(counter), "r"(parity) : "memory");
 }
+// Arrives at the counter at the same place in another block of the cluster: what this thread has read there may be overwritten by a copy. It does
+// not publish what this thread wrote: as a release to the cluster it would be a MEMBAR.ALL.GPU at every call, and counter_wait() would throw
+// away L1; cluster_barrier() publishes. The other block must not have ended.
+__device__ __forceinline__ void counter_arrive_at(Shared counter, int rank) {
+  asm volatile("{.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(counter), "r"(rank) : "memory");
+}
 // One thread copies; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes), "r"(counter) : "memory");
+}
+
+// To the same place in each block of the cluster whose bit is set in `blocks`; the counter at the same place in each counts the bytes, which each block
+// promises to itself, before or after.
+__device__ __forceinline__ void copy_bulk_to_cluster(Shared shared, const void* global, int bytes, Shared counter, uint16_t blocks) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(shared), "l"(global),
+               "r"(bytes), "r"(counter), "h"(blocks)
+               : "memory");
+}
+
+#if FP4_ARCH >= 90
+// A row-major matrix of bytes and the shape of its tiles: made by tile_map() on the host, given to a kernel as `const __grid_constant__ TileMap`.
+using TileMap = CUtensorMap;
+
+// One thread calls it, early.
+__device__ __forceinline__ void prefetch_tile_map(const TileMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+// One thread copies the tile that begins at (row, byte), which may be anywhere: what lies outside the matrix is zero, and its bytes are counted. Row r of
+// the tile lies at r * tile_bytes; of its 16-byte chunks, chunk c lies at place c ^ r % 8 for tiles of 128 bytes a row, c ^ r / 2 % 4 for
+// 64, c ^ r / 4 % 2 for 32, c for 16. The tile begins at a multiple of 1024, 512, 256 or 128 bytes.
+__device__ __forceinline__ void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(byte), "r"(row),
+               "r"(counter)
+               : "memory");
+}
+// As copy_bulk_to_cluster() copies.
+__device__ __forceinline__ void copy_tile_to_cluster(Shared to, const TileMap& map, int byte, int row, Shared counter, uint16_t blocks) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map),
+               "r"(byte), "r"(row), "r"(counter), "h"(blocks)
+               : "memory");
+}
+#endif
+
+// Registers of each thread of a warpgroup, all of which call it together; one waits until others have given up what it asks for (sm_90a).
+template <int N> __device__ __forceinline__ void more_registers() {
+  static_assert(N % 8 == 0 && N >= 24 && N <= 256);
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void fewer_registers() {
+  static_assert(N % 8 == 0 && N >= 24 && N <= 256);
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Between blocks of a grid, through global memory: a thread that has seen the flag set also sees what the thread that set it wrote before; for the other
+// threads of both blocks, a __threadfence() and a barrier on each side. Only blocks that have begun may be waited for.
+__device__ __forceinline__ void flag_set(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
+__device__ __forceinline__ int flag_get(const int* flag) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
+  return v;
 }
 
 // A call of two kernels, the second launched by launch_second(): it may begin when every block of the first has called let_second_begin(),
@@ -245,6 +303,35 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], Shared row) {
 }
 
 // --- host --------------------------------------------------------------------------------------------------------------
+
+#if FP4_ARCH >= 90
+// For copy_tile(): `rows` rows of row_bytes, in tiles of up to 256 rows of 16, 32, 64 or 128 bytes. The matrix lies at a multiple of 16 bytes, and so
+// does every row. cudaErrorInvalidValue if there is no such map, cudaErrorNotSupported if the driver is older than CUDA 12.
+inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? (Encode)found : nullptr;
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  if ((tile_bytes != 16 && tile_bytes != 32 && tile_bytes != 64 && tile_bytes != 128) || rows < 1 || row_bytes < 1 || tile_rows < 1) return cudaErrorInvalidValue;
+  const CUtensorMapSwizzle swizzle = tile_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : tile_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                     : tile_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                        : CU_TENSOR_MAP_SWIZZLE_NONE;
+  const cuuint64_t size[2] = {(cuuint64_t)row_bytes, (cuuint64_t)rows}, pitch[1] = {(cuuint64_t)row_bytes};
+  const cuuint32_t tile[2] = {(cuuint32_t)tile_bytes, (cuuint32_t)tile_rows}, each[2] = {1, 1};
+  const CUresult made = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void*)matrix, size, pitch, tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+#endif
 
 // blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
 template <bool EARLY = kBeginsEarly, typename... P, typename... A>

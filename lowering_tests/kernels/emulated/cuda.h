@@ -10,6 +10,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __grid_constant__
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
 #define threadIdx (emulated::place().thread)
@@ -26,8 +27,17 @@ struct alignas(16) uint4 {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <typename T> inline T __ldg(const T* p) { return *p; }
+template <typename T> inline T __ldcg(const T* p) { return *p; }
+template <typename T> inline void __stcg(T* p, T v) { *p = v; }
+inline void __threadfence() {}
 
 using cudaStream_t = void*;
 using cudaError_t = int;

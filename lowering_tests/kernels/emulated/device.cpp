@@ -147,6 +147,8 @@ void nothing(void**) {}
 
 }  // namespace
 
+void set_registers() { emulated::together("setmaxnreg", nullptr, nothing, 128); }
+
 void wgmma_fence() { emulated::together("wgmma.fence", nullptr, nothing, 128); }
 
 void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile) {

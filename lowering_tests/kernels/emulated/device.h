@@ -27,7 +27,35 @@ inline void publish_counters() {}
 inline void counter_arrive(Shared counter) { emulated::counter_arrive(counter, 0); }
 inline void counter_promise(Shared counter, int bytes) { emulated::counter_arrive(counter, bytes); }
 inline void counter_wait(Shared counter, int parity) { emulated::counter_wait(counter, parity); }
-inline void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) { emulated::copy_bulk((void*)shared, global, bytes, counter); }
+inline void counter_arrive_at(Shared counter, int rank) { emulated::counter_arrive_at(counter, rank); }
+inline void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) { emulated::copy_bulk(shared, global, bytes, counter, 0); }
+inline void copy_bulk_to_cluster(Shared shared, const void* global, int bytes, Shared counter, uint16_t blocks) {
+  emulated::copy_bulk(shared, global, bytes, counter, blocks ? blocks : 1u << 16);
+}
+
+using TileMap = emulated::TileMap;
+inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
+  return emulated::make_tile_map(map, matrix, rows, row_bytes, tile_rows, tile_bytes) ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline void prefetch_tile_map(const TileMap&) {}
+inline void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) { emulated::copy_tile(to, map, byte, row, counter, 0); }
+inline void copy_tile_to_cluster(Shared to, const TileMap& map, int byte, int row, Shared counter, uint16_t blocks) {
+  emulated::copy_tile(to, map, byte, row, counter, blocks ? blocks : 1u << 16);
+}
+
+void set_registers();
+template <int N> inline void more_registers() {
+  static_assert(N % 8 == 0 && N >= 24 && N <= 256);
+  set_registers();
+}
+template <int N> inline void fewer_registers() { more_registers<N>(); }
+
+inline void flag_set(int* flag) { emulated::flag_set(flag); }
+inline int flag_get(const int* flag) {  // who asks for a flag that is not set has nothing else to do
+  emulated::flag_wait(flag);
+  return *flag;
+}
+
 inline void let_second_begin() {}
 inline void wait_for_first() {}
 

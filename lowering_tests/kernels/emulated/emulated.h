@@ -46,8 +46,23 @@ void check_published(const void* address, int bytes);
 // Barriers in shared memory that count arrivals and bytes, and copies that report to them.
 void counter_init(const void* counter, int arrivals);
 void counter_arrive(const void* counter, int bytes);  // and promises so many bytes
+void counter_arrive_at(const void* counter, int rank);
 void counter_wait(const void* counter, int parity);
-void copy_bulk(void* shared, const void* global, int bytes, const void* counter);
+
+// `blocks`: a bit for each block of the cluster to which it is copied, to the same place in each; 0: the calling block.
+void copy_bulk(void* shared, const void* global, int bytes, const void* counter, unsigned blocks);
+
+struct TileMap {
+  const uint8_t* matrix;
+  int64_t rows, row_bytes;
+  int tile_rows, tile_bytes;
+};
+bool make_tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes);
+void copy_tile(void* shared, const TileMap& map, int byte, int row, const void* counter, unsigned blocks);
+
+// Between blocks of a grid, which run one after the other here.
+void flag_set(int* flag);
+void flag_wait(const int* flag);
 
 int launch_number();
 int warpgroup();

@@ -5,6 +5,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -31,29 +32,33 @@ struct Word {
   Time read_remotely = 0;
 };
 
+using Warps = std::bitset<kMaxWarps * kMaxBlocks>;  // warps count over the cluster
+
 struct Barrier {
   int arrived = 0;
   unsigned generation = 0;
   Time completed = 0;
-  uint32_t warps = 0, arriving = 0;
+  Warps warps, arriving;
   const char* what = nullptr;
 };
 
 struct Copy {
   uint8_t* to;
   const uint8_t* from;
-  int bytes, from_global;
+  int bytes, from_global, before = 0;  // so many zeros before what comes from global memory, zeros behind it
 };
 
 struct Counter {
-  int arrivals, left, bytes = 0, phase = 0;
-  std::vector<Copy> copies;  // of the phase that is over: they land when somebody waits for it
-  uint32_t waited = 0;       // warps, for the phase that is over
-  Barrier done;              // completes with each phase; of the warps that arrived
+  int arrivals, left, bytes = 0, phase = 0;  // bytes: promised, less those that have come; another block's may come before they are promised
+  Time set_up = 0;
+  std::vector<Copy> coming, copies;                     // of this phase; of those that are over: they land when somebody waits
+  std::vector<std::pair<int, Time>> arriving, arrived;  // which warps arrived when, or copied; in this phase, in the one that is over
+  Warps waited;                                         // for the phase that is over
+  Barrier done;                                         // completes with each phase
 };
 
 struct Block {
-  int rank;
+  int rank, first_warp, live;  // threads that have not ended
   dim3 index;
   uint8_t* shared;
   std::vector<Word> words;
@@ -70,8 +75,10 @@ struct Fiber {
   bool done, began_early;  // not waited for the kernel before
   const Barrier* waits;
   unsigned generation;
+  const int* flag;  // waits until it is set
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
+  int warp_of_all() const { return block->first_warp + warp; }
 };
 
 struct Launch {
@@ -121,23 +128,25 @@ void block_on(Barrier& barrier) {
 void arrive(Barrier& barrier, int expected, const char* what) {
   if (barrier.arrived && barrier.what != what) fail("%s meets %s", what, barrier.what);
   barrier.what = what;
-  barrier.arriving |= 1u << current->warp;
+  barrier.arriving.set(current->warp_of_all());
   if (++barrier.arrived < expected) return block_on(barrier);
   barrier.arrived = 0;
   barrier.warps = barrier.arriving;
-  barrier.arriving = 0;
+  barrier.arriving.reset();
   barrier.completed = ++the->now;
   ++barrier.generation;
 }
 
-// Has a barrier that both took part in completed after `time`, or a counter at which a arrived and for which b has waited?
+// Has a barrier that both took part in completed after `time`, or a counter of b's block at which a arrived and for which b has waited? `block` is b's.
 bool separated(const Block& block, int warp_a, int warp_b, Time time) {
   if (the->cluster.completed > time) return true;
-  if (warp_a == warp_b && block.warp[warp_a].completed > time) return true;
+  if (warp_a == warp_b && block.warp[warp_b - block.first_warp].completed > time) return true;
   for (const Barrier& b : block.named)
-    if (b.completed > time && (b.warps >> warp_a & 1) && (b.warps >> warp_b & 1)) return true;
+    if (b.completed > time && b.warps[warp_a] && b.warps[warp_b]) return true;
   for (const auto& [address, c] : block.counters)
-    if (c.done.completed > time && (c.done.warps >> warp_a & 1) && (c.waited >> warp_b & 1)) return true;
+    if (c.done.completed > time && c.waited[warp_b])
+      for (const auto& [warp, when] : c.arrived)
+        if (warp == warp_a && when > time) return true;
   return false;
 }
 
@@ -147,10 +156,10 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
   const bool own = &block == current->block;
   if (word.writer == kNobody && !write) fail("read of shared memory that nobody wrote, byte %zu", at);
   if (word.in_flight && !in_flight) fail("%s of shared byte %zu before its asynchronous copy was waited for", write ? "write" : "read", at);
-  if (word.writer != kNobody && word.writer != current->id) {
+  // A copy over one that has landed: who read it in between is checked below.
+  if (word.writer != kNobody && word.writer != current->id && !(in_flight && word.published)) {
     const Fiber& writer = *the->fibers[word.writer];
-    const bool same_block = writer.block == current->block;
-    if (same_block ? !separated(*current->block, writer.warp, current->warp, word.written) : the->cluster.completed <= word.written)
+    if (own ? !separated(block, writer.warp_of_all(), current->warp_of_all(), word.written) : the->cluster.completed <= word.written)
       fail("race: %s of shared byte %zu, written by thread %u of block rank %d with no barrier in between", write ? "write" : "read", at, writer.place.thread.x,
            writer.block->rank);
   }
@@ -160,7 +169,7 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
       return;
     }
     const int w = current->warp;
-    const bool fresh = !word.read[w] || separated(block, w, w, word.read[w] - 1);
+    const bool fresh = !word.read[w] || separated(block, block.first_warp + w, block.first_warp + w, word.read[w] - 1);
     word.lane[w] = fresh || word.lane[w] == current->lane ? current->lane : kLanes;
     word.read[w] = the->now + 1;
     return;
@@ -172,8 +181,8 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
     if (!word.read[w]) continue;
     const Time time = word.read[w] - 1;
     const bool only_mine = own && w == current->warp && word.lane[w] == current->lane;
-    const bool apart = own ? separated(block, w, current->warp, time) : the->cluster.completed > time;
-    if (!only_mine && !apart) fail("race: write of shared byte %zu, read by warp %d with no barrier in between", at, w);
+    const bool apart = only_mine || separated(*current->block, block.first_warp + w, current->warp_of_all(), time);
+    if (!apart) fail("race: write of shared byte %zu, read by warp %d of block rank %d with no barrier in between", at, w, block.rank);
     word.read[w] = 0;
   }
   word.read_remotely = 0;
@@ -206,12 +215,23 @@ void land(const Copy& c, bool published) {
         block->words[i].published = published;
       }
   memset(c.to, 0, c.bytes);
-  memcpy(c.to, c.from, c.from_global);
+  memcpy(c.to + c.before, c.from, c.from_global);
+}
+
+// Of a cluster, a block may end once what others do to its shared memory has been waited for: by a cluster barrier, or at the counters.
+void check_ended(const Block& block) {
+  for (const auto& [address, c] : block.counters) {
+    if (!c.coming.empty() || !c.copies.empty()) fail("a block ended with copies for which nobody waited");
+    for (const auto& phase : {c.arriving, c.waited.any() ? decltype(c.arrived)() : c.arrived})
+      for (const auto& [warp, when] : phase)
+        if (warp / (the->threads / kLanes) != block.rank && when > the->cluster.completed) fail("a block ended while others may still use its counters");
+  }
 }
 
 void entry() {
   (*body)();
   if (!current->open.empty() || !current->groups.empty()) fail("a thread ended with asynchronous copies in flight");
+  if (--current->block->live == 0) check_ended(*current->block);
   current->done = true;
   --the->live;
   swapcontext(&current->context, &scheduler);
@@ -226,8 +246,9 @@ void run(Launch& launch) {
     if (seed) std::shuffle(order.begin(), order.end(), random);
     bool moved = false;
     for (Fiber* f : order) {
-      if (f->done || (f->waits && f->waits->generation == f->generation)) continue;
+      if (f->done || (f->waits && f->waits->generation == f->generation) || (f->flag && !*f->flag)) continue;
       f->waits = nullptr;
+      f->flag = nullptr;
       current = f;
       moved = true;
       swapcontext(&scheduler, &f->context);
@@ -237,7 +258,7 @@ void run(Launch& launch) {
     for (Fiber* f : order)
       if (!f->done) {
         failed = true;
-        snprintf(message, sizeof message, "deadlock: thread %u waits in a %s that others do not reach", f->place.thread.x, f->waits->what);
+        snprintf(message, sizeof message, "deadlock: thread %u waits in a %s that others do not reach", f->place.thread.x, f->flag ? "loop for a flag" : f->waits->what);
         return;
       }
   }
@@ -315,18 +336,26 @@ void check_published(const void* address, int bytes) {
   }
 }
 
-Counter& counter(const void* address) {
-  const auto found = current->block->counters.find(address);
-  if (found == current->block->counters.end()) fail("a counter that nobody has set up");
+Counter& counter(const void* address, const Block& block) {
+  const bool own = &block == current->block;
+  const char* there = (const char*)address + (block.shared - current->block->shared);
+  if (!block.live) fail("a counter of block rank %d, which has ended", block.rank);
+  const auto found = the->blocks[block.rank]->counters.find(there);
+  if (found == block.counters.end() || (!own && the->cluster.completed <= found->second.set_up)) fail("a counter that nobody has set up");
   return found->second;
 }
 
 void complete(Counter& c) {
-  if (c.left || c.bytes) return;
+  if (c.left) return;
+  if (c.bytes < 0) fail("%d bytes more than were promised", -c.bytes);
+  if (c.bytes) return;
   c.left = c.arrivals;
   c.phase ^= 1;
-  c.done.warps = c.done.arriving;
-  c.done.arriving = c.waited = 0;
+  c.arrived.swap(c.arriving);
+  c.arriving.clear();
+  c.copies.insert(c.copies.end(), c.coming.begin(), c.coming.end());
+  c.coming.clear();
+  c.waited.reset();
   c.done.completed = ++the->now;
   ++c.done.generation;
 }
@@ -334,38 +363,103 @@ void complete(Counter& c) {
 void counter_init(const void* address, int arrivals) {
   if ((uintptr_t)address % 8) fail("a counter is not 8-byte aligned");
   access((const uint8_t*)address, 8, true, false);
-  current->block->counters[address] = {arrivals, arrivals};
+  Counter& c = current->block->counters[address] = {arrivals, arrivals};
+  c.set_up = the->now;
 }
 
-void counter_arrive(const void* address, int bytes) {
-  Counter& c = counter(address);
+void arrive_at(Counter& c, int bytes) {
   if (!c.left) fail("more arrivals at a counter than it counts");
-  c.done.arriving |= 1u << current->warp;
+  c.arriving.emplace_back(current->warp_of_all(), ++the->now);
   c.bytes += bytes;
   --c.left;
   complete(c);
 }
 
+void counter_arrive(const void* address, int bytes) { arrive_at(counter(address, *current->block), bytes); }
+
+void counter_arrive_at(const void* address, int rank) {
+  if (rank < 0 || rank >= cluster_size()) fail("block rank %d in a cluster of %d", rank, cluster_size());
+  arrive_at(counter(address, *the->blocks[rank]), 0);
+}
+
 void counter_wait(const void* address, int parity) {
-  Counter& c = counter(address);
+  Counter& c = counter(address, *current->block);
   c.done.what = "wait for a counter";
   while (c.phase == parity) block_on(c.done);
-  c.waited |= 1u << current->warp;
+  c.waited.set(current->warp_of_all());
   for (const Copy& copy : c.copies) land(copy, true);  // wgmma reads by the path by which it was written
   c.copies.clear();
 }
 
-void copy_bulk(void* shared, const void* global, int bytes, const void* address) {
+// All parts of one copy, which the counters see when it is complete.
+void copy_parts(const std::vector<Copy>& parts, int bytes, const void* address, unsigned blocks) {
+  const int own = cluster_rank();
+  if (!blocks) blocks = 1u << own;
+  if (blocks >> cluster_size()) fail("a copy to blocks 0x%x of a cluster of %d", blocks & 0xFFFF, cluster_size());
+  for (const Copy& part : parts)
+    if (part.from_global) access(part.from, part.from_global, false, false);
+  for (auto& block : the->blocks) {
+    if (!(blocks >> block->rank & 1)) continue;
+    Counter& c = counter(address, *block);
+    if (c.bytes < bytes && (block->rank == own || !c.left)) fail("a bulk copy of %d bytes where %d are promised", bytes, c.bytes);
+    for (Copy part : parts) {
+      part.to += block->shared - current->block->shared;
+      const size_t at = part.to - block->shared;
+      for (size_t i = at / 4; i < (at + part.bytes) / 4 && i < block->words.size(); ++i)
+        if (block->words[i].in_flight) fail("race: a copy to shared byte %zu before the last one there was waited for", 4 * i);
+      access(part.to, part.bytes, true, true);
+      memset(part.to, 0xFF, part.bytes);
+      c.coming.push_back(part);
+    }
+    c.arriving.emplace_back(current->warp_of_all(), ++the->now);
+    c.bytes -= bytes;
+    complete(c);
+  }
+}
+
+void copy_bulk(void* shared, const void* global, int bytes, const void* address, unsigned blocks) {
   if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16) fail("a bulk copy of %d bytes between misaligned addresses", bytes);
-  Counter& c = counter(address);
-  if (c.bytes < bytes) fail("a bulk copy of %d bytes where %d are promised", bytes, c.bytes);
-  access((const uint8_t*)global, bytes, false, false);
-  access((uint8_t*)shared, bytes, true, true);
-  memset(shared, 0xFF, bytes);
-  c.copies.push_back({(uint8_t*)shared, (const uint8_t*)global, bytes, bytes});
-  c.done.arriving |= 1u << current->warp;
-  c.bytes -= bytes;
-  complete(c);
+  copy_parts({{(uint8_t*)shared, (const uint8_t*)global, bytes, bytes}}, bytes, address, blocks);
+}
+
+// What cuTensorMapEncodeTiled accepts for two dimensions of bytes.
+bool make_tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
+  *map = {(const uint8_t*)matrix, rows, row_bytes, tile_rows, tile_bytes};
+  const int64_t most = int64_t(1) << 32;
+  const bool known = tile_bytes == 16 || tile_bytes == 32 || tile_bytes == 64 || tile_bytes == 128;
+  return known && (uintptr_t)matrix % 16 == 0 && row_bytes % 16 == 0 && rows >= 1 && rows <= most && row_bytes >= 1 && row_bytes <= most && tile_rows >= 1 && tile_rows <= 256;
+}
+
+void copy_tile(void* shared, const TileMap& map, int byte, int row, const void* address, unsigned blocks) {
+  const int repeats = std::max(128, map.tile_bytes == 16 ? 0 : 8 * map.tile_bytes);  // bytes behind which the swizzle repeats
+  const size_t start = (uint8_t*)shared - current->block->shared;
+  if (start % repeats) fail("a tile at shared byte %zu, not a multiple of %d", start, repeats);
+  std::vector<Copy> parts;
+  for (int r = 0; r < map.tile_rows; ++r)
+    for (int b = 0; b < map.tile_bytes; b += 16) {
+      // CUTLASS's Swizzle<3, 4, 3> for 128 bytes, <2, 4, 3> for 64, <1, 4, 3> for 32: bits 4.. of the address ^= bits 7..
+      size_t at = start + r * map.tile_bytes + b;
+      at ^= (at >> 7 & (map.tile_bytes / 16 - 1)) << 4;
+      parts.push_back({current->block->shared + at, map.matrix, 16, 0});
+      const int64_t y = (int64_t)row + r, x = (int64_t)byte + b, from = std::max<int64_t>(x, 0), to = std::min(x + 16, map.row_bytes);
+      if (y < 0 || y >= map.rows || from >= to) continue;
+      parts.back().from += y * map.row_bytes + from;
+      parts.back().from_global = to - from;
+      parts.back().before = from - x;
+    }
+  copy_parts(parts, map.tile_rows * map.tile_bytes, address, blocks);
+}
+
+void flag_set(int* flag) {
+  access((const uint8_t*)flag, 4, true, false);
+  *flag = 1;
+}
+
+void flag_wait(const int* flag) {
+  access((const uint8_t*)flag, 4, false, false);
+  if (*flag) return;
+  current->flag = flag;
+  swapcontext(&current->context, &scheduler);
 }
 
 void wait_for_previous() { current->began_early = false; }
@@ -404,6 +498,8 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
         for (int rank = 0; rank < cluster; ++rank) {
           auto block = std::make_unique<Block>();
           block->rank = rank;
+          block->first_warp = rank * (threads / kLanes);
+          block->live = threads;
           block->index = dim3(x, y, z + rank);
           block->shared = shared_of(rank);
           block->words.resize(shared_bytes / 4);
@@ -418,6 +514,7 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
             f->done = false;
             f->began_early = early;
             f->waits = nullptr;
+            f->flag = nullptr;
             getcontext(&f->context);
             f->context.uc_stack.ss_sp = stacks() + kStack * f->id;
             f->context.uc_stack.ss_size = kStack;
