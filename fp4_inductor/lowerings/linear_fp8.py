@@ -12,6 +12,7 @@ from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.linear_fp8 import configs
 from ..kernels.select import plan
+from ..ops.dequantize_fp8 import rowwise_product
 from ..ops.linear_fp8 import transient
 from .journal import record
 from .quantize_rows import quantized_rows
@@ -68,7 +69,7 @@ def _scaled(x, weight, weight_scale, m, n, k):
     dtype = x.get_dtype()
 
     def linear_fp8(x8, x_scale, weight, weight_scale):
-        return torch._scaled_mm(x8, weight.t(), scale_a=x_scale, scale_b=weight_scale.unsqueeze(0), out_dtype=dtype)
+        return rowwise_product(x8, x_scale, weight, weight_scale.unsqueeze(0), dtype)
 
     return inductor.inline(linear_fp8, (*quantized_rows(x), weight, weight_scale))
 

@@ -15,6 +15,7 @@ from ..errors import ConfigError, DeviceError, DTypeError, NonFiniteError, Shape
 from ..formats import nvfp4
 from . import quantize_rows_fp8
 from .contract import OpContract, refuse_gradient
+from .dequantize_fp8 import rowwise_product
 from .linear import WEIGHT_ONLY, without_products
 
 _CHUNK = 1 << 24  # weights rounded at once: bounds the temporaries to about 130 MB
@@ -84,7 +85,7 @@ def transient(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 def scaled(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """``x [M, K]`` rounded to E4M3 per row, times the weight on FP8 tensor cores."""
     x8, x_scale = torch.ops.fp4.quantize_rows_fp8(x)
-    return torch._scaled_mm(x8, weight.t(), scale_a=x_scale, scale_b=weight_scale.unsqueeze(0), out_dtype=x.dtype)
+    return rowwise_product(x8, x_scale, weight, weight_scale.unsqueeze(0), x.dtype)
 
 
 def by_blocks(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
