@@ -245,10 +245,10 @@ __device__ __forceinline__ uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bo
   return d;
 }
 
-// (signs & 0x80008000) | magnitude as one LOP3: with two masks it would be two.
-__device__ __forceinline__ uint32_t sign_or(uint32_t signs, uint32_t magnitude) {
+// (a & MASK) | b as one LOP3: with a second mask in b it would be two.
+template <uint32_t MASK> __device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t b) {
   uint32_t d;
-  asm("lop3.b32 %0, %1, 0x80008000, %2, 0xEA;" : "=r"(d) : "r"(signs), "r"(magnitude));
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "n"(MASK), "r"(b));
   return d;
 }
 

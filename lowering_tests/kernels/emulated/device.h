@@ -78,7 +78,7 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return multiply_pairs(false
 inline uint32_t mul_f16x2(uint32_t a, uint32_t b) { return multiply_pairs(true, a, b); }
 inline uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_bf16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
 inline uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
-inline uint32_t sign_or(uint32_t signs, uint32_t magnitude) { return (signs & 0x80008000u) | magnitude; }
+template <uint32_t MASK> inline uint32_t masked_or(uint32_t a, uint32_t b) { return (a & MASK) | b; }
 
 template <typename T> inline void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   mma_dense(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, 0, 0});
