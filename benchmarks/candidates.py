@@ -49,8 +49,9 @@ def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
     yield None
     tokens = next((t for t in (8, 16, 32, 64) if m <= t), 128)
-    tiles = ((256, tokens), *([(128, tokens)] if tokens <= 64 else []))
-    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
+    tiles = ((64, tokens, 4 if tokens <= 32 else 2), (128, tokens, 2 if tokens <= 64 else 1))
+    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
+    yield configs.CudaWideConfig(256 if tokens <= 32 else 192 if tokens == 64 else 128, tokens, 1, 0)
 
 
 def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:

@@ -109,7 +109,8 @@ def test_candidates(monkeypatch, tmp_path):
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
     compiled = {}
     for kernel in candidates.csrc.KERNELS.values():
-        compiled[kernel.source] = {tile[-3 - (kernel.tile[1:2] == ("tokens",)) :] for tile in tiles_of(kernel.source)}
+        compiled[kernel.source] = {tile[-3 - (kernel.tile[2:3] == ("groups",)) :] for tile in tiles_of(kernel.source)}
+        compiled[kernel.source] |= {(*tile, 1) for tile in tiles_of(kernel.source, "STREAMED")}
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),

@@ -82,6 +82,12 @@ __device__ __forceinline__ float load_float(const float* p) {
   return v;
 }
 
+// The value of the lane whose number differs in the bits of `mask`. Every lane of the warp calls it.
+__device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
+
+// What is the same in all lanes, so that the compiler knows: addresses of wgmma made of it stay in uniform registers.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
+
 // `threads` of the block, a multiple of 32, meet at barrier `id` in 1..15 (__syncthreads is 0).
 __device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -332,6 +338,11 @@ inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int6
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 #endif
+
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
 
 // blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
 template <bool EARLY = kBeginsEarly, typename... P, typename... A>

@@ -70,16 +70,36 @@ template <typename T> struct Result {
   // sums[p]: of row n + p * N / kParts.
   __device__ __forceinline__ void store(int m, int n, const float (&sums)[kParts]) const {
     const int columns = N / kParts;
+    if (m < M && n < columns) y[(size_t)m * columns + n] = Numbers<T>::from_float(value(m, n, columns, sums));
+  }
+  // COUNT neighbouring columns from n on, a multiple of COUNT (2 or 4): in one store where rows of y are aligned for it.
+  template <int COUNT> __device__ __forceinline__ void store_run(int m, int n, const float (&sums)[COUNT][kParts]) const {
+    const int columns = N / kParts;
     if (m >= M || n >= columns) return;
+    if (columns % COUNT) {
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) store(m, n + i, sums[i]);
+      return;
+    }
+    struct alignas(COUNT * sizeof(T)) Run {
+      T v[COUNT];
+    } run;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) run.v[i] = Numbers<T>::from_float(value(m, n + i, columns, sums[i]));
+    *(Run*)(y + (size_t)m * columns + n) = run;
+  }
+
+ private:
+  __device__ __forceinline__ float value(int m, int n, int columns, const float (&sums)[kParts]) const {
     float v = z(n, sums[0]);
     if constexpr (kFinish != kPlain) v = activate(v, then.act);
     if constexpr (kFinish == kGlu) v *= z(n + columns, sums[kParts - 1]);
-    const size_t at = (size_t)m * columns + n;
     if constexpr (kFinish == kPointwise) {
+      const size_t at = (size_t)m * columns + n;
       if (then.mul) v *= Numbers<T>::to_float(then.mul[at]);
       if (then.residual) v += Numbers<T>::to_float(then.residual[at]);
     }
-    y[at] = Numbers<T>::from_float(v);
+    return v;
   }
 };
 

@@ -81,6 +81,13 @@ template <typename T> __device__ __forceinline__ void decode(uint32_t w, uint32_
   for (int i = 0; i < 4; ++i) out[i] = Numbers<T>::mul(out[i], scale);
 }
 
+// The same, times one half of `scales`, known when compiling.
+template <typename T> __device__ __forceinline__ void decode_by_half(uint32_t w, uint32_t scales, bool high, uint32_t (&out)[4]) {
+  place<T>(w, out);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = Numbers<T>::mul_by_half(out[i], scales, high);
+}
+
 // The two codes of one byte, low nibble first -> their pair times one half of `scales`. Multiplications
 // place the bits: the integer pipe that shifts and masks is the one that runs out first.
 template <typename T> __device__ __forceinline__ uint32_t decode_byte(uint32_t byte, uint32_t scales, bool high) {

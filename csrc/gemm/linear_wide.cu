@@ -1,163 +1,305 @@
 // fp4.linear for a few to a few hundred rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
 //
-// The weight, decoded in registers, is wgmma's A operand; 8 to 128 tokens in shared memory are B, so that a weight is decoded once
-// for all of them. Two kernels a call: arrange() writes the activations as tiles that wgmma takes, paired the way decode() pairs
-// codes; linear_wide() streams them, one copy a tile, while each warp streams its own 16 rows of W through its own ring (weights.cuh)
-// and decodes the next codes while the tensor cores work on the last ones. No barrier stops all warps: a tile is free when every
-// warp has said so. A cluster splits K.
-#include "../common/wgmma.cuh"
-#include "weights.cuh"
+// Two kernels a call: arrange() writes the activations as wgmma takes them (wide.cuh); linear_wide() streams weights as tiles and activations
+// as they were arranged through two rings. Warpgroups lie side by side in rows and in K; blocks of a cluster share K, too, or blocks take
+// equal shares of all tiles' steps (STREAM) and sum through global memory what they share. Every sum has a fixed order.
+#include "wide.cuh"
 
 namespace {
 
 using namespace fp4;
 
-template <int TILES> constexpr int kTile = 8 * TILES * kStepK * 2;  // bytes of a step's activations: two halves of 64 k
+constexpr int kMostBlocks = 132;  // that stream: there is scratch memory for so many
 
-// tiles: [M / (8 * TILES)][K / 128] of kTile bytes, zeros beyond M and K. A block arranges one tile, four threads a token.
-template <typename T, int TILES> __global__ void __launch_bounds__(32 * TILES) arrange(const T* __restrict__ x, uint8_t* __restrict__ tiles, int M, int K) {
-  let_second_begin();
-  const int step = blockIdx.x, token = threadIdx.x / 4, word = threadIdx.x % 4, m = blockIdx.y * 8 * TILES + token;
-  // Lane t of a quad decodes k = 32 t + 8 word .. + 7: these 8 k of all four lanes, for one word of one token.
-  uint32_t p[4][4];
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const int k = step * kStepK + 32 * t + 8 * word;
-    pair_up(m < M && k < K ? load_read_only(x + (size_t)m * K + k) : make_uint4(0, 0, 0, 0), p[t]);
-  }
-  // The pairs of decode() make two k-blocks of 16 of a word: pairs 0 and 1 the first, 2 and 3 the second; in a block, lane t's
-  // first pair is k 2t, 2t + 1 and its second pair those + 8.
-  uint8_t* to = tiles + ((size_t)blockIdx.y * gridDim.x + step) * kTile<TILES> + (word / 2) * (kTile<TILES> / 2) + token * 128;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) *(uint4*)(to + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
-}
+constexpr int at_most(int a, int b) { return a < b ? a : b; }
+constexpr int at_least(int a, int b) { return a > b ? a : b; }
 
-// Tiles and the warps' rings, or the sums at the end.
-template <int ROWS, int TILES, int RING, int DEPTH>
-constexpr int kBuffers = DEPTH * kTile<TILES> + ROWS / 16 * RING > kGroupSumBytes<TILES, ROWS> ? DEPTH * kTile<TILES> + ROWS / 16 * RING : kGroupSumBytes<TILES, ROWS>;
-
-// DEPTH: steps of weights and tiles of activations in shared memory.
-template <typename T, int ROWS, int TILES, int DEPTH>
-__global__ void __launch_bounds__(2 * ROWS, 256 / ROWS) linear_wide(const uint8_t* __restrict__ tiles, FP4_LINEAR_PARAMETERS) {
-  using Stream = WeightStream<T, 1, DEPTH, false>;
-  uint8_t* shared = dynamic_shared();  // the tiles come first: they lie at multiples of 1024 bytes
-  const int splits = cluster_size(), rank = cluster_rank(), warp = threadIdx.x >> 5, lane = threadIdx.x & 31, m0 = blockIdx.y * 8 * TILES;
-  const int steps = (K + kStepK - 1) / kStepK;
-  const Shared held = shared_address(shared), arrived = shared_address(shared + kBuffers<ROWS, TILES, Stream::kBytes, DEPTH>), freed = arrived + 8 * DEPTH;
-  uint8_t* ring = shared + DEPTH * kTile<TILES> + warp * Stream::kBytes;
-  const Stream weights{ring, shared_address(ring), q, scale, first_row<T, ROWS>(blockIdx.x * kBlockColumns<T, ROWS>, warp * 16, N), N, K, lane};
-  const bool brings = threadIdx.x == 0;  // one thread brings the tiles
-  auto bring = [&](int step, int place) {
-    counter_promise(arrived + 8 * place, kTile<TILES>);
-    copy_bulk(held + place * kTile<TILES>, tiles + ((size_t)blockIdx.y * steps + step) * kTile<TILES>, kTile<TILES>, arrived + 8 * place);
-  };
-
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) {
-    if (rank + i * splits < steps) weights.fetch(rank + i * splits, i);
-    copy_async_commit();
-  }
-  if (brings) {
-    for (int i = 0; i < DEPTH; ++i) {
-      counter_init(arrived + 8 * i, 1);
-      counter_init(freed + 8 * i, ROWS / 16);
-    }
-    publish_counters();
-    wait_for_first();
-    for (int i = 0; i < DEPTH - 1; ++i)
-      if (rank + i * splits < steps) bring(rank + i * splits, i);
-  }
-  __syncthreads();
-
-  float acc[1][TILES][4] = {};
-  int place = 0, parity = 0;  // of this step, in both rings
-  for (int step = rank; step < steps; step += splits) {
-    const int ahead = step + (DEPTH - 1) * splits, before = place == 0 ? DEPTH - 1 : place - 1;
-    if (ahead < steps) weights.fetch(ahead, before);
-    copy_async_commit();
-    copy_async_wait<DEPTH - 1>();
-    __syncwarp();  // scales were copied by other lanes
-    counter_wait(arrived + 8 * place, parity);
-    const Shared tile = held + place * kTile<TILES>;
-    weights.multiply(step, place, [&](int, int word, const uint32_t (&lo)[4], const uint32_t (&hi)[4]) {
-      const int at = word / 2 * (kTile<TILES> / 2) + word % 2 * 64;  // 32 bytes for 16 k
-      wgmma_fence();
-      wgmma<T>(acc[0], lo[0], hi[0], lo[1], hi[1], tile_of(tile, at));
-      wgmma<T>(acc[0], lo[2], hi[2], lo[3], hi[3], tile_of(tile, at + 32));
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (word == 0 && lane == 0 && step != rank) counter_arrive(freed + 8 * before);  // the products of the step before are done
-    });
-    if (brings && ahead < steps) {
-      if (step != rank) counter_wait(freed + 8 * before, parity ^ (place == 0));
-      bring(ahead, before);
-    }
-    __syncwarp();  // every lane has read its codes before they are overwritten
-    place = place + 1 == DEPTH ? 0 : place + 1;
-    parity ^= place == 0;
-  }
-
-  wgmma_wait<0>();
-  copy_async_wait<0>();
-  __syncthreads();
-  sum_groups_and_store<T, 1, TILES, 1, ROWS>(acc, shared, 0, warp, splits, rank, blockIdx.x * kBlockColumns<T, ROWS>, m0,
-                                            {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
-}
-
-template <typename T, int ROWS, int TILES, int DEPTH> cudaError_t run(int splits, const Linear<T>& p, uint8_t* tiles, cudaStream_t stream) {
-  constexpr int bytes = kBuffers<ROWS, TILES, WeightStream<T, 1, DEPTH, false>::kBytes, DEPTH> + 16 * DEPTH;
-  static_assert(bytes <= 227 * ROWS / 256 * 1024, "does not fit shared memory");
-  const unsigned steps = (p.K + kStepK - 1) / kStepK, places = (p.M + 8 * TILES - 1) / (8 * TILES);
-  const cudaError_t status = launch(arrange<T, TILES>, dim3(steps, places), 32 * TILES, 0, 1, stream, p.x, tiles, p.M, p.K);
-  if (status != cudaSuccess) return status;
-  const dim3 blocks((p.columns() + kBlockColumns<T, ROWS> - 1) / kBlockColumns<T, ROWS>, places, splits);
-  // Blocks that begin while arrange() still runs are crowded onto free SMs; if there is one for each, two do not fit it.
-  const int alone = (int64_t)blocks.x * blocks.y * blocks.z <= 132 && bytes < 116 * 1024 ? 116 * 1024 : bytes;
-  return launch_second(linear_wide<T, ROWS, TILES, DEPTH>, blocks, 2 * ROWS, alone, splits, stream, (const uint8_t*)tiles, p.x, p.q, p.scale,
-                       p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
-}
-
-template <int ROWS, int TOKENS> constexpr int kDepth = TOKENS <= 32 ? 6 : TOKENS == 64 && ROWS == 256 ? 5 : 4;  // what fits
-
-struct Tile {
-  int rows, tokens, splits;
+// ROWS of W and TOKENS a block; KGROUPS warpgroups for each 64 rows, which take steps of K in turn.
+template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
+  static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
+  static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kHalf = kActivations<TOKENS> / 2;
+  // Stages of activations and of weights: deep where there is room.
+  static constexpr int kRoom = 226 * 1024;
+  static constexpr int kXStages = TOKENS == 256 ? 1 : TOKENS == 128 ? 2 : TOKENS == 64 ? (ROWS == 64 ? 4 : 3) : ROWS == 64 ? 6 : ROWS == 128 ? 4 : 3;
+  static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights);
+  static constexpr int kEarly = at_most(kWStages, at_least(1, 72 * 1024 / kWeights));  // stages of weights that go ahead of the first activations
+  static constexpr int kPitch = ROWS + 4, kSums = KGROUPS * TOKENS * kPitch * 4;  // in the rings' place, at the end
+  static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kSums), kBytes = kRings + 16 * kWStages + 32 * kXStages;
+  static constexpr int kBatch = kGroups == 4 || TOKENS == 256 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
+  static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
+  static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages >= KGROUPS, "does not fit shared memory");
 };
 
-// Measured on an H200 (benchmarks/results/dense.csv). A cluster has at most two blocks where nearly every SM has one: those of more do not
-// fit every group of SMs, and the rest would wait for a second round.
-Tile best(int M, int N, int K) {
-  const int tokens = M <= 8 ? 8 : M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : 128;
-  if (tokens <= 64 && N > 4224 && N <= 8448) return {128, tokens, 2};
-  Tile t{256, tokens, 1};
-  const int64_t blocks = (int64_t)((N + 255) / 256) * ((M + tokens - 1) / tokens);
-  while (t.splits < 8 && blocks * t.splits * 2 <= (t.splits < 4 ? 112 : 64) && K / kStepK >= 4 * t.splits) t.splits *= 2;
-  return t;
+// What a block does, tile by tile: steps k .. k + count() - 1 of a tile, then the tile before it from its first step on. Blocks that stream share tiles
+// so that a later block has the earlier steps, comes to them last, and finds what it has to add ready.
+struct Work {
+  int tile, k, left, steps;
+
+  __device__ __forceinline__ Work(bool stream, int units, int steps) : steps(steps) {
+    if (stream) {
+      const int last = end(units, blockIdx.x) - 1;
+      tile = last / steps, k = steps - 1 - last % steps, left = last + 1 - end(units, (int)blockIdx.x - 1);
+    } else {
+      const int splits = cluster_size(), rank = cluster_rank();
+      tile = blockIdx.y * gridDim.x + blockIdx.x, k = steps * rank / splits, left = steps * (rank + 1) / splits - k;
+    }
+  }
+  __device__ __forceinline__ static int end(int units, int block) { return (int)((int64_t)units * (block + 1) / gridDim.x); }
+  __device__ __forceinline__ int count() const { return min(steps - k, left); }
+  __device__ __forceinline__ void next() { left -= count(), --tile, k = 0; }
+};
+
+template <typename T, int ROWS, int TOKENS, int KGROUPS, bool STREAM, bool MAPPED>
+__global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
+    linear_wide(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const uint8_t* __restrict__ tiles, float4* __restrict__ partial,
+                int* __restrict__ flags, int units, FP4_LINEAR_PARAMETERS) {
+  static_assert(!STREAM || (KGROUPS == 1 && kFinish == kPlain));
+  using S = Shape<ROWS, TOKENS, KGROUPS>;
+  constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
+  uint8_t* shared = dynamic_shared();
+  const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
+  // Stages that have arrived and that are free; activations count by halves.
+  const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tiles = (N / kParts + kColumns - 1) / kColumns;
+  Work work(STREAM, units, (K + kWideK - 1) / kWideK);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, ROWS / 16);
+    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16);
+    publish_counters();
+  }
+  if (threadIdx.x == S::kConsumers) {
+    prefetch_tile_map(codes);
+    if (MAPPED) prefetch_tile_map(scales);
+  }
+  __syncthreads();
+
+  if (warp >= 4 * S::kGroups) {
+    fewer_registers<S::kFetching>();
+    if (warp == 4 * S::kGroups && lane == 0) {
+      Place<S::kWStages> at;
+      for (int early = S::kEarly; work.left > 0; work.next())
+        for (int k = work.k; k < work.k + work.count(); ++k) {
+          if (early-- == 0) wait_for_first();  // copies of one block are served in order: activations are not to wait for a full ring
+          counter_wait(w_free + 8 * at.i, at.parity ^ 1);
+          const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
+          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
+#pragma unroll
+          for (int p = 0; p < kParts; ++p) {
+            const int row = work.tile % row_tiles * kColumns + p * (N / 2);
+            copy_tile(to + p * (kColumns * 128), codes, k * 128, row, full);
+            if (MAPPED) copy_tile(to + S::kCodes + p * (kColumns * 16), scales, k * 16, row, full);
+          }
+          at.next();
+        }
+    } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
+      Place<S::kXStages> at;
+      wait_for_first();
+      for (; work.left > 0; work.next()) {
+        const uint8_t* from = tiles + ((size_t)(work.tile / row_tiles) * work.steps + work.k) * kActivations<TOKENS>;
+        for (int i = 0; i < work.count(); ++i, at.next())
+          for (int h = 0; h < 2; ++h, from += S::kHalf) {
+            const Shared full = x_full + 16 * at.i + 8 * h;
+            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+            counter_promise(full, S::kHalf);
+            copy_bulk(activations + at.i * kActivations<TOKENS> + h * S::kHalf, from, S::kHalf, full);
+          }
+      }
+    }
+    __syncwarp();
+    if (!STREAM && cluster_size() > 1) cluster_barrier(), cluster_barrier();  // with those of the sums
+    return;
+  }
+
+  more_registers<S::kRegisters>();
+  const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
+  const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
+  const uint8_t* my_codes = shared + (local + g) * 128;
+  const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
+  const Result<T> out{y, global_scale, bias, M, N, then, *global_scale * kWeightUnit};
+  Place<S::kWStages> w;
+  Place<S::kXStages> x_at;
+  w.next(k_group), x_at.next(k_group);
+  bool frees = false;  // this lane gives back the half that was multiplied last
+  Shared last_half = x_free;
+
+  for (; work.left > 0; work.next()) {
+    float acc[TOKENS / 8][4] = {};
+    const int n0 = work.tile % row_tiles * kColumns, m0 = work.tile / row_tiles * TOKENS, last = work.k + work.count();
+    uint32_t ahead[2];  // scales of the next step, where they are loaded
+    auto load_scales = [&](int k) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = min(first_row<T, ROWS>(n0, local, N) + g + 8 * h, N - 1);
+        ahead[h] = __ldg((const uint32_t*)(scale + (size_t)row * (K / 16) + min(k * 16 + 4 * t, K / 16 - 4)));
+      }
+    };
+    if (!MAPPED && work.k + k_group < last) load_scales(work.k + k_group);
+#pragma unroll 1
+    for (int k = work.k + k_group; k < last; k += KGROUPS) {
+      counter_wait(w_full + 8 * w.i, w.parity);
+      uint4 q[2][2];
+      uint32_t s[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) q[h][j] = *(const uint4*)(my_codes + w.i * S::kWeights + h * 1024 + ((2 * t + j) ^ g) * 16);
+        s[h] = MAPPED ? *(const uint32_t*)(my_scales + w.i * S::kWeights + h * 128) : ahead[h];
+      }
+      if (!MAPPED && k + KGROUPS < last) load_scales(k + KGROUPS);
+      __syncwarp();
+      if (lane == 0) counter_arrive(w_free + 8 * w.i);
+      const Shared half = x_full + 16 * x_at.i;
+      multiply_step<T, TOKENS, S::kBatch>(
+          acc, q, s, activations + x_at.i * kActivations<TOKENS>, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
+          [&](int j) {
+            if (frees) counter_arrive(last_half);
+            frees = lane == 0;
+            last_half = x_free + 16 * x_at.i + 8 * j;
+          });
+      w.next(KGROUPS), x_at.next(KGROUPS);
+    }
+    wgmma_wait<0>();
+    wgmma_sums(acc);
+
+    if constexpr (STREAM) {
+      constexpr int kMine = TOKENS / 8 * S::kConsumers;
+      if (work.k > 0) {  // a later block has the tile's first steps, and stores it
+        float4* to = partial + (size_t)blockIdx.x * kMine + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) __stcg(to + i * S::kConsumers, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+        __threadfence();
+        barrier(1, S::kConsumers);
+        if (threadIdx.x == 0) flag_set(flags + blockIdx.x);
+        continue;
+      }
+      for (int b = (int)blockIdx.x - 1; last < work.steps && b >= 0 && Work::end(units, b) > work.tile * work.steps; --b) {
+        while (!flag_get(flags + b)) {}
+        const float4* from = partial + (size_t)b * kMine + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) {
+          const float4 v = __ldcg(from + i * S::kConsumers);
+          acc[i][0] += v.x, acc[i][1] += v.y, acc[i][2] += v.z, acc[i][3] += v.w;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {  // lanes of rows g and g ^ 1 swap one token's sums: each stores two neighbouring columns of the other
+          const bool odd = g & 1;
+          const float even_token = acc[i][2 * h], odd_token = acc[i][2 * h + 1], got = shuffle_xor(odd ? even_token : odd_token, 4);
+          const float pair[2][kParts] = {{odd ? got : even_token}, {odd ? odd_token : got}};
+          out.template store_run<2>(m0 + 8 * i + 2 * t + odd, n0 + local + (g & 6) + 8 * h, pair);
+        }
+    } else {
+      float* sums = (float*)shared;  // [KGROUPS][TOKENS][kPitch]
+      barrier(1, S::kConsumers);     // nobody reads the rings any more
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * i + 2 * t + (c & 1)) * S::kPitch + local + g + 8 * (c >> 1)] = acc[i][c];
+      const int splits = cluster_size(), mine = TOKENS / splits, first = cluster_rank() * mine;
+      if (splits > 1)
+        cluster_barrier();
+      else
+        barrier(1, S::kConsumers);
+#pragma unroll 2
+      for (int i = threadIdx.x; i < kColumns / 4 * mine; i += S::kConsumers) {
+        const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
+        float all[4][kParts] = {};
+        for (int b = 0; b < splits; ++b)
+#pragma unroll
+          for (int kg = 0; kg < KGROUPS; ++kg)
+#pragma unroll
+            for (int p = 0; p < kParts; ++p) {
+              const float* from = (splits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * S::kPitch + n + p * kColumns;
+              const float4 v = *(const float4*)from;
+              all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
+            }
+        out.template store_run<4>(m0 + m, n0 + n, all);
+      }
+      if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
+    }
+  }
 }
 
-template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, void* tiles, cudaStream_t stream) {
-#define TILE(r, m) \
-  if (tile.rows == r && tile.tokens == m) return run<T, r, m / 8, kDepth<r, m>>(tile.splits, p, (uint8_t*)tiles, stream);
-  TILE(256, 8) TILE(256, 16) TILE(256, 32) TILE(256, 64) TILE(256, 128)
-  TILE(128, 8) TILE(128, 16) TILE(128, 32) TILE(128, 64)
+// splits: blocks of a cluster that share K; 0: blocks stream.
+struct Tile {
+  int rows, tokens, k_groups, splits;
+};
+
+template <typename T, int ROWS, int TOKENS, int KGROUPS, bool STREAM, bool MAPPED>
+cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t stream) {
+  using S = Shape<ROWS, TOKENS, KGROUPS>;
+  constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
+  const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
+  if (splits > steps) return cudaErrorInvalidConfiguration;
+  TileMap codes, scales;
+  cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
+  if (status != cudaSuccess) return status;
+  scales = codes;
+  if (MAPPED) status = tile_map(&scales, p.scale, p.N, p.K / 16, ROWS / kParts, 16);
+  if (status != cudaSuccess) return status;
+  const int units = steps * places * row_tiles, blocks = STREAM ? at_most(units, at_most(multiprocessors(), kMostBlocks)) : 0;
+  float4* partial = (float4*)(scratch + (size_t)places * steps * kActivations<TOKENS>);
+  int* flags = (int*)(partial + (size_t)blocks * (TOKENS / 8 * S::kConsumers));
+  status = launch(arrange<T, TOKENS>, dim3(steps, places * (TOKENS * 8 / kArranging<TOKENS>)), kArranging<TOKENS>, 0, 1, stream, p.x, scratch, p.M, p.K, flags, blocks);
+  if (status != cudaSuccess) return status;
+  return launch_second(linear_wide<T, ROWS, TOKENS, KGROUPS, STREAM, MAPPED>, STREAM ? dim3(blocks) : dim3(row_tiles, places, splits), S::kThreads, S::kBytes,
+                       STREAM ? 1 : splits, stream, codes, scales, (const uint8_t*)scratch, partial, flags, units, p.x, p.q, p.scale, p.global_scale, p.bias, p.y,
+                       p.M, p.N, p.K, p.then);
+}
+
+// Measured on an H200 (benchmarks/results/dense.csv): nearly every SM has a block, and few of them share K; clusters of four fit 120 SMs.
+Tile best(int M, int N, int K, bool mapped) {
+  const int tokens = M <= 8 ? 8 : M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : M <= 128 ? 128 : 256, places = (M + tokens - 1) / tokens;
+  const int steps = (K + kWideK - 1) / kWideK;
+  auto blocks = [&](int rows) { return (N + rows - 1) / rows * places; };
+  auto splits = [&](int rows) { return blocks(rows) <= 30 && steps >= 4 ? 4 : blocks(rows) <= 66 && steps >= 2 ? 2 : 1; };
+  const int few = tokens <= 32 ? 4 : 2;  // warpgroups that share K where a block has few rows
+  if (!mapped || tokens == 256) return {128, tokens, tokens <= 64 ? 2 : 1, kFinish == kPlain && mapped && (blocks(128) > 132 || (blocks(128) > 66 && blocks(128) < 100)) ? 0 : splits(128)};
+  if (blocks(64) <= 66) return tokens == 128 && K >= 8192 && kFinish == kPlain ? Tile{128, 128, 1, 0} : Tile{64, tokens, few, splits(64)};
+  if (blocks(64) <= 132) return tokens == 128 ? Tile{128, 128, 1, 2} : Tile{64, tokens, few, 1};
+  if (kFinish != kPlain || (blocks(128) >= 104 && blocks(128) <= 132)) return {128, tokens, tokens == 128 ? 1 : 2, 1};
+  return {tokens <= 32 ? 256 : tokens == 64 ? 192 : 128, tokens, 1, 0};
+}
+
+template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T>& p, void* scratch, cudaStream_t stream) {
+#define IS(r, m, k) (tile.rows == r && tile.tokens == m && tile.k_groups == k)
+#define TILE(r, m, k) \
+  if (mapped && tile.splits && IS(r, m, k)) return run<T, r, m, k, false, true>(tile.splits, p, (uint8_t*)scratch, stream);
+#define ANY_K(r, m, k) \
+  if (!mapped && tile.splits && IS(r, m, k)) return run<T, r, m, k, false, false>(tile.splits, p, (uint8_t*)scratch, stream);
+#define STREAMED(r, m) \
+  if (mapped && !tile.splits && IS(r, m, 1)) return run<T, r, m, 1, true, true>(0, p, (uint8_t*)scratch, stream);
+  TILE(64, 8, 4) TILE(64, 16, 4) TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
+  TILE(128, 8, 2) TILE(128, 16, 2) TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1) TILE(128, 256, 1)
+  ANY_K(128, 8, 2) ANY_K(128, 16, 2) ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1) ANY_K(128, 256, 1)
+  if constexpr (kFinish == kPlain) { STREAMED(256, 8) STREAMED(256, 16) STREAMED(256, 32) STREAMED(192, 64) STREAMED(128, 128) STREAMED(128, 256) }
+#undef STREAMED
+#undef ANY_K
 #undef TILE
+#undef IS
   return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K;
-// all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias may be null. scratch: 2 bytes
-// for each activation, M and K rounded up to multiples of 128.
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, or 0:
+// blocks stream; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias may be null. scratch: 2
+// bytes for each activation, M and K rounded up to multiples of 256, and 17.5 MB.
 extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
-                               int M, int N, int K, int dtype, int second, int third, int act, int rows, int tokens, int splits, void* scratch, void* stream) {
+                               int M, int N, int K, int dtype, int second, int third, int act, int rows, int tokens, int k_groups, int splits, void* scratch,
+                               void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
-  const Tile tile = tokens ? Tile{rows, tokens, splits} : best(M, N, K);
-  if (tile.splits < 1 || tile.splits > 8 || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
+  const bool mapped = K % kWideK == 0 && (uintptr_t)s % 16 == 0;  // a tile map takes rows of 16 bytes
+  const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K, mapped);
+  if (tile.splits < 0 || tile.splits > 8 || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
                       Epilogue<T>::of(mul, residual, second, third, act)};
-    return p.fits() ? by_tile<T>(tile, p, scratch, (cudaStream_t)stream) : cudaErrorInvalidValue;
+    return p.fits() ? by_tile<T>(tile, mapped, p, scratch, (cudaStream_t)stream) : cudaErrorInvalidValue;
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -66,10 +66,11 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "splits"), "wide", scratch=True),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=True),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
+SHARED_SUMS = 132 * 2 * 128 * 256 + 512  # as ops.cpp has it: 132 blocks of float32 sums, and a flag each
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
@@ -78,8 +79,8 @@ KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
 
 
 def scratch_elements(name: str, m: int, k: int) -> int:
-    """Elements of the activations' dtype that a call needs besides its result."""
-    return -(-m // 128) * 128 * -(-k // 128) * 128 if KERNELS[name].scratch else 0
+    """Elements of the activations' dtype that a call needs besides its result: arranged activations, and sums that blocks share."""
+    return -(-m // 256) * 256 * -(-k // 256) * 256 + SHARED_SUMS if KERNELS[name].scratch else 0
 
 
 def kernels_for(arch: int) -> list[str]:

@@ -40,8 +40,11 @@ def test_mid(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_wide(dtype):
     hopper()
-    tiles = [None, *(configs.CudaWideConfig(*t, s) for t in tiles_of("gemm/linear_wide.cu") for s in (1, 2, 4, 8))]
-    for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64)):
+    source = "gemm/linear_wide.cu"
+    streamed = [configs.CudaWideConfig(*t, 1, 0) for t in tiles_of(source, "STREAMED")]
+    for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 2112), (130, 64)):
+        split = [configs.CudaWideConfig(*t, s) for t in tiles_of(source, "ANY_K" if k % 256 else "TILE") for s in (1, 2, 4) if s <= -(-k // 256)]
+        tiles = [None, *split, *(streamed if k % 256 == 0 else ())]
         w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
         for m in (1, 64, 130, 300):
             x = torch.randn(m, k, device=DEVICE).to(dtype)

@@ -26,9 +26,9 @@ FOLDER = Path(__file__).parent / "emulated"
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
 
 
-def tiles_of(source: str) -> list[tuple[int, ...]]:
+def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
     """Those that ``csrc/<source>`` compiles."""
-    return [tuple(map(int, found.split(","))) for found in re.findall(r"TILE\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
+    return [tuple(map(int, found.split(","))) for found in re.findall(rf"\b{macro}\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
 
 
 class EmulatorError(Exception):

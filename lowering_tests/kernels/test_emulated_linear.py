@@ -80,8 +80,27 @@ def test_mid(tile):
 
 @pytest.mark.parametrize("tile", tiles_of(WIDE), ids=str)
 def test_wide(tile):
+    for i, (m, n, k, splits) in enumerate(((3, 33, 256, 1), (tile[1] + 6, 260, 1280, 2), (tile[1], 129, 2304, 4))):
+        check(WIDE, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
+
+
+@pytest.mark.parametrize("tile", tiles_of(WIDE, "STREAMED"), ids=str)
+def test_wide_where_blocks_share_tiles(tile):
+    """Five blocks: shares of tiles, whole tiles, fewer tiles than blocks, one block for all."""
+    for i, (m, n, k) in enumerate(((tile[1] + 6, 520, 1280), (3, 33, 2304), (tile[1], 129, 256))):
+        check(WIDE, m, n, k, (*tile, 1, 0), (BF16, FP16)[i % 2])
+
+
+@pytest.mark.parametrize("tile", tiles_of(WIDE, "ANY_K"), ids=str)
+def test_wide_with_any_k(tile):
+    """Rows of scales that no tile map takes: they are loaded."""
     for i, (m, n, k, splits) in enumerate(((3, 33, 64, 1), (tile[1] + 6, 260, 1088, 2), (tile[1], 129, 2176, 4))):
         check(WIDE, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
+
+
+def test_wide_chooses_a_tile_for_every_size():
+    for m, n, k in ((1, 64, 64), (9, 70, 1024), (20, 2100, 512), (50, 130, 2048), (70, 300, 8192), (130, 200, 1024), (300, 129, 320)):
+        check(WIDE, m, n, k, (0, 0, 0, 0), BF16)
 
 
 @pytest.mark.parametrize("k", [16, 80, 1040])
@@ -90,7 +109,7 @@ def test_mid_with_any_k(k):
     check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
 
 
-EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 16, 2))], ids=["small", "mid", "wide"])
+EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 16, 2, 1))], ids=["small", "mid", "wide"])
 
 
 @EACH
@@ -121,7 +140,7 @@ def test_every_code_with_every_scale(source, tile):
         assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 16, 1))], ids=str)
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 16, 2, 2))], ids=str)
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
     x, w = torch.randn(24, 1088).to(BF16), weight(70, 1088)
     y = run(emulated(source), x, w, None, tile)
@@ -168,7 +187,7 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     tiles[32] = (4, 4, 3)
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
     x, w = noise(65, 70, 1088)
-    assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 8, 2), 60: (128, 64, 2), 65: (256, 64, 1)}[m]), (3, 60, 65))) == 2
+    assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 8, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 2
     said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
     assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_small", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
     assert said["cuda_wide", 90, 128]
@@ -183,7 +202,7 @@ def test_the_cpu_kernel_has_two_orders():
 
 
 def test_arguments_that_no_kernel_takes():
-    for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1)), (WIDE, "fp4_linear_wide", (128, 16, 1))):
+    for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1)), (WIDE, "fp4_linear_wide", (128, 16, 2, 1))):
         for m, n, k, t in ((0, 8, 64, tile), (1, 0, 64, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, 64, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):
                 emulated(source).call(name, (None,) * 7, torch.empty(1), m, n, k, 0, 0, 0, 0, *t, scratch=emulated(source).scratch(m, k))
@@ -237,9 +256,12 @@ BROKEN = {
     ),
     "the next tile is not waited for": (MID, "    barrier(group + 1, S::kGroupThreads);  // the next", "    // the next", "race"),
     "the tile is given back before its products are done": (WIDE, "      wgmma_wait<1>();\n", "", None),
-    "the tile is not waited for": (WIDE, "    counter_wait(arrived + 8 * place, parity);\n", "", "before its asynchronous copy was waited for"),
-    "the tile is overwritten too early": (WIDE, "      if (step != rank) counter_wait(freed + 8 * before, parity ^ (place == 0));\n", "", "race"),
-    "one warp does not give tiles back": (WIDE, "if (word == 0 && lane == 0 &&", "if (word == 0 && lane == 0 && warp &&", "deadlock"),
+    "the tile is not waited for": (WIDE, "counter_wait(half + 8 * j, x_at.parity);", "", "before its asynchronous copy was waited for"),
+    "the tile is overwritten too early": (WIDE, "            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);\n", "", "race|nobody waited for"),
+    "one warp does not give tiles back": (WIDE, "if (frees) counter_arrive", "if (frees && warp) counter_arrive", "deadlock"),
+    "weights are not waited for": (WIDE, "      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "weights are given back before they are read": (WIDE, "      __syncwarp();\n      if (lane == 0) counter_arrive(w_free", "      if (lane == 0) counter_arrive(w_free", "race"),
+    "a tile's bytes are not all promised": (WIDE, "MAPPED ? S::kWeights : S::kCodes", "S::kCodes", "promise|more bytes|race|nobody"),
     "a block leaves the cluster early": (
         MID,
         "  if (splits > 1) cluster_barrier();\n  const int slice = kColumns",
@@ -261,8 +283,8 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
     (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
     kernel = Emulated(tmp_path / "csrc" / source)
-    tile = {SMALL: (2, 16, 2), MID: (2, 64, 2, 4, 2), WIDE: (128, 8, 2)}[source]
-    k = 2064 if "scales' tail" in case else 4160
+    tile = {SMALL: (2, 16, 2), MID: (2, 64, 2, 4, 2), WIDE: (64, 8, 4, 2)}[source]
+    k = 2064 if "scales' tail" in case else 8192 if source == WIDE else 4160
     x, w = torch.randn(8, k).to(BF16), weight(33, k)
     if words is None:
         assert error(run(kernel, x, w, None, tile), x, w, None) > 0.1

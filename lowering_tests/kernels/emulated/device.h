@@ -19,6 +19,17 @@ inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline void wait_for_previous() { emulated::wait_for_previous(); }
 inline void let_next_begin() {}
 inline float load_float(const float* p) { return *p; }
+inline float shuffle_xor(float v, int mask) {
+  struct Lane {
+    float v, got;
+    int mask;
+  } mine{v, 0, mask};
+  emulated::together("a shuffle", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i) ((Lane*)lanes[i])->got = ((Lane*)lanes[i ^ ((Lane*)lanes[i])->mask])->v;
+  });
+  return mine.got;
+}
+inline int uniform(int v) { return v; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
 // Barriers that count bytes. A counter has no bytes of its own here: it is known by its address.
@@ -93,11 +104,14 @@ void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], co
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait_until(int open);
+template <int TILES> inline void wgmma_sums(float (&)[TILES][4]) {}
 template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
 inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
   wgmma_issue(kHalf<T>, d, TILES, {a0, a1, a2, a3}, b);
 }
+
+inline int multiprocessors() { return 5; }
 
 #ifdef FP4_ARCH  // a source of csrc/, not device.cpp
 template <bool EARLY = kBeginsEarly, typename... P, typename... A>

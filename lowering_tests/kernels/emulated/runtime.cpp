@@ -18,15 +18,15 @@
 namespace emulated {
 namespace {
 
-constexpr int kLanes = 32, kMaxWarps = 16, kMaxBlocks = 16, kNamed = 16, kNobody = -1;
+constexpr int kLanes = 32, kMaxWarps = 20, kMaxBlocks = 16, kNamed = 16, kNobody = -1;
 constexpr size_t kStack = 128 << 10, kDevice = size_t(256) << 20, kMaxShared = 227 << 10;
 using Time = uint32_t;  // counts completed barriers
 
 // Per 4 bytes of shared memory: who wrote last, and per warp when it was read last.
 struct Word {
-  int16_t writer = kNobody;  // thread of the cluster
+  int16_t writer = kNobody, waiter = kNobody;  // threads of the cluster; waiter: the first that waited for the copy which wrote it
   bool in_flight = false, published = false;
-  Time written = 0;
+  Time written = 0, waited = 0;
   Time read[kMaxWarps] = {};       // 0: never, else time + 1; of the block's own warps
   uint8_t lane[kMaxWarps] = {};    // the reading lane, or kLanes: several
   Time read_remotely = 0;
@@ -159,7 +159,10 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
   // A copy over one that has landed: who read it in between is checked below.
   if (word.writer != kNobody && word.writer != current->id && !(in_flight && word.published)) {
     const Fiber& writer = *the->fibers[word.writer];
-    if (own ? !separated(block, writer.warp_of_all(), current->warp_of_all(), word.written) : the->cluster.completed <= word.written)
+    const bool passed_on = own && word.waiter != kNobody && separated(block, the->fibers[word.waiter]->warp_of_all(), current->warp_of_all(), word.waited);
+    if (passed_on)
+      ;
+    else if (own ? !separated(block, writer.warp_of_all(), current->warp_of_all(), word.written) : the->cluster.completed <= word.written)
       fail("race: %s of shared byte %zu, written by thread %u of block rank %d with no barrier in between", write ? "write" : "read", at, writer.place.thread.x,
            writer.block->rank);
   }
@@ -187,6 +190,7 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
   }
   word.read_remotely = 0;
   word.writer = current->id;
+  word.waiter = kNobody;
   word.written = the->now;
   word.in_flight = in_flight;
   word.published = false;
@@ -212,6 +216,8 @@ void land(const Copy& c, bool published) {
     if (c.to >= block->shared && c.to < block->shared + kMaxShared)
       for (size_t i = (c.to - block->shared) / 4; i < (c.to - block->shared + c.bytes) / 4u; ++i) {
         block->words[i].in_flight = false;
+        block->words[i].waiter = published && block.get() == current->block ? current->id : kNobody;
+        block->words[i].waited = the->now;
         block->words[i].published = published;
       }
   memset(c.to, 0, c.bytes);

@@ -1,0 +1,80 @@
+// What kernels of many tokens share on sm_90: weights decoded in registers are wgmma's A operand, tokens in shared memory its B operand, so
+// that a weight is decoded once for all of them. One thread of a block fetches weights, one fetches activations, the others multiply.
+#pragma once
+#include "../common/wgmma.cuh"
+#include "weights.cuh"
+
+namespace fp4 {
+
+constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a row of W
+
+// Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
+// token each. Lane t of a quad decodes k = 64 t .. 64 t + 63 of a step, eight words of eight codes; a tile holds two words of all four lanes.
+template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
+template <int TOKENS> constexpr int kArranging = TOKENS * 8 < 256 ? TOKENS * 8 : 256;  // threads of a block, one a word of a token
+
+template <typename T, int TOKENS>
+__global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
+  let_second_begin();
+  if (blockIdx.x == 0 && blockIdx.y == 0)
+    for (int i = threadIdx.x; i < count; i += kArranging<TOKENS>) flags[i] = 0;
+  const int step = blockIdx.x, m = (blockIdx.y * kArranging<TOKENS> + threadIdx.x) / 8, place = m / TOKENS, token = m % TOKENS, word = threadIdx.x % 8;
+  uint32_t p[4][4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int k = step * kWideK + 64 * t + 8 * word;
+    pair_up(m < M && k < K ? load_read_only(x + (size_t)m * K + k) : make_uint4(0, 0, 0, 0), p[t]);
+  }
+  to += ((size_t)place * gridDim.x + step) * kActivations<TOKENS> + word / 2 * (TOKENS * 128) + token * 128;
+  // Pair c of decode() of the four lanes makes 16 bytes: lane t's first pair of a k-block of 16 is k 2t, 2t + 1 of it, its second pair those + 8.
+#pragma unroll
+  for (int c = 0; c < 4; ++c) *(uint4*)(to + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
+}
+
+// One step of a warp's 16 rows: q[h][j] are the codes of rows g + 8 h of the lane's k 32 j onwards, scales[h] four E4M3 bytes. `held`: the step's
+// activations; arrived(j) waits for half j of them, done(j) is called when the products of the half before are complete.
+template <typename T, int TOKENS, int BATCH, typename Arrived, typename Done>
+__device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], const uint4 (&q)[2][2], const uint32_t (&scales)[2], Shared held, Arrived arrived,
+                                              Done done) {
+  uint32_t even[2], odd[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) Numbers<T>::four_scales(scales[h], even[h], odd[h]);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    arrived(j);
+#pragma unroll
+    for (int b = 0; b < 4; b += BATCH) {  // BATCH words are decoded while the products of those before are worked on
+      uint32_t a[BATCH][2][4];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint4& c = q[h][j];
+          const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
+          decode_by_half<T>(word, (b + i) / 2 ? odd[h] : even[h], j, a[i][h]);
+        }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int z = 0; z < 2; ++z) {
+          const int at = (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32;
+          wgmma<T>(acc, a[i][0][2 * z], a[i][1][2 * z], a[i][0][2 * z + 1], a[i][1][2 * z + 1], tile_of(held, at));
+        }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (b == 0) done(j);
+    }
+  }
+}
+
+// A place in a ring of STAGES, and the parity of its phase.
+template <int STAGES> struct Place {
+  int i = 0, parity = 0;
+  __device__ __forceinline__ void next(int steps = 1) {  // at most STAGES
+    i += steps;
+    if (i >= STAGES) i -= STAGES, parity ^= 1;
+  }
+};
+
+}  // namespace fp4
