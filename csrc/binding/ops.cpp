@@ -113,7 +113,7 @@ template <typename Place, Variant VARIANT>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows,
                    int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
   require(x.dim() == 2, kWide.of[VARIANT], "activations are [M, K]");
-  constexpr int64_t sums = 132 * 2 * 128 * 256 + 512;  // as csrc.py's scratch_elements()
+  constexpr int64_t sums = 132 * 2 * 128 * 128 + 512;  // as csrc.py's scratch_elements()
   const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + sums});
   return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows, (int)tokens, (int)k_groups,
                                (int)splits, scratch.data_ptr());

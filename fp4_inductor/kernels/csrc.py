@@ -70,7 +70,7 @@ KERNELS = {
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
-SHARED_SUMS = 132 * 2 * 128 * 256 + 512  # as ops.cpp has it: 132 blocks of float32 sums, and a flag each
+SHARED_SUMS = 132 * 2 * 128 * 128 + 512  # as ops.cpp has it: 132 blocks of float32 sums, and a flag each
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
