@@ -85,6 +85,12 @@ __device__ __forceinline__ float load_float(const float* p) {
 // The value of the lane whose number differs in the bits of `mask`. Every lane of the warp calls it.
 __device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 
+__device__ __forceinline__ int shuffle_up(int v, int by) { return __shfl_up_sync(0xFFFFFFFFu, v, by); }
+// A bit for each lane whose value is the caller's.
+__device__ __forceinline__ uint32_t lanes_with(int v) { return __match_any_sync(0xFFFFFFFFu, v); }
+// What v holds is needed from here on, not before: a load of it stays in flight until then.
+__device__ __forceinline__ void needed(float& v) { asm volatile("" : "+f"(v)); }
+
 // What is the same in all lanes, so that the compiler knows: addresses of wgmma made of it stay in uniform registers.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 
@@ -121,6 +127,10 @@ __device__ __forceinline__ void counter_promise(Shared counter, int bytes) {
 __device__ __forceinline__ void counter_wait(Shared counter, int parity) {
   asm volatile("{.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;}" ::"r"(counter), "r"(parity) : "memory");
 }
+// Arrives once all copies of this thread by copy_async() so far are there; one of the arrivals that the counter counts.
+__device__ __forceinline__ void counter_arrive_behind_copies(Shared counter) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(counter) : "memory");
+}
 // Arrives at the counter at the same place in another block of the cluster: what this thread has read there may be overwritten by a copy. It does
 // not publish what this thread wrote: as a release to the cluster it would be a MEMBAR.ALL.GPU at every call, and counter_wait() would throw
 // away L1; cluster_barrier() publishes. The other block must not have ended.
@@ -152,6 +162,12 @@ __device__ __forceinline__ void prefetch_tile_map(const TileMap& map) { asm vola
 __device__ __forceinline__ void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(byte), "r"(row),
                "r"(counter)
+               : "memory");
+}
+// The same of a map of planes: the tile's planes lie one behind the other.
+__device__ __forceinline__ void copy_planes(Shared to, const TileMap& map, int byte, int row, int plane, Shared counter) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(&map), "r"(byte),
+               "r"(row), "r"(plane), "r"(counter)
                : "memory");
 }
 // As copy_bulk_to_cluster() copies.
@@ -311,9 +327,12 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], Shared row) {
 // --- host --------------------------------------------------------------------------------------------------------------
 
 #if FP4_ARCH >= 90
-// For copy_tile(): `rows` rows of row_bytes, in tiles of up to 256 rows of 16, 32, 64 or 128 bytes. The matrix lies at a multiple of 16 bytes, and so
-// does every row. cudaErrorInvalidValue if there is no such map, cudaErrorNotSupported if the driver is older than CUDA 12.
-inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
+// Rows of row_bytes every row_pitch bytes, in planes every plane_pitch bytes.
+struct Planes {
+  int64_t row_bytes, rows, planes, row_pitch, plane_pitch;
+};
+
+inline cudaError_t encode_tile_map(TileMap* map, const void* matrix, int dimensions, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* found = nullptr;
@@ -326,16 +345,27 @@ inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int6
     return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? (Encode)found : nullptr;
   }();
   if (!encode) return cudaErrorNotSupported;
-  if ((tile_bytes != 16 && tile_bytes != 32 && tile_bytes != 64 && tile_bytes != 128) || rows < 1 || row_bytes < 1 || tile_rows < 1) return cudaErrorInvalidValue;
+  if ((tile_bytes != 16 && tile_bytes != 32 && tile_bytes != 64 && tile_bytes != 128) || of.rows < 1 || of.row_bytes < 1 || of.planes < 1 || tile_rows < 1)
+    return cudaErrorInvalidValue;
   const CUtensorMapSwizzle swizzle = tile_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : tile_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                      : tile_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
                                                         : CU_TENSOR_MAP_SWIZZLE_NONE;
-  const cuuint64_t size[2] = {(cuuint64_t)row_bytes, (cuuint64_t)rows}, pitch[1] = {(cuuint64_t)row_bytes};
-  const cuuint32_t tile[2] = {(cuuint32_t)tile_bytes, (cuuint32_t)tile_rows}, each[2] = {1, 1};
-  const CUresult made = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void*)matrix, size, pitch, tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+  const cuuint64_t size[3] = {(cuuint64_t)of.row_bytes, (cuuint64_t)of.rows, (cuuint64_t)of.planes}, pitch[2] = {(cuuint64_t)of.row_pitch, (cuuint64_t)of.plane_pitch};
+  const cuuint32_t tile[3] = {(cuuint32_t)tile_bytes, (cuuint32_t)tile_rows, (cuuint32_t)tile_planes}, each[3] = {1, 1, 1};
+  const CUresult made = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, dimensions, (void*)matrix, size, pitch, tile, each, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// For copy_tile(): `rows` rows of row_bytes, in tiles of up to 256 rows of 16, 32, 64 or 128 bytes. The matrix lies at a multiple of 16 bytes, and so
+// does every row. cudaErrorInvalidValue if there is no such map, cudaErrorNotSupported if the driver is older than CUDA 12.
+inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
+  return encode_tile_map(map, matrix, 2, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
+}
+// For copy_planes(); the pitches are multiples of 16.
+inline cudaError_t plane_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
+  return encode_tile_map(map, matrix, 3, of, tile_planes, tile_rows, tile_bytes);
 }
 #endif
 

@@ -35,8 +35,11 @@ template <typename T, int TILES> struct Wgmma;
 #define FP4_D32(i) FP4_D16(i), FP4_D16(i + 16)
 #define FP4_SUMS4 "%0,%1,%2,%3"
 #define FP4_SUMS8 FP4_SUMS4 ",%4,%5,%6,%7"
+#define FP4_D12(i) FP4_D8(i), FP4_D4(i + 8)
 #define FP4_SUMS16 FP4_SUMS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define FP4_SUMS32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FP4_SUMS24 FP4_SUMS16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define FP4_SUMS48 FP4_SUMS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define FP4_SUMS64 FP4_SUMS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define FP4_SUMS128 FP4_SUMS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
@@ -53,7 +56,9 @@ template <typename T, int TILES> struct Wgmma;
   FP4_WGMMA(T, 1, "m64n8k16", TYPE, FP4_SUMS4, "%4,%5,%6,%7", "%8", FP4_D(0)) \
   FP4_WGMMA(T, 2, "m64n16k16", TYPE, FP4_SUMS8, "%8,%9,%10,%11", "%12", FP4_D(0), FP4_D(1)) \
   FP4_WGMMA(T, 4, "m64n32k16", TYPE, FP4_SUMS16, "%16,%17,%18,%19", "%20", FP4_D4(0)) \
+  FP4_WGMMA(T, 6, "m64n48k16", TYPE, FP4_SUMS24, "%24,%25,%26,%27", "%28", FP4_D4(0), FP4_D(4), FP4_D(5)) \
   FP4_WGMMA(T, 8, "m64n64k16", TYPE, FP4_SUMS32, "%32,%33,%34,%35", "%36", FP4_D8(0)) \
+  FP4_WGMMA(T, 12, "m64n96k16", TYPE, FP4_SUMS48, "%48,%49,%50,%51", "%52", FP4_D12(0)) \
   FP4_WGMMA(T, 16, "m64n128k16", TYPE, FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0)) \
   FP4_WGMMA(T, 32, "m64n256k16", TYPE, FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))
 
@@ -64,12 +69,15 @@ FP4_WGMMA_SIZES(__half, "f16")
 #undef FP4_WGMMA
 #undef FP4_SUMS128
 #undef FP4_SUMS64
+#undef FP4_SUMS48
 #undef FP4_SUMS32
+#undef FP4_SUMS24
 #undef FP4_SUMS16
 #undef FP4_SUMS8
 #undef FP4_SUMS4
 #undef FP4_D32
 #undef FP4_D16
+#undef FP4_D12
 #undef FP4_D8
 #undef FP4_D4
 #undef FP4_D

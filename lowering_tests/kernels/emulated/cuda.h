@@ -30,6 +30,10 @@ struct alignas(8) uint2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -42,6 +46,10 @@ inline void __threadfence() {}
 using cudaStream_t = void*;
 using cudaError_t = int;
 enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline float __expf(float v) { return std::exp(v); }
+inline float __fdividef(float a, float b) { return a / b; }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = (uint64_t)b << 32 | a;
@@ -107,5 +115,9 @@ struct __half {
 };
 inline float __bfloat162float(__nv_bfloat16 v) { return (float)emulated::from_bf16(v.bits); }
 inline __nv_bfloat16 __float2bfloat16_rn(float v) { return {emulated::to_bf16(v)}; }
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)}; }
 inline float __half2float(__half v) { return (float)emulated::from_f16(v.bits); }
 inline __half __float2half_rn(float v) { return {emulated::to_f16(v)}; }

@@ -29,6 +29,26 @@ inline float shuffle_xor(float v, int mask) {
   });
   return mine.got;
 }
+struct Exchanged {
+  int v, by;
+  uint32_t got;
+};
+inline int shuffle_up(int v, int by) {
+  Exchanged mine{v, by, 0};
+  emulated::together("a shuffle up", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i) ((Exchanged*)lanes[i])->got = ((Exchanged*)lanes[std::max(i - ((Exchanged*)lanes[i])->by, i < ((Exchanged*)lanes[i])->by ? i : 0)])->v;
+  });
+  return (int)mine.got;
+}
+inline uint32_t lanes_with(int v) {
+  Exchanged mine{v, 0, 0};
+  emulated::together("a match", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i)
+      for (int j = 0; j < 32; ++j) ((Exchanged*)lanes[i])->got |= (uint32_t)(((Exchanged*)lanes[i])->v == ((Exchanged*)lanes[j])->v) << j;
+  });
+  return mine.got;
+}
+inline void needed(float&) {}
 inline int uniform(int v) { return v; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
@@ -38,6 +58,7 @@ inline void publish_counters() {}
 inline void counter_arrive(Shared counter) { emulated::counter_arrive(counter, 0); }
 inline void counter_promise(Shared counter, int bytes) { emulated::counter_arrive(counter, bytes); }
 inline void counter_wait(Shared counter, int parity) { emulated::counter_wait(counter, parity); }
+inline void counter_arrive_behind_copies(Shared counter) { copy_async_commit(), copy_async_wait<0>(), counter_arrive(counter); }
 inline void counter_arrive_at(Shared counter, int rank) { emulated::counter_arrive_at(counter, rank); }
 inline void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) { emulated::copy_bulk(shared, global, bytes, counter, 0); }
 inline void copy_bulk_to_cluster(Shared shared, const void* global, int bytes, Shared counter, uint16_t blocks) {
@@ -45,13 +66,18 @@ inline void copy_bulk_to_cluster(Shared shared, const void* global, int bytes, S
 }
 
 using TileMap = emulated::TileMap;
+using Planes = emulated::Planes;
+inline cudaError_t plane_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
+  return emulated::make_tile_map(map, matrix, of, tile_planes, tile_rows, tile_bytes) ? cudaSuccess : cudaErrorInvalidValue;
+}
 inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
-  return emulated::make_tile_map(map, matrix, rows, row_bytes, tile_rows, tile_bytes) ? cudaSuccess : cudaErrorInvalidValue;
+  return plane_map(map, matrix, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
 }
 inline void prefetch_tile_map(const TileMap&) {}
-inline void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) { emulated::copy_tile(to, map, byte, row, counter, 0); }
+inline void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) { emulated::copy_tile(to, map, byte, row, 0, counter, 0); }
+inline void copy_planes(Shared to, const TileMap& map, int byte, int row, int plane, Shared counter) { emulated::copy_tile(to, map, byte, row, plane, counter, 0); }
 inline void copy_tile_to_cluster(Shared to, const TileMap& map, int byte, int row, Shared counter, uint16_t blocks) {
-  emulated::copy_tile(to, map, byte, row, counter, blocks ? blocks : 1u << 16);
+  emulated::copy_tile(to, map, byte, row, 0, counter, blocks ? blocks : 1u << 16);
 }
 
 void set_registers();

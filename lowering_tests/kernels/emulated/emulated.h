@@ -52,13 +52,16 @@ void counter_wait(const void* counter, int parity);
 // `blocks`: a bit for each block of the cluster to which it is copied, to the same place in each; 0: the calling block.
 void copy_bulk(void* shared, const void* global, int bytes, const void* counter, unsigned blocks);
 
+struct Planes {
+  int64_t row_bytes, rows, planes, row_pitch, plane_pitch;
+};
 struct TileMap {
   const uint8_t* matrix;
-  int64_t rows, row_bytes;
-  int tile_rows, tile_bytes;
+  Planes of;
+  int tile_planes, tile_rows, tile_bytes;
 };
-bool make_tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes);
-void copy_tile(void* shared, const TileMap& map, int byte, int row, const void* counter, unsigned blocks);
+bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes);
+void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, const void* counter, unsigned blocks);
 
 // Between blocks of a grid, which run one after the other here.
 void flag_set(int* flag);

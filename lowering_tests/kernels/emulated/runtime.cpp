@@ -428,32 +428,36 @@ void copy_bulk(void* shared, const void* global, int bytes, const void* address,
   copy_parts({{(uint8_t*)shared, (const uint8_t*)global, bytes, bytes}}, bytes, address, blocks);
 }
 
-// What cuTensorMapEncodeTiled accepts for two dimensions of bytes.
-bool make_tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
-  *map = {(const uint8_t*)matrix, rows, row_bytes, tile_rows, tile_bytes};
+// What cuTensorMapEncodeTiled accepts for bytes.
+bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
+  *map = {(const uint8_t*)matrix, of, tile_planes, tile_rows, tile_bytes};
   const int64_t most = int64_t(1) << 32;
   const bool known = tile_bytes == 16 || tile_bytes == 32 || tile_bytes == 64 || tile_bytes == 128;
-  return known && (uintptr_t)matrix % 16 == 0 && row_bytes % 16 == 0 && rows >= 1 && rows <= most && row_bytes >= 1 && row_bytes <= most && tile_rows >= 1 && tile_rows <= 256;
+  for (int64_t size : {of.rows, of.planes, of.row_bytes})
+    if (size < 1 || size > most) return false;
+  return known && (uintptr_t)matrix % 16 == 0 && of.row_pitch % 16 == 0 && of.plane_pitch % 16 == 0 && of.row_bytes <= of.row_pitch && tile_rows >= 1 &&
+         tile_rows <= 256 && tile_planes >= 1 && tile_planes <= 256;
 }
 
-void copy_tile(void* shared, const TileMap& map, int byte, int row, const void* address, unsigned blocks) {
+void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, const void* address, unsigned blocks) {
   const int repeats = std::max(128, map.tile_bytes == 16 ? 0 : 8 * map.tile_bytes);  // bytes behind which the swizzle repeats
   const size_t start = (uint8_t*)shared - current->block->shared;
   if (start % repeats) fail("a tile at shared byte %zu, not a multiple of %d", start, repeats);
   std::vector<Copy> parts;
-  for (int r = 0; r < map.tile_rows; ++r)
-    for (int b = 0; b < map.tile_bytes; b += 16) {
-      // CUTLASS's Swizzle<3, 4, 3> for 128 bytes, <2, 4, 3> for 64, <1, 4, 3> for 32: bits 4.. of the address ^= bits 7..
-      size_t at = start + r * map.tile_bytes + b;
-      at ^= (at >> 7 & (map.tile_bytes / 16 - 1)) << 4;
-      parts.push_back({current->block->shared + at, map.matrix, 16, 0});
-      const int64_t y = (int64_t)row + r, x = (int64_t)byte + b, from = std::max<int64_t>(x, 0), to = std::min(x + 16, map.row_bytes);
-      if (y < 0 || y >= map.rows || from >= to) continue;
-      parts.back().from += y * map.row_bytes + from;
-      parts.back().from_global = to - from;
-      parts.back().before = from - x;
-    }
-  copy_parts(parts, map.tile_rows * map.tile_bytes, address, blocks);
+  for (int p = 0; p < map.tile_planes; ++p)
+    for (int r = 0; r < map.tile_rows; ++r)
+      for (int b = 0; b < map.tile_bytes; b += 16) {
+        // CUTLASS's Swizzle<3, 4, 3> for 128 bytes, <2, 4, 3> for 64, <1, 4, 3> for 32: bits 4.. of the address ^= bits 7..
+        size_t at = start + (p * map.tile_rows + r) * map.tile_bytes + b;
+        at ^= (at >> 7 & (map.tile_bytes / 16 - 1)) << 4;
+        parts.push_back({current->block->shared + at, map.matrix, 16, 0});
+        const int64_t z = (int64_t)plane + p, y = (int64_t)row + r, x = (int64_t)byte + b, from = std::max<int64_t>(x, 0), to = std::min(x + 16, map.of.row_bytes);
+        if (z < 0 || z >= map.of.planes || y < 0 || y >= map.of.rows || from >= to) continue;
+        parts.back().from += z * map.of.plane_pitch + y * map.of.row_pitch + from;
+        parts.back().from_global = to - from;
+        parts.back().before = from - x;
+      }
+  copy_parts(parts, map.tile_planes * map.tile_rows * map.tile_bytes, address, blocks);
 }
 
 void flag_set(int* flag) {
