@@ -1,4 +1,4 @@
-// torch.ops.fp4_csrc: the kernels of gemm/ and sparse/ as torch operators. The kernels' libraries know no torch and this one
+// torch.ops.fp4_csrc: the kernels of gemm/, sparse/ and moe/ as torch operators. The kernels' libraries know no torch and this one
 // knows no CUDA: a resolver hands their functions over, per architecture, when they are first needed.
 #include "checks.h"
 
@@ -23,6 +23,10 @@ using SparseLinearSmall = int(const void* x, const void* values, const void* met
                               int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
                        int M, int N, int K, int dtype, void* stream);
+using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
+                           const void* g2, const void* bias, const void* down_bias, const void* map, void* y, int tokens, int top_k, int E, int K, int I, int N,
+                           int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved, int tile,
+                           int64_t workspace_bytes, void* workspace, void* stream);
 
 std::mutex mutex;
 std::map<std::pair<std::string, int64_t>, void*> functions;
@@ -157,6 +161,44 @@ Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& r
   return y;
 }
 
+// x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, biases [E, 2 I] and [E, N]. workspace: bytes that the caller counted.
+template <typename Place>
+Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
+                        const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
+                        int64_t more, int64_t interleaved, int64_t tile, const Tensor& workspace, int64_t arch) {
+  constexpr const char* op = "moe_grouped_wide";
+  auto* f = function<MoeGroupedWide>(op, arch);
+  require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && q1.dim() == 3 && s1.dim() == 3 && q2.dim() == 3 && s2.dim() == 3, op, "tokens and their choices have two dimensions, weights three");
+  const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * 2, top_k = ids.size(1);
+  require(ids.size(0) == t && weights.size(0) == t && weights.size(1) == top_k, op, "tokens and their choices do not belong together");
+  for (const auto& [part, rows, per_byte, columns] : {std::tuple<Tensor, int64_t, int64_t, int64_t>{q1, 2 * inner, 2, k}, {s1, 2 * inner, 16, k}, {q2, n, 2, inner}, {s2, n, 16, inner}})
+    require(part.size(0) == e && part.size(1) == rows && part.size(2) * per_byte == columns, op, "a part of the weights does not fit");
+  require(g1.numel() == e && g2.numel() == e, op, "there is a global scale for each expert");
+  for (const auto& [b, rows] : {std::pair<Optional, int64_t>{bias, 2 * inner}, {down_bias, n}})
+    require(!b || (b->dim() == 2 && b->size(0) == e && b->size(1) == rows && b->scalar_type() == ScalarType::BFloat16), op, "biases are bfloat16, a row for each expert");
+  require(x.scalar_type() == ScalarType::BFloat16, op, "activations are bfloat16");
+  require(g1.scalar_type() == ScalarType::Float && g2.scalar_type() == ScalarType::Float, op, "global scales are float32");
+  auto wide = [&](const Tensor& v) {
+    require(v.scalar_type() == ScalarType::Int || v.scalar_type() == ScalarType::Long, op, "ids are int32 or int64");
+    return (int)(v.scalar_type() == ScalarType::Long);
+  };
+  const int weights_type = weights.scalar_type() == ScalarType::Float ? 2 : dtype_code(weights, op), ids_type = wide(ids), map_type = map ? wide(*map) : 0;
+  for (const Optional& v : {Optional(ids), Optional(weights), Optional(q1), Optional(s1), Optional(g1), Optional(q2), Optional(s2), Optional(g2), bias, down_bias, map, Optional(workspace)})
+    require(!v || v->get_device() == x.get_device(), op, "tensors on different devices");
+  require(t * top_k < INT32_MAX && e < INT32_MAX && k < INT32_MAX && inner < INT32_MAX && n < INT32_MAX, op, "sizes below 2^31");
+  const Place place(x, op);
+  Tensor y = torch::stable::new_empty(x, {t, n});
+  const Tensor a = dense(x), i = dense(ids), w = dense(weights), cq1 = dense(q1), cs1 = dense(s1), cg1 = dense(g1), cq2 = dense(q2), cs2 = dense(s2), cg2 = dense(g2);
+  auto given = [](const Optional& v) { return v ? Optional(dense(*v)) : std::nullopt; };
+  const Optional b1 = given(bias), b2 = given(down_bias), m = given(map);
+  const int status = f(a.data_ptr(), i.data_ptr(), w.data_ptr(), cq1.data_ptr(), cs1.data_ptr(), cg1.data_ptr(), cq2.data_ptr(), cs2.data_ptr(), cg2.data_ptr(),
+                       pointer(b1), pointer(b2), pointer(m), y.data_ptr(), (int)t, (int)top_k, (int)e, (int)k, (int)inner, (int)n, ids_type, weights_type, map_type,
+                       map ? (int)map->numel() : 0, (float)alpha, (float)limit, (int)more, (int)interleaved, (int)tile, workspace.numel(), workspace.data_ptr(),
+                       place.stream);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e, ", tile ", tile);
+  return y;
+}
+
 }  // namespace
 }  // namespace fp4
 
@@ -176,6 +218,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
+    m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)
 #ifdef FP4_EMULATED

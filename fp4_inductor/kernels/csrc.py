@@ -29,7 +29,7 @@ class Kernel:
     """``fp4_<name>`` of ``csrc/<source>``.
 
     Args:
-        weight: the weight's parts, all ``[N, ...]``.
+        weight: the weight's parts, all ``[N, ...]``; none: the operator is defined elsewhere.
         tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
@@ -70,6 +70,8 @@ KERNELS = {
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
+# Of signatures of their own, defined where they are called (kernels/moe/grouped_wide.py).
+KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None)
 SHARED_SUMS = 132 * 2 * 128 * 128 + 512  # as ops.cpp has it: 132 blocks of float32 sums, and a flag each
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
@@ -103,6 +105,23 @@ def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
         return None, str(error)
     getattr(library, KERNELS[name].function).restype = ctypes.c_int
     return library, ""
+
+
+def library(name: str, arch: int) -> ctypes.CDLL:
+    """The kernel compiled for ``arch``.
+
+    Raises:
+        KernelError: it is not.
+    """
+    found, reason = _library(name, arch)
+    if found is None:
+        raise KernelError(
+            f"csrc/{KERNELS[name].source} is not available",
+            value=reason,
+            limit=f"built for sm_{arch}",
+            remedy="Call torch.ops.fp4.*, which takes another kernel then.",
+        )
+    return found
 
 
 def why_not(name: str, arch: int) -> str:
@@ -164,12 +183,13 @@ def call(
         parts = (*(x if isinstance(x, tuple) else (x,)), *weight)
         return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then))
     except RuntimeError as error:
-        if not str(error).startswith("fp4_csrc::"):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
+        if "fp4_csrc::" not in str(error):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
-        raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=_switch_off(name)) from error
+        raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=switch_off(name)) from error
 
 
-def _switch_off(name: str) -> str:
+def switch_off(name: str) -> str:
+    """The remedy of an error."""
     return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).'
 
 
@@ -183,15 +203,7 @@ def _through_ctypes(
     tile: Sequence[int] = (),
     more: Sequence[Any] = (),
 ) -> Tensor:
-    kernel = KERNELS[name]
-    library, reason = _library(name, arch)
-    if library is None:
-        raise KernelError(
-            f"csrc/{kernel.source} is not available",
-            value=reason,
-            limit=f"built for sm_{arch}",
-            remedy="Call torch.ops.fp4.*, which takes another kernel then.",
-        )
+    kernel, compiled = KERNELS[name], library(name, arch)
     first, *parts = (aligned(t) for t in (*x, *weight))
     bias = None if bias is None else aligned(bias)
     (m, k), n = first.shape, weight[0].shape[0]
@@ -206,10 +218,10 @@ def _through_ctypes(
             pointers += [None if t is None else t.contiguous() for t in given[3:]]
             numbers += given[:3]
         scratch = [torch.empty(scratch_elements(name, m, k), dtype=dtype, device=first.device)] if kernel.scratch else []
-        status = getattr(library, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
+        status = getattr(compiled, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
-        raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=_switch_off(name))
+        raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=switch_off(name))
     return y
 
 
@@ -223,14 +235,14 @@ def _output_dtype(half: Sequence[int]) -> torch.dtype:
     return torch.float16 if half and half[0] else torch.bfloat16
 
 
-_DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
+DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 
 def _define(name: str, kernel: Kernel) -> None:
     parts = ", ".join(f"Tensor {part}" for part in (*kernel.activations, *kernel.weight))
     more = ", int second=0, int third=0, int act=0, Tensor? mul=None, Tensor? residual=None" if kernel.finish else ""
     tile = ", ".join(f"int {size}=0" for size in kernel.tile)
-    _DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
+    DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
     first, count, sizes = len(kernel.activations), len(kernel.activations) + len(kernel.weight), len(kernel.tile)
 
     def until_bound(*args) -> Tensor:
@@ -247,9 +259,10 @@ def _define(name: str, kernel: Kernel) -> None:
         x, weight = args[0], args[first]
         return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]), dtype=_output_dtype(args[count + 3 :]) if kernel.codes else x.dtype)
 
-    _DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=_DEFINITIONS)
+    DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=DEFINITIONS)
 
 
 for _name, _kernel in KERNELS.items():
-    _define(_name, _kernel)
+    if _kernel.weight:
+        _define(_name, _kernel)

@@ -23,7 +23,10 @@ from ..ops import (
 )
 from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
-from .moe import by_expert
+from .moe import (
+    by_expert,
+    grouped_wide,  # noqa: F401  another of them
+)
 
 
 def _at_first_call(module: str, name: str) -> Callable:

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from fp4_inductor import FP4Linear, dispatch
-from fp4_inductor.errors import DeviceError
+from fp4_inductor.errors import DeviceError, KernelError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
-from fp4_inductor.ops import linear, linear_w4a4, quantize_rows_nvfp4
+from fp4_inductor.kernels.moe import grouped_wide
+from fp4_inductor.ops import linear, linear_w4a4, moe, quantize_rows_nvfp4
+from fp4_inductor.ops.activation import Activation
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import emulated
@@ -200,3 +202,44 @@ def test_a_compiled_graph_calls_the_operator_directly():
             body = call_body(generated_code(build_layer, [((2, m // 2, 128), torch.bfloat16)], csrc="")[0])
         assert f"torch.ops.fp4_csrc.{name}.default(" in body, body
         assert "ops.fp4.linear" not in body
+
+
+def test_a_moe_layer(ops, monkeypatch):
+    """By the operator and through ctypes: every argument in its place."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(KERNELS[name].source, arch).library, ""))
+    e, t, h, inner, n = 5, 9, 192, 128, 136
+    parts = [
+        (torch.randint(0, 256, (e, r, k // 2), dtype=torch.uint8), torch.randint(0x28, 0x40, (e, r, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE),
+         (torch.rand(e) + 0.5) / k) for r, k in ((2 * inner, h), (n, inner))
+    ]  # fmt: skip
+    biases = torch.randn(e, 2 * inner).to(torch.bfloat16), torch.randn(e, n).to(torch.bfloat16)
+    x, weights = torch.randn(t, h).to(torch.bfloat16), torch.rand(t, 3)
+    for act, ids, table, w, b in (
+        (Activation(), torch.randint(-1, 6, (t, 3)), None, weights, (None, None)),
+        (Activation("swiglu_oai", 1.702, 7.0, True), torch.randint(0, 7, (t, 3), dtype=torch.int32), torch.randint(-1, 5, (6,)), weights.half(), biases),
+        (Activation("silu", limit=0.5), torch.randint(0, 5, (t, 3)), torch.arange(5, dtype=torch.int32), weights.to(torch.bfloat16), (biases[0], None)),
+    ):
+        args = (x, ids, w, *parts, b, table, act, ARCH)
+        y = grouped_wide.call(*args)
+        want = moe.reference(x.float(), ids, w, *parts[0], *parts[1], *b, *act.arguments(), False, table)
+        assert y.shape == (t, n) and error(y, want.double()) <= 4e-3
+        with monkeypatch.context() as patched:
+            patched.setattr(grouped_wide.torch.ops.fp4_csrc, grouped_wide.NAME, grouped_wide._through_ctypes)
+            assert torch.equal(grouped_wide.call(*args), y)
+    form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
+    space = torch.empty(grouped_wide.workspace_bytes(t * 3, e, h, inner, n, 8), dtype=torch.uint8)
+    torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
+    for words, bad in {
+        "activations are bfloat16": (x.half(), ids, weights, *form, space),
+        "do not belong together": (x, ids[:3], weights, *form, space),
+        "a part of the weights does not fit": (x[:, :64], ids, weights, *form, space),
+        "ids are int32 or int64": (x, ids.to(torch.int16), weights, *form, space),
+        "cudaError 1 for T=9": (x, ids, weights, *form, space[:-16]),
+        "cudaError 9 for T=9": (x, ids, weights, *form[:-1], 24, space),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            ops.moe_grouped_wide(*bad, ARCH)
+    with pytest.raises(KernelError, match="was not launched"):
+        grouped_wide.call(x, ids, weights, *parts, (None, None), None, Activation(), ARCH, 24)

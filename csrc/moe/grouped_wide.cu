@@ -1,0 +1,137 @@
+// fp4.moe for a few to a few hundred pairs an expert on sm_90: y[T, N] = sum over choices of weight * Down[e] (act(gate) * up of GateUp[e] x), weights row-major
+// canonical NVFP4, bfloat16 activations.
+//
+// Five kernels a call: route() sorts pairs by expert, gather() arranges their activations as wgmma takes them, product() is gate_up with the activation in
+// its registers and then down, which begins to read weights while gate_up's last blocks run, combine() sums. Every sum has a fixed order.
+#include "grouped_wide.cuh"
+
+#include <utility>
+
+namespace {
+
+using namespace fp4;
+using T = __nv_bfloat16;
+
+// Everything but the tile. type of ids and map: 1 is int64; of the router's weights: 0 bfloat16, 1 float16, 2 float32.
+struct Layer {
+  const T* x;
+  Ids ids, map;
+  Factors weights;
+  const uint8_t *codes[2], *scale[2];  // of gate_up [E, 2 I, K] and down [E, N, I]
+  const float* global_scale[2];
+  T* y;
+  int tokens, top_k, E, K, I, N, map_size;
+  Between between;
+  int pairs() const { return tokens * top_k; }
+};
+
+// What a call writes besides y, for tiles of so many tokens. workspace_bytes() of kernels/moe/grouped_wide.py has the same sum.
+struct Workspace {
+  uint8_t *x, *h;
+  T* out;
+  Routed routed;
+  int64_t bytes;
+
+  Workspace(uint8_t* at, const Layer& l, int tokens) : bytes(0) {
+    const int64_t P = l.pairs(), tiles = P / tokens + (P < l.E ? P : l.E);
+    auto take = [&](int64_t size) { return at + std::exchange(bytes, bytes + (size + 15) / 16 * 16); };
+    x = take(tiles * tokens * 512 * ((l.K + kWideK - 1) / kWideK));
+    h = take(tiles * tokens * 512 * ((l.I + kWideK - 1) / kWideK));
+    routed.tiles = (int4*)take(tiles * 16);
+    routed.order = (int*)take(P * 4);
+    routed.place = (int*)take(P * 4);
+    routed.total = (int*)take(4);
+    out = (T*)take(P * l.N * 2);
+  }
+};
+
+template <bool UP, bool MAPPED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+  using S = Stages<UP, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES>;
+  static_assert(BLOCKS * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024);
+  const int N = UP ? l.I : l.N, K = UP ? l.K : l.I, groups = UP ? (N + 255) / 256 * S::kOfBlock : (N + S::kRows - 1) / S::kRows;
+  const int64_t rows = (int64_t)l.E * (UP ? 2 : 1) * N;
+  TileMap maps[4];
+  for (int i = 0; i < (MAPPED ? 4 : 2); ++i) {
+    const int64_t bytes = i < 2 ? K / 2 : K / 16, up = i % 2;
+    const uint8_t* from = i < 2 ? l.codes[!UP] : l.scale[!UP];
+    const int tile_bytes = i < 2 ? 128 : 16;
+    cudaError_t status = cudaSuccess;
+    if (!UP)
+      status = tile_map(&maps[i], from, rows, bytes, S::kRows, tile_bytes);
+    else if (l.between.interleaved)  // the other rows are skipped
+      status = plane_map(&maps[i], from + up * bytes, {bytes, 64, rows / 128, 2 * bytes, 128 * bytes}, 4, 8 * S::kSets, tile_bytes);
+    else
+      status = plane_map(&maps[i], from + up * N * bytes, {bytes, 64, (rows - up * N) / 64, bytes, 64 * bytes}, 4, 8 * S::kSets, tile_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  if (!MAPPED) maps[2] = maps[0], maps[3] = maps[1];
+  return launch_second(product<T, UP, MAPPED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
+                       stream, maps[0], maps[1], maps[2], maps[3], l.scale[!UP], (const uint8_t*)(UP ? space.x : space.h), space.routed, l.global_scale[!UP], space.h,
+                       space.out, N, K, groups, l.between);
+}
+
+template <bool UP, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+  const bool mapped = (UP ? l.K : l.I) % kWideK == 0 && (uintptr_t)l.scale[!UP] % 16 == 0;
+  return mapped ? run<UP, true, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
+                : run<UP, false, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
+}
+
+// Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks; then that of the second.
+template <int TOKENS, int G, int S, int W, int X, int B, int P, int DOWN_G, int DOWN_S, int DOWN_W, int DOWN_X, int DOWN_B, int DOWN_P>
+cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+  const Workspace space((uint8_t*)workspace, l, TOKENS);
+  if (space.bytes > bytes) return cudaErrorInvalidValue;
+  cudaError_t status = launch(route, dim3(1), kRouteThreads, route_bytes(l.E), 1, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E, TOKENS);
+  if (status == cudaSuccess) status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
+  if (status == cudaSuccess) status = run<true, TOKENS, G, S, W, X, B, P>(l, space, stream);
+  if (status == cudaSuccess) status = run<false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
+  if (status != cudaSuccess) return status;
+  return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
+}
+
+// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products.
+cudaError_t by_tile(int tokens, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+#define TILE(size, ...) \
+  if (tokens == size) return layer<size, __VA_ARGS__>(l, workspace, bytes, stream);
+  TILE(8, 1, 2, 5, 4, 1, 2, 1, 2, 5, 4, 1, 2)
+  TILE(16, 1, 2, 4, 4, 1, 2, 1, 2, 4, 4, 1, 2)
+  TILE(32, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
+  TILE(48, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
+  TILE(96, 2, 1, 6, 2, 1, 1, 2, 2, 3, 2, 1, 1)
+  TILE(128, 2, 1, 4, 2, 1, 1, 2, 1, 4, 2, 1, 1)
+#undef TILE
+  return cudaErrorInvalidConfiguration;
+}
+
+}  // namespace
+
+// Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
+// (2); x, y, and biases, which may be null, are bfloat16. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <= 2^20, K and I at most 2^15; codes, x, y and
+// workspace 16-byte aligned, scales 4-byte aligned. limit <= 0: none. tile: the tokens of one of by_tile's.
+extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
+                                const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
+                                void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha,
+                                float limit, int more, int interleaved, int tile, int64_t workspace_bytes, void* workspace, void* stream) {
+  if (tokens < 1 || top_k < 1 || (int64_t)tokens * top_k > 1 << 20 || K > 1 << 15 || I > 1 << 15 || E < 1 || E > kMostExperts || K < 64 || K % 64 || I < 64 || I % 64 || N < 8 || N % 8)
+    return cudaErrorInvalidValue;
+  if ((int64_t)E * 2 * I > INT32_MAX || (int64_t)E * N > INT32_MAX || weights_type < 0 || weights_type > 2) return cudaErrorInvalidValue;
+  const Layer l{(const T*)x,
+                {ids, ids_type},
+                {map, map_type},
+                {weights, weights_type},
+                {(const uint8_t*)gate_up, (const uint8_t*)down},
+                {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
+                {(const float*)gate_up_global_scale, (const float*)down_global_scale},
+                (T*)y,
+                tokens,
+                top_k,
+                E,
+                K,
+                I,
+                N,
+                map_size,
+                {(const T*)gate_up_bias, (const T*)down_bias, alpha, limit, more, interleaved}};
+  return by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream);
+}

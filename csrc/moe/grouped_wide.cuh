@@ -1,0 +1,285 @@
+// The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are wgmma's A operand, as in
+// gemm/wide.cuh. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
+// group, so that its weights come from DRAM once.
+#pragma once
+#include "route.cuh"
+
+namespace fp4 {
+
+// What stands between the two products. Biases may be null: [E, 2 N] of the first, [E, N] of the second.
+struct Between {
+  const __nv_bfloat16 *bias, *down_bias;
+  float alpha, limit;    // limit <= 0: none
+  int more, interleaved;  // more: act(gate) * (up + 1); interleaved: rows are gate, up, gate, up, ...
+
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    if (limit > 0) {  // a NaN stays one
+      gate = gate > limit ? limit : gate;
+      up = up > limit ? limit : up < -limit ? -limit : up;
+    }
+    if (more) up += 1.f;
+    return __fdividef(gate, 1.f + __expf(-alpha * gate)) * up;
+  }
+  // The row of W, among those of its expert, of output n: of its gate (half 0) and its up.
+  __device__ __forceinline__ int row(int n, int half, int N) const { return interleaved ? 2 * n + half : n + half * N; }
+};
+
+// GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
+// UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
+// SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads.
+template <bool UP, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES> struct Stages {
+  static constexpr int kConsumers = 128 * GROUPS, kThreads = kConsumers + 128, kSets = SETS * GROUPS, kRows = 64 * kSets;
+  static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * 16, kHalf = kActivations<TOKENS> / 2;
+  static constexpr int kRings = W_STAGES * kWeights + X_STAGES * kActivations<TOKENS>, kStaging = UP ? SETS * TOKENS * 64 : 0;  // of a warpgroup
+  static constexpr int kBytes = kRings + GROUPS * kStaging + 16 * W_STAGES + 32 * X_STAGES;
+  // Bytes of codes between a lane's two rows, and to its rows of the next 64.
+  static constexpr int kHigh = UP ? 4096 * kSets : 1024, kNext = UP ? 1024 : 8192;
+  static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
+};
+
+// One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row. arrived, done: as multiply_step()'s.
+template <typename T, int TOKENS, int SETS, int BATCH, int HIGH, int NEXT, typename Arrived, typename Done>
+__device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales, Shared held,
+                                              Arrived arrived, Done done) {
+  uint32_t even[SETS][2], odd[SETS][2];
+  uint4 q[2][SETS][2];
+#pragma unroll
+  for (int r = 0; r < SETS; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      Numbers<T>::four_scales(*(const uint32_t*)(scales + (r * NEXT + h * HIGH) / 8), even[r][h], odd[r][h]);
+      q[0][r][h] = *(const uint4*)(codes0 + r * NEXT + h * HIGH);
+      if (SETS == 1) q[1][r][h] = *(const uint4*)(codes1 + r * NEXT + h * HIGH);
+    }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (SETS > 1 && j == 1)  // registers are short
+#pragma unroll
+      for (int r = 0; r < SETS; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) q[1][r][h] = *(const uint4*)(codes1 + r * NEXT + h * HIGH);
+    arrived(j);
+#pragma unroll
+    for (int b = 0; b < 4; b += BATCH) {
+      uint32_t a[SETS][BATCH][2][4];
+#pragma unroll
+      for (int r = 0; r < SETS; ++r)
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint4& c = q[j][r][h];
+            const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
+            decode_by_half<T>(word, (b + i) / 2 ? odd[r][h] : even[r][h], j, a[r][i][h]);
+          }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int z = 0; z < 2; ++z)
+#pragma unroll
+          for (int r = 0; r < SETS; ++r) {
+            const int at = (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32;
+            wgmma<T>(acc[r], a[r][i][0][2 * z], a[r][i][1][2 * z], a[r][i][0][2 * z + 1], a[r][i][1][2 * z + 1], tile_of(held, at));
+          }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (b == 0) done(j);
+    }
+  }
+}
+
+// A block's items, one after the other: the entry of the tile after this one is on its way while this one is worked on.
+template <int TOKENS> struct Items {
+  const int4* tiles;
+  int groups, item, items;
+  int4 next;
+  // Of the item that next() gave: the place of its first pair and how many there are.
+  int expert, first, count, tile, group;
+
+  __device__ __forceinline__ Items(const Routed& routed, int groups) : tiles(routed.tiles), groups(groups), item(blockIdx.x), items(__ldcg(routed.total) * groups) {
+    next = item < items ? __ldcg(tiles + item / groups) : int4{};
+  }
+  __device__ __forceinline__ bool advance() {
+    if (item >= items) return false;
+    const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, t = local % n;
+    group = local / n, expert = next.x, first = next.y + t * TOKENS, count = min(TOKENS, next.z - t * TOKENS), tile = next.w + t;
+    item += gridDim.x;
+    if (item < items) next = __ldcg(tiles + item / groups);
+    return true;
+  }
+};
+
+// Of weights [E, (UP: 2) N, K]. UP: h, act(gate) * up as tiles of N columns for the second product; else out[place of the pair, N].
+// MAPPED: a tile map takes the scales (K is a multiple of 256); else two warps copy them. BLOCKS an SM.
+template <typename T, bool UP, bool MAPPED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+__global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
+    product(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
+            const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ scale, const uint8_t* __restrict__ x, const Routed routed,
+            const float* __restrict__ global_scale, uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, const Between between) {
+  using S = Stages<UP, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES>;
+  uint8_t* shared = dynamic_shared();
+  const Shared weights = shared_address(shared), activations = weights + W_STAGES * S::kWeights;
+  const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * W_STAGES, x_full = w_free + 8 * W_STAGES, x_free = x_full + 16 * X_STAGES;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < W_STAGES; ++i) counter_init(w_full + 8 * i, MAPPED ? 1 : 65), counter_init(w_free + 8 * i, 4 * GROUPS);
+    for (int i = 0; i < 2 * X_STAGES; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, 4 * GROUPS);
+    publish_counters();
+  }
+  if (threadIdx.x == S::kConsumers) prefetch_tile_map(codes);
+  __syncthreads();
+  if (UP) wait_for_first();  // the routing; it is done when the second product begins
+  let_second_begin();
+  Items<TOKENS> items(routed, groups);
+
+  if (warp >= 4 * GROUPS) {
+    if (GROUPS > 1 || BLOCKS > 1) fewer_registers<MAPPED ? 40 : 56>();
+    Place<W_STAGES> w;
+    if (warp == 4 * GROUPS && lane == 0) {  // weights
+      const int planes = between.interleaved ? N / 64 : N / 32;  // of an expert
+      while (items.advance()) {
+        const int row = UP ? items.group % S::kOfBlock * (8 * S::kSets) : items.expert * N + items.group * S::kRows;
+        const int plane = UP ? items.expert * planes + items.group / S::kOfBlock * 4 : 0;
+        for (int k = 0; k < steps; ++k, w.next()) {
+          const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
+          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
+          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
+          if constexpr (UP) {
+            copy_planes(to, codes, k * 128, row, plane, full);
+            copy_planes(to + S::kHigh, codes_up, k * 128, row, plane, full);
+            if (MAPPED) copy_planes(to + S::kCodes, scales, k * 16, row, plane, full);
+            if (MAPPED) copy_planes(to + S::kCodes + S::kHigh / 8, scales_up, k * 16, row, plane, full);
+          } else {
+            copy_tile(to, codes, k * 128, row, full);
+            if (MAPPED) copy_tile(to + S::kCodes, scales, k * 16, row, full);
+          }
+        }
+      }
+    } else if (warp == 4 * GROUPS + 1 && lane == 0) {  // activations
+      Place<X_STAGES> at;
+      if (!UP) wait_for_first();
+      while (items.advance()) {
+        const uint8_t* from = x + (size_t)items.tile * steps * kActivations<TOKENS>;
+        for (int k = 0; k < steps; ++k, at.next())
+#pragma unroll
+          for (int j = 0; j < 2; ++j, from += S::kHalf) {
+            const Shared full = x_full + 16 * at.i + 8 * j;
+            counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            counter_promise(full, S::kHalf);
+            copy_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
+          }
+      }
+    } else if (!MAPPED && warp >= 4 * GROUPS + 2) {  // scales, four lanes a row
+      const int c = threadIdx.x % 4, pitch = K / 16;
+      while (items.advance()) {
+        const int n0 = UP ? items.group / S::kOfBlock * 256 + items.group % S::kOfBlock * (8 * S::kSets) : items.group * S::kRows;
+        const uint8_t* from = scale + (size_t)items.expert * (UP ? 2 * N : N) * pitch;
+        for (int k = 0; k < steps; ++k, w.next()) {
+          const Shared to = weights + w.i * S::kWeights + S::kCodes;
+          const int bytes = min(4, pitch - 16 * k - 4 * c);
+          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
+#pragma unroll 2
+          for (int i = 0; i < S::kRows / 16; ++i) {
+            const int r = (threadIdx.x & 63) / 4 + 16 * i, half = r / (S::kRows / 2), rest = r % (S::kRows / 2);
+            const int n = UP ? n0 + rest / (8 * S::kSets) * 64 + rest % (8 * S::kSets) : n0 + r;
+            const bool live = n < N && bytes > 0;
+            const int row = UP ? between.row(n, half, N) : n;
+            copy_async_up_to<4>(to + r * 16 + 4 * c, live ? from + (size_t)row * pitch + 16 * k + 4 * c : scale, live ? bytes : 0);
+          }
+          counter_arrive_behind_copies(w_full + 8 * w.i);
+        }
+      }
+    }
+    return;
+  }
+  if (GROUPS > 1) more_registers<MAPPED ? 232 : 224>();
+  else if (BLOCKS == 2) more_registers<MAPPED ? 216 : 200>();
+
+  const int g = lane >> 2, t = lane & 3, rows = GROUPS > 1 ? uniform(warp >> 2) : 0, quarter = warp & 3;
+  const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // in a stage, of the lane's first
+  const uint8_t *codes0 = shared + row * 128 + ((2 * t) ^ g) * 16, *codes1 = shared + row * 128 + ((2 * t + 1) ^ g) * 16;
+  const uint8_t* my_scales = shared + S::kCodes + row * 16 + 4 * t;
+  uint8_t* staging = shared + S::kRings + rows * S::kStaging;
+  Place<W_STAGES> w;
+  Place<X_STAGES> at;
+  while (items.advance()) {
+    // The global scale and biases arrive while the sums are made.
+    float unit = load_float(global_scale + items.expert), bias[SETS][2];
+    const __nv_bfloat16* biases = UP ? between.bias : between.down_bias;
+#pragma unroll
+    for (int r = 0; r < SETS; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int n = UP ? items.group / S::kOfBlock * 256 + 64 * quarter + 8 * (items.group % S::kOfBlock * S::kSets + rows * SETS + r) + g
+                         : items.group * S::kRows + row + 64 * r + 8 * c;
+        bias[r][c] = biases && n < N ? __bfloat162float(biases[(size_t)items.expert * (UP ? 2 * N : N) + (UP ? between.row(n, c, N) : n)]) : 0.f;
+      }
+    const int expert_group = items.group, first = items.first, count = items.count, tile = items.tile;
+    float acc[SETS][TOKENS / 8][4] = {};
+    bool frees = false;  // this lane gives back the half that was multiplied last
+    Shared last_half = x_free;
+#pragma unroll 1
+    for (int k = 0; k < steps; ++k, w.next(), at.next()) {
+      counter_wait(w_full + 8 * w.i, w.parity);
+      const int stage = w.i * S::kWeights;
+      multiply_sets<T, TOKENS, SETS, BATCH, S::kHigh, S::kNext>(
+          acc, codes0 + stage, codes1 + stage, my_scales + stage, activations + at.i * kActivations<TOKENS>,
+          [&](int j) { counter_wait(x_full + 16 * at.i + 8 * j, at.parity); },
+          [&](int j) {
+            if (frees) counter_arrive(last_half);
+            frees = lane == 0;
+            last_half = x_free + 16 * at.i + 8 * j;
+          });
+      __syncwarp();
+      if (lane == 0) counter_arrive(w_free + 8 * w.i);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
+    if (frees) counter_arrive(last_half);
+    needed(unit);
+    unit *= kWeightUnit;
+    if constexpr (UP) {
+      const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // of 256 outputs; of eight in each 64 of them
+      const bool live = block * 256 + 64 * quarter < N, second = g & 4;
+      barrier(1 + rows, 128);  // nobody reads what was staged before
+#pragma unroll
+      for (int r = 0; r < SETS; ++r)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) {
+          const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], unit, bias[r][1])) : 0.f;
+          const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], unit, bias[r][1])) : 0.f;
+          // Lanes of outputs n and n + 4, a pair of decode(), swap, so that each holds both of one token.
+          const float got = shuffle_xor(second ? h0 : h1, 16);
+          const int m = 8 * i + 2 * t + second;
+          *(__nv_bfloat162*)(staging + (r * TOKENS + m) * 64 + (g & 3) * 16 + quarter * 4) = __floats2bfloat162_rn(second ? got : h0, second ? h1 : got);
+        }
+      barrier(1 + rows, 128);
+      uint8_t* to = h + ((size_t)tile * ((N + kWideK - 1) / kWideK) + block) * kActivations<TOKENS>;
+      constexpr int kChunks = SETS * TOKENS * 4;
+#pragma unroll
+      for (int i = 0; i < (kChunks + 127) / 128; ++i) {
+        const int v = i * 128 + (threadIdx.x & 127), c = v % 4, m = v / 4 % TOKENS, word = word0 + v / 4 / TOKENS;
+        if (kChunks % 128 == 0 || v < kChunks)
+          *(uint4*)(to + word / 2 * (TOKENS * 128) + m * 128 + ((word % 2 * 4 + c) ^ (m & 7)) * 16) = *(const uint4*)(staging + v * 16);
+      }
+    } else {
+      const int n0 = expert_group * S::kRows + row;
+#pragma unroll
+      for (int r = 0; r < SETS; ++r)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            // Lanes g and g ^ 1 swap, so that each holds two neighbouring rows of one token.
+            const bool second = g & 1;
+            const float v0 = fmaf(acc[r][i][2 * c], unit, bias[r][c]), v1 = fmaf(acc[r][i][2 * c + 1], unit, bias[r][c]), got = shuffle_xor(second ? v0 : v1, 4);
+            const int m = 8 * i + 2 * t + second, n = n0 + 64 * r - second + 8 * c;
+            if (m < count && n < N) *(__nv_bfloat162*)(out + (size_t)(first + m) * N + n) = __floats2bfloat162_rn(second ? got : v0, second ? v1 : got);
+          }
+    }
+  }
+}
+
+}  // namespace fp4

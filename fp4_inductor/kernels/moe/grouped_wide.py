@@ -1,0 +1,94 @@
+"""fp4.moe by the kernels of ``csrc/moe/grouped_wide.cu``: ``torch.ops.fp4_csrc.moe_grouped_wide``, an internal operator that :mod:`.launch` calls.
+
+It is defined, and reached, as the operators of :mod:`fp4_inductor.kernels.csrc` are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ...errors import DeviceError, KernelError
+from ...ops.activation import Activation
+from .. import csrc
+from ..build import aligned, pointer
+
+NAME = "moe_grouped_wide"
+_TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def tile(pairs: int, experts: int) -> int:
+    """Pairs of one expert that a block multiplies at a time: the fastest of those compiled, for ``pairs`` spread over ``experts``."""
+    mean = pairs / max(experts, 1)
+    return next((tokens for most, tokens in ((6, 8), (12, 16), (24, 32), (40, 48), (88, 96)) if mean <= most), 128)
+
+
+def workspace_bytes(pairs: int, experts: int, k: int, inner: int, n: int, tokens: int) -> int:
+    """What a call writes besides its result: activations of both products as tiles of ``tokens``, results of every pair, and the routing."""
+    tiles = pairs // tokens + min(pairs, experts)
+    sizes = (*(tiles * tokens * 512 * -(-columns // 256) for columns in (k, inner)), pairs * n * 2, tiles * 16, pairs * 4, pairs * 4, 4)
+    return sum(-(-size // 16) * 16 for size in sizes)
+
+
+csrc.DEFINITIONS.define(
+    f"{NAME}(Tensor hidden, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, "
+    "Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, Tensor? gate_up_bias, Tensor? down_bias, Tensor? expert_map, "
+    "float alpha, float limit, int more, int interleaved, int tile, Tensor workspace, int arch) -> Tensor"
+)
+
+
+def call(
+    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: tuple[Tensor, Tensor, Tensor], down: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None], expert_map: Tensor | None, act: Activation, arch: int, tokens: int = 0,
+) -> Tensor:  # fmt: skip
+    """``[T, N]``; five launches. ``tokens``: one of the tiles of the source; 0: :func:`tile`.
+
+    Raises:
+        KernelError: the kernel is not built, or the launch was refused.
+    """
+    pairs, experts, inner = expert_ids.numel(), gate_up[0].shape[0], down[0].shape[2] * 2
+    tokens = tokens or tile(pairs, experts)
+    workspace = hidden.new_empty(workspace_bytes(pairs, experts, hidden.shape[1], inner, down[0].shape[1], tokens), dtype=torch.uint8)
+    form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
+    try:
+        return torch.ops.fp4_csrc.moe_grouped_wide(hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *form, tokens, workspace, arch)
+    except RuntimeError as error:
+        if "fp4_csrc::" not in str(error):
+            raise
+        raise KernelError(f"fp4_{NAME} was not launched", value=str(error), limit="cudaSuccess", remedy=csrc.switch_off(NAME)) from error
+
+
+def _until_bound(*args) -> Tensor:
+    device = args[0].device
+    if device.type != "cuda":
+        raise DeviceError(f"fp4_csrc.{NAME} got tensors elsewhere", value=str(device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+    return getattr(torch.ops.fp4_csrc, NAME).default(*args) if not csrc.binding() else _through_ctypes(*args)
+
+
+def _through_ctypes(*args) -> Tensor:
+    *tensors, alpha, limit, more, interleaved, tokens, workspace, arch = args
+    hidden, ids, weights, gate_up, down, expert_map = (tensors[i] for i in (0, 1, 2, 3, 6, 11))
+    library = csrc.library(NAME, arch)
+    given = [None if t is None else aligned(t) for t in tensors]
+    with torch.cuda.device(hidden.device):
+        y = hidden.new_empty(hidden.shape[0], down.shape[1])
+        sizes = (*ids.shape, gate_up.shape[0], hidden.shape[1], down.shape[2] * 2, down.shape[1])
+        types = _TYPES[ids.dtype], _TYPES[weights.dtype], *((0, 0) if expert_map is None else (_TYPES[expert_map.dtype], expert_map.numel()))
+        rest = ctypes.c_float(alpha), ctypes.c_float(limit), more, interleaved, tokens, ctypes.c_int64(workspace.numel()), pointer(workspace)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = getattr(library, csrc.KERNELS[NAME].function)(*map(pointer, (*given, y)), *sizes, *types, *rest, stream)
+    if status:
+        raise KernelError(
+            f"fp4_{NAME} was not launched", value=f"cudaError {status} for {sizes}, tile {tokens}", limit="cudaSuccess", remedy=csrc.switch_off(NAME)
+        )
+    return y
+
+
+def _fake(*args) -> Tensor:
+    return args[0].new_empty(args[0].shape[0], args[6].shape[1])
+
+
+csrc.DEFINITIONS.impl(NAME, _until_bound, "CompositeExplicitAutograd")
+torch.library.register_fake(f"fp4_csrc::{NAME}", _fake, lib=csrc.DEFINITIONS)
