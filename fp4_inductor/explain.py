@@ -154,8 +154,8 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         call = _described(op, op_args)
         if call is None:
             return
-        name, m, x, n, k, large_m, experts = call
-        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts), dispatch_config())
+        name, m, x, n, k, large_m, experts, form = call
+        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts, form), dispatch_config())
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
@@ -189,18 +189,22 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     return explanation
 
 
-def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int] | None:
-    """``(op of the rows, M, activation, N, K, large_m, E)`` of a call that has dispatch rows, or None."""
+def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int, tuple[str, ...]] | None:
+    """``(op of the rows, M, activation, N, K, large_m, E, form)`` of a call that has dispatch rows, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
         x, after_bias = args[0], len(storage.parts) + 2
         n, k = storage.logical(args[1].shape)
-        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1
+        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1, ()
     if op is torch.ops.fp4.moe.default:
         x, ids, gate_up, down = args[0], args[1], args[3], args[6]
-        row = select.moe_op(*(args[i] if len(args) > i else None for i in (18, 19)))
-        return row, ids.numel(), x, down.shape[1], x.shape[1], args[17] if len(args) > 17 else "auto", gate_up.shape[0]
+        given = dict(enumerate(args))
+        metas, experts = [given.get(i) for i in (18, 19)], gate_up.shape[0]
+        inner = down.shape[2] * (2 if metas[1] is None else 4)
+        biases = (given[i].dtype for i in (9, 10) if given.get(i) is not None)
+        form = select.moe_form(given.get(11, "silu"), gate_up.shape[1] != inner, inner, experts, given.get(15, False), biases)
+        return select.moe_op(*metas), ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form
     return None
 
 
@@ -225,7 +229,7 @@ def _w4a4(row: Row | None, arch: int, dtype: str, n: int, k: int) -> str:
 def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
     if row is not None and row.csrc:
         called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
-        return f"{note}; {called}" if note else called
+        note = f"{note}; {called}" if note else called
     if row is not None and row.regime == "cpu":
         from .kernels.linear.cpu_native import status
 

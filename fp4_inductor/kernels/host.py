@@ -16,16 +16,20 @@ arch = functools.cache(select.arch_of)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, config: DispatchConfig) -> select.Plan:
-    return select.plan(select.describe(op, device, dtype, n, k, large_m, experts), config)
+def _plan(
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, form: tuple[str, ...], config: DispatchConfig
+) -> select.Plan:
+    return select.plan(select.describe(op, device, dtype, n, k, large_m, experts, form), config)
 
 
-def row_for(op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", experts: int = 1, dtype: torch.dtype | None = None) -> Row:
+def row_for(
+    op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = ()
+) -> Row:
     """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
 
-    ``dtype``: of the activations, where x holds their codes.
+    ``dtype``: of the activations, where x holds their codes. ``form``: of ``fp4.moe``, :func:`select.moe_form`.
     """
-    return _plan(op, x.device, dtype or x.dtype, n, k, large_m, experts, dispatch_config()).pick(m)
+    return _plan(op, x.device, dtype or x.dtype, n, k, large_m, experts, form, dispatch_config()).pick(m)
 
 
 forget_plans = _plan.cache_clear

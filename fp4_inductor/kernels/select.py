@@ -48,6 +48,22 @@ def moe_op(gate_up_meta: object, down_meta: object) -> str:
     return "moe" if gate_up_meta is None and down_meta is None else "sparse_moe"
 
 
+def moe_form(activation: str, gated: bool, inner: int, experts: int, on_input: bool, biases: Iterable[torch.dtype]) -> tuple[str, ...]:
+    """What a call of ``fp4.moe`` asks for besides a SwiGLU layer (``"silu"`` and ``"swiglu_oai"``) of common sizes, which is all that ``plain`` rows serve.
+
+    ``biases``: the dtypes of those that it has.
+    """
+    asked = {
+        f'activation="{activation}"': activation not in ("silu", "swiglu_oai"),
+        "no gate": not gated,
+        f"I = {inner}, no multiple of 64": inner % 64 != 0,
+        f"{experts} experts, more than 1024": experts > 1024,
+        "weight_on_input": on_input,
+        "biases that are not bfloat16": any(dtype != torch.bfloat16 for dtype in biases),
+    }
+    return tuple(what for what, is_asked in asked.items() if is_asked)
+
+
 @dataclass(frozen=True)
 class Call:
     """What selection may look at. M is not part of it: it may be symbolic.
@@ -61,6 +77,7 @@ class Call:
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
         experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
         triton: the version of Triton here; (0, 0): there is none.
+        form: of ``fp4.moe``, :func:`moe_form`.
     """
 
     op: str
@@ -72,6 +89,7 @@ class Call:
     csrc: str = ""
     experts: int = 1
     triton: tuple[int, int] = (99, 0)
+    form: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -92,15 +110,15 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
+def describe(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = ()) -> Call:
     """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts)
+    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts, form)
 
 
-def describe_for(op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1) -> Call:
+def describe_for(op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = ()) -> Call:
     """As :func:`describe`, for the architecture of a device of this machine."""
-    csrc = csrc_status(arch, op) if any(row.csrc for row in ROWS if row.op == op) else ""
-    return Call(op, arch, dtype, n, k, large_m, csrc, experts, triton_version() if arch else (99, 0))
+    csrc = csrc_status(arch, op) if any(row.csrc and row.arch[0] <= arch <= row.arch[1] for row in ROWS if row.op == op) else ""
+    return Call(op, arch, dtype, n, k, large_m, csrc, experts, triton_version() if arch else (99, 0), form)
 
 
 @dataclass(frozen=True)
@@ -213,6 +231,8 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f'large_m="{call.large_m}"'
     if row.csrc and call.csrc:
         return call.csrc
+    if row.plain and call.form:
+        return f"does not take {', '.join(call.form)}"
     if row.triton > call.triton:
         return f"needs Triton {row.triton[0]}.{row.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
     if call.k % row.k_multiple:

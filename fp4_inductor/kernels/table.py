@@ -51,6 +51,7 @@ class Row:
         max_weights: of a larger weight, N * K, another row is the better one.
         n: the fewest and the most outputs; with others another row is the better one.
         triton: the oldest Triton that compiles it.
+        plain: of ``fp4.moe``: takes only calls whose ``form`` (``select.moe_form``) is empty.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
 
@@ -74,6 +75,7 @@ class Row:
     max_weights: int | None = None
     n: tuple[int, int] = (1, 2**31)
     not_k_multiple: int = 0
+    plain: bool = False
 
     @property
     def off(self) -> bool:
@@ -160,6 +162,13 @@ _SPARSE_FP8_90 = _SPARSE_FP8 + ": 0.83 to 0.93 of its time; 524 us at N = K = 81
 _DECODE = (
     "two launches, 11 us at Qwen3-30B, T = 1; without sorting, which pays from about 4 pairs an expert on: at 2 Mixtral takes 396 us here, 732 grouped, "
     "at 4 both 790"
+)
+_DECODE_90 = _DECODE.split("; without sorting")[0] + (
+    "; up to one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 62; gpt-oss 123 and 134; Mixtral, T = 8, two an expert, 384 and 207"
+)
+_MOE_WIDE = (
+    "sorted by expert, decoded in registers as wgmma's A operand, each weight once for up to 128 pairs; gate, up and activation in one kernel. Qwen3-30B, T = 32, 128, "
+    "1024: 107, 131, 283 us where 162, 359 and 481 were taken; Mixtral, T = 1024, 256 pairs an expert, 1307, through FP8 weights 1364 at 20 times the error"
 )
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = (
@@ -301,10 +310,27 @@ ROWS: tuple[Row, ...] = (
     Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense large_dense", "compiled, not run"),
     Row("moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.linear", "runs in CI"),
     *(
-        Row("moe", "decode", "triton_moe_decode", arch, 4, HALF, _DECODE, status, m_per_expert=3.0)
-        for arch, status in (((90, 90), MEASURED), ((80, 89), COMPILED), ((100, 129), COMPILED))
+        Row("moe", "decode", "triton_moe_decode", arch, 4, HALF, _DECODE, status, m_per_expert=3.0, without=without)
+        for arch, status, without in (((90, 90), MEASURED, "wide"), ((80, 89), COMPILED, None), ((100, 129), COMPILED, None))
     ),
-    Row("moe", "grouped", "triton_moe_grouped", (80, 129), 64, HALF, _GROUPED, "compiled, not run", m_per_expert=32.0),
+    Row("moe", "decode", "triton_moe_decode", (90, 90), 4, HALF, _DECODE_90, MEASURED, m_per_expert=1.0),
+    Row(
+        "moe",
+        "wide",
+        "cuda_moe_wide",
+        (90, 90),
+        256,
+        BF16,
+        _MOE_WIDE,
+        MEASURED,
+        k_multiple=64,
+        n_multiple=8,
+        csrc="moe_grouped_wide",
+        m_per_expert=256.0,
+        plain=True,
+    ),
+    Row("moe", "grouped", "triton_moe_grouped", (90, 90), 64, HALF, _GROUPED, MEASURED, m_per_expert=32.0, without="wide"),
+    *(Row("moe", "grouped", "triton_moe_grouped", arch, 64, HALF, _GROUPED, COMPILED, m_per_expert=32.0) for arch in ((80, 89), (100, 129))),
     Row("moe", "large_fp8", "dequantize_fp8 + triton_grouped_fp8", (90, 90), None, BF16, _GROUPED_FP8, "measured on H200", FP8),
     Row("moe", "large_dense", "dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", k_multiple=16, n_multiple=16),
     Row("moe", "grouped", "triton_moe_grouped", (80, 129), None, (torch.float16,), "torch._grouped_mm takes bfloat16 only", "compiled, not run"),

@@ -189,6 +189,33 @@ def test_graph_replay_is_eager_and_every_run_is_the_same(t):
         assert torch.equal(out, moe(x, ids, w, *parts))
 
 
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
+@pytest.mark.parametrize("tile", [8, 16, 32, 48, 96, 128])
+def test_every_tile_of_the_cuda_kernels(tile):
+    """Tails in all sizes, experts without tokens, one with nearly all; maps; the same bits in every run."""
+    for e, h, inner, act in (
+        (16, 512, 512, Activation()),
+        (5, 256, 768, Activation("silu", 1.702, 0.5)),
+        (300, 64, 64, Activation()),
+        (6, 2880, 320, GPT_OSS),
+        (6, 320, 2880, GPT_OSS),
+    ):
+        parts = layer(e, h, inner)
+        biases = (torch.randn(e, 2 * inner, device=DEVICE).to(BF16), torch.randn(e, h, device=DEVICE).to(BF16)) if act == GPT_OSS else (None, None)
+        for t, ids_dtype in ((1, torch.int64), (37, torch.int32), (700, torch.int64)):
+            x, (ids, w) = torch.randn(t, h, device=DEVICE).to(BF16), routed(t, 3, e)
+            ids, table = ids.to(ids_dtype), None
+            if t == 37:
+                ids[::3, 0], ids[1, 1] = -1, e
+                table = torch.randint(-2, e, (e,), device=DEVICE)
+            if t == 700:
+                ids[:, 0] = 1
+            given = launch.Layer(x, ids, w, parts[:3], parts[3:], biases, act, False, table)
+            got = launch.wide(given, tile)
+            assert error(got, contract.reference(x.float(), ids, w, *parts, *biases, *act.arguments(), False, table).double()) <= BOUND[BF16], (e, h, inner, t)
+            assert all(torch.equal(launch.wide(given, tile), got) for _ in range(20))
+
+
 def test_another_stream_and_device_guard():
     parts = layer()
     stream = torch.cuda.Stream()
@@ -216,9 +243,11 @@ def test_kernels_agree_where_two_could_serve():
     parts = layer()
     x, (ids, w) = torch.randn(30, 256, device=DEVICE).to(BF16), routed(30, 2, 16)
     grouped = moe(x, ids, w, *parts)
-    with dispatch(thresholds={"decode": 10**6, "grouped": 0}):
+    with dispatch(thresholds={"decode": 10**6, "wide": 0, "grouped": 0}):
         decode = moe(x, ids, w, *parts)
-    with dispatch(thresholds={"decode": 0, "grouped": 0}):
+    with dispatch(thresholds={"wide": 0}):
+        assert error(moe(x, ids, w, *parts), grouped.double()) < 8e-3
+    with dispatch(thresholds={"decode": 0, "wide": 0, "grouped": 0}):
         dense = moe(x, ids, w, *parts, large_m="bf16")
     assert error(decode, grouped.double()) < 8e-3
     assert error(dense, grouped.double()) < 8e-3
@@ -239,7 +268,7 @@ def test_the_transient_weights_are_bounded(monkeypatch, large_m):
     """And in parts the result is the same."""
     parts = layer(64, 2048, 1024)
     x, (ids, w) = torch.randn(4096, 2048, device=DEVICE).to(BF16), routed(4096, 2, 64)
-    with dispatch(thresholds={"grouped": 0}):
+    with dispatch(thresholds={"wide": 0, "grouped": 0}):
         whole = moe(x, ids, w, *parts, large_m=large_m)
         monkeypatch.setattr(launch.configs, "TRANSIENT_BYTES", 32 << 20)
         moe(x, ids, w, *parts, large_m=large_m)
@@ -260,7 +289,7 @@ def test_rows_of_many_tokens_of_every_width(act, inner):
     biases = torch.randn(5, inner * (2 if gated else 1), device=DEVICE).to(BF16), torch.randn(5, 272, device=DEVICE).to(BF16)
     table = torch.tensor([3, -1, 0, 1], device=DEVICE)
     x, ids, w = torch.randn(700, 272, device=DEVICE).to(BF16), torch.randint(-1, 5, (700, 2), device=DEVICE), torch.rand(700, 2, device=DEVICE)
-    with dispatch(thresholds={"decode": 0, "grouped": 0}):
+    with dispatch(thresholds={"decode": 0, "wide": 0, "grouped": 0}):
         for on_input in (False, True):
             for large_m, bound in (("auto", 0.12 if act.name == "relu2" else FP8_TWICE), ("bf16", BOUND[BF16])):  # a square doubles the first error
                 args = (ids, w, *parts, *biases, *act.arguments(), on_input, table, large_m)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.kernels.moe import configs
-from fp4_inductor.kernels.select import Call, plan
+from fp4_inductor.kernels.select import Call, moe_form, plan
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import aot, moe_aot
 from lowering_tests.kernels.test_aot import UNPACK, assert_fits, global_atomics, tensor_core_instructions
@@ -145,7 +145,39 @@ def kernels(arch, dtype, experts, *pairs, op="moe", **fields):
     (512, 256, "triton_moe_decode"), (1, 4, "triton_moe_decode"), (1, 5, "triton_moe_grouped"), (32, 16, "triton_moe_decode"),
 ])  # fmt: skip
 def test_pairs_against_experts_decide(experts, pairs, kernel):
+    assert kernels(90, torch.bfloat16, experts, pairs, csrc=NO_NVCC) == [kernel]
+
+
+NO_NVCC = "no CUDA compiler"
+
+
+@pytest.mark.parametrize(("experts", "pairs", "kernel"), [
+    (128, 128, "triton_moe_decode"), (128, 129, "cuda_moe_wide"), (128, 32768, "cuda_moe_wide"), (128, 32769, "dequantize_fp8 + triton_grouped_fp8"),
+    (8, 8, "triton_moe_decode"), (8, 9, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 256, "cuda_moe_wide"),
+])  # fmt: skip
+def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, kernel):
     assert kernels(90, torch.bfloat16, experts, pairs) == [kernel]
+    assert kernels(90, torch.bfloat16, experts, pairs, large_m="bf16") == [kernel.replace("dequantize_fp8 + triton_grouped_fp8", "dequantize + grouped_mm")]
+
+
+def test_the_cuda_kernel_says_what_it_does_not_take():
+    plain = dict(activation="silu", gated=True, inner=768, experts=128, on_input=False, biases=(torch.bfloat16,))
+    assert moe_form(**plain) == moe_form(**{**plain, "activation": "swiglu_oai", "biases": ()}) == ()
+    for changed, words in (
+        (dict(activation="gelu"), 'activation="gelu"'),
+        (dict(activation="relu2", gated=False), 'activation="relu2", no gate'),
+        (dict(inner=736), "I = 736, no multiple of 64"),
+        (dict(experts=1025), "1025 experts, more than 1024"),
+        (dict(on_input=True), "weight_on_input"),
+        (dict(biases=(torch.bfloat16, torch.float32)), "biases that are not bfloat16"),
+    ):
+        form = moe_form(**{**plain, **changed})
+        options = plan(Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128, form=form), DispatchConfig())
+        assert {r.reason for r in options.refused if r.row.kernel == "cuda_moe_wide"} == {f"does not take {words}"}
+        assert [options.pick(pairs).kernel for pairs in (384, 385, 4097)] == ["triton_moe_decode", "triton_moe_grouped", "dequantize_fp8 + triton_grouped_fp8"]
+    for fields in (dict(csrc=NO_NVCC), dict(k=2080), dict(n=2052)):
+        call = Call(**{**dict(op="moe", arch=90, dtype=torch.bfloat16, n=2048, k=2048, experts=128), **fields})
+        assert plan(call, DispatchConfig()).pick(500).kernel == "triton_moe_grouped"
 
 
 def test_what_other_machines_and_dtypes_take():
@@ -160,7 +192,7 @@ def test_what_other_machines_and_dtypes_take():
 @pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.bfloat16), (90, torch.float16), (120, torch.float32), (0, torch.float32)])
 def test_sparse_experts_take_the_same_regimes(arch, dtype):
     pairs = (1, 8, 384, 385, 4096, 4097, 10**6)
-    dense, sparse = (kernels(arch, dtype, 128, *pairs, op=op) for op in ("moe", "sparse_moe"))
+    dense, sparse = (kernels(arch, dtype, 128, *pairs, op=op, csrc=NO_NVCC) for op in ("moe", "sparse_moe"))
     own = {k: k.replace("triton_moe", "triton_sparse_moe").replace("dequantize", "sparse_dequantize") for k in set(dense)}
     names = {**own, "cpu": "cpu", "by expert": "by expert"}
     assert sparse == [names[k] for k in dense]
@@ -168,7 +200,7 @@ def test_sparse_experts_take_the_same_regimes(arch, dtype):
 
 def test_thresholds_override_both_bounds():
     call = Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128)
-    options = plan(call, DispatchConfig(thresholds={"decode": 3, "grouped": 0}))
+    options = plan(call, DispatchConfig(thresholds={"decode": 3, "wide": 0, "grouped": 0}))
     assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + triton_grouped_fp8"]
 
 

@@ -61,6 +61,7 @@ def test_every_launcher_and_lowering_exists():
     from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
     from fp4_inductor.kernels.linear_glu import launch as launch_glu
     from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
+    from fp4_inductor.kernels.moe import launch as launch_moe
     from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
     from fp4_inductor.lowerings import linear, linear_fp8, linear_glu, sparse_linear
 
@@ -75,7 +76,8 @@ def test_every_launcher_and_lowering_exists():
         kernels = {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused") and (own or not row.csrc)}
         assert kernels <= set(launchers)
         assert kernels <= set(lowered) | linear.CALLED
-    finishes = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear": "plain", "sparse_linear": None, "linear_w4a4": None}
+    assert {row.kernel for row in ROWS if row.op in ("moe", "sparse_moe")} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
+    finishes = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear": "plain", "sparse_linear": None, "linear_w4a4": None, "moe": None}
     assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc)
     assert {row.kernel for row in ROWS if row.op == "linear_w4a4" and row.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
 

@@ -15,12 +15,13 @@ from fp4_inductor.ops.activation import Activation
 from lowering_tests.fake_cuda import call, code_generation
 
 E, H, INNER, K = 16, 128, 64, 2
+FP8 = "dequantize_fp8 + triton_grouped_fp8"
 
 
-def experts(device="cuda", dtype=torch.bfloat16, kinds=(FP4ExpertWeight, FP4ExpertWeight), **options):
+def experts(device="cuda", dtype=torch.bfloat16, kinds=(FP4ExpertWeight, FP4ExpertWeight), act=Activation("swiglu_oai", 1.702, 7.0, True), **options):  # noqa: B008
     kind = dict(dtype=dtype, device=device)
     first, down = kinds[0](E, 2 * INNER, H, bias=True, **kind), kinds[1](E, H, INNER, **kind)
-    return FP4Experts(first, down, Activation("swiglu_oai", 1.702, 7.0, True), **options)
+    return FP4Experts(first, down, act, **options)
 
 
 def tokens(t, dtype=torch.bfloat16, device="cuda"):
@@ -39,6 +40,17 @@ def test_static_tokens_are_proven(t, kernel):
     assert (entry.decision.how, entry.decision.row.kernel) == ("proven", kernel)
     assert len(list(filter(None, out))) == 1
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
+
+
+@pytest.mark.parametrize(("t", "kernel"), [(8, "triton_moe_decode"), (9, "cuda_moe_wide"), (1000, "cuda_moe_wide"), (3000, FP8)])
+def test_where_the_cuda_kernels_are_compiled(t, kernel):
+    with code_generation(csrc="") as out, listen() as entries:
+        call(torch.compile(experts(), fullgraph=True, dynamic=False), *tokens(t))
+        call(torch.compile(experts(act=Activation("gelu")), fullgraph=True, dynamic=False), *tokens(t))
+    assert [e.decision.row.kernel for e in entries] == [kernel, "triton_moe_decode" if t < 10 else FP8]
+    assert out[0].count("torch.ops.fp4.moe.default(") == 1
+    refused = {r.row.kernel: r.reason for r in entries[1].refused if r.row.arch[0] == 90}
+    assert refused["cuda_moe_wide"] == 'does not take activation="gelu"'
 
 
 @pytest.mark.parametrize("kinds", [(Sparse24ExpertWeight, Sparse24ExpertWeight), (FP4ExpertWeight, Sparse24ExpertWeight)])

@@ -16,7 +16,7 @@ from ...ops.dequantize_fp8 import WEIGHT_FACTOR
 from ...ops.quantize_rows_fp8 import E4M3_MAX
 from .. import host, select
 from ..dequantize import launch as dequantize
-from . import by_expert, configs
+from . import by_expert, configs, grouped_wide
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
 from .triton_many import moe_many_between, moe_many_in, moe_many_product
@@ -92,7 +92,9 @@ def moe(
         return hidden.new_zeros((hidden.shape[0], width))
     if k == 0 or inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(*args)
-    row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts)
+    biases = (b.dtype for b in (gate_up_bias, down_bias) if b is not None)
+    form = select.moe_form(activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases)
+    row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts, form=form)
     if row.kernel == BY_EXPERT:
         return by_expert.moe(*args)
     layer = Layer(
@@ -199,6 +201,12 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
         HAS_BIAS=layer.biases[1] is not None, **down, **launch,
     )  # fmt: skip
     return combine(layer, out, None)
+
+
+def wide(layer: Layer, tokens: int = 0) -> Tensor:
+    """The same in CUDA, activations gathered once: five launches; see ``csrc/moe/grouped_wide.cu``."""
+    arch = host.arch(layer.x.device)
+    return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens)
 
 
 def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -321,6 +329,7 @@ BY_EXPERT = "by expert"
 _LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
     "triton_moe_decode": decode,
     "triton_moe_grouped": grouped,
+    "cuda_moe_wide": wide,
     "dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "dequantize + grouped_mm": large_dense,
     "triton_sparse_moe_decode": decode,
