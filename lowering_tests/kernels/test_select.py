@@ -331,7 +331,7 @@ def test_a_candidate_that_is_none_is_refused():
 
 
 def test_few_rows_stay_with_the_row_without_a_limit():
-    """A kernel of fp4.linear_glu for M >= 2, 17 or 33 does not take what fp4.linear's own rows serve better."""
+    """A kernel of fp4.linear_glu for M >= 2 or 17 does not take what fp4.linear's own rows serve better."""
     fused, apart = [f"cuda_{size}_glu" for size in ("small", "mid", "wide")], "linear, then act * up"
     for names, want in (
         ([], {1: apart, 2: fused[0], 8: fused[0], 9: fused[2], 128: fused[2], 129: apart}),
