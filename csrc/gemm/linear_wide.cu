@@ -30,6 +30,10 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages >= KGROUPS, "does not fit shared memory");
 };
 
+template <int N> struct Number {
+  static constexpr int value = N;
+};
+
 // What a block does, tile by tile: steps k .. k + count() - 1 of a tile, then the tile before it from its first step on. Blocks that stream share tiles
 // so that a later block has the earlier steps, comes to them last, and finds what it has to add ready.
 struct Work {
@@ -198,26 +202,36 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * i + 2 * t + (c & 1)) * S::kPitch + local + g + 8 * (c >> 1)] = acc[i][c];
-      const int splits = cluster_size(), mine = TOKENS / splits, first = cluster_rank() * mine;
+      const int splits = cluster_size(), first = cluster_rank() * (TOKENS / splits);
       if (splits > 1)
         cluster_barrier();
       else
         barrier(1, S::kConsumers);
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kColumns / 4 * mine; i += S::kConsumers) {
-        const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
-        float all[4][kParts] = {};
-        for (int b = 0; b < splits; ++b)
+      auto add_up = [&](auto blocks) {  // as many loads in flight as can be: it is their latency that costs
+        constexpr int kSplits = decltype(blocks)::value;
+#pragma unroll kFinish == kPlain ? 4 : 1
+        for (int i = threadIdx.x; i < kColumns / 4 * (TOKENS / kSplits); i += S::kConsumers) {
+          const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
+          float all[4][kParts] = {};
 #pragma unroll
-          for (int kg = 0; kg < KGROUPS; ++kg)
+          for (int b = 0; b < kSplits; ++b)
 #pragma unroll
-            for (int p = 0; p < kParts; ++p) {
-              const float* from = (splits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * S::kPitch + n + p * kColumns;
-              const float4 v = *(const float4*)from;
-              all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
-            }
-        out.template store_run<4>(m0 + m, n0 + n, all);
-      }
+            for (int kg = 0; kg < KGROUPS; ++kg)
+#pragma unroll
+              for (int p = 0; p < kParts; ++p) {
+                const float* from = (kSplits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * S::kPitch + n + p * kColumns;
+                const float4 v = *(const float4*)from;
+                all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
+              }
+          out.template store_run<4>(m0 + m, n0 + n, all);
+        }
+      };
+      if (splits == 1)
+        add_up(Number<1>());
+      else if (splits == 2)
+        add_up(Number<2>());
+      else
+        add_up(Number<4>());
       if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
     }
   }
@@ -233,7 +247,7 @@ cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t s
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
   const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
-  if (splits > steps) return cudaErrorInvalidConfiguration;
+  if (splits > steps || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
   TileMap codes, scales;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
   if (status != cudaSuccess) return status;
@@ -289,7 +303,7 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, or 0:
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0:
 // blocks stream; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias may be null. scratch: 2
 // bytes for each activation, M and K rounded up to multiples of 256, and 8.7 MB.
 extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
@@ -298,7 +312,7 @@ extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, cons
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   const bool mapped = K % kWideK == 0 && (uintptr_t)s % 16 == 0;  // a tile map takes rows of 16 bytes
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K, mapped);
-  if (tile.splits < 0 || tile.splits > 8 || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
+  if (tile.splits < 0) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,

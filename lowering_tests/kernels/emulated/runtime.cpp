@@ -442,6 +442,7 @@ bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_
 void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, const void* address, unsigned blocks) {
   const int repeats = std::max(128, map.tile_bytes == 16 ? 0 : 8 * map.tile_bytes);  // bytes behind which the swizzle repeats
   const size_t start = (uint8_t*)shared - current->block->shared;
+  if (byte % 16) fail("a tile from byte %d of a row, not a multiple of 16: an illegal instruction", byte);
   if (start % repeats) fail("a tile at shared byte %zu, not a multiple of %d", start, repeats);
   std::vector<Copy> parts;
   for (int p = 0; p < map.tile_planes; ++p)
