@@ -93,13 +93,28 @@ def test_a_promised_range_proves_the_regime():
     assert (entries[0].decision.how, entries[0].decision.row.kernel) == ("proven", "triton_moe_decode")
 
 
-def test_explain_tells_kernel_and_refusals():
-    with code_generation():
-        compiled = torch.compile(experts(dtype=torch.float16), dynamic=False)
+def explained(t, csrc, dtype=torch.bfloat16, **options):
+    with code_generation(csrc=csrc):
+        compiled = torch.compile(experts(dtype=dtype, **options), dynamic=False)
         again = capture.compile_again
         with mock.patch.object(capture, "compile_again", lambda *a: call(lambda: again(*a))):
-            found = explain(compiled, *tokens(3, torch.float16))
-    (row,) = found.rows
+            (row,) = explain(compiled, *tokens(t, dtype)).rows
+    return row
+
+
+def test_explain_tells_which_kernels_could_not_serve_a_layer():
+    row = explained(9, "")
+    assert (row.kernel, row.regime) == ("cuda_moe_wide", "wide")
+    assert ("triton_moe_grouped", "the wide regime serves this range") in row.refused
+    assert row.note.startswith(f"fp4.moe, {E} experts") and "cuda_moe_wide: " in row.note
+    row = explained(100, "", act=Activation("gelu_tanh"))
+    assert row.kernel == "triton_moe_grouped"
+    assert ("cuda_moe_wide", 'does not take activation="gelu_tanh"') in row.refused
+    assert ("cuda_moe_wide", "no nvcc") in explained(100, "no nvcc").refused
+
+
+def test_explain_tells_kernel_and_refusals():
+    row = explained(3, "no nvcc", torch.float16)
     assert (row.op, row.m, row.kernel, row.decision) == ("fp4.moe", "6", "triton_moe_decode", "proven")
     assert any(kernel == "dequantize_fp8 + triton_grouped_fp8" and "float16" in why for kernel, why in row.refused)
     assert f"{E} experts" in row.note
