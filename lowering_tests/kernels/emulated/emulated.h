@@ -60,7 +60,7 @@ struct TileMap {
 bool make_tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes);
 void copy_tile(void* shared, const TileMap& map, int byte, int row, const void* counter, unsigned blocks);
 
-// Between blocks of a grid, which run one after the other here.
+// Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
 void flag_wait(const int* flag);
 
