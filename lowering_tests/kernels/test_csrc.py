@@ -32,8 +32,17 @@ SOURCES = {
     ),
     "gemm/linear_wide.cu": ((r"HGMMA\.64x256x16\.F32\.BF16", r"HGMMA\.64x8x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (11 + 6)),
     "gemm/linear_wide_fp8.cu": (
-        (r"QGMMA\.64x256x32\.F32\.E4M3\.E4M3", r"QGMMA\.64x192x32", r"QGMMA\.64x128x32", "E4M3.F16.UNPACK_B_MERGE_C", "MULTICAST", "UTMALDG", "USETMAXREG", "STSM"),
-        lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")),
+        (
+            r"QGMMA\.64x256x32\.F32\.E4M3\.E4M3",
+            r"QGMMA\.64x192x32",
+            r"QGMMA\.64x128x32",
+            "E4M3.F16.UNPACK_B_MERGE_C",
+            "MULTICAST",
+            "UTMALDG",
+            "USETMAXREG",
+            "STSM",
+        ),
+        lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")) + 3,  # and those that arrange activations for 128, 192 and 256 tokens
     ),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }

@@ -187,7 +187,9 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     tiles[32] = (4, 4, 3)
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
     x, w = noise(65, 70, 1088)
-    assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 8, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 2
+    assert (
+        len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 8, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 2
+    )
     said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
     assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_small", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
     assert said["cuda_wide", 90, 128]
@@ -260,7 +262,12 @@ BROKEN = {
     "the tile is overwritten too early": (WIDE, "            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);\n", "", "race|nobody waited for"),
     "one warp does not give tiles back": (WIDE, "if (frees) counter_arrive", "if (frees && warp) counter_arrive", "deadlock"),
     "weights are not waited for": (WIDE, "      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "weights are given back before they are read": (WIDE, "      __syncwarp();\n      if (lane == 0) counter_arrive(w_free", "      if (lane == 0) counter_arrive(w_free", "race"),
+    "weights are given back before they are read": (
+        WIDE,
+        "      __syncwarp();\n      if (lane == 0) counter_arrive(w_free",
+        "      if (lane == 0) counter_arrive(w_free",
+        "race",
+    ),
     "a tile's bytes are not all promised": (WIDE, "MAPPED ? S::kWeights : S::kCodes", "S::kCodes", "promise|more bytes|race|nobody"),
     "a block leaves the cluster early": (
         MID,

@@ -62,8 +62,8 @@ def test_every_code_with_every_scale_is_that_of_the_transient_weight():
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles_and_tails(tile):
     """Whole tiles, shares of them, fewer tiles than clusters; N that no run of columns divides. Where K is split all clusters run at once."""
-    m, n = ((tile[0] + 6, 520), (tile[0], 260), (tile[0] - 3, 250))[tile[1] // 2]
-    for i, (m, n, k) in enumerate(((5, 33, 1024), (m, n, 1280), (tile[0] if tile[1] > 1 else 2 * tile[0] + 1, 255, 1280))):
+    most = ((tile[0] + 6, 520), (tile[0], 260), (tile[0] - 3, 250))[tile[1] // 2]
+    for i, (m, n, k) in enumerate(((5, 33, 1024), (*most, 1280), (tile[0] if tile[1] > 1 else 2 * tile[0] + 1, 255, 1280))):
         x, w, bias = tokens(m, k), weight(n, k), torch.randn(n).bfloat16() if i else None
         assert error(run(x, w, bias, tile), x, w, bias) <= TOLERANCE, (m, n, k)
 
@@ -121,17 +121,33 @@ BROKEN = {
     "products are not waited for": ("      wgmma_wait<1>();\n", "", None),
     "activations are not waited for": ("            counter_wait(x_full + 8 * x.i, x.parity);\n", "", "before its asynchronous copy was waited for"),
     "activations are overwritten too early": ("          counter_wait(x_free + 8 * at.i, at.parity ^ 1);\n", "", "more arrivals|race"),
-    "a half is not given back to the other block": ("if (frees) counter_arrive_at(last_half, lane);\n            frees", "if (frees && !lane) counter_arrive_at(last_half, lane);\n            frees", "deadlock"),
+    "a half is not given back to the other block": (
+        "if (frees) counter_arrive_at(last_half, lane);\n            frees",
+        "if (frees && !lane) counter_arrive_at(last_half, lane);\n            frees",
+        "deadlock",
+    ),
     "weights are not waited for": ("      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "weights are given back before they are read": ("counter_init(w_free + 8 * i, kConsumers / 32)", "counter_init(w_free + 8 * i, 1)", "race|more|promise|deadlock"),
-    "a block leaves the cluster early": ("  __syncwarp();\n  cluster_barrier();  // nobody leaves", "  __syncwarp();  // nobody leaves", "deadlock|has ended|may still use"),
+    "weights are given back before they are read": (
+        "counter_init(w_free + 8 * i, kConsumers / 32)",
+        "counter_init(w_free + 8 * i, 1)",
+        "race|more|promise|deadlock",
+    ),
+    "a block leaves the cluster early": (
+        "  __syncwarp();\n  cluster_barrier();  // nobody leaves",
+        "  __syncwarp();  // nobody leaves",
+        "deadlock|has ended|may still use",
+    ),
     "another cluster's sums are not waited for": ("      while (!flag_get(flags + cluster * kBlocks + rank)) {}\n", "", None),
     "a flag is not set": ("if (threadIdx.x == 0) flag_set(", "if (threadIdx.x == 300) flag_set(", "deadlock"),
-    "staging is not shared": ("      __syncwarp();\n#pragma unroll\n      for (int i = i0; i < (i0 + 8 < TO", "#pragma unroll\n      for (int i = i0; i < (i0 + 8 < TO", "race|nobody wrote"),
+    "staging is not shared": (
+        "      __syncwarp();\n#pragma unroll\n      for (int i = i0; i < (i0 + 8 < TO",
+        "#pragma unroll\n      for (int i = i0; i < (i0 + 8 < TO",
+        "race|nobody wrote",
+    ),
     "scales of tokens are not waited for": ("      barrier(1, kConsumers);\n      out.store<0", "      out.store<0", "race|nobody wrote"),
     "columns past N are stored": ("if (m >= M || n >= N) continue;", "if (m >= M) continue;", "outside every allocation"),
     "tokens past M are stored": ("if (m >= M || n >= N) continue;", "if (n >= N) continue;", "outside every allocation"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -149,6 +149,23 @@ def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
     assert any(r.row.kernel == "cuda_small_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
 
 
+def test_fp8_products_round_activations_in_the_kernel_before_them():
+    """One operator for siblings, without a transient weight; what it takes is rounded where it is made: in the norm, in act(gate) * up."""
+    dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
+    for options in ({}, dynamic):
+        code, entries = compiled(512, csrc="", **options)
+        body = call_body(code)
+        assert kernels(entries) == [("fp4.linear", "cuda_wide_fp8", n) for n in (N + 2 * KV, 2 * INNER, K)]
+        assert {e.decision.how for e in entries} == {"guard" if options else "proven"}
+        assert body.count("fp4_csrc.linear_wide_fp8.default(") == 3
+        assert "dequantize" not in body and "quantize_rows" not in body
+        transient, before = compiled(4096, csrc="", **options)
+        assert {e.decision.row.kernel for e in before} == {"dequantize_fp8 + scaled_mm"}
+        assert len(re.findall(r"triton_\w+\.run\(", body)) <= len(re.findall(r"triton_\w+\.run\(", call_body(transient)))
+    with dispatch(unproven="runtime"):
+        assert "fp4_csrc" not in call_body(compiled(512, csrc="", **dynamic)[0])
+
+
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])
 def test_many_rows_are_one_product(large_m):
     code, entries = compiled(4096, build=lambda: Block(large_m))

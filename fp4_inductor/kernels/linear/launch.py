@@ -107,7 +107,8 @@ def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
 
 def wide_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.WideFP8Config | None = None) -> Tensor:
     """As :func:`large_fp8` without a transient weight; see ``csrc/gemm/linear_wide_fp8.cu``. The bias is added in the kernel."""
-    return cuda_mid.wide_fp8(*fp4.quantize_rows_fp8(x), qdata, scale, global_scale, bias, host.arch(x.device), tile)
+    x8, x_scale = fp4.quantize_rows_fp8(x)
+    return cuda_mid.wide_fp8(x8, x_scale, qdata, scale, global_scale, bias, host.arch(x.device), tile)
 
 
 def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
