@@ -111,13 +111,14 @@ Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, con
                                (int)stages, (int)splits);
 }
 
-constexpr int64_t kSharedSums = 132 * 4 * 128 * 256 + 1024;  // bytes, as in csrc.py
+// As scratch_bytes() of csrc.py: float32 sums of 132 blocks of 128 rows, and a flag each.
+constexpr int64_t shared_sums(int64_t tokens) { return 132 * 4 * 128 * tokens + 1024; }
 
 template <typename Place, Variant VARIANT>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows,
                    int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
   require(x.dim() == 2, kWide.of[VARIANT], "activations are [M, K]");
-  const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + kSharedSums / 2});
+  const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + shared_sums(128) / 2});
   return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows, (int)tokens, (int)k_groups,
                                (int)splits, scratch.data_ptr());
 }
@@ -183,7 +184,7 @@ Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qd
   const Place place(x8, op);
   Tensor y = torch::stable::new_empty(x8, {m, n}, ScalarType::BFloat16);
   if (m == 0 || n == 0) return y;
-  const Tensor scratch = torch::stable::new_empty(x8, {(m + 767) / 768 * 768 * ((k + 255) / 256 * 256) + kSharedSums});
+  const Tensor scratch = torch::stable::new_empty(x8, {(m + 767) / 768 * 768 * ((k + 255) / 256 * 256) + shared_sums(256)});
   const Tensor x = dense(x8), xs = dense(x_scale), q = dense(qdata), s = dense(scale);
   const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
   const int status = f(x.data_ptr(), xs.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, 0,

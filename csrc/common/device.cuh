@@ -146,7 +146,7 @@ using TileMap = CUtensorMap;
 
 // One thread calls it, early.
 __device__ __forceinline__ void prefetch_tile_map(const TileMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-// One thread copies the tile that begins at (row, byte), which may be anywhere: what lies outside the matrix is zero, and its bytes are counted. Row r of
+// One thread copies the tile that begins at (row, byte), byte a multiple of 16 (else it is an illegal instruction): what lies outside the matrix is zero, and its bytes are counted. Row r of
 // the tile lies at r * tile_bytes; of its 16-byte chunks, chunk c lies at place c ^ r % 8 for tiles of 128 bytes a row, c ^ r / 2 % 4 for
 // 64, c ^ r / 4 % 2 for 32, c for 16. The tile begins at a multiple of 1024, 512, 256 or 128 bytes.
 __device__ __forceinline__ void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) {

@@ -20,14 +20,18 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kHalf = kActivations<TOKENS> / 2;
   // Stages of activations and of weights: deep where there is room.
   static constexpr int kRoom = 226 * 1024;
-  static constexpr int kXStages = TOKENS == 256 ? 1 : TOKENS == 128 ? 2 : TOKENS == 64 ? (ROWS == 64 ? 4 : 3) : ROWS == 64 ? 6 : ROWS == 128 ? 4 : 3;
+  static constexpr int kXStages = TOKENS == 128 ? 2 : TOKENS == 64 ? (ROWS == 64 ? 4 : 3) : ROWS == 64 ? 6 : ROWS == 128 ? 4 : 3;
   static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights);
   static constexpr int kEarly = at_most(kWStages, at_least(1, 72 * 1024 / kWeights));  // stages of weights that go ahead of the first activations
   static constexpr int kPitch = ROWS + 4, kSums = KGROUPS * TOKENS * kPitch * 4;  // in the rings' place, at the end
   static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kSums), kBytes = kRings + 16 * kWStages + 32 * kXStages;
-  static constexpr int kBatch = kGroups == 4 || TOKENS == 256 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
+  static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
   static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
   static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages >= KGROUPS, "does not fit shared memory");
+};
+
+template <int N> struct Number {
+  static constexpr int value = N;
 };
 
 // What a block does, tile by tile: steps k .. k + count() - 1 of a tile, then the tile before it from its first step on. Blocks that stream share tiles
@@ -198,26 +202,36 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * i + 2 * t + (c & 1)) * S::kPitch + local + g + 8 * (c >> 1)] = acc[i][c];
-      const int splits = cluster_size(), mine = TOKENS / splits, first = cluster_rank() * mine;
+      const int splits = cluster_size(), first = cluster_rank() * (TOKENS / splits);
       if (splits > 1)
         cluster_barrier();
       else
         barrier(1, S::kConsumers);
-#pragma unroll 2
-      for (int i = threadIdx.x; i < kColumns / 4 * mine; i += S::kConsumers) {
-        const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
-        float all[4][kParts] = {};
-        for (int b = 0; b < splits; ++b)
+      auto add_up = [&](auto blocks) {  // as many loads in flight as can be: it is their latency that costs
+        constexpr int kSplits = decltype(blocks)::value;
+#pragma unroll kFinish == kPlain ? 4 : 1
+        for (int i = threadIdx.x; i < kColumns / 4 * (TOKENS / kSplits); i += S::kConsumers) {
+          const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
+          float all[4][kParts] = {};
 #pragma unroll
-          for (int kg = 0; kg < KGROUPS; ++kg)
+          for (int b = 0; b < kSplits; ++b)
 #pragma unroll
-            for (int p = 0; p < kParts; ++p) {
-              const float* from = (splits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * S::kPitch + n + p * kColumns;
-              const float4 v = *(const float4*)from;
-              all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
-            }
-        out.template store_run<4>(m0 + m, n0 + n, all);
-      }
+            for (int kg = 0; kg < KGROUPS; ++kg)
+#pragma unroll
+              for (int p = 0; p < kParts; ++p) {
+                const float* from = (kSplits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * S::kPitch + n + p * kColumns;
+                const float4 v = *(const float4*)from;
+                all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
+              }
+          out.template store_run<4>(m0 + m, n0 + n, all);
+        }
+      };
+      if (splits == 1)
+        add_up(Number<1>());
+      else if (splits == 2)
+        add_up(Number<2>());
+      else
+        add_up(Number<4>());
       if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
     }
   }
@@ -233,7 +247,7 @@ cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t s
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
   const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
-  if (splits > steps) return cudaErrorInvalidConfiguration;
+  if (splits > steps || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
   TileMap codes, scales;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
   if (status != cudaSuccess) return status;
@@ -250,18 +264,22 @@ cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t s
                        p.M, p.N, p.K, p.then);
 }
 
-// Measured on an H200 (benchmarks/results/dense.csv): nearly every SM has a block, and few of them share K; clusters of four fit 120 SMs.
+// Measured on an H200 (benchmarks/results/candidates.csv). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four
+// fit 120 SMs only), and where blocks would not come out even they stream.
 Tile best(int M, int N, int K, bool mapped) {
-  const int tokens = M <= 8 ? 8 : M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : M <= 128 ? 128 : 256, places = (M + tokens - 1) / tokens;
-  const int steps = (K + kWideK - 1) / kWideK;
-  auto blocks = [&](int rows) { return (N + rows - 1) / rows * places; };
-  auto splits = [&](int rows) { return blocks(rows) <= 30 && steps >= 4 ? 4 : blocks(rows) <= 66 && steps >= 2 ? 2 : 1; };
-  const int few = tokens <= 32 ? 4 : 2;  // warpgroups that share K where a block has few rows
-  if (!mapped || tokens == 256) return {128, tokens, tokens <= 64 ? 2 : 1, kFinish == kPlain && mapped && (blocks(128) > 132 || (blocks(128) > 66 && blocks(128) < 100)) ? 0 : splits(128)};
-  if (blocks(64) <= 66) return tokens == 128 && K >= 8192 && kFinish == kPlain ? Tile{128, 128, 1, 0} : Tile{64, tokens, few, splits(64)};
-  if (blocks(64) <= 132) return tokens == 128 ? Tile{128, 128, 1, 2} : Tile{64, tokens, few, 1};
-  if (kFinish != kPlain || (blocks(128) >= 104 && blocks(128) <= 132)) return {128, tokens, tokens == 128 ? 1 : 2, 1};
-  return {tokens <= 32 ? 256 : tokens == 64 ? 192 : 128, tokens, 1, 0};
+  const int tokens = M <= 8 ? 8 : M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = (K + kWideK - 1) / kWideK;
+  const int64_t of_64 = (int64_t)((N + 63) / 64) * places, of_128 = (int64_t)((N + 127) / 128) * places;
+  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : 1; };
+  const bool streams = mapped && kFinish == kPlain;
+  const Tile wide{128, tokens, tokens == 128 ? 1 : 2, splits(of_128)};
+  if (!mapped) return wide;
+  if (tokens == 128) {
+    if (of_64 <= 66) return K >= 8192 && streams ? Tile{128, 128, 1, 0} : Tile{64, 128, 2, splits(of_64)};
+    return of_128 <= 66 || (of_128 >= 100 && of_128 <= 132) || !streams ? wide : Tile{128, 128, 1, 0};
+  }
+  if (of_64 <= 132) return {64, tokens, tokens == 64 ? 2 : 4, splits(of_64)};
+  if ((of_128 >= 100 && of_128 <= 132) || !streams) return wide;
+  return {tokens == 64 ? 192 : 256, tokens, 1, 0};
 }
 
 template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T>& p, void* scratch, cudaStream_t stream) {
@@ -273,9 +291,9 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
 #define STREAMED(r, m) \
   if (mapped && !tile.splits && IS(r, m, 1)) return run<T, r, m, 1, true, true>(0, p, (uint8_t*)scratch, stream);
   TILE(64, 8, 4) TILE(64, 16, 4) TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
-  TILE(128, 8, 2) TILE(128, 16, 2) TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1) TILE(128, 256, 1)
-  ANY_K(128, 8, 2) ANY_K(128, 16, 2) ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1) ANY_K(128, 256, 1)
-  if constexpr (kFinish == kPlain) { STREAMED(256, 8) STREAMED(256, 16) STREAMED(256, 32) STREAMED(192, 64) STREAMED(128, 128) STREAMED(128, 256) }
+  TILE(128, 8, 2) TILE(128, 16, 2) TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1)
+  ANY_K(128, 8, 2) ANY_K(128, 16, 2) ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1)
+  if constexpr (kFinish == kPlain) { STREAMED(256, 8) STREAMED(256, 16) STREAMED(256, 32) STREAMED(192, 64) STREAMED(128, 128) }
 #undef STREAMED
 #undef ANY_K
 #undef TILE
@@ -285,16 +303,16 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, or 0:
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0:
 // blocks stream; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias may be null. scratch: 2
-// bytes for each activation, M and K rounded up to multiples of 256, and 17.5 MB.
+// bytes for each activation, M and K rounded up to multiples of 256, and 8.7 MB.
 extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
                                int M, int N, int K, int dtype, int second, int third, int act, int rows, int tokens, int k_groups, int splits, void* scratch,
                                void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   const bool mapped = K % kWideK == 0 && (uintptr_t)s % 16 == 0;  // a tile map takes rows of 16 bytes
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K, mapped);
-  if (tile.splits < 0 || tile.splits > 8 || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
+  if (tile.splits < 0) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,

@@ -1,7 +1,7 @@
 // fp4.linear for a hundred to a few thousand rows on sm_90, by FP8 tensor cores: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias), x8 E4M3 with a
 // scale per token, W8 canonical NVFP4 rounded to E4M3 in registers: bit for bit the codes of fp4.dequantize_fp8, which writes them to memory.
 //
-// Two kernels a call: arrange() writes the activations as wgmma takes them; linear_wide_fp8() streams weights as tiles and activations as they
+// Two kernels a call: arrange_fp8() writes the activations as wgmma takes them; linear_wide_fp8() streams weights as tiles and activations as they
 // were arranged through two rings. The two blocks of a cluster own 128 rows of W each and share the activations, which are copied to both at once.
 // Clusters take whole tiles, or equal shares of all tiles' steps, or tiles are split among 2 or 4 clusters in K; what clusters share is summed through
 // global memory, in a fixed order.
@@ -25,7 +25,7 @@ constexpr int at_least(int a, int b) { return a > b ? a : b; }
 // to: [M / TOKENS][steps][2 halves][TOKENS][128 bytes], zeros beyond M. Byte 32 z + 16 h + 4 t + e of a token's half j is k = 64 t + 32 j + 8 z + 4 h + e
 // of the step: lane t of a quad decodes k = 64 t .. 64 t + 63, as in wide.cuh. Sixteen threads a token and step.
 template <int TOKENS>
-__global__ void __launch_bounds__(256) arrange(const uint8_t* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
+__global__ void __launch_bounds__(256) arrange_fp8(const uint8_t* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
   let_second_begin();
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int i = threadIdx.x; i < count; i += blockDim.x) flags[i] = 0;
@@ -402,7 +402,7 @@ template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, 
   float4* partial = (float4*)(scratch + (size_t)places * steps * (2 * S::kHalf));
   int* flags = (int*)(partial + (size_t)clusters * kBlocks * S::kSums);
   const int tokens = places * TOKENS;
-  status = launch(arrange<TOKENS>, dim3(at_most(steps, at_least(1, 2112 * 16 / tokens)), tokens / 16), 256, 0, 1, stream, p.x8, scratch, p.M, p.K, flags,
+  status = launch(arrange_fp8<TOKENS>, dim3(at_most(steps, at_least(1, 2112 * 16 / tokens)), tokens / 16), 256, 0, 1, stream, p.x8, scratch, p.M, p.K, flags,
                   clusters * kBlocks);
   if (status != cudaSuccess) return status;
   return launch_second(linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales,

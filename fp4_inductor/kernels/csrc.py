@@ -34,7 +34,8 @@ class Kernel:
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: launched so that it may begin, and prefetch weights, while the kernel before it still runs (programmatic dependent launch).
-        scratch: it arranges the activations in memory of the caller's, :func:`scratch_bytes`: bytes for each one, and of what M is made a multiple.
+        scratch: it arranges the activations in memory of the caller's, :func:`scratch_bytes`: bytes for each one, of what M is made a multiple,
+            and the tokens of the blocks that share sums.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
             bfloat16 results.
         siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
@@ -47,7 +48,7 @@ class Kernel:
     finish: str | None = "plain"
     early: bool = False
     activations: tuple[str, ...] = ("x",)
-    scratch: tuple[int, int] | None = None
+    scratch: tuple[int, int, int] | None = None
     siblings: bool = False
 
     @property
@@ -75,14 +76,20 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=(2, 256)),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=(2, 256, 128)),
     "linear_wide_fp8": Kernel(
-        "gemm/linear_wide_fp8.cu", ("qdata", "scale"), ("tokens", "splits"), "wide_fp8", None, activations=("x8", "x_scale"), scratch=(1, 768), siblings=True
+        "gemm/linear_wide_fp8.cu",
+        ("qdata", "scale"),
+        ("tokens", "splits"),
+        "wide_fp8",
+        None,
+        activations=("x8", "x_scale"),
+        scratch=(1, 768, 256),
+        siblings=True,
     ),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
-SHARED_SUMS = 132 * 4 * 128 * 256 + 1024  # bytes, as ops.cpp has it: 132 blocks of float32 sums, and a flag each
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
@@ -91,11 +98,11 @@ KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
 
 
 def scratch_bytes(name: str, m: int, k: int) -> int:
-    """Bytes that a call needs besides its result: arranged activations, and sums that blocks share."""
+    """Bytes that a call needs besides its result, as ops.cpp has them: arranged activations; sums of 132 blocks of 128 rows, and a flag each."""
     if (scratch := KERNELS[name].scratch) is None:
         return 0
-    each, multiple = scratch
-    return each * -(-m // multiple) * multiple * -(-k // 256) * 256 + SHARED_SUMS
+    each, multiple, tokens = scratch
+    return each * -(-m // multiple) * multiple * -(-k // 256) * 256 + 132 * 4 * 128 * tokens + 1024
 
 
 def kernels_for(arch: int) -> list[str]:

@@ -7,7 +7,7 @@ self-dispatching op both read that list, so a compiled graph and an eager call n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -123,8 +123,15 @@ _SMALL = (
     "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
     "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
 )
-_UNTIL_16 = "; with 17 to 32 rows and so many outputs linear_wide is the faster one: 26 us at N = 14336, K = 4096, M = 32, cuda_small 31"
-_UNTIL_256 = "; to 256 rows where no FP8 product follows: 70 us at N = K = 8192, a transient weight alone 46 before the product's 50"
+_SMALL_90 = _SMALL + "; from 9 rows on linear_wide is the faster one for 2^24 weights and more: 17.4 us at N = K = 8192, M = 16, cuda_small 24.7; 9.3 and 9.2 at 4096"
+# Up to how many rows on sm_90, and where. linear_wide brings scales as tiles where K is a multiple of 256; without that it was not timed.
+_SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
+    (32, {"max_weights": 2**24 - 1}),
+    (32, {"n": (1, 8191), "not_k_multiple": 256}),
+    (16, {"not_k_multiple": 256}),
+    (8, {}),
+)
+_UNTIL_256 = "; to 256 rows where no FP8 product follows: 56 us at N = K = 8192, a transient weight alone 46 before the product's 50"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
 _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
 _ANY_K = (
@@ -137,13 +144,16 @@ _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kern
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
 _THEN_90 = _THEN + ". With a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; 27.6 and 28.2 at M = 16; at M = 32 34.1 and 32.8"
 _PAIRED_90 = _PAIRED + ". 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7, in eager steps 12.4; 32.5 at N = K = 8192, M = 32: 30.8, 37.5"
+_PAIRED_WIDE = _PAIRED + ". 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6, and 34.9 and 34.0 at M = 128; 12.1 and 10.7 at N = K = 4096, M = 64"
+_THEN_WIDE = _THEN + ". With a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9, and 11.6 and 12.4 at N = K = 4096"
 _CUDA_MID = (
     "activations shared in shared memory, K split over a cluster. At N = K = 8192, M = 16 21 us, cuda_small 25, but at N = K = 4096 13 and 9; "
     "from 33 rows on slower than cuda_wide: 43 us at N = K = 8192, M = 64"
 )
 _CUDA_WIDE = (
-    "weights decoded in registers are wgmma's A operand, once for all rows. At N = 28672, K = 8192 75.6 us for M = 32, 88 for 64, 122 for 128, where bf16 cuBLAS "
-    "takes 124, 130, 140; at N = K = 8192 35, 66 for M = 64, 128: 40, 40; at N = K = 4096 18.5, 26: 12, 14"
+    "weights decoded in registers are wgmma's A operand, once for all rows; tiles of weights and activations are fetched by other warps. At N = K = 8192 17.4 us for "
+    "M = 16, 18.7 for 32, 22.5 for 64, 33 for 128, where bf16 cuBLAS takes 35 to 40; at N = 28672, K = 8192 57, 65, 97 from M = 32 on: 112, 134, 132; at N = K = 4096 "
+    "9.9, 11.1, 15.6: 13.9, 12.3, 14.5"
 )
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _WIDE_FP8 = (
@@ -176,16 +186,19 @@ _SPARSE_GROUPED = "the dense kernel on codes decompressed in registers: nothing 
 _GROUPED_DENSE = "as above in bfloat16, at most 1 GiB of transient weights at once"
 
 
-def _with_epilogue(op: str, finish: str, reason: str, measured: str, max_m: int) -> tuple[Row, ...]:
+def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, max_m: int) -> tuple[Row, ...]:
     """The CUDA kernels of fp4.linear with more behind their sums. M = 1 stays with the GEMV, which is ahead there.
 
-    ``measured``: the reason on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
+    ``measured``, ``wide``: the reasons on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
     """
-    small = (((90, 90), max_m, measured, MEASURED), ((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
+    small = (((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
+    hopper = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}), (8, {}))  # as without an epilogue: then linear_wide is ahead
+    common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
-        *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, k_multiple=64, csrc=f"linear_small_{finish}", min_m=2) for a, m, why, s in small),
+        *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
+        *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
         Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
-        Row(op, "wide", f"cuda_wide_{finish}", (90, 90), 256, HALF, reason, EMULATED, k_multiple=64, csrc=f"linear_wide_{finish}", min_m=33),
+        Row(op, "wide", f"cuda_wide_{finish}", (90, 90), 128, HALF, wide, MEASURED, k_multiple=64, csrc=f"linear_wide_{finish}", min_m=2),
     )
 
 
@@ -218,8 +231,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
-    Row("linear", "small", "cuda_small", (90, 90), 32, HALF, _SMALL, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, n=(1, 8191)),
-    Row("linear", "small", "cuda_small", (90, 90), 16, HALF, _SMALL + _UNTIL_16, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, n=(8192, 2**31)),
+    *(Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when) for m, when in _SMALL_UNTIL),
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL_90, LOST, k_multiple=64, csrc="linear_small_pdl", siblings=True),
@@ -260,9 +272,9 @@ ROWS: tuple[Row, ...] = (
     Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True, triton=(3, 8)),
     Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, "compiled, not run", siblings=True),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
-    *_with_epilogue("linear_glu", "glu", _PAIRED, _PAIRED_90, 32),
+    *_with_epilogue("linear_glu", "glu", _PAIRED, _PAIRED_90, _PAIRED_WIDE, 32),
     Row("linear_glu", "unfused", "linear, then act * up", (0, 129), None, ANY, "fp4.linear by its own rows; the product is a pointwise kernel", "runs in CI"),
-    *_with_epilogue("linear_epilogue", "pointwise", _THEN, _THEN_90, 16),
+    *_with_epilogue("linear_epilogue", "pointwise", _THEN, _THEN_90, _THEN_WIDE, 16),
     Row("linear_epilogue", "unfused", "linear, then pointwise", (0, 129), None, ANY, "fp4.linear by its own rows; Inductor fuses the rest", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
     Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", "compiled, not run", k_multiple=1),

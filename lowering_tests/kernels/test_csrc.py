@@ -30,7 +30,7 @@ SOURCES = {
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
         lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
     ),
-    "gemm/linear_wide.cu": ((r"HGMMA\.64x256x16\.F32\.BF16", r"HGMMA\.64x8x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (11 + 6)),
+    "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x8x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (10 + 5)),
     "gemm/linear_wide_fp8.cu": (
         (
             r"QGMMA\.64x256x32\.F32\.E4M3\.E4M3",

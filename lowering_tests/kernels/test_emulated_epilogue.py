@@ -20,8 +20,8 @@ from lowering_tests.kernels.test_emulated_linear import BF16, FP16, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 ACTS = ["", *ACTIVATIONS]
-TILES = {"linear_small": (2, 16, 2), "linear_mid": (2, 64, 2, 4, 2), "linear_wide": (128, 16, 2, 2)}
-OTHER_TILES = {"linear_small": (4, 8, 2), "linear_mid": (2, 64, 2, 4, 1), "linear_wide": (64, 16, 4, 1)}
+TILES = {"linear_small": (2, 16, 2), "linear_mid": (2, 64, 2, 4, 2), "linear_wide": (128, 16, 2, 1)}
+OTHER_TILES = {"linear_small": (4, 8, 2), "linear_mid": (2, 64, 2, 4, 1), "linear_wide": (128, 32, 2, 1)}
 
 
 def run(kernel: Emulated, name: str, x, w, bias, tile, then: Epilogue, columns: int) -> torch.Tensor:
@@ -91,6 +91,15 @@ def test_glu_in_every_tile():
     gate, up = z(x, w, None).split(19, 1)
     y = run(kernel, "linear_small_glu", x, w, None, (2, 16, 2), Epilogue((), "relu"), 19)
     assert distance(y, ACTIVATIONS["relu"](gate) * up) <= linear.CONTRACT.tolerance[BF16]
+
+
+def test_glu_where_tile_maps_take_both_halves():
+    kernel = library("linear_wide_glu")
+    for tile, m, inner in (((64, 8, 4, 2), 5, 70), ((128, 64, 2, 1), 66, 64), ((64, 128, 2, 2), 100, 33), ((128, 128, 1, 1), 20, 130), ((0, 0, 0, 0), 9, 200)):
+        x, w = torch.randn(m, 512).to(BF16), small_weight(2 * inner, 512)
+        y = run(kernel, "linear_wide_glu", x, w, None, tile, Epilogue((), "silu"), inner)
+        gate, up = z(x, w, None).split(inner, 1)
+        assert distance(y, ACTIVATIONS["silu"](gate) * up) <= linear.CONTRACT.tolerance[BF16], tile
 
 
 @pytest.mark.parametrize("act", ACTS)

@@ -248,7 +248,7 @@ BROKEN = {
     "rows past N are read": (SMALL, ": 0), N - 1); }", ": 0), N); }", "outside every allocation"),
     "k past K is read": (SMALL, "min(k, K - 32) / 2", "k / 2", "outside every allocation"),
     "the scales' tail is read": (SMALL, "at < total ? (int)min(total - at, (size_t)4) : 0", "4", "outside every allocation"),
-    "columns past N are stored": (SMALL, "if (m >= M || n >= columns) return;", "if (m >= M) return;", "outside every allocation"),
+    "columns past N are stored": (SMALL, "if (m < M && n < columns) y[", "if (m < M) y[", "outside every allocation"),
     "sums lie elsewhere": (SMALL, "* (kRows + 1) + 16 * r", "* kRows + 16 * r", None),
     "one warp misses a barrier": (
         MID,
@@ -257,7 +257,7 @@ BROKEN = {
         "deadlock|race|nobody wrote",
     ),
     "the next tile is not waited for": (MID, "    barrier(group + 1, S::kGroupThreads);  // the next", "    // the next", "race"),
-    "the tile is given back before its products are done": (WIDE, "      wgmma_wait<1>();\n", "", None),
+    "the tile is given back before its products are done": (WIDE, "      wgmma_wait<1>();\n", "", "race|nobody waited for"),
     "the tile is not waited for": (WIDE, "counter_wait(half + 8 * j, x_at.parity);", "", "before its asynchronous copy was waited for"),
     "the tile is overwritten too early": (WIDE, "            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);\n", "", "race|nobody waited for"),
     "one warp does not give tiles back": (WIDE, "if (frees) counter_arrive", "if (frees && warp) counter_arrive", "deadlock"),

@@ -30,7 +30,7 @@ REFUSED = ((8, 24, 8, 16), (8, 32, 257, 16), (8, 32, 0, 16), (8, 32, 8, 48), (8,
 
 def places(rows: int, row_bytes: int, tile_bytes: int) -> tuple[tuple[int, int], ...]:
     """(byte, row) at which a tile begins: inside, over every edge, and outside."""
-    return (0, 0), (tile_bytes, 8), (row_bytes - 16, rows - 3), (48, 3), (5, 1), (-7, -2), (row_bytes, 0), (0, rows), (-200, -300)
+    return (0, 0), (tile_bytes, 8), (row_bytes - 16, rows - 3), (48, 3), (-16, -2), (row_bytes, 0), (0, rows), (-208, -300)
 
 
 def matrix(rows: int, row_bytes: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_num
     silent = {row.kernel for row in ROWS if not row.batch and row.max_m != 1}
     small = {f"cuda_small{what}" for what in ("", "_pdl", "_glu", "_pointwise")}
     assert silent == small | {"linear, then act * up", "linear, then pointwise"}
-    assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {16}
+    assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {8, 16}
 
 
 def test_every_launcher_and_lowering_exists():
@@ -293,7 +293,8 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
     """Without nvcc, or with a K that no CUDA kernel takes, M = 2 to 4 stays on the GEMV."""
     gemv, small, any_k = "triton_gemv", "cuda_small", "cuda_small_any_k"
     for arch, csrc, k, kernels in (
-        (90, "", 4096, [gemv, small, small, small]),
+        (90, "", 4096, [gemv, small, small, "cuda_wide"]),
+        (90, "", 4032, [gemv, small, small, small]),
         (90, "no nvcc", 4096, [gemv, gemv, gemv, "triton_mid"]),
         (90, "", 4096 + 16, [any_k] * 4),
         (90, "no nvcc", 4096 + 16, [gemv, gemv, gemv, "triton_mid"]),
@@ -325,7 +326,7 @@ def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regim
     assert refused.status == LOST
     assert why.startswith("measured, off (activations shared") and why.endswith('switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))')
     on = plan(call, DispatchConfig(candidates=("cuda_mid",)))
-    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_small", "cuda_mid", "cuda_mid", "cuda_wide_fp8"]
+    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_mid", "cuda_mid", "cuda_mid", "cuda_wide_fp8"]
     assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
     alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "wide": 0, "mid": 700}))
     assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
@@ -349,13 +350,12 @@ def test_a_candidate_that_is_none_is_refused():
 
 
 def test_few_rows_stay_with_the_row_without_a_limit():
-    """A kernel of fp4.linear_glu for M >= 2, 17 or 33 does not take what fp4.linear's own rows serve better."""
+    """A kernel of fp4.linear_glu for M >= 2 or 17 does not take what fp4.linear's own rows serve better."""
     fused, apart = [f"cuda_{size}_glu" for size in ("small", "mid", "wide")], "linear, then act * up"
     for names, want in (
-        ([], {1: apart, 2: fused[0], 32: fused[0], 33: apart}),
-        (fused[1:2], {1: apart, 2: fused[0], 32: fused[0], 33: fused[1], 128: fused[1], 129: apart}),
-        (fused[2:], {1: apart, 2: fused[0], 32: fused[0], 33: fused[2], 256: fused[2], 257: apart}),
-        (["triton_gemv_glu", *fused], {1: "triton_gemv_glu", 2: fused[0], 33: fused[1], 129: fused[2], 257: apart}),
+        ([], {1: apart, 2: fused[0], 8: fused[0], 9: fused[2], 128: fused[2], 129: apart}),
+        (fused[1:2], {1: apart, 2: fused[0], 8: fused[0], 9: apart, 17: fused[1], 128: fused[1], 129: apart}),
+        (["triton_gemv_glu", fused[1]], {1: "triton_gemv_glu", 2: fused[0], 17: fused[1], 129: apart}),
     ):
         found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=tuple(names)))
         assert {m: found.pick(m).kernel for m in want} == want, names
@@ -364,7 +364,9 @@ def test_few_rows_stay_with_the_row_without_a_limit():
     found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), with_gaps)
     assert {m: found.pick(m).kernel for m in (1, 16, 17, 128, 129)} == {1: apart, 16: apart, 17: fused[1], 128: fused[1], 129: apart}
     then = plan(Call("linear_epilogue", 90, torch.bfloat16, 4096, 4096), DEFAULT)
-    assert [(row.kernel, row.max_m) for row in then.rows] == [("linear, then pointwise", 1), ("cuda_small_pointwise", 16), ("linear, then pointwise", None)]
+    assert [(row.kernel, row.max_m) for row in then.rows] == [
+        ("linear, then pointwise", 1), ("cuda_small_pointwise", 8), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
+    ]  # fmt: skip
     ended = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid_glu",), thresholds={"mid": 16}))
-    assert [row.kernel for row in ended.rows] == [apart, fused[0], apart]
+    assert [row.kernel for row in ended.rows] == [apart, fused[0], fused[2], apart]
     assert any("serves M >= 17" in r.reason for r in ended.refused)

@@ -453,6 +453,7 @@ bool make_tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_b
 void copy_tile(void* shared, const TileMap& map, int byte, int row, const void* address, unsigned blocks) {
   const int repeats = std::max(128, map.tile_bytes == 16 ? 0 : 8 * map.tile_bytes);  // bytes behind which the swizzle repeats
   const size_t start = (uint8_t*)shared - current->block->shared;
+  if (byte % 16) fail("a tile from byte %d of a row, not a multiple of 16: an illegal instruction", byte);
   if (start % repeats) fail("a tile at shared byte %zu, not a multiple of %d", start, repeats);
   std::vector<Copy> parts;
   for (int r = 0; r < map.tile_rows; ++r)
