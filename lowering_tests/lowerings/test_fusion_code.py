@@ -111,7 +111,7 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
         return entries, call_body(code)
 
     dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
-    for m, kernel, options in ((1, "triton_gemv", {}), (140, "dequantize_fp8 + scaled_mm", {}), (140, "dequantize_fp8 + scaled_mm", dynamic)):
+    for m, kernel, options in ((1, "triton_gemv", {}), (2100, "dequantize_fp8 + scaled_mm", {}), (2100, "dequantize_fp8 + scaled_mm", dynamic)):
         entries, body = graph(m, **options)
         assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", kernel)] * 3
         assert "fp4_csrc" not in body
