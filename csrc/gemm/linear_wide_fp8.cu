@@ -322,7 +322,9 @@ template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, 
   const int most = at_most(multiprocessors() / kBlocks, kMostClusters), remainder = count % most;
   const int streamed = !stream_k ? 0 : count < most ? count : remainder ? remainder + most : 0;
   const int clusters = SPLITS > 1 ? count * SPLITS : at_most(streamed ? count * steps : count, most);
-  if (clusters > most || steps < SPLITS) return cudaErrorInvalidConfiguration;  // clusters that wait for each other must all have begun
+  // Clusters that split K wait for each other: all must be able to run at once, and nothing may keep the last of them out for good (grids of a
+  // stream of higher priority that wait in turn for SMs of this one).
+  if (clusters > most || steps < SPLITS) return cudaErrorInvalidConfiguration;
   TileMap codes, scales;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, kRows, 128);
   if (status == cudaSuccess) status = tile_map(&scales, p.s, p.N, p.K / 16, kRows, 16);

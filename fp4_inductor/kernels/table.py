@@ -192,7 +192,7 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
     ``measured``, ``wide``: the reasons on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
     """
     small = (((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
-    hopper = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}), (8, {}))  # as without an epilogue: then linear_wide is ahead
+    hopper: tuple[tuple[int, dict[str, Any]], ...] = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}), (8, {}))  # as without an epilogue: then linear_wide is ahead
     common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
