@@ -123,7 +123,9 @@ _SMALL = (
     "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
     "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
 )
-_SMALL_90 = _SMALL + "; from 9 rows on linear_wide is the faster one for 2^24 weights and more: 17.4 us at N = K = 8192, M = 16, cuda_small 24.7; 9.3 and 9.2 at 4096"
+_SMALL_90 = (
+    _SMALL + "; from 9 rows on linear_wide is the faster one for 2^24 weights and more: 17.4 us at N = K = 8192, M = 16, cuda_small 24.7; 9.3 and 9.2 at 4096"
+)
 # Up to how many rows on sm_90, and where. linear_wide brings scales as tiles where K is a multiple of 256; without that it was not timed.
 _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (32, {"max_weights": 2**24 - 1}),
@@ -144,7 +146,9 @@ _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kern
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
 _THEN_90 = _THEN + ". With a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; 27.6 and 28.2 at M = 16; at M = 32 34.1 and 32.8"
 _PAIRED_90 = _PAIRED + ". 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7, in eager steps 12.4; 32.5 at N = K = 8192, M = 32: 30.8, 37.5"
-_PAIRED_WIDE = _PAIRED + ". 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6, and 34.9 and 34.0 at M = 128; 12.1 and 10.7 at N = K = 4096, M = 64"
+_PAIRED_WIDE = (
+    _PAIRED + ". 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6, and 34.9 and 34.0 at M = 128; 12.1 and 10.7 at N = K = 4096, M = 64"
+)
 _THEN_WIDE = _THEN + ". With a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9, and 11.6 and 12.4 at N = K = 4096"
 _CUDA_MID = (
     "activations shared in shared memory, K split over a cluster. At N = K = 8192, M = 16 21 us, cuda_small 25, but at N = K = 4096 13 and 9; "
@@ -192,7 +196,11 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
     ``measured``, ``wide``: the reasons on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
     """
     small = (((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
-    hopper: tuple[tuple[int, dict[str, Any]], ...] = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}), (8, {}))  # as without an epilogue: then linear_wide is ahead
+    hopper: tuple[tuple[int, dict[str, Any]], ...] = (
+        (max_m, {"max_weights": 2**24 - 1}),
+        (max_m, {"not_k_multiple": 256}),
+        (8, {}),
+    )  # as without an epilogue: then linear_wide is ahead
     common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
@@ -231,7 +239,10 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
-    *(Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when) for m, when in _SMALL_UNTIL),
+    *(
+        Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when)
+        for m, when in _SMALL_UNTIL
+    ),
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL_90, LOST, k_multiple=64, csrc="linear_small_pdl", siblings=True),
