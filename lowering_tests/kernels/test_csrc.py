@@ -42,7 +42,7 @@ SOURCES = {
             "USETMAXREG",
             "STSM",
         ),
-        lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")) + 3,  # and those that arrange activations for 128, 192 and 256 tokens
+        lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")),
     ),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }
