@@ -85,7 +85,7 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
             torch.cuda.empty_cache()
         if getattr(model.config, "_experts_implementation", None) in ("batched_mm", "grouped_mm"):
             model.set_experts_implementation("batched_mm" if tokens == 1 else "grouped_mm")
-        cache = StaticCache(config=model.config, max_cache_len=max(args.context, args.prefill) + 8)
+        cache = StaticCache(config=model.config, max_cache_len=(args.context if tokens == 1 else tokens) + 8)
         ids = torch.randint(0, min(1000, model.config.vocab_size), (batch, tokens), device=device)
         positions = torch.arange(tokens, device=device) + (args.context if tokens == 1 else 0)
         # The cache allocates itself at its first use: outside the graphs, or replays would overwrite it.

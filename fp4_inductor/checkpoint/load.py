@@ -178,7 +178,8 @@ def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch
     with Reader() as reader:
 
         def read(entry: Entry) -> Tensor:
-            t = reader.read(entry, manifest.files[entry.path.name].crc32.get(entry.name))
+            only = wanted[entry][0] if len(wanted[entry]) == 1 and wanted[entry][0].type == "cuda" else None
+            t = reader.read(entry, manifest.files[entry.path.name].crc32.get(entry.name), only)
             if entry.name in checked:
                 check_values(entry.name, t)
             return t

@@ -47,6 +47,7 @@ DTYPES = {
 _HEADER_LIMIT = 100_000_000  # as in the safetensors library
 _CHUNK = 1 << 24
 _READ_AT_ONCE = 1 << 30  # Linux reads at most 2 GB a call
+_STAGED = 32 << 20  # bytes on their way to a GPU, page-locked, a thread
 _LENGTH_BYTES = 8
 _INCOMPLETE = "The file is incomplete or damaged: write or download it again."
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
@@ -144,6 +145,7 @@ class Reader:
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._own = threading.local()
 
     def __enter__(self) -> Reader:
         return self
@@ -153,13 +155,25 @@ class Reader:
             os.close(fd)
         self._files.clear()
 
-    def read(self, entry: Entry, crc32: int | None = None) -> Tensor:
-        """The tensor on the CPU, in memory of its own. ``crc32``: what its bytes must sum up to; None where nobody recorded it."""
-        raw = torch.empty(entry.end - entry.start, dtype=torch.uint8)
-        view, got = memoryview(raw.numpy().data), 0
+    def read(self, entry: Entry, crc32: int | None = None, device: torch.device | None = None) -> Tensor:
+        """The tensor in memory of its own, on the CPU or on a CUDA ``device``: there through page-locked memory that is used again, since
+        fresh memory costs more than reading into it. ``crc32``: what its bytes must sum up to; None where nobody recorded it.
+        """
+        raw = torch.empty(entry.end - entry.start, dtype=torch.uint8, device=device)
+        staging = self._staging() if raw.is_cuda else None
+        got = is_now = 0
         try:
             fd = self._open(entry.path)
-            while got < len(view) and (n := os.preadv(fd, [view[got : got + _READ_AT_ONCE]], entry.start + got)):
+            while got < raw.numel():
+                part = raw[got : got + _READ_AT_ONCE] if staging is None else staging[: raw.numel() - got]
+                view = memoryview(part.numpy().data)
+                n = os.preadv(fd, [view], entry.start + got)
+                if not n:
+                    break
+                is_now = zlib.crc32(view[:n], is_now) if crc32 is not None else 0
+                if staging is not None:
+                    raw[got : got + n].copy_(staging[:n], non_blocking=True)
+                    torch.cuda.current_stream(raw.device).synchronize()
                 got += n
         except OSError as error:
             raise CheckpointError(
@@ -170,13 +184,19 @@ class Reader:
             ) from error
         if got != raw.numel():
             raise CheckpointError(f"{entry.name} is truncated in {entry.path.name}", value=got, limit=f"{raw.numel()} bytes", remedy=_INCOMPLETE)
-        if crc32 is not None and (is_now := zlib.crc32(view)) != crc32:
+        if crc32 is not None and is_now != crc32:
             raise CheckpointError(
                 f"{entry.path.name}: {entry.name} was altered since it was saved", value=f"CRC-32 {is_now:08x}", limit=f"{crc32:08x}", remedy=_DAMAGED
             )
         if entry.dtype == torch.bool and bool((raw > 1).any()):
             raise CheckpointError(f"{entry.name} is BOOL with bytes other than 0 and 1", value=int(raw.max()), limit="0, 1", remedy=_INCOMPLETE)
         return raw.view(entry.dtype).reshape(entry.shape)
+
+    def _staging(self) -> Tensor:
+        """Of the calling thread."""
+        if not hasattr(self._own, "staging"):
+            self._own.staging = torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True)
+        return self._own.staging
 
     def _open(self, path: Path) -> int:
         with self._lock:

@@ -15,6 +15,7 @@ from torch import nn
 
 import fp4_inductor
 from fp4_inductor import FP4Linear, NVFP4Config, NVFP4Tensor, errors
+from fp4_inductor.checkpoint import safetensors_file
 from fp4_inductor.checkpoint.build import build_empty
 
 
@@ -341,7 +342,9 @@ def test_the_given_model_is_unchanged_by_a_load_elsewhere(tmp_path):
 
 
 @pytest.mark.gpu
-def test_straight_to_the_gpu(tmp_path):
+@pytest.mark.parametrize("staged", [1 << 25, 100])  # bytes at a time: several pieces a tensor
+def test_straight_to_the_gpu(tmp_path, monkeypatch, staged):
+    monkeypatch.setattr(safetensors_file, "_STAGED", staged)
     model = saved(tmp_path)
     loaded = fp4_inductor.load(Net, tmp_path, device="cuda")
     assert all(t.device.type == "cuda" for t in (*loaded.parameters(), *loaded.buffers()))
