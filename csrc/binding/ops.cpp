@@ -21,6 +21,8 @@ using Linear = int(const void* x, const void* q, const void* s, const void* g, c
                    int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
 using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                               int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
+using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
+                          int dtype, int second, int third, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
                        int M, int N, int K, int dtype, void* stream);
 using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
@@ -113,12 +115,14 @@ Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, con
                                (int)stages, (int)splits);
 }
 
+// As scratch_bytes() of csrc.py: float32 sums of 132 blocks of 128 rows, and a flag each.
+constexpr int64_t shared_sums(int64_t tokens) { return 132 * 4 * 128 * tokens + 1024; }
+
 template <typename Place, Variant VARIANT>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows,
                    int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
   require(x.dim() == 2, kWide.of[VARIANT], "activations are [M, K]");
-  constexpr int64_t sums = 132 * 2 * 128 * 128 + 512;  // as csrc.py's scratch_elements()
-  const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + sums});
+  const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + shared_sums(128) / 2});
   return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows, (int)tokens, (int)k_groups,
                                (int)splits, scratch.data_ptr());
 }
@@ -135,26 +139,35 @@ Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& 
                      });
 }
 
+// Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.
+struct Part {
+  Tensor tensor;
+  int64_t rows, per_entry;
+};
+void check_parts(const char* op, const Tensor& x, int64_t n, int64_t k, std::initializer_list<Part> parts, const Optional& bias, ScalarType type) {
+  for (const auto& [part, rows, per_entry] : parts) {
+    require(part.get_device() == x.get_device(), op, "tensors on different devices");
+    require(part.dim() == 2 && part.size(0) == rows && part.size(1) * per_entry == k, op, "a part does not fit M, N and K");
+  }
+  require(!bias || (bias->dim() == 1 && bias->size(0) == n && bias->scalar_type() == type), op, "the bias is [N] in the result's dtype");
+  require(n < INT32_MAX && k < INT32_MAX && x.size(0) < INT32_MAX, op, "sizes below 2^31");
+}
+
 // Activations as codes, which carry no dtype: half says whether bias and result are float16 or bfloat16.
 template <typename Place>
 Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& row_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale,
-                   const std::optional<Tensor>& bias, int64_t arch, int64_t half) {
+                   const Optional& bias, int64_t arch, int64_t half) {
   constexpr const char* op = "linear_w4a4";
   auto* f = function<LinearW4A4>(op, arch);
   require(x_qdata.dim() == 2 && qdata.dim() == 2, op, "codes are [M, K/2] and [N, K/2]");
   const int64_t m = x_qdata.size(0), n = qdata.size(0), k = x_qdata.size(1) * 2;
-  for (const auto& [part, rows, per_element] : {std::tuple<Tensor, int64_t, int64_t>{x_scale, m, 16}, {row_scale, m, k}, {qdata, n, 2}, {scale, n, 16}}) {
-    require(part.get_device() == x_qdata.get_device(), op, "tensors on different devices");
-    require(part.dim() == 2 && part.size(0) == rows && part.size(1) * per_element == k, op, "a part does not fit M, N and K");
-  }
   const auto type = half ? ScalarType::Half : ScalarType::BFloat16;
-  require(!bias || (bias->dim() == 1 && bias->size(0) == n && bias->scalar_type() == type), op, "the bias is [N] in the result's dtype");
-  require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, op, "sizes below 2^31");
+  check_parts(op, x_qdata, n, k, {{x_scale, m, 16}, {row_scale, m, k}, {qdata, n, 2}, {scale, n, 16}}, bias, type);
   const Place place(x_qdata, op);
   Tensor y = torch::stable::new_empty(x_qdata, {m, n}, type);
   if (m == 0 || n == 0) return y;
   const Tensor x = dense(x_qdata), xs = dense(x_scale), rows = dense(row_scale), q = dense(qdata), s = dense(scale);
-  const std::optional<Tensor> b = bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt;
+  const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
   const int status = f(x.data_ptr(), xs.data_ptr(), rows.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m,
                        (int)n, (int)k, (int)(half != 0), place.stream);
   STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
@@ -199,6 +212,29 @@ Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weight
   return y;
 }
 
+// Activations in E4M3 with a float32 scale per token; bias and result in bfloat16.
+template <typename Place>
+Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
+                       int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third) {
+  constexpr const char* op = "linear_wide_fp8";
+  auto* f = function<LinearWideFP8>(op, arch);
+  require(x8.dim() == 2 && qdata.dim() == 2, op, "activations are [M, K], codes [N, K/2]");
+  require(x8.scalar_type() == ScalarType::Float8_e4m3fn && x_scale.scalar_type() == ScalarType::Float, op, "activations are float8_e4m3fn, their scales float32");
+  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
+  const int64_t m = x8.size(0), n = qdata.size(0), k = x8.size(1);
+  check_parts(op, x8, n, k, {{x_scale, m, k}, {qdata, n, 2}, {scale, n, 16}}, bias, ScalarType::BFloat16);
+  const Place place(x8, op);
+  Tensor y = torch::stable::new_empty(x8, {m, n}, ScalarType::BFloat16);
+  if (m == 0 || n == 0) return y;
+  const Tensor scratch = torch::stable::new_empty(x8, {(m + 767) / 768 * 768 * ((k + 255) / 256 * 256) + shared_sums(256)});
+  const Tensor x = dense(x8), xs = dense(x_scale), q = dense(qdata), s = dense(scale);
+  const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
+  const int status = f(x.data_ptr(), xs.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, 0,
+                       (int)second, (int)third, (int)tokens, (int)splits, scratch.data_ptr(), place.stream);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
+  return y;
+}
+
 }  // namespace
 }  // namespace fp4
 
@@ -216,6 +252,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("linear_small_pdl", TORCH_BOX((&fp4::linear_small<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_mid, Place)                                                \
     FP4_DENSE(linear_wide, Place)                                               \
+    m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
     m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \

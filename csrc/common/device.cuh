@@ -267,6 +267,32 @@ __device__ __forceinline__ uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bo
   return d;
 }
 
+// --- E4M3 (sm_89 and later) ------------------------------------------------------------------------------------------------
+
+// Four E4M3 bytes -> two float16 pairs, the low bytes' first.
+__device__ __forceinline__ void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high) {
+  asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.rn.f16x2.e4m3x2 %0, x; cvt.rn.f16x2.e4m3x2 %1, y;}" : "=r"(low), "=r"(high) : "r"(v));
+}
+// And back, rounded to nearest even; what is too large becomes 448.
+__device__ __forceinline__ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
+  uint32_t d;
+  asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f16x2 x, %1; cvt.rn.satfinite.e4m3x2.f16x2 y, %2; mov.b32 %0, {x, y};}" : "=r"(d) : "r"(low), "r"(high));
+  return d;
+}
+
+// __byte_perm(low, high, selector), which the compiler does not take apart; selectors have no bit 3 set.
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selector));
+  return d;
+}
+// v & MASK, once for all that is made of it.
+template <uint32_t MASK> __device__ __forceinline__ uint32_t masked(uint32_t v) {
+  uint32_t d;
+  asm("and.b32 %0, %1, %2;" : "=r"(d) : "r"(v), "n"(MASK));
+  return d;
+}
+
 // (a & MASK) | b as one LOP3: with a second mask in b it would be two.
 template <uint32_t MASK> __device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -322,6 +348,11 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], Shared row) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                : "r"(row)
                : "memory");
+}
+
+// The way back, transposed (sm_90): lane 4g + t gives column g, rows 2t and 2t + 1 of each.
+__device__ __forceinline__ void store_matrices_transposed(Shared row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
 }
 
 // --- host --------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,13 @@
 //
 // A and D lie as in mma.m16n8k16, warp w of the warpgroup holding rows 16w .. 16w + 15. B lies in shared memory token by token:
 // 128 bytes (64 k) a token, 16-byte chunk c of token n at place c ^ (n % 8), the tile at a multiple of 1024 bytes.
+// E4M3: 32 k in the same bytes, four k where a register holds two else: a0 of lane 4g + t is row g, k = 4t .. 4t + 3, a2 those + 16.
 #pragma once
 #include "device.cuh"
+
+namespace fp4 {
+struct E4M3 {};  // names the type of products
+}
 
 #ifndef FP4_EMULATED
 namespace fp4 {
@@ -41,33 +46,39 @@ template <typename T, int TILES> struct Wgmma;
 #define FP4_SUMS24 FP4_SUMS16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define FP4_SUMS48 FP4_SUMS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define FP4_SUMS64 FP4_SUMS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define FP4_SUMS128 FP4_SUMS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define FP4_SUMS96 FP4_SUMS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define FP4_SUMS128 FP4_SUMS96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// SUMS, A, B: the operands' numbers; the rest names the registers of SUMS.
-#define FP4_WGMMA(T, TILES, SHAPE, TYPE, SUMS, A, B, ...) \
+// LAST: whether sums are added to, signs of A and B, and for types of 16 bits the order of B; SUMS, A, B: the operands' numbers; the rest names the
+// registers of SUMS.
+#define FP4_WGMMA(T, TILES, SHAPE, TYPE, LAST, SUMS, A, B, ...) \
   template <> struct Wgmma<T, TILES> { \
     static __device__ __forceinline__ void run(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b) { \
-      asm volatile("{.reg .b64 tile; mov.b64 tile, {" B ", 0x40000040};\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" SUMS "}, {" A "}, tile, 1, 1, 1, 0;}" \
+      asm volatile("{.reg .b64 tile; mov.b64 tile, {" B ", 0x40000040};\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" SUMS "}, {" A "}, tile, " LAST ";}" \
                    : __VA_ARGS__ \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b)); \
     } \
   };
 #define FP4_WGMMA_SIZES(T, TYPE) \
-  FP4_WGMMA(T, 1, "m64n8k16", TYPE, FP4_SUMS4, "%4,%5,%6,%7", "%8", FP4_D(0)) \
-  FP4_WGMMA(T, 2, "m64n16k16", TYPE, FP4_SUMS8, "%8,%9,%10,%11", "%12", FP4_D(0), FP4_D(1)) \
-  FP4_WGMMA(T, 4, "m64n32k16", TYPE, FP4_SUMS16, "%16,%17,%18,%19", "%20", FP4_D4(0)) \
-  FP4_WGMMA(T, 6, "m64n48k16", TYPE, FP4_SUMS24, "%24,%25,%26,%27", "%28", FP4_D4(0), FP4_D(4), FP4_D(5)) \
-  FP4_WGMMA(T, 8, "m64n64k16", TYPE, FP4_SUMS32, "%32,%33,%34,%35", "%36", FP4_D8(0)) \
-  FP4_WGMMA(T, 12, "m64n96k16", TYPE, FP4_SUMS48, "%48,%49,%50,%51", "%52", FP4_D12(0)) \
-  FP4_WGMMA(T, 16, "m64n128k16", TYPE, FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0)) \
-  FP4_WGMMA(T, 32, "m64n256k16", TYPE, FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))
+  FP4_WGMMA(T, 1, "m64n8k16", TYPE, "1, 1, 1, 0", FP4_SUMS4, "%4,%5,%6,%7", "%8", FP4_D(0)) \
+  FP4_WGMMA(T, 2, "m64n16k16", TYPE, "1, 1, 1, 0", FP4_SUMS8, "%8,%9,%10,%11", "%12", FP4_D(0), FP4_D(1)) \
+  FP4_WGMMA(T, 4, "m64n32k16", TYPE, "1, 1, 1, 0", FP4_SUMS16, "%16,%17,%18,%19", "%20", FP4_D4(0)) \
+  FP4_WGMMA(T, 6, "m64n48k16", TYPE, "1, 1, 1, 0", FP4_SUMS24, "%24,%25,%26,%27", "%28", FP4_D4(0), FP4_D(4), FP4_D(5)) \
+  FP4_WGMMA(T, 8, "m64n64k16", TYPE, "1, 1, 1, 0", FP4_SUMS32, "%32,%33,%34,%35", "%36", FP4_D8(0)) \
+  FP4_WGMMA(T, 12, "m64n96k16", TYPE, "1, 1, 1, 0", FP4_SUMS48, "%48,%49,%50,%51", "%52", FP4_D12(0)) \
+  FP4_WGMMA(T, 16, "m64n128k16", TYPE, "1, 1, 1, 0", FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0)) \
+  FP4_WGMMA(T, 32, "m64n256k16", TYPE, "1, 1, 1, 0", FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))
 
 FP4_WGMMA_SIZES(__nv_bfloat16, "bf16")
 FP4_WGMMA_SIZES(__half, "f16")
+FP4_WGMMA(E4M3, 16, "m64n128k32", "e4m3", "1, 1, 1", FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0))
+FP4_WGMMA(E4M3, 24, "m64n192k32", "e4m3", "1, 1, 1", FP4_SUMS96, "%96,%97,%98,%99", "%100", FP4_D16(0), FP4_D8(16))
+FP4_WGMMA(E4M3, 32, "m64n256k32", "e4m3", "1, 1, 1", FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))
 
 #undef FP4_WGMMA_SIZES
 #undef FP4_WGMMA
 #undef FP4_SUMS128
+#undef FP4_SUMS96
 #undef FP4_SUMS64
 #undef FP4_SUMS48
 #undef FP4_SUMS32

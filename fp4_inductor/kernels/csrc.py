@@ -34,8 +34,11 @@ class Kernel:
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: launched so that it may begin, and prefetch weights, while the kernel before it still runs (programmatic dependent launch).
-        scratch: it arranges the activations in memory of the caller's, :func:`scratch_elements`.
-        activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it.
+        scratch: it arranges the activations in memory of the caller's, :func:`scratch_bytes`: bytes for each one, of what M is made a multiple,
+            and the tokens of the blocks that share sums.
+        activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
+            bfloat16 results.
+        siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
     """
 
     source: str
@@ -45,11 +48,18 @@ class Kernel:
     finish: str | None = "plain"
     early: bool = False
     activations: tuple[str, ...] = ("x",)
-    scratch: bool = False
+    scratch: tuple[int, int, int] | None = None
+    siblings: bool = False
 
     @property
     def codes(self) -> bool:
-        return len(self.activations) > 1
+        return "half" in self.tile
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """What the operator takes behind the tile."""
+        both = ("int second=0", "int third=0")
+        return (*both, "int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else both if self.siblings else ()
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -66,13 +76,22 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=True),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=(2, 256, 128)),
+    "linear_wide_fp8": Kernel(
+        "gemm/linear_wide_fp8.cu",
+        ("qdata", "scale"),
+        ("tokens", "splits"),
+        "wide_fp8",
+        None,
+        activations=("x8", "x_scale"),
+        scratch=(1, 768, 256),
+        siblings=True,
+    ),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
 # Of signatures of their own, defined where they are called (kernels/moe/grouped_wide.py).
 KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None)
-SHARED_SUMS = 132 * 2 * 128 * 128 + 512  # as ops.cpp has it: 132 blocks of float32 sums, and a flag each
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
@@ -80,9 +99,12 @@ KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel 
 KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
 
 
-def scratch_elements(name: str, m: int, k: int) -> int:
-    """Elements of the activations' dtype that a call needs besides its result: arranged activations, and sums that blocks share."""
-    return -(-m // 256) * 256 * -(-k // 256) * 256 + SHARED_SUMS if KERNELS[name].scratch else 0
+def scratch_bytes(name: str, m: int, k: int) -> int:
+    """Bytes that a call needs besides its result, as ops.cpp has them: arranged activations; sums of 132 blocks of 128 rows, and a flag each."""
+    if (scratch := KERNELS[name].scratch) is None:
+        return 0
+    each, multiple, tokens = scratch
+    return each * -(-m // multiple) * multiple * -(-k // 256) * 256 + 132 * 4 * 128 * tokens + 1024
 
 
 def kernels_for(arch: int) -> list[str]:
@@ -207,17 +229,17 @@ def _through_ctypes(
     first, *parts = (aligned(t) for t in (*x, *weight))
     bias = None if bias is None else aligned(bias)
     (m, k), n = first.shape, weight[0].shape[0]
-    k, dtype, sizes = (k * 2, _output_dtype(tile), ()) if kernel.codes else (k, first.dtype, (*tile, *[0] * (len(kernel.tile) - len(tile))))
+    dtype = _output_dtype(kernel, first.dtype, tile)
+    k, sizes = (k * 2, ()) if kernel.codes else (k, (*tile, *[0] * (len(kernel.tile) - len(tile))))
     with torch.cuda.device(first.device):
         y = torch.empty(m, _columns(kernel, n), dtype=dtype, device=first.device)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers: list[Tensor | None] = [first, *parts, global_scale, bias]
         numbers = [m, n, k, int(dtype == torch.float16)]
-        if kernel.finish:
-            given: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) :]]
-            pointers += [None if t is None else t.contiguous() for t in given[3:]]
-            numbers += given[:3]
-        scratch = [torch.empty(scratch_elements(name, m, k), dtype=dtype, device=first.device)] if kernel.scratch else []
+        given: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) : len(kernel.more)]]
+        pointers += [None if t is None else t.contiguous() for t in given[3:]]
+        numbers += given[:3]
+        scratch = [torch.empty(scratch_bytes(name, m, k), dtype=torch.uint8, device=first.device)] if kernel.scratch else []
         status = getattr(compiled, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
@@ -230,9 +252,11 @@ def _columns(kernel: Kernel, n: int) -> int:
     return n // 2 if kernel.finish == "glu" else n
 
 
-def _output_dtype(half: Sequence[int]) -> torch.dtype:
-    """Of a kernel whose activations are codes."""
-    return torch.float16 if half and half[0] else torch.bfloat16
+def _output_dtype(kernel: Kernel, x: torch.dtype, half: Sequence[int]) -> torch.dtype:
+    """Of a kernel whose activations are of type ``x``; ``half``: what is given in place of a tile for codes."""
+    if kernel.codes:
+        return torch.float16 if half and half[0] else torch.bfloat16
+    return torch.bfloat16 if x == torch.float8_e4m3fn else x
 
 
 DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
@@ -240,9 +264,8 @@ DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 def _define(name: str, kernel: Kernel) -> None:
     parts = ", ".join(f"Tensor {part}" for part in (*kernel.activations, *kernel.weight))
-    more = ", int second=0, int third=0, int act=0, Tensor? mul=None, Tensor? residual=None" if kernel.finish else ""
-    tile = ", ".join(f"int {size}=0" for size in kernel.tile)
-    DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {tile}{more}) -> Tensor")
+    options = ", ".join((*(f"int {size}=0" for size in kernel.tile), *kernel.more))
+    DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {options}) -> Tensor")
     first, count, sizes = len(kernel.activations), len(kernel.activations) + len(kernel.weight), len(kernel.tile)
 
     def until_bound(*args) -> Tensor:
@@ -257,7 +280,7 @@ def _define(name: str, kernel: Kernel) -> None:
 
     def fake(*args) -> Tensor:
         x, weight = args[0], args[first]
-        return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]), dtype=_output_dtype(args[count + 3 :]) if kernel.codes else x.dtype)
+        return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]), dtype=_output_dtype(kernel, x.dtype, args[count + 3 :]))
 
     DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=DEFINITIONS)

@@ -117,7 +117,8 @@ def product(
         return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
-        y = call_csrc(row.csrc, rows, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
+        parts = quantized_rows(rows) if row.kernel == "cuda_wide_fp8" else (rows,)
+        y = call_csrc(row.csrc, parts, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
     entry.buffer = inductor.buffer_name(y)
@@ -126,10 +127,10 @@ def product(
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
-def call_csrc(name: str, rows, weight: tuple, bias, arch: int, then: configs.Epilogue):
-    """IR of ``torch.ops.fp4_csrc.<name>``."""
+def call_csrc(name: str, parts: tuple, weight: tuple, bias, arch: int, then: configs.Epilogue):
+    """IR of ``torch.ops.fp4_csrc.<name>``; ``parts``: of the activations."""
     operator = getattr(torch.ops.fp4_csrc, name).default
-    return inductor.call_op(operator, *arguments(rows, *weight), bias, arch, *select.csrc_arguments(name, then))
+    return inductor.call_op(operator, *arguments(*parts, *weight), bias, arch, *select.csrc_arguments(name, then))
 
 
 def _empty(x, lead, n, bias):
@@ -205,7 +206,7 @@ def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
 
 
 # Kernels with no form inside generated code: an operator is called.
-CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_small_pdl", "cuda_mid", "cuda_wide", "cuda_sparse_small"}
+CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_small_pdl", "cuda_mid", "cuda_wide", "cuda_wide_fp8", "cuda_sparse_small"}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

@@ -44,7 +44,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
         return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
 
     then = Epilogue(act=act, mul=_dense(rows(mul)), residual=_dense(rows(residual)))
-    y = linear.call_csrc(decision.row.csrc, rows(x), (qdata, scale, global_scale), bias, options.call.arch, then)
+    y = linear.call_csrc(decision.row.csrc, (rows(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 

@@ -44,7 +44,7 @@ def plan_of(x: Tensor, q: Tensor, large_m: str = "auto") -> Plan:
 def bound_of(x: Tensor, q: Tensor, large_m: str = "auto", fused: bool = False) -> float:
     """The contract's tolerance, or that of the FP8 path where it serves the call."""
     m = x.shape[:-1].numel()
-    if m and plan_of(x, q, large_m).pick(m).regime == "large_fp8":
+    if m and plan_of(x, q, large_m).pick(m).regime in ("large_fp8", "wide_fp8"):
         return FP8_BOUND
     few = 2 if m * q.shape[0] < 32 else 1  # a handful of roundings do not average
     accumulated = 6e-8 * x.shape[-1] ** 0.5  # float32 sums over K

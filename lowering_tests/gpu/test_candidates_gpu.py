@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from fp4_inductor import dispatch
+from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host
-from fp4_inductor.kernels.linear import configs, launch
+from fp4_inductor.kernels.linear import configs, cuda_mid, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small
 from fp4_inductor.ops import linear_glu
-from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, bound_of, error, exact, plan_of, weight
+from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
+from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
 from lowering_tests.kernels import sparse24 as sparse
 from lowering_tests.kernels.emulator import tiles_of
 
@@ -52,6 +54,55 @@ def test_wide(dtype):
                 first = launch.wide(x, *w, bias, tile)
                 assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
                 assert all(torch.equal(launch.wide(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+
+
+def test_wide_fp8():
+    """Against float64 of the same E4M3 codes, where only sums and one rounding differ, and against the transient weight's path."""
+    hopper()
+    source = "gemm/linear_wide_fp8.cu"
+    tiles = [None, *(configs.WideFP8Config(*t) for t in tiles_of(source)), *(configs.WideFP8Config(*t, 0) for t in tiles_of(source, "STREAMED"))]
+    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    for n, k in ((512, 1024), (4096, 4096), (8208, 2048), (5120, 8192), (33, 256), (1000, 1280)):
+        (q, s, g), bias = weight(n, k), torch.randn(n, device=DEVICE).to(BF16)
+        w8 = fp4.dequantize_fp8(q, s)
+        for m in (1, 129, 192, 193, 256, 300, 512, 777, 1024, 2047, 2048):
+            x8, x_scale = fp4.quantize_rows_fp8(torch.randn(m, k, device=DEVICE).to(BF16))
+            want = (x8.double() * x_scale.double()) @ (w8.double() * (g.double() / WEIGHT_FACTOR)).T + bias.double()
+            if n % 16 == 0:
+                transient = error(scaled_product(x8, x_scale, w8, g, BF16, bias), want)
+            for tile in tiles:
+                if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
+                    continue
+                first = cuda_mid.wide_fp8(x8, x_scale, q, s, g, bias, 90, tile)
+                assert error(first, want) <= (1.2 * transient if n % 16 == 0 else 6e-3), (m, n, k, tile)
+                assert all(torch.equal(cuda_mid.wide_fp8(x8, x_scale, q, s, g, bias, 90, tile), first) for _ in range(20)), (m, n, k, tile)
+
+
+def test_wide_fp8_has_the_transient_weights_codes():
+    """Each token picks one k: a column of the result is the E4M3 weight."""
+    hopper()
+    n, k = 1016, 2048
+    q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
+    s = (torch.arange(n * k // 16, device=DEVICE) % 127).to(torch.uint8).view(n, -1)[:, torch.randperm(k // 16)].contiguous().view(nvfp4.SCALE_DTYPE)
+    one = torch.eye(k, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(k, 1, device=DEVICE)
+    y = cuda_mid.wide_fp8(*one, q, s, torch.full((), WEIGHT_FACTOR, device=DEVICE), None, 90)
+    assert torch.equal(y.float(), fp4.dequantize_fp8(q, s).float().T)
+
+
+def test_wide_fp8_siblings_eager_and_compiled():
+    hopper()
+    n, k, starts = 6144, 4096, (4096, 5120)
+    q, s, _ = weight(n, k)
+    g = torch.tensor([0.3, 2.9, 0.01], device=DEVICE) / k**0.5
+    for m in (130, 256, 600, 2048):
+        x = torch.randn(m, k, device=DEVICE).to(BF16)
+        assert plan_of(x, q).pick(m).kernel == "cuda_wide_fp8"
+        y = torch.ops.fp4_csrc.linear_wide_fp8(*fp4.quantize_rows_fp8(x), q, s, g, None, 90, 0, 0, *starts)
+        compiled = torch.compile(lambda x, q, s, g: fp4.linear_siblings(x, q, s, g, None, [0, 4096, 4096, 5120, 5120, n]), fullgraph=True)(x, q, s, g)
+        for i, (a, b) in enumerate(zip((0, *starts), (*starts, n), strict=True)):
+            want = exact(x, q[a:b], s[a:b], g[i])
+            assert error(y[:, a:b], want) <= FP8_BOUND and error(fp4.linear(x, q[a:b], s[a:b], g[i]), want) <= FP8_BOUND
+            assert torch.equal(compiled[i], y[:, a:b])
 
 
 def test_candidates_serve_when_switched_on():

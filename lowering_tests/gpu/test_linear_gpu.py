@@ -205,7 +205,7 @@ def test_empty():
 def test_fp8_path_against_the_bf16_path():
     layer = FP4Linear.from_weight(torch.randn(2048, 2048, device=DEVICE).to(BF16))
     x = torch.randn(1024, 2048, device=DEVICE).to(BF16)
-    assert plan_of(x, layer.qdata).pick(1024).regime == "large_fp8"
+    assert plan_of(x, layer.qdata).pick(1024).regime in ("large_fp8", "wide_fp8")
     r = exact(x, layer.qdata, layer.scale, layer.global_scale)
     layer.large_m = "bf16"
     assert error(layer(x), r) <= 4e-3

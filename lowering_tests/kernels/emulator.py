@@ -85,7 +85,7 @@ class Emulated:
 
     def scratch(self, m: int, k: int) -> int:
         """Bytes that a call takes besides."""
-        return csrc.scratch_elements(self.name, m, k) * 2
+        return csrc.scratch_bytes(self.name, m, k)
 
     def put(self, t: Tensor | None, offset: int = 0) -> ctypes.c_void_p:
         """A copy of ``t`` in device memory, ``offset`` bytes past an aligned place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import types
 
 import pytest
@@ -16,8 +17,9 @@ from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.kernels.moe import grouped_wide
-from fp4_inductor.ops import linear, linear_w4a4, moe, quantize_rows_nvfp4
+from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
+from fp4_inductor.ops.linear_siblings import row_scales
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import emulated
@@ -26,10 +28,14 @@ pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is No
 ARCH = 90
 
 
+def library_of(kernel: csrc.Kernel) -> ctypes.CDLL:
+    return emulated(kernel.source, 120 if kernel.codes else ARCH, kernel.defines).library
+
+
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
 def resolve(name: bytes, arch: int):
     kernel = KERNELS[name.decode()]
-    library = emulated(kernel.source, arch, kernel.defines).library if arch == (120 if kernel.codes else ARCH) else None
+    library = library_of(kernel) if arch == (120 if kernel.codes else ARCH) else None
     return None if library is None else ctypes.cast(getattr(library, kernel.function), ctypes.c_void_p).value
 
 
@@ -109,7 +115,7 @@ def test_epilogues(ops):
 
 def test_through_ctypes_it_is_the_same(ops, monkeypatch):
     """Where no C++ compiler is found: every argument in its place."""
-    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(KERNELS[name].source, arch, KERNELS[name].defines).library, ""))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(KERNELS[name]), ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     q, s, g = weight(40, 128)
@@ -125,6 +131,9 @@ def test_through_ctypes_it_is_the_same(ops, monkeypatch):
         tile = [0] * len(KERNELS[name].tile)
         want = getattr(ops, name)(x, q, s, g, bias, ARCH, *tile, *then.arguments())
         assert torch.equal(csrc._through_ctypes(name, (x,), (q, s), g, bias, ARCH, (), then.arguments()), want), (name, then)
+    (q, s, _), x8, bias = weight(40, 256), quantize_rows_fp8.reference(torch.randn(6, 256)), bias.bfloat16()
+    want = ops.linear_wide_fp8(*x8, q, s, g, bias, ARCH, 0, 0, 24)
+    assert torch.equal(csrc._through_ctypes("linear_wide_fp8", x8, (q, s), g, bias, ARCH, (), (24,)), want)
 
 
 def test_strided_and_misaligned_tensors_are_copied(ops):
@@ -185,6 +194,30 @@ def test_activations_as_codes(ops, dtype):
             ops.linear_w4a4(*bad, None, 120)
     with pytest.raises(RuntimeError, match="result's dtype"):
         ops.linear_w4a4(*args, torch.zeros(33), 120)
+
+
+def test_activations_in_e4m3(ops):
+    (q, s, _), bias = weight(70, 512), torch.randn(70).bfloat16()
+    g, x = torch.tensor([0.37, 1.9, 0.02]), quantize_rows_fp8.reference(torch.randn(130, 512) * torch.logspace(-3, 3, 130)[:, None])
+    w8 = dequantize_fp8.reference(q, s).double() / dequantize_fp8.WEIGHT_FACTOR
+    for tile, starts in (((), ()), ((128, 1), (32,)), ((256, 0), (32, 48))):
+        y = ops.linear_wide_fp8(*x, q, s, g, bias, ARCH, *(tile or ((0, 0) if starts else ())), *starts)
+        assert y.dtype == torch.bfloat16
+        rows = row_scales(g, [v for pair in itertools.pairwise((0, *starts, 70)) for v in pair], 70).double()
+        want = (x[0].double() * x[1].double()) @ (w8 * rows[:, None]).T + bias.double()
+        assert error(y, want) <= 2.5e-3, tile
+    args = (*x, q, s, g[0])
+    torch.library.opcheck(ops.linear_wide_fp8, (*args, bias, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
+    assert ops.linear_wide_fp8(x[0][:0], x[1][:0], q, s, g, None, ARCH).shape == (0, 70)
+    for words, bad in {
+        "does not fit M, N and K": (x[0], x[1][:5], *args[2:]),
+        "are float8_e4m3fn": (x[0].bfloat16(), *args[1:]),
+        "result's dtype": (*args, torch.zeros(70), ARCH),
+        "fewer global scales": (*args, None, ARCH, 0, 0, 32),
+        "cudaError 9": (*args, None, ARCH, 64, 1),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            ops.linear_wide_fp8(*bad, *(None, ARCH)[len(bad) - 5 :])
 
 
 def test_opcheck(ops):

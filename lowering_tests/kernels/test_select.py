@@ -78,7 +78,7 @@ def test_every_launcher_and_lowering_exists():
         assert kernels <= set(lowered) | linear.CALLED
     assert {row.kernel for row in ROWS if row.op in ("moe", "sparse_moe")} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
     finishes = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear": "plain", "sparse_linear": None, "linear_w4a4": None, "moe": None}
-    assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc)
+    assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc and row.csrc != "linear_wide_fp8")
     assert {row.kernel for row in ROWS if row.op == "linear_w4a4" and row.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
 
 
@@ -272,6 +272,25 @@ def test_divisibility_that_a_new_row_may_ask_for():
         assert plan(Call("linear", 90, torch.bfloat16, n, k), DEFAULT, rows).pick(1).kernel == kernel
 
 
+def test_fp8_products_without_a_transient_weight():
+    """On sm_90, with nvcc, for M in between, where the transient weight's path serves, too."""
+    fused, transient = "cuda_wide_fp8", "dequantize_fp8 + scaled_mm"
+    for fields, kernels in (
+        ({}, ["cuda_wide", fused, fused, transient]),
+        ({"large_m": "fp8"}, ["cuda_wide", fused, fused, transient]),
+        ({"large_m": "bf16"}, ["cuda_wide", "cuda_wide", "dequantize + mm", "dequantize + mm"]),
+        ({"dtype": torch.float16}, ["cuda_wide", "cuda_wide", "dequantize + mm", "dequantize + mm"]),
+        ({"k": 4096 + 64}, ["cuda_wide", transient, transient, transient]),
+        ({"n": 250}, ["cuda_wide"] + ["dequantize + mm"] * 3),
+        ({"arch": 100}, [transient] * 4),
+        ({"csrc": "no nvcc"}, [transient] * 4),
+    ):
+        call = Call(**{"op": "linear", "arch": 90, "dtype": torch.bfloat16, "n": 4096, "k": 4096, **fields})
+        assert [plan(call, DEFAULT).pick(m).kernel for m in (128, 129, 2048, 2049)] == kernels, fields
+    off = plan(Call("linear", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"wide_fp8": 0}))
+    assert off.pick(512).kernel == transient
+
+
 def test_a_stand_in_serves_what_the_small_kernel_cannot():
     """Without nvcc, or with a K that no CUDA kernel takes, M = 2 to 4 stays on the GEMV."""
     gemv, small, any_k = "triton_gemv", "cuda_small", "cuda_small_any_k"
@@ -309,7 +328,7 @@ def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regim
     assert refused.status == LOST
     assert why.startswith("measured, off (activations shared") and why.endswith('switch it on with fp4_inductor.dispatch(candidates=("cuda_mid",))')
     on = plan(call, DispatchConfig(candidates=("cuda_mid",)))
-    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_mid", "cuda_mid", "cuda_mid", "dequantize_fp8 + scaled_mm"]
+    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", "cuda_mid", "cuda_mid", "cuda_mid", "cuda_wide_fp8"]
     assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
     alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "wide": 0, "mid": 700}))
     assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]

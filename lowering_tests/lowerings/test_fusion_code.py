@@ -111,7 +111,7 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
         return entries, call_body(code)
 
     dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
-    for m, kernel, options in ((1, "triton_gemv", {}), (140, "dequantize_fp8 + scaled_mm", {}), (140, "dequantize_fp8 + scaled_mm", dynamic)):
+    for m, kernel, options in ((1, "triton_gemv", {}), (2100, "dequantize_fp8 + scaled_mm", {}), (2100, "dequantize_fp8 + scaled_mm", dynamic)):
         entries, body = graph(m, **options)
         assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", kernel)] * 3
         assert "fp4_csrc" not in body
@@ -149,6 +149,23 @@ def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
     assert [(e.op, e.decision.row.kernel) for e in entries][1:] == [("fp4.linear_glu", "cuda_small_glu"), ("fp4.linear", "cuda_small")]
     assert len(re.findall(r"triton_\w+\.run\(", call_body(code))) == 3  # the first norm, the heads, the sum and its norm
     assert any(r.row.kernel == "cuda_small_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
+
+
+def test_fp8_products_round_activations_in_the_kernel_before_them():
+    """One operator for siblings, without a transient weight; what it takes is rounded where it is made: in the norm, in act(gate) * up."""
+    dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
+    for options in ({}, dynamic):
+        code, entries = compiled(512, csrc="", **options)
+        body = call_body(code)
+        assert kernels(entries) == [("fp4.linear", "cuda_wide_fp8", n) for n in (N + 2 * KV, 2 * INNER, K)]
+        assert {e.decision.how for e in entries} == {"guard" if options else "proven"}
+        assert body.count("fp4_csrc.linear_wide_fp8.default(") == 3
+        assert "dequantize" not in body and "quantize_rows" not in body
+        transient, before = compiled(4096, csrc="", **options)
+        assert {e.decision.row.kernel for e in before} == {"dequantize_fp8 + scaled_mm"}
+        assert len(re.findall(r"triton_\w+\.run\(", body)) <= len(re.findall(r"triton_\w+\.run\(", call_body(transient)))
+    with dispatch(unproven="runtime"):
+        assert "fp4_csrc" not in call_body(compiled(512, csrc="", **dynamic)[0])
 
 
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])

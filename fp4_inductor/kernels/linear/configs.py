@@ -63,6 +63,15 @@ class CudaWideConfig:
     splits: int = 1
 
 
+@dataclass(frozen=True)
+class WideFP8Config:
+    """Tile of ``csrc/gemm/linear_wide_fp8.cu``: ``tokens`` a block, ``splits`` clusters that share a tile's K; 0: clusters take equal shares of all
+    tiles' steps."""
+
+    tokens: int
+    splits: int
+
+
 def gemv(max_m: int, n: int, k: int) -> GemvConfig:
     """For at most ``max_m`` rows (1 to 4; more rows take more programs)."""
     block_m = 1 if max_m <= 1 else 2 if max_m == 2 else 4

@@ -1,4 +1,4 @@
-"""The CUDA kernels for middle M: ``csrc/gemm/linear_mid.cu`` (mma.sync) and ``linear_wide.cu`` (wgmma). Emulated, not timed: no default row names them."""
+"""The CUDA kernels for middle M: ``csrc/gemm/linear_mid.cu`` (mma.sync), ``linear_wide.cu`` and ``linear_wide_fp8.cu`` (wgmma)."""
 
 from __future__ import annotations
 
@@ -18,3 +18,17 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: 
 def wide(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, arch: int, tile: configs.CudaWideConfig | None = None) -> Tensor:
     """As :func:`linear`, on sm_90 only and for K % 64 == 0."""
     return csrc.call("linear_wide", x, (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())
+
+
+def wide_fp8(
+    x8: Tensor,
+    x_scale: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None,
+    arch: int,
+    tile: configs.WideFP8Config | None = None,
+) -> Tensor:
+    """bfloat16 ``[M, N]`` from ``x8 [M, K]`` (E4M3) and ``x_scale [M, 1]``, on sm_90 and for K % 256 == 0: ``csrc/gemm/linear_wide_fp8.cu``."""
+    return csrc.call("linear_wide_fp8", (x8, x_scale), (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())

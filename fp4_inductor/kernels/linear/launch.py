@@ -105,6 +105,12 @@ def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
     return fp8_product(x8, x_scale, qdata, scale, global_scale, x.dtype, bias)
 
 
+def wide_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.WideFP8Config | None = None) -> Tensor:
+    """As :func:`large_fp8` without a transient weight; see ``csrc/gemm/linear_wide_fp8.cu``. The bias is added in the kernel."""
+    x8, x_scale = fp4.quantize_rows_fp8(x)
+    return cuda_mid.wide_fp8(x8, x_scale, qdata, scale, global_scale, bias, host.arch(x.device), tile)
+
+
 def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows through a transient weight in ``x.dtype``."""
     return torch.nn.functional.linear(x, fp4.dequantize(qdata, scale, global_scale, x.dtype), bias)
@@ -117,6 +123,7 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "cuda_small_pdl": small_early,
     "cuda_mid": middle,
     "cuda_wide": wide,
+    "cuda_wide_fp8": wide_fp8,
     "triton_mid": mid,
     "dequantize_fp8 + scaled_mm": large_fp8,
     "dequantize + mm": large_dense,

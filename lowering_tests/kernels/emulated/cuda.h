@@ -105,6 +105,21 @@ inline unsigned short to_f16(double v) {
   return sign | (unsigned short)((e + 14) << 10 | ((int)std::ldexp(m, 11) - 1024));
 }
 
+inline double from_e4m3(unsigned char v) {
+  const int e = v >> 3 & 15, m = v & 7;
+  const double a = (v & 0x7F) == 0x7F ? NAN : e ? std::ldexp(8 + m, e - 10) : std::ldexp(m, -9);
+  return v & 0x80 ? -a : a;
+}
+inline unsigned char to_e4m3(double v) {  // what is too large becomes 448
+  const unsigned char sign = std::signbit(v) ? 0x80 : 0;
+  if (std::isnan(v)) return 0x7F;
+  const double a = std::min(rounded(std::fabs(v), 4, -5), 448.0);
+  if (a < 0x1p-6) return sign | (unsigned char)std::ldexp(a, 9);
+  int e;
+  const double m = std::frexp(a, &e);
+  return sign | (unsigned char)((e + 6) << 3 | ((int)std::ldexp(m, 4) - 8));
+}
+
 }  // namespace emulated
 
 struct __nv_bfloat16 {
@@ -113,11 +128,11 @@ struct __nv_bfloat16 {
 struct __half {
   unsigned short bits;
 };
-inline float __bfloat162float(__nv_bfloat16 v) { return (float)emulated::from_bf16(v.bits); }
-inline __nv_bfloat16 __float2bfloat16_rn(float v) { return {emulated::to_bf16(v)}; }
 struct alignas(4) __nv_bfloat162 {
   __nv_bfloat16 x, y;
 };
-inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)}; }
+inline float __bfloat162float(__nv_bfloat16 v) { return (float)emulated::from_bf16(v.bits); }
+inline __nv_bfloat16 __float2bfloat16_rn(float v) { return {emulated::to_bf16(v)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
 inline float __half2float(__half v) { return (float)emulated::from_f16(v.bits); }
 inline __half __float2half_rn(float v) { return {emulated::to_f16(v)}; }

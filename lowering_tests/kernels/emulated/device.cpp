@@ -53,6 +53,17 @@ uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b) {
   return d;
 }
 
+void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high) {
+  auto half = [&](int i) { return (uint32_t)emulated::to_f16(emulated::from_e4m3(v >> (8 * i) & 255)); };
+  low = half(0) | half(1) << 16, high = half(2) | half(3) << 16;
+}
+
+uint32_t pack_e4m3(uint32_t low, uint32_t high) {
+  uint32_t d = 0;
+  for (int i = 0; i < 4; ++i) d |= (uint32_t)emulated::to_e4m3(value(true, i < 2 ? low : high, i % 2)) << (8 * i);
+  return d;
+}
+
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   Operands mine{half, c, a, b, 0};
   emulated::together("mma", &mine, [](void** all) {
@@ -123,14 +134,14 @@ void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3
 namespace {
 
 struct Pending {
-  bool half;
+  Type type;
   int tiles;
   const uint8_t* tile;
   float (*d[128])[4];
   uint32_t a[128][4];
 };
 struct Mine {
-  bool half;
+  Type type;
   float (*d)[4];
   int tiles;
   const uint32_t* a;
@@ -138,12 +149,18 @@ struct Mine {
 };
 
 std::vector<Pending>& queue() {  // of the calling warpgroup
-  static std::map<std::tuple<int, int, int>, std::vector<Pending>> all;
+  static std::map<std::tuple<int, const uint8_t*, int>, std::vector<Pending>> all;
   if (!all.empty() && std::get<0>(all.begin()->first) != emulated::launch_number()) all.clear();
-  return all[{emulated::launch_number(), emulated::cluster_rank(), emulated::warpgroup()}];
+  return all[{emulated::launch_number(), emulated::dynamic_shared(), emulated::warpgroup()}];
 }
 
 void nothing(void**) {}
+
+// Number i of a register: two of 16 bits, or four of 8.
+double number(Type type, uint32_t word, int i) {
+  if (type == kE4M3) return emulated::from_e4m3(word >> (8 * i) & 255);
+  return value(type == kFloat16, word, i);
+}
 
 }  // namespace
 
@@ -151,13 +168,13 @@ void set_registers() { emulated::together("setmaxnreg", nullptr, nothing, 128); 
 
 void wgmma_fence() { emulated::together("wgmma.fence", nullptr, nothing, 128); }
 
-void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile) {
-  Mine mine{half, d, tiles, a, tile};
+void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile) {
+  Mine mine{type, d, tiles, a, tile};
   emulated::together(
       "wgmma", &mine,
       [](void** all) {
         Mine** lanes = (Mine**)all;
-        Pending p{lanes[0]->half, lanes[0]->tiles, lanes[0]->tile, {}, {}};
+        Pending p{lanes[0]->type, lanes[0]->tiles, lanes[0]->tile, {}, {}};
         for (int i = 0; i < 128; ++i) {
           if (lanes[i]->tile != p.tile) emulated::fail("wgmma: the tile is not the same for all threads");
           p.d[i] = lanes[i]->d;
@@ -187,7 +204,8 @@ void wgmma_wait_until(int open) {
             --groups;
             continue;
           }
-          std::vector<double> b(16 * 8 * p.tiles);
+          const int per = p.type == kE4M3 ? 4 : 2, depth = 8 * per;  // numbers a register, k a product
+          std::vector<double> b(depth * 8 * p.tiles);
           for (int n = 0; n < 8 * p.tiles; ++n)
             for (int c = 0; c < 2; ++c) {
               // the swizzle works on the address: bits 4..6 ^= bits 7..9; shared memory begins at a multiple of 1024
@@ -197,18 +215,18 @@ void wgmma_wait_until(int open) {
               emulated::check_published(shared + at, 16);
               uint32_t words[4];
               memcpy(words, shared + at, 16);
-              for (int i = 0; i < 8; ++i) b[(8 * c + i) * 8 * p.tiles + n] = value(p.half, words[i / 2], i % 2);
+              for (int i = 0; i < 4 * per; ++i) b[(4 * per * c + i) * 8 * p.tiles + n] = number(p.type, words[i / per], i % per);
             }
           for (int w = 0; w < 4; ++w) {
-            double a[16][16];
+            double a[16][32];
             for (int lane = 0; lane < 32; ++lane)
               for (int r = 0; r < 4; ++r)
-                for (int i = 0; i < 2; ++i) a[lane / 4 + r % 2 * 8][r / 2 * 8 + lane % 4 * 2 + i] = value(p.half, p.a[32 * w + lane][r], i);
+                for (int i = 0; i < per; ++i) a[lane / 4 + r % 2 * 8][(r / 2 * 4 + lane % 4) * per + i] = number(p.type, p.a[32 * w + lane][r], i);
             for (int lane = 0; lane < 32; ++lane)
               for (int j = 0; j < p.tiles; ++j)
                 for (int i = 0; i < 4; ++i) {
                   double sum = p.d[32 * w + lane][j][i];
-                  for (int k = 0; k < 16; ++k) sum += a[lane / 4 + 8 * (i / 2)][k] * b[k * 8 * p.tiles + 8 * j + lane % 4 * 2 + i % 2];
+                  for (int k = 0; k < depth; ++k) sum += a[lane / 4 + 8 * (i / 2)][k] * b[k * 8 * p.tiles + 8 * j + lane % 4 * 2 + i % 2];
                   p.d[32 * w + lane][j][i] = (float)sum;
                 }
           }
@@ -228,6 +246,21 @@ void load_matrices(uint32_t (&to)[4], Shared row) {
   emulated::together("ldmatrix", &mine, [](void** lanes) {
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < 4; ++i) memcpy(((Mine*)lanes[lane])->to + i, ((Mine*)lanes[8 * i + lane / 4])->row + lane % 4 * 4, 4);
+  });
+}
+
+// stmatrix.x4.trans: lane 8 i + r names row r of matrix i; lane 4 g + t holds rows 2 t and 2 t + 1 of column g of each.
+void store_matrices_transposed(Shared row, const uint32_t (&from)[4]) {
+  struct Mine {
+    uint8_t* row;
+    const uint32_t* from;
+  } mine{row, from};
+  if ((uintptr_t)row % 16) emulated::fail("stmatrix: a row is not 16-byte aligned");
+  emulated::check(row, 16, true);
+  emulated::together("stmatrix", &mine, [](void** lanes) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int column = 0; column < 8; ++column)
+        memcpy(((Mine*)lanes[lane])->row + 2 * column, (const uint8_t*)&((Mine*)lanes[4 * column + lane % 8 / 2])->from[lane / 8] + lane % 2 * 2, 2);
   });
 }
 

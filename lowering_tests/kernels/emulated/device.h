@@ -1,5 +1,7 @@
 // C++ forms of the wrappers in csrc/common/device.cuh and launch.cuh: same names, same meaning.
 #pragma once
+#include <type_traits>
+
 #include "cuda.h"
 
 namespace fp4 {
@@ -107,6 +109,7 @@ void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[
 void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
 void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales);
 void load_matrices(uint32_t (&to)[4], Shared row);
+void store_matrices_transposed(Shared row, const uint32_t (&from)[4]);
 
 template <typename T> constexpr bool kHalf = false;
 template <> inline constexpr bool kHalf<__half> = true;
@@ -115,6 +118,13 @@ inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return multiply_pairs(false
 inline uint32_t mul_f16x2(uint32_t a, uint32_t b) { return multiply_pairs(true, a, b); }
 inline uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_bf16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
 inline uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
+void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high);
+uint32_t pack_e4m3(uint32_t low, uint32_t high);
+inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  if (selector & 0x8888) emulated::fail("a selector of bytes that copies signs");
+  return __byte_perm(low, high, selector);
+}
+template <uint32_t MASK> inline uint32_t masked(uint32_t v) { return v & MASK; }
 template <uint32_t MASK> inline uint32_t masked_or(uint32_t a, uint32_t b) { return (a & MASK) | b; }
 
 template <typename T> inline void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -126,7 +136,10 @@ inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2
 }
 
 // wgmma (csrc/common/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.
-void wgmma_issue(bool half, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile);
+enum Type { kBfloat16, kFloat16, kE4M3 };
+struct E4M3;
+template <typename T> constexpr Type kType = std::is_same_v<T, E4M3> ? kE4M3 : kHalf<T> ? kFloat16 : kBfloat16;
+void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait_until(int open);
@@ -134,10 +147,13 @@ template <int TILES> inline void wgmma_sums(float (&)[TILES][4]) {}
 template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
 inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
-  wgmma_issue(kHalf<T>, d, TILES, {a0, a1, a2, a3}, b);
+  wgmma_issue(kType<T>, d, TILES, {a0, a1, a2, a3}, b);
 }
 
-inline int multiprocessors() { return 5; }
+#ifndef FP4_EMULATED_SMS
+#define FP4_EMULATED_SMS 5
+#endif
+inline int multiprocessors() { return FP4_EMULATED_SMS; }
 
 #ifdef FP4_ARCH  // a source of csrc/, not device.cpp
 template <bool EARLY = kBeginsEarly, typename... P, typename... A>

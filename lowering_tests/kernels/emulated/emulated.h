@@ -63,7 +63,7 @@ struct TileMap {
 bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes);
 void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, const void* counter, unsigned blocks);
 
-// Between blocks of a grid, which run one after the other here.
+// Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
 void flag_wait(const int* flag);
 

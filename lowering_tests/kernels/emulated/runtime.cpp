@@ -81,12 +81,12 @@ struct Fiber {
   int warp_of_all() const { return block->first_warp + warp; }
 };
 
-struct Launch {
+struct Launch {  // of one cluster
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Barrier cluster;
   Time now = 1;
-  int shared_bytes, threads, live;
+  int shared_bytes, threads, live, place = 0;  // place: of its memory, among those that have begun and not ended
 };
 
 Launch* the = nullptr;
@@ -243,11 +243,19 @@ void entry() {
   swapcontext(&current->context, &scheduler);
 }
 
-void run(Launch& launch) {
+void deadlock(const Launch& launch);
+
+// Can a thread go on, of a cluster that has just begun or that waited for a flag?
+bool flagged(const Launch& launch) {
+  return std::any_of(launch.fibers.begin(), launch.fibers.end(), [](auto& f) { return !f->done && (f->flag ? *f->flag != 0 : !f->waits || f->waits->generation != f->generation); });
+}
+
+// Until all threads have ended, or until nothing moves but flags of other clusters may do: false then.
+bool run(Launch& launch) {
+  the = &launch;
   std::vector<Fiber*> order;
   for (auto& f : launch.fibers) order.push_back(f.get());
   std::mt19937 random(seed);
-  launch.live = order.size();
   while (launch.live && !failed) {
     if (seed) std::shuffle(order.begin(), order.end(), random);
     bool moved = false;
@@ -258,16 +266,22 @@ void run(Launch& launch) {
       current = f;
       moved = true;
       swapcontext(&scheduler, &f->context);
-      if (failed) return;
+      if (failed) return true;
     }
     if (moved) continue;
-    for (Fiber* f : order)
-      if (!f->done) {
-        failed = true;
-        snprintf(message, sizeof message, "deadlock: thread %u waits in a %s that others do not reach", f->place.thread.x, f->flag ? "loop for a flag" : f->waits->what);
-        return;
-      }
+    if (std::any_of(order.begin(), order.end(), [](Fiber* f) { return !f->done && f->flag; })) return false;
+    deadlock(launch);
   }
+  return true;
+}
+
+void deadlock(const Launch& launch) {
+  for (auto& f : launch.fibers)
+    if (!f->done) {
+      failed = true;
+      snprintf(message, sizeof message, "deadlock: thread %u waits in a %s that others do not reach", f->place.thread.x, f->flag ? "loop for a flag" : f->waits->what);
+      return;
+    }
 }
 
 }  // namespace
@@ -499,27 +513,33 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
   if (threads < 1 || threads > kLanes * kMaxWarps || threads % kLanes || shared_bytes > (int)kMaxShared || cluster < 1 || cluster > kMaxBlocks || blocks.z % cluster || !blocks.x || !blocks.y)
     return kInvalid;
   body = &kernel;
+  std::vector<std::unique_ptr<Launch>> begun;  // clusters that wait for a flag of a later one
   for (unsigned z = 0; z < blocks.z; z += cluster)
     for (unsigned y = 0; y < blocks.y; ++y)
       for (unsigned x = 0; x < blocks.x; ++x) {
-        Launch launch;
-        the = &launch;
-        launch.shared_bytes = shared_bytes;
-        launch.threads = threads;
+        auto launch = std::make_unique<Launch>();
+        while (std::any_of(begun.begin(), begun.end(), [&](auto& b) { return b->place == launch->place; })) ++launch->place;
+        if ((launch->place + 1) * cluster > kMaxBlocks) {
+          deadlock(*begun.front());
+          return kFailed;
+        }
+        launch->shared_bytes = shared_bytes;
+        launch->threads = threads;
+        launch->live = threads * cluster;
         for (int rank = 0; rank < cluster; ++rank) {
           auto block = std::make_unique<Block>();
           block->rank = rank;
           block->first_warp = rank * (threads / kLanes);
           block->live = threads;
           block->index = dim3(x, y, z + rank);
-          block->shared = shared_of(rank);
+          block->shared = shared_of(launch->place * cluster + rank);
           block->words.resize(shared_bytes / 4);
           memset(block->shared, 0xFF, shared_bytes);
           for (int t = 0; t < threads; ++t) {
             auto f = std::make_unique<Fiber>();
             f->place = {dim3(t, 0, 0), block->index, blocks, dim3(threads)};
             f->block = block.get();
-            f->id = launch.fibers.size();
+            f->id = launch->fibers.size();
             f->warp = t / kLanes;
             f->lane = t % kLanes;
             f->done = false;
@@ -527,20 +547,26 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
             f->waits = nullptr;
             f->flag = nullptr;
             getcontext(&f->context);
-            f->context.uc_stack.ss_sp = stacks() + kStack * f->id;
+            f->context.uc_stack.ss_sp = stacks() + kStack * (launch->place * cluster * threads + f->id);
             f->context.uc_stack.ss_size = kStack;
             f->context.uc_link = nullptr;
             makecontext(&f->context, entry, 0);
-            launch.fibers.push_back(std::move(f));
+            launch->fibers.push_back(std::move(f));
           }
-          launch.blocks.push_back(std::move(block));
+          launch->blocks.push_back(std::move(block));
         }
-        run(launch);
+        begun.push_back(std::move(launch));
+        for (bool again = true; again && !failed;) {
+          again = false;
+          for (size_t i = begun.size(); i-- > 0 && !failed;)  // the newest first: what it sets may let others go on
+            if (flagged(*begun[i]) && run(*begun[i])) begun.erase(begun.begin() + i), again = true;
+        }
         current = nullptr;
         the = nullptr;
         if (failed) return kFailed;
       }
-  return 0;
+  if (!begun.empty()) deadlock(*begun.front());
+  return failed ? kFailed : 0;
 }
 
 }  // namespace emulated
