@@ -88,7 +88,7 @@ return (b0, )""",
     b3 = empty_strided_cuda((1, 2048), (2048, 1), torch.float32)
     triton_poi_fused_sparse_linear_1.run(in4, b3, 2048, stream=stream0)
     b4 = empty_strided_cuda((s0, 2048), (2048, 1), torch.bfloat16)
-    extern_kernels._scaled_mm(b0, reinterpret_tensor(b2, (1024, 2048), (1, 1024), 0), b1, b3, out_dtype=torch.bfloat16, use_fast_accum=True, out=b4)
+    extern_kernels._scaled_mm(b0, reinterpret_tensor(b2, (1024, 2048), (1, 1024), 0), b1, b3, out_dtype=torch.bfloat16, use_fast_accum=False, out=b4)
 return (b4, )""",
         )
 
