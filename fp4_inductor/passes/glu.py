@@ -35,12 +35,12 @@ def fuse(graph: Graph) -> None:
             args: tuple[Any, ...] = (*linear.args, *(None, "auto")[len(linear.args) - 4 :])
             _plan(graph, linear, *halves, args)
     for linear in graph.find_nodes(op="call_function", target=torch.ops.fp4.linear_siblings.default):
-        *args, rows, large_m = (*linear.args, "auto")[:7]  # the last one has a default
-        n = value(args[1]).shape[0]
+        *parts, rows, large_m = (*linear.args, "auto")[:7]  # the last one has a default
+        n = value(parts[1]).shape[0]
         if list(rows) == [0, n // 2, n // 2, n]:  # type: ignore[arg-type]
             by_index = {u.args[1]: u for u in linear.users}
             if set(by_index) == {0, 1} and len(linear.users) == 2:
-                _plan(graph, linear, by_index[0], by_index[1], (*args, large_m))
+                _plan(graph, linear, by_index[0], by_index[1], (*parts, large_m))
 
 
 def _halves(linear: Node) -> tuple[Node, Node] | None:

@@ -74,7 +74,7 @@ def test_wide_fp8():
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
                 first = cuda_mid.wide_fp8(x8, x_scale, q, s, g, bias, 90, tile)
-                assert error(first, want) <= (1.2 * transient if n % 16 == 0 else 6e-3), (m, n, k, tile)
+                assert error(first, want) <= (max(1.2 * transient, 2.5e-3) if n % 16 == 0 else 6e-3), (m, n, k, tile)
                 assert all(torch.equal(cuda_mid.wide_fp8(x8, x_scale, q, s, g, bias, 90, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
