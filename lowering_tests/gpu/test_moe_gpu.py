@@ -189,7 +189,7 @@ def test_graph_replay_is_eager_and_every_run_is_the_same(t):
         assert torch.equal(out, moe(x, ids, w, *parts))
 
 
-@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
+@pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
 @pytest.mark.parametrize("tile", [8, 16, 32, 48, 96, 128])
 def test_every_tile_of_the_cuda_kernels(tile):
     """Tails in all sizes, experts without tokens, one with nearly all; maps; the same bits in every run."""

@@ -152,8 +152,8 @@ NO_NVCC = "no CUDA compiler"
 
 
 @pytest.mark.parametrize(("experts", "pairs", "kernel"), [
-    (128, 128, "triton_moe_decode"), (128, 129, "cuda_moe_wide"), (128, 32768, "cuda_moe_wide"), (128, 32769, "dequantize_fp8 + triton_grouped_fp8"),
-    (8, 8, "triton_moe_decode"), (8, 9, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 256, "cuda_moe_wide"),
+    (128, 128, "triton_moe_decode"), (128, 129, "cuda_moe_wide"), (128, 24576, "cuda_moe_wide"), (128, 24577, "dequantize_fp8 + triton_grouped_fp8"),
+    (8, 8, "triton_moe_decode"), (8, 9, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 192, "cuda_moe_wide"),
 ])  # fmt: skip
 def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, kernel):
     assert kernels(90, torch.bfloat16, experts, pairs) == [kernel]
