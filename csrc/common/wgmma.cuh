@@ -24,7 +24,7 @@ template <int TILES> __device__ __forceinline__ void wgmma_sums(float (&d)[TILES
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) asm volatile("" : "+f"(d[i][c]));
+    for (int c = 0; c < 4; ++c) needed(d[i][c]);
 }
 
 // What lies `bytes` behind the beginning of a tile, as wgmma takes it: the low half of a descriptor. The high half is the same for all:
@@ -66,8 +66,7 @@ template <typename T, int TILES> struct Wgmma;
   FP4_WGMMA(T, 6, "m64n48k16", TYPE, "1, 1, 1, 0", FP4_SUMS24, "%24,%25,%26,%27", "%28", FP4_D4(0), FP4_D(4), FP4_D(5)) \
   FP4_WGMMA(T, 8, "m64n64k16", TYPE, "1, 1, 1, 0", FP4_SUMS32, "%32,%33,%34,%35", "%36", FP4_D8(0)) \
   FP4_WGMMA(T, 12, "m64n96k16", TYPE, "1, 1, 1, 0", FP4_SUMS48, "%48,%49,%50,%51", "%52", FP4_D12(0)) \
-  FP4_WGMMA(T, 16, "m64n128k16", TYPE, "1, 1, 1, 0", FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0)) \
-  FP4_WGMMA(T, 32, "m64n256k16", TYPE, "1, 1, 1, 0", FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))
+  FP4_WGMMA(T, 16, "m64n128k16", TYPE, "1, 1, 1, 0", FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0))
 
 FP4_WGMMA_SIZES(__nv_bfloat16, "bf16")
 FP4_WGMMA_SIZES(__half, "f16")

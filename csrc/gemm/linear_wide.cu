@@ -3,6 +3,8 @@
 // Two kernels a call: arrange() writes the activations as wgmma takes them (wide.cuh); linear_wide() streams weights as tiles and activations
 // as they were arranged through two rings. Warpgroups lie side by side in rows and in K; blocks of a cluster share K, too, or blocks take
 // equal shares of all tiles' steps (STREAM) and sum through global memory what they share. Every sum has a fixed order.
+#include <type_traits>
+
 #include "wide.cuh"
 
 namespace {
@@ -10,9 +12,6 @@ namespace {
 using namespace fp4;
 
 constexpr int kMostBlocks = 132;  // that stream: there is scratch memory for so many
-
-constexpr int at_most(int a, int b) { return a < b ? a : b; }
-constexpr int at_least(int a, int b) { return a > b ? a : b; }
 
 // ROWS of W and TOKENS a block; KGROUPS warpgroups for each 64 rows, which take steps of K in turn.
 template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
@@ -28,10 +27,6 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
   static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
   static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages >= KGROUPS, "does not fit shared memory");
-};
-
-template <int N> struct Number {
-  static constexpr int value = N;
 };
 
 // What a block does, tile by tile: steps k .. k + count() - 1 of a tile, then the tile before it from its first step on. Blocks that stream share tiles
@@ -227,11 +222,11 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         }
       };
       if (splits == 1)
-        add_up(Number<1>());
+        add_up(std::integral_constant<int, 1>());
       else if (splits == 2)
-        add_up(Number<2>());
+        add_up(std::integral_constant<int, 2>());
       else
-        add_up(Number<4>());
+        add_up(std::integral_constant<int, 4>());
       if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
     }
   }

@@ -16,9 +16,6 @@ using namespace fp4;
 constexpr int kRows = 128, kBlocks = 2, kConsumers = 256;  // rows a block, blocks a cluster, threads that multiply
 constexpr int kMostClusters = 66;                          // there is scratch memory for the sums of so many
 
-constexpr int at_most(int a, int b) { return a < b ? a : b; }
-constexpr int at_least(int a, int b) { return a > b ? a : b; }
-
 // --- sums --------------------------------------------------------------------------------------------------------------
 
 // What a cluster does: steps k .. k + count() - 1 of a tile, then next(). SPLITS > 1: each tile's K among so many clusters. 1: the first `streamed`

@@ -6,6 +6,9 @@
 
 namespace fp4 {
 
+constexpr int at_most(int a, int b) { return a < b ? a : b; }
+constexpr int at_least(int a, int b) { return a > b ? a : b; }
+
 constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a row of W
 
 // Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
