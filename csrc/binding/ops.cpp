@@ -78,7 +78,8 @@ enum Variant { kPlain, kPointwise, kGlu, kPdl };
 struct Names {
   const char* of[4];
 };
-constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu", "linear_small_pdl"}}, kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}},
+constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu", "linear_small_pdl"}},
+    kTable{{"linear_table", "linear_table_pointwise", "linear_table_glu", "linear_table_pdl"}}, kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}},
     kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
 
 using Optional = std::optional<Tensor>;
@@ -105,6 +106,12 @@ template <typename Place, Variant VARIANT>
 Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
                     int64_t warps, int64_t stages, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
   return linear<Place, VARIANT>(kSmall, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)warps, (int)stages);
+}
+
+template <typename Place, Variant VARIANT>
+Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t sets,
+                    int64_t sets_a_warp, int64_t k_groups, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
+  return linear<Place, VARIANT>(kTable, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)sets, (int)sets_a_warp, (int)k_groups);
 }
 
 template <typename Place, Variant VARIANT>
@@ -251,6 +258,8 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     FP4_DENSE(linear_small, Place)                                              \
     m.impl("linear_small_pdl", TORCH_BOX((&fp4::linear_small<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_mid, Place)                                                \
+    FP4_DENSE(linear_table, Place)                                              \
+    m.impl("linear_table_pdl", TORCH_BOX((&fp4::linear_table<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \

@@ -82,6 +82,13 @@ __device__ __forceinline__ float load_float(const float* p) {
   return v;
 }
 
+// Four bytes of a table in shared memory that stays as it is: unlike a plain load it may be moved across barriers and products.
+__device__ __forceinline__ uint32_t load_table(Shared at) {
+  uint32_t v;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+
 // The value of the lane whose number differs in the bits of `mask`. Every lane of the warp calls it.
 __device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 

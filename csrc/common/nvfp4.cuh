@@ -94,6 +94,24 @@ template <typename T> __device__ __forceinline__ uint32_t decode_byte(uint32_t b
   return Numbers<T>::mul_by_half(masked_or<kSigns>(byte * 0x01001000u, byte * Numbers<T>::kSpread & Numbers<T>::kMagnitude), scales, high);
 }
 
+// The pairs of neighbours (0,1) (2,3) (4,5) (6,7) by table, one byte of codes an entry, one copy of it a lane so that lanes read different banks: byte b's
+// pair for lane l lies 256 b + 4 l behind the table's beginning, so that one PRMT makes an address. For the integer pipe 4 instructions instead of 13.
+constexpr int kPairTable = 256 * 256;
+
+// By all threads of whole warps; a barrier has to follow.
+template <typename T> __device__ __forceinline__ void fill_pairs(uint8_t* table, int thread, int threads) {
+  for (int b = thread / 32; b < 256; b += threads / 32) {
+    auto bits = [](uint32_t code) { return (code & 8) << 12 | (code & 7) << (Numbers<T>::kShift == 6 ? 6 : 9); };
+    *(uint32_t*)(table + 256 * b + 4 * (thread % 32)) = bits(b & 15) | bits(b >> 4) << 16;
+  }
+}
+
+// 8 codes -> their pairs of neighbours as place() leaves them. lane4: four times the lane's number.
+__device__ __forceinline__ void look_up(uint32_t w, Shared table, uint32_t lane4, uint32_t (&out)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = load_table(table + __byte_perm(w, lane4, 0x5504 | i << 4));
+}
+
 // 8 consecutive activations -> the same pairs.
 __device__ __forceinline__ void pair_up(const uint4& x, uint32_t (&out)[4]) {
   out[0] = __byte_perm(x.x, x.z, 0x5410);

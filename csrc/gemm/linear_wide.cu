@@ -17,16 +17,16 @@ constexpr int kMostBlocks = 132;  // that stream: there is scratch memory for so
 template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kHalf = kActivations<TOKENS> / 2;
-  // Stages of activations and of weights: deep where there is room.
-  static constexpr int kRoom = 226 * 1024;
-  static constexpr int kXStages = TOKENS == 128 ? 2 : TOKENS == 64 ? (ROWS == 64 ? 4 : 3) : ROWS == 64 ? 6 : ROWS == 128 ? 4 : 3;
-  static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights);
+  // Stages of activations and of weights: deep where there is room, and multiples of KGROUPS, so that a warpgroup meets every phase of the counters it waits for.
+  static constexpr int kTable = kByTable<TOKENS> ? kPairTable : 0, kRoom = 226 * 1024 - kTable;
+  static constexpr int kXStages = TOKENS == 128 ? 2 : ROWS <= 128 ? 4 : 3;
+  static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / KGROUPS * KGROUPS;
   static constexpr int kEarly = at_most(kWStages, at_least(1, 72 * 1024 / kWeights));  // stages of weights that go ahead of the first activations
   static constexpr int kPitch = ROWS + 4, kSums = KGROUPS * TOKENS * kPitch * 4;  // in the rings' place, at the end
-  static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kSums), kBytes = kRings + 16 * kWStages + 32 * kXStages;
+  static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kSums), kBytes = kTable + kRings + 16 * kWStages + 32 * kXStages;
   static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
   static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
-  static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages >= KGROUPS, "does not fit shared memory");
+  static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages % KGROUPS == 0, "does not fit shared memory");
 };
 
 // What a block does, tile by tile: steps k .. k + count() - 1 of a tile, then the tile before it from its first step on. Blocks that stream share tiles
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   static_assert(!STREAM || (KGROUPS == 1 && kFinish == kPlain));
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
-  uint8_t* shared = dynamic_shared();
+  uint8_t* shared = dynamic_shared() + S::kTable;
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   // Stages that have arrived and that are free; activations count by halves.
   const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
@@ -111,6 +111,11 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
 
   more_registers<S::kRegisters>();
+  if constexpr (kByTable<TOKENS>) {
+    fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
+    barrier(1, S::kConsumers);
+  }
+  const Shared table = shared_address(dynamic_shared());
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
   const uint8_t* my_codes = shared + (local + g) * 128;
@@ -150,7 +155,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       if (lane == 0) counter_arrive(w_free + 8 * w.i);
       const Shared half = x_full + 16 * x_at.i;
       multiply_step<T, TOKENS, S::kBatch>(
-          acc, q, s, activations + x_at.i * kActivations<TOKENS>, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
+          acc, q, s, activations + x_at.i * kActivations<TOKENS>, table, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
           [&](int j) {
             if (frees) counter_arrive(last_half);
             frees = lane == 0;
@@ -262,7 +267,7 @@ cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t s
 // Measured on an H200 (benchmarks/results/candidates.csv). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four
 // fit 120 SMs only), and where blocks would not come out even they stream.
 Tile best(int M, int N, int K, bool mapped) {
-  const int tokens = M <= 8 ? 8 : M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = (K + kWideK - 1) / kWideK;
+  const int tokens = M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = (K + kWideK - 1) / kWideK;
   const int64_t of_64 = (int64_t)((N + 63) / 64) * places, of_128 = (int64_t)((N + 127) / 128) * places;
   auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : 1; };
   const bool streams = mapped && kFinish == kPlain;
@@ -285,10 +290,10 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
   if (!mapped && tile.splits && IS(r, m, k)) return run<T, r, m, k, false, false>(tile.splits, p, (uint8_t*)scratch, stream);
 #define STREAMED(r, m) \
   if (mapped && !tile.splits && IS(r, m, 1)) return run<T, r, m, 1, true, true>(0, p, (uint8_t*)scratch, stream);
-  TILE(64, 8, 4) TILE(64, 16, 4) TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
-  TILE(128, 8, 2) TILE(128, 16, 2) TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1)
-  ANY_K(128, 8, 2) ANY_K(128, 16, 2) ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1)
-  if constexpr (kFinish == kPlain) { STREAMED(256, 8) STREAMED(256, 16) STREAMED(256, 32) STREAMED(192, 64) STREAMED(128, 128) }
+  TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
+  TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1)
+  ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1)
+  if constexpr (kFinish == kPlain) { STREAMED(256, 32) STREAMED(192, 64) STREAMED(128, 128) }
 #undef STREAMED
 #undef ANY_K
 #undef TILE

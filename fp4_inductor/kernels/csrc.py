@@ -75,6 +75,7 @@ class Kernel:
 
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
+    "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups"), "small"),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
     "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=(2, 256, 128)),
     "linear_wide_fp8": Kernel(
@@ -96,7 +97,7 @@ KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
 
-KERNELS["linear_small_pdl"] = replace(KERNELS["linear_small"], early=True)
+KERNELS |= {f"{name}_pdl": replace(KERNELS[name], early=True) for name in ("linear_small", "linear_table")}
 
 
 def scratch_bytes(name: str, m: int, k: int) -> int:

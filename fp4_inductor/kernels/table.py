@@ -110,6 +110,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("", "cuda_small_pdl"): (16, "K is split over other numbers of warps for M <= 16 than above, unless 8192 <= N <= 8448"),
     **{("", f"cuda_{size}{finish}"): _SPLITS for size in ("mid", "wide") for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
+    **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise", "_pdl")},
     ("", "cuda_sparse_small"): _SPLITS,
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
@@ -125,15 +126,16 @@ _SMALL = (
     "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
     "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
 )
-_SMALL_90 = (
-    _SMALL + "; from 9 rows on linear_wide is the faster one for 2^24 weights and more: 17.4 us at N = K = 8192, M = 16, cuda_small 24.7; 9.3 and 9.2 at 4096"
-)
+_SMALL_90 = _SMALL + "; where K is a multiple of 256 cuda_table is the faster one up to 16 rows, cuda_wide above for 2^24 weights and more"
 # Up to how many rows on sm_90, and where. linear_wide brings scales as tiles where K is a multiple of 256; without that it was not timed.
 _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (32, {"max_weights": 2**24 - 1}),
     (32, {"n": (1, 8191), "not_k_multiple": 256}),
     (16, {"not_k_multiple": 256}),
-    (8, {}),
+)
+_TABLE = (
+    "codes decoded by a table in shared memory, 2.2 machine instructions a weight, tiles fetched by a warp of its own: 14.0 us at N = K = 8192, M = 8, and 14.9 at "
+    "M = 16, where cuda_small takes 17.3 and 24.7, cuda_wide 17.4; 6.0 and 6.7 at N = K = 4096: 7.4 and 9.2; 40 and 46 at N = 28672, K = 8192: 52 and 54"
 )
 _UNTIL_256 = "; to 256 rows where no FP8 product follows: 56 us at N = K = 8192, a transient weight alone 46 before the product's 50"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
@@ -144,6 +146,10 @@ _ANY_K = (
 )
 _PDL = "cuda_small, begun while the kernel before it still runs, its first weights prefetched; no kernel right before it may write weights"
 _PDL_90 = _PDL + ". 6.5 us for 6.7 at N = K = 4096, M = 2, and 8.2 for 9.5 at M = 16, but 21.0 for 17.3 at N = K = 8192, M = 2: its tiles there are not right"
+_TABLE_PDL = (
+    "cuda_table, begun while the kernel before it still runs, its first weights fetched; no kernel right before it may write weights. One call behind another: 12.6 us "
+    "for 14.0 at N = K = 8192, M = 8, 5.6 for 6.0 at N = K = 4096"
+)
 _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kernel behind an operator that Inductor cannot fuse with"
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
 _THEN_90 = _THEN + ". With a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; 27.6 and 28.2 at M = 16; at M = 32 34.1 and 32.8"
@@ -206,13 +212,10 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
     ``measured``, ``wide``: the reasons on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
     """
     small = (((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
-    hopper: tuple[tuple[int, dict[str, Any]], ...] = (
-        (max_m, {"max_weights": 2**24 - 1}),
-        (max_m, {"not_k_multiple": 256}),
-        (8, {}),
-    )  # as without an epilogue: then linear_wide is ahead
+    hopper: tuple[tuple[int, dict[str, Any]], ...] = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}))  # as without an epilogue
     common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
+        Row(op, "small", f"cuda_table_{finish}", (90, 90), 16, HALF, f"{reason}. {_TABLE}", MEASURED, k_multiple=256, csrc=f"linear_table_{finish}", min_m=2),
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
         Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
@@ -252,6 +255,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
+    Row("linear", "small", "cuda_table", (90, 90), 16, HALF, _TABLE, MEASURED, k_multiple=256, csrc="linear_table", siblings=True),
     *(
         Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when)
         for m, when in _SMALL_UNTIL
@@ -260,6 +264,7 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL_90, LOST, k_multiple=64, csrc="linear_small_pdl", siblings=True),
     Row("linear", "small", "cuda_small_pdl", (100, 129), 16, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
+    Row("linear", "small", "cuda_table_pdl", (90, 90), 16, HALF, _TABLE_PDL, LOST, k_multiple=256, csrc="linear_table_pdl", siblings=True),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, LOST, csrc="linear_mid", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),

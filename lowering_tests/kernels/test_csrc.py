@@ -25,12 +25,13 @@ SOURCES = {
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", COPY),
         lambda arch: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
     ),
+    "gemm/linear_table.cu": (("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.2D", r"UTMALDG\.3D"), lambda arch: 2 * 2 * 2),
     "gemm/linear_mid.cu": (("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", COPY), lambda arch: 2 * ((5 if arch == 90 else 1) + 1)),
     "sparse/sparse_linear_small.cu": (
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
         lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
     ),
-    "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x8x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (10 + 5)),
+    "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (6 + 3)),
     "gemm/linear_wide_fp8.cu": (
         (
             r"QGMMA\.64x256x32\.F32\.E4M3\.E4M3",
@@ -56,13 +57,14 @@ COMPILED = [
     pytest.param("gemm/linear_small.cu", 121, marks=NEW),
     *[("gemm/linear_mid.cu", arch) for arch in (80, 90, 100)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
+    ("gemm/linear_table.cu", 90),
     ("gemm/linear_wide.cu", 90),
     ("gemm/linear_wide_fp8.cu", 90),
     ("moe/grouped_wide.cu", 90),
     ("gemm/linear_w4a4.cu", 120),
 ]
 # The libraries with more behind their products.
-VARIANTS = [(name, arch) for name, kernel in csrc.KERNELS.items() if kernel.defines for arch in ((90,) if "wide" in name else (80, 90, 100, 120))]
+VARIANTS = [(name, arch) for name, kernel in csrc.KERNELS.items() if kernel.defines for arch in ((90,) if "wide" in name or "table" in name else (80, 90, 100, 120))]
 
 
 @needs_nvcc
@@ -83,9 +85,9 @@ def check_compiled(source, arch, defines=()):
     usage = subprocess.run([aot.tool("cuobjdump"), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
-    early = "-DFP4_PDL=1" in defines and arch >= 90
+    early, table = "-DFP4_PDL=1" in defines and arch >= 90, source == "gemm/linear_table.cu"
     streams = 2 * len(tiles_of(source, "STREAMED")) if source == "gemm/linear_wide.cu" and not defines else 0
-    assert len(kernels) == count(arch) + streams - 2 * (early and arch == 90)  # one tile would spill
+    assert len(kernels) == count(arch) + streams - 2 * (early and arch == 90 and not table)  # one tile would spill
     assert {int(stack) for _, _, stack in kernels} == {0}
     sass = subprocess.run([aot.tool("cuobjdump"), "-sass", str(library)], capture_output=True, text=True, check=True).stdout
     assert not re.search(r"\b(STL|LDL)\b", sass)
@@ -93,7 +95,8 @@ def check_compiled(source, arch, defines=()):
     for instruction in wanted:
         assert re.search(instruction, sass), instruction
     waits_once = early or source == "gemm/linear_wide_fp8.cu"  # the second kernel of a call waits for the first
-    assert (sass.count("ACQBULK") == len(kernels)) is waits_once, "griddepcontrol.wait"
+    # in linear_table both who fetches and who stores
+    assert (sass.count("ACQBULK") == len(kernels) * (1 + table)) is waits_once, "griddepcontrol.wait"
     assert not (early and ".CONSTANT" in "".join(re.findall(r"LDG\.E\.128\S*", sass))), "activations change while an early kernel runs"
     # products in flight together: one wait for two or four, and one at the end, where ptxas puts one behind each if it cannot prove the registers free
     waits = {(len(re.findall("[HQ]GMMA", body)), body.count("WARPGROUP.DEPBAR")) for body in sass.split("Function : ")[1:]}
@@ -154,7 +157,7 @@ def test_without_nvcc_the_reason_is_told(monkeypatch):
 
 def test_a_kernel_is_built_only_where_a_row_names_it():
     """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
-    hopper = {name for name in csrc.KERNELS if name.startswith(("linear_mid", "linear_wide", "moe"))}
+    hopper = {name for name in csrc.KERNELS if name.startswith(("linear_table", "linear_mid", "linear_wide", "moe"))}
     assert {arch: set(csrc.KERNELS) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
         80: {*hopper, "linear_small_pdl", "linear_w4a4"},
         90: {"linear_w4a4"},

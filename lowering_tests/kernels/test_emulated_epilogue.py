@@ -20,8 +20,8 @@ from lowering_tests.kernels.test_emulated_linear import BF16, FP16, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 ACTS = ["", *ACTIVATIONS]
-TILES = {"linear_small": (2, 16, 2), "linear_mid": (2, 64, 2, 4, 2), "linear_wide": (128, 16, 2, 1)}
-OTHER_TILES = {"linear_small": (4, 8, 2), "linear_mid": (2, 64, 2, 4, 1), "linear_wide": (128, 32, 2, 1)}
+TILES = {"linear_small": (2, 16, 2), "linear_table": (2, 2, 4), "linear_mid": (2, 64, 2, 4, 2), "linear_wide": (128, 32, 2, 1)}
+OTHER_TILES = {"linear_small": (4, 8, 2), "linear_table": (6, 1, 2), "linear_mid": (2, 64, 2, 4, 1), "linear_wide": (128, 64, 2, 1)}
 
 
 def run(kernel: Emulated, name: str, x, w, bias, tile, then: Epilogue, columns: int) -> torch.Tensor:
@@ -55,7 +55,8 @@ def distance(y, r) -> float:
 def test_pointwise(name):
     kernel = library(f"{name}_pointwise")
     for i, act in enumerate(ACTS):
-        m, n, k, dtype = (3, 16, 17, 5, 30)[i] if name != "linear_small" else (3, 16, 1, 5, 9)[i], (33, 64, 130, 70, 128)[i], 576, (BF16, FP16)[i % 2]
+        few, k = name in ("linear_small", "linear_table"), 768 if name == "linear_table" else 576
+        m, n, dtype = (3, 16, 1, 5, 9)[i] if few else (3, 16, 17, 5, 30)[i], (33, 64, 130, 70, 128)[i], (BF16, FP16)[i % 2]
         x, w = torch.randn(m, k).to(dtype), small_weight(n, k)
         bias, mul, residual = (torch.randn(*shape).to(dtype) for shape in ((n,), (m, n), (m, n)))
         bias, mul, residual = bias if i != 1 else None, mul if i not in (0, 3) else None, residual if i != 2 else None
@@ -71,6 +72,7 @@ def test_glu(name):
     # I: less than half a block, off the tile, several blocks; K: a step and a half, more than all warps take at once
     for i, (inner, k) in enumerate(((5, 192), (16, 64), (67, 1088), (130, 576))):
         m, dtype, act = (1, 7, 16, 9)[i], (BF16, FP16)[i % 2], ACTS[1 + i]
+        k = -(-k // 256) * 256 if name == "linear_table" else k
         x, (q, s, g) = torch.randn(m, k).to(dtype), small_weight(2 * inner, k)
         bias = torch.randn(2 * inner).to(dtype) if i % 2 else None
         scales, starts = (torch.stack((g, g * 3)), (inner,)) if i != 1 else (g, ())
@@ -95,7 +97,7 @@ def test_glu_in_every_tile():
 
 def test_glu_where_tile_maps_take_both_halves():
     kernel = library("linear_wide_glu")
-    for tile, m, inner in (((64, 8, 4, 2), 5, 70), ((128, 64, 2, 1), 66, 64), ((64, 128, 2, 2), 100, 33), ((128, 128, 1, 1), 20, 130), ((0, 0, 0, 0), 9, 200)):
+    for tile, m, inner in (((64, 32, 4, 2), 5, 70), ((128, 64, 2, 1), 66, 64), ((64, 128, 2, 2), 100, 33), ((128, 128, 1, 1), 20, 130), ((0, 0, 0, 0), 9, 200)):
         x, w = torch.randn(m, 512).to(BF16), small_weight(2 * inner, 512)
         y = run(kernel, "linear_wide_glu", x, w, None, tile, Epilogue((), "silu"), inner)
         gate, up = z(x, w, None).split(inner, 1)

@@ -16,7 +16,7 @@ from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
-SMALL, MID, WIDE = "gemm/linear_small.cu", "gemm/linear_mid.cu", "gemm/linear_wide.cu"
+SMALL, TABLE, MID, WIDE = "gemm/linear_small.cu", "gemm/linear_table.cu", "gemm/linear_mid.cu", "gemm/linear_wide.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -72,6 +72,18 @@ def test_small_with_any_k(k):
             check(SMALL, m, n, k, (2, 16, 2), dtype)
 
 
+# (sets, r, k_groups): one warp; rows beyond N; a ring shorter than K; more warps in K than stages; every warp
+@pytest.mark.parametrize("tile", [(1, 1, 1), (3, 1, 5), (2, 2, 16), (4, 2, 3), (16, 2, 2), (8, 2, 4), (14, 2, 2)], ids=str)
+def test_table(tile):
+    for i, (m, n, k) in enumerate(((1, 33, 256), (8, 100, 2304), (5, 16, 5120), (9, 260, 1280), (16, 129, 4352))):
+        check(TABLE, m, n, k, tile, (BF16, FP16)[i % 2])
+
+
+def test_table_chooses_a_tile_for_every_size():
+    for m, n, k in ((1, 1, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768)):
+        check(TABLE, m, n, k, (0, 0, 0), BF16)
+
+
 @pytest.mark.parametrize("tile", tiles_of(MID), ids=str)
 def test_mid(tile):
     for i, (m, n, k, splits) in enumerate(((17, 33, 64, 1), (33, 130, 1088, 2), (70, 128, 576, 4), (64, 129, 2112, 8))):
@@ -109,16 +121,17 @@ def test_mid_with_any_k(k):
     check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
 
 
-EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 16, 2, 1))], ids=["small", "mid", "wide"])
+EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "mid", "wide"])
 
 
 @EACH
 def test_siblings_have_global_scales_of_their_own(source, tile):
     """Two and three members in one call, bit for bit what a call each by the same tile computes."""
     for m, starts, n in ((3, (48,), 70), (16, (16, 80), 130), (9, (5, 6), 33)):
-        q, s, _ = weight(n, 576)
+        k = 768 if source == TABLE else 576
+        q, s, _ = weight(n, k)
         g = torch.tensor([0.37, 2.9, 0.011])[: len(starts) + 1]
-        x, bias = torch.randn(m, 576).to(BF16), torch.randn(n).to(BF16)
+        x, bias = torch.randn(m, k).to(BF16), torch.randn(n).to(BF16)
         y = run(emulated(source), x, (q, s, g), bias, tile, starts=starts)
         for i, (a, b) in enumerate(zip((0, *starts), (*starts, n), strict=True)):
             part = (q[a:b], s[a:b], g[i])
@@ -140,15 +153,16 @@ def test_every_code_with_every_scale(source, tile):
         assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 16, 2, 2))], ids=str)
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 32, 2, 2))], ids=str)
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
-    x, w = torch.randn(24, 1088).to(BF16), weight(70, 1088)
+    m, k = (16, 1280) if source == TABLE else (24, 1088)
+    x, w = torch.randn(m, k).to(BF16), weight(70, k)
     y = run(emulated(source), x, w, None, tile)
     assert torch.equal(run(emulated(source), x, w, None, tile, seed=7), y)
     for bad in (float("nan"), float("inf")):
         x[3, -1] = bad
         z = run(emulated(source), x, w, None, tile)
-        keep = [i for i in range(24) if i != 3]
+        keep = [i for i in range(m) if i != 3]
         assert torch.equal(z[keep], y[keep])
         assert not z[3].isfinite().any()
 
@@ -186,12 +200,14 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16, 32]]
     tiles[32] = (4, 4, 3)
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
+    x, w = noise(16, 70, 4352)
+    assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0)), few) == [few]
     x, w = noise(65, 70, 1088)
     assert (
-        len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 8, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 2
+        len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 32, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 2
     )
     said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
-    assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_small", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
+    assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_table", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
     assert said["cuda_wide", 90, 128]
 
 
@@ -204,13 +220,17 @@ def test_the_cpu_kernel_has_two_orders():
 
 
 def test_arguments_that_no_kernel_takes():
-    for source, name, tile in ((SMALL, "fp4_linear_small", (2, 16, 2)), (MID, "fp4_linear_mid", (1, 64, 2, 4, 1)), (WIDE, "fp4_linear_wide", (128, 16, 2, 1))):
-        for m, n, k, t in ((0, 8, 64, tile), (1, 0, 64, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, 64, (9, *tile[1:]))):
+    for source, tile in ((SMALL, (2, 16, 2)), (TABLE, (2, 2, 2)), (MID, (1, 64, 2, 4, 1)), (WIDE, (128, 32, 2, 1))):
+        name, one = f"fp4_{source.split('/')[1][:-3]}", 256 if source == TABLE else 64
+        for m, n, k, t in ((0, 8, one, tile), (1, 0, one, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, one, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):
                 emulated(source).call(name, (None,) * 7, torch.empty(1), m, n, k, 0, 0, 0, 0, *t, scratch=emulated(source).scratch(m, k))
         for second, third, act in ((9, 8, 0), (-1, 0, 0), (0, 0, 1)):  # not in order; no such row; an activation in a plain library
             with pytest.raises(EmulatorError, match="status 1"):
-                emulated(source).call(name, (None,) * 7, torch.empty(1), 1, 8, 64, 0, second, third, act, *tile, scratch=emulated(source).scratch(1, 64))
+                emulated(source).call(name, (None,) * 7, torch.empty(1), 1, 8, one, 0, second, third, act, *tile, scratch=emulated(source).scratch(1, one))
+    for m, tile in ((17, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1))):
+        with pytest.raises(EmulatorError, match="status"):
+            emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, 256, 0, 0, 0, 0, *tile)
     with pytest.raises(EmulatorError, match="status"):
         emulated(MID).call("fp4_linear_mid", (None,) * 7, torch.empty(1), 1, 8, 64, 0, 0, 0, 0, 1, 64, 2, 4, 3)
 
@@ -250,6 +270,11 @@ BROKEN = {
     "the scales' tail is read": (SMALL, "at < total ? (int)min(total - at, (size_t)4) : 0", "4", "outside every allocation"),
     "columns past N are stored": (SMALL, "if (m < M && n < columns) y[", "if (m < M) y[", "outside every allocation"),
     "sums lie elsewhere": (SMALL, "* (kRows + 1) + 16 * r", "* kRows + 16 * r", None),
+    "the table is used before it is filled": (TABLE, "  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
+    "a stage is not waited for": (TABLE, "    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
+    "a stage is overwritten too early": (TABLE, "          counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
+    "a warp gives a stage back before it has read it": (TABLE, "    __syncwarp();\n    if (lane == 0) counter_arrive(free", "    if (lane == 0) counter_arrive(free", "race"),
+    "sums lie where others still read": (TABLE, "  barrier(1, threads);  // nobody reads", "  // nobody reads", "race|nobody waited for"),
     "one warp misses a barrier": (
         MID,
         "  barrier(group + 1, S::kGroupThreads);\n  int slot",
@@ -291,8 +316,8 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
     (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
     kernel = Emulated(tmp_path / "csrc" / source)
-    tile = {SMALL: (2, 16, 2), MID: (2, 64, 2, 4, 2), WIDE: (64, 8, 4, 2)}[source]
-    k = 2064 if "scales' tail" in case else 8192 if source == WIDE else 4160
+    tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3), MID: (2, 64, 2, 4, 2), WIDE: (64, 32, 4, 2)}[source]
+    k = 2064 if "scales' tail" in case else 8192 if source in (WIDE, TABLE) else 4160
     x, w = torch.randn(8, k).to(BF16), weight(33, k)
     if words is None:
         assert error(run(kernel, x, w, None, tile), x, w, None) > 0.1

@@ -50,9 +50,9 @@ def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_num
     kernels = {(row.op, row.kernel) for row in ROWS}
     assert {(op, kernel) for op, kernel in BATCH if op} <= kernels and {kernel for op, kernel in BATCH if not op} <= {kernel for _, kernel in kernels}
     silent = {row.kernel for row in ROWS if not row.batch and row.max_m != 1}
-    small = {f"cuda_small{what}" for what in ("", "_pdl", "_glu", "_pointwise")}
+    small = {f"cuda_{size}{what}" for size in ("small", "table") for what in ("", "_pdl", "_glu", "_pointwise")}
     assert silent == small | {"linear, then act * up", "linear, then pointwise"}
-    assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {8, 16}
+    assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {16}
 
 
 def test_every_launcher_and_lowering_exists():
@@ -293,9 +293,10 @@ def test_fp8_products_without_a_transient_weight():
 
 def test_a_stand_in_serves_what_the_small_kernel_cannot():
     """Without nvcc, or with a K that no CUDA kernel takes, M = 2 to 4 stays on the GEMV."""
-    gemv, small, any_k = "triton_gemv", "cuda_small", "cuda_small_any_k"
+    gemv, small, any_k, table = "triton_gemv", "cuda_small", "cuda_small_any_k", "cuda_table"
     for arch, csrc, k, kernels in (
-        (90, "", 4096, [gemv, small, small, "cuda_wide"]),
+        (90, "", 4096, [gemv, table, table, "cuda_wide"]),
+        (90, "", 2048, [gemv, table, table, small]),
         (90, "", 4032, [gemv, small, small, small]),
         (90, "no nvcc", 4096, [gemv, gemv, gemv, "triton_mid"]),
         (90, "", 4096 + 16, [any_k] * 4),
@@ -353,10 +354,10 @@ def test_a_candidate_that_is_none_is_refused():
 
 def test_few_rows_stay_with_the_row_without_a_limit():
     """A kernel of fp4.linear_glu for M >= 2 or 17 does not take what fp4.linear's own rows serve better."""
-    fused, apart = [f"cuda_{size}_glu" for size in ("small", "mid", "wide")], "linear, then act * up"
+    fused, apart = [f"cuda_{size}_glu" for size in ("table", "mid", "wide")], "linear, then act * up"
     for names, want in (
-        ([], {1: apart, 2: fused[0], 8: fused[0], 9: fused[2], 128: fused[2], 129: apart}),
-        (fused[1:2], {1: apart, 2: fused[0], 8: fused[0], 9: apart, 17: fused[1], 128: fused[1], 129: apart}),
+        ([], {1: apart, 2: fused[0], 16: fused[0], 17: fused[2], 128: fused[2], 129: apart}),
+        (fused[1:2], {1: apart, 2: fused[0], 16: fused[0], 17: fused[1], 128: fused[1], 129: apart}),
         (["triton_gemv_glu", fused[1]], {1: "triton_gemv_glu", 2: fused[0], 17: fused[1], 129: apart}),
     ):
         found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=tuple(names)))
@@ -367,7 +368,7 @@ def test_few_rows_stay_with_the_row_without_a_limit():
     assert {m: found.pick(m).kernel for m in (1, 16, 17, 128, 129)} == {1: apart, 16: apart, 17: fused[1], 128: fused[1], 129: apart}
     then = plan(Call("linear_epilogue", 90, torch.bfloat16, 4096, 4096), DEFAULT)
     assert [(row.kernel, row.max_m) for row in then.rows] == [
-        ("linear, then pointwise", 1), ("cuda_small_pointwise", 8), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
+        ("linear, then pointwise", 1), ("cuda_table_pointwise", 16), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
     ]  # fmt: skip
     ended = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid_glu",), thresholds={"mid": 16}))
     assert [row.kernel for row in ended.rows] == [apart, fused[0], fused[2], apart]

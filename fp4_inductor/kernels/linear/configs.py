@@ -41,6 +41,15 @@ class SmallConfig:
 
 
 @dataclass(frozen=True)
+class TableConfig:
+    """Tile of ``csrc/gemm/linear_table.cu``: 16 * sets rows of the weight a block, 16 * sets_a_warp a warp, K split over ``k_groups`` warps."""
+
+    sets: int
+    sets_a_warp: int
+    k_groups: int
+
+
+@dataclass(frozen=True)
 class CudaMidConfig:
     """Tile of ``csrc/gemm/linear_mid.cu``: 128 rows of the weight and ``tokens`` a block; warps of 16 * rows_16 rows; K split over
     ``groups`` of warps, then over ``splits`` blocks of a cluster."""

@@ -1,4 +1,4 @@
-"""The CUDA kernel of ``csrc/gemm/linear_small.cu``, 1 to 32 rows."""
+"""The CUDA kernels for few rows: ``csrc/gemm/linear_small.cu``, 1 to 32, and ``linear_table.cu``, 1 to 16 on sm_90."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def linear(
     global_scale: Tensor,
     bias: Tensor | None,
     arch: int,
-    tile: configs.SmallConfig | None = None,
+    tile: configs.SmallConfig | configs.TableConfig | None = None,
     kernel: str = "linear_small",
 ) -> Tensor:
-    """``[M, N]`` from ``x [M, K]``, 1 <= M <= 32 (16 on other than sm_90), on the current stream."""
+    """``[M, N]`` from ``x [M, K]``, 1 <= M <= 32 (16 on other than sm_90, and of ``"linear_table"``, which takes K % 256 == 0), on the current stream."""
     return csrc.call(kernel, x, (qdata, scale), global_scale, bias, arch, astuple(tile) if tile else ())

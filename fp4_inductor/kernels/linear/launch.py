@@ -77,6 +77,16 @@ def small_early(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, b
     return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_small_pdl")
 
 
+def table(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.TableConfig | None = None) -> Tensor:
+    """Up to 16 rows; see ``csrc/gemm/linear_table.cu``. The bias is added in the kernel."""
+    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_table")
+
+
+def table_early(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.TableConfig | None = None) -> Tensor:
+    """As :func:`table`, begun while the kernel before it still runs. That one must not write the weight."""
+    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_table_pdl")
+
+
 def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
     return cuda_mid.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
@@ -121,6 +131,8 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "cuda_small": small,
     "cuda_small_any_k": small,
     "cuda_small_pdl": small_early,
+    "cuda_table": table,
+    "cuda_table_pdl": table_early,
     "cuda_mid": middle,
     "cuda_wide": wide,
     "cuda_wide_fp8": wide_fp8,

@@ -21,6 +21,7 @@ inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline void wait_for_previous() { emulated::wait_for_previous(); }
 inline void let_next_begin() {}
 inline float load_float(const float* p) { return *p; }
+inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
   struct Lane {
     float v, got;

@@ -1,0 +1,218 @@
+// fp4.linear for 1 to 16 rows on sm_90 and later: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
+//
+// Bandwidth-bound: what has to be few are instructions a weight. Codes become pairs of numbers by a table in shared memory (nvfp4.cuh), a byte at
+// a time; codes, scales and activations come as tiles through one ring, fetched by a warp of their own. A warp owns 16 * R rows of W and every
+// k_groups-th step of K; activations lie as they lie in memory, swizzled, and the lanes of a quad take the words of their 64 k in different
+// orders, so that they read different banks.
+#include "wide.cuh"
+
+namespace {
+
+using namespace fp4;
+
+constexpr int kRoom = 227 * 1024 - kPairTable - 256;  // bytes for stages
+constexpr int kMostWarps = 16, kMostStages = 16;
+
+// How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
+struct Layout {
+  int sets, sets_a_warp, k_groups, stages, tokens;
+
+  __host__ __device__ int rows() const { return 16 * sets; }
+  __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
+  __host__ __device__ int warps() const { return row_warps() * k_groups; }
+  __host__ __device__ int x_bytes() const { return tokens * kWideK * 2; }
+  __host__ __device__ int stage() const { return x_bytes() + rows() * 128; }  // activations and codes; scales have a ring of their own behind these
+  __host__ __device__ int scales() const { return kPairTable + stages * stage(); }
+  __host__ __device__ int counters() const { return scales() + stages * rows() * 16; }
+  int bytes() const { return counters() + 16 * stages; }
+};
+
+template <typename T, int TOKENS, int R>
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
+    linear_table(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap activations, const Layout layout,
+                 const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K, const Epilogue<T> then) {
+  constexpr int kTiles = TOKENS / 8, kParts = Result<T>::kParts;
+  uint8_t* shared = dynamic_shared();
+  const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kWideK, rows = layout.rows(), n0 = blockIdx.x * (rows / kParts);
+  const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+
+  if (threadIdx.x == 32 * layout.warps()) {
+    for (int i = 0; i < layout.stages; ++i) counter_init(full + 8 * i, 1), counter_init(free + 8 * i, layout.row_warps());
+    publish_counters();
+    prefetch_tile_map(codes);
+    prefetch_tile_map(scales);
+    prefetch_tile_map(activations);
+  }
+  __syncthreads();
+
+  if (warp == layout.warps()) {
+    if (lane == 0) {
+      const Shared ring = shared_address(shared + kPairTable), scale_ring = shared_address(shared + layout.scales());
+      auto fetch_weights = [&](int k, int at) {
+        const Shared to = ring + at * layout.stage(), counter = full + 8 * at;
+        counter_promise(counter, layout.stage() + rows * 16);
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) {
+          const int row = n0 + p * (N / 2), local = p * (rows / 2);
+          copy_tile(to + layout.x_bytes() + local * 128, codes, k * 128, row, counter);
+          copy_tile(scale_ring + (at * rows + local) * 16, scales, k * 16, row, counter);
+        }
+      };
+      const int early = kBeginsEarly ? min(steps, layout.stages) : 0;
+      for (int k = 0; k < early; ++k) fetch_weights(k, k);
+      wait_for_previous();  // it may have written x; it does not write weights
+      for (int k = 0, at = 0, parity = 1; k < steps; ++k) {
+        if (k >= early) {
+          counter_wait(free + 8 * at, parity);
+          fetch_weights(k, at);
+        }
+        copy_planes(ring + at * layout.stage(), activations, 0, 0, k * 4, full + 8 * at);
+        if (++at == layout.stages) at = 0, parity ^= 1;
+      }
+    }
+    return;
+  }
+
+  const int threads = 32 * layout.warps();
+  fill_pairs<T>(shared, threadIdx.x, threads);
+  barrier(1, threads);
+  const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
+  const int local = row_warp * (16 * R);  // the warp's first row
+  const Shared table = shared_address(shared);
+  const uint32_t lane4 = 4 * lane, order = 0x3210 ^ t * 0x1111;
+  float acc[R][kTiles][4] = {};
+  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
+  let_next_begin();
+  // A warp has to meet every phase of a counter that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
+  // where these always lie in the same stages, else it waits for each step and works on every k_groups-th.
+  const int stride = layout.stages % layout.k_groups ? 1 : layout.k_groups;
+  int at = stride == 1 ? 0 : k_group, parity = 0, turn = stride == 1 ? k_group : 0;
+  for (int k = at; k < steps; k += stride) {
+    counter_wait(full + 8 * at, parity);
+    const int stage = at;
+    at += stride;
+    if (at >= layout.stages) at -= layout.stages, parity ^= 1;
+    if (turn) {
+      --turn;
+      continue;
+    }
+    turn = stride == 1 ? layout.k_groups - 1 : 0;
+    const uint8_t* from = shared + kPairTable + stage * layout.stage();
+    const uint8_t* my_codes = from + layout.x_bytes() + (local + g) * 128;
+    const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * 16 + 4 * t;
+    const uint8_t* my_x = from + t * (TOKENS * 128) + g * 128;
+    uint2 q[R][2][4];
+    uint32_t even[R][2], odd[R][2];
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[r][h][i] = *(const uint2*)(my_codes + (16 * r + 8 * h) * 128 + ((2 * t + ((i ^ t) >> 1)) ^ g) * 16 + ((i ^ t) & 1) * 8);
+        Numbers<T>::four_scales(__byte_perm(*(const uint32_t*)(my_scales + (16 * r + 8 * h) * 16), 0, order), even[r][h], odd[r][h]);
+      }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // word i ^ 2 t of the lane's eight
+      uint4 x[kTiles];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) x[j] = *(const uint4*)(my_x + j * 1024 + ((i ^ 2 * t) ^ g) * 16);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t word = i % 2 ? q[r][h][i / 2].y : q[r][h][i / 2].x, by = i / 2 % 2 ? odd[r][h] : even[r][h];
+          look_up(word, table, lane4, a[h]);
+#pragma unroll
+          for (int p = 0; p < 4; ++p) a[h][p] = Numbers<T>::mul_by_half(a[h][p], by, i / 4);
+        }
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          mma16816<T>(acc[r][j], a[0][0], a[1][0], a[0][1], a[1][1], x[j].x, x[j].y);
+          mma16816<T>(acc[r][j], a[0][2], a[1][2], a[0][3], a[1][3], x[j].z, x[j].w);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) counter_arrive(free + 8 * stage);
+  }
+
+  barrier(1, threads);  // nobody reads the ring any more
+  const int pitch = rows + 4, columns = rows / kParts;
+  float* sums = (float*)(shared + kPairTable);  // [k_groups][TOKENS][pitch]
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * j + 2 * t + (c & 1)) * pitch + local + 16 * r + g + 8 * (c >> 1)] = acc[r][j][c];
+  barrier(1, threads);
+  const Result<T> out{y, global_scale, bias, M, N, then, *global_scale * kWeightUnit};
+  for (int i = threadIdx.x; i < columns / 2 * M; i += threads) {
+    const int m = i / (columns / 2), n = i % (columns / 2) * 2;
+    float all[2][kParts] = {};
+#pragma unroll 4
+    for (int kg = 0; kg < layout.k_groups; ++kg)
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) {
+        const float2 v = *(const float2*)(sums + (kg * TOKENS + m) * pitch + n + p * columns);
+        all[0][p] += v.x, all[1][p] += v.y;
+      }
+    out.template store_run<2>(m, n0 + n, all);
+  }
+}
+
+// sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K.
+struct Tile {
+  int sets, sets_a_warp, k_groups;
+};
+
+// Measured on an H200 (benchmarks/results/candidates.csv). A block for nearly every SM, for any M in the same order of summation.
+Tile best(int N, int K) {
+  const int total = (N + 15) / 16, waves = (total + 132 * 16 - 1) / (132 * 16);
+  int sets = (total + 132 * waves - 1) / (132 * waves);
+  if (sets % 2 && (sets >= 7 || kFinish == kGlu)) ++sets;  // two sets a warp save more than an eighth of the blocks
+  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
+  return {sets, sets_a_warp, at_most(at_most(8, kMostWarps / row_warps), K / kWideK)};
+}
+
+template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear<T>& p, cudaStream_t stream) {
+  constexpr int kParts = Result<T>::kParts;
+  Layout layout{tile.sets, R, tile.k_groups, 1, TOKENS};
+  if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || layout.warps() > kMostWarps) return cudaErrorInvalidConfiguration;
+  layout.stages = at_most(kMostStages, kRoom / (layout.stage() + layout.rows() * 16));
+  layout.k_groups = at_most(layout.k_groups, layout.stages);
+  TileMap codes, scales, activations;
+  cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128);
+  if (status == cudaSuccess) status = tile_map(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16);
+  if (status == cudaSuccess) status = plane_map(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4, TOKENS, 128);
+  if (status != cudaSuccess) return status;
+  const int columns = layout.rows() / kParts;
+  return fp4::launch(linear_table<T, TOKENS, R>, dim3((p.columns() + columns - 1) / columns), 32 * (layout.warps() + 1), layout.bytes(), 1, stream, codes, scales, activations,
+                layout, p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
+}
+
+template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
+  switch (tile.sets_a_warp) {
+    case 1: return run<T, TOKENS, 1>(tile, p, stream);
+    case 2: return run<T, TOKENS, 2>(tile, p, stream);
+    default: return cudaErrorInvalidConfiguration;
+  }
+}
+
+}  // namespace
+
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (sets, sets_a_warp, k_groups): at most 16 sets, a multiple of
+// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; all 0 for best(). 1 <= M <= 16, K % 256 == 0; x, q and scale 16-byte aligned; bias, mul and residual may be null.
+extern "C" int fp4_linear_table(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
+                                int M, int N, int K, int dtype, int second, int third, int act, int sets, int sets_a_warp, int k_groups, void* stream) {
+  if (M < 1 || M > 16 || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
+  const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups} : best(N, K);
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
+                      Epilogue<T>::of(mul, residual, second, third, act)};
+    return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, (cudaStream_t)stream) : by_tile<T, 16>(tile, p, (cudaStream_t)stream);
+  };
+  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+}
