@@ -25,7 +25,7 @@ from ..kernels.select import attention_form
 
 NAME = "fp4_inductor"
 _ROWS = 16  # queries times heads of a group: what the kernel's table row serves
-# Keyword arguments that "sdpa" leaves to the mask or to others. Any other one that is not None goes to "sdpa".
+# Keyword arguments that "sdpa" leaves to the mask or to others. A call with any other goes to "sdpa", unless that is None or False.
 _WITHOUT_MEANING = {
     "sliding_window", "position_ids", "cache_position", "use_cache", "past_key_values", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "return_dict", "logits_to_keep",
@@ -87,9 +87,7 @@ def attention_forward(
         return torch.ops.fp4.decode_attention(query, key, value, attention_mask, scaling), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-    )
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
 
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
@@ -98,7 +96,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dro
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
-    if dropout or any(value is not None and name not in _WITHOUT_MEANING for name, value in kwargs.items()):
+    if dropout or any(x is not None and x is not False and name not in _WITHOUT_MEANING for name, x in kwargs.items()):
         return False
     heads, queries, d = query.shape[1], query.shape[2], query.shape[3]
     kv_heads = key.shape[1]

@@ -13,7 +13,23 @@ import torch
 
 from ..ops.linear import LARGE_M, WEIGHT_ONLY
 
-REGIMES = ("gemv", "small", "mid", "wide", "wide_fp8", "large_nvfp4", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert", "attention", "library")
+REGIMES = (
+    "gemv",
+    "small",
+    "mid",
+    "wide",
+    "wide_fp8",
+    "large_nvfp4",
+    "large_fp8",
+    "large_dense",
+    "cpu",
+    "unfused",
+    "decode",
+    "grouped",
+    "by_expert",
+    "attention",
+    "library",
+)
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)

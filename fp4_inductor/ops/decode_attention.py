@@ -36,8 +36,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
         added = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask.double()
         added = added.expand(scores.shape)
         scores = torch.where(added == float("-inf"), added, scores + added)
-        batch, heads, queries, length = scores.shape
-        unseen = (added == float("-inf")).view(batch, key.shape[1], group * queries, length).all(2)  # by no query of the KV head
+        unseen = (added == float("-inf")).unflatten(1, (key.shape[1], group)).all(2).all(2)  # by no query of the KV head
         v = v.masked_fill(unseen.repeat_interleave(group, 1)[..., None], 0.0)
     nothing = (scores == float("-inf")).all(-1, keepdim=True)
     weights = scores.softmax(-1).masked_fill(nothing, 0.0)
@@ -123,11 +122,9 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
     for b, h, kv, q, s, d, kind in cases:
         for dtype in (torch.float32, torch.bfloat16):
             query, key, value = (torch.randn(shape, device=device).to(dtype) for shape in ((b, h, q, d), (b, kv, s, d), (b, kv, s, d)))
-            mask = None
+            mask: Tensor | None = None
             if kind in ("bool", "nothing"):
-                mask = torch.rand(b, 1, 1, s, device=device) < 0.7
-            if kind == "nothing":
-                mask[0] = False
+                mask = torch.rand(b, 1, 1, s, device=device) < (0.7 if kind == "bool" else torch.arange(b, device=device)[:, None, None, None])
             if kind == "causal":
                 mask = (torch.arange(s, device=device) <= torch.arange(s - q, s, device=device)[:, None])[None, None]
             if kind == "float":

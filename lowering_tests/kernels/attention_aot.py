@@ -13,7 +13,7 @@ def split(
     cc: int, d: int = 128, batch: int = 1, kv_heads: int = 8, group: int = 4, queries: int = 1, length: int = 520, mask_kind: int = 1,
     per_row: bool = False, dtype: str = "bf16", tile: configs.AttentionConfig | None = None,
 ) -> tuple[aot.Compiled, configs.AttentionConfig]:  # fmt: skip
-    c = tile or configs.attention(batch, kv_heads, length, d, SMS, cc)
+    c = tile or configs.attention(batch, kv_heads, length, d, SMS, cc, per_row)
     constants = configs.constants(c, group, queries, length, d, mask_kind, per_row, cc)
     types = dict(Q=f"*{dtype}", K=f"*{dtype}", V=f"*{dtype}", MASK="*u8" if mask_kind == 1 else "*bf16", OUT=f"*{dtype}", scale="fp32")
     types |= dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32")

@@ -32,14 +32,15 @@ def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     (batch, heads, queries, d), (_, kv_heads, length, _) = query.shape, key.shape
     group, device = heads // kv_heads, query.device
     arch = host.arch(device)
-    c = tile or configs.attention(batch, kv_heads, length, d, host.processors(device), arch)
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    kind, strides = 0, (0, 0, 0, 0)
+    kind = 0
+    strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         mask = mask.expand(batch, heads, queries, length)
         kind, strides = (1 if mask.dtype == torch.bool else 2), mask.stride()
         mask = mask.view(torch.uint8) if kind == 1 else mask
     per_row = kind != 0 and bool((queries > 1 and strides[2]) or (group > 1 and strides[1]))
+    c = tile or configs.attention(batch, kv_heads, length, d, host.processors(device), arch, per_row)
     constants = configs.constants(c, group, queries, length, d, kind, per_row, arch)
     out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=device)
     peak = total = partial = None
@@ -52,7 +53,5 @@ def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
         *strides, scale * math.log2(math.e), **constants, num_warps=c.num_warps, num_stages=c.num_stages, **pdl,
     )  # fmt: skip
     if c.splits > 1:
-        decode_attention_combine[(batch * queries * heads,)](
-            out, peak, total, partial, c.splits, **configs.combine_constants(c, d, arch), num_warps=4, **pdl
-        )
+        decode_attention_combine[(batch * queries * heads,)](out, peak, total, partial, c.splits, **configs.combine_constants(c, d, arch), num_warps=4, **pdl)
     return out

@@ -117,7 +117,9 @@ def decode_attention_split(
     query = r // GROUP
     row = head.to(tl.int64) * stride_mh + query * stride_mq
     d = tl.arange(0, BLOCK_D)
-    q = tl.load(Q + b * stride_qb + (head.to(tl.int64) * stride_qh + query * stride_qq)[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(
+        Q + b * stride_qb + (head.to(tl.int64) * stride_qh + query * stride_qq)[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+    )
     K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
     V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     if MASK_KIND == 0:
