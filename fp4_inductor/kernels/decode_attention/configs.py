@@ -21,7 +21,7 @@ class AttentionConfig:
 def attention(batch: int, kv_heads: int, length: int, d: int, processors: int, arch: int, per_row: bool = False) -> AttentionConfig:
     """For a cache ``[batch, kv_heads, length, d]``: two programs for each multiprocessor, if that leaves each a tile of positions."""
     # 64 positions of K and V are 32 KiB at D = 128; sm_86, 89 and 120 have 99 KiB a block. A third stage of 16 masks does not fit in registers.
-    large = (arch in (80, 90) or 100 <= arch < 120) and not per_row
+    large = (arch in (80, 90) or 100 <= arch < 120 or d <= 64) and not per_row
     block_s = 32 if d > 128 else 64
     return AttentionConfig(block_s, parts(batch * kv_heads, length, block_s, processors), 4, 3 if large else 2)
 
