@@ -13,6 +13,8 @@ import fp4_inductor
 from fp4_inductor import FP4InductorConfig, NVFP4Config, Sparse24Config, errors
 from fp4_inductor.integrations import attention
 from fp4_inductor.integrations.attention import NAME, use_attention_backend
+from fp4_inductor.kernels.select import ATTENTION_NOTE
+from fp4_inductor.lowerings.journal import listen
 from lowering_tests import fake_cuda
 
 IDS = torch.arange(1, 9).view(2, 4)
@@ -284,7 +286,12 @@ def decode_step(monkeypatch):
 
 
 def test_a_decode_step_reads_the_cache_where_it_lies(decode_step):
-    ours, theirs = decode_step(NAME), decode_step("sdpa")
+    with listen() as entries:
+        ours = decode_step(NAME)
+    theirs = decode_step("sdpa")
+    told = {(e.op, e.m, e.n, e.k, e.decision.row.kernel, e.decision.how, e.note) for e in entries}
+    assert told == {("fp4.decode_attention", "4", 8, 64, "triton_decode_attention", "proven", ATTENTION_NOTE)}
+    assert [e.module.rsplit(".", 2)[-2:] for e in entries] == [[str(i), "self_attn"] for i in range(3)]
     assert ours.count("torch.ops.fp4.decode_attention.default(") == 3
     lines = [line for line in ours.splitlines() if "decode_attention" in line]
     masks = {line.split("reinterpret_tensor(")[1] for line in lines}

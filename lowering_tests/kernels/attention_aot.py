@@ -21,8 +21,7 @@ def split(
     absent |= dict.fromkeys(("PEAK", "SUM", "PARTIAL")) if c.splits == 1 else {}
     constants = {**constants, **absent, **({"stride_ms": 1} if mask_kind else {})}  # Triton makes a constant of an argument that is 1
     signature = {name: types.get(name, "i32") for name in decode_attention_split.arg_names if name not in constants}
-    odd = {"QUERIES", "SPLITS", "LENGTH", "scale", "HEADS", *(("stride_mb", "stride_mh", "stride_mq") if length % 16 else ())}
-    aligned = tuple(name for name in signature if name not in odd)
+    aligned = tuple(name for name in signature if name not in ("scale", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq"))
     return aot.compile_kernel(decode_attention_split, signature, constants, cc, c.num_warps, c.num_stages, aligned), c
 
 

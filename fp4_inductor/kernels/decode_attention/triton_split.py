@@ -96,7 +96,7 @@ def quotient(acc, total):
     return tl.where(total == 0.0, 0.0, acc / total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq"])
 def decode_attention_split(
     Q, K, V, MASK, OUT, PEAK, SUM, PARTIAL, LENGTH, HEADS, QUERIES, SPLITS, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_ks, stride_vb,
     stride_vh, stride_vs, stride_mb, stride_mh, stride_mq, stride_ms, scale, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -155,7 +155,7 @@ def decode_attention_split(
             tl.store(PARTIAL + at[:, None] * D + d[None, :], acc, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SPLITS"])
 def decode_attention_combine(OUT, PEAK, SUM, PARTIAL, SPLITS, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
     """One row of OUT from its parts. Of a part without positions only its sum, zero, was written."""
     if PDL:
