@@ -37,6 +37,7 @@ STEPS = (
     Step("quickstart", 40, ("examples/quickstart.py", "--device", "cuda")),
     Step("quickstart-sparse", 40, ("examples/quickstart.py", "--device", "cuda", "--sparse")),
     Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda")),
+    Step("attention", 60, ("benchmarks/attention.py",)),
     Step("candidates", 150, ("benchmarks/candidates.py", "--quick")),
     Step("moe", 180, ("benchmarks/moe.py",)),
     Step("many-tokens", 120, ("benchmarks/many_tokens.py",)),

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from . import checkpoint
 from .checkpoint import save
-from .config import NVFP4Config, Sparse24Config
+from .config import Attention, NVFP4Config, Sparse24Config, check_attention
 from .errors import ConfigError
 from .integrations import describe_for_saving
+from .integrations.attention import use_attention_backend
 from .integrations.transformers import use_experts_backend
 from .models.activation_cost import activation_cost
 from .models.convert import convert_experts, convert_group
-from .models.coverage import LayerReport, Report, record
+from .models.coverage import LayerReport, Report, add_notes, record
 from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, preflight
 from .models.probe import Probe
@@ -108,7 +109,7 @@ def quantize_model(
         outcome = sparsify(model, plan, config, target_device, strict, progress)
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
-        return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, outcome)
+        return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, outcome)
     scales = choose(model, plan, config, strict=strict, progress=progress)
     together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
     shared_scales: dict[str, Tensor] = {}
@@ -129,7 +130,7 @@ def quantize_model(
     plan.notes += [] if scales.note is None else [scales.note]
     described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
-    return _finish(model, compiled, plan, layers, before, target_device, config.large_m, described, progress, probe=scales.probe)
+    return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, probe=scales.probe)
 
 
 def _finish(
@@ -139,7 +140,7 @@ def _finish(
     layers: list[LayerReport],
     before: int,
     device: torch.device | None,
-    large_m: str,
+    config: NVFP4Config | Sparse24Config,
     described: str,
     progress: bool,
     outcome: Outcome | None = None,
@@ -149,10 +150,11 @@ def _finish(
     if device is not None:
         model.to(device)
     use_experts_backend(model)
-    describe_for_saving(model, large_m)
+    plan.notes += use_attention_backend(model, config.attention)
+    describe_for_saving(model, config.large_m, config.attention)
     kl = outcome.measure(model) if outcome is not None else None
     loud = outcome.verdict(kl) if outcome is not None else []
-    if large_m == "nvfp4":
+    if config.large_m == "nvfp4":
         kl, notes, loud = activation_cost(model, probe)
         plan.notes += notes
     result = Report(
@@ -173,7 +175,13 @@ def _finish(
     return model if compiled is None else compiled
 
 
-def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.PathLike, device: torch.device | str | None = None, strict: bool = True):
+def load(
+    model_or_factory: nn.Module | Callable[[], nn.Module],
+    dir: str | os.PathLike,
+    device: torch.device | str | None = None,
+    strict: bool = True,
+    attention: Attention = "auto",
+):
     """Read a checkpoint written by :func:`fp4_inductor.save`, bit for bit.
 
     Args:
@@ -185,6 +193,7 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
         device: where the model goes; None: where its tensors are (the CPU for meta tensors).
         strict: False lets tensors be missing from the checkpoint (the model keeps its own) or from the model (ignored),
             with a warning that names them. Damage and wrong shapes are errors in any case.
+        attention: as in :class:`fp4_inductor.NVFP4Config`.
 
     Returns:
         The model; ``fp4_inductor.report`` knows the relative errors that were recorded when it was quantized. Siblings
@@ -193,9 +202,11 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     Raises:
         CheckpointError: damaged, inconsistent, incomplete, or of another model; the model is unchanged.
     """
+    check_attention(attention)
     loaded = checkpoint.load(model_or_factory, dir, device, strict)
     model = getattr(loaded, "_orig_mod", loaded)  # torch.compile's wrapper
     use_experts_backend(model)
+    add_notes(model, use_attention_backend(model, attention))
     options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
-    describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto")  # experts and heads cannot have that one
+    describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto", attention)  # experts and heads cannot have that one
     return loaded

@@ -14,6 +14,7 @@ WeightOnly = Literal["auto", "fp8", "bf16"]
 LargeM = Literal["auto", "fp8", "bf16", "nvfp4"]
 Siblings = Literal["packed", "shared", "separate"]
 Head = Literal["bf16", "nvfp4", "fp8"]
+Attention = Literal["auto", "keep"]
 Pruning = Literal["existing", "magnitude", "wanda", "sparsegpt", "admm"]
 _NEEDS_DATA = ("wanda", "sparsegpt", "admm")
 _BITS = (3.5, 4.5)  # a weight in 2:4-sparse and in dense NVFP4
@@ -64,6 +65,8 @@ class NVFP4Config:
             scale per output, half the memory. ``"nvfp4"``: as the other layers, 28%. A head that is tied to the embedding
             gets a weight of its own then, and the embedding stays. The report has its relative error and, where the
             scales are calibrated, the KL divergence that the head alone causes.
+        attention: of a Transformers decoder that runs "sdpa". ``"auto"``: decode steps on CUDA run ``fp4.decode_attention``, which
+            reads the cache once, where it lies; everything else stays "sdpa". ``"keep"``: as it is.
     """
 
     scale_search: ScaleSearch = "auto"
@@ -71,12 +74,14 @@ class NVFP4Config:
     large_m: LargeM = "auto"
     siblings: Siblings = "packed"
     lm_head: Head = "bf16"
+    attention: Attention = "auto"
 
     def __post_init__(self) -> None:
         _one_of(self, "scale_search", ScaleSearch)
         _one_of(self, "large_m", LargeM)
         _one_of(self, "siblings", Siblings)
         _one_of(self, "lm_head", Head)
+        _one_of(self, "attention", Attention)
         if self.scale_search == "activation" and self.calibration is None:
             raise ConfigError(
                 'scale_search="activation" needs calibration data',
@@ -121,6 +126,7 @@ class Sparse24Config:
             token on calibration data, stays at most this. At most one of the three; None of them: all layers.
         accept_loss: required by ``pruning="magnitude"``, which nothing keeps from ruining a model.
         large_m: as in :class:`NVFP4Config`, but for "nvfp4".
+        attention: as in :class:`NVFP4Config`.
     """
 
     pruning: Pruning = "existing"
@@ -132,10 +138,12 @@ class Sparse24Config:
     max_kl: float | None = None
     accept_loss: bool = False
     large_m: WeightOnly = "auto"
+    attention: Attention = "auto"
 
     def __post_init__(self) -> None:
         _one_of(self, "pruning", Pruning)
         _one_of(self, "large_m", WeightOnly)
+        _one_of(self, "attention", Attention)
         if self.scale_search is not None:
             _one_of(self, "scale_search", ScaleSearch)
         data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
@@ -170,6 +178,11 @@ class Sparse24Config:
     def budget(self) -> str:
         """The name of the budget that is given, or ``""``."""
         return next((name for name in ("max_error", "bits", "max_kl") if getattr(self, name) is not None), "")
+
+
+def check_attention(attention: str) -> None:
+    """Raise for an ``attention`` that :class:`NVFP4Config` would refuse."""
+    NVFP4Config(attention=attention)  # type: ignore[arg-type]
 
 
 def weight_only(large_m: LargeM) -> WeightOnly:

@@ -205,6 +205,9 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         biases = (given[i].dtype for i in (9, 10) if given.get(i) is not None)
         form = select.moe_form(given.get(11, "silu"), gate_up.shape[1] != inner, inner, experts, given.get(15, False), biases)
         return select.moe_op(*metas), ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form
+    if op is torch.ops.fp4.decode_attention.default:
+        (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
+        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d)
     return None
 
 
@@ -235,5 +238,7 @@ def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
 
         native, text = status()
         note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
+    if row is not None and row.op == "decode_attention" and not note:
+        note = select.ATTENTION_NOTE
     kind = "2:4-sparse experts" if row is not None and row.op == "sparse_moe" else "experts"
     return note if experts == 1 else f"fp4.moe, {experts} {kind}: M is tokens times choices{f'; {note}' if note else ''}"

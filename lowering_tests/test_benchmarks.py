@@ -46,6 +46,14 @@ def test_decode(tmp_path):
     assert "x bf16" in said
 
 
+def test_attention(tmp_path):
+    run("attention.py", "--smoke", "--out", str(tmp_path / "attention.csv"))
+    rows = rows_of(tmp_path / "attention.csv")
+    assert [row["who"] for row in rows[:3]] == ["fp4_inductor", "sdpa", "sdpa_gqa"]
+    assert {(row["model"], row["filled"]) for row in rows} == {(m, f) for m in ("qwen3-8b", "qwen3-30b") for f in ("20", "40")}
+    assert all(float(row["us"]) > 0 and float(row["error"]) < 1e-6 for row in rows)
+
+
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     run("plots.py", "--out", str(tmp_path))

@@ -89,6 +89,14 @@ def test_compiled_with_a_static_shape_shows_the_number():
     assert {r.m for r in explain(torch.compile(Chain()), torch.randn(3, 64)).rows} == {"3"}
 
 
+def test_attention_is_told_with_its_sizes():
+    operands = [torch.randn(2, heads, length, 64) for heads, length in ((8, 1), (2, 20), (2, 20))]
+    found = explain(torch.ops.fp4.decode_attention, *operands)
+    (row,) = found.rows
+    assert (row.op, row.m, row.n, row.k, row.kernel, row.regime) == ("fp4.decode_attention", "4", 8, 64, "sdpa", "library")
+    assert "M is queries times heads that share a KV head" in str(found)
+
+
 def test_a_tensor_subclass_and_a_function():
     w = NVFP4Tensor.from_dense(torch.randn(32, 64))
 

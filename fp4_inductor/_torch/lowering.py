@@ -114,6 +114,12 @@ def _input(x):
     return x if isinstance(x, ir.TensorBox) else ir.TensorBox(x)
 
 
+def realized(x):
+    """``x`` as a view of a buffer, which is made once however many readers there are."""
+    x.realize()
+    return x
+
+
 def contiguous(x):
     """``x`` as a realised, contiguous, 16-byte aligned buffer (copied if it is not)."""
     x = ir.ExternKernel.require_contiguous(_input(x))

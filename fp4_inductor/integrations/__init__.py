@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-def describe_for_saving(model: Any, large_m: str) -> None:
+def describe_for_saving(model: Any, large_m: str, attention: str = "auto") -> None:
     """Tell a transformers model that it is quantized, so that its ``save_pretrained`` writes what ``from_pretrained`` reads."""
     if "transformers.modeling_utils" not in sys.modules:
         return
@@ -15,4 +15,4 @@ def describe_for_saving(model: Any, large_m: str) -> None:
     if isinstance(model, PreTrainedModel):
         from .pretrained import quantizer
 
-        quantizer.describe_for_saving(model, large_m)
+        quantizer.describe_for_saving(model, large_m, attention)

@@ -15,6 +15,12 @@ from .table import Row
 arch = functools.cache(select.arch_of)
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The number of streaming multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, form: tuple[str, ...], config: DispatchConfig

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from ..ops import (
+    decode_attention,
     dequantize,
     dequantize_fp8,
     linear,
@@ -47,6 +48,7 @@ linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "line
 linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
 linear_w4a4.CONTRACT.implement("CPU", linear_cpu.linear_w4a4)
 linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.launch", "linear_w4a4"))
+decode_attention.CONTRACT.implement("CUDA", _at_first_call(".decode_attention.launch", "decode_attention"))
 moe.CONTRACT.implement("CPU", by_expert.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))

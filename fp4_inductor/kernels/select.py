@@ -64,6 +64,14 @@ def moe_form(activation: str, gated: bool, inner: int, experts: int, on_input: b
     return tuple(what for what, is_asked in asked.items() if is_asked)
 
 
+def attention_form(d: int) -> tuple[str, ...]:
+    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` rows serve."""
+    return (f"heads of width {d}, more than 256",) if d > 256 else ()
+
+
+ATTENTION_NOTE = "fp4.decode_attention: M is queries times heads that share a KV head, N heads, K the width of a head"
+
+
 @dataclass(frozen=True)
 class Call:
     """What selection may look at. M is not part of it: it may be symbolic.
@@ -72,12 +80,12 @@ class Call:
         op: ``torch.ops.fp4`` name, or ``"sparse_moe"``: ``fp4.moe`` with 2:4-sparse experts.
         arch: compute capability times ten, 0 for CPU.
         dtype: activation dtype.
-        n, k: weight shape.
+        n, k: weight shape; of ``fp4.decode_attention`` the number of heads and their width.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
         experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
         triton: the version of Triton here; (0, 0): there is none.
-        form: of ``fp4.moe``, :func:`moe_form`.
+        form: of ``fp4.moe``, :func:`moe_form`; of ``fp4.decode_attention``, :func:`attention_form`.
     """
 
     op: str

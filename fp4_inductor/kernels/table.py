@@ -13,7 +13,23 @@ import torch
 
 from ..ops.linear import LARGE_M, WEIGHT_ONLY
 
-REGIMES = ("gemv", "small", "mid", "wide", "wide_fp8", "large_nvfp4", "large_fp8", "large_dense", "cpu", "unfused", "decode", "grouped", "by_expert")
+REGIMES = (
+    "gemv",
+    "small",
+    "mid",
+    "wide",
+    "wide_fp8",
+    "large_nvfp4",
+    "large_fp8",
+    "large_dense",
+    "cpu",
+    "unfused",
+    "decode",
+    "grouped",
+    "by_expert",
+    "attention",
+    "library",
+)
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,7 +67,7 @@ class Row:
         max_weights: of a larger weight, N * K, another row is the better one.
         n: the fewest and the most outputs; with others another row is the better one.
         triton: the oldest Triton that compiles it.
-        plain: of ``fp4.moe``: takes only calls whose ``form`` (``select.moe_form``) is empty.
+        plain: takes only calls whose ``form`` is empty: of ``fp4.moe`` ``select.moe_form``, of ``fp4.decode_attention`` ``select.attention_form``.
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
 
@@ -103,6 +119,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("linear", "triton_gemv"): (1, "one row is summed in other pieces than 2 to 4"),
     ("sparse_linear", "cpu"): (8, "up to 8 rows are summed in another order than more"),
     ("linear_fp8", "cpu"): _LIBRARY,
+    ("decode_attention", "triton_decode_attention"): (1, "the number of parts follows the numbers of sequences and KV heads, not M"),
     ("", "cuda_small"): _WARPS,
     ("", "cuda_small_any_k"): _WARPS,
     ("", "cuda_small_glu"): _WARPS,
@@ -116,7 +133,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("", "triton_sparse_mid"): _TILE,
     **{(op, kernel): _LIBRARY for op, kernel in (
         ("linear", "dequantize_fp8 + scaled_mm"), ("linear", "dequantize + mm"), ("linear_fp8", "scaled_mm"), ("linear_fp8", "cast + mm"),
-        ("sparse_linear", "sparse_dequantize_fp8 + scaled_mm"), ("sparse_linear", "sparse_dequantize + mm"),
+        ("sparse_linear", "sparse_dequantize_fp8 + scaled_mm"), ("sparse_linear", "sparse_dequantize + mm"), ("decode_attention", "sdpa"),
     )},
 }  # fmt: skip
 
@@ -203,6 +220,8 @@ _GROUPED_FP8 = (
 )
 _SPARSE_DECODE = "the dense layer's two launches on kept codes and gathered activations: 22% fewer bytes, as many instructions"
 _SPARSE_GROUPED = "the dense kernel on codes decompressed in registers: nothing dense in memory"
+_ATTENTION = "the cache read once, by KV head, where it lies; what the mask leaves out is not read; without repeat_kv, which copies it once for each query head"
+_ATTENTION_LIBRARY = "many queries are limited by products, not by reading the cache: F.scaled_dot_product_attention"
 _GROUPED_DENSE = "as above in bfloat16, at most 1 GiB of transient weights at once"
 
 
@@ -401,4 +420,7 @@ ROWS: tuple[Row, ...] = (
         "compiled, not run",
     ),
     Row("sparse_moe", "by_expert", "by expert", (80, 129), None, ANY, "as dense: float32 and odd shapes; no CUDA graph", "compiled, not run"),
+    # M: queries times the heads that share a KV head; N: heads; K: width of a head.
+    Row("decode_attention", "attention", "triton_decode_attention", (80, 129), 16, HALF, _ATTENTION, COMPILED, k_multiple=8, plain=True),
+    Row("decode_attention", "library", "sdpa", (0, 129), None, ANY, _ATTENTION_LIBRARY, "runs in CI", k_multiple=1),
 )

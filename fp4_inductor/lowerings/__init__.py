@@ -3,8 +3,9 @@
 
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
-    from . import linear, linear_epilogue, linear_fp8, linear_glu, linear_w4a4, moe, sparse_linear
+    from . import decode_attention, linear, linear_epilogue, linear_fp8, linear_glu, linear_w4a4, moe, sparse_linear
 
+    decode_attention.register()
     linear.register()
     linear_epilogue.register()
     linear_fp8.register()

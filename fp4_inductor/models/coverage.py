@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -146,6 +146,13 @@ def recorded(model: nn.Module) -> Report | None:
 def record(model: nn.Module, value: Report) -> None:
     """Keep ``value`` as the report of ``model`` for as long as the model lives."""
     _RECORDED[model] = value
+
+
+def add_notes(model: nn.Module, notes: list[str]) -> None:
+    """Append to the notes of the report of ``model``, if it has one."""
+    found = recorded(model)
+    if found is not None and notes:
+        record(model, replace(found, notes=[*found.notes, *notes]))
 
 
 def _grouped(title: str, items: list[Skipped]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from . import (
     bmm,
+    decode_attention,
     dequantize,
     dequantize_fp8,
     linear,
@@ -28,6 +29,7 @@ __all__ = [
     "OpContract",
     "bmm",
     "cast_for_autocast",
+    "decode_attention",
     "dequantize",
     "dequantize_fp8",
     "linear",

@@ -21,7 +21,7 @@ class FP4InductorConfig(QuantizationConfigMixin):
         AutoModelForCausalLM.from_pretrained(path, quantization_config=FP4InductorConfig())
 
     Args:
-        scale_search, large_m: as in :class:`fp4_inductor.NVFP4Config`; ``"activation"`` needs data, so quantize after loading instead.
+        scale_search, large_m, attention: as in :class:`fp4_inductor.NVFP4Config`; ``"activation"`` needs data, so quantize after loading instead.
         ignore: layers to leave alone, as in :func:`fp4_inductor.quantize_model`.
         strict: raise where a weight cannot be quantized, or a checkpoint does not fit its model.
         source: the ``quantization_config`` of the checkpoint itself, where another library would claim it: :func:`fp4_inductor.load_pretrained` sets it.
@@ -36,13 +36,14 @@ class FP4InductorConfig(QuantizationConfigMixin):
         source: Mapping[str, Any] | None = None,
         version: int = native.VERSION,
         quant_method: str = native.METHOD,
+        attention: str = "auto",
         **unknown: Any,
     ):
         if unknown:
             raise ConfigError(
                 "FP4InductorConfig: unknown options",
                 value=sorted(unknown),
-                limit="scale_search, large_m, ignore, strict",
+                limit="scale_search, large_m, ignore, strict, attention",
                 remedy="Leave them out, or update fp4_inductor.",
             )
         if scale_search in ("activation", "auto"):
@@ -52,15 +53,18 @@ class FP4InductorConfig(QuantizationConfigMixin):
                 limit='"amax", "four_over_six", "mse"',
                 remedy="Load the dense model, then call fp4_inductor.quantize_model(model, NVFP4Config(...)).",
             )
-        NVFP4Config(scale_search=scale_search, large_m=large_m)  # type: ignore[arg-type]
+        NVFP4Config(scale_search=scale_search, large_m=large_m, attention=attention)  # type: ignore[arg-type]
         self.quant_method = native.METHOD  # type: ignore[assignment]
         self.scale_search, self.large_m, self.strict, self.version = scale_search, large_m, strict, version
+        self.attention = attention
         self.ignore = list(ignore) if ignore is not None else None
         self.source = None if source is None else copy.deepcopy(dict(source))
 
     def to_dict(self) -> dict[str, Any]:
         kept = copy.deepcopy(self.__dict__)
         kept.pop("source")  # where the weights came from, not what a saved model is
+        if kept["attention"] == "auto":
+            del kept["attention"]  # versions that do not know it can read what they could
         return kept
 
 

@@ -37,6 +37,7 @@ def load_pretrained(
     dtype: torch.dtype | str | None = None,
     strict: bool = True,
     large_m: str = "auto",
+    attention: str | None = None,
     model_class: Any = None,
     **options: Any,
 ) -> nn.Module:
@@ -54,6 +55,7 @@ def load_pretrained(
         strict: raise for tensors that are missing on either side, and for weights that NVFP4 cannot hold without loss.
             False names them in the report and keeps the latter in high precision.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        attention: as in :class:`fp4_inductor.NVFP4Config`; None takes what the model was saved with, else "auto".
         model_class: an auto class or model class of transformers; ``AutoModelForCausalLM`` if None.
         options: of ``from_pretrained``, e.g. ``revision``, ``attn_implementation``, ``device_map``, ``tp_plan``.
 
@@ -80,7 +82,7 @@ def load_pretrained(
         options["device_map"] = {"": where}
     options["dtype"] = "auto" if dtype is None else dtype
     if path.suffix == ".gguf" and path.is_file():
-        return load_gguf(path, auto, large_m, strict, options)
+        return load_gguf(path, auto, large_m, strict, options, attention or "auto")
     if path.is_dir():
         check_config(read_json(path / CONFIG), open_shards(path))
     config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
@@ -88,7 +90,8 @@ def load_pretrained(
     if source is None or (str(source.get("quant_algo")).upper() == modelopt.MIXED and not modelopt.layers_of(source)):
         source = _hf_quant_config(path_or_id, hub) or source  # ModelOpt before 0.43 named the layers of a mixed checkpoint only there
     format_of(source)
-    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source)
+    saved = source.get("attention") if source else None
+    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source, attention=attention or saved or "auto")
     return _typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
 
 

@@ -18,6 +18,7 @@ from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
 from ...modules import FP8Linear, Sparse24Weight
+from ..attention import use_attention_backend
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
@@ -38,6 +39,7 @@ class FP4InductorQuantizer(HfQuantizer):
         self.source: dict[str, Any] | None = source if source is not None else config.to_dict() if self.pre_quantized else None
         self.pre_quantized = self.source is not None
         self.large_m: LargeM = getattr(config, "large_m", "auto")
+        self.attention: str = getattr(config, "attention", "auto")
         self.strict: bool = getattr(config, "strict", True)
         self.progress = True
         self.saveable = True  # not if each rank holds a part, nor with 2:4 layers: fp4_inductor.save writes those
@@ -124,18 +126,19 @@ class FP4InductorQuantizer(HfQuantizer):
 def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
     """What is done after every kind of loading."""
     use_experts_backend(model)
+    notes = [*notes, *use_attention_backend(model, quantizer.attention)]
     if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
         siblings.pack_model(model)
-    describe_for_saving(model, quantizer.large_m, quantizer)
+    describe_for_saving(model, quantizer.large_m, quantizer.attention, quantizer)
     report = siblings.annotated(inspect(model, errors, kept), model)
     record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
 
 
-def describe_for_saving(model: PreTrainedModel, large_m: str, quantizer: FP4InductorQuantizer | None = None) -> None:
+def describe_for_saving(model: PreTrainedModel, large_m: str, attention: str = "auto", quantizer: FP4InductorQuantizer | None = None) -> None:
     """Make ``save_pretrained`` write what is in memory: our tensors, under the model's own names, with our config."""
     from .config import FP4InductorConfig
 
-    config = FP4InductorConfig(large_m=large_m)
+    config = FP4InductorConfig(large_m=large_m, attention=attention)
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]

@@ -1,0 +1,133 @@
+"""The attention implementation ``"fp4_inductor"`` of Transformers: ``"sdpa"``, but for the few queries of a decode step on CUDA.
+
+``"sdpa"`` over a StaticCache gets a mask, and with a mask it copies K and V of the whole cache once for each query head of a
+group (``repeat_kv``) before it calls ``F.scaled_dot_product_attention``. ``fp4.decode_attention`` reads the cache once, where
+it lies. Everything else, a prompt, a CPU, training, options that the op does not compute, runs ``"sdpa"`` itself. Masks are
+``"sdpa"``'s in either case.
+
+``quantize_model`` selects it where ``"sdpa"`` was selected (``NVFP4Config(attention="keep")`` does not). The name is in no
+config.json: Transformers does not save the attention implementation.
+Source: transformers.integrations.sdpa_attention, transformers.masking_utils (5.17 to 5.23).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch.symbols import statically_known_true
+from ..kernels.select import attention_form
+
+NAME = "fp4_inductor"
+_ROWS = 16  # queries times heads of a group: what the kernel's table row serves
+# Keyword arguments that "sdpa" leaves to the mask or to others. A call with any other goes to "sdpa", unless that is None or False.
+_WITHOUT_MEANING = {
+    "sliding_window", "position_ids", "cache_position", "use_cache", "past_key_values", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "return_dict", "logits_to_keep",
+}  # fmt: skip
+_ASKS_BY_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
+
+
+def register() -> None:
+    """Make ``"fp4_inductor"`` an attention implementation of Transformers, with the masks of ``"sdpa"``. May be called again."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def use_attention_backend(model: Any, choice: str = "auto") -> list[str]:
+    """Select it for the decoder of a Transformers model that runs ``"sdpa"``; what was done, or why nothing, for the report.
+
+    Empty for a module that is no Transformers model, or has no decoder.
+    """
+    if "transformers.modeling_utils" not in sys.modules or not isinstance(model, sys.modules["transformers.modeling_utils"].PreTrainedModel):
+        return []
+    configs = {id(m.config): m.config for m in model.modules() if _decodes(m)}
+    if not configs:
+        return []
+    if choice == "keep":
+        return ['attention: as it was (attention="keep")']
+    places = {"": model.config, **{key: getattr(model.config, key, None) for key in model.config.sub_configs}}
+    wanted, notes = {}, []
+    for config in configs.values():
+        name = next((key for key, place in places.items() if place is config), None)
+        why = _why_not(model, config, name)
+        if why:
+            notes.append(f"attention: as it was, {why}")
+        elif name is not None and config._attn_implementation != NAME:
+            wanted[name] = NAME
+    register()
+    if wanted:
+        model.set_attn_implementation({key: place._attn_implementation for key, place in places.items() if place is not None} | wanted)
+    if any(config._attn_implementation == NAME for config in configs.values()):
+        notes.insert(0, 'attention: fp4.decode_attention for decode steps on CUDA, "sdpa" for all else')
+    return notes
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: query ``[B, H, Q, D]``, key and value ``[B, Hkv, S, D]`` -> ``[B, Q, H, D]``."""
+    if _is_ours(query, key, value, attention_mask, dropout, kwargs):
+        return torch.ops.fp4.decode_attention(query, key, value, attention_mask, scaling), None
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+
+
+def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Decided by what is known while a graph is traced; no guard is added."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return False
+    if dropout or any(x is not None and x is not False and name not in _WITHOUT_MEANING for name, x in kwargs.items()):
+        return False
+    heads, queries, d = query.shape[1], query.shape[2], query.shape[3]
+    kv_heads = key.shape[1]
+    if key.shape[3] != d or value.shape[3] != d or d % 8 or attention_form(d) or heads % kv_heads:
+        return False
+    if mask is None:
+        return statically_known_true(queries == 1) and heads // kv_heads <= _ROWS  # more without a mask: causal
+    return mask.dim() == 4 and statically_known_true(queries * (heads // kv_heads) <= _ROWS)
+
+
+def _decodes(module: nn.Module) -> bool:
+    """Is this the self-attention of a decoder, which has a cache?"""
+    return getattr(module, "is_causal", None) is True and hasattr(getattr(module, "config", None), "_attn_implementation")
+
+
+def _why_not(model: Any, config: Any, name: str | None) -> str:
+    """Why the implementation of ``config`` stays; empty: it need not."""
+    if config._attn_implementation not in ("sdpa", NAME):
+        return f'it is "{config._attn_implementation}"; fp4.decode_attention takes the place of "sdpa"'
+    if name is None:
+        return "its config is not a direct part of the model's"
+    modules = [m for m in model.modules() if getattr(m, "config", None) is config]
+    if not all(m._can_set_attn_implementation() for m in [model, *modules] if hasattr(m, "_can_set_attn_implementation")):
+        return "the model does not use Transformers' attention interface"
+    if any(_ASKS_BY_NAME.search(_source(m)) for m in modules):
+        return 'the model\'s code asks for "sdpa" by name'
+    return ""
+
+
+def _source(module: nn.Module) -> str:
+    try:
+        return inspect.getsource(sys.modules[type(module).__module__])
+    except (KeyError, OSError, TypeError):
+        return ""

@@ -1,0 +1,38 @@
+"""fp4.decode_attention: one call of the op in the graph, which launches its one or two kernels itself: one graph serves every length of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .._torch import lowering as inductor
+from ..config import dispatch_config
+from ..kernels import select
+from ..kernels.select import plan
+from .journal import record
+from .regime import Decision, decide
+
+fp4 = torch.ops.fp4
+_RUNTIME = "fp4.decode_attention picks its kernel at each call: no guard"
+
+
+def register() -> None:
+    inductor.register(fp4.decode_attention.default, lower)
+
+
+def lower(query, key, value, mask=None, scale=None):
+    """Lowering of ``fp4.decode_attention``. The journal gets the regime that the number of queries lies in."""
+    symbols = inductor.Symbols()
+    _, heads, queries, d = query.get_size()
+    heads, kv_heads, d = (symbols.static_int(size) for size in (heads, key.get_size()[1], d))
+    if heads is not None and kv_heads and d is not None:
+        m = queries * (heads // kv_heads)
+        call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=select.attention_form(d))
+        options = plan(call, dispatch_config())
+        decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
+        decision = decision if decision.row is not None else Decision(None, "runtime", _RUNTIME)
+        record(options, decision, m, note=select.ATTENTION_NOTE)
+    # The layers of a model share one mask, and each would make it again.
+    mask = None if mask is None else inductor.realized(mask)
+    return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale)

@@ -1,0 +1,149 @@
+"""``fp4.decode_attention(query, key, value, mask, scale)``: attention of a few queries over a cache, grouped by KV head.
+
+    out[b, q, h] = softmax(scale * query[b, h, q] @ key[b, h // G].T + mask[b, h, q]) @ value[b, h // G],   G = H / Hkv
+
+    query       [B, H, Q, D]       bfloat16, float16 or float32
+    key, value  [B, Hkv, S, D]     the dtype of query; any strides: a cache is read where it lies
+    mask        bool (True: attend) or floating (added), broadcastable to [B, H, Q, S]; None: every query attends to everything
+    scale       None: D ** -0.5
+    out         [B, Q, H, D]       contiguous
+
+No causal flag: the mask says it all. A row that attends to nothing is zero, where ``F.scaled_dot_product_attention``
+gives zeros or NaN, depending on its backend. What lies at a position that none of the queries of one KV head attends to
+(mask False or -inf) changes nothing, NaN and Inf included. Source: Ainslie et al., "GQA" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import DeviceError, DTypeError, ShapeError
+from ..formats import nvfp4
+from .contract import OpContract, no_gradient, refuse_gradient
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """float64 arithmetic, rounded once to ``query.dtype``."""
+    check(query, key, value, mask, scale)
+    group = query.shape[1] // max(key.shape[1], 1)
+    k, v = (t.double().repeat_interleave(group, 1) for t in (key, value))
+    scores = query.double() @ k.mT * scale_of(query, scale)
+    if mask is not None:
+        added = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask.double()
+        added = added.expand(scores.shape)
+        scores = torch.where(added == float("-inf"), added, scores + added)
+        unseen = (added == float("-inf")).unflatten(1, (key.shape[1], group)).all(2).all(2)  # by no query of the KV head
+        v = v.masked_fill(unseen.repeat_interleave(group, 1)[..., None], 0.0)
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(nothing, 0.0)
+    return (weights @ v).transpose(1, 2).to(query.dtype).contiguous()
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None and query.shape[-1] else scale or 0.0
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> None:
+    """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
+    if query.dtype not in nvfp4.HIGH_PRECISION or key.dtype != query.dtype or value.dtype != query.dtype:
+        raise DTypeError(
+            "fp4.decode_attention: dtypes of query, key and value",
+            value=[query.dtype, key.dtype, value.dtype],
+            limit=f"one of {list(nvfp4.HIGH_PRECISION)}",
+            remedy="Cast them with .to(dtype).",
+        )
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    fits = query.dim() == key.dim() == value.dim() == 4
+    fits = fits and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and all(a == b for a, b in zip(key.shape, value.shape, strict=True))
+    if not fits or (query.shape[1] % key.shape[1] if key.shape[1] else query.shape[1]):
+        raise ShapeError(
+            "fp4.decode_attention: query, key and value do not belong together",
+            value=shapes,
+            limit="query [B, H, Q, D], key and value [B, Hkv, S, D], H a multiple of Hkv",
+            remedy="Call F.scaled_dot_product_attention, which takes values of another width.",
+        )
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise DTypeError("fp4.decode_attention: dtype of mask", value=mask.dtype, limit="bool or floating", remedy="Compare it with zero, or cast it.")
+        full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        if mask.dim() != 4 or any(have != want and have != 1 for have, want in zip(mask.shape, full, strict=True)):
+            raise ShapeError("fp4.decode_attention: mask does not fit", value=tuple(mask.shape), limit=f"4 dimensions, each 1 or that of {full}", remedy=shapes)
+    tensors = {"query": query, "key": key, "value": value, "mask": mask}
+    devices = {name: str(t.device) for name, t in tensors.items() if t is not None}
+    if len(set(devices.values())) > 1:
+        raise DeviceError("fp4.decode_attention: tensors on different devices", value=devices, limit="one device", remedy="Move them with .to(device).")
+
+
+def fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    check(query, key, value, mask, scale)
+    batch, heads, queries, width = query.shape
+    return query.new_empty((batch, queries, heads, width))
+
+
+def by_library(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """``F.scaled_dot_product_attention``, made to keep this op's promises: what every device can do, however many queries there are."""
+    check(query, key, value, mask, scale)
+    batch, heads, queries, width = query.shape
+    if not (query.numel() and key.numel()):
+        return query.new_zeros((batch, queries, heads, width))
+    nothing = None
+    if mask is not None:
+        seen = (mask if mask.dtype == torch.bool else mask != float("-inf")).expand(batch, heads, queries, key.shape[2])
+        nothing = ~seen.any(-1, keepdim=True)
+        used = seen.unflatten(1, (key.shape[1], heads // key.shape[1])).any(2).any(2)[..., None]
+        key, value = key.masked_fill(~used, 0.0), value.masked_fill(~used, 0.0)
+        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+    # Some backends of the library want a contiguous last dimension; the others would sum in another order without.
+    query, key, value = (t.contiguous() for t in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])
+    if nothing is not None:
+        out = out.masked_fill(nothing, 0.0)
+    return query.new_empty((batch, queries, heads, width)).copy_(out.transpose(1, 2))
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (B, H, Hkv, Q, S, D, mask): one query, none, several; one KV head, one for each head; S and D off every tile, S in {0, 1}
+    cases = (
+        (2, 8, 2, 1, 70, 64, "bool"),
+        (1, 4, 4, 1, 33, 80, "none"),
+        (3, 7, 1, 1, 130, 96, "float"),
+        (1, 2, 1, 0, 16, 64, "none"),
+        (2, 4, 2, 3, 65, 128, "causal"),
+        (0, 4, 2, 1, 16, 64, "none"),
+        (1, 6, 3, 1, 0, 32, "none"),
+        (1, 16, 2, 2, 1, 128, "bool"),
+        (2, 14, 2, 1, 257, 64, "nothing"),
+        (1, 5, 5, 1, 40, 256, "heads"),
+    )
+    for b, h, kv, q, s, d, kind in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            query, key, value = (torch.randn(shape, device=device).to(dtype) for shape in ((b, h, q, d), (b, kv, s, d), (b, kv, s, d)))
+            mask: Tensor | None = None
+            if kind in ("bool", "nothing"):
+                mask = torch.rand(b, 1, 1, s, device=device) < (0.7 if kind == "bool" else torch.arange(b, device=device)[:, None, None, None])
+            if kind == "causal":
+                mask = (torch.arange(s, device=device) <= torch.arange(s - q, s, device=device)[:, None])[None, None]
+            if kind == "float":
+                mask = torch.randn(b, 1, q, s, device=device).masked_fill(torch.rand(b, 1, q, s, device=device) < 0.3, float("-inf")).to(dtype)
+            if kind == "heads":
+                mask = torch.rand(b, h, q, s, device=device) < 0.5
+            yield f"B{b} H{h} Hkv{kv} Q{q} S{s} D{d} mask {kind} {dtype}", (query, key, value, mask, 0.3 if kind == "float" else None)
+
+
+CONTRACT = OpContract(
+    name="decode_attention",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None) -> Tensor",
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    # In half precision the weights of the softmax are rounded once before they meet the values.
+    tolerance={torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3},
+    any_strides=True,
+)
+CONTRACT.implement("CPU", by_library)
+# For decoding; whoever wants gradients has F.scaled_dot_product_attention, which the Transformers backend calls then.
+CONTRACT.differentiate(no_gradient, lambda ctx, inputs, output: refuse_gradient("decode_attention", ctx, query=0, key=1, value=2, mask=3))

@@ -1,0 +1,175 @@
+"""fp4.decode_attention without a GPU: numerics in Triton's interpreter, machine code of every architecture, which row serves what, the launcher's arguments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp4_inductor.config import DispatchConfig
+from fp4_inductor.kernels import host
+from fp4_inductor.kernels.decode_attention import configs, launch
+from fp4_inductor.kernels.select import Call, attention_form, plan
+from fp4_inductor.ops import decode_attention as contract
+from lowering_tests.kernels import aot, attention_aot
+from lowering_tests.kernels.test_aot import assert_fits, global_atomics
+from lowering_tests.own_process import cases_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def test_in_the_interpreter():
+    cases = cases_of(Path(__file__).with_name("interpreted_attention.py"))
+    assert Counter(c["case"].split()[0] for c in cases) == {"attention": 114, "unread": 40, "strided": 3, "apart:": 2}
+
+
+# --- machine code -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("cc", [80, 89, 90, 100, 120, aot.GB10])
+def test_a_decode_step(cc, d, batch):
+    """As Transformers calls it over a StaticCache: K and V are copied 16 bytes at a time while others are computed with."""
+    done, c = attention_aot.split(cc, d, batch=batch)
+    assert (c.splits == 1) == (batch == 32)
+    assert_fits(done, c.num_warps, cc, blocks=2)
+    copies = {op: n for op, n in done.opcodes().items() if op.startswith(("LDG", "UBLKCP"))}
+    assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in copies), copies
+    assert "LDG.E.U16" not in copies, "nothing of the cache is loaded element by element"
+    assert done.count("HMMA") > 0
+    assert not global_atomics(done)
+
+
+@pytest.mark.parametrize(("mask_kind", "per_row", "queries"), [(0, False, 1), (2, False, 1), (1, True, 4), (2, True, 2)])
+@pytest.mark.parametrize("cc", [80, 90, 120])
+def test_other_masks(cc, mask_kind, per_row, queries):
+    for splits in (1, 9):
+        tile = configs.attention(1, 8, 520, 128, 132, cc, per_row)
+        tile = configs.AttentionConfig(tile.block_s, splits, tile.num_warps, tile.num_stages)
+        done, c = attention_aot.split(cc, 128, queries=queries, mask_kind=mask_kind, per_row=per_row, tile=tile)
+        assert_fits(done, c.num_warps, cc)
+        assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in done.opcodes())
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(1, "fp16"), (4104, "bf16"), (100_000, "bf16")])
+def test_other_lengths(length, dtype):
+    done, c = attention_aot.split(90, 128, length=length, dtype=dtype)
+    assert_fits(done, c.num_warps, 90, blocks=2)
+
+
+@pytest.mark.parametrize(("d", "splits"), [(64, 2), (80, 33), (128, 9), (256, 64)])
+@pytest.mark.parametrize("cc", [80, 90, 100, 120])
+def test_combine(cc, d, splits):
+    done = attention_aot.combine(cc, d, splits)
+    assert_fits(done, 4, cc, blocks=2)
+    assert not global_atomics(done)
+
+
+# --- selection --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [0, 80, 89, 90, 100, 120, 121])
+def test_which_calls_the_kernel_serves(arch):
+    def kernel(m, d=128, dtype=BF16, config=None):
+        return plan(Call("decode_attention", arch, dtype, 32, d, form=attention_form(d)), config or DispatchConfig()).pick(m).kernel
+
+    ours = "triton_decode_attention" if arch else "sdpa"
+    for d in (8, 64, 80, 96, 128, 256):
+        assert [kernel(m, d) for m in (1, 4, 16, 17, 4096)] == [ours] * 3 + ["sdpa"] * 2
+    assert kernel(4, dtype=FP16) == ours
+    assert {kernel(4, dtype=FP32), kernel(4, 512), kernel(4, 36)} == {"sdpa"}
+    assert kernel(4, config=DispatchConfig(thresholds={"attention": 0})) == "sdpa"
+
+
+@pytest.mark.parametrize("processors", [46, 108, 132, 148])
+@pytest.mark.parametrize("length", [1, 16, 520, 4104, 131072])
+@pytest.mark.parametrize("heads", [1, 8, 64, 256, 4096])
+def test_parts_fill_the_gpu_and_no_part_is_idle(heads, length, processors):
+    for d in (64, 256):
+        c = configs.attention(1, heads, length, d, processors, 90)
+        assert 1 <= c.splits <= max(1, -(-length // c.block_s))
+        assert c.splits == 1 or heads * c.splits <= 3 * processors
+        assert heads * c.splits >= 1.3 * processors or c.splits in (64, -(-length // c.block_s))
+
+
+# --- the launcher -----------------------------------------------------------------------------------------------
+
+
+def launched(query, key, value, mask=None, tile=None, arch=90):
+    """``[(grid, arguments by name)]`` of the kernels that :func:`launch.split` would run."""
+    calls = []
+    with (
+        mock.patch.multiple(host, arch=mock.Mock(return_value=arch), processors=mock.Mock(return_value=132)),
+        mock.patch.object(launch, "decode_attention_split", _Spy(launch.decode_attention_split, calls)),
+        mock.patch.object(launch, "decode_attention_combine", _Spy(launch.decode_attention_combine, calls)),
+    ):
+        launch.split(query, key, value, mask, 0.1, tile)
+    return calls
+
+
+class _Spy:
+    def __init__(self, kernel, calls):
+        self.names, self.calls = kernel.arg_names, calls
+
+    def __getitem__(self, grid):
+        def run(*args, **kwargs):
+            given = dict(zip(self.names, args, strict=False)) | kwargs
+            options = {name: given.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in given}
+            assert set(given) == set(self.names)
+            self.calls.append((grid, given | options))
+
+        return run
+
+
+def operands(b, h, kv, q, s, d):
+    return torch.empty(b, h, q, d, dtype=BF16), *(torch.empty(b, kv, s, d, dtype=BF16) for _ in range(2))
+
+
+def test_a_cache_is_passed_as_it_lies():
+    query, key, value = operands(8, 32, 8, 1, 4096, 128)
+    ((grid, first), (rows, second)) = launched(
+        query.transpose(1, 2).contiguous().transpose(1, 2), key[:, :, :520], value.transpose(1, 2).contiguous().transpose(1, 2)
+    )
+    assert grid == (8 * 8 * first["SPLITS"],) and rows == (8 * 32,)
+    assert first["K"].data_ptr() == key.data_ptr()
+    assert [first[f"stride_k{x}"] for x in "bhs"] == [8 * 4096 * 128, 4096 * 128, 128]
+    assert [first[f"stride_v{x}"] for x in "bhs"] == [8 * 4096 * 128, 128, 8 * 128]
+    assert first["GROUP"] == 4 and first["PDL"] and second["PDL"] and first["launch_pdl"] and second["launch_pdl"]
+    assert not launched(query, key, value, arch=89)[0][1]["PDL"]
+    assert [second[name].data_ptr() for name in ("PEAK", "SUM", "PARTIAL")] == [first[name].data_ptr() for name in ("PEAK", "SUM", "PARTIAL")]
+    sizes = [first[name].numel() for name in ("PEAK", "SUM", "PARTIAL")]
+    assert sizes == [8 * 32 * first["SPLITS"]] * 2 + [8 * 32 * 128 * first["SPLITS"]]
+
+
+MASKS = [
+    # (shape, H, Q, whether the queries of a KV head have masks of their own); B = 2, two KV heads, S = 70
+    ((1, 1, 1, 70), 8, 1, False), ((2, 1, 1, 70), 8, 1, False), ((2, 8, 1, 70), 8, 1, True), ((2, 2, 1, 70), 2, 1, False),
+    ((2, 1, 3, 70), 8, 3, True), ((2, 1, 1, 70), 8, 3, False), ((1, 1, 1, 1), 8, 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "h", "q", "per_row"), MASKS)
+def test_a_mask_is_never_expanded_in_memory(shape, h, q, per_row):
+    for mask in (torch.ones(shape, dtype=torch.bool), torch.zeros(shape)):
+        ((_, given),) = launched(*operands(2, h, 2, q, 70, 64), mask, configs.AttentionConfig(64, 1))
+        assert given["MASK"].data_ptr() == mask.data_ptr()
+        assert given["PER_ROW"] == per_row and given["MASK_KIND"] == (1 if mask.dtype == torch.bool else 2)
+        strides = [given[f"stride_m{x}"] for x in "bhqs"]
+        assert all(stride == 0 or have == want for stride, have, want in zip(strides, shape, (2, h, q, 70), strict=True))
+        assert given["OUT"].shape == (2, q, h, 64)
+
+
+def test_the_library_serves_the_rest_on_a_gpu():
+    query, key, value = operands(2, 4, 2, 3, 20, 64)
+    row = mock.Mock(kernel="sdpa")
+    with mock.patch.object(host, "row_for", return_value=row), mock.patch.object(contract, "by_library", return_value="library") as library:
+        assert launch.decode_attention(query, key, value) == "library"
+    library.assert_called_once()
+    empty = launch.decode_attention(query, key[:, :, :0], value[:, :, :0])
+    assert empty.shape == (2, 3, 4, 64) and not empty.any()
