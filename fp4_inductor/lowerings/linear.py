@@ -206,7 +206,18 @@ def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
 
 
 # Kernels with no form inside generated code: an operator is called.
-CALLED = {"cpu", "cuda_small", "cuda_small_any_k", "cuda_small_pdl", "cuda_table", "cuda_table_pdl", "cuda_mid", "cuda_wide", "cuda_wide_fp8", "cuda_sparse_small"}
+CALLED = {
+    "cpu",
+    "cuda_small",
+    "cuda_small_any_k",
+    "cuda_small_pdl",
+    "cuda_table",
+    "cuda_table_pdl",
+    "cuda_mid",
+    "cuda_wide",
+    "cuda_wide_fp8",
+    "cuda_sparse_small",
+}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,

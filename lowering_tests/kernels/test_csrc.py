@@ -64,7 +64,9 @@ COMPILED = [
     ("gemm/linear_w4a4.cu", 120),
 ]
 # The libraries with more behind their products.
-VARIANTS = [(name, arch) for name, kernel in csrc.KERNELS.items() if kernel.defines for arch in ((90,) if "wide" in name or "table" in name else (80, 90, 100, 120))]
+VARIANTS = [
+    (name, arch) for name, kernel in csrc.KERNELS.items() if kernel.defines for arch in ((90,) if "wide" in name or "table" in name else (80, 90, 100, 120))
+]
 
 
 @needs_nvcc

@@ -121,7 +121,9 @@ def test_mid_with_any_k(k):
     check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
 
 
-EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "mid", "wide"])
+EACH = pytest.mark.parametrize(
+    ("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "mid", "wide"]
+)
 
 
 @EACH
@@ -153,7 +155,9 @@ def test_every_code_with_every_scale(source, tile):
         assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 32, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 32, 2, 2))], ids=str
+)
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
     m, k = (16, 1280) if source == TABLE else (24, 1088)
     x, w = torch.randn(m, k).to(BF16), weight(70, k)
@@ -273,7 +277,12 @@ BROKEN = {
     "the table is used before it is filled": (TABLE, "  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
     "a stage is not waited for": (TABLE, "    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
     "a stage is overwritten too early": (TABLE, "          counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
-    "a warp gives a stage back before it has read it": (TABLE, "    __syncwarp();\n    if (lane == 0) counter_arrive(free", "    if (lane == 0) counter_arrive(free", "race"),
+    "a warp gives a stage back before it has read it": (
+        TABLE,
+        "    __syncwarp();\n    if (lane == 0) counter_arrive(free",
+        "    if (lane == 0) counter_arrive(free",
+        "race",
+    ),
     "sums lie where others still read": (TABLE, "  barrier(1, threads);  // nobody reads", "  // nobody reads", "race|nobody waited for"),
     "one warp misses a barrier": (
         MID,
