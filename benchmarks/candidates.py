@@ -29,7 +29,7 @@ from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "pdl", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
+KINDS = ("current", "small", "table", "pdl", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
 BOUND = 4e-3  # bf16: one rounding of the result
 TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
@@ -40,6 +40,12 @@ def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
         yield from (configs.SmallConfig(*t) for t in ((2, 16, 2), (4, 8, 2), *([(4, 8, 3)] if m <= 8 else []), *([(2, 8, 4), (4, 4, 3)] if m > 16 else [])))
 
 
+def table_tiles(m: int) -> Iterator[configs.TableConfig | None]:
+    yield None
+    if m <= 16:
+        yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
+
+
 def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
     yield None
     tiles = ((2, 16, 4, 3),) if m <= 16 else ((2, 32, 4, 3), (4, 32, 4, 2)) if m <= 32 else ((2, 64, 2, 4), (1, 64, 2, 4))
@@ -48,10 +54,10 @@ def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
 
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
     yield None
-    tokens = next((t for t in (8, 16, 32, 64) if m <= t), 128)
-    tiles = ((64, tokens, 4 if tokens <= 32 else 2), (128, tokens, 2 if tokens <= 64 else 1))
+    tokens = next((t for t in (32, 64) if m <= t), 128)
+    tiles = ((64, tokens, 4 if tokens == 32 else 2), (128, tokens, 2 if tokens <= 64 else 1))
     yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
-    yield configs.CudaWideConfig(256 if tokens <= 32 else 192 if tokens == 64 else 128, tokens, 1, 0)
+    yield configs.CudaWideConfig(256 if tokens == 32 else 192 if tokens == 64 else 128, tokens, 1, 0)
 
 
 def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
@@ -88,7 +94,7 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=configs.Epilogue(tuple(third)))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
-        sizes = [size for size, low, high in (("small", 1, 32), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high]
+        sizes = [size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high]
         residual = torch.randn(m, n, device=x.device, dtype=x.dtype)
         plus, glu = y + residual[: len(y)].double(), torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
@@ -121,8 +127,13 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
+        if "table" in kinds and m <= 16 and k % 256 == 0:
+            for tile in table_tiles(m):
+                yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile), expected, count, facts)
         if "pdl" in kinds and m <= 32:  # one call behind the other: what is prefetched early shows here
             yield measure("small pdl", None, lambda i: launch.small_early(x, q[i], s[i], g), expected, count, facts)
+            if m <= 16 and k % 256 == 0:
+                yield measure("table pdl", None, lambda i: launch.table_early(x, q[i], s[i], g), expected, count, facts)
         yield from epilogues(k, n, m, kinds, x, (q, s, g), count, facts)
         if "any_k" in kinds and m <= 32:
             x_odd = torch.randn(m, odd_k, device=device, dtype=torch.bfloat16)

@@ -88,7 +88,7 @@ def test_candidates(monkeypatch, tmp_path):
     def right(x, *rest):
         return torch.ops.fp4.linear(x, *rest[:3])
 
-    for name in ("small", "small_early", "middle"):
+    for name in ("small", "small_early", "table", "table_early", "middle"):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
     for owner, name in ((candidates.sparse, "linear"), (candidates.launch_sparse, "gemv"), (candidates.launch_sparse, "mid")):
@@ -108,9 +108,9 @@ def test_candidates(monkeypatch, tmp_path):
         monkeypatch.setattr(candidates.launch_w4a4, name, lambda *args: torch.ops.fp4.linear_w4a4(*args[:8]))
     rows = list(candidates.shape(128, 64, (1, 4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
-    fused = {f"{size} {what}" for size in ("small", "mid", "wide") for what in ("glu", "residual")}
+    fused = {f"{size} {what}" for size in ("small", "table", "mid", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
-    assert kinds == {"current", "small", "small pdl", "current K+16", "any_k K+16", "mid", "wide", "sparse", "sparse gemv", "sparse triton"} | fused | {
+    assert kinds == {"current", "small", "small pdl", "table", "table pdl", "current K+16", "any_k K+16", "mid", "wide", "sparse", "sparse gemv", "sparse triton"} | fused | {
         "siblings apart", "siblings", "glu apart", "residual apart"
     }  # fmt: skip
     for row in rows:

@@ -40,6 +40,21 @@ def test_mid(dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_table(dtype):
+    hopper()
+    tiles = [None, *(configs.TableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (2, 1, 8), (3, 1, 5), (4, 2, 8), (7, 1, 2), (8, 2, 4), (14, 2, 2), (16, 2, 1)))]
+    for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 256), (4096, 14336)):
+        w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
+        for m in (1, 3, 8, 9, 16):
+            x = torch.randn(m, k, device=DEVICE).to(dtype)
+            for tile in tiles:
+                first = launch.table(x, *w, bias, tile)
+                assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
+                assert all(torch.equal(launch.table(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+            assert torch.equal(launch.table(x[:1], *w, bias), launch.table(x, *w, bias)[:1]), "one order of summation for 1 to 16 rows"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_wide(dtype):
     hopper()
     source = "gemm/linear_wide.cu"
@@ -110,8 +125,8 @@ def test_candidates_serve_when_switched_on():
     with dispatch(candidates=("cuda_mid",)):
         for n, k in ((512, 1024), (130, 1040)):
             w = weight(n, k)
-            small = "cuda_small_any_k" if k % 64 else "cuda_small"
-            for m, kernel in ((2, small), (32, small), (33, "cuda_mid"), (128, "cuda_mid")):
+            few, small = ("cuda_small_any_k",) * 2 if k % 64 else ("cuda_table", "cuda_small")
+            for m, kernel in ((2, few), (32, small), (33, "cuda_mid"), (128, "cuda_mid")):
                 x = torch.randn(m, k, device=DEVICE).to(BF16)
                 assert plan_of(x, w[0]).pick(m).kernel == kernel
                 y = fp4.linear(x, *w)
@@ -131,7 +146,8 @@ def test_early(dtype):
     hopper()
     n = 4096
     weights = [weight(n, n) for _ in range(6)]
-    for m in (1, 8, 16, 32):
+    small, table = (launch.small_early, launch.small), (launch.table_early, launch.table)
+    for m, (early, late) in ((1, small), (8, small), (16, small), (32, small), (1, table), (8, table), (16, table)):
         x = torch.randn(m, n, device=DEVICE).to(dtype)
 
         def chain(launcher, x=x):
@@ -141,14 +157,14 @@ def test_early(dtype):
                 y = launcher(y, *w)
             return y
 
-        chain(launch.small_early)
+        chain(early)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = chain(launch.small_early)
+            got = chain(early)
         for _ in range(50):
             x.copy_(torch.randn(m, n, device=DEVICE))
             graph.replay()
-            want = chain(launch.small)
+            want = chain(late)
             # linear_small has another tile for 17 to 32 rows and a long K when it begins early; here it has the same
             assert torch.equal(got, want), m
 
@@ -161,7 +177,7 @@ def test_siblings_and_epilogues(dtype):
         q, s, g = weight(n, k)
         a, b = n // 4, n // 2
         scales = torch.stack((g, g * 100, g / 100))
-        for size, rows in (("small", (1, 8, 9, 32)), ("mid", (17, 64, 130)), ("wide", (33, 64, 130, 300))):
+        for size, rows in (("small", (1, 8, 9, 32)), ("table", (1, 8, 9, 16) if k % 256 == 0 else ()), ("mid", (17, 64, 130)), ("wide", (33, 64, 130, 300))):
             for m in rows:
                 x, bias = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
                 y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, then=configs.Epilogue((a, b)))

@@ -63,33 +63,33 @@ def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
     for shared, scales in ((False, f", 0, 0, 0, {N}, {N + KV}"), (True, "")):
         code, entries = compiled(8, build=lambda shared=shared: Block(shared=shared), csrc="")
         assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
-        assert kernels(entries)[0] == ("fp4.linear", "cuda_small", N + 2 * KV)
+        assert kernels(entries)[0] == ("fp4.linear", "cuda_table", N + 2 * KV)
         assert [e.note.partition(";")[0] for e in entries[:2]] == ["one call for siblings: q, k, v", "one call for siblings: gate, up"]
-        assert re.findall(r"fp4_csrc\.linear_small\.default\(.*?, 90(.*?)\)", call_body(code)) == [scales]
+        assert re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", call_body(code)) == [scales]
 
 
 def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
-    rows = tuple(replace(row, siblings=False) if row.kernel == "cuda_small" else row for row in table.ROWS)
+    rows = tuple(replace(row, siblings=False) if row.kernel == "cuda_table" else row for row in table.ROWS)
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, rows))
     code, entries = compiled(8, csrc="")
-    assert [e.n for e in entries if e.decision.row.kernel == "cuda_small"] == [N, KV, KV]
+    assert [e.n for e in entries if e.decision.row.kernel == "cuda_table"] == [N, KV, KV]
     assert [e.module for e in entries[:3]] == ["q", "k", "v"]
     assert all("takes one global scale" in e.note for e in entries[:3])
-    assert call_body(code).count("fp4_csrc.linear_small.default(") == 3
+    assert call_body(code).count("fp4_csrc.linear_table.default(") == 3
 
 
 def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
     reset_matches()
     code, entries = compiled(8, csrc="")
     assert kernels(entries) == [
-        ("fp4.linear", "cuda_small", N + 2 * KV), ("fp4.linear_glu", "cuda_small_glu", 2 * INNER), ("fp4.linear_epilogue", "cuda_small_pointwise", K)
+        ("fp4.linear", "cuda_table", N + 2 * KV), ("fp4.linear_glu", "cuda_table_glu", 2 * INNER), ("fp4.linear_epilogue", "cuda_table_pointwise", K)
     ]  # fmt: skip
     assert [e.note for e in entries[1:]] == ["one call for siblings: gate, up; silu(gate) * up", "in the kernel: + residual"]
     assert entries[2].module == "down"
     assert matches() == {"siblings": 2, "linear_glu": 1, "linear_epilogue": 1}
     body = call_body(code)
-    assert re.findall(r"linear_small_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1"]
-    assert re.findall(r"linear_small_pointwise\.default\(.*?, 90(.*?), in0\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
+    assert re.findall(r"linear_table_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1"]
+    assert re.findall(r"linear_table_pointwise\.default\(.*?, 90(.*?), in0\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
     assert "triton_poi_fused_mul" not in body
     assert re.search(r"return \(b\d+, b\d+, \)", body)
     # so do more rows; layers of fewer than 2^24 weights stay with the small kernel up to 32, and to 16 where a product alone is ahead
@@ -124,17 +124,17 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
     assert "fp4.linear_glu" not in body and "fp4.linear_epilogue" not in body
     assert launches(body) == launches(graph(8, off=True, unproven="runtime", **dynamic)[1])
     late = {r.row.kernel for e in entries for r in e.refused if r.reason.startswith("decided at run time: ")}
-    assert late == {f"cuda_{size}_{what}" for size in ("small", "wide") for what in ("glu", "pointwise")}
+    assert late == {f"cuda_{size}_{what}" for size in ("table", "small", "wide") for what in ("glu", "pointwise")} - {"cuda_small_pointwise"}
 
 
 def test_explain_says_why_the_cuda_kernels_do_not_serve():
-    def refused(cc=(9, 0), arch=(90, 90), **options):
+    def refused(cc=(9, 0), arch=(90, 90), name="table", **options):
         entries = compiled(8, cc=cc, **options)[1]
         assert {e.op for e in entries} == {"fp4.linear"}
-        return [{r.row.kernel: r.reason for e in entries for r in e.refused if r.row.arch == arch}[f"cuda_small_{what}"] for what in ("glu", "pointwise")]
+        return [{r.row.kernel: r.reason for e in entries for r in e.refused if r.row.arch == arch}[f"cuda_{name}_{what}"] for what in ("glu", "pointwise")]
 
     assert refused() == [NOT_COMPILED] * 2
-    assert all("candidates=" in why for why in refused((8, 0), (80, 89), csrc=""))
+    assert all("candidates=" in why for why in refused((8, 0), (80, 89), csrc="", name="small"))
 
 
 def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
@@ -146,9 +146,9 @@ def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
             return heads, y, F.rms_norm(y, (K,), self.w)
 
     code, entries = compiled(8, build=Normed, csrc="")
-    assert [(e.op, e.decision.row.kernel) for e in entries][1:] == [("fp4.linear_glu", "cuda_small_glu"), ("fp4.linear", "cuda_small")]
+    assert [(e.op, e.decision.row.kernel) for e in entries][1:] == [("fp4.linear_glu", "cuda_table_glu"), ("fp4.linear", "cuda_table")]
     assert len(re.findall(r"triton_\w+\.run\(", call_body(code))) == 3  # the first norm, the heads, the sum and its norm
-    assert any(r.row.kernel == "cuda_small_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
+    assert any(r.row.kernel == "cuda_table_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
 
 
 def test_fp8_products_round_activations_in_the_kernel_before_them():

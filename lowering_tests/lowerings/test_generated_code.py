@@ -236,11 +236,11 @@ return (b0, )""",
             listen() as entries,
         ):
             body = self.compile(lambda: layer(bias=True), (8, K), mark=marked(2, 16), csrc="")
-        assert [(e.decision.row.kernel, e.decision.how) for e in entries] == [("cuda_small", "proven")]
+        assert [(e.decision.row.kernel, e.decision.how) for e in entries] == [("cuda_table", "proven")]
         self.assertExpectedInline(
             body,
             """\
-    b0 = torch.ops.fp4_csrc.linear_small.default(in0, in1, in2, in3, in4, 90)
+    b0 = torch.ops.fp4_csrc.linear_table.default(in0, in1, in2, in3, in4, 90)
 return (b0, )""",
         )
 
