@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["reduce-overhead", "max-autotune"])
     parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
     parser.add_argument("--siblings", default="packed", choices=("packed", "shared", "separate"))
+    parser.add_argument("--attention", default="auto", choices=("auto", "keep"), help="of the quantized model; the bf16 one runs Transformers' own")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     args = parser.parse_args()
@@ -154,13 +155,14 @@ def main() -> None:
     for mode in args.modes:
         rows += measure(model, "bf16", mode, args, device)
     begin = time.perf_counter()
-    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six", lm_head=args.lm_head, siblings=args.siblings), progress=False)
+    fp4_inductor.quantize_model(model, NVFP4Config("four_over_six", lm_head=args.lm_head, siblings=args.siblings, attention=args.attention), progress=False)
     if device == "cuda":
         torch.cuda.synchronize()
     quantized = fp4_inductor.report(model).params
     print(f"quantize_model: {quantized / 1e9:.2f} G weights in {time.perf_counter() - begin:.1f} s")
     options = [f"{args.lm_head} head"] if args.lm_head != "bf16" else []
     options += [args.siblings] if args.siblings != "packed" else []
+    options += ["sdpa"] if args.attention == "keep" else []
     for mode in args.modes:
         rows += measure(model, ", ".join(["nvfp4", *options]), mode, args, device)
     print(*compare(rows), sep="\n")

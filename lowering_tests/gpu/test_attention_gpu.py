@@ -49,10 +49,11 @@ def check(query, key, value, mask=None, scale=None):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_shapes_and_masks_against_float64(dtype):
-    for b, h, kv, q, s, d in (
+    shapes = (
         (1, 32, 8, 1, 520, 128), (8, 32, 4, 1, 520, 128), (32, 32, 8, 1, 520, 128), (3, 14, 2, 1, 1027, 64), (2, 8, 8, 1, 300, 80), (1, 8, 1, 2, 65, 96),
         (2, 4, 2, 8, 4104, 128), (1, 8, 4, 1, 700, 256), (5, 7, 1, 1, 1, 64), (1, 64, 8, 2, 130, 64), (1, 2, 2, 1, 20000, 128),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for b, h, kv, q, s, d in shapes if dtype == BF16 else shapes[::4]:  # every length is a kernel of its own, a second to compile
         for mask in masks(b, h, q, s):
             check(*operands(b, h, kv, q, s, d, dtype), mask)
     check(*operands(2, 71, 1, 1, 100, 64, dtype))  # more heads than the kernel's rows: the library
@@ -60,7 +61,7 @@ def test_shapes_and_masks_against_float64(dtype):
     check(*operands(1, 4, 2, 1, 50, 512, dtype), scale=0.1)
 
 
-@pytest.mark.parametrize("tile", [(b, s, w, st) for b in (32, 64, 128) for s in (1, 3, 16) for w, st in ((4, 2), (4, 3), (8, 2))], ids=str)
+@pytest.mark.parametrize("tile", [(b, s, w, st) for b in (32, 64, 128) for s in (1, 16) for w, st in ((4, 3), (8, 2))], ids=str)
 def test_every_tile(tile):
     block, splits, warps, stages = tile
     query, key, value = operands(2, 32, 8, 1, 777, 128)
