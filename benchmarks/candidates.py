@@ -94,7 +94,9 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=configs.Epilogue(tuple(third)))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
-        sizes = [size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high]
+        sizes = [
+            size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high
+        ]
         residual = torch.randn(m, n, device=x.device, dtype=x.dtype)
         plus, glu = y + residual[: len(y)].double(), torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731

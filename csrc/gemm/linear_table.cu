@@ -188,8 +188,8 @@ template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear
   if (status == cudaSuccess) status = plane_map(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4, TOKENS, 128);
   if (status != cudaSuccess) return status;
   const int columns = layout.rows() / kParts;
-  return fp4::launch(linear_table<T, TOKENS, R>, dim3((p.columns() + columns - 1) / columns), 32 * (layout.warps() + 1), layout.bytes(), 1, stream, codes, scales, activations,
-                layout, p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
+  return fp4::launch(linear_table<T, TOKENS, R>, dim3((p.columns() + columns - 1) / columns), 32 * (layout.warps() + 1), layout.bytes(), 1, stream, codes, scales,
+                     activations, layout, p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
 }
 
 template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
@@ -203,7 +203,8 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>
 }  // namespace
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (sets, sets_a_warp, k_groups): at most 16 sets, a multiple of
-// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; all 0 for best(). 1 <= M <= 16, K % 256 == 0; x, q and scale 16-byte aligned; bias, mul and residual may be null.
+// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; all 0 for best(). 1 <= M <= 16, K % 256 == 0; x, q and scale 16-byte
+// aligned; bias, mul and residual may be null.
 extern "C" int fp4_linear_table(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
                                 int M, int N, int K, int dtype, int second, int third, int act, int sets, int sets_a_warp, int k_groups, void* stream) {
   if (M < 1 || M > 16 || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;

@@ -18,8 +18,8 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kHalf = kActivations<TOKENS> / 2;
   // Stages of activations and of weights: deep where there is room, and multiples of KGROUPS, so that a warpgroup meets every phase of the counters it waits for.
-  static constexpr int kTable = kByTable<TOKENS> ? kPairTable : 0, kRoom = 226 * 1024 - kTable;
-  static constexpr int kXStages = TOKENS == 128 ? 2 : ROWS <= 128 ? 4 : 3;
+  static constexpr int kTable = kByTable<ROWS, TOKENS> ? kPairTable : 0, kRoom = 226 * 1024 - kTable;
+  static constexpr int kXStages = TOKENS == 128 ? 2 : KGROUPS == 4 ? 8 : ROWS <= 128 ? 4 : 3;
   static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / KGROUPS * KGROUPS;
   static constexpr int kEarly = at_most(kWStages, at_least(1, 72 * 1024 / kWeights));  // stages of weights that go ahead of the first activations
   static constexpr int kPitch = ROWS + 4, kSums = KGROUPS * TOKENS * kPitch * 4;  // in the rings' place, at the end
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
 
   more_registers<S::kRegisters>();
-  if constexpr (kByTable<TOKENS>) {
+  if constexpr (kByTable<ROWS, TOKENS>) {
     fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
     barrier(1, S::kConsumers);
   }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       __syncwarp();
       if (lane == 0) counter_arrive(w_free + 8 * w.i);
       const Shared half = x_full + 16 * x_at.i;
-      multiply_step<T, TOKENS, S::kBatch>(
+      multiply_step<T, TOKENS, S::kBatch, kByTable<ROWS, TOKENS>>(
           acc, q, s, activations + x_at.i * kActivations<TOKENS>, table, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
           [&](int j) {
             if (frees) counter_arrive(last_half);
@@ -257,7 +257,8 @@ cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t s
   const int units = steps * places * row_tiles, blocks = STREAM ? at_most(units, at_most(multiprocessors(), kMostBlocks)) : 0;
   float4* partial = (float4*)(scratch + (size_t)places * steps * kActivations<TOKENS>);
   int* flags = (int*)(partial + (size_t)blocks * (TOKENS / 8 * S::kConsumers));
-  status = launch(arrange<T, TOKENS>, dim3(steps, places * (TOKENS * 8 / kArranging<TOKENS>)), kArranging<TOKENS>, 0, 1, stream, p.x, scratch, p.M, p.K, flags, blocks);
+  status = launch(arrange<T, TOKENS, kByTable<ROWS, TOKENS>>, dim3(steps, places * (TOKENS * 8 / kArranging<TOKENS>)), kArranging<TOKENS>, 0, 1, stream, p.x,
+                  scratch, p.M, p.K, flags, blocks);
   if (status != cudaSuccess) return status;
   return launch_second(linear_wide<T, ROWS, TOKENS, KGROUPS, STREAM, MAPPED>, STREAM ? dim3(blocks) : dim3(row_tiles, places, splits), S::kThreads, S::kBytes,
                        STREAM ? 1 : splits, stream, codes, scales, (const uint8_t*)scratch, partial, flags, units, p.x, p.q, p.scale, p.global_scale, p.bias, p.y,

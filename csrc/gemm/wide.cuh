@@ -14,11 +14,11 @@ constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a 
 // Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
 // token each. Lane t of a quad decodes k = 64 t .. 64 t + 63 of a step, eight words of eight codes; a tile holds two words of all four lanes.
 template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
-// Where there is room for it beside the activations, codes are decoded by table.
-template <int TOKENS> constexpr bool kByTable = TOKENS <= 32;
+// Codes are decoded by table where there is room for it beside the activations, and where rings need not be deep: with four warpgroups for the same 64 rows they do.
+template <int ROWS, int TOKENS> constexpr bool kByTable = TOKENS <= 32 && ROWS > 64;
 template <int TOKENS> constexpr int kArranging = TOKENS * 8 < 256 ? TOKENS * 8 : 256;  // threads of a block, one a word of a token
 
-template <typename T, int TOKENS>
+template <typename T, int TOKENS, bool BY_TABLE>
 __global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
   let_second_begin();
   if (blockIdx.x == 0 && blockIdx.y == 0)
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t*
   for (int t = 0; t < 4; ++t) {
     const int k = step * kWideK + 64 * t + 8 * word;
     const uint4 v = m < M && k < K ? load_read_only(x + (size_t)m * K + k) : make_uint4(0, 0, 0, 0);
-    if constexpr (kByTable<TOKENS>)
+    if constexpr (BY_TABLE)
       p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
     else
       pair_up(v, p[t]);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t*
 
 // One step of a warp's 16 rows: q[h][j] are the codes of rows g + 8 h of the lane's k 32 j onwards, scales[h] four E4M3 bytes. `held`: the step's
 // activations; arrived(j) waits for half j of them, done(j) is called when the products of the half before are complete.
-template <typename T, int TOKENS, int BATCH, typename Arrived, typename Done>
+template <typename T, int TOKENS, int BATCH, bool BY_TABLE, typename Arrived, typename Done>
 __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], const uint4 (&q)[2][2], const uint32_t (&scales)[2], Shared held, Shared table,
                                               uint32_t lane4, Arrived arrived, Done done) {
   uint32_t even[2], odd[2];
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], const
           const uint4& c = q[h][j];
           const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
           const uint32_t by = (b + i) / 2 ? odd[h] : even[h];
-          if constexpr (kByTable<TOKENS>) {
+          if constexpr (BY_TABLE) {
             look_up(word, table, lane4, a[i][h]);
 #pragma unroll
             for (int p = 0; p < 4; ++p) a[i][h][p] = Numbers<T>::mul_by_half(a[i][h][p], by, j);

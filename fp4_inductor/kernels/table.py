@@ -151,8 +151,8 @@ _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (16, {"not_k_multiple": 256}),
 )
 _TABLE = (
-    "codes decoded by a table in shared memory, 2.2 machine instructions a weight, tiles fetched by a warp of its own: 14.0 us at N = K = 8192, M = 8, and 14.9 at "
-    "M = 16, where cuda_small takes 17.3 and 24.7, cuda_wide 17.4; 6.0 and 6.7 at N = K = 4096: 7.4 and 9.2; 40 and 46 at N = 28672, K = 8192: 52 and 54"
+    "codes decoded by a table in shared memory, 2.2 machine instructions a weight, tiles fetched by a warp of its own: 14.4 us at N = K = 8192, M = 8, and 15.3 at "
+    "M = 16, where cuda_small takes 17.3 and 24.7, cuda_wide 17.4; 6.4 and 7.1 at N = K = 4096: 7.4 and 9.2; 43 and 47 at N = 28672, K = 8192: 52 and 54"
 )
 _UNTIL_256 = "; to 256 rows where no FP8 product follows: 56 us at N = K = 8192, a transient weight alone 46 before the product's 50"
 _MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
@@ -181,7 +181,7 @@ _CUDA_MID = (
 )
 _CUDA_WIDE = (
     "weights decoded in registers are wgmma's A operand, once for all rows; tiles of weights and activations are fetched by other warps. At N = K = 8192 "
-    "18.7 us for M = 32, 22.5 for 64, 33 for 128, where bf16 cuBLAS takes 35 to 40; at N = 28672, K = 8192 52, 65, 97: 112, 134, 132; at N = K = 4096 "
+    "18.6 us for M = 32, 22.5 for 64, 33 for 128, where bf16 cuBLAS takes 35 to 40; at N = 28672, K = 8192 52, 65, 97: 112, 134, 132; at N = K = 4096 "
     "9.9, 11.1, 15.6: 13.9, 12.3, 14.5"
 )
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"

@@ -208,7 +208,7 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0)), few) == [few]
     x, w = noise(65, 70, 1088)
     assert (
-        len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 32, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 2
+        len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 32, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 3
     )
     said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
     assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_table", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
@@ -277,12 +277,6 @@ BROKEN = {
     "the table is used before it is filled": (TABLE, "  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
     "a stage is not waited for": (TABLE, "    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
     "a stage is overwritten too early": (TABLE, "          counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
-    "a warp gives a stage back before it has read it": (
-        TABLE,
-        "    __syncwarp();\n    if (lane == 0) counter_arrive(free",
-        "    if (lane == 0) counter_arrive(free",
-        "race",
-    ),
     "sums lie where others still read": (TABLE, "  barrier(1, threads);  // nobody reads", "  // nobody reads", "race|nobody waited for"),
     "one warp misses a barrier": (
         MID,
@@ -291,7 +285,12 @@ BROKEN = {
         "deadlock|race|nobody wrote",
     ),
     "the next tile is not waited for": (MID, "    barrier(group + 1, S::kGroupThreads);  // the next", "    // the next", "race"),
-    "the tile is given back before its products are done": (WIDE, "      wgmma_wait<1>();\n", "", "race|nobody waited for"),
+    "the tile is given back before its products are done": (
+        WIDE,
+        "      wgmma_wait<1>();\n",
+        "",
+        None,
+    ),  # the next tile in its place is its own warpgroup's: products of the wrong numbers
     "the tile is not waited for": (WIDE, "counter_wait(half + 8 * j, x_at.parity);", "", "before its asynchronous copy was waited for"),
     "the tile is overwritten too early": (WIDE, "            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);\n", "", "race|nobody waited for"),
     "one warp does not give tiles back": (WIDE, "if (frees) counter_arrive", "if (frees && warp) counter_arrive", "deadlock"),
