@@ -12,7 +12,7 @@ import torch
 from fp4_inductor import FP4Linear
 
 SETUP = """
-import os, threading, torch, fp4_inductor
+import os, threading, time, torch, fp4_inductor
 from fp4_inductor import FP4Linear
 torch.manual_seed(0)
 layer = FP4Linear.from_weight(torch.randn(64, 96) / 9, torch.randn(64))
@@ -75,6 +75,15 @@ def test_eight_threads_build_compile_and_compute(tmp_path):
             """
         barrier, wrong = threading.Barrier(8), []
         layers = [FP4Linear.from_weight(torch.randn(32 + 16 * i, 96) / 9) for i in range(8)]
+        def patient(compiled, x):
+            for _ in range(20):
+                try:
+                    return compiled(x)
+                except RuntimeError as error:  # Dynamo's answer to a thread that comes while another one compiles the code object they share
+                    if "found no compiled frames" not in str(error):
+                        raise
+                    time.sleep(0.2)
+            return compiled(x)
         def work(layer):
             try:
                 # The layers share one code object, as nn.Linear's would; the setting is per thread.
@@ -82,7 +91,7 @@ def test_eight_threads_build_compile_and_compute(tmp_path):
                 barrier.wait()
                 compiled = torch.compile(layer, fullgraph=True, dynamic=True)
                 for x in xs:
-                    if not torch.equal(compiled(x), layer(x)):
+                    if not torch.equal(patient(compiled, x), layer(x)):
                         wrong.append(x.shape)
             except Exception as error:
                 wrong.append(error)
