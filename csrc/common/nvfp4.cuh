@@ -88,10 +88,15 @@ template <typename T> __device__ __forceinline__ void decode_by_half(uint32_t w,
   for (int i = 0; i < 4; ++i) out[i] = Numbers<T>::mul_by_half(out[i], scales, high);
 }
 
-// The two codes of one byte, low nibble first -> their pair times one half of `scales`. Multiplications
-// place the bits: the integer pipe that shifts and masks is the one that runs out first.
+// The two codes of one byte, low nibble first -> their pair as place() leaves it. Multiplications place the bits: the integer pipe that shifts
+// and masks is the one that runs out first.
+template <typename T> __device__ __forceinline__ uint32_t place_byte(uint32_t byte) {
+  return masked_or<kSigns>(byte * 0x01001000u, byte * Numbers<T>::kSpread & Numbers<T>::kMagnitude);
+}
+
+// The same times one half of `scales`.
 template <typename T> __device__ __forceinline__ uint32_t decode_byte(uint32_t byte, uint32_t scales, bool high) {
-  return Numbers<T>::mul_by_half(masked_or<kSigns>(byte * 0x01001000u, byte * Numbers<T>::kSpread & Numbers<T>::kMagnitude), scales, high);
+  return Numbers<T>::mul_by_half(place_byte<T>(byte), scales, high);
 }
 
 // The pairs of neighbours (0,1) (2,3) (4,5) (6,7) by table, one byte of codes an entry, one copy of it a lane so that lanes read different banks: byte b's
@@ -100,16 +105,15 @@ constexpr int kPairTable = 256 * 256;
 
 // By all threads of whole warps; a barrier has to follow.
 template <typename T> __device__ __forceinline__ void fill_pairs(uint8_t* table, int thread, int threads) {
-  for (int b = thread / 32; b < 256; b += threads / 32) {
-    auto bits = [](uint32_t code) { return (code & 8) << 12 | (code & 7) << (Numbers<T>::kShift == 6 ? 6 : 9); };
-    *(uint32_t*)(table + 256 * b + 4 * (thread % 32)) = bits(b & 15) | bits(b >> 4) << 16;
-  }
+  for (int b = thread / 32; b < 256; b += threads / 32) *(uint32_t*)(table + 256 * b + 4 * (thread % 32)) = place_byte<T>(b);
 }
 
-// 8 codes -> their pairs of neighbours as place() leaves them. lane4: four times the lane's number.
-__device__ __forceinline__ void look_up(uint32_t w, Shared table, uint32_t lane4, uint32_t (&out)[4]) {
+// 8 codes -> their pairs of neighbours, each times one half of `scales`. lane4: four times the lane's number.
+template <typename T> __device__ __forceinline__ void decode_by_table(uint32_t w, Shared table, uint32_t lane4, uint32_t scales, bool high, uint32_t (&out)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) out[i] = load_table(table + __byte_perm(w, lane4, 0x5504 | i << 4));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = Numbers<T>::mul_by_half(out[i], scales, high);
 }
 
 // 8 consecutive activations -> the same pairs.

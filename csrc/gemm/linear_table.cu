@@ -1,4 +1,4 @@
-// fp4.linear for 1 to 16 rows on sm_90 and later: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
+// fp4.linear for 1 to 16 rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
 //
 // Bandwidth-bound: what has to be few are instructions a weight. Codes become pairs of numbers by a table in shared memory (nvfp4.cuh), a byte at
 // a time; codes, scales and activations come as tiles through one ring, fetched by a warp of their own. A warp owns 16 * R rows of W and every
@@ -122,9 +122,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t word = i % 2 ? q[r][h][i / 2].y : q[r][h][i / 2].x, by = i / 2 % 2 ? odd[r][h] : even[r][h];
-          look_up(word, table, lane4, a[h]);
-#pragma unroll
-          for (int p = 0; p < 4; ++p) a[h][p] = Numbers<T>::mul_by_half(a[h][p], by, i / 4);
+          decode_by_table<T>(word, table, lane4, by, i / 4, a[h]);
         }
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {

@@ -61,13 +61,10 @@ __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], const
           const uint4& c = q[h][j];
           const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
           const uint32_t by = (b + i) / 2 ? odd[h] : even[h];
-          if constexpr (BY_TABLE) {
-            look_up(word, table, lane4, a[i][h]);
-#pragma unroll
-            for (int p = 0; p < 4; ++p) a[i][h][p] = Numbers<T>::mul_by_half(a[i][h][p], by, j);
-          } else {
+          if constexpr (BY_TABLE)
+            decode_by_table<T>(word, table, lane4, by, j, a[i][h]);
+          else
             decode_by_half<T>(word, by, j, a[i][h]);
-          }
         }
       wgmma_fence();
 #pragma unroll

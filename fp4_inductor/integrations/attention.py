@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from .._torch.symbols import statically_known_true
 from ..kernels.select import attention_form
+from ..kernels.table import ROWS
 
 NAME = "fp4_inductor"
-_ROWS = 16  # queries times heads of a group: what the kernel's table row serves
+_ROW = next(row for row in ROWS if row.kernel == "triton_decode_attention")  # M: queries times heads of a group, K: a head's width
+_ROWS = _ROW.max_m or 0
 # Keyword arguments that "sdpa" leaves to the mask or to others. A call with any other goes to "sdpa", unless that is None or False.
 _WITHOUT_MEANING = {
     "sliding_window", "position_ids", "cache_position", "use_cache", "past_key_values", "num_items_in_batch", "output_hidden_states", "output_router_logits",
@@ -92,7 +94,7 @@ def attention_forward(
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Decided by what is known while a graph is traced; no guard is added."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype or value.dtype != query.dtype:
+    if not query.is_cuda or query.dtype not in _ROW.dtypes or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
@@ -100,7 +102,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dro
         return False
     heads, queries, d = query.shape[1], query.shape[2], query.shape[3]
     kv_heads = key.shape[1]
-    if key.shape[3] != d or value.shape[3] != d or d % 8 or attention_form(d) or heads % kv_heads:
+    if key.shape[3] != d or value.shape[3] != d or d % _ROW.k_multiple or attention_form(d) or heads % kv_heads:
         return False
     if mask is None:
         return statically_known_true(queries == 1) and heads // kv_heads <= _ROWS  # more without a mask: causal
@@ -121,13 +123,13 @@ def _why_not(model: Any, config: Any, name: str | None) -> str:
     modules = [m for m in model.modules() if getattr(m, "config", None) is config]
     if not all(m._can_set_attn_implementation() for m in [model, *modules] if hasattr(m, "_can_set_attn_implementation")):
         return "the model does not use Transformers' attention interface"
-    if any(_ASKS_BY_NAME.search(_source(m)) for m in modules):
+    if any(_ASKS_BY_NAME.search(_source(name)) for name in {type(m).__module__ for m in modules}):
         return 'the model\'s code asks for "sdpa" by name'
     return ""
 
 
-def _source(module: nn.Module) -> str:
+def _source(module: str) -> str:
     try:
-        return inspect.getsource(sys.modules[type(module).__module__])
+        return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
         return ""

@@ -238,7 +238,19 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
     hopper: tuple[tuple[int, dict[str, Any]], ...] = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}))  # as without an epilogue
     common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
-        Row(op, "small", f"cuda_table_{finish}", (90, 90), 16, HALF, f"{reason}. {_TABLE}", MEASURED, k_multiple=256, csrc=f"linear_table_{finish}", min_m=2),
+        Row(
+            op,
+            "small",
+            f"cuda_table_{finish}",
+            (90, 90),
+            16,
+            HALF,
+            f"{reason}. Timed in a whole model only; the product alone: {_TABLE}",
+            MEASURED,
+            k_multiple=256,
+            csrc=f"linear_table_{finish}",
+            min_m=2,
+        ),
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
         Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),

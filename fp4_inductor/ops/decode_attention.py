@@ -96,8 +96,8 @@ def by_library(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
         nothing = ~seen.any(-1, keepdim=True)
         used = seen.unflatten(1, (key.shape[1], heads // key.shape[1])).any(2).any(2)[..., None]
         key, value = key.masked_fill(~used, 0.0), value.masked_fill(~used, 0.0)
-        mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
-    # Some backends of the library want a contiguous last dimension; the others would sum in another order without.
+        mask = (mask if mask.dtype == torch.bool else mask.to(query.dtype)).contiguous()
+    # Some backends of the library want a contiguous last dimension, of the mask too; the others would sum in another order without.
     query, key, value = (t.contiguous() for t in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])
     if nothing is not None:

@@ -72,7 +72,7 @@ def test_small_with_any_k(k):
             check(SMALL, m, n, k, (2, 16, 2), dtype)
 
 
-# (sets, r, k_groups): one warp; rows beyond N; a ring shorter than K; more warps in K than stages; every warp
+# (sets, sets_a_warp, k_groups): one warp; rows beyond N; a ring shorter than K; more warps in K than stages; every warp
 @pytest.mark.parametrize("tile", [(1, 1, 1), (3, 1, 5), (2, 2, 16), (4, 2, 3), (16, 2, 2), (8, 2, 4), (14, 2, 2)], ids=str)
 def test_table(tile):
     for i, (m, n, k) in enumerate(((1, 33, 256), (8, 100, 2304), (5, 16, 5120), (9, 260, 1280), (16, 129, 4352))):

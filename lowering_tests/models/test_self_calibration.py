@@ -30,7 +30,10 @@ def test_the_default_is_calibrated_on_what_the_model_writes(tiny):
     assert not equal(scales(model), scales(quantize_model(copy.deepcopy(dense), NVFP4Config("mse"), progress=False)))
     report = fp4_inductor.report(model)
     assert "scale_search=activation" in report.config
-    assert [note for note in report.notes if "scale_search" in note] == ['scale_search="auto": "activation" over 16 tokens that the model wrote itself']
+    assert report.notes == [
+        'scale_search="auto": "activation" over 16 tokens that the model wrote itself',
+        'attention: fp4.decode_attention for decode steps on CUDA, "sdpa" for all else',
+    ]
 
 
 def test_batches_given_to_the_default_are_used(tiny):

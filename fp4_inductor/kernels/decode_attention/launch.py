@@ -22,9 +22,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         return query.new_zeros((batch, queries, heads, d))
     rows = queries * (heads // key.shape[1])
     if host.row_for("decode_attention", query, rows, heads, d, form=select.attention_form(d)).kernel == "sdpa":
-        # The library picks its kernel by strides, too; with none to choose from, a call has the same bits in any layout.
-        mask = None if mask is None else mask.contiguous()
-        return contract.by_library(query.contiguous(), key.contiguous(), value.contiguous(), mask, scale)
+        return contract.by_library(query, key, value, mask, scale)
     with torch.cuda.device(query.device):
         return split(query, key, value, mask, contract.scale_of(query, scale))
 
