@@ -7,6 +7,7 @@ A candidate that is wrong is printed as WRONG and not timed. ``--quick``: two sh
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "table", "pdl", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
+KINDS = ("current", "small", "table", "early", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
 BOUND = 4e-3  # bf16: one rounding of the result
 TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
@@ -132,10 +133,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "table" in kinds and m <= 16 and k % 256 == 0:
             for tile in table_tiles(m):
                 yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile), expected, count, facts)
-        if "pdl" in kinds and m <= 32:  # one call behind the other: what is prefetched early shows here
-            yield measure("small pdl", None, lambda i: launch.small_early(x, q[i], s[i], g), expected, count, facts)
-            if m <= 16 and k % 256 == 0:
-                yield measure("table pdl", None, lambda i: launch.table_early(x, q[i], s[i], g), expected, count, facts)
+        if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
+            for size in ("table", "wide")[m > 16 :]:
+                call = functools.partial(csrc.call, f"linear_{size}", early=True)
+                yield measure(f"{size} early", None, lambda i, call=call: call(x, (q[i], s[i]), g, None, 90), expected, count, facts)
         yield from epilogues(k, n, m, kinds, x, (q, s, g), count, facts)
         if "any_k" in kinds and m <= 32:
             x_odd = torch.randn(m, odd_k, device=device, dtype=torch.bfloat16)

@@ -206,11 +206,14 @@ class DispatchConfig:
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
         candidates: kernels whose rows are off by default, because nobody has timed them on a GPU yet or because they lost where somebody did,
             e.g. ``("cuda_mid",)``. One that is named here serves its regime in place of that regime's other rows.
+        early: ``"proven"``: in a compiled graph on sm_90, a kernel of ours may begin, and fetch its first weights, while the kernel before it is
+            still running, where it is proven that this one does not write them (programmatic dependent launch). ``"never"``: it does not.
     """
 
     thresholds: tuple[tuple[str, int], ...] = ()
     unproven: Literal["guard", "runtime"] = "guard"
     candidates: tuple[str, ...] = ()
+    early: Literal["proven", "never"] = "proven"
 
     def __post_init__(self) -> None:
         given = self.thresholds
@@ -224,6 +227,7 @@ class DispatchConfig:
             )
         object.__setattr__(self, "thresholds", tuple(sorted(items)))
         _one_of(self, "unproven", Literal["guard", "runtime"])
+        _one_of(self, "early", Literal["proven", "never"])
         if isinstance(self.candidates, str) or not all(isinstance(name, str) for name in self.candidates):
             raise ConfigError(
                 "candidates are not names of kernels", value=repr(self.candidates), limit="a tuple of strings", remedy='Write candidates=("cuda_mid",).'

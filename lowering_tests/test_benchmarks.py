@@ -88,13 +88,15 @@ def test_candidates(monkeypatch, tmp_path):
     def right(x, *rest):
         return torch.ops.fp4.linear(x, *rest[:3])
 
-    for name in ("small", "small_early", "table", "table_early", "middle"):
+    for name in ("small", "table", "middle"):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
     for owner, name in ((candidates.sparse, "linear"), (candidates.launch_sparse, "gemv"), (candidates.launch_sparse, "mid")):
         monkeypatch.setattr(owner, name, lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
 
-    def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None):
+    def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
+        if early:
+            return right(x, *weight, global_scale)
         if name.endswith("glu"):
             return torch.ops.fp4.linear_glu(x, *weight, global_scale, None, then.act)
         if then.starts:
@@ -110,7 +112,7 @@ def test_candidates(monkeypatch, tmp_path):
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "table", "mid", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
-    apart = {"current", "small", "small pdl", "table", "table pdl", "mid", "wide", "sparse", "sparse gemv", "sparse triton"}
+    apart = {"current", "small", "table", "table early", "wide early", "mid", "wide", "sparse", "sparse gemv", "sparse triton"}
     apart |= {"current K+16", "any_k K+16", "siblings apart", "siblings", "glu apart", "residual apart"}
     assert kinds == apart | fused
     for row in rows:

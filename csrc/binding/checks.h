@@ -22,7 +22,9 @@ using torch::stable::Tensor;
 
 inline void require(bool condition, const char* op, const char* what) { STD_TORCH_CHECK(condition, "fp4_csrc::", op, ": ", what); }
 
-// Contiguous and at a multiple of 16 bytes, copied if it is not: the kernels read 16 bytes at once.
+// Contiguous and at a multiple of 16 bytes: the kernels read 16 bytes at once.
+inline bool is_dense(const Tensor& t) { return t.is_contiguous() && (uintptr_t)t.data_ptr() % 16 == 0; }
+// Copied if it is not.
 inline Tensor dense(const Tensor& t) {
   Tensor c = t.is_contiguous() ? t : torch::stable::contiguous(t);
   return (uintptr_t)c.data_ptr() % 16 ? torch::stable::clone(c) : c;

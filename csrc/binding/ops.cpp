@@ -15,14 +15,14 @@ using Resolver = void*(const char* name, int arch);
 
 namespace {
 
-// A dense kernel, its tile described by numbers of the types given.
+// A dense kernel, its tile described by numbers of the types given, before them whether it begins early, if it can.
 template <typename... Tile>
 using Linear = int(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N,
                    int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
 using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
                               int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
 using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                          int dtype, int second, int third, int tokens, int splits, void* scratch, void* stream);
+                          int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
                        int M, int N, int K, int dtype, void* stream);
 using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
@@ -73,14 +73,13 @@ Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
   return y;
 }
 
-// What a library is compiled for: FP4_FINISH of common/epilogue.cuh, or FP4_PDL of common/device.cuh.
-enum Variant { kPlain, kPointwise, kGlu, kPdl };
+// What a library is compiled for: FP4_FINISH of common/epilogue.cuh.
+enum Variant { kPlain, kPointwise, kGlu };
 struct Names {
-  const char* of[4];
+  const char* of[3];
 };
-constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu", "linear_small_pdl"}},
-    kTable{{"linear_table", "linear_table_pointwise", "linear_table_glu", "linear_table_pdl"}}, kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}},
-    kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
+constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu"}}, kTable{{"linear_table", "linear_table_pointwise", "linear_table_glu"}},
+    kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}}, kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
 
 using Optional = std::optional<Tensor>;
 
@@ -108,10 +107,15 @@ Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, c
   return linear<Place, VARIANT>(kSmall, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)warps, (int)stages);
 }
 
+// A kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
+int begins(int64_t early, const Tensor& qdata, const Tensor& scale) { return early && is_dense(qdata) && is_dense(scale); }
+
 template <typename Place, Variant VARIANT>
 Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t sets,
-                    int64_t sets_a_warp, int64_t k_groups, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
-  return linear<Place, VARIANT>(kTable, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)sets, (int)sets_a_warp, (int)k_groups);
+                    int64_t sets_a_warp, int64_t k_groups, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual,
+                    int64_t early) {
+  return linear<Place, VARIANT>(kTable, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)sets,
+                                (int)sets_a_warp, (int)k_groups);
 }
 
 template <typename Place, Variant VARIANT>
@@ -127,11 +131,12 @@ constexpr int64_t shared_sums(int64_t tokens) { return 132 * 4 * 128 * tokens + 
 
 template <typename Place, Variant VARIANT>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows,
-                   int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
+                   int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual,
+                   int64_t early) {
   require(x.dim() == 2, kWide.of[VARIANT], "activations are [M, K]");
   const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + shared_sums(128) / 2});
-  return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows, (int)tokens, (int)k_groups,
-                               (int)splits, scratch.data_ptr());
+  return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)rows,
+                               (int)tokens, (int)k_groups, (int)splits, scratch.data_ptr());
 }
 
 template <typename Place>
@@ -222,7 +227,7 @@ Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weight
 // Activations in E4M3 with a float32 scale per token; bias and result in bfloat16.
 template <typename Place>
 Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                       int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third) {
+                       int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
   constexpr const char* op = "linear_wide_fp8";
   auto* f = function<LinearWideFP8>(op, arch);
   require(x8.dim() == 2 && qdata.dim() == 2, op, "activations are [M, K], codes [N, K/2]");
@@ -237,7 +242,7 @@ Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qd
   const Tensor x = dense(x8), xs = dense(x_scale), q = dense(qdata), s = dense(scale);
   const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
   const int status = f(x.data_ptr(), xs.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, 0,
-                       (int)second, (int)third, (int)tokens, (int)splits, scratch.data_ptr(), place.stream);
+                       (int)second, (int)third, begins(early, qdata, scale), (int)tokens, (int)splits, scratch.data_ptr(), place.stream);
   STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
   return y;
 }
@@ -256,10 +261,8 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
 #define FP4_IMPLEMENT(key, Place)                                               \
   STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                 \
     FP4_DENSE(linear_small, Place)                                              \
-    m.impl("linear_small_pdl", TORCH_BOX((&fp4::linear_small<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_mid, Place)                                                \
     FP4_DENSE(linear_table, Place)                                              \
-    m.impl("linear_table_pdl", TORCH_BOX((&fp4::linear_table<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \

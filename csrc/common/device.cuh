@@ -8,13 +8,6 @@
 // 160 KB of shared memory a block and more; the others have 99 (CUDA C Programming Guide).
 constexpr bool kLargeSharedMemory = FP4_ARCH == 80 || FP4_ARCH == 87 || FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120);
 
-// Programmatic dependent launch, compiled in with -DFP4_PDL=1: a kernel may begin while the one before it in its stream is still
-// running, and reads nothing that one may have written, and writes nothing, before wait_for_previous().
-#ifndef FP4_PDL
-#define FP4_PDL 0
-#endif
-constexpr bool kBeginsEarly = FP4_PDL && FP4_ARCH >= 90;
-
 #ifdef FP4_EMULATED
 #include "device.h"
 #else
@@ -65,15 +58,14 @@ template <int OPEN> __device__ __forceinline__ void copy_async_wait() { asm vola
 
 // --- loads and barriers ------------------------------------------------------------------------------------------------
 
-// What nobody writes while the kernel runs; one that begins early cannot say so of its activations.
+// What nobody writes while the kernel runs.
 __device__ __forceinline__ uint4 load_read_only(const void* p) {
   uint4 v;
-  if constexpr (kBeginsEarly)
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  else
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+// What the kernel before a kernel launched early has written: past L1, which may hold what was there before.
+template <typename T> __device__ __forceinline__ T load_written(const T* p) { return __ldcg(p); }
 
 // As *p, but in one place: ptxas reorders the loops before it when it sees a plain load here.
 __device__ __forceinline__ float load_float(const float* p) {
@@ -104,18 +96,16 @@ __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, 
 // `threads` of the block, a multiple of 32, meet at barrier `id` in 1..15 (__syncthreads is 0).
 __device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// What earlier kernels wrote is there behind it, and they read nothing any more. Every thread calls it.
-__device__ __forceinline__ void wait_for_previous() {
-#if FP4_PDL && FP4_ARCH >= 90
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// Once every block has called it the next kernel may begin, if that one is launched for it.
-__device__ __forceinline__ void let_next_begin() {
-#if FP4_PDL && FP4_ARCH >= 90
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+// Programmatic dependent launch (sm_90): a kernel launched early may begin while the one before it in its stream is still running, and reads nothing that
+// one may have written, and writes nothing, before wait_for_previous(); behind it what earlier kernels wrote is there, and they read nothing any more.
+// Once every block has called let_next_begin() the next kernel may begin, if it is launched early. It may read what the kernel before this one wrote, so
+// that a kernel waits before it calls this one.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Of a call of two kernels: the second, launched by launch_second(), may begin when every block of the first has called let_second_begin(), and what the
+// first wrote is there behind wait_for_first(). The second must read nothing else than the weight before.
+__device__ __forceinline__ void let_second_begin() { let_next_begin(); }
+__device__ __forceinline__ void wait_for_first() { wait_for_previous(); }
 
 // --- sm_90: copies of whole tiles, and barriers in shared memory that count the bytes that have arrived ----------------------
 
@@ -203,11 +193,6 @@ __device__ __forceinline__ int flag_get(const int* flag) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
   return v;
 }
-
-// A call of two kernels, the second launched by launch_second(): it may begin when every block of the first has called let_second_begin(),
-// and what the first wrote is there behind wait_for_first().
-__device__ __forceinline__ void let_second_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_first() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Clusters exist from sm_90; elsewhere a block is alone in its cluster.
 __device__ __forceinline__ int cluster_size() {
@@ -412,9 +397,16 @@ inline int multiprocessors() {
   return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
 }
 
+// Where a kernel is launched; early: it may begin while the one before it is still running.
+struct Stream {
+  cudaStream_t at;
+  bool early;
+  Stream(cudaStream_t at, bool early = false) : at(at), early(early) {}
+};
+
 // blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
-template <bool EARLY = kBeginsEarly, typename... P, typename... A>
-cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
+template <typename... P, typename... A>
+cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
   if (shared_bytes > 48 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
@@ -425,7 +417,7 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {1, 1, (unsigned)cluster};
   }
-  if (EARLY) {
+  if (stream.early) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -433,7 +425,7 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
   config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
+  config.stream = stream.at;
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, (P)arguments...);
@@ -441,8 +433,8 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
 
 // Right behind the first kernel of the call, with which it may overlap (sm_90).
 template <typename... P, typename... A>
-cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
-  return launch<true>(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...);
+cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
+  return launch(kernel, blocks, threads, shared_bytes, cluster, {stream.at, true}, arguments...);
 }
 
 }  // namespace fp4

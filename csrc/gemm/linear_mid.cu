@@ -59,8 +59,6 @@ __global__ void __launch_bounds__(Shape<R, TILES, GROUPS>::kThreads, 1) linear_m
     if (first + i * stride < steps) weights.fetch(first + i * stride, i);
     copy_async_commit();
   }
-  wait_for_previous();  // it may have written x, and may still read y; it does not write weights
-  let_next_begin();
   if (first < steps) {
     load_x(first);
     store_x(tiles);

@@ -66,8 +66,6 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K> __global
     if (exists(warp + i * WARPS)) weights.fetch(warp + i * WARPS, i);
     copy_async_commit();
   }
-  wait_for_previous();  // it may have written x, and may still read y; it does not write weights
-  let_next_begin();
   if (kAhead == 2 && exists(warp)) fetch_x(warp, xs[0]);
   int slot = 0;
   for (int step = warp; exists(step); step += WARPS) {
@@ -103,7 +101,7 @@ struct Tile {
 
 // Enough blocks and warps to fill the chip without splitting K over blocks; measured on an H200 (benchmarks/results/dense.csv).
 Tile best(int M, int N, int K) {
-  if (N < 8192) return M > 16 && (K < 8192 || kBeginsEarly) ? Tile{2, 8, 4} : Tile{2, 16, 2};
+  if (N < 8192) return M > 16 && K < 8192 ? Tile{2, 8, 4} : Tile{2, 16, 2};
   if (N <= 8448) return M <= 8 && kLargeSharedMemory ? Tile{4, 8, 3} : Tile{4, 8, 2};
   return M <= 16 ? Tile{4, 8, 2} : Tile{4, 4, 3};
 }
@@ -113,7 +111,7 @@ template <typename T, int MT> cudaError_t by_tile(Tile tile, const Linear<T>& p,
   if (tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, MT, r, w, st>(p, stream);
   if (p.K % 64) return run<T, MT, 2, 8, 2, true>(p, stream);
   TILE(4, 8, 2)
-  if constexpr (MT < 4 || !kBeginsEarly) { TILE(2, 16, 2) }  // there loads keep their order, and it would spill
+  TILE(2, 16, 2)
   if constexpr (MT == 1) { TILE(4, 8, 3) }
   if constexpr (MT == 4) { TILE(2, 8, 4) TILE(4, 4, 3) }
 #undef TILE

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
           copy_tile(scale_ring + (at * rows + local) * 16, scales, k * 16, row, counter);
         }
       };
-      const int early = kBeginsEarly ? min(steps, layout.stages) : 0;
+      const int early = min(steps, layout.stages);
       for (int k = 0; k < early; ++k) fetch_weights(k, k);
       wait_for_previous();  // it may have written x; it does not write weights
       for (int k = 0, at = 0, parity = 1; k < steps; ++k) {
@@ -174,7 +174,7 @@ Tile best(int N, int K) {
   return {sets, sets_a_warp, at_most(at_most(8, kMostWarps / row_warps), K / kWideK)};
 }
 
-template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear<T>& p, cudaStream_t stream) {
+template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear<T>& p, Stream stream) {
   constexpr int kParts = Result<T>::kParts;
   Layout layout{tile.sets, R, tile.k_groups, 1, TOKENS};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || layout.warps() > kMostWarps) return cudaErrorInvalidConfiguration;
@@ -190,7 +190,7 @@ template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear
                      activations, layout, p.global_scale, p.bias, p.y, p.M, p.N, p.K, p.then);
 }
 
-template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
+template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>& p, Stream stream) {
   switch (tile.sets_a_warp) {
     case 1: return run<T, TOKENS, 1>(tile, p, stream);
     case 2: return run<T, TOKENS, 2>(tile, p, stream);
@@ -202,16 +202,17 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (sets, sets_a_warp, k_groups): at most 16 sets, a multiple of
 // sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; all 0 for best(). 1 <= M <= 16, K % 256 == 0; x, q and scale 16-byte
-// aligned; bias, mul and residual may be null.
+// aligned; bias, mul and residual may be null. early: it may begin, and fetch its first weights, while the kernel before it in its stream is still running;
+// that one must not write the weight.
 extern "C" int fp4_linear_table(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
-                                int M, int N, int K, int dtype, int second, int third, int act, int sets, int sets_a_warp, int k_groups, void* stream) {
+                                int M, int N, int K, int dtype, int second, int third, int act, int early, int sets, int sets_a_warp, int k_groups, void* stream) {
   if (M < 1 || M > 16 || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups} : best(N, K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
                       Epilogue<T>::of(mul, residual, second, third, act)};
-    return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, (cudaStream_t)stream) : by_tile<T, 16>(tile, p, (cudaStream_t)stream);
+    return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, {(cudaStream_t)stream, early != 0}) : by_tile<T, 16>(tile, p, {(cudaStream_t)stream, early != 0});
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
     barrier(1, S::kConsumers);
   }
+  wait_for_first();  // results go where kernels before may still read; mul and residual may be theirs
   const Shared table = shared_address(dynamic_shared());
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
@@ -243,7 +244,7 @@ struct Tile {
 };
 
 template <typename T, int ROWS, int TOKENS, int KGROUPS, bool STREAM, bool MAPPED>
-cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, cudaStream_t stream) {
+cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, Stream stream) {
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
   const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
@@ -283,7 +284,7 @@ Tile best(int M, int N, int K, bool mapped) {
   return {tokens == 64 ? 192 : 256, tokens, 1, 0};
 }
 
-template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T>& p, void* scratch, cudaStream_t stream) {
+template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T>& p, void* scratch, Stream stream) {
 #define IS(r, m, k) (tile.rows == r && tile.tokens == m && tile.k_groups == k)
 #define TILE(r, m, k) \
   if (mapped && tile.splits && IS(r, m, k)) return run<T, r, m, k, false, true>(tile.splits, p, (uint8_t*)scratch, stream);
@@ -306,10 +307,11 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0:
 // blocks stream; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias may be null. scratch: 2
-// bytes for each activation, M and K rounded up to multiples of 256, and 8.7 MB.
+// bytes for each activation, M and K rounded up to multiples of 256, and 8.7 MB. early: it may begin, and fetch its first weights, while the kernel
+// before it in its stream is still running; that one must not write the weight.
 extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
-                               int M, int N, int K, int dtype, int second, int third, int act, int rows, int tokens, int k_groups, int splits, void* scratch,
-                               void* stream) {
+                               int M, int N, int K, int dtype, int second, int third, int act, int early, int rows, int tokens, int k_groups, int splits,
+                               void* scratch, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   const bool mapped = K % kWideK == 0 && (uintptr_t)s % 16 == 0;  // a tile map takes rows of 16 bytes
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K, mapped);
@@ -318,7 +320,7 @@ extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, cons
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
                       Epilogue<T>::of(mul, residual, second, third, act)};
-    return p.fits() ? by_tile<T>(tile, mapped, p, scratch, (cudaStream_t)stream) : cudaErrorInvalidValue;
+    return p.fits() ? by_tile<T>(tile, mapped, p, scratch, {(cudaStream_t)stream, early != 0}) : cudaErrorInvalidValue;
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
   }
 
   more_registers<232>();
+  wait_for_first();  // the scales of the activations may be written right before this call, and results go where kernels before may still read
   const int g = lane >> 2, t = lane & 3, local = uniform(warp >> 2) * 64 + (warp & 3) * 16;  // the warp's first row
   const uint8_t* my_codes[2] = {shared + (local + g) * 128 + ((2 * t) ^ g) * 16, shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16};
   const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
   while (work.left > 0) {
     const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * TOKENS, n0 = (tile / places * kBlocks + rank) * kRows;
     float mine = 0.f;
-    if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = x_scale[m0 + threadIdx.x];
+    if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = load_written(x_scale + m0 + threadIdx.x);
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -312,7 +313,7 @@ struct Call {
 int places_of(int M, int tokens) { return (M + tokens - 1) / tokens; }
 int row_tiles_of(int N) { return (N + kBlocks * kRows - 1) / (kBlocks * kRows); }
 
-template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, uint8_t* scratch, cudaStream_t stream) {
+template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, uint8_t* scratch, Stream stream) {
   using S = Shape<TOKENS>;
   static_assert(S::kTiles % (2 * SPLITS) == 0, "parts of whole pairs of tiles");
   const int steps = p.K / kWideK, places = places_of(p.M, TOKENS), count = places * row_tiles_of(p.N);
@@ -349,7 +350,7 @@ Tile best(int M, int N, int K) {
   return {tokens, idle > (waves == 1 ? 950 : 330) ? 0 : 1};
 }
 
-cudaError_t by_tile(Tile tile, const Call& p, uint8_t* scratch, cudaStream_t stream) {
+cudaError_t by_tile(Tile tile, const Call& p, uint8_t* scratch, Stream stream) {
 #define TILE(t, s) \
   if (tile.tokens == t && tile.splits == s) return run<t, s>(false, p, scratch, stream);
 #define STREAMED(t) \
@@ -365,12 +366,12 @@ cudaError_t by_tile(Tile tile, const Call& p, uint8_t* scratch, cudaStream_t str
 
 // Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3, x_scale [M]. (tokens, splits): one of by_tile's, splits 0: equal
 // shares; tokens 0 for best(). 1 <= M <= 2^20, K % 256 == 0; x8, q, s, y and scratch 16-byte aligned; bias may be null. second, third: rows of W at which
-// the second and the third global scale begin, 0 for none. scratch: a byte for each activation, M rounded up to a multiple of 768, and 17.5 MB.
+// the second and the third global scale begin, 0 for none. early: as of linear_wide. scratch: a byte for each activation, M rounded up to a multiple of 768, and 17.5 MB.
 extern "C" int fp4_linear_wide_fp8(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                                   int dtype, int second, int third, int tokens, int splits, void* scratch, void* stream) {
+                                   int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype || !Epilogue<__nv_bfloat16>::of(nullptr, nullptr, second, third, 0).fits(kPlain, N))
     return cudaErrorInvalidValue;
   const Call p{(const uint8_t*)x8, (const float*)x_scale, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const __nv_bfloat16*)bias, (__nv_bfloat16*)y,
                M, N, K, second ? second : INT32_MAX, third ? third : INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best(M, N, K), p, (uint8_t*)scratch, (cudaStream_t)stream);
+  return by_tile(tokens ? Tile{tokens, splits} : best(M, N, K), p, (uint8_t*)scratch, {(cudaStream_t)stream, early != 0});
 }

@@ -21,6 +21,7 @@ template <int TOKENS> constexpr int kArranging = TOKENS * 8 < 256 ? TOKENS * 8 :
 template <typename T, int TOKENS, bool BY_TABLE>
 __global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
   let_second_begin();
+  wait_for_previous();
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int i = threadIdx.x; i < count; i += kArranging<TOKENS>) flags[i] = 0;
   const int step = blockIdx.x, m = (blockIdx.y * kArranging<TOKENS> + threadIdx.x) / 8, place = m / TOKENS, token = m % TOKENS, word = threadIdx.x % 8;
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t*
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     const int k = step * kWideK + 64 * t + 8 * word;
-    const uint4 v = m < M && k < K ? load_read_only(x + (size_t)m * K + k) : make_uint4(0, 0, 0, 0);
+    const uint4 v = m < M && k < K ? load_written((const uint4*)(x + (size_t)m * K + k)) : make_uint4(0, 0, 0, 0);
     if constexpr (BY_TABLE)
       p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
     else

@@ -11,6 +11,7 @@ constexpr float kFactor = 0.125f;  // WEIGHT_FACTOR of ops/dequantize_fp8.py: we
 template <int TOKENS>
 __global__ void __launch_bounds__(256) arrange_fp8(const uint8_t* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
   let_second_begin();
+  wait_for_previous();
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int i = threadIdx.x; i < count; i += blockDim.x) flags[i] = 0;
   const int steps = K / kWideK, chunk = threadIdx.x % 16, m = blockIdx.y * 16 + threadIdx.x / 16, place = m / TOKENS, token = m % TOKENS;
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(256) arrange_fp8(const uint8_t* __restrict__ x
     uint4 v = make_uint4(0, 0, 0, 0);
     if (m < M) {
       const uint32_t* from = (const uint32_t*)(x + (size_t)m * K + step * kWideK) + chunk;
-      v = make_uint4(from[0], from[16], from[32], from[48]);
+      v = make_uint4(load_written(from), load_written(from + 16), load_written(from + 32), load_written(from + 48));
     }
     uint8_t* row = to + ((((size_t)place * steps + step) * 2 + chunk / 8) * TOKENS + token) * 128;
     *(uint4*)(row + (chunk % 8 ^ (token & 7)) * 16) = v;

@@ -112,8 +112,6 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     }
   };
 
-  wait_for_previous();  // a stage holds activations, too
-  let_next_begin();
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     if ((first + i * stride) * kStepK < K) fetch(first + i * stride, i);

@@ -33,7 +33,8 @@ class Kernel:
         tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
         regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
-        early: launched so that it may begin, and prefetch weights, while the kernel before it still runs (programmatic dependent launch).
+        early: takes whether it may begin, and fetch weights, while the kernel before it still runs (programmatic dependent launch). Nothing but a
+            proof that this one does not write the weight may ask for it: ``_torch/order.py``.
         scratch: it arranges the activations in memory of the caller's, :func:`scratch_bytes`: bytes for each one, of what M is made a multiple,
             and the tokens of the blocks that share sums.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
@@ -58,14 +59,19 @@ class Kernel:
     @property
     def more(self) -> tuple[str, ...]:
         """What the operator takes behind the tile."""
-        both = ("int second=0", "int third=0")
-        return (*both, "int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else both if self.siblings else ()
+        both = ("int second=0", "int third=0") if self.finish or self.siblings else ()
+        rest = ("int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else ()
+        return (*both, *rest, *(("int early=0",) if self.early else ()))
+
+    @property
+    def defaults(self) -> tuple:
+        """Of :attr:`more`."""
+        return tuple(0 if declared.startswith("int") else None for declared in self.more)
 
     @property
     def defines(self) -> tuple[str, ...]:
         """nvcc's flags besides those of the architecture."""
-        finish = (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
-        return (*finish, "-DFP4_PDL=1") if self.early else finish
+        return (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
 
     @property
     def function(self) -> str:
@@ -75,15 +81,16 @@ class Kernel:
 
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
-    "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups"), "small"),
+    "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups"), "small", early=True),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", scratch=(2, 256, 128)),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=(2, 256, 128)),
     "linear_wide_fp8": Kernel(
         "gemm/linear_wide_fp8.cu",
         ("qdata", "scale"),
         ("tokens", "splits"),
         "wide_fp8",
         None,
+        early=True,
         activations=("x8", "x_scale"),
         scratch=(1, 768, 256),
         siblings=True,
@@ -96,8 +103,6 @@ KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
-
-KERNELS |= {f"{name}_pdl": replace(KERNELS[name], early=True) for name in ("linear_small", "linear_table")}
 
 
 def scratch_bytes(name: str, m: int, k: int) -> int:
@@ -177,9 +182,11 @@ def door(name: str, arch: int) -> str:
     return f"called through ctypes, which costs host time: {reason}" if reason else "called as a torch operator"
 
 
-def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None = None) -> tuple:
+def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None = None, early: bool = False) -> tuple:
     """Of the operator ``name``, behind ``arch``: none where every one is the default."""
     more = then.arguments() if then else ()
+    if early:
+        more = (*more, *KERNELS[name].defaults[len(more) : -1], 1)
     return (*(tile or [0] * len(KERNELS[name].tile)), *more) if more else tuple(tile)
 
 
@@ -192,19 +199,21 @@ def call(
     arch: int,
     tile: Sequence[int] = (),
     then: Epilogue | None = None,
+    early: bool = False,
 ) -> Tensor:
     """``[M, N]`` from ``x [M, K]``, or the parts of x, and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
 
     Args:
         tile: a tile that the source instantiates; empty: the kernel's choice.
         then: what the kernel does besides; None: nothing.
+        early: it may begin while the kernel before it is still running, which must not write the weight.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
     try:
         parts = (*(x if isinstance(x, tuple) else (x,)), *weight)
-        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then))
+        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then, early))
     except RuntimeError as error:
         if "fp4_csrc::" not in str(error):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
@@ -237,9 +246,14 @@ def _through_ctypes(
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointers: list[Tensor | None] = [first, *parts, global_scale, bias]
         numbers = [m, n, k, int(dtype == torch.float16)]
-        given: list[Any] = [*more, *(0, 0, 0, None, None)[len(more) : len(kernel.more)]]
-        pointers += [None if t is None else t.contiguous() for t in given[3:]]
-        numbers += given[:3]
+        given: list[Any] = [*more, *kernel.defaults[len(more) :]]
+        if kernel.early and any(part is not t for part, t in zip(parts, weight, strict=True)):
+            given[-1] = 0  # the weight is copied right before
+        for declared, value in zip(kernel.more, given, strict=True):
+            if declared.startswith("int"):
+                numbers.append(value)
+            else:
+                pointers.append(None if value is None else value.contiguous())
         scratch = [torch.empty(scratch_bytes(name, m, k), dtype=torch.uint8, device=first.device)] if kernel.scratch else []
         status = getattr(compiled, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
     if status:

@@ -36,11 +36,18 @@ def csrc_door(name: str, arch: int) -> str:
     return csrc.door(name, arch)
 
 
-def csrc_arguments(name: str, then: Epilogue) -> tuple:
-    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``: its own choice of a tile, and what it does besides the product."""
+def csrc_arguments(name: str, then: Epilogue, early: bool) -> tuple:
+    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``: its own choice of a tile, what it does besides the product, whether it begins early."""
     from . import csrc
 
-    return csrc.extra_arguments(name, then=then)
+    return csrc.extra_arguments(name, then=then, early=early)
+
+
+def csrc_begins_early(name: str) -> bool:
+    """Can the kernel ``name`` of ``csrc/`` begin while the kernel before it is still running?"""
+    from . import csrc
+
+    return csrc.KERNELS[name].early
 
 
 def moe_op(gate_up_meta: object, down_meta: object) -> str:

@@ -124,10 +124,9 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("", "cuda_small_any_k"): _WARPS,
     ("", "cuda_small_glu"): _WARPS,
     ("", "cuda_small_pointwise"): _WARPS,
-    ("", "cuda_small_pdl"): (16, "K is split over other numbers of warps for M <= 16 than above, unless 8192 <= N <= 8448"),
     **{("", f"cuda_{size}{finish}"): _SPLITS for size in ("mid", "wide") for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
-    **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise", "_pdl")},
+    **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
     ("", "cuda_sparse_small"): _SPLITS,
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
@@ -160,12 +159,6 @@ _GLU = "the GEMV's loop over rows n of gate and up, and their product: one launc
 _ANY_K = (
     "cuda_small with narrower copies where K is only a multiple of 16: 7.8 us at N = 4096, K = 4112, M = 1 and 2, where the GEMV takes 8.5 and 9.8; 20.2 us at "
     "N = 8192, K = 8208, where it takes 26.6 and 30; 29.7 for M = 16, where triton_mid takes 49"
-)
-_PDL = "cuda_small, begun while the kernel before it still runs, its first weights prefetched; no kernel right before it may write weights"
-_PDL_90 = _PDL + ". 6.5 us for 6.7 at N = K = 4096, M = 2, and 8.2 for 9.5 at M = 16, but 21.0 for 17.3 at N = K = 8192, M = 2: its tiles there are not right"
-_TABLE_PDL = (
-    "cuda_table, begun while the kernel before it still runs, its first weights fetched; no kernel right before it may write weights. One call behind another: 12.6 us "
-    "for 14.0 at N = K = 8192, M = 8, 5.6 for 6.0 at N = K = 4096"
 )
 _THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kernel behind an operator that Inductor cannot fuse with"
 _PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
@@ -297,9 +290,6 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
-    Row("linear", "small", "cuda_small_pdl", (90, 90), 32, HALF, _PDL_90, LOST, k_multiple=64, csrc="linear_small_pdl", siblings=True),
-    Row("linear", "small", "cuda_small_pdl", (100, 129), 16, HALF, _PDL, EMULATED, k_multiple=64, csrc="linear_small_pdl", siblings=True),
-    Row("linear", "small", "cuda_table_pdl", (90, 90), 16, HALF, _TABLE_PDL, LOST, k_multiple=256, csrc="linear_table_pdl", siblings=True),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, LOST, csrc="linear_mid", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .._torch import lowering as inductor
+from .._torch import order
 from .._torch.template import Template
 from ..config import dispatch_config
 from ..formats import nvfp4
@@ -22,7 +23,7 @@ from ..ops.linear_siblings import row_scales, spans
 from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
 from . import linear_w4a4
-from .journal import record
+from .journal import Entry, record
 from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
 from .templates import arguments, bounds, gemv_grid, mid_grid
@@ -118,7 +119,7 @@ def product(
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         parts = quantized_rows(rows) if row.kernel == "cuda_wide_fp8" else (rows,)
-        y = call_csrc(row.csrc, parts, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
+        y = call_csrc(entry, row.csrc, parts, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
     entry.buffer = inductor.buffer_name(y)
@@ -127,10 +128,16 @@ def product(
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
-def call_csrc(name: str, parts: tuple, weight: tuple, bias, arch: int, then: configs.Epilogue):
-    """IR of ``torch.ops.fp4_csrc.<name>``; ``parts``: of the activations."""
+def call_csrc(entry: Entry, name: str, parts: tuple, weight: tuple, bias, arch: int, then: configs.Epilogue):
+    """IR of ``torch.ops.fp4_csrc.<name>``; ``parts``: of the activations. Notes in ``entry`` whether the kernel begins early."""
     operator = getattr(torch.ops.fp4_csrc, name).default
-    return inductor.call_op(operator, *arguments(*parts, *weight), bias, arch, *select.csrc_arguments(name, then))
+    given, early = arguments(*parts, *weight), False
+    if select.csrc_begins_early(name):
+        off = 'DispatchConfig(early="never")' if dispatch_config().early == "never" else ""
+        why_not = off or order.why_not_early(given[: len(parts)], given[len(parts) : -1])
+        early = not why_not
+        entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
+    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(name, then, early))
 
 
 def _empty(x, lead, n, bias):
@@ -210,9 +217,7 @@ CALLED = {
     "cpu",
     "cuda_small",
     "cuda_small_any_k",
-    "cuda_small_pdl",
     "cuda_table",
-    "cuda_table_pdl",
     "cuda_mid",
     "cuda_wide",
     "cuda_wide_fp8",

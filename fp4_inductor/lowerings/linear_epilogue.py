@@ -37,14 +37,14 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
         return y if residual is None else inductor.add(y, residual)
-    record(options, decision, m, note=f"in the kernel: {note}")
+    entry = record(options, decision, m, note=f"in the kernel: {note}")
     lead = x.get_size()[:-1]
 
     def rows(t):
         return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
 
     then = Epilogue(act=act, mul=_dense(rows(mul)), residual=_dense(rows(residual)))
-    y = linear.call_csrc(decision.row.csrc, (rows(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
+    y = linear.call_csrc(entry, decision.row.csrc, (rows(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 

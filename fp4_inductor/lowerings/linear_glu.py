@@ -48,7 +48,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:
         then = Epilogue(starts=(n // 2,) if len(global_scale.get_size()) else (), act=act)
-        y = linear.call_csrc(row.csrc, (rows,), (qdata, scale, global_scale), bias, options.call.arch, then)
+        y = linear.call_csrc(entry, row.csrc, (rows,), (qdata, scale, global_scale), bias, options.call.arch, then)
     else:
         y = _LOWER[row.kernel](rows, qdata, scale, global_scale, bias, act, m, n // 2, k)
         entry.buffer = inductor.buffer_name(y)

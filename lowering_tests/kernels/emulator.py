@@ -87,6 +87,10 @@ class Emulated:
         """Bytes that a call takes besides."""
         return csrc.scratch_bytes(self.name, m, k)
 
+    def begin(self, early: bool = False) -> tuple[int, ...]:
+        """The argument before the tile that says whether the kernel begins early, where it can."""
+        return (int(early),) if csrc.KERNELS[self.name].early else ()
+
     def put(self, t: Tensor | None, offset: int = 0) -> ctypes.c_void_p:
         """A copy of ``t`` in device memory, ``offset`` bytes past an aligned place."""
         if t is None:

@@ -8,56 +8,65 @@ import pytest
 import torch
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.ops import linear
+from fp4_inductor.ops import linear, quantize_rows_fp8
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
-from lowering_tests.kernels.test_emulated_linear import BF16, MID, SMALL, error, weight
+from lowering_tests.kernels.test_emulated_linear import BF16, TABLE, WIDE, error, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
-EARLY = ("-DFP4_PDL=1",)
-# x, q, scale, global_scale, bias: what belongs to the layer
-CODES_AND_SCALES = (1, 2)
+WIDE_FP8 = "gemm/linear_wide_fp8.cu"
+CODES_AND_SCALES = (1, 2)  # of x, q, scale, global_scale, bias
 
 
 def run(kernel: Emulated, x, w, bias, tile, constants=CODES_AND_SCALES) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call(kernel.function, (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *tile, constants=constants)
+    return kernel.call(
+        kernel.function, (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *kernel.begin(True), *tile, constants=constants, scratch=kernel.scratch(m, k)
+    )
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (MID, (2, 64, 2, 4, 2))], ids=["small", "mid"])
+@pytest.mark.parametrize(("source", "tile"), [(TABLE, (2, 2, 4)), (TABLE, (0, 0, 0)), (WIDE, (128, 32, 2, 1)), (WIDE, (256, 32, 1, 0))], ids=str)
 def test_only_codes_and_block_scales_are_read_early(source, tile):
-    for m, n, k in ((3, 70, 576), (9, 33, 1088)):
+    for m, n, k in ((3, 70, 768), (9, 33, 2304)):
         x, w, bias = torch.randn(m, k).to(BF16), weight(n, k), torch.randn(n).to(BF16)
-        y = run(emulated(source, 90, EARLY), x, w, bias, tile)
+        y = run(emulated(source), x, w, bias, tile)
         assert error(y, x, w, bias) <= 2 * linear.CONTRACT.tolerance[BF16]
-        with pytest.raises(EmulatorError, match="read of global memory before the previous kernel"):
-            run(emulated(source, 90, EARLY), x, w, bias, tile, constants=())  # it does prefetch
 
 
-def test_sm_80_has_no_such_launch():
-    x, w = torch.randn(3, 576).to(BF16), weight(40, 576)
-    assert error(run(emulated(SMALL, 80, EARLY), x, w, None, (2, 16, 2), constants=()), x, w, None) <= 2 * linear.CONTRACT.tolerance[BF16]
+def test_weights_are_fetched_early():
+    x, w = torch.randn(3, 768).to(BF16), weight(70, 768)
+    with pytest.raises(EmulatorError, match="read of global memory before the previous kernel"):
+        run(emulated(TABLE), x, w, None, (2, 2, 4), constants=())
 
 
-LINE = "  wait_for_previous();  // it may have written x, and may still read y; it does not write weights\n"
+def test_activations_in_e4m3_are_arranged_behind_the_kernel_before():
+    """The second kernel, which reads weights early, begins behind the first here."""
+    kernel, x, w = emulated(WIDE_FP8), quantize_rows_fp8.reference(torch.randn(20, 512)), weight(40, 512)
+    out = torch.empty(20, 40, dtype=BF16)
+    call = lambda early: kernel.call(kernel.function, (*x, *w, None), out, 20, 40, 512, 0, 0, 0, early, 128, 1, scratch=kernel.scratch(20, 512))  # noqa: E731
+    assert torch.equal(call(1), call(0))
+
+
+EARLY = "global memory before the previous"
+TABLE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
 BROKEN = {
-    "nobody waits": (LINE, "", "read of global memory"),
-    "one warp does not wait": (LINE, "  if (warp) wait_for_previous();\n", "read of global memory"),
-    "activations are read before": (LINE + "  let_next_begin();\n  if (kAhead == 2 && exists(warp)) fetch_x(warp, xs[0]);\n",
-                                    "  if (kAhead == 2 && exists(warp)) fetch_x(warp, xs[0]);\n" + LINE, "read of global memory"),
-    "no activations, no wait": (LINE, "  if (exists(warp)) wait_for_previous();\n", "(read|write) of global memory"),
+    "who fetches does not wait": (TABLE, "      wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
+    "who stores does not wait": (TABLE, TABLE_WAIT, "", f"(read|write) of {EARLY}"),
+    "the next kernel begins before the wait": (TABLE, TABLE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
+    "activations are arranged before": ("gemm/wide.cuh", "  let_second_begin();\n  wait_for_previous();\n", "", f"(read|write) of {EARLY}"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_missing_wait_is_caught(case, tmp_path):
-    old, new, words = BROKEN[case]
+    source, old, new, words = BROKEN[case]
     shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    path = tmp_path / "csrc" / SMALL
+    path = tmp_path / "csrc" / source
     text = path.read_text()
     assert text.count(old) == 1, "the line to break is gone"
     path.write_text(text.replace(old, new).replace(": run(__half())", ": cudaErrorInvalidValue"))
-    x, w = torch.randn(8, 576).to(BF16), weight(33, 576)
-    with pytest.raises(EmulatorError, match=f"{words} before the previous kernel"):
-        run(Emulated(path, 90, EARLY), x, w, None, (2, 16, 2))
+    x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
+    kernel = Emulated(tmp_path / "csrc" / (source if source == TABLE else WIDE), 90)
+    with pytest.raises(EmulatorError, match=words):
+        run(kernel, x, w, None, (2, 2, 4) if source == TABLE else (128, 32, 2, 1))

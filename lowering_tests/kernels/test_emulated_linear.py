@@ -30,8 +30,8 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, starts: tuple[int, ...] = ()) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call(kernel.function, (x, *w, bias, None, None), out, m, n, k, int(x.dtype == FP16), *starts, *(0,) * (2 - len(starts)), 0, *tile, seed=seed,
-                       scratch=kernel.scratch(m, k))  # fmt: skip
+    numbers = (m, n, k, int(x.dtype == FP16), *starts, *(0,) * (2 - len(starts)), 0, *kernel.begin(), *tile)
+    return kernel.call(kernel.function, (x, *w, bias, None, None), out, *numbers, seed=seed, scratch=kernel.scratch(m, k))
 
 
 def error(y, x, w, bias) -> float:
@@ -225,16 +225,21 @@ def test_the_cpu_kernel_has_two_orders():
 
 def test_arguments_that_no_kernel_takes():
     for source, tile in ((SMALL, (2, 16, 2)), (TABLE, (2, 2, 2)), (MID, (1, 64, 2, 4, 1)), (WIDE, (128, 32, 2, 1))):
-        name, one = f"fp4_{source.split('/')[1][:-3]}", 256 if source == TABLE else 64
+        kernel, one = emulated(source), 256 if source == TABLE else 64
+
+        def call(m, n, k, second, third, act, tile, kernel=kernel):
+            numbers = (m, n, k, 0, second, third, act, *kernel.begin(), *tile)
+            kernel.call(kernel.function, (None,) * 7, torch.empty(1), *numbers, scratch=kernel.scratch(m, k))
+
         for m, n, k, t in ((0, 8, one, tile), (1, 0, one, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, one, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):
-                emulated(source).call(name, (None,) * 7, torch.empty(1), m, n, k, 0, 0, 0, 0, *t, scratch=emulated(source).scratch(m, k))
+                call(m, n, k, 0, 0, 0, t)
         for second, third, act in ((9, 8, 0), (-1, 0, 0), (0, 0, 1)):  # not in order; no such row; an activation in a plain library
             with pytest.raises(EmulatorError, match="status 1"):
-                emulated(source).call(name, (None,) * 7, torch.empty(1), 1, 8, one, 0, second, third, act, *tile, scratch=emulated(source).scratch(1, one))
+                call(1, 8, one, second, third, act, tile)
     for m, tile in ((17, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1))):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, 256, 0, 0, 0, 0, *tile)
+            emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, 256, 0, 0, 0, 0, 0, *tile)
     with pytest.raises(EmulatorError, match="status"):
         emulated(MID).call("fp4_linear_mid", (None,) * 7, torch.empty(1), 1, 8, 64, 0, 0, 0, 0, 1, 64, 2, 4, 3)
 

@@ -50,7 +50,7 @@ def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_num
     kernels = {(row.op, row.kernel) for row in ROWS}
     assert {(op, kernel) for op, kernel in BATCH if op} <= kernels and {kernel for op, kernel in BATCH if not op} <= {kernel for _, kernel in kernels}
     silent = {row.kernel for row in ROWS if not row.batch and row.max_m != 1}
-    small = {f"cuda_{size}{what}" for size in ("small", "table") for what in ("", "_pdl", "_glu", "_pointwise")}
+    small = {f"cuda_{size}{what}" for size in ("small", "table") for what in ("", "_glu", "_pointwise")}
     assert silent == small | {"linear, then act * up", "linear, then pointwise"}
     assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {16}
 
@@ -333,11 +333,6 @@ def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regim
     assert ("triton_mid", "the candidate cuda_mid is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
     alone = plan(call, DispatchConfig(candidates=("cuda_mid",), thresholds={"small": 0, "wide": 0, "mid": 700}))
     assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_mid", "cuda_mid"]
-    measured = {r.row.kernel: r.reason for r in plan(call, DEFAULT).refused if r.row.arch == (90, 90)}["cuda_small_pdl"]
-    assert measured.startswith("measured, off (cuda_small, begun") and measured.endswith(
-        'switch it on with fp4_inductor.dispatch(candidates=("cuda_small_pdl",))'
-    )
-    assert plan(call, DispatchConfig(candidates=("cuda_small_pdl",))).pick(8).kernel == "cuda_small_pdl"
     # where it cannot run it takes nothing from the others
     elsewhere = plan(Call("linear", 89, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_mid",)))
     assert elsewhere.pick(33).kernel == "triton_mid"

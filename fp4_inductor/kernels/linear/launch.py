@@ -72,19 +72,9 @@ def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
     return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
 
 
-def small_early(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.SmallConfig | None = None) -> Tensor:
-    """As :func:`small`, begun while the kernel before it still runs. That one must not write the weight."""
-    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_small_pdl")
-
-
 def table(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.TableConfig | None = None) -> Tensor:
     """Up to 16 rows; see ``csrc/gemm/linear_table.cu``. The bias is added in the kernel."""
     return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_table")
-
-
-def table_early(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.TableConfig | None = None) -> Tensor:
-    """As :func:`table`, begun while the kernel before it still runs. That one must not write the weight."""
-    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_table_pdl")
 
 
 def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
@@ -130,9 +120,7 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_gemv": gemv,
     "cuda_small": small,
     "cuda_small_any_k": small,
-    "cuda_small_pdl": small_early,
     "cuda_table": table,
-    "cuda_table_pdl": table_early,
     "cuda_mid": middle,
     "cuda_wide": wide,
     "cuda_wide_fp8": wide_fp8,

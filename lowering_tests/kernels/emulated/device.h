@@ -19,7 +19,8 @@ template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN);
 
 inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline void wait_for_previous() { emulated::wait_for_previous(); }
-inline void let_next_begin() {}
+inline void let_next_begin() { emulated::let_next_begin(); }
+template <typename T> inline T load_written(const T* p) { return *p; }
 inline float load_float(const float* p) { return *p; }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
@@ -96,7 +97,7 @@ inline int flag_get(const int* flag) {  // who asks for a flag that is not set h
   return *flag;
 }
 
-inline void let_second_begin() {}
+inline void let_second_begin() {}  // launch_second() begins when it has ended
 inline void wait_for_first() {}
 
 inline int cluster_size() { return emulated::cluster_size(); }
@@ -157,16 +158,22 @@ template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_
 inline int multiprocessors() { return FP4_EMULATED_SMS; }
 
 #ifdef FP4_ARCH  // a source of csrc/, not device.cpp
-template <bool EARLY = kBeginsEarly, typename... P, typename... A>
-inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t, A... arguments) {
+struct Stream {
+  cudaStream_t at;
+  bool early;
+  Stream(cudaStream_t at, bool early = false) : at(at), early(early) {}
+};
+
+template <typename... P, typename... A>
+inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
   constexpr int most = FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99;  // KB a block
   if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
-  return emulated::launch(blocks, threads, shared_bytes, cluster, EARLY, [=] { kernel((P)arguments...); });
+  return emulated::launch(blocks, threads, shared_bytes, cluster, stream.early, [=] { kernel((P)arguments...); });
 }
 
 template <typename... P, typename... A>
-inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, A... arguments) {
-  return launch<false>(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...);  // the first one has ended here
+inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
+  return launch(kernel, blocks, threads, shared_bytes, cluster, {stream.at, false}, arguments...);  // the first one has ended here
 }
 #endif
 

@@ -72,6 +72,7 @@ int warpgroup();
 
 // Programmatic dependent launch: until a thread has waited it may touch no global memory but what the test called constant.
 void wait_for_previous();
+void let_next_begin();
 
 int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, const std::function<void()>& kernel);
 

@@ -489,6 +489,10 @@ void flag_wait(const int* flag) {
 
 void wait_for_previous() { current->began_early = false; }
 
+void let_next_begin() {
+  if (current->began_early) fail("the next kernel may begin before this one has waited for the previous one");
+}
+
 int launch_number() { return launches; }
 int warpgroup() { return current->warp / 4; }
 

@@ -1,0 +1,91 @@
+"""A kernel begins while the one before it runs only where that one is proven not to write its weight."""
+
+from __future__ import annotations
+
+import re
+import types
+
+import pytest
+import torch
+from torch._inductor.virtualized import V
+
+from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor._torch import order
+from fp4_inductor.lowerings import linear as lowering
+from fp4_inductor.lowerings.journal import listen
+from lowering_tests.fake_cuda import call_body, generated_code
+
+BF16 = torch.bfloat16
+K, N, M = 512, 1024, 8
+
+
+def compiled(f, *, m=M, layer=True, **options):
+    """The arguments of the kernel's call behind ``arch``, and what explain() says of it; ``f(linear, x)`` of a fresh layer."""
+
+    def build():
+        linear = FP4Linear(K, N, bias=False, dtype=BF16, device="cuda")
+        return lambda x: f(linear, x)
+
+    with listen() as entries:
+        body = call_body(generated_code(build, [((m, K), BF16)], csrc="", **options)[0])
+    [arguments] = re.findall(r"fp4_csrc\.\w+\.default\(.*?, 90(.*?)\)", body)
+    return [int(a) if a != "None" else None for a in arguments.split(", ")[1:]], entries[-1].note
+
+
+def test_a_kernel_of_the_graph_made_the_activations():
+    for m, tile, kernel in ((8, 3, "table"), (64, 4, "wide"), (300, 2, "wide_fp8")):
+        more = [0, 0] if kernel == "wide_fp8" else [0, 0, 0, None, None]
+        assert compiled(lambda linear, x: linear(x.relu()), m=m) == ([0] * tile + more + [1], "begins while the kernel before it runs"), kernel
+
+
+def test_the_second_of_a_chain_follows_the_first():
+    def build():
+        first, second = (FP4Linear(K, K, bias=False, dtype=BF16, device="cuda") for _ in range(2))
+        return lambda x: second(first(x))
+
+    with listen() as entries:
+        generated_code(build, [((M, K), BF16)], csrc="")
+    assert [e.note.startswith("begins") for e in entries] == [False, True]
+
+
+def test_activations_that_came_from_outside():
+    for f in (lambda linear, x: linear(x), lambda linear, x: linear(x.view(2, M // 2, K))):
+        assert compiled(f) == ([], "not begun early: no kernel of the graph is known to run before it: its activations are not computed by one")
+
+
+def test_a_weight_that_the_graph_makes():
+    def made(linear, x):
+        return torch.ops.fp4.linear(x.relu(), linear.qdata ^ 0x88, linear.scale, linear.global_scale)
+
+    assert compiled(made) == ([], "not begun early: its weight is computed by the graph")
+
+
+def test_a_weight_that_the_graph_changes(monkeypatch):
+    """In place, before it is read. The stand-in for a GPU cannot trace that, so it is said to the lowering."""
+
+    def without(changed):
+        def why_not(activations, weight):
+            if changed:
+                V.graph.mark_buffer_mutated(weight[0].get_name())
+            return order.why_not_early(activations, weight)
+
+        return why_not
+
+    for changed, note in ((False, "begins while the kernel before it runs"), (True, "not begun early: its weight is changed by the graph")):
+        monkeypatch.setattr(lowering, "order", types.SimpleNamespace(why_not_early=without(changed)))
+        assert compiled(lambda linear, x: linear(x.relu()))[1] == note
+
+
+def test_memory_that_is_not_initialised_takes_no_kernel():
+    assert compiled(lambda linear, x: linear(torch.empty_like(x)))[0] == []
+
+
+def test_switched_off():
+    with dispatch(early="never"):
+        assert compiled(lambda linear, x: linear(x.relu())) == ([], 'not begun early: DispatchConfig(early="never")')
+
+
+@pytest.mark.parametrize("m", [8, 64])
+def test_a_fused_epilogue(m):
+    arguments, note = compiled(lambda linear, x: torch.nn.functional.silu(linear(x.relu())), m=m)
+    assert arguments[-1] == 1 and "begins while" in note
