@@ -5,6 +5,7 @@
     python benchmarks/dense.py --tune mid --m 64      # search the tiles of one of our kernels instead
     python benchmarks/dense.py --smoke                # seconds, on a CPU: does everything run?
 
+``fp4_inductor`` is what a compiled graph calls, where kernels begin while the one before them is still running; ``fp4_inductor_eager`` the operator itself.
 Cold L2, CUDA-graph replay, medians; ratios only between rows of one run. ``floor`` is what the hardware needs: the cold
 read of the packed weight, or the products at the FP8 rate, whichever is longer (measured on an H200: FLOORS, FP8_FLOPS).
 """
@@ -12,6 +13,7 @@ read of the packed weight, or the products at the FP8 rate, whichever is longer 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 from pathlib import Path
 
@@ -21,10 +23,12 @@ import torch
 import torch.nn.functional as F
 from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
-from fp4_inductor.config import dispatch_config
+from fp4_inductor.config import dispatch, dispatch_config
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels.select import describe, plan
+from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels.select import arch_of, describe, plan
 
+OURS = ("fp4_inductor", "fp4_inductor_eager")
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))  # (K, N)
 SWEEP = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LARGE = (1024, 2048, 4096, 8192)
@@ -73,8 +77,8 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
             x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
             y = calls[0](x)
             us = time_us(lambda i, x=x, calls=calls: calls[i](x), copies if m <= 512 else min(copies, 8))
-            kernel = plan(describe("linear", x.device, x.dtype, n, k, large_m), dispatch_config()).pick(m).kernel if name == "fp4_inductor" else name
-            e = error(y, reference(x, q[0], s[0], g)) if name in ("fp4_inductor", *peers.EXACT) else float("nan")
+            kernel = row_for(x, n, large_m).kernel if name in OURS else name
+            e = error(y, reference(x, q[0], s[0], g)) if name in (*OURS, *peers.EXACT) else float("nan")
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
             rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
             print(f"K={k:5} N={n:5} M={m:5} {name:14} {kernel:26} {us:9.2f} us  floor x{ratio}  error {e:.1e}", flush=True)
@@ -84,9 +88,24 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     return rows
 
 
+def row_for(x, n: int, large_m: str):
+    return plan(describe("linear", x.device, x.dtype, n, x.shape[1], large_m), dispatch_config()).pick(x.shape[0])
+
+
+def in_a_graph(x, q, s, g, large_m: str):
+    """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do."""
+    row = row_for(x, q.shape[0], large_m)
+    if not (row.csrc and csrc.KERNELS[row.csrc].early):
+        return torch.ops.fp4.linear(x, q, s, g, None, large_m)
+    parts = torch.ops.fp4.quantize_rows_fp8(x) if row.kernel == "cuda_wide_fp8" else x
+    return csrc.call(row.csrc, parts, (q, s), g, None, arch_of(x.device), early=True)
+
+
 def contender(name: str, q, s, g, copies: int, large_m: str):
     """``copies`` functions of x, each with a weight of its own."""
-    if name == "fp4_inductor":
+    if name == OURS[0]:
+        return [functools.partial(in_a_graph, q=q[i], s=s[i], g=g, large_m=large_m) for i in range(copies)]
+    if name == OURS[1]:
         return [lambda x, i=i: torch.ops.fp4.linear(x, q[i], s[i], g, None, large_m) for i in range(copies)]
     if name == "bf16":
         dense = torch.randn(copies, q.shape[1], q.shape[2] * 2, device=q.device, dtype=torch.bfloat16)
@@ -160,6 +179,7 @@ def main() -> None:
     parser.add_argument("--m", type=int, nargs="+", help="rows of the activation; default: the sweep 1..512 and the large ones")
     parser.add_argument("--who", nargs="+", help="default: fp4_inductor, bf16 and every peer that can be imported")
     parser.add_argument("--large-m", default="auto", choices=("auto", "fp8", "bf16", "nvfp4"))
+    parser.add_argument("--thresholds", nargs="+", default=[], metavar="REGIME=M", help="as DispatchConfig(thresholds=...)")
     parser.add_argument("--tune", choices=("gemv", "small", "mid"), help="search the tiles of one kernel instead")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")
@@ -178,10 +198,11 @@ def main() -> None:
     usable, missing = ({}, {}) if args.smoke else peers.available()
     for name, why in missing.items():
         print(f"peer {name} left out: {why}")
-    who = [name for name in args.who or ["fp4_inductor", "bf16", *usable] if name not in missing]
+    who = [name for name in args.who or [*OURS, "bf16", *usable] if name not in missing]
     # Small M of every shape first: clocks fall behind large products.
     parts = [part for part in ([m for m in m_list if m <= 32], [m for m in m_list if m > 32]) if part]
-    rows = [row for part in parts for k, n in shapes for row in measure(k, n, part, who, device, args.large_m)]
+    with dispatch(thresholds={regime: int(m) for regime, m in (t.split("=") for t in args.thresholds)}):
+        rows = [row for part in parts for k, n in shapes for row in measure(k, n, part, who, device, args.large_m)]
     rows.sort(key=lambda row: shapes.index((row["k"], row["n"])))
     write_csv(args.out or RESULTS / "dense.csv", rows)
 

@@ -18,6 +18,7 @@ from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
 from fp4_inductor.kernels.linear_fp8.triton_gemv import linear_fp8_gemv
 from fp4_inductor.kernels.linear_glu import configs as configs_glu
 from fp4_inductor.kernels.linear_glu.triton_gemv import linear_glu_gemv
+from fp4_inductor.kernels.quantize_rows_fp8.launch import tile as quantize_tile
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
@@ -286,9 +287,10 @@ def test_sparse_decompress(cc):
 @pytest.mark.parametrize("cc", [89, 90, 100, 120])
 def test_quantize_rows(cc):
     signature = {"X": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "K": "i32", "LIMIT": "fp32"}
-    done = aot.compile_kernel(quantize_rows, signature, {"BLOCK": 2048}, cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
-    assert_fits(done, 8, cc)
-    assert done.count("F2FP.SATFINITE.E4M3") > 0
+    for k in (4096, 14336, 32768):
+        done = aot.compile_kernel(quantize_rows, signature, quantize_tile(k), cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
+        assert_fits(done, 8, cc)
+        assert done.count("F2FP.SATFINITE.E4M3") > 0
 
 
 def test_the_table_names_no_architecture_that_is_not_compiled_here():

@@ -14,8 +14,15 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     contract.check(x)
     m, k = x.shape
     out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.ones(m, 1, dtype=torch.float32, device=x.device)
-    if x.numel():
-        with torch.cuda.device(x.device):
-            quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, BLOCK=2048, num_warps=8)
+    if not x.numel():
+        return out, torch.ones(m, 1, dtype=torch.float32, device=x.device)
+    scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    with torch.cuda.device(x.device):
+        quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, **tile(k), num_warps=8)
     return out, scale
+
+
+def tile(k: int) -> dict[str, int | bool]:
+    """Rows of up to 16384 stay in registers, 64 of each thread."""
+    whole = k <= 16384
+    return {"BLOCK": max(256, 1 << (k - 1).bit_length()) if whole else 4096, "WHOLE": whole}

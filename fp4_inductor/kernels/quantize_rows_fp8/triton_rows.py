@@ -1,4 +1,4 @@
-"""One program a row: the maximum, then the rounded quotient. The row is read twice, the second time from cache."""
+"""One program a row: the maximum, then the rounded quotient. A long row is read twice, the second time from cache."""
 
 from __future__ import annotations
 
@@ -35,11 +35,18 @@ def scale_of_row(X, row, K, LIMIT, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr):
+def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """WHOLE: K <= BLOCK, the row stays in registers."""
     row = tl.program_id(0).to(tl.int64)
-    scale = scale_of_row(X, row, K, LIMIT, BLOCK)
-    tl.store(ROW_SCALE + row, scale)
-    for k in range(0, K, BLOCK):
-        at = k + tl.arange(0, BLOCK)
+    if WHOLE:
+        at = tl.arange(0, BLOCK)
         x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+        scale = scale_of(tl.max(larger(tl.zeros((BLOCK,), tl.float32), x), 0), LIMIT)
         tl.store(OUT + row * K + at, limited(tl.div_rn(x, scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
+    else:
+        scale = scale_of_row(X, row, K, LIMIT, BLOCK)
+        for k in range(0, K, BLOCK):
+            at = k + tl.arange(0, BLOCK)
+            x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+            tl.store(OUT + row * K + at, limited(tl.div_rn(x, scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
+    tl.store(ROW_SCALE + row, scale)
