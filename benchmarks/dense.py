@@ -200,7 +200,7 @@ def main() -> None:
         print(f"peer {name} left out: {why}")
     who = [name for name in args.who or [*OURS, "bf16", *usable] if name not in missing]
     # Small M of every shape first: clocks fall behind large products.
-    parts = [part for part in ([m for m in m_list if m <= 32], [m for m in m_list if m > 32]) if part]
+    parts = [part for part in ([m for m in m_list if m <= 32], [m for m in m_list if 32 < m <= 512], [m for m in m_list if m > 512]) if part]
     with dispatch(thresholds={regime: int(m) for regime, m in (t.split("=") for t in args.thresholds)}):
         rows = [row for part in parts for k, n in shapes for row in measure(k, n, part, who, device, args.large_m)]
     rows.sort(key=lambda row: shapes.index((row["k"], row["n"])))

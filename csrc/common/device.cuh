@@ -64,8 +64,6 @@ __device__ __forceinline__ uint4 load_read_only(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// What the kernel before a kernel launched early has written: past L1, which may hold what was there before.
-template <typename T> __device__ __forceinline__ T load_written(const T* p) { return __ldcg(p); }
 
 // As *p, but in one place: ptxas reorders the loops before it when it sees a plain load here.
 __device__ __forceinline__ float load_float(const float* p) {
@@ -115,6 +113,7 @@ __device__ __forceinline__ void counter_init(Shared counter, int arrivals) {
 }
 // Between counter_init() and the __syncthreads behind which others use the counters.
 __device__ __forceinline__ void publish_counters() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// It overtakes the thread's loads from shared memory: what the copy that it lets begin overwrites has to be in registers, and used, before.
 __device__ __forceinline__ void counter_arrive(Shared counter) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(counter) : "memory"); }
 // Arrives, too; call it before the copy.
 __device__ __forceinline__ void counter_promise(Shared counter, int bytes) {

@@ -15,7 +15,7 @@ constexpr int kMostWarps = 16, kMostStages = 16;
 
 // How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
 struct Layout {
-  int sets, sets_a_warp, k_groups, stages, tokens;
+  int sets, sets_a_warp, k_groups, stages, tokens, early;  // early: stages of weights that go ahead of the first activations
 
   __host__ __device__ int rows() const { return 16 * sets; }
   __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
           copy_tile(scale_ring + (at * rows + local) * 16, scales, k * 16, row, counter);
         }
       };
-      const int early = min(steps, layout.stages);
+      const int early = min(steps, layout.early);
       for (int k = 0; k < early; ++k) fetch_weights(k, k);
       wait_for_previous();  // it may have written x; it does not write weights
       for (int k = 0, at = 0, parity = 1; k < steps; ++k) {
@@ -176,10 +176,11 @@ Tile best(int N, int K) {
 
 template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear<T>& p, Stream stream) {
   constexpr int kParts = Result<T>::kParts;
-  Layout layout{tile.sets, R, tile.k_groups, 1, TOKENS};
+  Layout layout{tile.sets, R, tile.k_groups, 1, TOKENS, 0};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || layout.warps() > kMostWarps) return cudaErrorInvalidConfiguration;
   layout.stages = at_most(kMostStages, kRoom / (layout.stage() + layout.rows() * 16));
   layout.k_groups = at_most(layout.k_groups, layout.stages);
+  layout.early = stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.stage())) : 0;
   TileMap codes, scales, activations;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128);
   if (status == cudaSuccess) status = tile_map(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16);

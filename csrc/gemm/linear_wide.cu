@@ -21,7 +21,7 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kTable = kByTable<ROWS, TOKENS> ? kPairTable : 0, kRoom = 226 * 1024 - kTable;
   static constexpr int kXStages = TOKENS == 128 ? 2 : KGROUPS == 4 ? 8 : ROWS <= 128 ? 4 : 3;
   static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / KGROUPS * KGROUPS;
-  static constexpr int kEarly = at_most(kWStages, at_least(1, 72 * 1024 / kWeights));  // stages of weights that go ahead of the first activations
+  static constexpr int kEarly = at_most(kWStages, at_least(1, kEarlyBytes / kWeights));  // stages of weights that go ahead of the first activations
   static constexpr int kPitch = ROWS + 4, kSums = KGROUPS * TOKENS * kPitch * 4;  // in the rings' place, at the end
   static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kSums), kBytes = kTable + kRings + 16 * kWStages + 32 * kXStages;
   static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
@@ -152,8 +152,6 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         s[h] = MAPPED ? *(const uint32_t*)(my_scales + w.i * S::kWeights + h * 128) : ahead[h];
       }
       if (!MAPPED && k + KGROUPS < last) load_scales(k + KGROUPS);
-      __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i);
       const Shared half = x_full + 16 * x_at.i;
       multiply_step<T, TOKENS, S::kBatch, kByTable<ROWS, TOKENS>>(
           acc, q, s, activations + x_at.i * kActivations<TOKENS>, table, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
@@ -162,6 +160,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
             frees = lane == 0;
             last_half = x_free + 16 * x_at.i + 8 * j;
           });
+      __syncwarp();
+      if (lane == 0) counter_arrive(w_free + 8 * w.i);
       w.next(KGROUPS), x_at.next(KGROUPS);
     }
     wgmma_wait<0>();

@@ -139,7 +139,7 @@ template <int TOKENS> struct Shape {
 template <int TOKENS, int SPLITS>
 __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
     linear_wide_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const uint8_t* __restrict__ tiles,
-                    const float* __restrict__ x_scale, const float* __restrict__ global_scale, const __nv_bfloat16* __restrict__ bias,
+                    const float* x_scale, const float* __restrict__ global_scale, const __nv_bfloat16* __restrict__ bias,
                     __nv_bfloat16* __restrict__ y, float4* __restrict__ partial, int* __restrict__ flags, int M, int N, int K, int second, int third, int places,
                     int count_tiles, int streamed) {
   using S = Shape<TOKENS>;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
   while (work.left > 0) {
     const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * TOKENS, n0 = (tile / places * kBlocks + rank) * kRows;
     float mine = 0.f;
-    if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = load_written(x_scale + m0 + threadIdx.x);
+    if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = x_scale[m0 + threadIdx.x];
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -344,7 +344,7 @@ Tile best(int M, int N, int K) {
   const int steps = K / kWideK, rows = row_tiles_of(N), most = at_most(multiprocessors() / kBlocks, kMostClusters);
   if (M > 192 && steps <= 16 && places_of(M, 128) * rows <= most) return {128, 2 * places_of(M, 128) * rows <= most && steps >= 2 ? 2 : 1};
   const int tokens = M <= 128 ? 128 : M <= 192 ? 192 : 256, count = places_of(M, tokens) * rows;
-  if (4 * count <= most && steps >= 4 && tokens > 128) return {tokens, 4};
+  if (4 * count <= most && steps >= 4) return {tokens, 4};
   if (2 * count <= most && steps >= 2) return {tokens, 2};
   const int waves = (count + most - 1) / most, idle = (waves * most - count) * steps;
   return {tokens, idle > (waves == 1 ? 950 : 330) ? 0 : 1};
@@ -355,7 +355,7 @@ cudaError_t by_tile(Tile tile, const Call& p, uint8_t* scratch, Stream stream) {
   if (tile.tokens == t && tile.splits == s) return run<t, s>(false, p, scratch, stream);
 #define STREAMED(t) \
   if (tile.tokens == t && tile.splits == 0) return run<t, 1>(true, p, scratch, stream);
-  TILE(128, 1) TILE(128, 2) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
+  TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
   STREAMED(128) STREAMED(192) STREAMED(256)
 #undef STREAMED
 #undef TILE

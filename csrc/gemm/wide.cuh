@@ -9,6 +9,9 @@ namespace fp4 {
 constexpr int at_most(int a, int b) { return a < b ? a : b; }
 constexpr int at_least(int a, int b) { return a > b ? a : b; }
 
+// Of weights that a block fetches before its first activations are there: more would only be in their way, for a block's copies are served in order.
+constexpr int kEarlyBytes = 64 * 1024;
+
 constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a row of W
 
 // Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
@@ -18,8 +21,9 @@ template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
 template <int ROWS, int TOKENS> constexpr bool kByTable = TOKENS <= 32 && ROWS > 64;
 template <int TOKENS> constexpr int kArranging = TOKENS * 8 < 256 ? TOKENS * 8 : 256;  // threads of a block, one a word of a token
 
+// x is no __restrict__ pointer: a load past the read-only path is what sees what a kernel wrote that was still running when this one began.
 template <typename T, int TOKENS, bool BY_TABLE>
-__global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
+__global__ void __launch_bounds__(256) arrange(const T* x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
   let_second_begin();
   wait_for_previous();
   if (blockIdx.x == 0 && blockIdx.y == 0)
@@ -29,7 +33,7 @@ __global__ void __launch_bounds__(256) arrange(const T* __restrict__ x, uint8_t*
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     const int k = step * kWideK + 64 * t + 8 * word;
-    const uint4 v = m < M && k < K ? load_written((const uint4*)(x + (size_t)m * K + k)) : make_uint4(0, 0, 0, 0);
+    const uint4 v = m < M && k < K ? *(const uint4*)(x + (size_t)m * K + k) : make_uint4(0, 0, 0, 0);
     if constexpr (BY_TABLE)
       p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
     else

@@ -174,7 +174,7 @@ def test_early_in_a_compiled_graph(m):
 
     def model(x):
         for layer in layers:
-            x = torch.nn.functional.rms_norm(layer(x.relu()) + x, (4096,))
+            x = torch.tanh(layer(x.relu()) + x)  # no reduction: Inductor may choose another order for it when it compiles again
         return x
 
     x = torch.randn(m, 4096, device=DEVICE, dtype=BF16)
@@ -185,7 +185,33 @@ def test_early_in_a_compiled_graph(m):
             compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
             torch.manual_seed(0)
             results[early] = [compiled(torch.randn_like(x)).clone() for _ in range(20)]
-    assert all(torch.equal(a, b) for a, b in zip(*results.values(), strict=True))
+    differing = [(a != b).sum().item() for a, b in zip(*results.values(), strict=True)]
+    assert not any(differing), differing
+
+
+@pytest.mark.parametrize(("k", "n"), [(8192, 28672), (8192, 8192), (4096, 4096)])
+def test_wide_at_full_speed(k, n):
+    """Weights from memory, rings always full: where a stage that was given back before it was read is overwritten, a few codes in a thousand calls."""
+    hopper()
+    weights = [weight(n, k) for _ in range(1 + (256 << 20) // (n * k * 9 // 16))]
+    for m in (24, 32, 64, 128):
+        x = torch.randn(m, k, device=DEVICE).to(BF16)
+        out = [torch.empty(m, n, dtype=BF16, device=DEVICE) for _ in weights]
+
+        def call(x=x, out=out):
+            for (q, s, g), y in zip(weights, out, strict=True):
+                y.copy_(csrc.call("linear_wide", x, (q, s), g, None, 90))
+
+        call()
+        first = [y.clone() for y in out]
+        for y, w in zip(first[:2], weights, strict=False):
+            assert error(y, exact(x, *w)) <= bound_of(x, w[0], fused=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        for _ in range(20):
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(out, first, strict=True)), m
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

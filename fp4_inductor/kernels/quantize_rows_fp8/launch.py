@@ -23,6 +23,6 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tile(k: int) -> dict[str, int | bool]:
-    """Rows of up to 16384 stay in registers, 64 of each thread."""
-    whole = k <= 16384
-    return {"BLOCK": max(256, 1 << (k - 1).bit_length()) if whole else 4096, "WHOLE": whole}
+    """Rows of up to 8192 stay in registers; measured on an H200: at 2048 x 8192 16.6 us for 20.5, but at 2048 x 14336 53 for 34.7."""
+    whole = k <= 8192
+    return {"BLOCK": max(256, 1 << (k - 1).bit_length()) if whole else 2048, "WHOLE": whole}

@@ -20,7 +20,6 @@ template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN);
 inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline void wait_for_previous() { emulated::wait_for_previous(); }
 inline void let_next_begin() { emulated::let_next_begin(); }
-template <typename T> inline T load_written(const T* p) { return *p; }
 inline float load_float(const float* p) { return *p; }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
