@@ -89,8 +89,8 @@ cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t s
   const dim3 blocks(1, 1, (1 + (arranging + routing - 1) / routing) * routing);
   cudaError_t status = launch(route<T>, blocks, kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E,
                               TOKENS, l.x, space.x, l.tokens, l.K);
-  if (!GATHERED && status == cudaSuccess)
-    status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
+  if constexpr (!GATHERED)
+    if (status == cudaSuccess) status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
   if (status == cudaSuccess) status = run<true, GATHERED, TOKENS, G, S, W, X, B, P>(l, space, stream);
   if (status == cudaSuccess) status = run<false, false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
   if (status != cudaSuccess) return status;
