@@ -65,6 +65,15 @@ __device__ __forceinline__ uint4 load_read_only(const void* p) {
   return v;
 }
 
+// 16 bytes from L2, or zeros where nothing may be read; several stay in flight where the compiler would make a branch of each.
+__device__ __forceinline__ uint4 load_or_zero(const void* p, bool live) {
+  uint4 v;
+  asm volatile("{.reg .pred live;\nsetp.ne.s32 live, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n@live ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(p), "r"((int)live));
+  return v;
+}
+
 // As *p, but in one place: ptxas reorders the loops before it when it sees a plain load here.
 __device__ __forceinline__ float load_float(const float* p) {
   float v;
@@ -87,6 +96,7 @@ __device__ __forceinline__ int shuffle_up(int v, int by) { return __shfl_up_sync
 __device__ __forceinline__ uint32_t lanes_with(int v) { return __match_any_sync(0xFFFFFFFFu, v); }
 // What v holds is needed from here on, not before: a load of it stays in flight until then.
 __device__ __forceinline__ void needed(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void needed(int& v) { asm volatile("" : "+r"(v)); }
 
 // What is the same in all lanes, so that the compiler knows: addresses of wgmma made of it stay in uniform registers.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
@@ -127,6 +137,8 @@ __device__ __forceinline__ void counter_wait(Shared counter, int parity) {
 __device__ __forceinline__ void counter_arrive_behind_copies(Shared counter) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(counter) : "memory");
 }
+// What threads wrote to shared memory, copy_async() included, and this thread has waited for: wgmma behind it sees it, as it sees bulk copies anyway.
+__device__ __forceinline__ void let_wgmma_see() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Arrives at the counter at the same place in another block of the cluster: what this thread has read there may be overwritten by a copy. It does
 // not publish what this thread wrote: as a release to the cluster it would be a MEMBAR.ALL.GPU at every call, and counter_wait() would throw
 // away L1; cluster_barrier() publishes. The other block must not have ended.

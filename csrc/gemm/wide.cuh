@@ -21,6 +21,24 @@ template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
 template <int ROWS, int TOKENS> constexpr bool kByTable = TOKENS <= 32 && ROWS > 64;
 template <int TOKENS> constexpr int kArranging = TOKENS * 8 < 256 ? TOKENS * 8 : 256;  // threads of a block, one a word of a token
 
+// Of a step of a token's row of K, the eight k from 8 * word on of each lane of a quad: four of the 16-byte chunks that the step's tiles, at `to`, hold of the token.
+template <typename T, int TOKENS, bool BY_TABLE> __device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int step, int word, int token, uint8_t* to) {
+  uint32_t p[4][4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int k = step * kWideK + 64 * t + 8 * word;
+    const uint4 v = live && k < K ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
+    if constexpr (BY_TABLE)
+      p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
+    else
+      pair_up(v, p[t]);
+  }
+  to += word / 2 * (TOKENS * 128) + token * 128;
+  // Pair c of decode() of the four lanes makes 16 bytes: lane t's first pair of a k-block of 16 is k 2t, 2t + 1 of it, its second pair those + 8.
+#pragma unroll
+  for (int c = 0; c < 4; ++c) *(uint4*)(to + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
+}
+
 // x is no __restrict__ pointer: a load past the read-only path is what sees what a kernel wrote that was still running when this one began.
 template <typename T, int TOKENS, bool BY_TABLE>
 __global__ void __launch_bounds__(256) arrange(const T* x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
@@ -28,21 +46,8 @@ __global__ void __launch_bounds__(256) arrange(const T* x, uint8_t* __restrict__
   wait_for_previous();
   if (blockIdx.x == 0 && blockIdx.y == 0)
     for (int i = threadIdx.x; i < count; i += kArranging<TOKENS>) flags[i] = 0;
-  const int step = blockIdx.x, m = (blockIdx.y * kArranging<TOKENS> + threadIdx.x) / 8, place = m / TOKENS, token = m % TOKENS, word = threadIdx.x % 8;
-  uint32_t p[4][4];
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const int k = step * kWideK + 64 * t + 8 * word;
-    const uint4 v = m < M && k < K ? *(const uint4*)(x + (size_t)m * K + k) : make_uint4(0, 0, 0, 0);
-    if constexpr (BY_TABLE)
-      p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
-    else
-      pair_up(v, p[t]);
-  }
-  to += ((size_t)place * gridDim.x + step) * kActivations<TOKENS> + word / 2 * (TOKENS * 128) + token * 128;
-  // Pair c of decode() of the four lanes makes 16 bytes: lane t's first pair of a k-block of 16 is k 2t, 2t + 1 of it, its second pair those + 8.
-#pragma unroll
-  for (int c = 0; c < 4; ++c) *(uint4*)(to + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
+  const int step = blockIdx.x, m = (blockIdx.y * kArranging<TOKENS> + threadIdx.x) / 8, place = m / TOKENS;
+  arrange_word<T, TOKENS, BY_TABLE>(x + (size_t)m * K, m < M, K, step, threadIdx.x % 8, m % TOKENS, to + ((size_t)place * gridDim.x + step) * kActivations<TOKENS>);
 }
 
 // One step of a warp's 16 rows: q[h][j] are the codes of rows g + 8 h of the lane's k 32 j onwards, scales[h] four E4M3 bytes. `held`: the step's

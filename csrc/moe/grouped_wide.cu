@@ -1,10 +1,11 @@
 // fp4.moe for a few to a few hundred pairs an expert on sm_90: y[T, N] = sum over choices of weight * Down[e] (act(gate) * up of GateUp[e] x), weights row-major
 // canonical NVFP4, bfloat16 activations.
 //
-// Five kernels a call: route() sorts pairs by expert, gather() arranges their activations as wgmma takes them, product() is gate_up with the activation in
-// its registers and then down, which begins to read weights while gate_up's last blocks run, combine() sums. Every sum has a fixed order.
+// Four or five kernels a call: route() sorts pairs by expert and arranges tokens as wgmma takes them, or gather() arranges those of every pair; product() is gate_up
+// with the activation in its registers and then down, which begins to read weights while gate_up's last blocks run; combine() sums. Every sum has a fixed order.
 #include "grouped_wide.cuh"
 
+#include <algorithm>
 #include <utility>
 
 namespace {
@@ -25,17 +26,17 @@ struct Layer {
   int pairs() const { return tokens * top_k; }
 };
 
-// What a call writes besides y, for tiles of so many tokens. workspace_bytes() of kernels/moe/grouped_wide.py has the same sum.
+// What a call writes besides y, for tiles of so many tokens; gathered: x once a token. workspace_bytes() of kernels/moe/grouped_wide.py has the same sum.
 struct Workspace {
   uint8_t *x, *h;
   T* out;
   Routed routed;
   int64_t bytes;
 
-  Workspace(uint8_t* at, const Layer& l, int tokens) : bytes(0) {
+  Workspace(uint8_t* at, const Layer& l, int tokens, bool gathered) : bytes(0) {
     const int64_t P = l.pairs(), tiles = P / tokens + (P < l.E ? P : l.E);
     auto take = [&](int64_t size) { return at + std::exchange(bytes, bytes + (size + 15) / 16 * 16); };
-    x = take(tiles * tokens * 512 * ((l.K + kWideK - 1) / kWideK));
+    x = take((gathered ? l.tokens : tiles * tokens) * 512 * ((l.K + kWideK - 1) / kWideK));
     h = take(tiles * tokens * 512 * ((l.I + kWideK - 1) / kWideK));
     routed.tiles = (int4*)take(tiles * 16);
     routed.order = (int*)take(P * 4);
@@ -45,7 +46,7 @@ struct Workspace {
   }
 };
 
-template <bool UP, bool MAPPED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+template <bool UP, bool MAPPED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
   using S = Stages<UP, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES>;
   static_assert(BLOCKS * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024);
@@ -66,41 +67,53 @@ cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
     if (status != cudaSuccess) return status;
   }
   if (!MAPPED) maps[2] = maps[0], maps[3] = maps[1];
-  return launch_second(product<T, UP, MAPPED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
+  return launch_second(product<T, UP, MAPPED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
                        stream, maps[0], maps[1], maps[2], maps[3], l.scale[!UP], (const uint8_t*)(UP ? space.x : space.h), space.routed, l.global_scale[!UP], space.h,
-                       space.out, N, K, groups, l.between);
+                       space.out, N, K, groups, l.top_k, l.between);
 }
 
-template <bool UP, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+template <bool UP, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
   const bool mapped = (UP ? l.K : l.I) % kWideK == 0 && (uintptr_t)l.scale[!UP] % 16 == 0;
-  return mapped ? run<UP, true, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
-                : run<UP, false, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
+  return mapped ? run<UP, true, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
+                : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
 }
 
 // Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks; then that of the second.
-template <int TOKENS, int G, int S, int W, int X, int B, int P, int DOWN_G, int DOWN_S, int DOWN_W, int DOWN_X, int DOWN_B, int DOWN_P>
+template <int TOKENS, bool GATHERED, int G, int S, int W, int X, int B, int P, int DOWN_G, int DOWN_S, int DOWN_W, int DOWN_X, int DOWN_B, int DOWN_P>
 cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
-  const Workspace space((uint8_t*)workspace, l, TOKENS);
+  const Workspace space((uint8_t*)workspace, l, TOKENS, GATHERED);
   if (space.bytes > bytes) return cudaErrorInvalidValue;
-  cudaError_t status = launch(route, dim3(1), kRouteThreads, route_bytes(l.E), 1, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E, TOKENS);
-  if (status == cudaSuccess) status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
-  if (status == cudaSuccess) status = run<true, TOKENS, G, S, W, X, B, P>(l, space, stream);
-  if (status == cudaSuccess) status = run<false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
+  const int64_t words = (int64_t)l.tokens * ((l.K + kWideK - 1) / kWideK) * 8;
+  const int routing = route_blocks(l.pairs()), arranging = GATHERED ? (int)std::min<int64_t>((words + kRouteThreads - 1) / kRouteThreads, 2 * multiprocessors()) : 0;
+  const dim3 blocks(1, 1, (1 + (arranging + routing - 1) / routing) * routing);
+  cudaError_t status = launch(route<T>, blocks, kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E,
+                              TOKENS, l.x, space.x, l.tokens, l.K);
+  if constexpr (!GATHERED)
+    if (status == cudaSuccess) status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
+  if (status == cudaSuccess) status = run<true, GATHERED, TOKENS, G, S, W, X, B, P>(l, space, stream);
+  if (status == cudaSuccess) status = run<false, false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
   if (status != cudaSuccess) return status;
   return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
 }
 
-// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products.
-cudaError_t by_tile(int tokens, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products. A number of tokens and one more: GATHERED, not timed.
+cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
 #define TILE(size, ...) \
-  if (tokens == size) return layer<size, __VA_ARGS__>(l, workspace, bytes, stream);
+  if (tile == size) return layer<size / 8 * 8, size % 8 == 1, __VA_ARGS__>(l, workspace, bytes, stream);
   TILE(8, 1, 2, 5, 4, 1, 2, 1, 2, 5, 4, 1, 2)
   TILE(16, 1, 2, 4, 4, 1, 2, 1, 2, 4, 4, 1, 2)
   TILE(32, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
   TILE(48, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
   TILE(96, 2, 1, 6, 2, 1, 1, 2, 2, 3, 2, 1, 1)
   TILE(128, 2, 1, 4, 2, 1, 1, 2, 1, 4, 2, 1, 1)
+  TILE(9, 1, 2, 5, 4, 1, 2, 1, 2, 5, 4, 1, 2)
+  TILE(17, 1, 2, 4, 4, 1, 2, 1, 2, 4, 4, 1, 2)
+  TILE(33, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
+  TILE(49, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
+  TILE(81, 2, 2, 3, 2, 1, 1, 2, 2, 3, 2, 1, 1)
+  TILE(97, 2, 1, 6, 2, 1, 1, 2, 2, 3, 2, 1, 1)
+  TILE(129, 2, 1, 4, 2, 1, 1, 2, 1, 4, 2, 1, 1)
 #undef TILE
   return cudaErrorInvalidConfiguration;
 }
@@ -109,7 +122,7 @@ cudaError_t by_tile(int tokens, const Layer& l, void* workspace, int64_t bytes, 
 
 // Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
 // (2); x, y, and biases, which may be null, are bfloat16. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <= 2^20, K and I at most 2^15; codes, x, y and
-// workspace 16-byte aligned, scales 4-byte aligned. limit <= 0: none. tile: the tokens of one of by_tile's.
+// workspace 16-byte aligned, scales 4-byte aligned. limit <= 0: none. tile: one of by_tile's.
 extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
                                 const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
                                 void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha,

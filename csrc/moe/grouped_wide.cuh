@@ -89,6 +89,18 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
   }
 }
 
+// Half of a step's activations by 64 threads: of each of its rows two times 128 bytes, one behind the other from `from` on, for two tiles. A thread has a chunk
+// of every eighth row: those begin 512 * rows[i] bytes behind `from`, are zeros where that is negative, and their chunks lie alike.
+template <int TOKENS> __device__ __forceinline__ void gather_half(Shared to, const uint8_t* from, int (&rows)[TOKENS / 8]) {
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; ++i) {
+    needed(rows[i]);  // else addresses of all rows stay in registers, which are short
+    const uint8_t* at = from + (size_t)max(rows[i], 0) * 512;
+    copy_async_or_zero<16>(to + i * 1024, at, rows[i] >= 0);
+    copy_async_or_zero<16>(to + i * 1024 + TOKENS * 128, at + 128, rows[i] >= 0);
+  }
+}
+
 // A block's items, one after the other: the entry of the tile after this one is on its way while this one is worked on.
 template <int TOKENS> struct Items {
   const int4* tiles;
@@ -111,20 +123,23 @@ template <int TOKENS> struct Items {
 };
 
 // Of weights [E, (UP: 2) N, K]. UP: h, act(gate) * up as tiles of N columns for the second product; else out[place of the pair, N].
-// MAPPED: a tile map takes the scales (K is a multiple of 256); else two warps copy them. BLOCKS an SM.
-template <typename T, bool UP, bool MAPPED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+// MAPPED: a tile map takes the scales (K is a multiple of 256); else warps copy them. GATHERED: x is arrange_tokens()'s, of which two warps gather each
+// tile's rows; else activations lie in tiles. BLOCKS an SM.
+template <typename T, bool UP, bool MAPPED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     product(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
             const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ scale, const uint8_t* __restrict__ x, const Routed routed,
-            const float* __restrict__ global_scale, uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, const Between between) {
+            const float* __restrict__ global_scale, uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
   using S = Stages<UP, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES>;
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + W_STAGES * S::kWeights;
   const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * W_STAGES, x_full = w_free + 8 * W_STAGES, x_free = x_full + 16 * X_STAGES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
+  constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : MAPPED ? 40 : 56;  // registers of those who fetch
+  constexpr int kScaleThreads = GATHERED ? 32 : 64;  // two warps have activations to gather
   if (threadIdx.x == 0) {
-    for (int i = 0; i < W_STAGES; ++i) counter_init(w_full + 8 * i, MAPPED ? 1 : 65), counter_init(w_free + 8 * i, 4 * GROUPS);
-    for (int i = 0; i < 2 * X_STAGES; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, 4 * GROUPS);
+    for (int i = 0; i < W_STAGES; ++i) counter_init(w_full + 8 * i, MAPPED ? 1 : 1 + kScaleThreads), counter_init(w_free + 8 * i, 4 * GROUPS);
+    for (int i = 0; i < 2 * X_STAGES; ++i) counter_init(x_full + 8 * i, GATHERED ? 64 : 1), counter_init(x_free + 8 * i, 4 * GROUPS);
     publish_counters();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tile_map(codes);
@@ -134,7 +149,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
   Items<TOKENS> items(routed, groups);
 
   if (warp >= 4 * GROUPS) {
-    if (GROUPS > 1 || BLOCKS > 1) fewer_registers<MAPPED ? 40 : 56>();
+    if (GROUPS > 1 || BLOCKS > 1) fewer_registers<kFewer>();
     Place<W_STAGES> w;
     if (warp == 4 * GROUPS && lane == 0) {  // weights
       const int planes = between.interleaved ? N / 64 : N / 32;  // of an expert
@@ -156,7 +171,25 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
           }
         }
       }
-    } else if (warp == 4 * GROUPS + 1 && lane == 0) {  // activations
+    } else if (GATHERED && warp >= 4 * GROUPS + 2) {  // activations
+      const int chunk = lane % 8, row = threadIdx.x % 64 / 8, place = row * 128 + (chunk ^ row) * 16;
+      Place<X_STAGES> at;
+      while (items.advance()) {
+        const uint8_t* from = x + chunk * 16;
+        int rows[TOKENS / 8];
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) rows[i] = 8 * i + row < items.count ? __ldcg(routed.order + items.first + 8 * i + row) : -top_k;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) rows[i] = rows[i] / top_k * steps;
+        for (int k = 0; k < steps; ++k, at.next())
+#pragma unroll 1
+          for (int j = 0; j < 2; ++j, from += 256) {
+            counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            gather_half<TOKENS>(activations + at.i * kActivations<TOKENS> + j * S::kHalf + place, from, rows);
+            counter_arrive_behind_copies(x_full + 16 * at.i + 8 * j);
+          }
+      }
+    } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // the same, in tiles
       Place<X_STAGES> at;
       if (!UP) wait_for_first();
       while (items.advance()) {
@@ -170,7 +203,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
             copy_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
           }
       }
-    } else if (!MAPPED && warp >= 4 * GROUPS + 2) {  // scales, four lanes a row
+    } else if (!MAPPED && warp > 4 * GROUPS && (GATHERED || warp > 4 * GROUPS + 1)) {  // scales, four lanes a row
       const int c = threadIdx.x % 4, pitch = K / 16;
       while (items.advance()) {
         const int n0 = UP ? items.group / S::kOfBlock * 256 + items.group % S::kOfBlock * (8 * S::kSets) : items.group * S::kRows;
@@ -180,8 +213,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
           const int bytes = min(4, pitch - 16 * k - 4 * c);
           counter_wait(w_free + 8 * w.i, w.parity ^ 1);
 #pragma unroll 2
-          for (int i = 0; i < S::kRows / 16; ++i) {
-            const int r = (threadIdx.x & 63) / 4 + 16 * i, half = r / (S::kRows / 2), rest = r % (S::kRows / 2);
+          for (int i = 0; i < 4 * S::kRows / kScaleThreads; ++i) {
+            const int r = threadIdx.x % kScaleThreads / 4 + kScaleThreads / 4 * i, half = r / (S::kRows / 2), rest = r % (S::kRows / 2);
             const int n = UP ? n0 + rest / (8 * S::kSets) * 64 + rest % (8 * S::kSets) : n0 + r;
             const bool live = n < N && bytes > 0;
             const int row = UP ? between.row(n, half, N) : n;
@@ -193,8 +226,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     }
     return;
   }
-  if (GROUPS > 1) more_registers<MAPPED ? 232 : 224>();
-  else if (BLOCKS == 2) more_registers<MAPPED ? 216 : 200>();
+  if (GROUPS > 1) more_registers<(504 - kFewer) / 2>();
+  else if (BLOCKS == 2) more_registers<256 - kFewer>();
 
   const int g = lane >> 2, t = lane & 3, rows = GROUPS > 1 ? uniform(warp >> 2) : 0, quarter = warp & 3;
   const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // in a stage, of the lane's first
@@ -225,7 +258,10 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
       const int stage = w.i * S::kWeights;
       multiply_sets<T, TOKENS, SETS, BATCH, S::kHigh, S::kNext>(
           acc, codes0 + stage, codes1 + stage, my_scales + stage, activations + at.i * kActivations<TOKENS>,
-          [&](int j) { counter_wait(x_full + 16 * at.i + 8 * j, at.parity); },
+          [&](int j) {
+            counter_wait(x_full + 16 * at.i + 8 * j, at.parity);
+            if (GATHERED) let_wgmma_see();
+          },
           [&](int j) {
             if (frees) counter_arrive(last_half);
             frees = lane == 0;

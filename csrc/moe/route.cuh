@@ -1,11 +1,11 @@
-// What an MoE layer does besides its products: pairs of token and choice sorted by expert, their activations gathered as wgmma takes them,
-// and each token's weighted sum. Nothing is read back by the host, and nothing depends on the order in which threads run.
+// What an MoE layer does besides its products: pairs of token and choice sorted by expert, activations arranged as wgmma takes them (each token's once, or
+// those of every pair gathered), and each token's weighted sum. Nothing is read back by the host, and nothing depends on the order in which threads run.
 #pragma once
 #include "../gemm/wide.cuh"
 
 namespace fp4 {
 
-constexpr int kRouteThreads = 512, kMostExperts = 1024;
+constexpr int kRouteThreads = 512, kRouteBlocks = 8, kMostExperts = 1024;
 
 // [n] of int32 or int64.
 struct Ids {
@@ -17,8 +17,18 @@ struct Ids {
 struct Factors {
   const void* at;
   int type;
-  __device__ __forceinline__ float operator[](int i) const {
-    return type == 0 ? __bfloat162float(((const __nv_bfloat16*)at)[i]) : type == 1 ? __half2float(((const __half*)at)[i]) : __ldg((const float*)at + i);
+  // The first `count` of COUNT from i on.
+  template <int COUNT> __device__ __forceinline__ void take(float (&to)[COUNT], int i, int count) const {
+    auto each = [&](auto one) {
+#pragma unroll
+      for (int j = 0; j < COUNT; ++j) to[j] = j < count ? one(i + j) : 0.f;
+    };
+    if (type == 0)
+      each([&](int j) { return __bfloat162float(((const __nv_bfloat16*)at)[j]); });
+    else if (type == 1)
+      each([&](int j) { return __half2float(((const __half*)at)[j]); });
+    else
+      each([&](int j) { return __ldg((const float*)at + j); });
   }
 };
 
@@ -36,43 +46,68 @@ __device__ __forceinline__ int expert_of(const Ids& ids, const Ids& map, int map
   return id >= 0 && id < E ? (int)id : -1;
 }
 
-// One block. A warp owns a stretch of pairs and counts its experts in an array of its own; sums over warps and experts say where each begins.
-__global__ void __launch_bounds__(kRouteThreads) route(const Ids ids, const Ids map, int map_size, const Routed to, int P, int E, int tokens) {
+// x [M, K], each token's steps one behind the other as a tile of one token (kActivations) holds them: product()'s GATHERED takes them from there.
+template <typename T> __device__ __forceinline__ void arrange_tokens(const T* x, uint8_t* to, int M, int K, int first, int threads) {
+  const int steps = (K + kWideK - 1) / kWideK, words = M * steps * 8;
+#pragma unroll 2
+  for (int i = first; i < words; i += threads) {
+    const int word = i % 8, unit = i / 8, step = unit % steps, m = unit / steps;
+    arrange_word<T, 1, false>(x + (size_t)m * K, true, K, step, word, 0, to + (size_t)unit * kActivations<1>);
+  }
+}
+
+// The first cluster; blocks behind it, if there are any, arrange tokens. A warp owns a stretch of pairs and counts its experts in an array of its own; sums
+// over warps, blocks and experts say where each begins.
+template <typename T>
+__global__ void __launch_bounds__(kRouteThreads)
+    route(const Ids ids, const Ids map, int map_size, const Routed to, int P, int E, int tokens, const T* __restrict__ x, uint8_t* __restrict__ arranged, int M, int K) {
   let_second_begin();
-  constexpr int kWarps = kRouteThreads / 32, kAhead = 4;
+  const int blocks = cluster_size(), rank = cluster_rank();
+  if (blockIdx.z >= blocks) return arrange_tokens(x, arranged, M, K, (blockIdx.z - blocks) * kRouteThreads + threadIdx.x, (gridDim.z - blocks) * kRouteThreads);
+  constexpr int kWarps = kRouteThreads / 32, kAhead = 8;
   int* counts = (int*)dynamic_shared();  // [kWarps][E]
-  int *starts = counts + kWarps * E, *sums = starts + 3 * E;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  int *totals = counts + kWarps * E, *starts = totals + E, *sums = starts + 4 * E;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warp_of_all = rank * kWarps + warp;
   int* mine = counts + warp * E;
   for (int e = lane; e < E; e += 32) mine[e] = 0;
   __syncwarp();
-  const int stretch = ((P + 31) / 32 + kWarps - 1) / kWarps * 32, first = warp * stretch, last = min(first + stretch, P);
-  for (int i = first; i < last; i += 32 * kAhead) {
+  const int stretch = ((P + 31) / 32 + blocks * kWarps - 1) / (blocks * kWarps) * 32, first = warp_of_all * stretch, last = min(first + stretch, P);
+  for (int i = first + lane; i - lane < last; i += 32 * kAhead) {
     int e[kAhead];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) e[j] = i + 32 * j + lane < last ? expert_of(ids, map, map_size, i + 32 * j + lane, E) : -1;
+    for (int j = 0; j < kAhead; ++j) e[j] = i + 32 * j < last ? expert_of(ids, map, map_size, i + 32 * j, E) : -1;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
+      if (i - lane + 32 * j >= last) break;
       const uint32_t same = lanes_with(e[j]);
       const int before = __popc(same & ((1u << lane) - 1)), at = e[j] >= 0 ? mine[e[j]] : 0;
       __syncwarp();
       if (e[j] >= 0 && before == 0) mine[e[j]] = at + __popc(same);
-      if (i + 32 * j + lane < last) to.place[i + 32 * j + lane] = at + before;  // among the warp's pairs of this expert
+      if (i + 32 * j < last) to.place[i + 32 * j] = e[j] < 0 ? -1 : e[j] << 16 | (at + before);  // among the warp's pairs of this expert: at most 2^13
       __syncwarp();
     }
   }
   __syncthreads();
-  // A thread has two neighbouring experts: of each, pairs and tiles.
-  int pairs[2] = {}, tiles[2] = {};
+  for (int e = threadIdx.x; e < E; e += kRouteThreads) {
+    int n[kWarps], sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) n[w] = counts[w * E + e];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) counts[w * E + e] = sum, sum += n[w];
+    totals[e] = sum;
+  }
+  cluster_barrier();
+  // A thread has two neighbouring experts: of each, pairs, those of blocks before this one, and tiles.
+  int pairs[2] = {}, before[2] = {}, tiles[2] = {};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int e = 2 * threadIdx.x + h;
-    if (e < E)
-      for (int w = 0; w < kWarps; ++w) {
-        const int n = counts[w * E + e];
-        counts[w * E + e] = pairs[h];
-        pairs[h] += n;
-      }
+    if (e >= E) continue;
+    int n[kRouteBlocks];
+#pragma unroll
+    for (int r = 0; r < kRouteBlocks; ++r) n[r] = r < blocks ? *of_block(totals + e, r) : 0;
+#pragma unroll
+    for (int r = 0; r < kRouteBlocks; ++r) pairs[h] += n[r], before[h] += r < rank ? n[r] : 0;
     tiles[h] = (pairs[h] + tokens - 1) / tokens;
   }
   int all_pairs = pairs[0] + pairs[1], all_tiles = tiles[0] + tiles[1];
@@ -88,25 +123,33 @@ __global__ void __launch_bounds__(kRouteThreads) route(const Ids ids, const Ids 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int e = 2 * threadIdx.x + h;
-    if (e < E) starts[e] = all_pairs, starts[E + e] = pairs[h], starts[2 * E + e] = all_tiles;
+    if (e < E) starts[e] = all_pairs + before[h], starts[E + e] = all_pairs, starts[2 * E + e] = pairs[h], starts[3 * E + e] = all_tiles;
     all_pairs += pairs[h], all_tiles += tiles[h];
   }
-  if (threadIdx.x == kRouteThreads - 1) *to.total = all_tiles;
+  if (rank == 0 && threadIdx.x == kRouteThreads - 1) *to.total = all_tiles;
   __syncthreads();
-  for (int e = warp; e < E; e += kWarps) {
-    const int4 entry = make_int4(e, starts[e], starts[E + e], starts[2 * E + e]);
+  for (int e = warp_of_all; e < E; e += blocks * kWarps) {
+    const int4 entry = make_int4(e, starts[E + e], starts[2 * E + e], starts[3 * E + e]);
     for (int i = lane; i < (entry.z + tokens - 1) / tokens; i += 32) to.tiles[entry.w + i] = entry;
   }
-#pragma unroll 4
-  for (int i = first + lane; i < last; i += 32) {
-    const int e = expert_of(ids, map, map_size, i, E), at = e < 0 ? -1 : starts[e] + mine[e] + to.place[i];
-    to.place[i] = at;
-    if (e >= 0) to.order[at] = i;
+  for (int i = first + lane; i < last; i += 32 * kAhead) {
+    int v[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) v[j] = i + 32 * j < last ? to.place[i + 32 * j] : -1;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (v[j] < 0) continue;
+      const int e = v[j] >> 16, at = starts[e] + mine[e] + (v[j] & 0xFFFF);
+      to.place[i + 32 * j] = at;
+      to.order[at] = i + 32 * j;
+    }
   }
+  cluster_barrier();  // others may still read this block's sums
 }
 
-// Bytes of route()'s shared memory.
-constexpr int route_bytes(int E) { return ((kRouteThreads / 32 + 3) * E + 2 * (kRouteThreads / 32)) * 4; }
+// Blocks that share the routing of P pairs, and bytes of shared memory of each.
+constexpr int route_blocks(int P) { return P > 1024 ? kRouteBlocks : 1; }
+constexpr int route_bytes(int E) { return ((kRouteThreads / 32 + 5) * E + 2 * (kRouteThreads / 32)) * 4; }
 
 // x [., K] of the pairs of each tile, as kActivations says, zeros beyond its pairs and K.
 template <typename T, int TOKENS>
@@ -121,42 +164,44 @@ __global__ void __launch_bounds__(256) gather(const T* __restrict__ x, uint8_t* 
     const int row = (tile - of.w) * TOKENS + token;
     const bool live = row < of.z;
     const T* from = x + (size_t)(live ? __ldcg(routed.order + of.y + row) / top_k : 0) * K;
-    uint32_t p[4][4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const int k = step * kWideK + 64 * t + 8 * word;
-      pair_up(live && k < K ? load_read_only(from + k) : make_uint4(0, 0, 0, 0), p[t]);
-    }
-    uint8_t* place = to + (size_t)unit * kActivations<TOKENS> + word / 2 * (TOKENS * 128) + token * 128;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) *(uint4*)(place + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
+    arrange_word<T, TOKENS, false>(from, live, K, step, word, token, to + (size_t)unit * kActivations<TOKENS>);
   }
 }
 
-// y[token, n] = sum over its choices, in order, of weight * out[place]. A thread has eight n; N is a multiple of 8.
-__global__ void __launch_bounds__(128) combine(const __nv_bfloat16* __restrict__ out, const int* __restrict__ place, const Factors weights,
+// y[token, n] = sum over its choices, in order, of weight * out[place]. A thread has eight n, and loads of so many choices on their way; N is a multiple of 8.
+__global__ void __launch_bounds__(128, 8) combine(const __nv_bfloat16* __restrict__ out, const int* __restrict__ place, const Factors weights,
                                                __nv_bfloat16* __restrict__ y, int top_k, int N) {
+  constexpr int kAhead = 8;
   const int n = (blockIdx.y * 128 + threadIdx.x) * 8, token = blockIdx.x;
   float sum[8] = {};
-  wait_for_first();
-  if (n >= N) return;
-#pragma unroll 4
-  for (int j = 0; j < top_k; ++j) {
-    const int pair = token * top_k + j, at = __ldcg(place + pair);
-    if (at < 0) continue;
-    const float weight = weights[pair];
-    const uint4 v = __ldcg((const uint4*)(out + (size_t)at * N + n));
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll 1
+  for (int first = 0; first < top_k; first += kAhead) {
+    const int pair = token * top_k + first, count = min(kAhead, top_k - first);
+    int at[kAhead];
+    float weight[kAhead];
+    uint4 v[kAhead];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 two = *(const __nv_bfloat162*)&words[i];
-      sum[2 * i] += weight * __bfloat162float(two.x), sum[2 * i + 1] += weight * __bfloat162float(two.y);
+    for (int j = 0; j < kAhead; ++j) at[j] = j < count ? __ldcg(place + pair + j) : -1;
+    weights.take(weight, pair, count);
+    if (first == 0) wait_for_first();  // the routing is done when the kernel before this one begins
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) v[j] = load_or_zero(out + (size_t)max(at[j], 0) * N + n, at[j] >= 0 && n < N);
+    __syncwarp();  // ptxas would have one load at a time in flight
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+      const float by = at[j] >= 0 ? weight[j] : 0.f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const __nv_bfloat162 two = *(const __nv_bfloat162*)&words[i];
+        sum[2 * i] += by * __bfloat162float(two.x), sum[2 * i + 1] += by * __bfloat162float(two.y);
+      }
     }
   }
   __nv_bfloat162 v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-  *(uint4*)(y + (size_t)token * N + n) = *(const uint4*)v;
+  if (n < N) *(uint4*)(y + (size_t)token * N + n) = *(const uint4*)v;
 }
 
 }  // namespace fp4

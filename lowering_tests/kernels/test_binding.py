@@ -262,7 +262,7 @@ def test_a_moe_layer(ops, monkeypatch):
             patched.setattr(grouped_wide.torch.ops.fp4_csrc, grouped_wide.NAME, grouped_wide._through_ctypes)
             assert torch.equal(grouped_wide.call(*args), y)
     form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
-    space = torch.empty(grouped_wide.workspace_bytes(t * 3, e, h, inner, n, 8), dtype=torch.uint8)
+    space = torch.empty(grouped_wide.workspace_bytes(t, t * 3, e, h, inner, n, 8), dtype=torch.uint8)
     torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     for words, bad in {
         "activations are bfloat16": (x.half(), ids, weights, *form, space),

@@ -47,7 +47,8 @@ SOURCES = {
     ),
     "moe/grouped_wide.cu": (
         (r"HGMMA\.64x8x16\.F32\.BF16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
-        lambda arch: 6 * (2 * 2 + 1) + 2,  # tiles x (both products x (K of a multiple of 256 or any) and gather), route, combine
+        # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, route, combine
+        lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 2,
     ),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }

@@ -25,10 +25,13 @@ def tile(pairs: int, experts: int) -> int:
     return next((tokens for most, tokens in ((6, 8), (12, 16), (24, 32), (40, 48), (88, 96)) if mean <= most), 128)
 
 
-def workspace_bytes(pairs: int, experts: int, k: int, inner: int, n: int, tokens: int) -> int:
-    """What a call writes besides its result: activations of both products as tiles of ``tokens``, results of every pair, and the routing."""
+def workspace_bytes(rows: int, pairs: int, experts: int, k: int, inner: int, n: int, tile: int) -> int:
+    """What a call writes besides its result: activations of both products as tiles (an odd ``tile``: the first's once for each of ``rows``),
+    results of every pair, and the routing."""
+    tokens = tile // 8 * 8
     tiles = pairs // tokens + min(pairs, experts)
-    sizes = (*(tiles * tokens * 512 * -(-columns // 256) for columns in (k, inner)), pairs * n * 2, tiles * 16, pairs * 4, pairs * 4, 4)
+    activations = (rows if tile % 8 else tiles * tokens, k), (tiles * tokens, inner)
+    sizes = (*(m * 512 * -(-columns // 256) for m, columns in activations), pairs * n * 2, tiles * 16, pairs * 4, pairs * 4, 4)
     return sum(-(-size // 16) * 16 for size in sizes)
 
 
@@ -43,14 +46,14 @@ def call(
     hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: tuple[Tensor, Tensor, Tensor], down: tuple[Tensor, Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None], expert_map: Tensor | None, act: Activation, arch: int, tokens: int = 0,
 ) -> Tensor:  # fmt: skip
-    """``[T, N]``; five launches. ``tokens``: one of the tiles of the source; 0: :func:`tile`.
+    """``[T, N]``; four or five launches. ``tokens``: one of the tiles of the source; 0: :func:`tile`.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
     pairs, experts, inner = expert_ids.numel(), gate_up[0].shape[0], down[0].shape[2] * 2
     tokens = tokens or tile(pairs, experts)
-    workspace = hidden.new_empty(workspace_bytes(pairs, experts, hidden.shape[1], inner, down[0].shape[1], tokens), dtype=torch.uint8)
+    workspace = hidden.new_empty(workspace_bytes(hidden.shape[0], pairs, experts, hidden.shape[1], inner, down[0].shape[1], tokens), dtype=torch.uint8)
     form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
     try:
         return torch.ops.fp4_csrc.moe_grouped_wide(hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *form, tokens, workspace, arch)

@@ -204,7 +204,7 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
 
 
 def wide(layer: Layer, tokens: int = 0) -> Tensor:
-    """The same in CUDA, activations gathered once: five launches; see ``csrc/moe/grouped_wide.cu``."""
+    """The same in CUDA, activations arranged once: four or five launches; see ``csrc/moe/grouped_wide.cu``."""
     arch = host.arch(layer.x.device)
     return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens)
 

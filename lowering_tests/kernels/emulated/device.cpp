@@ -156,6 +156,13 @@ std::vector<Pending>& queue() {  // of the calling warpgroup
 
 void nothing(void**) {}
 
+// Chunk c of token n of a tile: the swizzle works on the address, bits 4..6 ^= bits 7..9; shared memory begins at a multiple of 1024.
+const uint8_t* chunk_of(const uint8_t* tile, int n, int c) {
+  const uint8_t* shared = emulated::dynamic_shared();
+  const size_t at = tile + n * 128 + c * 16 - shared;
+  return shared + (at ^ (at >> 7 & 7) << 4);
+}
+
 // Number i of a register: two of 16 bits, or four of 8.
 double number(Type type, uint32_t word, int i) {
   if (type == kE4M3) return emulated::from_e4m3(word >> (8 * i) & 255);
@@ -180,6 +187,8 @@ void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], co
           p.d[i] = lanes[i]->d;
           std::copy(lanes[i]->a, lanes[i]->a + 4, p.a[i]);
         }
+        for (int n = 0; n < 8 * p.tiles; ++n)
+          for (int c = 0; c < 2; ++c) emulated::check_published(chunk_of(p.tile, n, c), 16);
         queue().push_back(p);
       },
       128);
@@ -208,13 +217,10 @@ void wgmma_wait_until(int open) {
           std::vector<double> b(depth * 8 * p.tiles);
           for (int n = 0; n < 8 * p.tiles; ++n)
             for (int c = 0; c < 2; ++c) {
-              // the swizzle works on the address: bits 4..6 ^= bits 7..9; shared memory begins at a multiple of 1024
-              const uint8_t* shared = emulated::dynamic_shared();
-              size_t at = p.tile + n * 128 + c * 16 - shared;
-              at ^= (at >> 7 & 7) << 4;
-              emulated::check_published(shared + at, 16);
+              const uint8_t* chunk = chunk_of(p.tile, n, c);
+              emulated::check_published(chunk, 16);
               uint32_t words[4];
-              memcpy(words, shared + at, 16);
+              memcpy(words, chunk, 16);
               for (int i = 0; i < 4 * per; ++i) b[(4 * per * c + i) * 8 * p.tiles + n] = number(p.type, words[i / per], i % per);
             }
           for (int w = 0; w < 4; ++w) {

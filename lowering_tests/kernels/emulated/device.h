@@ -18,6 +18,7 @@ inline void copy_async_commit() { emulated::commit_copies(); }
 template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN); }
 
 inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
+inline uint4 load_or_zero(const void* p, bool live) { return live ? *(const uint4*)p : uint4{}; }
 inline void wait_for_previous() { emulated::wait_for_previous(); }
 inline void let_next_begin() { emulated::let_next_begin(); }
 inline float load_float(const float* p) { return *p; }
@@ -52,6 +53,7 @@ inline uint32_t lanes_with(int v) {
   return mine.got;
 }
 inline void needed(float&) {}
+inline void needed(int&) {}
 inline int uniform(int v) { return v; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
@@ -62,6 +64,7 @@ inline void counter_arrive(Shared counter) { emulated::counter_arrive(counter, 0
 inline void counter_promise(Shared counter, int bytes) { emulated::counter_arrive(counter, bytes); }
 inline void counter_wait(Shared counter, int parity) { emulated::counter_wait(counter, parity); }
 inline void counter_arrive_behind_copies(Shared counter) { copy_async_commit(), copy_async_wait<0>(), counter_arrive(counter); }
+inline void let_wgmma_see() { emulated::publish_writes(); }
 inline void counter_arrive_at(Shared counter, int rank) { emulated::counter_arrive_at(counter, rank); }
 inline void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) { emulated::copy_bulk(shared, global, bytes, counter, 0); }
 inline void copy_bulk_to_cluster(Shared shared, const void* global, int bytes, Shared counter, uint16_t blocks) {

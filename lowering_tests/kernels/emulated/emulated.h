@@ -40,7 +40,9 @@ void* other_block(void* shared, int rank);
 // Every lane of the warp (of the warpgroup: 128) calls it with its own operands; run sees those of all lanes, once.
 void together(const char* what, void* operands, void (*run)(void** lanes), int lanes = 32);
 
-// wgmma reads shared memory by another path than threads write it: the one by which bulk copies land.
+// wgmma reads shared memory by another path than threads write it: the one by which bulk copies land. What they wrote is seen there once
+// every warp that multiplies has published it.
+void publish_writes();
 void check_published(const void* address, int bytes);
 
 // Barriers in shared memory that count arrivals and bytes, and copies that report to them.

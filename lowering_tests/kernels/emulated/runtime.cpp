@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <vector>
 
 namespace emulated {
@@ -53,7 +54,7 @@ struct Counter {
   Time set_up = 0;
   std::vector<Copy> coming, copies;                     // of this phase; of those that are over: they land when somebody waits
   std::vector<std::pair<int, Time>> arriving, arrived;  // which warps arrived when, or copied; in this phase, in the one that is over
-  Warps waited;                                         // for the phase that is over
+  Warps waited, published;                              // for the phase that is over; and then published writes
   Barrier done;                                         // completes with each phase
 };
 
@@ -65,6 +66,7 @@ struct Block {
   Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps], meet_four[kMaxWarps];  // meet: registers of a warp, of four; not memory
   void* operands[kMaxWarps][kLanes];
   std::map<const void*, Counter> counters;
+  Time published[kMaxWarps] = {};  // when each warp last published writes
 };
 
 struct Fiber {
@@ -78,6 +80,7 @@ struct Fiber {
   const int* flag;  // waits until it is set
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
+  std::set<Counter*> waited;  // since it last published writes
   int warp_of_all() const { return block->first_warp + warp; }
 };
 
@@ -346,13 +349,36 @@ void* other_block(void* shared, int rank) {
   return the->blocks[rank]->shared + ((uint8_t*)shared - current->block->shared);
 }
 
+void publish_writes() {
+  Block& block = *current->block;
+  block.published[current->warp] = ++the->now;
+  for (Counter* c : current->waited)
+    if (c->waited[current->warp_of_all()]) c->published.set(current->warp_of_all());
+  current->waited.clear();
+}
+
+// Has warp b, once a barrier or a counter had separated it from a's writing at `time`, published what was written?
+bool published_behind(const Block& block, int warp_a, int warp_b, Time time) {
+  for (const Barrier& b : block.named)
+    if (b.completed > time && b.warps[warp_a] && b.warps[warp_b] && block.published[warp_b - block.first_warp] > b.completed) return true;
+  for (const auto& [address, c] : block.counters)
+    if (c.done.completed > time && c.published[warp_b])
+      for (const auto& [warp, when] : c.arrived)
+        if (warp == warp_a && when > time) return true;
+  return false;
+}
+
 void check_published(const void* address, int bytes) {
   check(address, bytes, false);
   for (auto& block : the->blocks) {
     const size_t at = (const uint8_t*)address - block->shared;
     if ((const uint8_t*)address < block->shared || at >= (size_t)the->shared_bytes) continue;
-    for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i)
-      if (!block->words[i].published) fail("wgmma reads shared byte %zu, which was not published", 4 * i);
+    for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i) {
+      const Word& word = block->words[i];
+      for (int warp = current->warp / 4 * 4, end = warp + 4; !word.published && warp < end; ++warp)
+        if (!published_behind(*block, the->fibers[word.writer]->warp_of_all(), block->first_warp + warp, word.written))
+          fail("wgmma reads shared byte %zu, which was not published", 4 * i);
+    }
   }
 }
 
@@ -376,6 +402,7 @@ void complete(Counter& c) {
   c.copies.insert(c.copies.end(), c.coming.begin(), c.coming.end());
   c.coming.clear();
   c.waited.reset();
+  c.published.reset();
   c.done.completed = ++the->now;
   ++c.done.generation;
 }
@@ -407,6 +434,7 @@ void counter_wait(const void* address, int parity) {
   c.done.what = "wait for a counter";
   while (c.phase == parity) block_on(c.done);
   c.waited.set(current->warp_of_all());
+  current->waited.insert(&c);
   for (const Copy& copy : c.copies) land(copy, true);  // wgmma reads by the path by which it was written
   c.copies.clear();
 }
