@@ -121,7 +121,7 @@ BROKEN = {
     "metadata is not promised": ("meta_bytes() + scale_bytes(); }", "scale_bytes(); }", "promise|more bytes|race|nobody|outside"),
     "halves of the metadata exchanged": ("0x6240 + 0x1111 * (lane & 1)", "0x6240 + 0x1111 * (~lane & 1)", None),
     "the other pair gives the metadata": ("if (s < kEach)", "if (s >= kEach)", None),
-    "rows not in the order of their banks": ("row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = row & 7", "row_warp * (16 * R) + g, swizzle = (g ^ (g & 2) << 1)", None),
+    "rows and their swizzle do not agree": ("swizzle = row & 7", "swizzle = g", None),
     "swizzle forgotten": ("(lane >> 4 ^ (lane & 7)) * 16", "(lane >> 4) * 16", None),
     "rows past N": ("min((int)blockIdx.x * rows, N - rows)", "blockIdx.x * rows", "is not ordered"),
 }
