@@ -26,7 +26,7 @@ from fp4_inductor.kernels.linear_w4a4 import configs as w4a4
 from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
 from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
-from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig
+from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig, SparseTableConfig
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
@@ -65,6 +65,11 @@ def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
     yield None
     tiles = ((2, 16, 2), (4, 8, 3), (2, 8, 2)) if m <= 8 else ((2, 8, 3), (4, 8, 2), (2, 8, 2)) if m <= 16 else ((2, 8, 2),)
     yield from (SparseSmallConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
+
+
+def sparse_table_tiles(m: int) -> Iterator[SparseTableConfig | None]:
+    yield None
+    yield from (SparseTableConfig(*t) for t in ((2, 2, 8), (2, 2, 4, 4), (4, 4, 8), (4, 2, 8), (4, 2, 4, 4), (7, 1, 2), (8, 4, 4), (14, 2, 2)))
 
 
 def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torch.Tensor, copies: int, facts: dict) -> dict:
@@ -161,6 +166,9 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
                 yield measure("sparse triton", None, lambda i: launch_sparse.mid(x, v[i], e[i], ss[i], sg), want, count, facts)
             for tile in sparse_tiles(m):
                 yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, host.arch(x.device), tile), want, count, facts)
+            if m <= 16 and k % 256 == 0:
+                for tile in sparse_table_tiles(m):
+                    yield measure("sparse table", tile, lambda i: launch_sparse.table(x, v[i], e[i], ss[i], sg, None, tile), want, count, facts)
 
 
 def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:

@@ -91,7 +91,7 @@ def test_candidates(monkeypatch, tmp_path):
     for name in ("small", "table", "middle"):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
-    for owner, name in ((candidates.sparse, "linear"), (candidates.launch_sparse, "gemv"), (candidates.launch_sparse, "mid")):
+    for owner, name in ((candidates.sparse, "linear"), *((candidates.launch_sparse, launcher) for launcher in ("gemv", "mid", "table"))):
         monkeypatch.setattr(owner, name, lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
 
     def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
@@ -112,7 +112,7 @@ def test_candidates(monkeypatch, tmp_path):
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "table", "mid", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
-    apart = {"current", "small", "table", "table early", "wide early", "mid", "wide", "sparse", "sparse gemv", "sparse triton"}
+    apart = {"current", "small", "table", "table early", "wide early", "mid", "wide", "sparse", "sparse gemv", "sparse triton", "sparse table"}
     apart |= {"current K+16", "any_k K+16", "siblings apart", "siblings", "glu apart", "residual apart"}
     assert kinds == apart | fused
     for row in rows:

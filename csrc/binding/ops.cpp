@@ -19,8 +19,9 @@ namespace {
 template <typename... Tile>
 using Linear = int(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N,
                    int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
-using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                              int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
+// The sparse ones, their tiles of four numbers.
+using SparseLinear = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
+                         int dtype, int, int, int, int, void* stream);
 using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                           int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
@@ -140,15 +141,25 @@ Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, co
 }
 
 template <typename Place>
-Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                           const std::optional<Tensor>& bias, int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
-  auto* f = function<SparseLinearSmall>("sparse_linear_small", arch);
+Tensor sparse_linear(const char* op, const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
+                     const Optional& bias, int64_t arch, const int (&tile)[4]) {
+  auto* f = function<SparseLinear>(op, arch);
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
-  return call<Place>("sparse_linear_small", x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}},
-                     [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-                       return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)warps,
-                                (int)stages, (int)splits, stream);
-                     });
+  return call<Place>(op, x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
+    return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, tile[0], tile[1], tile[2], tile[3], stream);
+  });
+}
+
+template <typename Place>
+Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
+                           int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
+  return sparse_linear<Place>("sparse_linear_small", x, values, meta, scale, global_scale, bias, arch, {(int)rows_16, (int)warps, (int)stages, (int)splits});
+}
+
+template <typename Place>
+Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
+                           int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps) {
+  return sparse_linear<Place>("sparse_linear_table", x, values, meta, scale, global_scale, bias, arch, {(int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps});
 }
 
 // Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.
@@ -266,6 +277,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
+    m.impl("sparse_linear_table", TORCH_BOX(&fp4::sparse_linear_table<Place>)); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
     m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \
   }

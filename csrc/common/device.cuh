@@ -311,11 +311,14 @@ template <uint32_t MASK> __device__ __forceinline__ uint32_t masked_or(uint32_t 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                                                          \
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                                                                  \
   }                                                                                                                                               \
+  FP4_MMA_SPARSE(T, type, 0)                                                                                                                      \
+  FP4_MMA_SPARSE(T, type, 1)
+#define FP4_MMA_SPARSE(T, type, selector)                                                                                                         \
   template <>                                                                                                                                     \
-  __device__ __forceinline__ void mma_sparse16832<T>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,  \
-                                                     uint32_t b2, uint32_t b3, uint32_t meta) {                                                   \
+  __device__ __forceinline__ void mma_sparse16832<T, selector>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, \
+                                                               uint32_t b2, uint32_t b3, uint32_t meta) {                                         \
     asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, "         \
-        "{%0,%1,%2,%3}, %12, 0x0;"                                                                                                                \
+        "{%0,%1,%2,%3}, %12, " #selector ";"                                                                                                      \
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                                                          \
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(b2), "r"(b3), "r"(meta));                                                     \
   }
@@ -324,14 +327,15 @@ template <uint32_t MASK> __device__ __forceinline__ uint32_t masked_or(uint32_t 
 template <typename T> __device__ __forceinline__ void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
 
 // c += A B, A 16x32 with two of four kept, B 32x8. Register r of lane 4g + t holds the kept pair of row g + 8 (r % 2), group
-// t + 4 (r / 2); lane 4g gives the metadata of k 0..15 of rows g (low half) and g + 8, lane 4g + 1 that of k 16..31.
-template <typename T>
+// t + 4 (r / 2); lane 4g + 2 SELECTOR gives the metadata of k 0..15 of rows g (low half) and g + 8, the lane behind it that of k 16..31.
+template <typename T, int SELECTOR = 0>
 __device__ __forceinline__ void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2,
                                                 uint32_t b3, uint32_t meta);
 
 FP4_MMA(__nv_bfloat16, "bf16")
 FP4_MMA(__half, "f16")
 #undef FP4_MMA
+#undef FP4_MMA_SPARSE
 
 // c += A B, A 16x64 and B 64x8 of E2M1 codes, eight a register, with an E4M3 scale for every 16 k of a row of A and a column of B
 // (sm_120a, sm_121a). a0: row g, k = 8t..8t+7 of lane 4g + t; a1: row g + 8; a2, a3: k + 32; b0, b1 likewise, column g. a_scales:

@@ -23,11 +23,10 @@ template <> struct Numbers<__nv_bfloat16> {
     const uint32_t u = ((v & 0x7Fu) << 4) | ((v & 0x7F00u) << 12);  // * 2^-120
     return mul(mul(u, 0x7F007F00u), 0x77007700u);                     // * 2^127 * 2^111
   }
-  // Four E4M3 bytes -> pairs (0, 2) and (1, 3), times 2^118.
-  static __device__ __forceinline__ void four_scales(uint32_t v, uint32_t& even, uint32_t& odd) {
-    even = mul(mul((v & 0x007F007Fu) << 4, 0x7F007F00u), 0x77007700u);
-    odd = mul(mul((v >> 4) & 0x07F007F0u, 0x7F007F00u), 0x77007700u);
-  }
+  static __device__ __forceinline__ uint32_t lifted(uint32_t u) { return mul(mul(u, 0x7F007F00u), 0x77007700u); }  // * 2^238
+  // Four E4M3 bytes -> pairs (0, 2) and (1, 3), times 2^-120; lifted, times 2^118.
+  static __device__ __forceinline__ void place_scales(uint32_t v, uint32_t& even, uint32_t& odd) { even = (v & 0x007F007Fu) << 4, odd = (v >> 4) & 0x07F007F0u; }
+  static __device__ __forceinline__ void four_scales(uint32_t v, uint32_t& even, uint32_t& odd) { even = lifted((v & 0x007F007Fu) << 4), odd = lifted((v >> 4) & 0x07F007F0u); }
   static __device__ __forceinline__ uint32_t mul_by_half(uint32_t a, uint32_t b, bool high) { return mul_bf16x2_by_half(a, b, high); }
   static __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
   static __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
@@ -43,11 +42,10 @@ template <> struct Numbers<__half> {
     const uint32_t u = ((v & 0x7Fu) << 7) | ((v & 0x7F00u) << 15);  // * 2^-8
     return mul(u, 0x74007400u);                                       // * 2^14
   }
-  // Four E4M3 bytes -> pairs (0, 2) and (1, 3), times 2^6.
-  static __device__ __forceinline__ void four_scales(uint32_t v, uint32_t& even, uint32_t& odd) {
-    even = mul((v & 0x007F007Fu) << 7, 0x74007400u);
-    odd = mul((v >> 1) & 0x3F803F80u, 0x74007400u);
-  }
+  static __device__ __forceinline__ uint32_t lifted(uint32_t u) { return mul(u, 0x74007400u); }  // * 2^14
+  // Four E4M3 bytes -> pairs (0, 2) and (1, 3), times 2^-8; lifted, times 2^6.
+  static __device__ __forceinline__ void place_scales(uint32_t v, uint32_t& even, uint32_t& odd) { even = (v & 0x007F007Fu) << 7, odd = (v >> 1) & 0x3F803F80u; }
+  static __device__ __forceinline__ void four_scales(uint32_t v, uint32_t& even, uint32_t& odd) { even = lifted((v & 0x007F007Fu) << 7), odd = lifted((v >> 1) & 0x3F803F80u); }
   static __device__ __forceinline__ uint32_t mul_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2_by_half(a, b, high); }
   static __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
   static __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
@@ -103,9 +101,12 @@ template <typename T> __device__ __forceinline__ uint32_t decode_byte(uint32_t b
 // pair for lane l lies 256 b + 4 l behind the table's beginning, so that one PRMT makes an address. For the integer pipe 4 instructions instead of 13.
 constexpr int kPairTable = 256 * 256;
 
-// By all threads of whole warps; a barrier has to follow.
-template <typename T> __device__ __forceinline__ void fill_pairs(uint8_t* table, int thread, int threads) {
-  for (int b = thread / 32; b < 256; b += threads / 32) *(uint32_t*)(table + 256 * b + 4 * (thread % 32)) = place_byte<T>(b);
+// By all threads of whole warps; a barrier has to follow. LIFTED: the entries are, so that scales need not be.
+template <typename T, bool LIFTED = false> __device__ __forceinline__ void fill_pairs(uint8_t* table, int thread, int threads) {
+  for (int b = thread / 32; b < 256; b += threads / 32) {
+    const uint32_t pair = place_byte<T>(b);
+    *(uint32_t*)(table + 256 * b + 4 * (thread % 32)) = LIFTED ? Numbers<T>::lifted(pair) : pair;
+  }
 }
 
 // 8 codes -> their pairs of neighbours, each times one half of `scales`. lane4: four times the lane's number.

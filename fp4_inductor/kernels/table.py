@@ -128,6 +128,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("", "cuda_wide_fp8"): _SPLITS,
     **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
     ("", "cuda_sparse_small"): _SPLITS,
+    ("", "cuda_sparse_table"): (16, ""),
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
     **{(op, kernel): _LIBRARY for op, kernel in (
@@ -190,6 +191,10 @@ _SPARSE_GEMV_90 = _SPARSE_GEMV + ": 5.4 us at N = K = 4096, where cuda_sparse_sm
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
 _SPARSE_SMALL_90 = _SPARSE_SMALL + ". 16.1 us at N = K = 8192, M = 1 to 8, and 28.5 at M = 32, where the Triton kernel takes 57 to 60 and 85, bf16 cuBLAS 35"
 _SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time on an H200, which has not run here either"
+_SPARSE_TABLE = (
+    "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5; predicted from the "
+    "dense kernel's 14.4 us at N = K = 8192: 11.0 to 11.8 for M <= 8"
+)
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
 _SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
 _SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits instead of 4.5"
@@ -351,6 +356,19 @@ ROWS: tuple[Row, ...] = (
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, _SPARSE_GEMV_90, "measured on H200", without="small"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 89), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (100, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
+    Row(
+        "sparse_linear",
+        "small",
+        "cuda_sparse_table",
+        (90, 90),
+        16,
+        HALF,
+        _SPARSE_TABLE,
+        EMULATED,
+        k_multiple=256,
+        csrc="sparse_linear_table",
+        n=(16, 2**31),
+    ),
     *(
         Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small")
         for arch, m, why, status in (

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import csrc, host
+from fp4_inductor.kernels import csrc, host, select
 from fp4_inductor.kernels.linear import configs, cuda_mid, launch
 from fp4_inductor.kernels.sparse_linear import cuda_small
+from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
 from fp4_inductor.ops import linear_glu
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
@@ -240,6 +242,33 @@ def test_siblings_and_epilogues(dtype):
                         assert error(y, f(z[:, : n // 2]) * z[:, n // 2 :]) <= bound_of(x, q, fused=True), (size, m, n, k, act)
                         again = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=configs.Epilogue((), act))
                         assert torch.equal(again, y)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_sparse_table(dtype):
+    hopper()
+    tiles = [None, *(cuda_small.SparseTableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4)))]
+    with dispatch(candidates=("cuda_sparse_table",)):
+        for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
+            w = sparse.weight(n, k)
+            reference = sparse.dense(*w).to(DEVICE)
+            parts, bias = [t.to(DEVICE) for t in w], torch.randn(n, device=DEVICE).to(dtype)
+            call = select.describe("sparse_linear", torch.device(DEVICE, 0), dtype, n, k)
+            for m in (1, 3, 8, 9, 16):
+                assert m == 1 or select.plan(call, dispatch_config()).pick(m).kernel == "cuda_sparse_table"
+                x = torch.randn(m, k, device=DEVICE).to(dtype)
+                want = x.double() @ reference.T + bias.double()
+                for tile in tiles:
+                    if tile and (16 * tile.sets > n or k % (128 * tile.substeps)):
+                        continue
+                    first = launch_sparse.table(x, *parts, bias, tile)
+                    assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
+                    assert all(torch.equal(launch_sparse.table(x, *parts, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert torch.equal(launch_sparse.table(x[:1], *parts, bias), launch_sparse.table(x, *parts, bias)[:1]), (
+                    "one order of summation for 1 to 16 rows"
+                )
+                if m > 1:
+                    assert torch.equal(fp4.sparse_linear(x, *parts, bias), launch_sparse.table(x, *parts, bias))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

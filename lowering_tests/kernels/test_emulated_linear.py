@@ -281,7 +281,7 @@ BROKEN = {
     "sums lie elsewhere": (SMALL, "* (kRows + 1) + 16 * r", "* kRows + 16 * r", None),
     "the table is used before it is filled": (TABLE, "  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
     "a stage is not waited for": (TABLE, "    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
-    "a stage is overwritten too early": (TABLE, "          counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
+    "a stage is overwritten too early": (TABLE, "      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
     "sums lie where others still read": (TABLE, "  barrier(1, threads);  // nobody reads", "  // nobody reads", "race|nobody waited for"),
     "one warp misses a barrier": (
         MID,

@@ -130,8 +130,9 @@ def test_arguments_that_no_kernel_takes():
 
 
 def test_the_tile_follows_pairs_an_expert():
-    assert [grouped_wide.tile(pairs, 128) for pairs in (1, 768, 769, 1024, 3072, 4096, 8192, 16384, 10**6)] == [8, 8, 16, 16, 32, 48, 96, 128, 128]
-    assert {grouped_wide.tile(pairs, 1) for pairs in range(1, 200)} == {tile for tile in TILES if tile % 8 == 0}  # those that gather are not timed
+    few, many = ([grouped_wide.tile(pairs, 128, 2048, inner) for pairs in (1, 768, 769, 1024, 3072, 4096, 8192, 16384, 10**6)] for inner in (768, 2880))
+    assert few == [9, 9, 17, 17, 33, 49, 81, 129, 129] and many == [8, 8, 16, 16, 32, 48, 96, 128, 128]
+    assert {grouped_wide.tile(pairs, 1, k, 768) for k in (2048, 2880) for pairs in range(1, 200)} == set(TILES)
 
 
 # One line of the kernels is broken; the emulator must say so, each in its own words, or the numbers must be wrong.

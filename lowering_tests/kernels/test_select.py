@@ -46,11 +46,12 @@ def test_every_row_is_complete(row):
 
 
 def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_number():
-    """A row that says nothing is one whose kernel is in test_emulated_linear.py, or calls others by their own rows."""
+    """A row that says nothing is one whose kernel is in test_emulated_linear.py or test_emulated_sparse_table.py, or calls others by their own rows."""
     kernels = {(row.op, row.kernel) for row in ROWS}
     assert {(op, kernel) for op, kernel in BATCH if op} <= kernels and {kernel for op, kernel in BATCH if not op} <= {kernel for _, kernel in kernels}
     silent = {row.kernel for row in ROWS if not row.batch and row.max_m != 1}
     small = {f"cuda_{size}{what}" for size in ("small", "table") for what in ("", "_glu", "_pointwise")}
+    small.add("cuda_sparse_table")
     assert silent == small | {"linear, then act * up", "linear, then pointwise"}
     assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {16}
 
@@ -122,7 +123,7 @@ def test_a_reason_names_the_value():
                 assert f'"{call.large_m}"' in why
             elif row.csrc and call.csrc:
                 assert why == call.csrc
-            elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple):
+            elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple or call.n < row.n[0]):
                 assert why.startswith("emulated, not timed")
                 assert row.kernel in why
             elif row.status == LOST and not (call.k % row.k_multiple or call.n % row.n_multiple):

@@ -66,6 +66,19 @@ def small(
     return cuda_small.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile)
 
 
+def table(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    tile: cuda_small.SparseTableConfig | None = None,
+) -> Tensor:
+    """Up to 16 rows; see ``csrc/sparse/sparse_linear_table.cu``. The bias is added in the kernel."""
+    return cuda_small.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile, "sparse_linear_table")
+
+
 def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
     x8, x_scale = fp4.quantize_rows_fp8(x)
@@ -80,6 +93,7 @@ def large_dense(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_s
 LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_sparse_gemv": gemv,
     "cuda_sparse_small": small,
+    "cuda_sparse_table": table,
     "triton_sparse_mid": mid,
     "sparse_dequantize_fp8 + scaled_mm": large_fp8,
     "sparse_dequantize + mm": large_dense,

@@ -24,6 +24,7 @@ struct Operands {
   float* c;
   const uint32_t *a, *b;
   uint32_t meta;
+  int selector;
 };
 
 // Registers of lane 4g + t (PTX ISA, "Matrix fragments for mma.m16n8k16"): B's register r holds k = 8 r + 2 t and the next one of
@@ -65,7 +66,7 @@ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
 }
 
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-  Operands mine{half, c, a, b, 0};
+  Operands mine{half, c, a, b, 0, 0};
   emulated::together("mma", &mine, [](void** all) {
     Operands** lanes = (Operands**)all;
     double a[16][32];
@@ -77,16 +78,16 @@ void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[
 }
 
 // 2:4-sparse A: register r of lane 4g + t holds the two kept numbers of row g + 8 (r % 2), group of four t + 4 (r / 2).
-// Lane 4g holds the metadata of k 0..15 of rows g (low half) and g + 8, lane 4g + 1 that of k 16..31 (selector 0).
-void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta) {
-  Operands mine{half, c, a, b, meta};
+// Lane 4g + 2 * selector holds the metadata of k 0..15 of rows g (low half) and g + 8, the lane behind it that of k 16..31.
+void mma_sparse(bool half, int selector, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta) {
+  Operands mine{half, c, a, b, meta, selector};
   emulated::together("sparse mma", &mine, [](void** all) {
     Operands** lanes = (Operands**)all;
     double a[16][32] = {};
     for (int lane = 0; lane < 32; ++lane)
       for (int r = 0; r < 4; ++r) {
         const int row = lane / 4 + r % 2 * 8, group = lane % 4 + r / 2 * 4;
-        const unsigned nibble = lanes[lane / 4 * 4 + group / 4]->meta >> (16 * (r % 2) + 4 * (group % 4)) & 15;
+        const unsigned nibble = lanes[lane / 4 * 4 + 2 * lanes[lane]->selector + group / 4]->meta >> (16 * (r % 2) + 4 * (group % 4)) & 15;
         if ((nibble & 3) >= nibble >> 2) emulated::fail("sparse mma: metadata %u is not ordered", nibble);
         a[row][4 * group + (nibble & 3)] = value(lanes[lane]->half, lanes[lane]->a[r], 0);
         a[row][4 * group + (nibble >> 2)] = value(lanes[lane]->half, lanes[lane]->a[r], 1);

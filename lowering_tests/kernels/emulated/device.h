@@ -110,7 +110,7 @@ template <typename T> inline const T* of_block(const T* shared, int rank) { retu
 // Bodies in device.cpp; kHalf: float16 instead of bfloat16.
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]);
-void mma_sparse(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
+void mma_sparse(bool half, int selector, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
 void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales);
 void load_matrices(uint32_t (&to)[4], Shared row);
 void store_matrices_transposed(Shared row, const uint32_t (&from)[4]);
@@ -134,9 +134,9 @@ template <uint32_t MASK> inline uint32_t masked_or(uint32_t a, uint32_t b) { ret
 template <typename T> inline void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   mma_dense(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, 0, 0});
 }
-template <typename T>
+template <typename T, int SELECTOR = 0>
 inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3, uint32_t meta) {
-  mma_sparse(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, b2, b3}, meta);
+  mma_sparse(kHalf<T>, SELECTOR, c, {a0, a1, a2, a3}, {b0, b1, b2, b3}, meta);
 }
 
 // wgmma (csrc/common/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.

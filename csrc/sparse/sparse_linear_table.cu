@@ -1,0 +1,225 @@
+// fp4.sparse_linear for 1 to 16 rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical 2:4-sparse NVFP4.
+//
+// As gemm/linear_table: values, metadata, scales and activations come as tiles through one ring, and a byte of values, the two kept codes of a group of four, becomes
+// a pair of numbers by the table. The weight is the sparse operand of mma.sp, whose k may be in any order as long as metadata and activations follow it. A step of K
+// is 2 * SUBSTEPS chunks of 64 k: pair p of the lanes of a quad decodes chunk SUBSTEPS * p + s in substep s, the lanes of a pair taking turns at its bytes. So lanes
+// read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. The two pairs give the metadata of
+// half of the substeps each.
+#include "../gemm/table.cuh"
+
+namespace {
+
+using namespace fp4;
+
+// Of tiles of BYTES a row, 16-byte chunk c of row r (copy_tile).
+template <int BYTES> __device__ __forceinline__ int place_of(int c, int r) {
+  return BYTES == 128 ? c ^ (r & 7) : BYTES == 64 ? c ^ (r >> 1 & 3) : BYTES == 32 ? c ^ (r >> 2 & 1) : c;
+}
+
+template <int WORDS> struct alignas(4 * WORDS) Words {
+  uint32_t of[WORDS];
+};
+
+// How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
+struct Layout {
+  int sets, sets_a_warp, k_groups, substeps, stages, tokens;
+
+  __host__ __device__ int rows() const { return 16 * sets; }
+  __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
+  __host__ __device__ int warps() const { return row_warps() * k_groups; }
+  __host__ __device__ int x_bytes() const { return tokens * substeps * 256; }
+  __host__ __device__ int stage() const { return x_bytes() + rows() * 32 * substeps; }  // activations and values; metadata and scales have rings of their own behind these
+  __host__ __device__ int meta_bytes() const { return rows() * 16 * substeps; }
+  __host__ __device__ int scale_bytes() const { return rows() * 8 * substeps; }
+  __host__ __device__ int step() const { return stage() + meta_bytes() + scale_bytes(); }
+  __host__ __device__ int meta() const { return kPairTable + stages * stage(); }
+  __host__ __device__ int scales() const { return meta() + stages * meta_bytes(); }
+  __host__ __device__ int counters() const { return scales() + stages * scale_bytes(); }
+  int bytes() const { return counters() + 16 * stages; }
+};
+
+// A warp needs the registers of two where it has four sets of rows, or two and long steps.
+template <int R, int SUBSTEPS> constexpr int kWarps = R * SUBSTEPS > 4 ? kMostWarps / 2 : kMostWarps;
+
+template <typename T, int TOKENS, int R, int SUBSTEPS>
+__global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
+    sparse_linear_table(const __grid_constant__ TileMap values, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
+                        const __grid_constant__ TileMap activations, const Layout layout, const float* __restrict__ global_scale, const T* __restrict__ bias,
+                        T* __restrict__ y, int M, int N, int K) {
+  constexpr int kTiles = TOKENS / 8, kStepK = 128 * SUBSTEPS, kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
+  uint8_t* shared = dynamic_shared();
+  const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kStepK, rows = layout.rows();
+  // The last block begins earlier instead of reading past N, where metadata would be zeros, which are illegal; what it shares with its neighbour is not stored,
+  // but for one column, with the same bits, where N is odd.
+  const int n0 = min((int)blockIdx.x * rows, N - rows);
+  const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+
+  if (threadIdx.x == 32 * layout.warps()) {
+    init_ring(full, free, layout.stages, layout.row_warps());
+    prefetch_tile_map(values);
+    prefetch_tile_map(metadata);
+    prefetch_tile_map(scales);
+    prefetch_tile_map(activations);
+  }
+  __syncthreads();
+
+  if (warp == layout.warps()) {
+    if (lane == 0) {
+      const Shared ring = shared_address(shared + kPairTable), meta_ring = shared_address(shared + layout.meta()), scale_ring = shared_address(shared + layout.scales());
+      fetch_steps(
+          steps, layout.stages, 0, free,
+          [&](int k, int at) {
+            const Shared counter = full + 8 * at;
+            counter_promise(counter, layout.step());
+            copy_tile(ring + at * layout.stage() + layout.x_bytes(), values, k * kValues, n0, counter);
+            copy_tile(meta_ring + at * layout.meta_bytes(), metadata, k * kMeta, n0, counter);
+            copy_tile(scale_ring + at * layout.scale_bytes(), scales, k * kScales, n0, counter);
+          },
+          [&](int k, int at) { copy_planes(ring + at * layout.stage(), activations, 0, 0, k * 2 * SUBSTEPS, full + 8 * at); });
+    }
+    return;
+  }
+
+  const int threads = 32 * layout.warps();
+  fill_pairs<T, true>(shared, threadIdx.x, threads);
+  barrier(1, threads);
+  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
+  // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
+  const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = row & 7;
+  const Shared table = shared_address(shared);
+  const uint32_t lane4 = 4 * lane, low = 0x5504 | (lane & 1) << 4, high = low + 0x20, halves = 0x6240 + 0x1111 * (lane & 1);
+  // Of the first substep and product; the others' chunks lie where some bits of the address differ.
+  const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p, swizzle) * 16;
+  const int meta_at = layout.meta() + row * kMeta + place_of<kMeta>(SUBSTEPS * p / 4, swizzle) * 16 + 4 * SUBSTEPS * p % 16;
+  const int scale_at = layout.scales() + row * kScales + place_of<kScales>(SUBSTEPS * p / 4, swizzle) * 16 + 4 * SUBSTEPS * p % 16;
+  // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them.
+  const int x_at = kPairTable + SUBSTEPS * (lane >> 3 & 1) * (TOKENS * 128) + (lane & 7) * 128 + (lane >> 4 ^ (lane & 7)) * 16;
+  float acc[R][kTiles][4] = {};
+  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, [&](int stage) {
+    const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
+    const uint8_t* my_scales = shared + scale_at + stage * layout.scale_bytes();
+    Words<SUBSTEPS> by[R][2];
+    uint32_t meta[R][SUBSTEPS][2];  // of two products each
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      uint32_t both[2][SUBSTEPS];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int down = 16 * r + 8 * h;
+        by[r][h] = *(const Words<SUBSTEPS>*)(my_scales + down * kScales);
+        const auto first = *(const Words<SUBSTEPS>*)(shared + meta_from + down * kMeta);
+        const auto second = *(const Words<SUBSTEPS>*)(shared + (meta_from ^ 8 * SUBSTEPS) + down * kMeta);
+#pragma unroll
+        for (int i = 0; i < SUBSTEPS; ++i) both[h][i] = __byte_perm(first.of[i], second.of[i], halves);
+      }
+#pragma unroll
+      for (int i = 0; i < SUBSTEPS; ++i) meta[r][i][0] = __byte_perm(both[0][i], both[1][i], 0x5410), meta[r][i][1] = __byte_perm(both[0][i], both[1][i], 0x7632);
+    }
+#pragma unroll
+    for (int s = 0; s < SUBSTEPS; ++s) {
+      Words<4> q[R][2];
+      uint32_t even[R][2], odd[R][2];
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          q[r][h] = *(const Words<4>*)(shared + (values_from ^ s * 16) + (16 * r + 8 * h) * kValues);
+          Numbers<T>::place_scales(by[r][h].of[s], even[r][h], odd[r][h]);
+        }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // a product: block i of both pairs' chunks
+        uint32_t b[kTiles][4];
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) load_matrices(b[j], shared_address(shared) + (x_from ^ i * 32) + s * (TOKENS * 128) + j * 1024);
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          uint32_t a[4];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t word = q[r][h].of[i], scale = i % 2 ? odd[r][h] : even[r][h];
+            a[h] = Numbers<T>::mul_by_half(load_table(table + __byte_perm(word, lane4, low)), scale, i / 2);
+            a[h + 2] = Numbers<T>::mul_by_half(load_table(table + __byte_perm(word, lane4, high)), scale, i / 2);
+          }
+          constexpr int kEach = SUBSTEPS / 2;  // substeps whose metadata a pair gives
+          const uint32_t e = meta[r][s % kEach * 2 + i / 2][i % 2];
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            if (s < kEach)
+              mma_sparse16832<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
+            else
+              mma_sparse16832<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
+          }
+        }
+      }
+    }
+  });
+
+  barrier(1, threads);  // nobody reads the ring any more
+  sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, row, k_group, layout.k_groups, threads, n0, ((int)blockIdx.x * rows - n0) & ~1,
+                                    {y, global_scale, bias, M, N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
+}
+
+template <typename T> struct Call {
+  const T* x;
+  const uint8_t *values, *meta, *scale;
+  const float* global_scale;
+  const T* bias;
+  T* y;
+  int M, N, K;
+  cudaStream_t stream;
+};
+
+// sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K; substeps: of 128 k, a step.
+struct Tile {
+  int sets, sets_a_warp, k_groups, substeps;
+};
+
+// By reasoning, not timed: as linear_table, in steps of 256 k, of which twice as many are under way; four sets a warp where that leaves no warp without rows.
+Tile best(int N, int K) {
+  int sets = sets_a_block(N);
+  if (sets % 2 && sets >= 7) ++sets;
+  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
+  return {sets, sets_a_warp, at_most(at_most(8, kMostWarps / row_warps), K / 256), 2};
+}
+
+template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Call<T>& c) {
+  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, TOKENS};
+  if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || layout.warps() > kWarps<R, SUBSTEPS> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
+    return cudaErrorInvalidConfiguration;
+  layout.stages = at_most(kMostStages, kTableRoom / layout.step());
+  layout.k_groups = at_most(layout.k_groups, layout.stages);
+  TileMap values, metadata, scales, activations;
+  cudaError_t status = tile_map(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
+  if (status == cudaSuccess) status = tile_map(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
+  if (status == cudaSuccess) status = tile_map(&scales, c.scale, c.N, c.K / 16, layout.rows(), 8 * SUBSTEPS);
+  if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, TOKENS, 128);
+  if (status != cudaSuccess) return status;
+  return launch(sparse_linear_table<T, TOKENS, R, SUBSTEPS>, dim3((c.N + layout.rows() - 1) / layout.rows()), 32 * (layout.warps() + 1), layout.bytes(), 1, c.stream,
+                values, metadata, scales, activations, layout, c.global_scale, c.bias, c.y, c.M, c.N, c.K);
+}
+
+template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& c) {
+#define TILE(r, s) \
+  if (tile.sets_a_warp == r && tile.substeps == s) return run<T, TOKENS, r, s>(tile, c);
+  TILE(1, 2) TILE(2, 2) TILE(4, 2) TILE(1, 4) TILE(2, 4)
+#undef TILE
+  return cudaErrorInvalidConfiguration;
+}
+
+}  // namespace
+
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
+// metadata. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, of N rows or fewer, a multiple of sets_a_warp in {1, 2, 4}, in at most 16 warps,
+// sets / sets_a_warp * k_groups; substeps in {2, 4}, of 128 k; where sets_a_warp * substeps is 8, at most 8 warps; all 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, values, meta and scale 16-byte
+// aligned; bias may be null.
+extern "C" int fp4_sparse_linear_table(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
+                                       int K, int dtype, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
+  if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256) return cudaErrorInvalidValue;
+  const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(N, K);
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, (cudaStream_t)stream};
+    return M <= 8 ? by_tile<T, 8>(tile, c) : by_tile<T, 16>(tile, c);
+  };
+  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+}

@@ -1,0 +1,146 @@
+"""csrc/sparse/sparse_linear_table.cu on a CPU (emulator.py): tiles against float64 on random and adversarial 2:4 patterns."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from fp4_inductor._sources import csrc_dir
+from fp4_inductor.formats import nvfp4
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.sparse24 import BOUND, LEGAL, dense, weight
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
+SOURCE = "sparse/sparse_linear_table.cu"
+BF16, FP16 = torch.bfloat16, torch.float16
+# (sets, sets_a_warp, k_groups, substeps): one warp; more warps in K than stages; rings that are no multiple of them; every warp; every instance of the kernel
+TILES = [(1, 1, 1, 2), (3, 1, 5, 2), (2, 2, 16, 2), (16, 2, 2, 2), (4, 4, 3, 2), (8, 4, 4, 2), (2, 1, 3, 4), (4, 2, 4, 4), (14, 2, 1, 4)]
+
+
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+    (m, k), n = x.shape, w[0].shape[0]
+    out = torch.full((m, n), float("nan"), dtype=x.dtype)
+    return kernel.call("fp4_sparse_linear_table", (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+
+
+def check(m, n, k, tile, dtype, w=None) -> None:
+    x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
+    bias = torch.randn(n).to(dtype) if n % 2 else None
+    y = run(emulated(SOURCE), x, w, bias, tile).double()
+    r = x.double() @ dense(*w).T + (bias.double() if bias is not None else 0)
+    assert ((y - r).norm() / r.norm()).item() <= BOUND[dtype] * (2 if m * n < 32 else 1), (m, n, k, tile, dtype)
+
+
+def test_every_instance_of_the_kernel_has_a_tile():
+    assert {(sets, substeps) for _, sets, _, substeps in TILES} == set(emulator.tiles_of(SOURCE))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles(tile):
+    """N: what one block has, one more, odd; K: one step, fewer than warps, more than the ring holds."""
+    rows, step = 16 * tile[0], 128 * tile[3]
+    for i, (m, n, steps) in enumerate(((1, rows, 1), (8, rows + 1, 9), (16, 2 * rows + 5, 3), (9, rows + 16, 17))):
+        check(m, n, steps * step, tile, (BF16, FP16)[i % 2])
+
+
+def test_its_own_choice_of_tile():
+    for m, n, k in ((1, 16, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768), (3, 17, 1280)):
+        check(m, n, k, (0, 0, 0, 0), BF16)
+
+
+@pytest.mark.parametrize("nibble", LEGAL.tolist())
+def test_one_pattern_everywhere(nibble):
+    for tile in ((1, 1, 1, 2), (1, 1, 1, 4)):
+        check(3, 17, 512, tile, FP16, weight(17, 512, torch.full((17, 128), nibble, dtype=torch.uint8)))
+
+
+@pytest.mark.parametrize("tile", [(2, 2, 2, 2), (2, 2, 2, 4), (4, 4, 1, 2)], ids=str)
+def test_a_single_kept_value_at_every_place(tile):
+    """Row i of the weight keeps one value, at k = i: the product picks column i of x, exactly."""
+    k = 1024
+    row = torch.arange(k)
+    nibbles = torch.full((k, k // 4), 14, dtype=torch.uint8)
+    values = torch.zeros(k, k // 4, dtype=torch.uint8)
+    for first in range(4):
+        chosen = row % 4 == first
+        nibbles[row[chosen], row[chosen] // 4] = 4 if first == 0 else first << 2  # kept: (0, 1), or (0, first)
+        values[row[chosen], row[chosen] // 4] = 2 if first == 0 else 2 << 4  # 1.0
+    scale = torch.full((k, k // 16), 0x38, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    x = torch.randn(9, k).to(BF16)
+    w = (values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(1.0))
+    assert torch.equal(run(emulated(SOURCE), x, w, None, tile), x)
+
+
+def test_every_code_with_every_scale():
+    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(nvfp4.SCALE_DTYPE)
+    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
+    w = (values, meta, scale, torch.tensor(2.0**-9))
+    reference = dense(*w)
+    for dtype in (BF16, FP16):
+        x = torch.randn(8, 1024).to(dtype)
+        y = run(emulated(SOURCE), x, w, None, (2, 2, 3, 2))
+        assert not y[:, 0].any(), "scale byte 0"
+        magnitude = x.double().abs() @ reference.abs().T
+        assert ((y.double() - x.double() @ reference.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+
+
+def test_order_of_threads_rows_and_their_number_change_nothing():
+    x, w = torch.randn(13, 1280).to(BF16), weight(71, 1280)
+    y = run(emulated(SOURCE), x, w, None, (0, 0, 0, 0))
+    assert torch.equal(run(emulated(SOURCE), x, w, None, (0, 0, 0, 0), seed=5), y)
+    assert torch.equal(run(emulated(SOURCE), x[:3].clone(), w, None, (0, 0, 0, 0)), y[:3]), "one order of summation for 1 to 16 rows"
+    x[3, -1] = float("nan")
+    z = run(emulated(SOURCE), x, w, None, (0, 0, 0, 0))
+    keep = [i for i in range(13) if i != 3]
+    assert torch.equal(z[keep], y[keep])
+    assert z[3][dense(*w)[:, -1] != 0].isnan().all()
+
+
+def test_arguments_that_no_kernel_takes():
+    one = (1, 1, 1, 2)
+    for m, n, k, tile in (
+        *((m, n, k, (0,) * 4) for m, n, k in ((0, 16, 256), (17, 16, 256), (1, 15, 256), (1, 16, 0), (1, 16, 320))),
+        (1, 16, 256, (2, 2, 1, 2)),  # more rows than there are
+        (1, 16, 256, (1, 1, 1, 4)),  # a step longer than K
+        *((1, 512, 256, tile) for tile in ((17, 1, 1, 2), (3, 2, 1, 2), (2, 1, 9, 2), (4, 4, 9, 2), (1, 1, 0, 2), (4, 4, 1, 4), (1, 1, 1, 3))),
+    ):
+        with pytest.raises(EmulatorError, match="status"):
+            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+    check(1, 16, 256, one, BF16)
+
+
+BROKEN = {
+    "a stage is not waited for": ("    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
+    "a stage is overwritten too early": ("      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
+    "the table is used before it is filled": ("  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
+    "metadata is not promised": ("meta_bytes() + scale_bytes(); }", "scale_bytes(); }", "promise|more bytes|race|nobody|outside"),
+    "halves of the metadata exchanged": ("0x6240 + 0x1111 * (lane & 1)", "0x6240 + 0x1111 * (~lane & 1)", None),
+    "the other pair gives the metadata": ("if (s < kEach)", "if (s >= kEach)", None),
+    "rows and their swizzle do not agree": ("swizzle = row & 7", "swizzle = g", None),
+    "swizzle forgotten": ("(lane >> 4 ^ (lane & 7)) * 16", "(lane >> 4) * 16", None),
+    "rows past N": ("min((int)blockIdx.x * rows, N - rows)", "blockIdx.x * rows", "is not ordered"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case, tmp_path):
+    old, new, words = BROKEN[case]
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    place = next(p for p in (tmp_path / "csrc" / SOURCE, tmp_path / "csrc" / "gemm" / "table.cuh") if old in p.read_text())
+    place.write_text(place.read_text().replace(old, new))
+    text = (tmp_path / "csrc" / SOURCE).read_text()
+    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text, count=1).replace(": run(__half())", ": 1")
+    (tmp_path / "csrc" / SOURCE).write_text(re.sub(r": by_tile<T, 16>\(tile, c\)", ": 1", text))
+    x, w = torch.randn(8, 8192).to(BF16), weight(33, 8192)
+    kernel, tile = Emulated(tmp_path / "csrc" / SOURCE), (1, 1, 3, 2)
+    if words is None:
+        y, r = run(kernel, x, w, None, tile).double(), x.double() @ dense(*w).T
+        assert (y - r).norm() / r.norm() > 0.1
+    else:
+        with pytest.raises(EmulatorError, match=words):
+            run(kernel, x, w, None, tile)
