@@ -19,8 +19,9 @@ namespace {
 template <typename... Tile>
 using Linear = int(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N,
                    int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
-using SparseLinearSmall = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                              int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream);
+// sparse_linear_small and _wide: four numbers describe a tile.
+using SparseLinear = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
+                         int dtype, int a, int b, int c, int splits, void* stream);
 using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                           int dtype, int second, int third, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
@@ -134,15 +135,16 @@ Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, co
                                (int)splits, scratch.data_ptr());
 }
 
-template <typename Place>
-Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                           const std::optional<Tensor>& bias, int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
-  auto* f = function<SparseLinearSmall>("sparse_linear_small", arch);
+template <typename Place, bool WIDE>
+Tensor sparse_linear(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
+                     const std::optional<Tensor>& bias, int64_t arch, int64_t a, int64_t b, int64_t c, int64_t splits) {
+  constexpr const char* op = WIDE ? "sparse_linear_wide" : "sparse_linear_small";
+  auto* f = function<SparseLinear>(op, arch);
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
-  return call<Place>("sparse_linear_small", x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}},
+  return call<Place>(op, x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}},
                      [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-                       return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)rows_16, (int)warps,
-                                (int)stages, (int)splits, stream);
+                       return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)a, (int)b, (int)c,
+                                (int)splits, stream);
                      });
 }
 
@@ -262,7 +264,8 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("linear_table_pdl", TORCH_BOX((&fp4::linear_table<Place, fp4::kPdl>))); \
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
-    m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
+    m.impl("sparse_linear_small", TORCH_BOX((&fp4::sparse_linear<Place, false>))); \
+    m.impl("sparse_linear_wide", TORCH_BOX((&fp4::sparse_linear<Place, true>))); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
     m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \
   }

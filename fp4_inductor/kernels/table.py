@@ -128,7 +128,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     **{("", f"cuda_{size}{finish}"): _SPLITS for size in ("mid", "wide") for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
     **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise", "_pdl")},
-    ("", "cuda_sparse_small"): _SPLITS,
+    **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide")},
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
     **{(op, kernel): _LIBRARY for op, kernel in (
@@ -197,6 +197,10 @@ _SPARSE_GEMV_90 = _SPARSE_GEMV + ": 5.4 us at N = K = 4096, where cuda_sparse_sm
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
 _SPARSE_SMALL_90 = _SPARSE_SMALL + ". 16.1 us at N = K = 8192, M = 1 to 8, and 28.5 at M = 32, where the Triton kernel takes 57 to 60 and 85, bf16 cuBLAS 35"
 _SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time on an H200, which has not run here either"
+_SPARSE_WIDE = (
+    "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "
+    "are fetched as they lie, by no kernel of their own"
+)
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
 _SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
 _SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits instead of 4.5"
@@ -362,14 +366,16 @@ ROWS: tuple[Row, ...] = (
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 89), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (100, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
     *(
-        Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small")
-        for arch, m, why, status in (
-            ((90, 90), 32, _SPARSE_SMALL_90, MEASURED),
-            ((80, 89), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED),
-            ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED),
+        Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small", without=without)
+        for arch, m, why, status, without in (
+            ((90, 90), 16, _SPARSE_SMALL_90, MEASURED, None),
+            ((90, 90), 32, _SPARSE_SMALL_90, MEASURED, "wide"),
+            ((80, 89), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED, None),
+            ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED, None),
         )
     ),
-    Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200"),
+    Row("sparse_linear", "wide", "cuda_sparse_wide", (90, 90), 128, HALF, _SPARSE_WIDE, EMULATED, k_multiple=256, csrc="sparse_linear_wide"),
+    Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200", without="wide"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 89), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (100, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
     *(
