@@ -32,7 +32,7 @@ SOURCES = {
         lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
     ),
     "sparse/sparse_linear_wide.cu": (
-        (r"HGMMA\.SP\.64x128x32\.F32\.BF16", r"HGMMA\.SP\.64x16x32\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "UTMACCTL.PF", "USETMAXREG", r"LDS\.128"),
+        (r"HGMMA\.SP\.64x128x32\.F32\.BF16", r"HGMMA\.SP\.64x16x32\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "UTMACCTL.PF", "USETMAXREG"),
         lambda arch: 2 * 2 * len(tiles_of("sparse/sparse_linear_wide.cu")),
     ),
     "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (6 + 3)),

@@ -125,7 +125,7 @@ def test_arguments_that_no_kernel_takes():
 # --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------
 BROKEN = {
     "the wait for weights is missing": ("    counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "the wait for activations is missing": ("      counter_wait(half + 8 * j, x_at.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote|not waited"),
+    "the wait for activations is missing": ("      counter_wait(half + 8 * j, x_at.parity);\n", "", "before its asynchronous copy was waited for"),
     "weights are given back too early": ("    __syncwarp();\n    if (lane == 0) counter_arrive(w_free", "    if (lane == 0) counter_arrive(w_free", "race"),
     "metadata of rows past N": ("n0 + local + g < N ? 0 : 0x4444", "true ? 0 : 0x4444", "metadata 0 is not ordered"),
     "halves of the metadata exchanged": ("t & 1 ? 0x7632 : 0x5410", "t & 1 ? 0x5410 : 0x7632", None),
