@@ -13,16 +13,17 @@ using namespace fp4;
 // ROWS of W and TOKENS a block; KGROUPS warpgroups for each 64 rows, which take steps of K in turn.
 template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
-  // A stage of weights: values, metadata and scales, 64, 32 and 16 bytes a row.
-  static constexpr int kMeta = ROWS * 64, kScales = ROWS * 96, kWeights = ROWS * 112, kTile = TOKENS * 128, kHalf = 2 * kTile;
-  // Stages are multiples of KGROUPS, so that a warpgroup meets every phase of the counters it waits for.
+  // A stage of weights: values, metadata and scales of two steps, 128, 64 and 32 bytes a row. Two warpgroups take one of them each, or one takes both.
+  static constexpr int kMeta = ROWS * 128, kScales = ROWS * 192, kWeights = ROWS * 224, kTile = TOKENS * 128, kHalf = 2 * kTile;
+  static constexpr int kReaders = ROWS / 16 * at_most(KGROUPS, 2), kTurn = at_least(KGROUPS / 2, 1);  // warps that free a stage; stages a turn
+  // Stages are such that a warpgroup meets every phase of the counters it waits for.
   static constexpr int kXStages = TOKENS == 128 ? 2 : TOKENS == 64 ? 4 : 8, kRoom = 226 * 1024;
-  static constexpr int kWStages = at_most(12, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / KGROUPS * KGROUPS;
+  static constexpr int kWStages = at_most(6, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / kTurn * kTurn;
   static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kWideSums<ROWS, TOKENS, KGROUPS>);
   static constexpr int kBytes = kRings + 16 * kWStages + 32 * kXStages;
   static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
   static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
-  static_assert(kBytes <= 227 * 1024 && kWStages >= at_least(2, KGROUPS) && kXStages % KGROUPS == 0, "does not fit shared memory");
+  static_assert(kBytes <= 227 * 1024 && kWStages >= 2 && kXStages % KGROUPS == 0, "does not fit shared memory");
 };
 
 struct Maps {
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   const int begin = SHARES ? 0 : steps * rank / splits, end = SHARES ? steps : steps * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, ROWS / 16);
+    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, S::kReaders);
     for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (SHARES ? 2 : 1));
     publish_counters();
   }
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     fewer_registers<S::kFetching>();
     if (warp == 4 * S::kGroups && lane == 0) {
       Place<S::kWStages> at;
-      for (int k = begin; k < end; ++k, at.next()) {
+      for (int k = begin; k < end; k += 2, at.next()) {
         counter_wait(w_free + 8 * at.i, at.parity ^ 1);
         const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
         counter_promise(full, S::kWeights);
@@ -90,16 +91,15 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   more_registers<S::kRegisters>();
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
-  const uint8_t* my_values = shared + (local + g) * 64;
-  // Lanes 0 and 1 of a quad hold the metadata of a step's first half, lanes 2 and 3 of its second.
-  const uint8_t* my_meta = shared + S::kMeta + (local + g) * 32 + (t / 2 ^ g / 4) * 16;
-  const uint8_t* my_scales = shared + S::kScales + (local + g) * 16;
+  const uint8_t* my_values = shared + (local + g) * 128;
+  const uint8_t* my_meta = shared + S::kMeta + (local + g) * 64;
+  const uint8_t* my_scales = shared + S::kScales + (local + g) * 32;
   const uint32_t own_byte = 0x4440 + t, own_half = t & 1 ? 0x7632 : 0x5410;
   // Rows past N come as zeros, which are no metadata: 0 and 1 are kept there.
   const uint32_t legal = (n0 + local + g < N ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000);
   Place<S::kWStages> w;
   Place<S::kXStages> x_at;
-  w.next(k_group), x_at.next(k_group);
+  w.next(k_group / 2), x_at.next(k_group);
   bool frees = false;  // this lane gives back the half that was multiplied last
   Shared last_half = x_free;
   float acc[TOKENS / 8][4] = {};
@@ -107,17 +107,18 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 #pragma unroll 1
   for (int k = begin + k_group; k < end; k += KGROUPS) {
     counter_wait(w_full + 8 * w.i, w.parity);
-    const int stage = w.i * S::kWeights;
+    const int stage = w.i * S::kWeights, second = KGROUPS > 1 ? k_group & 1 : (k - begin) & 1;  // of the stage's two steps
     uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) v[h][c] = *(const uint4*)(my_values + stage + h * 512 + (c ^ g / 2) * 16);
-      e[h] = *(const uint4*)(my_meta + stage + h * 256);
-      s[h] = *(const uint4*)(my_scales + stage + h * 128);
+      for (int c = 0; c < 4; ++c) v[h][c] = *(const uint4*)(my_values + stage + h * 1024 + (4 * second + c ^ g) * 16);
+      // Lanes 0 and 1 of a quad hold the metadata of the step's first half, lanes 2 and 3 of its second.
+      e[h] = *(const uint4*)(my_meta + stage + h * 512 + (2 * second + t / 2 ^ g / 2) * 16);
+      s[h] = *(const uint4*)(my_scales + stage + h * 256 + (second ^ g / 4) * 16);
     }
     __syncwarp();
-    if (lane == 0) counter_arrive(w_free + 8 * w.i);
+    if (lane == 0 && (KGROUPS > 1 || second)) counter_arrive(w_free + 8 * w.i);
     const uint32_t meta[4] = {__byte_perm(e[0].x, e[1].x, own_half) | legal, __byte_perm(e[0].y, e[1].y, own_half) | legal,
                               __byte_perm(e[0].z, e[1].z, own_half) | legal, __byte_perm(e[0].w, e[1].w, own_half) | legal};
     const Shared held = activations + x_at.i * kActivations<TOKENS>, half = x_full + 16 * x_at.i;
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     };
     multiply_half(std::integral_constant<int, 0>());
     multiply_half(std::integral_constant<int, 1>());
-    w.next(KGROUPS), x_at.next(KGROUPS);
+    if (KGROUPS > 1 || second) w.next(S::kTurn);
+    x_at.next(KGROUPS);
   }
   wgmma_wait<0>();
   wgmma_sums(acc);
@@ -189,9 +191,9 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_
   if (splits > c.K / kWideK || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
   Maps maps;
   cudaError_t status = tile_map(&maps.x, c.x, c.M, (int64_t)c.K * 2, TOKENS, 128);
-  if (status == cudaSuccess) status = tile_map(&maps.values, c.values, c.N, c.K / 4, ROWS, 64);
-  if (status == cudaSuccess) status = tile_map(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 32);
-  if (status == cudaSuccess) status = tile_map(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 16);
+  if (status == cudaSuccess) status = tile_map(&maps.values, c.values, c.N, c.K / 4, ROWS, 128);
+  if (status == cudaSuccess) status = tile_map(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64);
+  if (status == cudaSuccess) status = tile_map(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32);
   if (status != cudaSuccess) return status;
   const int cluster = SHARES ? 2 : splits;
   return launch(sparse_linear_wide<T, ROWS, TOKENS, KGROUPS, SHARES>, dim3(SHARES ? (row_tiles + 1) / 2 : row_tiles, places, cluster), S::kThreads, S::kBytes,
