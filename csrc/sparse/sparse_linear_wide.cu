@@ -21,7 +21,7 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kWStages = at_most(6, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / kTurn * kTurn;
   static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kWideSums<ROWS, TOKENS, KGROUPS>);
   static constexpr int kBytes = kRings + 16 * kWStages + 32 * kXStages;
-  static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
+  static constexpr int kBatch = 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
   static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
   static_assert(kBytes <= 227 * 1024 && kWStages >= 2 && kXStages % KGROUPS == 0, "does not fit shared memory");
 };
@@ -91,12 +91,13 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   more_registers<S::kRegisters>();
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
-  const uint8_t* my_values = shared + (local + g) * 128;
-  const uint8_t* my_meta = shared + S::kMeta + (local + g) * 64;
-  const uint8_t* my_scales = shared + S::kScales + (local + g) * 32;
-  const uint32_t own_byte = 0x4440 + t, own_half = t & 1 ? 0x7632 : 0x5410;
+  const int second = KGROUPS > 1 ? k_group & 1 : 0;  // of the two steps of a stage
+  // Places in a stage. Lanes 0 and 1 of a quad hold the metadata of a step's first half, lanes 2 and 3 of its second.
+  const int my_values = kept((local + g) * 128 + (4 * second ^ g) * 16), my_meta = kept(S::kMeta + (local + g) * 64 + (2 * second ^ t / 2 ^ g / 2) * 16),
+            my_scales = kept(S::kScales + (local + g) * 32 + (second ^ g / 4) * 16);
+  const uint32_t own_byte = kept(0x4440 + t), own_half = kept(t & 1 ? 0x7632 : 0x5410);
   // Rows past N come as zeros, which are no metadata: 0 and 1 are kept there.
-  const uint32_t legal = (n0 + local + g < N ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000);
+  const uint32_t legal = kept((n0 + local + g < N ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000));
   Place<S::kWStages> w;
   Place<S::kXStages> x_at;
   w.next(k_group / 2), x_at.next(k_group);
@@ -107,18 +108,17 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 #pragma unroll 1
   for (int k = begin + k_group; k < end; k += KGROUPS) {
     counter_wait(w_full + 8 * w.i, w.parity);
-    const int stage = w.i * S::kWeights, second = KGROUPS > 1 ? k_group & 1 : (k - begin) & 1;  // of the stage's two steps
+    const int stage = w.i * S::kWeights, other = KGROUPS > 1 ? 0 : (k - begin) & 1;
     uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c) v[h][c] = *(const uint4*)(my_values + stage + h * 1024 + (4 * second + c ^ g) * 16);
-      // Lanes 0 and 1 of a quad hold the metadata of the step's first half, lanes 2 and 3 of its second.
-      e[h] = *(const uint4*)(my_meta + stage + h * 512 + (2 * second + t / 2 ^ g / 2) * 16);
-      s[h] = *(const uint4*)(my_scales + stage + h * 256 + (second ^ g / 4) * 16);
+      for (int c = 0; c < 4; ++c) v[h][c] = *(const uint4*)(shared + (my_values + stage ^ (4 * other + c) * 16) + h * 1024);
+      e[h] = *(const uint4*)(shared + (my_meta + stage ^ 32 * other) + h * 512);
+      s[h] = *(const uint4*)(shared + (my_scales + stage ^ 16 * other) + h * 256);
     }
     __syncwarp();
-    if (lane == 0 && (KGROUPS > 1 || second)) counter_arrive(w_free + 8 * w.i);
+    if (lane == 0 && (KGROUPS > 1 || other)) counter_arrive(w_free + 8 * w.i);
     const uint32_t meta[4] = {__byte_perm(e[0].x, e[1].x, own_half) | legal, __byte_perm(e[0].y, e[1].y, own_half) | legal,
                               __byte_perm(e[0].z, e[1].z, own_half) | legal, __byte_perm(e[0].w, e[1].w, own_half) | legal};
     const Shared held = activations + x_at.i * kActivations<TOKENS>, half = x_full + 16 * x_at.i;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     };
     multiply_half(std::integral_constant<int, 0>());
     multiply_half(std::integral_constant<int, 1>());
-    if (KGROUPS > 1 || second) w.next(S::kTurn);
+    if (KGROUPS > 1 || other) w.next(S::kTurn);
     x_at.next(KGROUPS);
   }
   wgmma_wait<0>();

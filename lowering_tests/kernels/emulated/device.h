@@ -52,6 +52,7 @@ inline uint32_t lanes_with(int v) {
   return mine.got;
 }
 inline void needed(float&) {}
+inline int kept(int v) { return v; }
 inline int uniform(int v) { return v; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
