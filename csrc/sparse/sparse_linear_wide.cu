@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 #pragma unroll 1
   for (int k = begin + k_group; k < end; k += KGROUPS) {
     counter_wait(w_full + 8 * w.i, w.parity);
+    wgmma_wait<0>();  // it reads metadata, too, while it runs, which ptxas does not know: registers of the last step's would be written here
     const int stage = w.i * S::kWeights, other = KGROUPS > 1 ? 0 : (k - begin) & 1;
     uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
 #pragma unroll
@@ -117,8 +118,6 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       e[h] = *(const uint4*)(shared + (my_meta + stage ^ 32 * other) + h * 512);
       s[h] = *(const uint4*)(shared + (my_scales + stage ^ 16 * other) + h * 256);
     }
-    __syncwarp();
-    if (lane == 0 && (KGROUPS > 1 || other)) counter_arrive(w_free + 8 * w.i);
     const uint32_t meta[4] = {__byte_perm(e[0].x, e[1].x, own_half) | legal, __byte_perm(e[0].y, e[1].y, own_half) | legal,
                               __byte_perm(e[0].z, e[1].z, own_half) | legal, __byte_perm(e[0].w, e[1].w, own_half) | legal};
     const Shared held = activations + x_at.i * kActivations<TOKENS>, half = x_full + 16 * x_at.i;
@@ -163,6 +162,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     };
     multiply_half(std::integral_constant<int, 0>());
     multiply_half(std::integral_constant<int, 1>());
+    __syncwarp();
+    if (lane == 0 && (KGROUPS > 1 || other)) counter_arrive(w_free + 8 * w.i);
     if (KGROUPS > 1 || other) w.next(S::kTurn);
     x_at.next(KGROUPS);
   }
