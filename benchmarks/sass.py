@@ -52,7 +52,7 @@ def main() -> None:
         if not products or not sizes:
             continue
         tiles = sizes[TOKENS[Path(kernel.source).stem]] if Path(kernel.source).stem in TOKENS else 1
-        weights = len(products) / tiles * 256 * (2 if "HMMA.SP" in products[0] else 1) / 32  # a lane
+        weights = len(products) / tiles * 256 * (2 if "MMA.SP" in products[0] else 1) / 32  # a lane
         integer = sum(ops[op] for op in ALU)
         dtype = "bf16" if "bfloat16" in name else "f16 "
         print(

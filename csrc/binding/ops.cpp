@@ -162,6 +162,12 @@ Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& 
   return sparse_linear<Place>("sparse_linear_table", x, values, meta, scale, global_scale, bias, arch, {(int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps});
 }
 
+template <typename Place>
+Tensor sparse_linear_wide(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
+                          int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits) {
+  return sparse_linear<Place>("sparse_linear_wide", x, values, meta, scale, global_scale, bias, arch, {(int)rows, (int)tokens, (int)k_groups, (int)splits});
+}
+
 // Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.
 struct Part {
   Tensor tensor;
@@ -278,6 +284,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
     m.impl("sparse_linear_table", TORCH_BOX(&fp4::sparse_linear_table<Place>)); \
+    m.impl("sparse_linear_wide", TORCH_BOX(&fp4::sparse_linear_wide<Place>));   \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
     m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \
   }

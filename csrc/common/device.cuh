@@ -98,6 +98,9 @@ __device__ __forceinline__ uint32_t lanes_with(int v) { return __match_any_sync(
 __device__ __forceinline__ void needed(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void needed(int& v) { asm volatile("" : "+r"(v)); }
 
+// The same value, which the compiler now keeps: what follows from threadIdx it computes anew at each use, in loops, too.
+__device__ __forceinline__ int kept(int v) { return __shfl_sync(0xFFFFFFFFu, v, threadIdx.x & 31); }
+
 // What is the same in all lanes, so that the compiler knows: addresses of wgmma made of it stay in uniform registers.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(0xFFFFFFFFu, v, 0); }
 

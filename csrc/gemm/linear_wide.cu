@@ -3,8 +3,6 @@
 // Two kernels a call: arrange() writes the activations as wgmma takes them (wide.cuh); linear_wide() streams weights as tiles and activations
 // as they were arranged through two rings. Warpgroups lie side by side in rows and in K; blocks of a cluster share K, too, or blocks take
 // equal shares of all tiles' steps (STREAM) and sum through global memory what they share. Every sum has a fixed order.
-#include <type_traits>
-
 #include "wide.cuh"
 
 namespace {
@@ -22,7 +20,7 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kXStages = TOKENS == 128 ? 2 : KGROUPS == 4 ? 8 : ROWS <= 128 ? 4 : 3;
   static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / KGROUPS * KGROUPS;
   static constexpr int kEarly = at_most(kWStages, at_least(1, kEarlyBytes / kWeights));  // stages of weights that go ahead of the first activations
-  static constexpr int kPitch = ROWS + 4, kSums = KGROUPS * TOKENS * kPitch * 4;  // in the rings' place, at the end
+  static constexpr int kSums = kWideSums<ROWS, TOKENS, KGROUPS>;  // in the rings' place, at the end
   static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kSums), kBytes = kTable + kRings + 16 * kWStages + 32 * kXStages;
   static constexpr int kBatch = kGroups == 4 ? 1 : 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
   static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
@@ -197,43 +195,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
           out.template store_run<2>(m0 + 8 * i + 2 * t + odd, n0 + local + (g & 6) + 8 * h, pair);
         }
     } else {
-      float* sums = (float*)shared;  // [KGROUPS][TOKENS][kPitch]
-      barrier(1, S::kConsumers);     // nobody reads the rings any more
-#pragma unroll
-      for (int i = 0; i < TOKENS / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * i + 2 * t + (c & 1)) * S::kPitch + local + g + 8 * (c >> 1)] = acc[i][c];
-      const int splits = cluster_size(), first = cluster_rank() * (TOKENS / splits);
-      if (splits > 1)
-        cluster_barrier();
-      else
-        barrier(1, S::kConsumers);
-      auto add_up = [&](auto blocks) {  // as many loads in flight as can be: it is their latency that costs
-        constexpr int kSplits = decltype(blocks)::value;
-#pragma unroll kFinish == kPlain ? 4 : 1
-        for (int i = threadIdx.x; i < kColumns / 4 * (TOKENS / kSplits); i += S::kConsumers) {
-          const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
-          float all[4][kParts] = {};
-#pragma unroll
-          for (int b = 0; b < kSplits; ++b)
-#pragma unroll
-            for (int kg = 0; kg < KGROUPS; ++kg)
-#pragma unroll
-              for (int p = 0; p < kParts; ++p) {
-                const float* from = (kSplits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * S::kPitch + n + p * kColumns;
-                const float4 v = *(const float4*)from;
-                all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
-              }
-          out.template store_run<4>(m0 + m, n0 + n, all);
-        }
-      };
-      if (splits == 1)
-        add_up(std::integral_constant<int, 1>());
-      else if (splits == 2)
-        add_up(std::integral_constant<int, 2>());
-      else
-        add_up(std::integral_constant<int, 4>());
-      if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
+      sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, cluster_size(), cluster_rank(), n0, m0, out);
     }
   }
 }

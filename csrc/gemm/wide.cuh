@@ -1,6 +1,8 @@
 // What kernels of many tokens share on sm_90: weights decoded in registers are wgmma's A operand, tokens in shared memory its B operand, so
 // that a weight is decoded once for all of them. One thread of a block fetches weights, one fetches activations, the others multiply.
 #pragma once
+#include <type_traits>
+
 #include "../common/wgmma.cuh"
 #include "weights.cuh"
 
@@ -99,5 +101,54 @@ template <int STAGES> struct Place {
     if (i >= STAGES) i -= STAGES, parity ^= 1;
   }
 };
+
+// Bytes of shared memory that sum_k_groups_and_store needs.
+template <int ROWS> constexpr int kSumPitch = ROWS + 4;
+template <int ROWS, int TOKENS, int KGROUPS> constexpr int kWideSums = KGROUPS * TOKENS * kSumPitch<ROWS> * 4;
+
+// Of KGROUPS warpgroups for each 64 rows and `splits` blocks of the cluster, each with its share of K, in a fixed order. All threads that multiplied call it,
+// `local` the first row of a warp; when splits > 1 the block's other threads meet both barriers of the cluster, too.
+template <typename T, int ROWS, int TOKENS, int KGROUPS>
+__device__ __forceinline__ void sum_k_groups_and_store(const float (&acc)[TOKENS / 8][4], float* sums, int k_group, int local, int splits, int rank, int n0, int m0,
+                                                       const Result<T>& out) {
+  constexpr int kThreads = 2 * ROWS * KGROUPS, kPitch = kSumPitch<ROWS>, kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  barrier(1, kThreads);  // nobody reads the rings any more
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * i + 2 * t + (c & 1)) * kPitch + local + g + 8 * (c >> 1)] = acc[i][c];
+  const int first = rank * (TOKENS / splits);
+  if (splits > 1)
+    cluster_barrier();
+  else
+    barrier(1, kThreads);
+  auto add_up = [&](auto blocks) {  // as many loads in flight as can be: it is their latency that costs
+    constexpr int kSplits = decltype(blocks)::value;
+#pragma unroll kFinish == kPlain ? 4 : 1
+    for (int i = threadIdx.x; i < kColumns / 4 * (TOKENS / kSplits); i += kThreads) {
+      const int m = first + i / (kColumns / 4), n = i % (kColumns / 4) * 4;
+      float all[4][kParts] = {};
+#pragma unroll
+      for (int b = 0; b < kSplits; ++b)
+#pragma unroll
+        for (int kg = 0; kg < KGROUPS; ++kg)
+#pragma unroll
+          for (int p = 0; p < kParts; ++p) {
+            const float* from = (kSplits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * kPitch + n + p * kColumns;
+            const float4 v = *(const float4*)from;
+            all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
+          }
+      out.template store_run<4>(m0 + m, n0 + n, all);
+    }
+  };
+  if (splits == 1)
+    add_up(std::integral_constant<int, 1>());
+  else if (splits == 2)
+    add_up(std::integral_constant<int, 2>());
+  else
+    add_up(std::integral_constant<int, 4>());
+  if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
+}
 
 }  // namespace fp4

@@ -127,7 +127,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     **{("", f"cuda_{size}{finish}"): _SPLITS for size in ("mid", "wide") for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
     **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
-    ("", "cuda_sparse_small"): _SPLITS,
+    **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide")},
     ("", "cuda_sparse_table"): (16, ""),
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
@@ -181,7 +181,8 @@ _CUDA_WIDE = (
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _WIDE_FP8 = (
     "weights rounded to E4M3 in registers for FP8 wgmma, no transient weight. At M = 256 16 us for N = K = 4096, 33 for 8192, 103 for N = 28672, K = 8192, where "
-    "the transient weight and its product take 24, 58, 198 and bf16 cuBLAS 18, 54, 180; at M = 2048 55, 211, 692 for 61, 222, 778"
+    "the transient weight and its product take 24, 58, 198 and bf16 cuBLAS 18, 54, 180; at M = 2048 55, 203, 692 for 61, 222, 778; at M = 4096 110, 404, 1514 for 135, 471, 1766. "
+    "From 65 rows on for 2^25 weights and more: at M = 128 25 us at N = K = 8192 and 66 at N = 28672, where cuda_wide takes 31 and 99, but 14.4 and 14.6 at N = K = 4096"
 )
 _W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
 _W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
@@ -194,6 +195,11 @@ _SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time
 _SPARSE_TABLE = (
     "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5; predicted from the "
     "dense kernel's 14.4 us at N = K = 8192: 11.0 to 11.8 for M <= 8"
+)
+_SPARSE_WIDE = (
+    "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "
+    "are fetched as they lie, by no kernel of their own. At N = K = 8192 16.8, 19.2, 24.6 us for M = 32, 64, 128, where dense weights take 18.2, 21.6, 31.3; 8.0, 8.5, 12.7 and "
+    "9.4, 9.9, 14.2 at N = K = 4096; cuda_sparse_small 28.3 at N = K = 8192, M = 32"
 )
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
 _SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
@@ -208,8 +214,8 @@ _DECODE_90 = _DECODE.split("; without sorting")[0] + (
 )
 _MOE_WIDE = (
     "sorted by expert, decoded in registers as wgmma's A operand, each weight once for up to 128 pairs; gate, up and activation in one kernel. Qwen3-30B, T = 32, 128, "
-    "1024: 109, 130, 296 us where 161, 413 and 481 are taken without; at 256 pairs an expert FP8 weights are as fast or faster: Qwen3-30B 755 for 832, Mixtral 1341 for "
-    "1342, at 15 times the error"
+    "1024: 99, 127, 223 us where 161, 413 and 481 are taken without; at 256 pairs an expert FP8 weights are as fast or faster: Qwen3-30B 755 for 769, Mixtral 1341 for "
+    "1324, at 15 times the error"
 )
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = (
@@ -296,7 +302,9 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, LOST, csrc="linear_mid", siblings=True),
-    Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True, max_weights=2**25 - 1),
+    Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True, not_k_multiple=256),
+    Row("linear", "wide", "cuda_wide", (90, 90), 64, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _CUDA_WIDE + _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _CUDA_WIDE + _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide", siblings=True),
@@ -310,7 +318,7 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (0, 0), None, ANY, _W4A4_EMULATED, "runs in CI", NVFP4),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, "compiled, not run", NVFP4, siblings=True),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4, siblings=True),
-    Row("linear", "wide_fp8", "cuda_wide_fp8", (90, 90), 2048, BF16, _WIDE_FP8, MEASURED, FP8, 256, 16, csrc="linear_wide_fp8", siblings=True),
+    Row("linear", "wide_fp8", "cuda_wide_fp8", (90, 90), 8192, BF16, _WIDE_FP8, MEASURED, FP8, 256, 16, csrc="linear_wide_fp8", siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", FP8, 16, 16, siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", FP8, 16, 16, siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", FP8, 16, 16, siblings=True),
@@ -370,14 +378,16 @@ ROWS: tuple[Row, ...] = (
         n=(16, 2**31),
     ),
     *(
-        Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small")
-        for arch, m, why, status in (
-            ((90, 90), 32, _SPARSE_SMALL_90, MEASURED),
-            ((80, 89), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED),
-            ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED),
+        Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small", without=without)
+        for arch, m, why, status, without in (
+            ((90, 90), 16, _SPARSE_SMALL_90, MEASURED, None),
+            ((90, 90), 32, _SPARSE_SMALL_90, MEASURED, "wide"),
+            ((80, 89), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED, None),
+            ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED, None),
         )
     ),
-    Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200"),
+    Row("sparse_linear", "wide", "cuda_sparse_wide", (90, 90), 128, HALF, _SPARSE_WIDE, MEASURED, k_multiple=256, csrc="sparse_linear_wide"),
+    Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200", without="wide"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 89), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (100, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
     *(

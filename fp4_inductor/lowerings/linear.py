@@ -223,6 +223,7 @@ CALLED = {
     "cuda_wide_fp8",
     "cuda_sparse_small",
     "cuda_sparse_table",
+    "cuda_sparse_wide",
 }
 _LOWER = {
     "triton_gemv": _gemv,

@@ -10,7 +10,7 @@ from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host, select
 from fp4_inductor.kernels.linear import configs, cuda_mid, launch
-from fp4_inductor.kernels.sparse_linear import cuda_small
+from fp4_inductor.kernels.sparse_linear import cuda_small, cuda_wide
 from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
 from fp4_inductor.ops import linear_glu
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
@@ -288,3 +288,40 @@ def test_sparse(dtype):
                 first = cuda_small.linear(x, *parts, None, arch, tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
                 assert all(torch.equal(cuda_small.linear(x, *parts, None, arch, tile), first) for _ in range(20)), (m, n, k, tile)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_sparse_wide(dtype):
+    hopper()
+    own = [cuda_wide.SparseWideConfig(*t, s) for t in tiles_of("sparse/sparse_linear_wide.cu") for s in (1, 2, 4, 0)]
+    for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 1280)):
+        w = sparse.weight(n, k)
+        reference = sparse.dense(*w).to(DEVICE)
+        parts, bias = [t.to(DEVICE) for t in w], torch.randn(n, device=DEVICE).to(dtype)
+        for m in (1, 17, 64, 130):
+            x = torch.randn(m, k, device=DEVICE).to(dtype)
+            want = x.double() @ reference.T + bias.double()
+            for tile in (None, *own):
+                first = cuda_wide.linear(x, *parts, bias, 90, tile)
+                assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype], (m, n, k, tile)
+                assert all(torch.equal(cuda_wide.linear(x, *parts, bias, 90, tile), first) for _ in range(20)), (m, n, k, tile)
+
+
+def test_sparse_wide_is_what_the_candidate_runs():
+    """Eager, and in a replayed graph in which another kernel writes the activations right before it."""
+    hopper()
+    w = sparse.weight(4096, 2048)
+    reference, parts = sparse.dense(*w).to(DEVICE), [t.to(DEVICE) for t in w]
+    x = torch.randn(48, 2048, device=DEVICE).to(BF16)
+    with dispatch(candidates=("cuda_sparse_wide",)):
+        call = select.describe_for("sparse_linear", 90, BF16, 4096, 2048)
+        assert select.plan(call, dispatch_config()).pick(48).kernel == "cuda_sparse_wide"
+        graph, source = torch.cuda.CUDAGraph(), torch.empty_like(x)
+        fp4.sparse_linear(x, *parts)
+        with torch.cuda.graph(graph):
+            y = fp4.sparse_linear(source * 2, *parts)
+    for _ in range(3):
+        source.copy_(torch.randn_like(source))
+        graph.replay()
+        want = (source * 2).double() @ reference.T
+        assert ((y.double() - want).norm() / want.norm()).item() <= sparse.BOUND[BF16]

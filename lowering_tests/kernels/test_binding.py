@@ -21,7 +21,7 @@ from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.linear_siblings import row_scales
 from lowering_tests.fake_cuda import call_body, generated_code
-from lowering_tests.kernels import emulator
+from lowering_tests.kernels import emulator, sparse24
 from lowering_tests.kernels.emulator import emulated
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
@@ -77,6 +77,22 @@ def test_numbers(ops, name, dtype):
     tile = (4, 8, 2) if name == "linear_small" else (2, 64, 2, 4, 2)
     x, w = torch.randn(2, 128).to(dtype), weight(64, 128)
     assert error(op(x, *w, None, ARCH, *tile), exact(x, *w)) <= 2 * linear.CONTRACT.tolerance[dtype]
+
+
+@pytest.mark.parametrize("name", ["sparse_linear_small", "sparse_linear_wide"])
+def test_sparse(ops, name):
+    op = getattr(ops, name)
+    for m, n, dtype, bias in ((3, 40, torch.float16, None), (20, 33, torch.bfloat16, torch.randn(33).bfloat16())):
+        x, w = torch.randn(m, 256).to(dtype), sparse24.weight(n, 256)
+        want = x.double() @ sparse24.dense(*w).T + (0 if bias is None else bias.double())
+        y = op(x, *w, bias, ARCH)
+        assert y.shape == (m, n) and y.dtype == dtype
+        assert error(y, want) <= sparse24.BOUND[dtype]
+    tile = (2, 8, 2, 1) if name == "sparse_linear_small" else (128, 32, 2, 1)
+    assert error(op(x, *w, bias, ARCH, *tile), want) <= sparse24.BOUND[dtype]
+    with pytest.raises(RuntimeError, match="cudaError 9"):
+        op(x, *w, bias, ARCH, *tile[:3], 3)
+    torch.library.opcheck(op, (x, *w, bias, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 def test_siblings(ops):

@@ -35,6 +35,10 @@ SOURCES = {
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", r"UTMALDG\.2D", r"UTMALDG\.3D"),
         lambda arch: 2 * 2 * len(tiles_of("sparse/sparse_linear_table.cu")),
     ),
+    "sparse/sparse_linear_wide.cu": (
+        (r"HGMMA\.SP\.64x128x32\.F32\.BF16", r"HGMMA\.SP\.64x16x32\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "UTMACCTL.PF", "USETMAXREG"),
+        lambda arch: 2 * 2 * len(tiles_of("sparse/sparse_linear_wide.cu")),
+    ),
     "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (6 + 3)),
     "gemm/linear_wide_fp8.cu": (
         (
@@ -62,6 +66,7 @@ COMPILED = [
     pytest.param("gemm/linear_small.cu", 121, marks=NEW),
     *[("gemm/linear_mid.cu", arch) for arch in (80, 90, 100)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
+    ("sparse/sparse_linear_wide.cu", 90),
     ("gemm/linear_table.cu", 90),
     ("sparse/sparse_linear_table.cu", 90),
     ("gemm/linear_wide.cu", 90),
@@ -165,7 +170,9 @@ def test_without_nvcc_the_reason_is_told(monkeypatch):
 
 def test_a_kernel_is_built_only_where_a_row_names_it():
     """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
-    hopper = {name for name in csrc.KERNELS if name.startswith(("linear_table", "sparse_linear_table", "linear_mid", "linear_wide", "moe"))}
+    hopper = {
+        name for name in csrc.KERNELS if name.startswith(("linear_table", "sparse_linear_table", "linear_mid", "linear_wide", "sparse_linear_wide", "moe"))
+    }
     assert {arch: set(csrc.KERNELS) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
         80: {*hopper, "linear_w4a4"},
         90: {"linear_w4a4"},

@@ -12,7 +12,7 @@ from ...ops import sparse_linear as contract
 from ...ops.dequantize_fp8 import scaled_product
 from .. import host
 from ..linear.launch import by_rows
-from . import configs, cuda_small
+from . import configs, cuda_small, cuda_wide
 from .triton_gemv import sparse_gemv
 from .triton_mid import sparse_mid
 
@@ -79,6 +79,19 @@ def table(
     return cuda_small.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile, "sparse_linear_table")
 
 
+def wide(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    bias: Tensor | None = None,
+    tile: cuda_wide.SparseWideConfig | None = None,
+) -> Tensor:
+    """Up to a hundred rows; see ``csrc/sparse/sparse_linear_wide.cu``. The bias is added in the kernel."""
+    return cuda_wide.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile)
+
+
 def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows on FP8 tensor cores: transient E4M3 weight, activations rounded per token."""
     x8, x_scale = fp4.quantize_rows_fp8(x)
@@ -94,6 +107,7 @@ LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "triton_sparse_gemv": gemv,
     "cuda_sparse_small": small,
     "cuda_sparse_table": table,
+    "cuda_sparse_wide": wide,
     "triton_sparse_mid": mid,
     "sparse_dequantize_fp8 + scaled_mm": large_fp8,
     "sparse_dequantize + mm": large_dense,

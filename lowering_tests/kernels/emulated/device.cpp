@@ -43,6 +43,20 @@ void accumulate(Operands** lanes, int k, const double (&a)[16][32]) {
     }
 }
 
+// 2:4-sparse A: register r of lane 4g + t holds the two kept numbers of row g + 8 (r % 2), group of four t + 4 (r / 2).
+// Lane 4g + 2 selector holds the metadata of k 0..15 of rows g (low half) and g + 8, the next one that of k 16..31. The same for the warps of a wgmma.
+void spread(bool half, const uint32_t* const (&registers)[32], const uint32_t (&metas)[32], int selector, double (&a)[16][32]) {
+  memset(a, 0, sizeof a);
+  for (int lane = 0; lane < 32; ++lane)
+    for (int r = 0; r < 4; ++r) {
+      const int row = lane / 4 + r % 2 * 8, group = lane % 4 + r / 2 * 4;
+      const unsigned nibble = metas[lane / 4 * 4 + 2 * selector + group / 4] >> (16 * (r % 2) + 4 * (group % 4)) & 15;
+      if ((nibble & 3) >= nibble >> 2) emulated::fail("sparse mma: metadata %u is not ordered", nibble);
+      a[row][4 * group + (nibble & 3)] = value(half, registers[lane][r], 0);
+      a[row][4 * group + (nibble >> 2)] = value(half, registers[lane][r], 1);
+    }
+}
+
 }  // namespace
 
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b) {
@@ -77,21 +91,15 @@ void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[
   });
 }
 
-// 2:4-sparse A: register r of lane 4g + t holds the two kept numbers of row g + 8 (r % 2), group of four t + 4 (r / 2).
-// Lane 4g + 2 * selector holds the metadata of k 0..15 of rows g (low half) and g + 8, the lane behind it that of k 16..31.
 void mma_sparse(bool half, int selector, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta) {
   Operands mine{half, c, a, b, meta, selector};
   emulated::together("sparse mma", &mine, [](void** all) {
     Operands** lanes = (Operands**)all;
-    double a[16][32] = {};
-    for (int lane = 0; lane < 32; ++lane)
-      for (int r = 0; r < 4; ++r) {
-        const int row = lane / 4 + r % 2 * 8, group = lane % 4 + r / 2 * 4;
-        const unsigned nibble = lanes[lane / 4 * 4 + 2 * lanes[lane]->selector + group / 4]->meta >> (16 * (r % 2) + 4 * (group % 4)) & 15;
-        if ((nibble & 3) >= nibble >> 2) emulated::fail("sparse mma: metadata %u is not ordered", nibble);
-        a[row][4 * group + (nibble & 3)] = value(lanes[lane]->half, lanes[lane]->a[r], 0);
-        a[row][4 * group + (nibble >> 2)] = value(lanes[lane]->half, lanes[lane]->a[r], 1);
-      }
+    const uint32_t* registers[32];
+    uint32_t metas[32];
+    for (int lane = 0; lane < 32; ++lane) registers[lane] = lanes[lane]->a, metas[lane] = lanes[lane]->meta;
+    double a[16][32];
+    spread(lanes[0]->half, registers, metas, lanes[0]->selector, a);
     accumulate(lanes, 32, a);
   });
 }
@@ -138,8 +146,9 @@ struct Pending {
   Type type;
   int tiles;
   const uint8_t* tile;
+  int selector;  // of lanes with metadata; < 0: A is dense
   float (*d[128])[4];
-  uint32_t a[128][4];
+  uint32_t a[128][4], meta[128];
 };
 struct Mine {
   Type type;
@@ -147,6 +156,8 @@ struct Mine {
   int tiles;
   const uint32_t* a;
   const uint8_t* tile;
+  uint32_t meta;
+  int selector;
 };
 
 std::vector<Pending>& queue() {  // of the calling warpgroup
@@ -176,17 +187,18 @@ void set_registers() { emulated::together("setmaxnreg", nullptr, nothing, 128); 
 
 void wgmma_fence() { emulated::together("wgmma.fence", nullptr, nothing, 128); }
 
-void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile) {
-  Mine mine{type, d, tiles, a, tile};
+void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile, uint32_t meta, int selector) {
+  Mine mine{type, d, tiles, a, tile, meta, selector};
   emulated::together(
       "wgmma", &mine,
       [](void** all) {
         Mine** lanes = (Mine**)all;
-        Pending p{lanes[0]->type, lanes[0]->tiles, lanes[0]->tile, {}, {}};
+        Pending p{lanes[0]->type, lanes[0]->tiles, lanes[0]->tile, lanes[0]->selector, {}, {}, {}};
         for (int i = 0; i < 128; ++i) {
           if (lanes[i]->tile != p.tile) emulated::fail("wgmma: the tile is not the same for all threads");
           p.d[i] = lanes[i]->d;
           std::copy(lanes[i]->a, lanes[i]->a + 4, p.a[i]);
+          p.meta[i] = lanes[i]->meta;
         }
         for (int n = 0; n < 8 * p.tiles; ++n)
           for (int c = 0; c < 2; ++c) emulated::check_published(chunk_of(p.tile, n, c), 16);
@@ -214,10 +226,11 @@ void wgmma_wait_until(int open) {
             --groups;
             continue;
           }
-          const int per = p.type == kE4M3 ? 4 : 2, depth = 8 * per;  // numbers a register, k a product
+          const bool sparse = p.selector >= 0;
+          const int per = p.type == kE4M3 ? 4 : 2, depth = 8 * per * (sparse ? 2 : 1);  // numbers a register, k a product
           std::vector<double> b(depth * 8 * p.tiles);
           for (int n = 0; n < 8 * p.tiles; ++n)
-            for (int c = 0; c < 2; ++c) {
+            for (int c = 0; c < depth / (4 * per); ++c) {
               const uint8_t* chunk = chunk_of(p.tile, n, c);
               emulated::check_published(chunk, 16);
               uint32_t words[4];
@@ -226,9 +239,16 @@ void wgmma_wait_until(int open) {
             }
           for (int w = 0; w < 4; ++w) {
             double a[16][32];
-            for (int lane = 0; lane < 32; ++lane)
-              for (int r = 0; r < 4; ++r)
-                for (int i = 0; i < per; ++i) a[lane / 4 + r % 2 * 8][(r / 2 * 4 + lane % 4) * per + i] = number(p.type, p.a[32 * w + lane][r], i);
+            if (sparse) {
+              const uint32_t* registers[32];
+              uint32_t metas[32];
+              for (int lane = 0; lane < 32; ++lane) registers[lane] = p.a[32 * w + lane], metas[lane] = p.meta[32 * w + lane];
+              spread(p.type == kFloat16, registers, metas, p.selector, a);
+            } else {
+              for (int lane = 0; lane < 32; ++lane)
+                for (int r = 0; r < 4; ++r)
+                  for (int i = 0; i < per; ++i) a[lane / 4 + r % 2 * 8][(r / 2 * 4 + lane % 4) * per + i] = number(p.type, p.a[32 * w + lane][r], i);
+            }
             for (int lane = 0; lane < 32; ++lane)
               for (int j = 0; j < p.tiles; ++j)
                 for (int i = 0; i < 4; ++i) {

@@ -54,6 +54,7 @@ inline uint32_t lanes_with(int v) {
 }
 inline void needed(float&) {}
 inline void needed(int&) {}
+inline int kept(int v) { return v; }
 inline int uniform(int v) { return v; }
 inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
 
@@ -143,7 +144,8 @@ inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2
 enum Type { kBfloat16, kFloat16, kE4M3 };
 struct E4M3;
 template <typename T> constexpr Type kType = std::is_same_v<T, E4M3> ? kE4M3 : kHalf<T> ? kFloat16 : kBfloat16;
-void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile);
+// selector < 0: A is dense.
+void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile, uint32_t meta = 0, int selector = -1);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait_until(int open);
@@ -152,6 +154,10 @@ template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
 inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
   wgmma_issue(kType<T>, d, TILES, {a0, a1, a2, a3}, b);
+}
+template <typename T, int SELECTOR, int TILES>
+inline void wgmma_sparse(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b, uint32_t meta) {
+  wgmma_issue(kType<T>, d, TILES, {a0, a1, a2, a3}, b, meta, SELECTOR);
 }
 
 #ifndef FP4_EMULATED_SMS

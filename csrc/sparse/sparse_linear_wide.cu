@@ -1,0 +1,237 @@
+// fp4.sparse_linear for a few to a hundred rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical 2:4-sparse NVFP4.
+//
+// As gemm/linear_wide, with the sparse form of wgmma: half the codes to decode and half the products. An MMA covers 32 k as they lie in memory (as in
+// sparse_linear_small: the metadata word of 8 groups is what it takes, lane t of a quad decodes groups t and t + 4), so activations are tiles of x itself:
+// there is no second kernel. Warpgroups lie side by side in rows and in K; blocks of a cluster share K, or (SHARES) two of them, of neighbouring rows, the
+// activations. Every sum has a fixed order.
+#include "../gemm/wide.cuh"
+
+namespace {
+
+using namespace fp4;
+
+// ROWS of W and TOKENS a block; KGROUPS warpgroups for each 64 rows, which take steps of K in turn.
+template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
+  static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
+  // A stage of weights: values, metadata and scales of two steps, 128, 64 and 32 bytes a row. Two warpgroups take one of them each, or one takes both.
+  static constexpr int kMeta = ROWS * 128, kScales = ROWS * 192, kWeights = ROWS * 224, kTile = TOKENS * 128, kHalf = 2 * kTile;
+  static constexpr int kReaders = ROWS / 16 * at_most(KGROUPS, 2), kTurn = at_least(KGROUPS / 2, 1);  // warps that free a stage; stages a turn
+  // Stages are such that a warpgroup meets every phase of the counters it waits for.
+  static constexpr int kXStages = TOKENS == 128 ? 2 : TOKENS == 64 ? 4 : 8, kRoom = 226 * 1024;
+  static constexpr int kWStages = at_most(6, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / kTurn * kTurn;
+  static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kWideSums<ROWS, TOKENS, KGROUPS>);
+  static constexpr int kBytes = kRings + 16 * kWStages + 32 * kXStages;
+  static constexpr int kBatch = 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
+  static constexpr int kFetching = kGroups == 4 ? 32 : 40;  // registers of the threads that fetch
+  static_assert(kBytes <= 227 * 1024 && kWStages >= 2 && kXStages % KGROUPS == 0, "does not fit shared memory");
+};
+
+struct Maps {
+  TileMap x, values, meta, scales;
+};
+
+template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES>
+__global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
+    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K) {
+  using S = Shape<ROWS, TOKENS, KGROUPS>;
+  uint8_t* shared = dynamic_shared();
+  const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
+  // Stages that have arrived and that are free; activations count by halves.
+  const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = K / kWideK, rank = cluster_rank(), splits = SHARES ? 1 : cluster_size();
+  const int n0 = (SHARES ? 2 * blockIdx.x + rank : blockIdx.x) * ROWS, m0 = blockIdx.y * TOKENS;
+  const int begin = SHARES ? 0 : steps * rank / splits, end = SHARES ? steps : steps * (rank + 1) / splits;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, S::kReaders);
+    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (SHARES ? 2 : 1));
+    publish_counters();
+  }
+  if (threadIdx.x == S::kConsumers) prefetch_tile_map(maps.values), prefetch_tile_map(maps.meta), prefetch_tile_map(maps.scales);
+  if (threadIdx.x == S::kConsumers + 32) prefetch_tile_map(maps.x);
+  if (SHARES)
+    cluster_barrier();  // the other block arrives at them, too
+  else
+    __syncthreads();
+
+  if (warp >= 4 * S::kGroups) {
+    fewer_registers<S::kFetching>();
+    if (warp == 4 * S::kGroups && lane == 0) {
+      Place<S::kWStages> at;
+      for (int k = begin; k < end; k += 2, at.next()) {
+        counter_wait(w_free + 8 * at.i, at.parity ^ 1);
+        const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
+        counter_promise(full, S::kWeights);
+        copy_tile(to, maps.values, k * 64, n0, full);
+        copy_tile(to + S::kMeta, maps.meta, k * 32, n0, full);
+        copy_tile(to + S::kScales, maps.scales, k * 16, n0, full);
+      }
+    } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
+      Place<S::kXStages> at;
+      for (int k = begin; k < end; ++k, at.next())
+        for (int h = 0; h < 2; ++h) {
+          const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
+          counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+          counter_promise(full, S::kHalf);
+          const int byte = k * (2 * kWideK) + h * kWideK;
+          if constexpr (SHARES) {  // each of the two copies one of the half's two tiles
+            copy_tile_to_cluster(to + rank * S::kTile, maps.x, byte + rank * 128, m0, full, 3);
+          } else {
+            copy_tile(to, maps.x, byte, m0, full);
+            copy_tile(to + S::kTile, maps.x, byte + 128, m0, full);
+          }
+        }
+    }
+    __syncwarp();
+    if (SHARES) cluster_barrier();
+    if (splits > 1) cluster_barrier(), cluster_barrier();  // with those of the sums
+    return;
+  }
+
+  more_registers<S::kRegisters>();
+  const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
+  const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
+  const int second = KGROUPS > 1 ? k_group & 1 : 0;  // of the two steps of a stage
+  // Places in a stage. Lanes 0 and 1 of a quad hold the metadata of a step's first half, lanes 2 and 3 of its second.
+  const int my_values = kept((local + g) * 128 + (4 * second ^ g) * 16), my_meta = kept(S::kMeta + (local + g) * 64 + (2 * second ^ t / 2 ^ g / 2) * 16),
+            my_scales = kept(S::kScales + (local + g) * 32 + (second ^ g / 4) * 16);
+  const uint32_t own_byte = kept(0x4440 + t), own_half = kept(t & 1 ? 0x7632 : 0x5410);
+  // Rows past N come as zeros, which are no metadata: 0 and 1 are kept there.
+  const uint32_t legal = kept((n0 + local + g < N ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000));
+  Place<S::kWStages> w;
+  Place<S::kXStages> x_at;
+  w.next(k_group / 2), x_at.next(k_group);
+  bool frees = false;  // this lane gives back the half that was multiplied last
+  Shared last_half = x_free;
+  float acc[TOKENS / 8][4] = {};
+
+#pragma unroll 1
+  for (int k = begin + k_group; k < end; k += KGROUPS) {
+    counter_wait(w_full + 8 * w.i, w.parity);
+    wgmma_wait<0>();  // it reads metadata, too, while it runs, which ptxas does not know: registers of the last step's would be written here
+    const int stage = w.i * S::kWeights, other = KGROUPS > 1 ? 0 : (k - begin) & 1;
+    uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) v[h][c] = *(const uint4*)(shared + (my_values + stage ^ (4 * other + c) * 16) + h * 1024);
+      e[h] = *(const uint4*)(shared + (my_meta + stage ^ 32 * other) + h * 512);
+      s[h] = *(const uint4*)(shared + (my_scales + stage ^ 16 * other) + h * 256);
+    }
+    const uint32_t meta[4] = {__byte_perm(e[0].x, e[1].x, own_half) | legal, __byte_perm(e[0].y, e[1].y, own_half) | legal,
+                              __byte_perm(e[0].z, e[1].z, own_half) | legal, __byte_perm(e[0].w, e[1].w, own_half) | legal};
+    const Shared held = activations + x_at.i * kActivations<TOKENS>, half = x_full + 16 * x_at.i;
+    auto multiply_half = [&](auto which) {
+      constexpr int j = decltype(which)::value;
+      uint32_t even[2][2], odd[2][2];  // scale blocks (0, 2), (1, 3) of 64 k
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        Numbers<T>::four_scales(j ? s[h].z : s[h].x, even[h][0], odd[h][0]);
+        Numbers<T>::four_scales(j ? s[h].w : s[h].y, even[h][1], odd[h][1]);
+      }
+      counter_wait(half + 8 * j, x_at.parity);
+#pragma unroll
+      for (int b = 0; b < 4; b += S::kBatch) {  // so many MMAs' codes are decoded while the products of those before are worked on
+        uint32_t a[S::kBatch][4];
+#pragma unroll
+        for (int i = 0; i < S::kBatch; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int m = b + i;
+            const uint4& c = v[h][2 * j + m / 2];
+            a[i][h] = decode_byte<T>(__byte_perm(m % 2 ? c.z : c.x, 0, own_byte), even[h][m / 2], m % 2);
+            a[i][h + 2] = decode_byte<T>(__byte_perm(m % 2 ? c.w : c.y, 0, own_byte), odd[h][m / 2], m % 2);
+          }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < S::kBatch; ++i) {
+          const int m = b + i;
+          wgmma_sparse<T, j>(acc, a[i][0], a[i][1], a[i][2], a[i][3], tile_of(held, j * S::kHalf + m / 2 * S::kTile + m % 2 * 64), meta[m]);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (b == 0) {
+          if (frees) {
+            counter_arrive(last_half);
+            if constexpr (SHARES) counter_arrive_at(last_half, rank ^ 1);
+          }
+          frees = lane == 0;
+          last_half = x_free + 16 * x_at.i + 8 * j;
+        }
+      }
+    };
+    multiply_half(std::integral_constant<int, 0>());
+    multiply_half(std::integral_constant<int, 1>());
+    __syncwarp();
+    if (lane == 0 && (KGROUPS > 1 || other)) counter_arrive(w_free + 8 * w.i);
+    if (KGROUPS > 1 || other) w.next(S::kTurn);
+    x_at.next(KGROUPS);
+  }
+  wgmma_wait<0>();
+  wgmma_sums(acc);
+  if (SHARES) cluster_barrier();  // nobody leaves while the other arrives at its counters
+  sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, splits, SHARES ? 0 : rank, n0, m0,
+                                                   Result<T>{y, global_scale, bias, M, N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
+}
+
+struct Call {
+  const void *x, *values, *meta, *scale, *global_scale, *bias;
+  void* y;
+  int M, N, K;
+  cudaStream_t stream;
+};
+
+// splits: blocks of a cluster that share K; 0: two blocks share activations.
+struct Tile {
+  int rows, tokens, k_groups, splits;
+};
+
+template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_t run(int splits, const Call& c) {
+  using S = Shape<ROWS, TOKENS, KGROUPS>;
+  const int places = (c.M + TOKENS - 1) / TOKENS, row_tiles = (c.N + ROWS - 1) / ROWS;
+  if (splits > c.K / kWideK || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
+  Maps maps;
+  cudaError_t status = tile_map(&maps.x, c.x, c.M, (int64_t)c.K * 2, TOKENS, 128);
+  if (status == cudaSuccess) status = tile_map(&maps.values, c.values, c.N, c.K / 4, ROWS, 128);
+  if (status == cudaSuccess) status = tile_map(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64);
+  if (status == cudaSuccess) status = tile_map(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32);
+  if (status != cudaSuccess) return status;
+  const int cluster = SHARES ? 2 : splits;
+  return launch(sparse_linear_wide<T, ROWS, TOKENS, KGROUPS, SHARES>, dim3(SHARES ? (row_tiles + 1) / 2 : row_tiles, places, cluster), S::kThreads, S::kBytes,
+                cluster, c.stream, maps, (const float*)c.global_scale, (const T*)c.bias, (T*)c.y, c.M, c.N, c.K);
+}
+
+// Measured on an H200 for five shapes, M = 16 to 128: nearly every SM has a block, two of a cluster share K where rows alone make too few, and activations where
+// rows are enough.
+Tile best(int M, int N, int K) {
+  const int tokens = M <= 16 ? 16 : M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = K / kWideK;
+  const int64_t of_64 = (int64_t)((N + 63) / 64) * places, of_128 = (int64_t)((N + 127) / 128) * places;
+  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : blocks >= 100 ? 0 : 1; };
+  if (tokens == 128) return of_64 <= 66 && K < 8192 ? Tile{64, 128, 2, splits(of_64)} : Tile{128, 128, 1, of_128 <= 66 ? 2 : splits(of_128)};
+  if (tokens > 16 && of_128 > 50 && of_128 <= 66 && steps >= 2) return {128, tokens, 2, 2};
+  if (of_64 <= 132) return {64, tokens, tokens == 64 ? 2 : 4, splits(of_64)};
+  return {128, tokens, 2, splits(of_128)};
+}
+
+template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
+#define TILE(r, m, k) \
+  if (tile.rows == r && tile.tokens == m && tile.k_groups == k) return tile.splits ? run<T, r, m, k, false>(tile.splits, c) : run<T, r, m, k, true>(0, c);
+  TILE(64, 16, 4) TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
+  TILE(128, 16, 2) TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1)
+#undef TILE
+  return cudaErrorInvalidConfiguration;
+}
+
+}  // namespace
+
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
+// metadata. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0: two blocks share activations; all 0 for best().
+// M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned.
+extern "C" int fp4_sparse_linear_wide(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
+                                      int K, int dtype, int rows, int tokens, int k_groups, int splits, void* stream) {
+  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
+  const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K);
+  if (tile.splits < 0) return cudaErrorInvalidConfiguration;
+  const Call call{x, values, meta, s, g, bias, y, M, N, K, (cudaStream_t)stream};
+  return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
+}

@@ -1,0 +1,160 @@
+"""csrc/sparse/sparse_linear_wide.cu on a CPU (emulator.py): every tile against float64 on random and adversarial 2:4 patterns."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from fp4_inductor._sources import csrc_dir
+from fp4_inductor.formats import nvfp4
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.sparse24 import BOUND, LEGAL, dense, weight
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
+SOURCE = "sparse/sparse_linear_wide.cu"
+BF16, FP16 = torch.bfloat16, torch.float16
+TILES = emulator.tiles_of(SOURCE)
+SHARES = 0  # in place of splits: two blocks share the activations
+
+
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+    (m, k), n = x.shape, w[0].shape[0]
+    out = torch.full((m, n), float("nan"), dtype=x.dtype)
+    return kernel.call("fp4_sparse_linear_wide", (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+
+
+def error(y, x, w, bias=None) -> float:
+    r = x.double() @ dense(*w).T + (bias.double() if bias is not None else 0)
+    distance = ((y.double() - r).norm() / r.norm()).item()
+    return distance if distance == distance else float("inf")
+
+
+def check(m, n, k, tile, dtype, w=None) -> None:
+    x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
+    bias = torch.randn(n).to(dtype) if n % 2 else None
+    assert error(run(emulated(SOURCE), x, w, bias, tile), x, w, bias) <= BOUND[dtype], (m, n, k, tile, dtype)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile(tile):
+    """K of fewer steps than warpgroups take turns, of more than the rings hold; rows and tokens past the end; two tiles of tokens."""
+    rows, tokens, k_groups = tile
+    for i, (m, n, k, splits) in enumerate((
+        (tokens - 7, rows - 3, 256, 1),
+        (tokens, rows + 7, 256 * (2 * k_groups + 1), SHARES),
+        (tokens + 5, 2, 1280, 4),
+        (3, 2 * rows + 1, 1536, SHARES),
+        (tokens // 2 + 1, 33, 256 * (6 if tokens == 128 else 27), 2),
+    )):  # fmt: skip
+        check(m, n, k, (*tile, splits), (BF16, FP16)[(i + k_groups) % 2])
+
+
+def test_its_own_choice_of_tile():
+    for m, n, k in ((1, 33, 256), (17, 4300, 256), (40, 70, 1024), (65, 8500, 256), (128, 100, 768), (130, 8449, 256)):
+        check(m, n, k, (0, 0, 0, 0), BF16)
+
+
+@pytest.mark.parametrize("nibble", LEGAL.tolist())
+def test_one_pattern_everywhere(nibble):
+    check(3, 17, 512, (64, 16, 4, 1), FP16, weight(17, 512, torch.full((17, 128), nibble, dtype=torch.uint8)))
+
+
+def test_a_single_kept_value_at_every_place():
+    """Row i of the weight keeps one value, at k = i: the product picks column i of x, exactly."""
+    k = 512
+    row = torch.arange(k)
+    nibbles = torch.full((k, k // 4), 14, dtype=torch.uint8)
+    values = torch.zeros(k, k // 4, dtype=torch.uint8)
+    for first in range(4):
+        chosen = row % 4 == first
+        nibbles[row[chosen], row[chosen] // 4] = 4 if first == 0 else first << 2  # kept: (0, 1), or (0, first)
+        values[row[chosen], row[chosen] // 4] = 2 if first == 0 else 2 << 4  # 1.0
+    scale = torch.full((k, k // 16), 0x38, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    w = (values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(1.0))
+    for tile, dtype in (((64, 32, 4, 2), BF16), ((128, 64, 2, SHARES), FP16)):
+        x = torch.randn(20, k).to(dtype)
+        assert torch.equal(run(emulated(SOURCE), x, w, None, tile), x)
+
+
+def test_every_code_with_every_scale():
+    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(nvfp4.SCALE_DTYPE)
+    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
+    w = (values, meta, scale, torch.tensor(2.0**-9))
+    reference = dense(*w)
+    for dtype in (BF16, FP16):
+        x = torch.randn(8, 1024).to(dtype)
+        y = run(emulated(SOURCE), x, w, None, (64, 16, 4, 1))
+        assert not y[:, 0].any(), "scale byte 0"
+        magnitude = x.double().abs() @ reference.abs().T
+        assert ((y.double() - x.double() @ reference.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+
+
+@pytest.mark.parametrize("splits", [2, SHARES])
+def test_order_of_threads_and_neighbouring_rows_change_nothing(splits):
+    tile = (64, 32, 4, splits)
+    x, w = torch.randn(20, 2304).to(BF16), weight(70, 2304)
+    y = run(emulated(SOURCE), x, w, None, tile)
+    assert torch.equal(run(emulated(SOURCE), x, w, None, tile, seed=5), y)
+    x[3, -1] = float("nan")
+    z = run(emulated(SOURCE), x, w, None, tile)
+    keep = [i for i in range(20) if i != 3]
+    assert torch.equal(z[keep], y[keep])
+    assert z[3][dense(*w)[:, -1] != 0].isnan().all()
+
+
+def test_arguments_that_no_kernel_takes():
+    for m, n, k, tile in (
+        (0, 8, 256, (0,) * 4),
+        (1, 0, 256, (0,) * 4),
+        (1, 8, 128, (0,) * 4),
+        (1, 8, 320, (0,) * 4),
+        (1, 8, 256, (64, 16, 4, 2)),  # one step cannot be shared
+        (1, 8, 1024, (64, 16, 4, 3)),
+        (1, 8, 1024, (64, 16, 4, -1)),
+        (1, 8, 256, (64, 16, 2, 1)),
+    ):
+        with pytest.raises(EmulatorError, match="status"):
+            emulated(SOURCE).call("fp4_sparse_linear_wide", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+
+
+# --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------
+BROKEN = {
+    "the wait for weights is missing": ("    counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "the wait for activations is missing": ("      counter_wait(half + 8 * j, x_at.parity);\n", "", "before its asynchronous copy was waited for"),
+    "weights are given back too early": ("    __syncwarp();\n    if (lane == 0 && ", "    if (lane == 0 && ", "race"),
+    "metadata of rows past N": ("n0 + local + g < N ? 0 : 0x4444", "true ? 0 : 0x4444", "metadata 0 is not ordered"),
+    "halves of the metadata exchanged": ("t & 1 ? 0x7632 : 0x5410", "t & 1 ? 0x5410 : 0x7632", None),
+    "metadata of the other half": ("(2 * second ^ t / 2 ^ g / 2) * 16", "(2 * second ^ g / 2) * 16", None),
+    "swizzle of the values forgotten": ("(4 * second ^ g) * 16", "(4 * second) * 16", None),
+    "the other block is not told": ("if constexpr (SHARES) counter_arrive_at(last_half, rank ^ 1);", "", "deadlock"),
+    "a tile is copied to its own block only": ("m0, full, 3);", "m0, full, 1 << rank);", "deadlock"),
+    "others' readers do not count": ("ROWS / 16 * (SHARES ? 2 : 1)", "ROWS / 16", "race|more arrivals"),
+    "counters are not known to the cluster": ("    cluster_barrier();  // the other block arrives", "    __syncthreads();  // the other", "nobody has set up"),
+    "a block ends early": ("  if (SHARES) cluster_barrier();", "", "block ended while|which has ended|nobody has set up"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case, tmp_path):
+    old, new, words = BROKEN[case]
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    place = tmp_path / "csrc" / SOURCE
+    text = place.read_text()
+    assert old in text, "the line to break is gone"
+    text = text.replace(old, new)
+    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text, count=1)
+    text = re.sub(r"  TILE\(128.*\n", "", text).replace(": by_tile<__half>(tile, call)", ": 1")
+    place.write_text(text)
+    tile = (*TILES[0], SHARES)
+    x, w = torch.randn(12, 8192).to(BF16), weight(97, 8192)
+    kernel = Emulated(place)
+    if words is None:
+        assert error(run(kernel, x, w, None, tile), x, w) > 0.1
+    else:
+        with pytest.raises(EmulatorError, match=words):
+            run(kernel, x, w, None, tile)
