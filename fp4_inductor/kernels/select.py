@@ -258,6 +258,8 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f"N = {call.n} is not in {row.n[0]} to {row.n[1]}"
     if row.max_weights is not None and call.n * call.k > row.max_weights:
         return f"N * K = {call.n * call.k} is more than {row.max_weights}"
+    if call.n * call.k < row.min_weights:
+        return f"N * K = {call.n * call.k} is less than {row.min_weights}"
     if call.n % row.n_multiple:
         return f"N = {call.n} is not a multiple of {row.n_multiple}"
     return None

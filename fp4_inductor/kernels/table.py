@@ -64,7 +64,7 @@ class Row:
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         min_m: fewer rows than that are left to the row without a limit, unless another row has them.
-        max_weights: of a larger weight, N * K, another row is the better one.
+        max_weights, min_weights: of a larger, or smaller, weight, N * K, another row is the better one.
         n: the fewest and the most outputs; with others another row is the better one.
         triton: the oldest Triton that compiles it.
         plain: takes only calls whose ``form`` is empty: of ``fp4.moe`` ``select.moe_form``, of ``fp4.decode_attention`` ``select.attention_form``.
@@ -89,6 +89,7 @@ class Row:
     m_per_expert: float = 0.0
     triton: tuple[int, int] = (0, 0)
     max_weights: int | None = None
+    min_weights: int = 0
     n: tuple[int, int] = (1, 2**31)
     not_k_multiple: int = 0
     plain: bool = False
@@ -149,6 +150,12 @@ _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (32, {"max_weights": 2**24 - 1}),
     (32, {"n": (1, 8191), "not_k_multiple": 256}),
     (16, {"not_k_multiple": 256}),
+)
+# Up to how many rows linear_wide serves before linear_wide_fp8 does, which takes K % 256 == 0.
+_WIDE_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
+    (128, {"max_weights": 2**25 - 1, "k_multiple": 64}),
+    (128, {"not_k_multiple": 256, "k_multiple": 64}),
+    (64, {"min_weights": 2**25, "k_multiple": 256}),
 )
 _TABLE = (
     "codes decoded by a table in shared memory, 2.2 machine instructions a weight, tiles fetched by a warp of its own: 14.4 us at N = K = 8192, M = 8, and 15.3 at "
@@ -259,8 +266,13 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
         Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
         *(
-            Row(op, "wide", f"cuda_wide_{finish}", (90, 90), m, HALF, wide, MEASURED, large_m, 64, csrc=f"linear_wide_{finish}", min_m=2)
-            for m, large_m in ((128, WEIGHT_ONLY), (64, NVFP4))
+            Row(op, "wide", f"cuda_wide_{finish}", (90, 90), m, dtypes, wide, MEASURED, large_m, csrc=f"linear_wide_{finish}", min_m=2, **when)
+            for m, dtypes, large_m, when in (
+                (128, (torch.float16,), WEIGHT_ONLY, {"k_multiple": 64}),
+                (128, BF16, ("bf16",), {"k_multiple": 64}),
+                *((m, BF16, FP8, when) for m, when in _WIDE_UNTIL),
+                (64, HALF, NVFP4, {"k_multiple": 64}),
+            )
         ),
     )
 
@@ -302,9 +314,7 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, LOST, csrc="linear_mid", siblings=True),
-    Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True, max_weights=2**25 - 1),
-    Row("linear", "wide", "cuda_wide", (90, 90), 128, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True, not_k_multiple=256),
-    Row("linear", "wide", "cuda_wide", (90, 90), 64, BF16, _CUDA_WIDE, MEASURED, FP8, 64, csrc="linear_wide", siblings=True),
+    *(Row("linear", "wide", "cuda_wide", (90, 90), m, BF16, _CUDA_WIDE, MEASURED, FP8, csrc="linear_wide", siblings=True, **when) for m, when in _WIDE_UNTIL),
     Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _CUDA_WIDE + _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _CUDA_WIDE + _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide", siblings=True),

@@ -142,6 +142,8 @@ def test_a_reason_names_the_value():
             elif row.max_weights is not None and call.n * call.k > row.max_weights:
                 assert str(call.n * call.k) in why
                 assert str(row.max_weights) in why
+            elif call.n * call.k < row.min_weights:
+                assert why == f"N * K = {call.n * call.k} is less than {row.min_weights}"
             else:
                 assert "already serves M <=" in why or "is preferred" in why or why == f"the {row.without} regime serves this range", why
 
@@ -203,12 +205,12 @@ def test_thresholds_override_rows():
         base = plan(call, DEFAULT)
         named = {row.regime: row for row in base.rows[:-1]}
         for regime in named:
-            moved = plan(call, DispatchConfig(thresholds={regime: 3000}))
+            moved = plan(call, DispatchConfig(thresholds={regime: 30000}))
             mine = [row for row in moved.rows if row.regime == regime]
             assert mine, call
-            assert mine[-1].max_m == 3000
-            assert moved.pick(3000).regime == regime
-            assert moved.pick(3001).max_m is None
+            assert mine[-1].max_m == 30000
+            assert moved.pick(30000).regime == regime
+            assert moved.pick(30001).max_m is None
             assert limits(moved) == sorted(set(limits(moved)))
 
 
@@ -287,7 +289,9 @@ def test_fp8_products_without_a_transient_weight():
         ({"csrc": "no nvcc"}, [transient] * 4),
     ):
         call = Call(**{"op": "linear", "arch": 90, "dtype": torch.bfloat16, "n": 4096, "k": 4096, **fields})
-        assert [plan(call, DEFAULT).pick(m).kernel for m in (128, 129, 2048, 2049)] == kernels, fields
+        assert [plan(call, DEFAULT).pick(m).kernel for m in (128, 129, 8192, 8193)] == kernels, fields
+    large = plan(Call("linear", 90, torch.bfloat16, 8192, 4096), DEFAULT)
+    assert [large.pick(m).kernel for m in (17, 64, 65, 128)] == ["cuda_wide", "cuda_wide", fused, fused]
     off = plan(Call("linear", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"wide_fp8": 0}))
     assert off.pick(512).kernel == transient
 
@@ -310,10 +314,11 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
 
 def test_one_row_of_a_sparse_weight_goes_by_its_size():
     """The GEMV is ahead for small weights, the CUDA kernel for large ones; without nvcc there is only the GEMV."""
-    gemv, small, mid = "triton_sparse_gemv", "cuda_sparse_small", "triton_sparse_mid"
+    gemv, small, mid, wide = "triton_sparse_gemv", "cuda_sparse_small", "triton_sparse_mid", "cuda_sparse_wide"
     for arch, csrc, n, kernels in (
-        (90, "", 4096, [gemv, small, small, mid]),
-        (90, "", 8192, [small, small, small, mid]),
+        (90, "", 4096, [gemv, small, wide, wide]),
+        (90, "", 8192, [small, small, wide, wide]),
+        (90, "", 4160, [gemv, small, small, mid]),
         (90, "no nvcc", 8192, [gemv, mid, mid, mid]),
         (80, "", 8192, [gemv, small, mid, mid]),
         (120, "", 8192, [gemv, small, mid, mid]),
