@@ -56,7 +56,8 @@ class NVFP4Config:
             ``"nvfp4"`` (W4A4; never chosen by "auto", for it costs more than the weights do: the report says how much):
             activations rounded to NVFP4 per token, for the FP4 tensor cores of sm_100 and sm_120. Elsewhere the same numbers
             are computed in high precision, slower than any other choice: to judge the quality before such a GPU is there.
-            Few rows (decoding), experts and the output head keep their activations.
+            Few rows (decoding; on an H200 up to 128, up to 64 of a layer of 2^25 weights or more), experts and the output head
+            keep their activations.
         siblings: layers of one module that usually read one input (q/k/v, gate/up). ``"packed"``: adjacent rows of one
             buffer, so that compiled graphs make one call of them; every bit is as if they were apart. ``"shared"``: one
             global scale besides, which lets every kernel take them in one call; block scales are rounded a little

@@ -200,8 +200,8 @@ _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense
 _SPARSE_SMALL_90 = _SPARSE_SMALL + ". 16.1 us at N = K = 8192, M = 1 to 8, and 28.5 at M = 32, where the Triton kernel takes 57 to 60 and 85, bf16 cuBLAS 35"
 _SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time on an H200, which has not run here either"
 _SPARSE_TABLE = (
-    "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5; predicted from the "
-    "dense kernel's 14.4 us at N = K = 8192: 11.0 to 11.8 for M <= 8"
+    "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5. 13.4 us at N = K = 8192, "
+    "M = 1, where that one takes 16.2 and dense weights 14.5 to 15.4; 6.1 and 6.4 at N = K = 4096, M = 8; 13.4 and 19.8 at N = 14336, K = 4096, M = 16"
 )
 _SPARSE_WIDE = (
     "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "
@@ -382,7 +382,7 @@ ROWS: tuple[Row, ...] = (
         16,
         HALF,
         _SPARSE_TABLE,
-        EMULATED,
+        MEASURED,
         k_multiple=256,
         csrc="sparse_linear_table",
         n=(16, 2**31),

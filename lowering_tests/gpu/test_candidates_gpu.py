@@ -248,27 +248,24 @@ def test_siblings_and_epilogues(dtype):
 def test_sparse_table(dtype):
     hopper()
     tiles = [None, *(cuda_small.SparseTableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4)))]
-    with dispatch(candidates=("cuda_sparse_table",)):
-        for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
-            w = sparse.weight(n, k)
-            reference = sparse.dense(*w).to(DEVICE)
-            parts, bias = [t.to(DEVICE) for t in w], torch.randn(n, device=DEVICE).to(dtype)
-            call = select.describe("sparse_linear", torch.device(DEVICE, 0), dtype, n, k)
-            for m in (1, 3, 8, 9, 16):
-                assert m == 1 or select.plan(call, dispatch_config()).pick(m).kernel == "cuda_sparse_table"
-                x = torch.randn(m, k, device=DEVICE).to(dtype)
-                want = x.double() @ reference.T + bias.double()
-                for tile in tiles:
-                    if tile and (16 * tile.sets > n or k % (128 * tile.substeps)):
-                        continue
-                    first = launch_sparse.table(x, *parts, bias, tile)
-                    assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
-                    assert all(torch.equal(launch_sparse.table(x, *parts, bias, tile), first) for _ in range(20)), (m, n, k, tile)
-                assert torch.equal(launch_sparse.table(x[:1], *parts, bias), launch_sparse.table(x, *parts, bias)[:1]), (
-                    "one order of summation for 1 to 16 rows"
-                )
-                if m > 1:
-                    assert torch.equal(fp4.sparse_linear(x, *parts, bias), launch_sparse.table(x, *parts, bias))
+    for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
+        w = sparse.weight(n, k)
+        reference = sparse.dense(*w).to(DEVICE)
+        parts, bias = [t.to(DEVICE) for t in w], torch.randn(n, device=DEVICE).to(dtype)
+        call = select.describe("sparse_linear", torch.device(DEVICE, 0), dtype, n, k)
+        for m in (1, 3, 8, 9, 16):
+            assert m == 1 or select.plan(call, dispatch_config()).pick(m).kernel == "cuda_sparse_table"
+            x = torch.randn(m, k, device=DEVICE).to(dtype)
+            want = x.double() @ reference.T + bias.double()
+            for tile in tiles:
+                if tile and (16 * tile.sets > n or k % (128 * tile.substeps)):
+                    continue
+                first = launch_sparse.table(x, *parts, bias, tile)
+                assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
+                assert all(torch.equal(launch_sparse.table(x, *parts, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+            assert torch.equal(launch_sparse.table(x[:1], *parts, bias), launch_sparse.table(x, *parts, bias)[:1]), "one order of summation for 1 to 16 rows"
+            if m > 1:
+                assert torch.equal(fp4.sparse_linear(x, *parts, bias), launch_sparse.table(x, *parts, bias))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -307,19 +304,17 @@ def test_sparse_wide(dtype):
                 assert all(torch.equal(cuda_wide.linear(x, *parts, bias, 90, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
-def test_sparse_wide_is_what_the_candidate_runs():
+def test_sparse_wide_is_what_serves():
     """Eager, and in a replayed graph in which another kernel writes the activations right before it."""
     hopper()
     w = sparse.weight(4096, 2048)
     reference, parts = sparse.dense(*w).to(DEVICE), [t.to(DEVICE) for t in w]
     x = torch.randn(48, 2048, device=DEVICE).to(BF16)
-    with dispatch(candidates=("cuda_sparse_wide",)):
-        call = select.describe_for("sparse_linear", 90, BF16, 4096, 2048)
-        assert select.plan(call, dispatch_config()).pick(48).kernel == "cuda_sparse_wide"
-        graph, source = torch.cuda.CUDAGraph(), torch.empty_like(x)
-        fp4.sparse_linear(x, *parts)
-        with torch.cuda.graph(graph):
-            y = fp4.sparse_linear(source * 2, *parts)
+    assert select.plan(select.describe_for("sparse_linear", 90, BF16, 4096, 2048), dispatch_config()).pick(48).kernel == "cuda_sparse_wide"
+    graph, source = torch.cuda.CUDAGraph(), torch.empty_like(x)
+    fp4.sparse_linear(x, *parts)
+    with torch.cuda.graph(graph):
+        y = fp4.sparse_linear(source * 2, *parts)
     for _ in range(3):
         source.copy_(torch.randn_like(source))
         graph.replay()
