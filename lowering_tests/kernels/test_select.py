@@ -314,10 +314,11 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
 
 def test_one_row_of_a_sparse_weight_goes_by_its_size():
     """The GEMV is ahead for small weights, the CUDA kernel for large ones; without nvcc there is only the GEMV."""
-    gemv, small, mid, wide = "triton_sparse_gemv", "cuda_sparse_small", "triton_sparse_mid", "cuda_sparse_wide"
+    gemv, mid = "triton_sparse_gemv", "triton_sparse_mid"
+    small, table, wide = (f"cuda_sparse_{size}" for size in ("small", "table", "wide"))
     for arch, csrc, n, kernels in (
-        (90, "", 4096, [gemv, small, wide, wide]),
-        (90, "", 8192, [small, small, wide, wide]),
+        (90, "", 4096, [gemv, table, wide, wide]),
+        (90, "", 8192, [table, table, wide, wide]),
         (90, "", 4160, [gemv, small, small, mid]),
         (90, "no nvcc", 8192, [gemv, mid, mid, mid]),
         (80, "", 8192, [gemv, small, mid, mid]),
