@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
   float acc[R][kTiles][4] = {};
   wait_for_previous();  // it may still read y, and may have written what the epilogue reads
   let_next_begin();
-  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, [&](int stage) {
+  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const uint8_t* from = shared + kPairTable + stage * layout.stage();
     const uint8_t* my_codes = from + layout.x_bytes() + (local + g) * 128;
     const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * 16 + 4 * t;
@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
         }
       }
     }
+    return bits_of(acc);
   });
 
   barrier(1, threads);  // nobody reads the ring any more

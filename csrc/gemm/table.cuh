@@ -37,9 +37,20 @@ __device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Sh
   }
 }
 
-// By a warp, one of those that share K in k_groups: use(stage) for each of its steps, every k_groups-th.
+// Bits of each of a warp's sums: not known before everything that they are made of has been loaded.
+template <int R, int TILES> __device__ __forceinline__ uint32_t bits_of(const float (&acc)[R][TILES][4]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) bits |= __float_as_uint(acc[r][j][0]);
+  return bits;
+}
+
+// By a warp, one of those that share K in k_groups: use(stage) for each of its steps, every k_groups-th, which returns bits_of() its sums. Giving the stage back
+// has to wait for these, for it would overtake loads; zero: 0, which the compiler does not know.
 template <typename Use>
-__device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, int k_group, Shared full, Shared free, int lane, Use use) {
+__device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, int k_group, Shared full, Shared free, int lane, int zero, Use use) {
   // A warp has to meet every phase of a counter that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
   // where these always lie in the same stages, else it waits for each step and works on every k_groups-th.
   const int stride = stages % k_groups ? 1 : k_groups;
@@ -54,9 +65,9 @@ __device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, 
       continue;
     }
     turn = stride == 1 ? k_groups - 1 : 0;
-    use(stage);
+    const int behind = (int)use(stage) & zero;
     __syncwarp();
-    if (lane == 0) counter_arrive(free + 8 * stage);
+    if (lane == 0) counter_arrive(free + 8 * stage + behind);
   }
 }
 

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
   // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them.
   const int x_at = kPairTable + SUBSTEPS * (lane >> 3 & 1) * (TOKENS * 128) + (lane & 7) * 128 + (lane >> 4 ^ (lane & 7)) * 16;
   float acc[R][kTiles][4] = {};
-  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, [&](int stage) {
+  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
     const uint8_t* my_scales = shared + scale_at + stage * layout.scale_bytes();
     Words<SUBSTEPS> by[R][2];
@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
         }
       }
     }
+    return bits_of(acc);
   });
 
   barrier(1, threads);  // nobody reads the ring any more

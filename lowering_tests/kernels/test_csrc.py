@@ -110,10 +110,30 @@ def check_compiled(source, arch, defines=()):
     begins = early or wide or source in ("moe/grouped_wide.cu", "sparse/sparse_linear_table.cu")
     assert min(grid_waits) >= (early or wide) and (max(grid_waits) > 0) is begins, grid_waits
     assert not ((early or wide) and ".CONSTANT" in "".join(re.findall(r"LDG\.E\.128\S*", sass))), "activations change while an early kernel runs"
+    assert not overtaken(sass), "a stage is given back before it is read"
     # products in flight together: one wait for two or four, and one at the end (of sparse ones one more before each step), where ptxas puts one behind each if
     # it cannot prove the registers free
     waits = {(len(re.findall("[HQ]GMMA", body)), body.count("WARPGROUP.DEPBAR")) for body in sass.split("Function : ")[1:]}
     assert waits <= {(0, 0), (8, 6 if source.startswith("sparse") else 5), (16, 5), (16, 9), (32, 9)}, waits
+
+
+def overtaken(sass: str) -> list[str]:
+    """Arrivals at a counter while a load of 16 bytes from shared memory is on its way: they overtake it, and a copy may then overwrite what it is to read.
+
+    Bits 41 on of an instruction's second word: the scoreboard (of six, 7: none) that its result sets, at 5, and those that it waits for, from 11 on.
+    """
+    found, loads = [], set()
+    for text, control in re.findall(r"/\*[0-9a-f]{4,5}\*/ +(\S.*?);? +/\* 0x[0-9a-f]{16} \*/\n +/\* 0x([0-9a-f]{16}) \*/", sass):
+        bits = int(control, 16) >> 41
+        loads -= {board for board in range(6) if bits >> 11 + board & 1}
+        if "SYNCS.ARRIVE" in text and loads:
+            found.append(text)
+        board = bits >> 5 & 7
+        if "LDS" in text and ".128" in text:
+            loads.add(board)
+        else:
+            loads.discard(board)
+    return found
 
 
 @needs_nvcc

@@ -60,12 +60,12 @@ def test_no_weight_is_copied_and_one_input_is_written_once():
 
 
 def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
-    for shared, scales in ((False, f", 0, 0, 0, {N}, {N + KV}"), (True, "")):
+    for shared, scales in ((False, f"{N}, {N + KV}"), (True, "0, 0")):
         code, entries = compiled(8, build=lambda shared=shared: Block(shared=shared), csrc="")
         assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
         assert kernels(entries)[0] == ("fp4.linear", "cuda_table", N + 2 * KV)
         assert [e.note.partition(";")[0] for e in entries[:2]] == ["one call for siblings: q, k, v", "one call for siblings: gate, up"]
-        assert re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", call_body(code)) == [scales]
+        assert re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", call_body(code)) == [f", 0, 0, 0, {scales}, 0, None, None, 1"]
 
 
 def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
@@ -84,12 +84,13 @@ def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
     assert kernels(entries) == [
         ("fp4.linear", "cuda_table", N + 2 * KV), ("fp4.linear_glu", "cuda_table_glu", 2 * INNER), ("fp4.linear_epilogue", "cuda_table_pointwise", K)
     ]  # fmt: skip
-    assert [e.note for e in entries[1:]] == ["one call for siblings: gate, up; silu(gate) * up", "in the kernel: + residual"]
+    early = "begins while the kernel before it runs"
+    assert [e.note for e in entries[1:]] == [f"one call for siblings: gate, up; silu(gate) * up; {early}", f"in the kernel: + residual; {early}"]
     assert entries[2].module == "down"
     assert matches() == {"siblings": 2, "linear_glu": 1, "linear_epilogue": 1}
     body = call_body(code)
-    assert re.findall(r"linear_table_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1"]
-    assert re.findall(r"linear_table_pointwise\.default\(.*?, 90(.*?), in0\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
+    assert re.findall(r"linear_table_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1, None, None, 1"]
+    assert re.findall(r"linear_table_pointwise\.default\(.*?, 90(.*?), in0, 1\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
     assert "triton_poi_fused_mul" not in body
     assert re.search(r"return \(b\d+, b\d+, \)", body)
     # so do more rows; layers of fewer than 2^24 weights stay with the small kernel up to 32, and to 16 where a product alone is ahead
@@ -111,7 +112,7 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
         return entries, call_body(code)
 
     dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
-    for m, kernel, options in ((1, "triton_gemv", {}), (2100, "dequantize_fp8 + scaled_mm", {}), (2100, "dequantize_fp8 + scaled_mm", dynamic)):
+    for m, kernel, options in ((1, "triton_gemv", {}), (8200, "dequantize_fp8 + scaled_mm", {}), (8200, "dequantize_fp8 + scaled_mm", dynamic)):
         entries, body = graph(m, **options)
         assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", kernel)] * 3
         assert "fp4_csrc" not in body
@@ -161,7 +162,7 @@ def test_fp8_products_round_activations_in_the_kernel_before_them():
         assert {e.decision.how for e in entries} == {"guard" if options else "proven"}
         assert body.count("fp4_csrc.linear_wide_fp8.default(") == 3
         assert "dequantize" not in body and "quantize_rows" not in body
-        transient, before = compiled(4096, csrc="", **options)
+        transient, before = compiled(8200, csrc="", **options)
         assert {e.decision.row.kernel for e in before} == {"dequantize_fp8 + scaled_mm"}
         assert len(re.findall(r"triton_\w+\.run\(", body)) <= len(re.findall(r"triton_\w+\.run\(", call_body(transient)))
     with dispatch(unproven="runtime"):

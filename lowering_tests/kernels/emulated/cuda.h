@@ -68,6 +68,11 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 
 inline void __syncthreads() { emulated::block_barrier(0, (int)blockDim.x); }
 inline void __syncwarp() { emulated::warp_barrier(); }
+inline uint32_t __float_as_uint(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, 4);
+  return bits;
+}
 
 namespace emulated {
 
