@@ -51,7 +51,7 @@ def test_activations_in_e4m3_are_arranged_behind_the_kernel_before():
 EARLY = "global memory before the previous"
 TABLE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
 BROKEN = {
-    "who fetches does not wait": (TABLE, "      wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
+    "who fetches does not wait": ("gemm/table.cuh", "  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
     "who stores does not wait": (TABLE, TABLE_WAIT, "", f"(read|write) of {EARLY}"),
     "the next kernel begins before the wait": (TABLE, TABLE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
     "activations are arranged before": ("gemm/wide.cuh", "  let_second_begin();\n  wait_for_previous();\n", "", f"(read|write) of {EARLY}"),
@@ -67,6 +67,6 @@ def test_a_missing_wait_is_caught(case, tmp_path):
     assert text.count(old) == 1, "the line to break is gone"
     path.write_text(text.replace(old, new).replace(": run(__half())", ": cudaErrorInvalidValue"))
     x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
-    kernel = Emulated(tmp_path / "csrc" / (source if source == TABLE else WIDE), 90)
+    kernel = Emulated(tmp_path / "csrc" / (WIDE if source == "gemm/wide.cuh" else TABLE), 90)
     with pytest.raises(EmulatorError, match=words):
-        run(kernel, x, w, None, (2, 2, 4) if source == TABLE else (128, 32, 2, 1))
+        run(kernel, x, w, None, (128, 32, 2, 1) if source == "gemm/wide.cuh" else (2, 2, 4))
