@@ -126,7 +126,7 @@ def test_arguments_that_no_kernel_takes():
 BROKEN = {
     "the wait for weights is missing": ("    counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
     "the wait for activations is missing": ("      counter_wait(half + 8 * j, x_at.parity);\n", "", "before its asynchronous copy was waited for"),
-    "weights are given back too early": ("    __syncwarp();\n    if (lane == 0 && ", "    if (lane == 0 && ", "race"),
+    "weights are given back too early": ("    uint4 v[2][4],", "    if (!lane) counter_arrive(w_free + 8 * w.i);\n    uint4 v[2][4],", "race|more arrivals"),
     "metadata of rows past N": ("n0 + local + g < N ? 0 : 0x4444", "true ? 0 : 0x4444", "metadata 0 is not ordered"),
     "halves of the metadata exchanged": ("t & 1 ? 0x7632 : 0x5410", "t & 1 ? 0x5410 : 0x7632", None),
     "metadata of the other half": ("(2 * second ^ t / 2 ^ g / 2) * 16", "(2 * second ^ g / 2) * 16", None),
