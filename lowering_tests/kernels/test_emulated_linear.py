@@ -302,9 +302,9 @@ BROKEN = {
     "weights are not waited for": (WIDE, "      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
     "weights are given back before they are read": (
         WIDE,
-        "      __syncwarp();\n      if (lane == 0) counter_arrive(w_free",
-        "      if (lane == 0) counter_arrive(w_free",
-        "race",
+        "      uint4 q[2][2];\n",
+        "      if (lane == 0) counter_arrive(w_free + 8 * w.i);\n      uint4 q[2][2];\n",
+        "race|more arrivals",
     ),
     "a tile's bytes are not all promised": (WIDE, "MAPPED ? S::kWeights : S::kCodes", "S::kCodes", "promise|more bytes|race|nobody"),
     "a block leaves the cluster early": (
