@@ -177,7 +177,7 @@ def tune(kind: str, m_list: list[int], shapes, processes: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--m", type=int, nargs="+", help="rows of the activation; default: the sweep 1..512 and the large ones")
-    parser.add_argument("--who", nargs="+", help="default: fp4_inductor, bf16 and every peer that can be imported")
+    parser.add_argument("--who", nargs="+", help=f"default: {', '.join(OURS)}, bf16 and every peer that can be imported")
     parser.add_argument("--large-m", default="auto", choices=("auto", "fp8", "bf16", "nvfp4"))
     parser.add_argument("--thresholds", nargs="+", default=[], metavar="REGIME=M", help="as DispatchConfig(thresholds=...)")
     parser.add_argument("--tune", choices=("gemv", "small", "mid"), help="search the tiles of one kernel instead")

@@ -27,7 +27,7 @@ inline bool is_dense(const Tensor& t) { return t.is_contiguous() && (uintptr_t)t
 // Copied if it is not.
 inline Tensor dense(const Tensor& t) {
   Tensor c = t.is_contiguous() ? t : torch::stable::contiguous(t);
-  return (uintptr_t)c.data_ptr() % 16 ? torch::stable::clone(c) : c;
+  return is_dense(c) ? c : torch::stable::clone(c);
 }
 
 inline int dtype_code(const Tensor& x, const char* op) {

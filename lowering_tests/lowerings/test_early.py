@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 K, N, M = 512, 1024, 8
 
 
-def compiled(f, *, m=M, layer=True, **options):
+def compiled(f, m=M):
     """The arguments of the kernel's call behind ``arch``, and what explain() says of it; ``f(linear, x)`` of a fresh layer."""
 
     def build():
@@ -27,7 +27,7 @@ def compiled(f, *, m=M, layer=True, **options):
         return lambda x: f(linear, x)
 
     with listen() as entries:
-        body = call_body(generated_code(build, [((m, K), BF16)], csrc="", **options)[0])
+        body = call_body(generated_code(build, [((m, K), BF16)], csrc="")[0])
     [arguments] = re.findall(r"fp4_csrc\.\w+\.default\(.*?, 90(.*?)\)", body)
     return [int(a) if a != "None" else None for a in arguments.split(", ")[1:]], entries[-1].note
 
