@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fp4_inductor.formats import e2m1, nvfp4
@@ -27,3 +29,44 @@ def dense(values, meta, scale, g) -> torch.Tensor:
     for place, code in ((nibbles & 3, values & 15), (nibbles >> 2, values >> 4)):
         w.scatter_(2, place[..., None], table[code.long()][..., None])
     return w.reshape(n, -1) * scale.double().repeat_interleave(16, 1) * g.double()
+
+
+def picks(k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row i of ``[k, k]`` keeps one value, 1.0 at k = i: a product with it is x, exactly."""
+    row = torch.arange(k)
+    nibbles = torch.full((k, k // 4), 14, dtype=torch.uint8)
+    values = torch.zeros(k, k // 4, dtype=torch.uint8)
+    for first in range(4):
+        chosen = row % 4 == first
+        nibbles[row[chosen], row[chosen] // 4] = 4 if first == 0 else first << 2  # kept: (0, 1), or (0, first)
+        values[row[chosen], row[chosen] // 4] = 2 if first == 0 else 2 << 4  # 1.0
+    scale = torch.full((k, k // 16), 0x38, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
+    return values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(1.0)
+
+
+def check_every_code_with_every_scale(product: Callable[..., torch.Tensor]) -> None:
+    """``product(x, w)`` of each byte of two codes with each scale, in any pattern."""
+    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(nvfp4.SCALE_DTYPE)
+    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
+    w = (values, meta, scale, torch.tensor(2.0**-9))
+    reference = dense(*w)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(8, 1024).to(dtype)
+        y = product(x, w)
+        assert not y[:, 0].any(), "scale byte 0"
+        magnitude = x.double().abs() @ reference.abs().T
+        assert ((y.double() - x.double() @ reference.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+
+
+def check_order_of_threads_and_neighbours(product: Callable[..., torch.Tensor], x: torch.Tensor, w: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """``product(x, w, seed=...)`` has the same bits in another order of threads, and where another row of x holds a NaN; returns it."""
+    y = product(x, w)
+    assert torch.equal(product(x, w, seed=5), y)
+    bad = x.clone()
+    bad[3, -1] = float("nan")
+    z = product(bad, w)
+    keep = [i for i in range(len(x)) if i != 3]
+    assert torch.equal(z[keep], y[keep])
+    assert z[3][dense(*w)[:, -1] != 0].isnan().all()
+    return y

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.formats import nvfp4
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
-from lowering_tests.kernels.sparse24 import BOUND, LEGAL, dense, weight
+from lowering_tests.kernels.sparse24 import (
+    BOUND,
+    LEGAL,
+    check_every_code_with_every_scale,
+    check_order_of_threads_and_neighbours,
+    dense,
+    picks,
+    weight,
+)
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "sparse/sparse_linear_table.cu"
@@ -60,45 +67,21 @@ def test_one_pattern_everywhere(nibble):
 
 @pytest.mark.parametrize("tile", [(2, 2, 2, 2), (2, 2, 2, 4), (4, 4, 1, 2)], ids=str)
 def test_a_single_kept_value_at_every_place(tile):
-    """Row i of the weight keeps one value, at k = i: the product picks column i of x, exactly."""
-    k = 1024
-    row = torch.arange(k)
-    nibbles = torch.full((k, k // 4), 14, dtype=torch.uint8)
-    values = torch.zeros(k, k // 4, dtype=torch.uint8)
-    for first in range(4):
-        chosen = row % 4 == first
-        nibbles[row[chosen], row[chosen] // 4] = 4 if first == 0 else first << 2  # kept: (0, 1), or (0, first)
-        values[row[chosen], row[chosen] // 4] = 2 if first == 0 else 2 << 4  # 1.0
-    scale = torch.full((k, k // 16), 0x38, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
-    x = torch.randn(9, k).to(BF16)
-    w = (values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(1.0))
-    assert torch.equal(run(emulated(SOURCE), x, w, None, tile), x)
+    x = torch.randn(9, 1024).to(BF16)
+    assert torch.equal(run(emulated(SOURCE), x, picks(1024), None, tile), x)
 
 
 def test_every_code_with_every_scale():
-    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
-    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(nvfp4.SCALE_DTYPE)
-    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
-    w = (values, meta, scale, torch.tensor(2.0**-9))
-    reference = dense(*w)
-    for dtype in (BF16, FP16):
-        x = torch.randn(8, 1024).to(dtype)
-        y = run(emulated(SOURCE), x, w, None, (2, 2, 3, 2))
-        assert not y[:, 0].any(), "scale byte 0"
-        magnitude = x.double().abs() @ reference.abs().T
-        assert ((y.double() - x.double() @ reference.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+    check_every_code_with_every_scale(lambda x, w: run(emulated(SOURCE), x, w, None, (2, 2, 3, 2)))
 
 
 def test_order_of_threads_rows_and_their_number_change_nothing():
+    def product(x, w, seed=0):
+        return run(emulated(SOURCE), x, w, None, (0, 0, 0, 0), seed)
+
     x, w = torch.randn(13, 1280).to(BF16), weight(71, 1280)
-    y = run(emulated(SOURCE), x, w, None, (0, 0, 0, 0))
-    assert torch.equal(run(emulated(SOURCE), x, w, None, (0, 0, 0, 0), seed=5), y)
-    assert torch.equal(run(emulated(SOURCE), x[:3].clone(), w, None, (0, 0, 0, 0)), y[:3]), "one order of summation for 1 to 16 rows"
-    x[3, -1] = float("nan")
-    z = run(emulated(SOURCE), x, w, None, (0, 0, 0, 0))
-    keep = [i for i in range(13) if i != 3]
-    assert torch.equal(z[keep], y[keep])
-    assert z[3][dense(*w)[:, -1] != 0].isnan().all()
+    y = check_order_of_threads_and_neighbours(product, x, w)
+    assert torch.equal(product(x[:3].clone(), w), y[:3]), "one order of summation for 1 to 16 rows"
 
 
 def test_arguments_that_no_kernel_takes():

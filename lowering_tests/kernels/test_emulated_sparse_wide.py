@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.formats import nvfp4
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
-from lowering_tests.kernels.sparse24 import BOUND, LEGAL, dense, weight
+from lowering_tests.kernels.sparse24 import (
+    BOUND,
+    LEGAL,
+    check_every_code_with_every_scale,
+    check_order_of_threads_and_neighbours,
+    dense,
+    picks,
+    weight,
+)
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "sparse/sparse_linear_wide.cu"
@@ -64,47 +71,20 @@ def test_one_pattern_everywhere(nibble):
 
 
 def test_a_single_kept_value_at_every_place():
-    """Row i of the weight keeps one value, at k = i: the product picks column i of x, exactly."""
-    k = 512
-    row = torch.arange(k)
-    nibbles = torch.full((k, k // 4), 14, dtype=torch.uint8)
-    values = torch.zeros(k, k // 4, dtype=torch.uint8)
-    for first in range(4):
-        chosen = row % 4 == first
-        nibbles[row[chosen], row[chosen] // 4] = 4 if first == 0 else first << 2  # kept: (0, 1), or (0, first)
-        values[row[chosen], row[chosen] // 4] = 2 if first == 0 else 2 << 4  # 1.0
-    scale = torch.full((k, k // 16), 0x38, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
-    w = (values, nibbles[:, ::2] | nibbles[:, 1::2] << 4, scale, torch.tensor(1.0))
     for tile, dtype in (((64, 32, 4, 2), BF16), ((128, 64, 2, SHARES), FP16)):
-        x = torch.randn(20, k).to(dtype)
-        assert torch.equal(run(emulated(SOURCE), x, w, None, tile), x)
+        x = torch.randn(20, 512).to(dtype)
+        assert torch.equal(run(emulated(SOURCE), x, picks(512), None, tile), x)
 
 
 def test_every_code_with_every_scale():
-    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
-    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(nvfp4.SCALE_DTYPE)
-    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
-    w = (values, meta, scale, torch.tensor(2.0**-9))
-    reference = dense(*w)
-    for dtype in (BF16, FP16):
-        x = torch.randn(8, 1024).to(dtype)
-        y = run(emulated(SOURCE), x, w, None, (64, 16, 4, 1))
-        assert not y[:, 0].any(), "scale byte 0"
-        magnitude = x.double().abs() @ reference.abs().T
-        assert ((y.double() - x.double() @ reference.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
+    check_every_code_with_every_scale(lambda x, w: run(emulated(SOURCE), x, w, None, (64, 16, 4, 1)))
 
 
 @pytest.mark.parametrize("splits", [2, SHARES])
 def test_order_of_threads_and_neighbouring_rows_change_nothing(splits):
-    tile = (64, 32, 4, splits)
-    x, w = torch.randn(20, 2304).to(BF16), weight(70, 2304)
-    y = run(emulated(SOURCE), x, w, None, tile)
-    assert torch.equal(run(emulated(SOURCE), x, w, None, tile, seed=5), y)
-    x[3, -1] = float("nan")
-    z = run(emulated(SOURCE), x, w, None, tile)
-    keep = [i for i in range(20) if i != 3]
-    assert torch.equal(z[keep], y[keep])
-    assert z[3][dense(*w)[:, -1] != 0].isnan().all()
+    check_order_of_threads_and_neighbours(
+        lambda x, w, seed=0: run(emulated(SOURCE), x, w, None, (64, 32, 4, splits), seed), torch.randn(20, 2304).to(BF16), weight(70, 2304)
+    )
 
 
 def test_arguments_that_no_kernel_takes():
