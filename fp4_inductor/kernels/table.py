@@ -68,6 +68,7 @@ class Row:
         n: the fewest and the most outputs; with others another row is the better one.
         triton: the oldest Triton that compiles it.
         plain: takes only calls whose ``form`` is empty: of ``fp4.moe`` ``select.moe_form``, of ``fp4.decode_attention`` ``select.attention_form``.
+        early: only calls whose kernel is proven to be able to begin while the one before it runs (True), only others (False), or both (None).
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
 
@@ -93,6 +94,7 @@ class Row:
     n: tuple[int, int] = (1, 2**31)
     not_k_multiple: int = 0
     plain: bool = False
+    early: bool | None = None
 
     @property
     def off(self) -> bool:
@@ -140,6 +142,15 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
 
 
 _GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
+_GEMV_LARGE = (
+    _GEMV + ". Of 2^25 weights and more cuda_table is ahead where it may begin early: 12.5 us at N = K = 8192, the GEMV 14.1; 36.9 and 41 at N = 28672"
+)
+# Which weights it serves on sm_90 though cuda_table serves more rows.
+_GEMV_WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (_GEMV, {"max_weights": 2**25 - 1}),
+    (_GEMV, {"min_weights": 2**25, "not_k_multiple": 256}),
+    (_GEMV_LARGE, {"min_weights": 2**25, "early": False}),
+)
 _SMALL = (
     "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
     "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
@@ -241,26 +252,30 @@ _GROUPED_DENSE = "as above in bfloat16, at most 1 GiB of transient weights at on
 
 
 def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, max_m: int) -> tuple[Row, ...]:
-    """The CUDA kernels of fp4.linear with more behind their sums. M = 1 stays with the GEMV, which is ahead there.
+    """The CUDA kernels of fp4.linear with more behind their sums. M = 1 stays with the GEMV where fp4.linear's rows leave it there.
 
     ``measured``, ``wide``: the reasons on sm_90, where the small kernel serves up to ``max_m``. Its gain of a microsecond or two says nothing of other GPUs.
     """
     small = (((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
     hopper: tuple[tuple[int, dict[str, Any]], ...] = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}))  # as without an epilogue
+    table: tuple[dict[str, Any], ...] = ({"min_weights": 2**25, "early": True}, {"min_m": 2})
     common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
-        Row(
-            op,
-            "small",
-            f"cuda_table_{finish}",
-            (90, 90),
-            16,
-            HALF,
-            f"{reason}. Timed in a whole model only; the product alone: {_TABLE}",
-            MEASURED,
-            k_multiple=256,
-            csrc=f"linear_table_{finish}",
-            min_m=2,
+        *(
+            Row(
+                op,
+                "small",
+                f"cuda_table_{finish}",
+                (90, 90),
+                16,
+                HALF,
+                f"{reason}. Timed in a whole model only; the product alone: {_TABLE}",
+                MEASURED,
+                k_multiple=256,
+                csrc=f"linear_table_{finish}",
+                **when,
+            )
+            for when in table
         ),
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
@@ -289,7 +304,7 @@ ROWS: tuple[Row, ...] = (
         "runs in CI",
         WEIGHT_ONLY,
     ),
-    Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, _GEMV, "measured on H200", k_multiple=64, siblings=True),
+    *(Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, why, MEASURED, k_multiple=64, siblings=True, **when) for why, when in _GEMV_WEIGHTS),
     Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run", siblings=True),
     Row(

@@ -109,7 +109,7 @@ def product(
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
     name = op._opname
-    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m)
+    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m, early=may_begin_early(x, weight, m))
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     entry = record(options, decision, m, refused=refused, module=module, note=note)
@@ -138,6 +138,15 @@ def call_csrc(entry: Entry, name: str, parts: tuple, weight: tuple, bias, arch: 
         early = not why_not
         entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
     return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(name, then, early))
+
+
+def may_begin_early(x, weight: tuple, m) -> bool:
+    """Of a call of one row: may its kernel begin while the one before it runs? That chooses the kernel. Of more rows it does not: they are left
+    unrealised, for their producer to fuse with what may be done to them first."""
+    if m != 1 or x.get_device().type != "cuda" or dispatch_config().early == "never":
+        return False
+    given = arguments(x, *weight)
+    return not order.why_not_early(given[:1], given[1:-1])
 
 
 def _empty(x, lead, n, bias):

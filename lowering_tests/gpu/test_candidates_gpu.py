@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor import FP4Linear, dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host, select
@@ -189,6 +189,29 @@ def test_early_in_a_compiled_graph(m):
             results[early] = [compiled(torch.randn_like(x)).clone() for _ in range(20)]
     differing = [(a != b).sum().item() for a, b in zip(*results.values(), strict=True)]
     assert not any(differing), differing
+
+
+def test_one_row_of_large_weights_in_a_compiled_graph():
+    """The table's kernel serves M = 1 where it may begin early, alone and with what stands behind it; replayed with new activations against float64."""
+    hopper()
+    k, n = 4096, 8192
+    gate, up, down = (FP4Linear.from_weight(torch.randn(a, b, device=DEVICE).to(BF16) / b**0.5) for a, b in ((n, k), (n, k), (k, n)))
+    weights = [layer.dequantize(torch.float32).double().t() for layer in (gate, up, down)]
+
+    def model(x):
+        h = x.relu()
+        return down(torch.nn.functional.silu(gate(h)) * up(h)) + x
+
+    x = torch.randn(1, k, device=DEVICE, dtype=BF16)
+    called = [(row.op, row.kernel, "begins while" in row.note) for row in explain(torch.compile(model, fullgraph=True), x).rows]
+    assert called and all(kernel.startswith("cuda_table") and early for _, kernel, early in called), called
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        for _ in range(20):
+            x = torch.randn_like(x)
+            h = x.relu().double()
+            expected = (torch.nn.functional.silu(h @ weights[0]) * (h @ weights[1])) @ weights[2] + x.double()
+            assert error(compiled(x), expected) < 1e-2
 
 
 @pytest.mark.parametrize(("k", "n"), [(8192, 28672), (8192, 8192), (4096, 4096)])
