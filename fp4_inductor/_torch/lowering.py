@@ -13,6 +13,7 @@ from torch._inductor import ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import get_mutation_region_id
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V, ops
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
@@ -158,7 +159,7 @@ def quantize_rows_e4m3(x, limit: float, smallest: float):
     """``(E4M3 [M, K], float32 [M, 1])`` of ``x [M, K]``, on CUDA, as pointwise operations and one reduction.
 
     Bit for bit what eager code computes, wherever Inductor fuses it: ``x`` is rounded to its dtype even if its producer's
-    float32 value is at hand, and divisions are IEEE's (Triton's ``/`` is an approximation).
+    float32 value is at hand, and the two divisions of a row are IEEE's (Triton's ``/`` is an approximation).
 
     Args:
         limit: what the largest magnitude of a row becomes.
@@ -170,12 +171,17 @@ def quantize_rows_e4m3(x, limit: float, smallest: float):
         scale = ops.maximum(_divide(peak, ops.constant(limit, torch.float32)), ops.constant(smallest, torch.float32))
         return ops.where(ops.eq(peak, ops.constant(0.0, torch.float32)), ops.constant(1.0, torch.float32), scale)
 
-    def code_of(value, scale):
-        quotient = _divide(value, scale)
-        return ops.to_dtype(ops.minimum(ops.maximum(quotient, ops.constant(-limit, torch.float32)), ops.constant(limit, torch.float32)), torch.float8_e4m3fn)
+    def inverse_of(scale):
+        return _divide(ops.constant(1.0, torch.float32), scale)
+
+    def code_of(value, inverse):
+        return ops.to_dtype(
+            ops.minimum(ops.maximum(ops.mul(value, inverse), ops.constant(-limit, torch.float32)), ops.constant(limit, torch.float32)), torch.float8_e4m3fn
+        )
 
     scale = _elementwise(scale_of, torch.float32, amax)
-    return _elementwise(code_of, torch.float8_e4m3fn, rows, lowerings[aten.expand.default](scale, rows.get_size())), scale
+    inverse = lowerings[aten.expand.default](_elementwise(inverse_of, torch.float32, scale), rows.get_size())
+    return _elementwise(code_of, torch.float8_e4m3fn, rows, inverse), scale
 
 
 def row_scales(x, per_unit: float, smallest: float):
@@ -220,6 +226,23 @@ def once_per_graph(kind: str, x, make: Callable[[Any], Any]):
     if key not in made:
         made[key] = make(x)
     return made[key]
+
+
+def remember(x, what):
+    """``x``, realised; ``what`` it is made from, for :func:`made_from`."""
+    V.graph.__dict__.setdefault("fp4_made_from", {})[realized(x).get_name()] = what
+    return x
+
+
+def made_from(x):
+    """What was remembered of the buffer that ``x`` is the whole of, in its order; None if nothing was."""
+    layout = x.get_layout()
+    whole = layout.offset == 0 and layout.is_contiguous() and V.graph.sizevars.statically_known_equals(sympy_product(layout.size), _numel(x.get_name()))
+    return V.graph.__dict__.get("fp4_made_from", {}).get(x.get_name()) if whole else None
+
+
+def _numel(name: str) -> sympy.Expr:
+    return sympy_product(V.graph.get_buffer(name).get_size())
 
 
 def buffer_name(x) -> str | None:

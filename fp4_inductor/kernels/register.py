@@ -15,6 +15,7 @@ from ..ops import (
     linear_glu,
     linear_w4a4,
     moe,
+    quantize_glu_rows_fp8,
     quantize_rows_fp8,
     quantize_rows_nvfp4,
     sparse_decompress,
@@ -53,6 +54,7 @@ moe.CONTRACT.implement("CPU", by_expert.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
+quantize_glu_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_glu_rows_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))
 quantize_rows_nvfp4.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_nvfp4.launch", "quantize_rows_nvfp4"))
 sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.launch", "sparse_linear"))

@@ -53,12 +53,10 @@ def lower_siblings(x, qdata, scale, global_scale, bias, rows, large_m="auto"):
 
 def siblings(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
     """The results of the members of one weight, views of one result or one each."""
-    paths = inductor.current_meta(MEMBERS) or [""] * (len(rows) // 2)
-    own_scales = len(global_scale.get_size()) == 1
-    if not own_scales or _serves_siblings(x, qdata, rows, large_m):
-        extra = {"rows": tuple(rows)} if own_scales else {}
-        y = _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, extra=extra)
+    y = merged(x, qdata, scale, global_scale, bias, rows, large_m, note, refused)
+    if y is not None:
         return [inductor.part(y, len(y.get_size()) - 1, a, b) for a, b in spans(rows)]
+    paths = inductor.current_meta(MEMBERS) or [""] * (len(rows) // 2)
     alone = join("siblings one by one: the kernel of this M takes one global scale", note)
     out = []
     for i, (a, b) in enumerate(spans(rows)):
@@ -66,6 +64,15 @@ def siblings(x, qdata, scale, global_scale, bias, rows, large_m, note="", refuse
         own_bias = None if bias is None else inductor.part(bias, 0, a, b)
         out.append(_call(x, weight, own_bias, large_m, note=alone, refused=refused, module=paths[i]))
     return out
+
+
+def merged(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
+    """The results of the members side by side, of one call; None where no kernel of this M takes their global scales."""
+    own_scales = len(global_scale.get_size()) == 1
+    if own_scales and not _serves_siblings(x, qdata, rows, large_m):
+        return None
+    extra = {"rows": tuple(rows)} if own_scales else {}
+    return _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, extra=extra)
 
 
 def _serves_siblings(x, qdata, rows, large_m) -> bool:

@@ -10,6 +10,7 @@ from ..kernels import select
 from ..kernels.linear.configs import Epilogue
 from ..kernels.select import plan
 from ..ops.linear_glu import ACTIVATIONS
+from ..passes.epilogue import MANY_ROWS
 from . import linear
 from .journal import record
 from .regime import decide, refusals
@@ -37,7 +38,10 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
         y = linear.lower(x, qdata, scale, global_scale, bias, large_m, refused=refusals(options, decision))
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
-        return y if residual is None else inductor.add(y, residual)
+        if residual is None:
+            return y
+        y = inductor.add(y, residual)
+        return inductor.realized(y) if symbols.hint(m, 0) >= MANY_ROWS else y
     entry = record(options, decision, m, note=f"in the kernel: {note}")
     lead = x.get_size()[:-1]
 

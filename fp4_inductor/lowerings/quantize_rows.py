@@ -10,8 +10,20 @@ from ..ops.quantize_rows_nvfp4 import PER_UNIT, SMALLEST
 
 
 def quantized_rows(x):
-    """``(E4M3 [M, K], float32 [M, 1])``, once for all calls that read ``x``; bit for bit the result of fp4.quantize_rows_fp8."""
-    return inductor.once_per_graph("quantize_rows_fp8", x, lambda x: inductor.quantize_rows_e4m3(x, E4M3_MAX, TINY))
+    """``(E4M3 [M, K], float32 [M, 1])``, once for all calls that read ``x``.
+
+    Bit for bit the result of fp4.quantize_rows_fp8, except of an ``act(gate) * up`` in front of it: that is a kernel with it, fp4.quantize_glu_rows_fp8.
+    """
+
+    def make(x):
+        product = inductor.made_from(x)
+        if product is None:
+            return inductor.quantize_rows_e4m3(x, E4M3_MAX, TINY)
+        gate_up, act = product
+        rows = inductor.view(gate_up, [x.get_size()[0], gate_up.get_size()[-1]])
+        return inductor.call_op(torch.ops.fp4.quantize_glu_rows_fp8.default, inductor.contiguous(rows), act)
+
+    return inductor.once_per_graph("quantize_rows_fp8", x, make)
 
 
 def nvfp4_rows(x):

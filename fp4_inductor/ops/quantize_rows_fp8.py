@@ -20,13 +20,13 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """scale = amax(|row|) / 448 (1 for a zero row, never subnormal: 0 / 0 would be NaN); x8 = e4m3(x / scale)."""
+    """scale = amax(|row|) / 448 (1 for a zero row, never subnormal: 0 / 0 would be NaN); x8 = e4m3(x * (1 / scale))."""
     check(x)
     rows = x.float()
     amax = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, (amax / E4M3_MAX).clamp_min(TINY), 1.0)
-    # Rounding may lift the quotient a hair above 448, which E4M3 would turn into NaN.
-    return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+    # Rounding may lift the product a hair above 448, which E4M3 would turn into NaN.
+    return (rows * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
 def check(x: Tensor) -> None:

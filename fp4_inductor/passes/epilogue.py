@@ -2,7 +2,8 @@
 
 Inductor fuses what stands behind its own templates, but not behind an operator, which is what a CUDA kernel of csrc/ is in a graph.
 Each of the three steps may be missing; operands have the result's shape and dtype. Where there is no such kernel, or where a kernel of
-Inductor's reads the result and takes the steps with it (a residual in front of a norm), the graph stays as it is, and explain() says so.
+Inductor's reads the result and takes the steps with it (a residual in front of a norm), the graph stays as it is, and explain() says so. Except of many
+rows with a residual: their sum is to be one buffer (``lowerings/linear_epilogue.py``), or each norm would add up again what several layers added.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._torch.fx import in_one_mutation_region
+from .._torch.symbols import likely
 from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
@@ -31,6 +33,7 @@ _VIEWS = {
     aten.split_with_sizes.default, aten.alias.default, aten.detach.default, operator.getitem,
 }  # fmt: skip
 _OPAQUE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
+MANY_ROWS = 256  # from here on a sum is read from memory sooner than it is added up again
 LEFT_APART = "fp4_left_apart"  # node.meta: why what follows a linear layer is not done by its kernel
 
 
@@ -42,6 +45,10 @@ class _Found:
     chain: list[Node] = field(default_factory=list)
     mul: Node | None = None
     residual: Node | None = None
+
+    @property
+    def only_adds(self) -> bool:
+        return self.residual is not None and self.mul is None and not self.chain
 
 
 def fuse(graph: Graph) -> None:
@@ -56,7 +63,7 @@ def fuse(graph: Graph) -> None:
         if not any(row.csrc for row in options.rows):
             linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.row.csrc)
             continue
-        if _kernel_follows(found.last):
+        if _kernel_follows(found.last) and not (found.only_adds and likely(value(linear).shape[:-1].numel(), 0) >= MANY_ROWS):
             linear.meta[LEFT_APART] = tuple(Refused(r, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc)
             continue
         act = name_of(linear, found.chain) if found.chain else ""

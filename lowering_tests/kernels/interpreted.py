@@ -7,6 +7,7 @@ FP8 kernels write float32, which torch then rounds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from unittest import mock
@@ -23,10 +24,11 @@ from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
 from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
 from fp4_inductor.kernels.linear_glu import configs as configs_glu
 from fp4_inductor.kernels.linear_glu import launch as launch_glu
+from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
-from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_rows_fp8
+from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8
 
 
 def report(case: str, error: float, bound: float) -> None:
@@ -326,6 +328,26 @@ def run_quantize(x):
     return out, scale
 
 
+def quantize_glu_cases():
+    for number, act in enumerate(linear_glu.ACTIVATIONS):
+        for (m, inner), blocks in itertools.product(((1, 16), (3, 48), (2, 230)), (0, 1, 4)):
+            x = torch.randn(m, 2 * inner) * 2
+            x[-1, 5], x[0, inner:] = 0, x[0, inner:] * 1e4
+            out, scale = torch.empty(m, inner), torch.empty(m, 1)
+            quantize_glu_rows[(m,)](x, out, scale, inner, quantize_rows_fp8.E4M3_MAX, ACT=number, BLOCK=256 if blocks == 1 else 64, BLOCKS=blocks)
+            want, want_scale = quantize_glu_rows_fp8.reference(x, act)
+            case = f"quantize_glu_rows {(m, inner)} {act} {blocks}"
+            report(case + " scale", float(((scale - want_scale) / want_scale).abs().max()), 1e-6)
+            # Codes that differ lie at an edge between two: by one, and few of them.
+            got = out.to(torch.float8_e4m3fn)
+            report(case + " codes", distance(got.double() * scale, want.double() * want_scale), quantize_glu_rows_fp8.CONTRACT.tolerance[torch.float8_e4m3fn])
+    x = torch.zeros(2, 192)
+    x[1, 3] = float("nan")
+    out, scale = torch.empty(2, 96), torch.empty(2, 1)
+    quantize_glu_rows[(2,)](x, out, scale, 96, quantize_rows_fp8.E4M3_MAX, ACT=0, BLOCK=32, BLOCKS=3)
+    report("quantize_glu_rows zero row, NaN stays in its row", float(not (scale[0] == 1 and not out[0].any() and out[1].isnan().any())), 0.0)
+
+
 def differing8(y, want) -> float:
     """How many of ``y`` do not round to the E4M3 bytes ``want``."""
     return float((y.to(torch.float8_e4m3fn).view(torch.uint8) != want.view(torch.uint8)).sum())
@@ -349,4 +371,5 @@ if __name__ == "__main__":
     rows_stay_apart()
     dequantize_cases()
     quantize_cases()
+    quantize_glu_cases()
     sparse_cases()

@@ -18,7 +18,9 @@ from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
 from fp4_inductor.kernels.linear_fp8.triton_gemv import linear_fp8_gemv
 from fp4_inductor.kernels.linear_glu import configs as configs_glu
 from fp4_inductor.kernels.linear_glu.triton_gemv import linear_glu_gemv
+from fp4_inductor.kernels.quantize_rows_fp8.launch import glu_tile
 from fp4_inductor.kernels.quantize_rows_fp8.launch import tile as quantize_tile
+from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
@@ -291,6 +293,18 @@ def test_quantize_rows(cc):
         done = aot.compile_kernel(quantize_rows, signature, quantize_tile(k), cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
         assert_fits(done, 8, cc)
         assert done.count("F2FP.SATFINITE.E4M3") > 0
+
+
+@pytest.mark.parametrize("cc", [89, 90, 100, 120])
+def test_quantize_glu_rows(cc):
+    signature = {"GATE_UP": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "INNER": "i32", "LIMIT": "fp32"}
+    for inner in (1536, 12288, 28672):
+        constants = dict(glu_tile(inner), ACT=0)
+        warps = constants.pop("num_warps")
+        done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
+        assert_fits(done, warps, cc)
+        assert done.count("F2FP.SATFINITE.E4M3") > 0
+        assert any(op.startswith("LDG") and op.endswith(".128") for op in done.opcodes())
 
 
 def test_the_table_names_no_architecture_that_is_not_compiled_here():

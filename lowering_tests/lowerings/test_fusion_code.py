@@ -152,6 +152,26 @@ def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
     assert any(r.row.kernel == "cuda_table_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
 
 
+@pytest.mark.parametrize(("m", "most"), [(512, 2), (16, 4)])
+def test_sums_of_many_rows_are_written_once(m, most):
+    """Each norm reads the sum before it and what one layer adds; of few rows it adds up what came since, which is cheaper than a buffer."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(FP4Linear(K, K, bias=False, device="cuda") for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(F.rms_norm(x, (K,)))
+            return x
+
+    code, _ = compiled(m, build=Chain, csrc="")
+    norms = [source for source in triton_sources(code).values() if "rsqrt" in source]
+    inputs = [len(set(re.findall(r"tl\.load\((in_ptr\d+|in_out_ptr\d+) \+", source))) for source in norms]
+    assert max(inputs) == most, inputs
+
+
 def test_fp8_products_round_activations_in_the_kernel_before_them():
     """One operator for siblings, without a transient weight; what it takes is rounded where it is made: in the norm, in act(gate) * up."""
     dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
@@ -238,11 +258,21 @@ def test_the_norm_and_the_rounding_to_fp8_are_one_kernel():
     assert len(written) >= 4
 
 
-def test_silu_times_up_is_rounded_in_the_kernel_that_computes_it():
+def test_silu_times_up_is_rounded_in_the_kernel_that_computes_it(monkeypatch):
+    """One kernel of ours reads gate and up once; where siblings are two results, and behind other functions, Inductor's own does it."""
     code, _ = compiled(4096, build=lambda: Block("fp8"))
-    sources = [s for s in triton_sources(code).values() if "float8e4nv" in s and "rsqrt" not in s]
-    assert len(sources) == 1
-    assert "tl_math.exp" in sources[0] or "tl.sigmoid" in sources[0] or "libdevice.exp" in sources[0]
+    body = call_body(code)
+    [arguments] = re.findall(r"fp4\.quantize_glu_rows_fp8\.default\((.*?)\)", body)
+    assert re.fullmatch(r"(b\d+|reinterpret_tensor\(b\d+.*), 'silu'", arguments)
+    exponential = ("tl_math.exp", "tl.sigmoid", "libdevice.exp")
+    assert not any(name in source for source in triton_sources(code).values() for name in exponential), "the product itself is computed nowhere else"
+
+    apart = tuple(replace(row, siblings=False) for row in table.ROWS)
+    monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, apart))
+    code, _ = compiled(4096, build=lambda: Block("fp8"))
+    [source] = [s for s in triton_sources(code).values() if "float8e4nv" in s and "rsqrt" not in s]
+    assert any(name in source for name in exponential)
+    assert "quantize_glu_rows" not in call_body(code)
 
 
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])

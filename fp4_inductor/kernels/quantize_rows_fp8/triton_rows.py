@@ -1,4 +1,4 @@
-"""One program a row: the maximum, then the rounded quotient. A long row is read twice, the second time from cache."""
+"""One program a row: the maximum, then the rounded products with the scale's reciprocal. A long row is read twice, the second time from cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ def scale_of(amax, LIMIT):
 
 @triton.jit
 def limited(x, LIMIT):
-    """Rounding may have lifted a quotient a hair above LIMIT."""
+    """Rounding may have lifted a product a hair above LIMIT."""
     return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def inverse_of(scale):
+    """As in the contract: divided, not approximated."""
+    return tl.div_rn(tl.full((), 1.0, tl.float32), scale)
 
 
 @triton.jit
@@ -42,11 +48,12 @@ def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr, WHOLE: tl.co
         at = tl.arange(0, BLOCK)
         x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
         scale = scale_of(tl.max(larger(tl.zeros((BLOCK,), tl.float32), x), 0), LIMIT)
-        tl.store(OUT + row * K + at, limited(tl.div_rn(x, scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
+        tl.store(OUT + row * K + at, limited(x * inverse_of(scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
     else:
         scale = scale_of_row(X, row, K, LIMIT, BLOCK)
+        inverse = inverse_of(scale)
         for k in range(0, K, BLOCK):
             at = k + tl.arange(0, BLOCK)
             x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
-            tl.store(OUT + row * K + at, limited(tl.div_rn(x, scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
+            tl.store(OUT + row * K + at, limited(x * inverse, LIMIT).to(OUT.dtype.element_ty), mask=at < K)
     tl.store(ROW_SCALE + row, scale)
