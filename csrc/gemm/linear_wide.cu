@@ -327,12 +327,13 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   return kStreams ? by([](auto... a) { return launch_second(a...); }) : by([](auto... a) { return launch(a...); });
 }
 
-// Measured on an H200 (benchmarks/results/candidates.csv). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four
-// fit 120 SMs only), and where blocks would not come out even they stream.
+// Measured on an H200 (benchmarks/results/candidates.csv), with activations arranged by a kernel before and none shared. Nearly every SM has a block, two of a
+// cluster share K where rows alone make too few (those of four fit 120 SMs only), and activations where rows are enough; where blocks would not come out even
+// they stream.
 Tile best(int M, int N, int K, bool mapped) {
   const int tokens = M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = (K + kWideK - 1) / kWideK;
   const int64_t of_64 = (int64_t)((N + 63) / 64) * places, of_128 = (int64_t)((N + 127) / 128) * places;
-  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : 1; };
+  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : mapped && blocks >= 100 ? kShared : 1; };
   const bool streams = mapped && kFinish == kPlain;
   const Tile wide{128, tokens, tokens == 128 ? 1 : 2, splits(of_128)};
   if (!mapped) return wide;

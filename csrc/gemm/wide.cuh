@@ -18,6 +18,7 @@ constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a 
 
 // Activations of a step, four tiles of 64 k, 128 bytes a token each.
 template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
+
 // A place in a ring of STAGES, and the parity of its phase.
 template <int STAGES> struct Place {
   int i = 0, parity = 0;

@@ -48,6 +48,7 @@ __device__ __forceinline__ int expert_of(const Ids& ids, const Ids& map, int map
 
 // Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
 // token each. Lane t of a quad decodes k = 64 t .. 64 t + 63 of a step, eight words of eight codes; a tile holds two words of all four lanes.
+//
 // Of a step of a token's row of K, the eight k from 8 * word on of each lane of a quad: four of the 16-byte chunks that the step's tiles, at `to`, hold of the token.
 template <typename T, int TOKENS> __device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int step, int word, int token, uint8_t* to) {
   uint32_t p[4][4];
