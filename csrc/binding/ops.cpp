@@ -134,8 +134,7 @@ template <typename Place, Variant VARIANT>
 Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows,
                    int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual,
                    int64_t early) {
-  require(x.dim() == 2, kWide.of[VARIANT], "activations are [M, K]");
-  const Tensor scratch = torch::stable::new_empty(x, {(x.size(0) + 255) / 256 * 256 * ((x.size(1) + 255) / 256 * 256) + shared_sums(128) / 2});
+  const Tensor scratch = torch::stable::new_empty(x, {shared_sums(128) / 2});
   return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)rows,
                                (int)tokens, (int)k_groups, (int)splits, scratch.data_ptr());
 }

@@ -91,6 +91,9 @@ __device__ __forceinline__ uint32_t load_table(Shared at) {
 // The value of the lane whose number differs in the bits of `mask`. Every lane of the warp calls it.
 __device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
 
+// The value of lane t of the caller's four.
+__device__ __forceinline__ uint32_t of_quad(uint32_t v, int t) { return __shfl_sync(0xFFFFFFFFu, v, t, 4); }
+
 __device__ __forceinline__ int shuffle_up(int v, int by) { return __shfl_up_sync(0xFFFFFFFFu, v, by); }
 // A bit for each lane whose value is the caller's.
 __device__ __forceinline__ uint32_t lanes_with(int v) { return __match_any_sync(0xFFFFFFFFu, v); }
@@ -290,6 +293,13 @@ __device__ __forceinline__ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
 __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selector));
+  return d;
+}
+// Byte i of v in byte 0, eight times its highest bit in byte 3, zeros between them; selector: signed_byte(i).
+__device__ __forceinline__ uint32_t signed_byte(int i) { return 0x8440 | i | i << 12; }
+__device__ __forceinline__ uint32_t pick_signed_byte(uint32_t v, uint32_t selector) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(v), "r"(selector));
   return d;
 }
 // v & MASK, once for all that is made of it.

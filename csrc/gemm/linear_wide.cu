@@ -1,20 +1,26 @@
 // fp4.linear for a few to a few hundred rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
 //
-// Two kernels a call: arrange() writes the activations as wgmma takes them (wide.cuh); linear_wide() streams weights as tiles and activations
-// as they were arranged through two rings. Warpgroups lie side by side in rows and in K; blocks of a cluster share K, too, or blocks take
-// equal shares of all tiles' steps (STREAM) and sum through global memory what they share. Every sum has a fixed order.
+// Weights and activations come as tiles, as they lie in memory, through two rings. An MMA covers 16 k, a block of scales: of each eight of them, a word of
+// codes, lane t of a quad decodes byte t, so that a quad reads the same words. Warpgroups lie side by side in rows and in K; blocks of a cluster share K, too
+// (kSplit), or two of them, of neighbouring rows, the activations (kShare), or blocks take equal shares of all tiles' steps (kStream) and sum through global
+// memory what they share. Every sum has a fixed order.
 #include "wide.cuh"
 
 namespace {
 
 using namespace fp4;
 
-constexpr int kMostBlocks = 132;  // that stream: there is scratch memory for so many
+constexpr int kMostBlocks = 132, kFlags = 160;  // that stream: there is scratch memory for so many; a flag each, and of whole warps
+
+enum class Blocks { kSplit, kShare, kStream };
+
+// Codes are decoded by table where there is room for it beside the activations, and where rings need not be deep: with four warpgroups for the same 64 rows they do.
+template <int ROWS, int TOKENS> constexpr bool kByTable = TOKENS <= 32 && ROWS > 64;
 
 // ROWS of W and TOKENS a block; KGROUPS warpgroups for each 64 rows, which take steps of K in turn.
 template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
-  static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kHalf = kActivations<TOKENS> / 2;
+  static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kTile = TOKENS * 128, kHalf = 2 * kTile;
   // Stages of activations and of weights: deep where there is room, and multiples of KGROUPS, so that a warpgroup meets every phase of the counters it waits for.
   static constexpr int kTable = kByTable<ROWS, TOKENS> ? kPairTable : 0, kRoom = 226 * 1024 - kTable;
   static constexpr int kXStages = TOKENS == 128 ? 2 : KGROUPS == 4 ? 8 : ROWS <= 128 ? 4 : 3;
@@ -29,47 +35,114 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
 
 // What a block does, tile by tile: steps k .. k + count() - 1 of a tile, then the tile before it from its first step on. Blocks that stream share tiles
 // so that a later block has the earlier steps, comes to them last, and finds what it has to add ready.
-struct Work {
+template <Blocks BLOCKS> struct Work {
   int tile, k, left, steps;
 
-  __device__ __forceinline__ Work(bool stream, int units, int steps) : steps(steps) {
-    if (stream) {
+  __device__ __forceinline__ Work(int units, int steps) : steps(steps) {
+    if (BLOCKS == Blocks::kStream) {
       const int last = end(units, blockIdx.x) - 1;
       tile = last / steps, k = steps - 1 - last % steps, left = last + 1 - end(units, (int)blockIdx.x - 1);
     } else {
-      const int splits = cluster_size(), rank = cluster_rank();
-      tile = blockIdx.y * gridDim.x + blockIdx.x, k = steps * rank / splits, left = steps * (rank + 1) / splits - k;
+      constexpr bool share = BLOCKS == Blocks::kShare;
+      const int splits = share ? 1 : cluster_size(), rank = share ? 0 : cluster_rank(), column = blockIdx.y * gridDim.x + blockIdx.x;
+      tile = share ? 2 * column + cluster_rank() : column, k = steps * rank / splits, left = steps * (rank + 1) / splits - k;
     }
   }
   __device__ __forceinline__ static int end(int units, int block) { return (int)((int64_t)units * (block + 1) / gridDim.x); }
-  __device__ __forceinline__ int count() const { return min(steps - k, left); }
-  __device__ __forceinline__ void next() { left -= count(), --tile, k = 0; }
+  __device__ __forceinline__ int count() const { return BLOCKS == Blocks::kStream ? min(steps - k, left) : left; }
+  __device__ __forceinline__ void next() {
+    if (BLOCKS == Blocks::kStream)
+      left -= count(), --tile, k = 0;
+    else
+      left = 0;
+  }
 };
 
-template <typename T, int ROWS, int TOKENS, int KGROUPS, bool STREAM, bool MAPPED>
+// One step of a warp's 16 rows: codes(h, c) loads 16 bytes, of rows g + 8 h and k 32 c onwards, scales[h] are E4M3 bytes 4 t onwards. `held`: the step's
+// activations; own: selects a quad's byte t of a word, lane4: as of decode_by_table(); arrived(j) waits for half j of the activations, done(j) is called when the
+// products of the half before are complete.
+template <typename T, int TOKENS, int BATCH, bool BY_TABLE, typename Codes, typename Arrived, typename Done>
+__device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], Codes codes, const uint32_t (&scales)[2], Shared held, Shared table, uint32_t own,
+                                              uint32_t lane4, Arrived arrived, Done done) {
+  constexpr int kAhead = 2 * BATCH;  // of eight times 32 k, so many are loaded before they are decoded
+  uint32_t even[2], odd[2];
+  uint4 q[kAhead][2];
+#pragma unroll
+  for (int c = 0; c < kAhead; ++c)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) q[c][h] = codes(h, c);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) Numbers<T>::four_scales(scales[h], even[h], odd[h]);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    uint32_t by[2][2];  // scales of blocks (0, 2), (1, 3) of 64 k
+#pragma unroll
+    for (int b = 0; b < 4; b += BATCH) {  // the codes of 2 BATCH MMAs are decoded while the products of those before are worked on
+      uint32_t a[BATCH][2][4];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int c = b + i;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (c % 2 == 0) by[0][h] = of_quad(even[h], 2 * j + c / 2), by[1][h] = of_quad(odd[h], 2 * j + c / 2);
+          uint4& v = q[c % kAhead][h];
+          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const uint32_t pair = BY_TABLE ? load_table(table + pick_bytes(words[w], lane4, own)) : place_own_byte<T>(words[w], own);
+            a[i][w / 2][h + w % 2 * 2] = Numbers<T>::mul_by_half(pair, by[w / 2][h], c % 2);
+          }
+          if (4 * j + c + kAhead < 8) v = codes(h, 4 * j + c + kAhead);
+        }
+      }
+      if (b == 0) arrived(j);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+        for (int z = 0; z < 2; ++z) {
+          const int at = (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32;
+          wgmma<T>(acc, a[i][z][0], a[i][z][1], a[i][z][2], a[i][z][3], tile_of(held, at));
+        }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (b == 0) done(j);
+    }
+  }
+}
+
+// MAPPED: a tile map takes the scales; else they are loaded.
+template <typename T, int ROWS, int TOKENS, int KGROUPS, Blocks BLOCKS, bool MAPPED>
 __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
-    linear_wide(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const uint8_t* __restrict__ tiles, float4* __restrict__ partial,
-                int* __restrict__ flags, int units, FP4_LINEAR_PARAMETERS) {
-  static_assert(!STREAM || (KGROUPS == 1 && kFinish == kPlain));
+    linear_wide(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap tokens,
+                const uint8_t* __restrict__ scale, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y,
+                float4* __restrict__ partial, int* __restrict__ flags, int units, int M, int N, int K, const Epilogue<T> then) {
+  static_assert(BLOCKS != Blocks::kStream || (KGROUPS == 1 && kFinish == kPlain));
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
+  constexpr bool kShares = BLOCKS == Blocks::kShare;
   uint8_t* shared = dynamic_shared() + S::kTable;
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   // Stages that have arrived and that are free; activations count by halves.
   const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_tiles = (N / kParts + kColumns - 1) / kColumns;
-  Work work(STREAM, units, (K + kWideK - 1) / kWideK);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
+  const int row_tiles = BLOCKS == Blocks::kStream ? (N / kParts + kColumns - 1) / kColumns : kShares ? 2 * gridDim.x : gridDim.x;
+  Work<BLOCKS> work(units, (K + kWideK - 1) / kWideK);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, ROWS / 16);
-    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16);
+    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (kShares ? 2 : 1));
     publish_counters();
   }
   if (threadIdx.x == S::kConsumers) {
     prefetch_tile_map(codes);
     if (MAPPED) prefetch_tile_map(scales);
   }
-  __syncthreads();
+  if (threadIdx.x == S::kConsumers + 32) prefetch_tile_map(tokens);
+  if (kShares)
+    cluster_barrier();  // the other block arrives at them, too
+  else
+    __syncthreads();
 
   if (warp >= 4 * S::kGroups) {
     fewer_registers<S::kFetching>();
@@ -77,7 +150,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       Place<S::kWStages> at;
       for (int early = S::kEarly; work.left > 0; work.next())
         for (int k = work.k; k < work.k + work.count(); ++k) {
-          if (early-- == 0) wait_for_first();  // copies of one block are served in order: activations are not to wait for a full ring
+          if (early-- == 0) wait_for_previous();  // copies of one block are served in order: activations are not to wait for a full ring
           counter_wait(w_free + 8 * at.i, at.parity ^ 1);
           const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
           counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
@@ -91,20 +164,29 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         }
     } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
       Place<S::kXStages> at;
-      wait_for_first();
+      wait_for_previous();  // it may have written x
       for (; work.left > 0; work.next()) {
-        const uint8_t* from = tiles + ((size_t)(work.tile / row_tiles) * work.steps + work.k) * kActivations<TOKENS>;
-        for (int i = 0; i < work.count(); ++i, at.next())
-          for (int h = 0; h < 2; ++h, from += S::kHalf) {
-            const Shared full = x_full + 16 * at.i + 8 * h;
+        const int m0 = work.tile / row_tiles * TOKENS;
+        for (int k = work.k; k < work.k + work.count(); ++k, at.next())
+          for (int h = 0; h < 2; ++h) {
+            const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
             counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
             counter_promise(full, S::kHalf);
-            copy_bulk(activations + at.i * kActivations<TOKENS> + h * S::kHalf, from, S::kHalf, full);
+            const int byte = k * (2 * kWideK) + h * kWideK;
+            if constexpr (kShares) {  // each of the two copies one of the half's two tiles
+              copy_tile_to_cluster(to + rank * S::kTile, tokens, byte + rank * 128, m0, full, 3);
+            } else {
+              copy_tile(to, tokens, byte, m0, full);
+              copy_tile(to + S::kTile, tokens, byte + 128, m0, full);
+            }
           }
       }
     }
     __syncwarp();
-    if (!STREAM && cluster_size() > 1) cluster_barrier(), cluster_barrier();  // with those of the sums
+    if (kShares)
+      cluster_barrier();
+    else if (BLOCKS == Blocks::kSplit && cluster_size() > 1)
+      cluster_barrier(), cluster_barrier();  // with those of the sums
     return;
   }
 
@@ -113,12 +195,13 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
     barrier(1, S::kConsumers);
   }
-  wait_for_first();  // results go where kernels before may still read; mul and residual may be theirs
+  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
+  let_next_begin();
   const Shared table = shared_address(dynamic_shared());
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
-  const uint8_t* my_codes = shared + (local + g) * 128;
-  const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
+  const int my_codes = kept((local + g) * 128 + g * 16), my_scales = kept(S::kCodes + (local + g) * 16 + 4 * t);  // in a stage
+  const uint32_t own = kept(kByTable<ROWS, TOKENS> ? 0x5504 | t << 4 : own_byte<T>(t));
   const Result<T> out{y, global_scale, bias, M, N, then, *global_scale * kWeightUnit};
   Place<S::kWStages> w;
   Place<S::kXStages> x_at;
@@ -141,20 +224,20 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 #pragma unroll 1
     for (int k = work.k + k_group; k < last; k += KGROUPS) {
       counter_wait(w_full + 8 * w.i, w.parity);
-      uint4 q[2][2];
+      const int stage = w.i * S::kWeights;
       uint32_t s[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) q[h][j] = *(const uint4*)(my_codes + w.i * S::kWeights + h * 1024 + ((2 * t + j) ^ g) * 16);
-        s[h] = MAPPED ? *(const uint32_t*)(my_scales + w.i * S::kWeights + h * 128) : ahead[h];
-      }
+      for (int h = 0; h < 2; ++h) s[h] = MAPPED ? *(const uint32_t*)(shared + my_scales + stage + h * 128) : ahead[h];
       if (!MAPPED && k + KGROUPS < last) load_scales(k + KGROUPS);
       const Shared half = x_full + 16 * x_at.i;
       multiply_step<T, TOKENS, S::kBatch, kByTable<ROWS, TOKENS>>(
-          acc, q, s, activations + x_at.i * kActivations<TOKENS>, table, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
+          acc, [&](int h, int c) { return *(const uint4*)(shared + (my_codes + stage ^ c * 16) + h * 1024); }, s,
+          activations + x_at.i * kActivations<TOKENS>, table, own, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
           [&](int j) {
-            if (frees) counter_arrive(last_half);
+            if (frees) {
+              counter_arrive(last_half);
+              if constexpr (kShares) counter_arrive_at(last_half, rank ^ 1);
+            }
             frees = lane == 0;
             last_half = x_free + 16 * x_at.i + 8 * j;
           });
@@ -165,7 +248,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     wgmma_wait<0>();
     wgmma_sums(acc);
 
-    if constexpr (STREAM) {
+    if constexpr (BLOCKS == Blocks::kStream) {
       constexpr int kMine = TOKENS / 8 * S::kConsumers;
       if (work.k > 0) {  // a later block has the tile's first steps, and stores it
         float4* to = partial + (size_t)blockIdx.x * kMine + threadIdx.x;
@@ -176,7 +259,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         if (threadIdx.x == 0) flag_set(flags + blockIdx.x);
         continue;
       }
-      for (int b = (int)blockIdx.x - 1; last < work.steps && b >= 0 && Work::end(units, b) > work.tile * work.steps; --b) {
+      for (int b = (int)blockIdx.x - 1; last < work.steps && b >= 0 && Work<BLOCKS>::end(units, b) > work.tile * work.steps; --b) {
         while (!flag_get(flags + b)) {}
         const float4* from = partial + (size_t)b * kMine + threadIdx.x;
 #pragma unroll
@@ -195,45 +278,62 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
           out.template store_run<2>(m0 + 8 * i + 2 * t + odd, n0 + local + (g & 6) + 8 * h, pair);
         }
     } else {
-      sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, cluster_size(), cluster_rank(), n0, m0, out);
+      if (kShares) cluster_barrier();  // nobody leaves while the other arrives at its counters
+      sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, kShares ? 1 : cluster_size(), kShares ? 0 : rank, n0, m0, out);
     }
   }
 }
 
-// splits: blocks of a cluster that share K; 0: blocks stream.
+// Before blocks that stream.
+__global__ void clear_flags(int* __restrict__ flags) {
+  let_second_begin();
+  wait_for_previous();  // it may use the same memory
+  flags[threadIdx.x] = 0;
+}
+
+constexpr int kShared = -1;
+
+// splits: blocks of a cluster that share K; 0: blocks stream; kShared: two blocks share activations.
 struct Tile {
   int rows, tokens, k_groups, splits;
 };
 
-template <typename T, int ROWS, int TOKENS, int KGROUPS, bool STREAM, bool MAPPED>
-cudaError_t run(int splits, const Linear<T>& p, uint8_t* scratch, Stream stream) {
+template <typename T, int ROWS, int TOKENS, int KGROUPS, Blocks BLOCKS, bool MAPPED>
+cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
+  constexpr bool kStreams = BLOCKS == Blocks::kStream, kShares = BLOCKS == Blocks::kShare;
   const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
-  if (splits > steps || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
-  TileMap codes, scales;
+  if (!kShares && (cluster > steps || cluster == 3 || cluster > 4)) return cudaErrorInvalidConfiguration;
+  TileMap codes, scales, tokens;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
+  if (status == cudaSuccess) status = tile_map(&tokens, p.x, p.M, (int64_t)p.K * 2, TOKENS, 128);
   if (status != cudaSuccess) return status;
   scales = codes;
   if (MAPPED) status = tile_map(&scales, p.scale, p.N, p.K / 16, ROWS / kParts, 16);
   if (status != cudaSuccess) return status;
-  const int units = steps * places * row_tiles, blocks = STREAM ? at_most(units, at_most(multiprocessors(), kMostBlocks)) : 0;
-  float4* partial = (float4*)(scratch + (size_t)places * steps * kActivations<TOKENS>);
-  int* flags = (int*)(partial + (size_t)blocks * (TOKENS / 8 * S::kConsumers));
-  status = launch(arrange<T, TOKENS, kByTable<ROWS, TOKENS>>, dim3(steps, places * (TOKENS * 8 / kArranging<TOKENS>)), kArranging<TOKENS>, 0, 1, stream, p.x,
-                  scratch, p.M, p.K, flags, blocks);
-  if (status != cudaSuccess) return status;
-  return launch_second(linear_wide<T, ROWS, TOKENS, KGROUPS, STREAM, MAPPED>, STREAM ? dim3(blocks) : dim3(row_tiles, places, splits), S::kThreads, S::kBytes,
-                       STREAM ? 1 : splits, stream, codes, scales, (const uint8_t*)scratch, partial, flags, units, p.x, p.q, p.scale, p.global_scale, p.bias, p.y,
-                       p.M, p.N, p.K, p.then);
+  const int units = steps * places * row_tiles, streaming = kStreams ? at_most(units, at_most(multiprocessors(), kMostBlocks)) : 0;
+  float4* partial = (float4*)scratch;
+  int* flags = (int*)(partial + (size_t)streaming * (TOKENS / 8 * S::kConsumers));
+  if (kStreams) {
+    status = launch(clear_flags, dim3(1), kFlags, 0, 1, stream, flags);
+    if (status != cudaSuccess) return status;
+  }
+  const dim3 blocks = kStreams ? dim3(streaming) : dim3(kShares ? (row_tiles + 1) / 2 : row_tiles, places, cluster);
+  auto by = [&](auto launch) {
+    return launch(linear_wide<T, ROWS, TOKENS, KGROUPS, BLOCKS, MAPPED>, blocks, S::kThreads, S::kBytes, cluster, stream, codes, scales, tokens, p.scale,
+                  p.global_scale, p.bias, p.y, partial, flags, units, p.M, p.N, p.K, p.then);
+  };
+  return kStreams ? by([](auto... a) { return launch_second(a...); }) : by([](auto... a) { return launch(a...); });
 }
 
-// Measured on an H200 (benchmarks/results/candidates.csv). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four
-// fit 120 SMs only), and where blocks would not come out even they stream.
+// Measured on an H200 (benchmarks/results/candidates.csv), with activations arranged by a kernel before and none shared. Nearly every SM has a block, two of a
+// cluster share K where rows alone make too few (those of four fit 120 SMs only), and activations where rows are enough; where blocks would not come out even
+// they stream.
 Tile best(int M, int N, int K, bool mapped) {
   const int tokens = M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = (K + kWideK - 1) / kWideK;
   const int64_t of_64 = (int64_t)((N + 63) / 64) * places, of_128 = (int64_t)((N + 127) / 128) * places;
-  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : 1; };
+  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : mapped && blocks >= 100 ? kShared : 1; };
   const bool streams = mapped && kFinish == kPlain;
   const Tile wide{128, tokens, tokens == 128 ? 1 : 2, splits(of_128)};
   if (!mapped) return wide;
@@ -249,11 +349,12 @@ Tile best(int M, int N, int K, bool mapped) {
 template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T>& p, void* scratch, Stream stream) {
 #define IS(r, m, k) (tile.rows == r && tile.tokens == m && tile.k_groups == k)
 #define TILE(r, m, k) \
-  if (mapped && tile.splits && IS(r, m, k)) return run<T, r, m, k, false, true>(tile.splits, p, (uint8_t*)scratch, stream);
+  if (mapped && tile.splits > 0 && IS(r, m, k)) return run<T, r, m, k, Blocks::kSplit, true>(tile.splits, p, scratch, stream); \
+  if (mapped && tile.splits == kShared && IS(r, m, k)) return run<T, r, m, k, Blocks::kShare, true>(2, p, scratch, stream);
 #define ANY_K(r, m, k) \
-  if (!mapped && tile.splits && IS(r, m, k)) return run<T, r, m, k, false, false>(tile.splits, p, (uint8_t*)scratch, stream);
+  if (!mapped && tile.splits > 0 && IS(r, m, k)) return run<T, r, m, k, Blocks::kSplit, false>(tile.splits, p, scratch, stream);
 #define STREAMED(r, m) \
-  if (mapped && !tile.splits && IS(r, m, 1)) return run<T, r, m, 1, true, true>(0, p, (uint8_t*)scratch, stream);
+  if (mapped && !tile.splits && IS(r, m, 1)) return run<T, r, m, 1, Blocks::kStream, true>(1, p, scratch, stream);
   TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
   TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1)
   ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1)
@@ -267,9 +368,9 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0:
-// blocks stream; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias may be null. scratch: 2
-// bytes for each activation, M and K rounded up to multiples of 256, and 8.7 MB. early: it may begin, and fetch its first weights, while the kernel
+// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, 0:
+// blocks stream, -1: two blocks share activations; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias
+// may be null. scratch: 8.7 MB. early: it may begin, and fetch its first weights, while the kernel
 // before it in its stream is still running; that one must not write the weight.
 extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
                                int M, int N, int K, int dtype, int second, int third, int act, int early, int rows, int tokens, int k_groups, int splits,
@@ -277,7 +378,6 @@ extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, cons
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   const bool mapped = K % kWideK == 0 && (uintptr_t)s % 16 == 0;  // a tile map takes rows of 16 bytes
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K, mapped);
-  if (tile.splits < 0) return cudaErrorInvalidConfiguration;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,

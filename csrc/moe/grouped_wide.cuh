@@ -37,7 +37,8 @@ template <bool UP, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES>
   static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
 };
 
-// One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row. arrived, done: as multiply_step()'s.
+// One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row. arrived(j) waits for half j of the activations,
+// done(j) is called when the products of the half before are complete.
 template <typename T, int TOKENS, int SETS, int BATCH, int HIGH, int NEXT, typename Arrived, typename Done>
 __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales, Shared held,
                                               Arrived arrived, Done done) {

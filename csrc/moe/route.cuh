@@ -46,13 +46,30 @@ __device__ __forceinline__ int expert_of(const Ids& ids, const Ids& map, int map
   return id >= 0 && id < E ? (int)id : -1;
 }
 
+// Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
+// token each. Lane t of a quad decodes k = 64 t .. 64 t + 63 of a step, eight words of eight codes; a tile holds two words of all four lanes.
+//
+// Of a step of a token's row of K, the eight k from 8 * word on of each lane of a quad: four of the 16-byte chunks that the step's tiles, at `to`, hold of the token.
+template <typename T, int TOKENS> __device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int step, int word, int token, uint8_t* to) {
+  uint32_t p[4][4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int k = step * kWideK + 64 * t + 8 * word;
+    pair_up(live && k < K ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0), p[t]);
+  }
+  to += word / 2 * (TOKENS * 128) + token * 128;
+  // Pair c of decode() of the four lanes makes 16 bytes: lane t's first pair of a k-block of 16 is k 2t, 2t + 1 of it, its second pair those + 8.
+#pragma unroll
+  for (int c = 0; c < 4; ++c) *(uint4*)(to + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
+}
+
 // x [M, K], each token's steps one behind the other as a tile of one token (kActivations) holds them: product()'s GATHERED takes them from there.
 template <typename T> __device__ __forceinline__ void arrange_tokens(const T* x, uint8_t* to, int M, int K, int first, int threads) {
   const int steps = (K + kWideK - 1) / kWideK, words = M * steps * 8;
 #pragma unroll 2
   for (int i = first; i < words; i += threads) {
     const int word = i % 8, unit = i / 8, step = unit % steps, m = unit / steps;
-    arrange_word<T, 1, false>(x + (size_t)m * K, true, K, step, word, 0, to + (size_t)unit * kActivations<1>);
+    arrange_word<T, 1>(x + (size_t)m * K, true, K, step, word, 0, to + (size_t)unit * kActivations<1>);
   }
 }
 
@@ -164,7 +181,7 @@ __global__ void __launch_bounds__(256) gather(const T* __restrict__ x, uint8_t* 
     const int row = (tile - of.w) * TOKENS + token;
     const bool live = row < of.z;
     const T* from = x + (size_t)(live ? __ldcg(routed.order + of.y + row) / top_k : 0) * K;
-    arrange_word<T, TOKENS, false>(from, live, K, step, word, token, to + (size_t)unit * kActivations<TOKENS>);
+    arrange_word<T, TOKENS>(from, live, K, step, word, token, to + (size_t)unit * kActivations<TOKENS>);
   }
 }
 

@@ -35,7 +35,7 @@ class Kernel:
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: takes whether it may begin, and fetch weights, while the kernel before it still runs (programmatic dependent launch). Nothing but a
             proof that this one does not write the weight may ask for it: ``_torch/order.py``.
-        scratch: it arranges the activations in memory of the caller's, :func:`scratch_bytes`: bytes for each one, of what M is made a multiple,
+        scratch: memory of the caller's, :func:`scratch_bytes`: bytes for each activation, where they are arranged there, of what M is made a multiple,
             and the tokens of the blocks that share sums.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
             bfloat16 results.
@@ -83,7 +83,7 @@ KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups"), "small", early=True),
     "linear_mid": Kernel("gemm/linear_mid.cu", ("qdata", "scale"), ("rows_16", "tokens", "groups", "stages", "splits"), "mid"),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=(2, 256, 128)),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=(0, 1, 128)),
     "linear_wide_fp8": Kernel(
         "gemm/linear_wide_fp8.cu",
         ("qdata", "scale"),

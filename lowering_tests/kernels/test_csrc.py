@@ -39,7 +39,10 @@ SOURCES = {
         (r"HGMMA\.SP\.64x128x32\.F32\.BF16", r"HGMMA\.SP\.64x16x32\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "UTMACCTL.PF", "USETMAXREG"),
         lambda arch: 2 * 2 * len(tiles_of("sparse/sparse_linear_wide.cu")),
     ),
-    "gemm/linear_wide.cu": ((r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", "UBLKCP", "UTMALDG", "USETMAXREG"), lambda arch: 2 * (6 + 3)),
+    "gemm/linear_wide.cu": (
+        (r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "USETMAXREG"),
+        lambda arch: 1 + 2 * (2 * len(tiles_of("gemm/linear_wide.cu")) + len(tiles_of("gemm/linear_wide.cu", "ANY_K"))),
+    ),
     "gemm/linear_wide_fp8.cu": (
         (
             r"QGMMA\.64x256x32\.F32\.E4M3\.E4M3",
@@ -105,7 +108,7 @@ def check_compiled(source, arch, defines=()):
     assert not re.search(r"(?<!TRANS64\.)\b(RED|ATOM)G?\b", sass), "sums in no fixed order"  # SYNCS.ARRIVE.TRANS64.RED: an arrival at another block's counter
     for instruction in wanted:
         assert re.search(instruction, sass), instruction
-    # griddepcontrol.wait: of who fetches and who stores, and of the kernel that arranges
+    # griddepcontrol.wait: of who fetches and who stores, and of the kernels before
     grid_waits = [body.count("ACQBULK") for body in sass.split("Function : ")[1:]]
     begins = early or wide or source in ("moe/grouped_wide.cu", "sparse/sparse_linear_table.cu")
     assert min(grid_waits) >= (early or wide) and (max(grid_waits) > 0) is begins, grid_waits

@@ -49,12 +49,14 @@ def test_activations_in_e4m3_are_arranged_behind_the_kernel_before():
 
 
 EARLY = "global memory before the previous"
-TABLE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
+STORE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
 BROKEN = {
     "who fetches does not wait": ("gemm/table.cuh", "  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
-    "who stores does not wait": (TABLE, TABLE_WAIT, "", f"(read|write) of {EARLY}"),
-    "the next kernel begins before the wait": (TABLE, TABLE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
-    "activations are arranged before": ("gemm/wide.cuh", "  let_second_begin();\n  wait_for_previous();\n", "", f"(read|write) of {EARLY}"),
+    "who stores does not wait": (TABLE, STORE_WAIT, "", f"(read|write) of {EARLY}"),
+    "the next kernel begins before the wait": (TABLE, STORE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
+    "flags are cleared before": (WIDE, "  wait_for_previous();  // it may use the same memory\n", "", f"write of {EARLY}"),
+    "activations are fetched before": (WIDE, "      wait_for_previous();  // it may have written x\n", "", f"read of {EARLY}"),
+    "wide: who stores does not wait": (WIDE, STORE_WAIT, "", f"(read|write) of {EARLY}"),
 }  # fmt: skip
 
 
@@ -67,6 +69,6 @@ def test_a_missing_wait_is_caught(case, tmp_path):
     assert text.count(old) == 1, "the line to break is gone"
     path.write_text(text.replace(old, new).replace(": run(__half())", ": cudaErrorInvalidValue"))
     x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
-    kernel = Emulated(tmp_path / "csrc" / (WIDE if source == "gemm/wide.cuh" else TABLE), 90)
+    kernel = Emulated(tmp_path / "csrc" / (WIDE if source == WIDE else TABLE), 90)
     with pytest.raises(EmulatorError, match=words):
-        run(kernel, x, w, None, (128, 32, 2, 1) if source == "gemm/wide.cuh" else (2, 2, 4))
+        run(kernel, x, w, None, (2, 2, 4) if source != WIDE else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))

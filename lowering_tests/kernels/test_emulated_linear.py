@@ -96,6 +96,15 @@ def test_wide(tile):
         check(WIDE, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
 
 
+@pytest.mark.parametrize("tile", tiles_of(WIDE), ids=str)
+def test_wide_where_two_blocks_share_activations(tile):
+    """An odd number of blocks' rows, and bits that one block computes alone."""
+    for i, (m, n, k) in enumerate(((3, 33, 256), (tile[1] + 6, 260, 1280))):
+        check(WIDE, m, n, k, (*tile, -1), (BF16, FP16)[i % 2])
+    x, w = torch.randn(m, k).to(BF16), weight(n, k)
+    assert torch.equal(run(emulated(WIDE), x, w, None, (*tile, -1)), run(emulated(WIDE), x, w, None, (*tile, 1)))
+
+
 @pytest.mark.parametrize("tile", tiles_of(WIDE, "STREAMED"), ids=str)
 def test_wide_where_blocks_share_tiles(tile):
     """Five blocks: shares of tiles, whole tiles, fewer tiles than blocks, one block for all."""
@@ -298,12 +307,12 @@ BROKEN = {
     ),  # the next tile in its place is its own warpgroup's: products of the wrong numbers
     "the tile is not waited for": (WIDE, "counter_wait(half + 8 * j, x_at.parity);", "", "before its asynchronous copy was waited for"),
     "the tile is overwritten too early": (WIDE, "            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);\n", "", "race|nobody waited for"),
-    "one warp does not give tiles back": (WIDE, "if (frees) counter_arrive", "if (frees && warp) counter_arrive", "deadlock"),
+    "one warp does not give tiles back": (WIDE, "            if (frees) {\n", "            if (frees && warp) {\n", "deadlock"),
     "weights are not waited for": (WIDE, "      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
     "weights are given back before they are read": (
         WIDE,
-        "      uint4 q[2][2];\n",
-        "      if (lane == 0) counter_arrive(w_free + 8 * w.i);\n      uint4 q[2][2];\n",
+        "      const int stage = w.i * S::kWeights;\n",
+        "      if (lane == 0) counter_arrive(w_free + 8 * w.i);\n      const int stage = w.i * S::kWeights;\n",
         "race|more arrivals",
     ),
     "a tile's bytes are not all promised": (WIDE, "MAPPED ? S::kWeights : S::kCodes", "S::kCodes", "promise|more bytes|race|nobody"),

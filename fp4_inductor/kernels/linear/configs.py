@@ -64,7 +64,7 @@ class CudaMidConfig:
 @dataclass(frozen=True)
 class CudaWideConfig:
     """Tile of ``csrc/gemm/linear_wide.cu``: ``rows`` of the weight and ``tokens`` a block, ``k_groups`` warpgroups for each 64 rows, which share K,
-    and ``splits`` blocks of a cluster, which share K; 0: blocks take equal shares of all tiles' steps."""
+    and ``splits`` blocks of a cluster, which share K; 0: blocks take equal shares of all tiles' steps; -1: two blocks share activations."""
 
     rows: int
     tokens: int

@@ -33,6 +33,16 @@ inline float shuffle_xor(float v, int mask) {
   });
   return mine.got;
 }
+inline uint32_t of_quad(uint32_t v, int t) {
+  struct Lane {
+    uint32_t v, got;
+    int t;
+  } mine{v, 0, t};
+  emulated::together("a shuffle in a quad", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i) ((Lane*)lanes[i])->got = ((Lane*)lanes[(i & ~3) | ((Lane*)lanes[i])->t])->v;
+  });
+  return mine.got;
+}
 struct Exchanged {
   int v, by;
   uint32_t got;
@@ -129,6 +139,8 @@ inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   if (selector & 0x8888) emulated::fail("a selector of bytes that copies signs");
   return __byte_perm(low, high, selector);
 }
+inline uint32_t signed_byte(int i) { return 0x8440 | i | i << 12; }
+inline uint32_t pick_signed_byte(uint32_t v, uint32_t selector) { return __byte_perm(v, 0, selector); }
 template <uint32_t MASK> inline uint32_t masked(uint32_t v) { return v & MASK; }
 template <uint32_t MASK> inline uint32_t masked_or(uint32_t a, uint32_t b) { return (a & MASK) | b; }
 
