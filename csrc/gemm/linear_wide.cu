@@ -327,13 +327,12 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   return kStreams ? by([](auto... a) { return launch_second(a...); }) : by([](auto... a) { return launch(a...); });
 }
 
-// Measured on an H200 (benchmarks/results/candidates.csv), with activations arranged by a kernel before and none shared. Nearly every SM has a block, two of a
-// cluster share K where rows alone make too few (those of four fit 120 SMs only), and activations where rows are enough; where blocks would not come out even
-// they stream.
+// Measured on an H200 for five shapes (benchmarks/NOTES.md). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four fit
+// 120 SMs only); where blocks would not come out even they stream. Sharing activations pays for 32 tokens only: 17.8 us for 18.3 at N = K = 8192.
 Tile best(int M, int N, int K, bool mapped) {
   const int tokens = M <= 32 ? 32 : M <= 64 ? 64 : 128, places = (M + tokens - 1) / tokens, steps = (K + kWideK - 1) / kWideK;
   const int64_t of_64 = (int64_t)((N + 63) / 64) * places, of_128 = (int64_t)((N + 127) / 128) * places;
-  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : mapped && blocks >= 100 ? kShared : 1; };
+  auto splits = [&](int64_t blocks) { return blocks <= 30 && steps >= 4 ? 4 : blocks <= 66 && steps >= 2 ? 2 : 1; };
   const bool streams = mapped && kFinish == kPlain;
   const Tile wide{128, tokens, tokens == 128 ? 1 : 2, splits(of_128)};
   if (!mapped) return wide;
@@ -341,7 +340,7 @@ Tile best(int M, int N, int K, bool mapped) {
     if (of_64 <= 66) return K >= 8192 && streams ? Tile{128, 128, 1, 0} : Tile{64, 128, 2, splits(of_64)};
     return of_128 <= 66 || (of_128 >= 100 && of_128 <= 132) || !streams ? wide : Tile{128, 128, 1, 0};
   }
-  if (of_64 <= 132) return {64, tokens, tokens == 64 ? 2 : 4, splits(of_64)};
+  if (of_64 <= 132) return {64, tokens, tokens == 64 ? 2 : 4, tokens == 32 && of_64 >= 100 ? kShared : splits(of_64)};
   if ((of_128 >= 100 && of_128 <= 132) || !streams) return wide;
   return {tokens == 64 ? 192 : 256, tokens, 1, 0};
 }
@@ -349,17 +348,19 @@ Tile best(int M, int N, int K, bool mapped) {
 template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T>& p, void* scratch, Stream stream) {
 #define IS(r, m, k) (tile.rows == r && tile.tokens == m && tile.k_groups == k)
 #define TILE(r, m, k) \
-  if (mapped && tile.splits > 0 && IS(r, m, k)) return run<T, r, m, k, Blocks::kSplit, true>(tile.splits, p, scratch, stream); \
+  if (mapped && tile.splits > 0 && IS(r, m, k)) return run<T, r, m, k, Blocks::kSplit, true>(tile.splits, p, scratch, stream);
+#define SHARED(r, m, k) \
   if (mapped && tile.splits == kShared && IS(r, m, k)) return run<T, r, m, k, Blocks::kShare, true>(2, p, scratch, stream);
 #define ANY_K(r, m, k) \
   if (!mapped && tile.splits > 0 && IS(r, m, k)) return run<T, r, m, k, Blocks::kSplit, false>(tile.splits, p, scratch, stream);
 #define STREAMED(r, m) \
   if (mapped && !tile.splits && IS(r, m, 1)) return run<T, r, m, 1, Blocks::kStream, true>(1, p, scratch, stream);
-  TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
+  TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2) SHARED(64, 32, 4)
   TILE(128, 32, 2) TILE(128, 64, 2) TILE(128, 128, 1)
   ANY_K(128, 32, 2) ANY_K(128, 64, 2) ANY_K(128, 128, 1)
   if constexpr (kFinish == kPlain) { STREAMED(256, 32) STREAMED(192, 64) STREAMED(128, 128) }
 #undef STREAMED
+#undef SHARED
 #undef ANY_K
 #undef TILE
 #undef IS

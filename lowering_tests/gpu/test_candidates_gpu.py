@@ -60,10 +60,10 @@ def test_table(dtype):
 def test_wide(dtype):
     hopper()
     source = "gemm/linear_wide.cu"
-    streamed = [configs.CudaWideConfig(*t, 1, 0) for t in tiles_of(source, "STREAMED")]
+    mapped = [configs.CudaWideConfig(*t, 1, 0) for t in tiles_of(source, "STREAMED")] + [configs.CudaWideConfig(*t, -1) for t in tiles_of(source, "SHARED")]
     for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 2112), (130, 64)):
         split = [configs.CudaWideConfig(*t, s) for t in tiles_of(source, "ANY_K" if k % 256 else "TILE") for s in (1, 2, 4) if s <= -(-k // 256)]
-        tiles = [None, *split, *(streamed if k % 256 == 0 else ())]
+        tiles = [None, *split, *(mapped if k % 256 == 0 else ())]
         w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
         for m in (1, 64, 130, 300):
             x = torch.randn(m, k, device=DEVICE).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
@@ -19,14 +20,17 @@ def main(out: str, paths: list[str]) -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    dist.init_process_group("gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     options = {"tp_plan": "auto"}
     if hasattr(transformers, "DistributedConfig"):
         options = {"distributed_config": transformers.DistributedConfig(tp_plan="auto")}
     for i, path in enumerate(paths):
         model = fp4_inductor.load_pretrained(path, **options)
         with torch.no_grad():
-            logits = model(input_ids=IDS, use_cache=False).logits
+            logits = model(input_ids=IDS.to(device), use_cache=False).logits
         packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedWeight)}
         held = {n: [list(m.qdata.shape), int(m.qdata.int().sum()), int(m.scale.view(torch.uint8).int().sum())] for n, m in packed.items()}
         try:
@@ -34,9 +38,9 @@ def main(out: str, paths: list[str]) -> None:
             saved = True
         except ValueError:
             saved = False
-        torch.save(logits, f"{out}.{i}.{dist.get_rank()}.pt")
+        torch.save(logits.cpu(), f"{out}.{i}.{dist.get_rank()}.pt")
         with open(f"{out}.{i}.{dist.get_rank()}.json", "w") as file:
-            json.dump({"held": held, "saved": saved}, file)
+            json.dump({"held": held, "saved": saved, "device": str(logits.device)}, file)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Tensor parallel on two gloo processes: each holds its rows or blocks of columns, and the logits are those of one process."""
+"""Tensor parallel on two processes, on a CPU by gloo or on two GPUs by NCCL: each holds its rows or blocks of columns, and the logits are those of one process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def test_two_ranks(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_ranks(tmp_path, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
     # One pair of processes for both models: starting them takes longer than all they do.
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     command += [str(SCRIPT), str(tmp_path / "r"), str(MODELOPT), str(MIXTRAL)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
@@ -42,6 +45,7 @@ def test_two_ranks(tmp_path):
             got = torch.load(tmp_path / f"r.{i}.{rank}.pt", weights_only=True)
             assert relative(got.double(), logits(model)) < 2.0**-7
             said = json.loads((tmp_path / f"r.{i}.{rank}.json").read_text())
+            assert torch.device(said["device"]) == (torch.device("cpu") if device == "cpu" else torch.device("cuda", rank))
             assert said["saved"] is False  # a part of a model is not a model
             held.append(said["held"])
         for name, (shape, *sums) in held[0].items():

@@ -96,7 +96,7 @@ def test_wide(tile):
         check(WIDE, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
 
 
-@pytest.mark.parametrize("tile", tiles_of(WIDE), ids=str)
+@pytest.mark.parametrize("tile", tiles_of(WIDE, "SHARED"), ids=str)
 def test_wide_where_two_blocks_share_activations(tile):
     """An odd number of blocks' rows, and bits that one block computes alone."""
     for i, (m, n, k) in enumerate(((3, 33, 256), (tile[1] + 6, 260, 1280))):
