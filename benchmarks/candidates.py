@@ -30,7 +30,7 @@ from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig, Spa
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "table", "early", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
+KINDS = ("current", "small", "table", "early", "siblings", "epilogue", "any_k", "wide", "sparse", "w4a4")
 BOUND = 4e-3  # bf16: one rounding of the result
 TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
@@ -45,12 +45,6 @@ def table_tiles(m: int) -> Iterator[configs.TableConfig | None]:
     yield None
     if m <= 16:
         yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
-
-
-def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
-    yield None
-    tiles = ((2, 16, 4, 3),) if m <= 16 else ((2, 32, 4, 3), (4, 32, 4, 2)) if m <= 32 else ((2, 64, 2, 4), (1, 64, 2, 4))
-    yield from (configs.CudaMidConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
 
 
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
@@ -100,9 +94,7 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=configs.Epilogue(tuple(third)))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
-        sizes = [
-            size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high
-        ]
+        sizes = [size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("wide", 33, 256)) if low <= m <= high]
         residual = torch.randn(m, n, device=x.device, dtype=x.dtype)
         plus, glu = y + residual[: len(y)].double(), torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
@@ -152,9 +144,6 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "wide" in kinds and m >= 2:
             for tile in wide_tiles(m):
                 yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile), expected, count, facts)
-        if "mid" in kinds and 8 <= m <= 256:
-            for tile in mid_tiles(m):
-                yield measure("mid", tile, lambda i: launch.middle(x, q[i], s[i], g, None, tile), expected, count, facts)
         if "w4a4" in kinds and m >= 16 and (not on_gpu or host.arch(x.device) >= 100):
             yield from w4a4_lines(x, q, s, g, count, facts)
         if "sparse" in kinds and m <= sparse.MAX_M:

@@ -77,11 +77,6 @@ def table(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
     return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_table")
 
 
-def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
-    """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
-    return cuda_mid.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
-
-
 def wide(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaWideConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see ``csrc/gemm/linear_wide.cu``. The bias is added in the kernel."""
     return cuda_mid.wide(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
@@ -121,7 +116,6 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "cuda_small": small,
     "cuda_small_any_k": small,
     "cuda_table": table,
-    "cuda_mid": middle,
     "cuda_wide": wide,
     "cuda_wide_fp8": wide_fp8,
     "triton_mid": mid,
