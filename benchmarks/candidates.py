@@ -24,9 +24,8 @@ from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.linear_w4a4 import configs as w4a4
 from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
-from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
-from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig, SparseTableConfig
+from fp4_inductor.kernels.sparse_linear.configs import SparseSmallConfig, SparseTableConfig
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
@@ -126,10 +125,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         yield measure("current", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), expected, count, facts)
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
-                yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
+                yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "table" in kinds and m <= 16 and k % 256 == 0:
             for tile in table_tiles(m):
-                yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile), expected, count, facts)
+                yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
             for size in ("table", "wide")[m > 16 :]:
                 call = functools.partial(csrc.call, f"linear_{size}", early=True)
@@ -140,13 +139,13 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             oq, os, og = odd
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
-            yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og), want, count, facts)
+            yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og, None), want, count, facts)
         if "wide" in kinds and m >= 2:
             for tile in wide_tiles(m):
-                yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile), expected, count, facts)
+                yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "w4a4" in kinds and m >= 16 and (not on_gpu or host.arch(x.device) >= 100):
             yield from w4a4_lines(x, q, s, g, count, facts)
-        if "sparse" in kinds and m <= sparse.MAX_M:
+        if "sparse" in kinds and m <= 32:
             v, e, ss, sg = sp
             want = sparse_reference(x, v[0], e[0], ss[0], sg)
             if m == 1:
@@ -154,10 +153,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             else:
                 yield measure("sparse triton", None, lambda i: launch_sparse.mid(x, v[i], e[i], ss[i], sg), want, count, facts)
             for tile in sparse_tiles(m):
-                yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, host.arch(x.device), tile), want, count, facts)
+                yield measure("sparse", tile, lambda i: launch_sparse.small(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
             if m <= 16 and k % 256 == 0:
                 for tile in sparse_table_tiles(m):
-                    yield measure("sparse table", tile, lambda i: launch_sparse.table(x, v[i], e[i], ss[i], sg, None, tile), want, count, facts)
+                    yield measure("sparse table", tile, lambda i: launch_sparse.table(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
 
 
 def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:

@@ -85,14 +85,14 @@ def test_candidates(monkeypatch, tmp_path):
 
     from lowering_tests.kernels.emulator import tiles_of
 
-    def right(x, *rest):
+    def right(x, *rest, tile=None):
         return torch.ops.fp4.linear(x, *rest[:3])
 
     for name in ("small", "table"):
         monkeypatch.setattr(candidates.launch, name, right)
-    monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
-    for owner, name in ((candidates.sparse, "linear"), *((candidates.launch_sparse, launcher) for launcher in ("gemv", "mid", "table"))):
-        monkeypatch.setattr(owner, name, lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
+    monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest, tile: right(x, *rest) * 2)
+    for name in ("gemv", "mid", "small", "table"):
+        monkeypatch.setattr(candidates.launch_sparse, name, lambda x, *rest, tile=None: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
 
     def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
         if early:
