@@ -33,6 +33,7 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 NO_GPU = "no CUDA device: gpu tests run on one"
+LONG = {f"test_{name}.py" for name in ("quickstart", "moe_kernels", "interpreter", "decode_attention", "executed", "csrc", "benchmarks")}
 NOT_ASKED = "takes minutes: run with --slow"
 
 
@@ -41,8 +42,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    # The longest test first, so that the workers end together.
-    items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+    # Single tests of a minute and more first, so that the workers end together.
+    items.sort(key=lambda item: item.path.name not in LONG)
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", pytest.mark.skip(reason=NO_GPU)))
