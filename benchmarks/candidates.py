@@ -24,13 +24,12 @@ from fp4_inductor.kernels import csrc, host
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.linear_w4a4 import configs as w4a4
 from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
-from fp4_inductor.kernels.sparse_linear import cuda_small as sparse
 from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
-from fp4_inductor.kernels.sparse_linear.cuda_small import SparseSmallConfig, SparseTableConfig
+from fp4_inductor.kernels.sparse_linear.configs import SparseSmallConfig, SparseTableConfig
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "table", "early", "siblings", "epilogue", "any_k", "mid", "wide", "sparse", "w4a4")
+KINDS = ("current", "small", "table", "early", "siblings", "epilogue", "any_k", "wide", "sparse", "w4a4")
 BOUND = 4e-3  # bf16: one rounding of the result
 TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
@@ -45,12 +44,6 @@ def table_tiles(m: int) -> Iterator[configs.TableConfig | None]:
     yield None
     if m <= 16:
         yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
-
-
-def mid_tiles(m: int) -> Iterator[configs.CudaMidConfig | None]:
-    yield None
-    tiles = ((2, 16, 4, 3),) if m <= 16 else ((2, 32, 4, 3), (4, 32, 4, 2)) if m <= 32 else ((2, 64, 2, 4), (1, 64, 2, 4))
-    yield from (configs.CudaMidConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4, 8))
 
 
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
@@ -100,9 +93,7 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=configs.Epilogue(tuple(third)))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
-        sizes = [
-            size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("mid", 17, 128), ("wide", 33, 256)) if low <= m <= high
-        ]
+        sizes = [size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("wide", 33, 256)) if low <= m <= high]
         residual = torch.randn(m, n, device=x.device, dtype=x.dtype)
         plus, glu = y + residual[: len(y)].double(), torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
@@ -134,10 +125,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         yield measure("current", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), expected, count, facts)
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
-                yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile), expected, count, facts)
+                yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "table" in kinds and m <= 16 and k % 256 == 0:
             for tile in table_tiles(m):
-                yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile), expected, count, facts)
+                yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
             for size in ("table", "wide")[m > 16 :]:
                 call = functools.partial(csrc.call, f"linear_{size}", early=True)
@@ -148,16 +139,13 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             oq, os, og = odd
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
-            yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og), want, count, facts)
+            yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og, None), want, count, facts)
         if "wide" in kinds and m >= 2:
             for tile in wide_tiles(m):
-                yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile), expected, count, facts)
-        if "mid" in kinds and 8 <= m <= 256:
-            for tile in mid_tiles(m):
-                yield measure("mid", tile, lambda i: launch.middle(x, q[i], s[i], g, None, tile), expected, count, facts)
+                yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "w4a4" in kinds and m >= 16 and (not on_gpu or host.arch(x.device) >= 100):
             yield from w4a4_lines(x, q, s, g, count, facts)
-        if "sparse" in kinds and m <= sparse.MAX_M:
+        if "sparse" in kinds and m <= 32:
             v, e, ss, sg = sp
             want = sparse_reference(x, v[0], e[0], ss[0], sg)
             if m == 1:
@@ -165,10 +153,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             else:
                 yield measure("sparse triton", None, lambda i: launch_sparse.mid(x, v[i], e[i], ss[i], sg), want, count, facts)
             for tile in sparse_tiles(m):
-                yield measure("sparse", tile, lambda i: sparse.linear(x, v[i], e[i], ss[i], sg, None, host.arch(x.device), tile), want, count, facts)
+                yield measure("sparse", tile, lambda i: launch_sparse.small(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
             if m <= 16 and k % 256 == 0:
                 for tile in sparse_table_tiles(m):
-                    yield measure("sparse table", tile, lambda i: launch_sparse.table(x, v[i], e[i], ss[i], sg, None, tile), want, count, facts)
+                    yield measure("sparse table", tile, lambda i: launch_sparse.table(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
 
 
 def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:

@@ -135,7 +135,7 @@ def candidates(kind: str, m: int) -> list:
 def run(kind, config, x, q, s, g):
     from fp4_inductor.kernels.linear import launch
 
-    return getattr(launch, kind)(x, q, s, g, None, config)
+    return getattr(launch, kind)(x, q, s, g, None, tile=config)
 
 
 def _compile(job) -> str:

@@ -20,7 +20,7 @@ from lowering_tests.kernels import aot
 
 ALU = ("LOP3", "SHF", "PRMT", "ISETP", "SEL", "VIADD", "IADD3", "LEA", "VIADDMNMX", "VIMNMX", "IMNMX", "F2FP", "PLOP3", "SGXT")
 # where the template's integers hold the tokens of a tile, in eights
-TOKENS = {"linear_small": 0, "linear_mid": 1, "sparse_linear_small": 0}  # linear_wide: one wgmma takes all, 16 rows a warp
+TOKENS = {"linear_small": 0, "sparse_linear_small": 0}  # linear_wide: one wgmma takes all, 16 rows a warp
 
 
 def loops(library: Path):

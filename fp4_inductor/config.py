@@ -206,7 +206,7 @@ class DispatchConfig:
             regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.
         candidates: kernels whose rows are off by default, because nobody has timed them on a GPU yet or because they lost where somebody did,
-            e.g. ``("cuda_mid",)``. One that is named here serves its regime in place of that regime's other rows.
+            e.g. ``("cuda_w4a4",)``. One that is named here serves its regime in place of that regime's other rows.
         early: ``"proven"``: in a compiled graph on sm_90, a kernel of ours may begin, and fetch its first weights, while the kernel before it is
             still running, where it is proven that this one does not write them (programmatic dependent launch). ``"never"``: it does not.
     """
@@ -231,7 +231,7 @@ class DispatchConfig:
         _one_of(self, "early", Literal["proven", "never"])
         if isinstance(self.candidates, str) or not all(isinstance(name, str) for name in self.candidates):
             raise ConfigError(
-                "candidates are not names of kernels", value=repr(self.candidates), limit="a tuple of strings", remedy='Write candidates=("cuda_mid",).'
+                "candidates are not names of kernels", value=repr(self.candidates), limit="a tuple of strings", remedy='Write candidates=("cuda_w4a4",).'
             )
         object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
 

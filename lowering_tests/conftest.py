@@ -9,13 +9,16 @@ import sys
 import tempfile
 
 # Before torch is imported: a test must never meet a graph or a kernel that an older version of this package compiled.
-_CACHES = tempfile.mkdtemp(prefix="fp4_inductor_tests_")
-for _name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FP4_INDUCTOR_CACHE"):
-    os.environ[_name] = os.path.join(_CACHES, _name.lower())
-    os.makedirs(os.environ[_name], mode=0o700)
+# The workers of pytest-xdist are children of the process that makes the caches, and share them: what one compiled the other has.
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _WORKER:
+    _CACHES = tempfile.mkdtemp(prefix="fp4_inductor_tests_")
+    for _name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FP4_INDUCTOR_CACHE", "FP4_EMULATED_CACHE"):
+        os.environ[_name] = os.path.join(_CACHES, _name.lower())
+        os.makedirs(os.environ[_name], mode=0o700)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:
+if _WORKER:
     # The workers are the parallelism; compile in the worker itself instead of in a pool of its own.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -30,6 +33,7 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 NO_GPU = "no CUDA device: gpu tests run on one"
+LONG = {f"test_{name}.py" for name in ("quickstart", "moe_kernels", "interpreter", "decode_attention", "executed", "csrc", "benchmarks")}
 NOT_ASKED = "takes minutes: run with --slow"
 
 
@@ -38,8 +42,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    # The longest test first, so that the workers end together.
-    items.sort(key=lambda item: item.path.name != "test_quickstart.py")
+    # Single tests of a minute and more first, so that the workers end together.
+    items.sort(key=lambda item: item.path.name not in LONG)
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", pytest.mark.skip(reason=NO_GPU)))
@@ -52,7 +56,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_unconfigure(config):
-    shutil.rmtree(_CACHES, ignore_errors=True)
+    if not _WORKER:
+        shutil.rmtree(_CACHES, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

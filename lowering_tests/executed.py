@@ -1,7 +1,7 @@
 """Run what Inductor generates for CUDA, on a CPU: its wrapper as it is, its Triton kernels in Triton's interpreter.
 
 fake_cuda.py gives the code of a compiled model, this module runs it on real tensors. The interpreter must be switched on
-(``TRITON_INTERPRET=1``) before Triton is imported, so tests call this from a process of their own (lowerings/executed_graphs.py).
+(interpreter.py) before Triton is imported, so tests call this from a process of their own (lowerings/executed_graphs.py).
 What the interpreter cannot do is left out: inline assembly (kernels have a form without), E4M3 conversion of torch's fusions.
 """
 
@@ -39,6 +39,7 @@ class _Launcher:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.libdevice = tl.math  # extern functions are not interpreted; these have the same names
+        module.triton_helpers.max2 = tl.max  # torch's own is interpreted element by element
         self.name, self.kernel, self.launched = name, getattr(module, name), launched
         self.names = list(inspect.signature(self.kernel.fn).parameters)
         self.template = "triton_heuristics.template(" in source

@@ -85,14 +85,14 @@ def test_candidates(monkeypatch, tmp_path):
 
     from lowering_tests.kernels.emulator import tiles_of
 
-    def right(x, *rest):
+    def right(x, *rest, tile=None):
         return torch.ops.fp4.linear(x, *rest[:3])
 
-    for name in ("small", "table", "middle"):
+    for name in ("small", "table"):
         monkeypatch.setattr(candidates.launch, name, right)
-    monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest: right(x, *rest) * 2)
-    for owner, name in ((candidates.sparse, "linear"), *((candidates.launch_sparse, launcher) for launcher in ("gemv", "mid", "table"))):
-        monkeypatch.setattr(owner, name, lambda x, *rest: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
+    monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest, tile: right(x, *rest) * 2)
+    for name in ("gemv", "mid", "small", "table"):
+        monkeypatch.setattr(candidates.launch_sparse, name, lambda x, *rest, tile=None: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
 
     def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
         if early:
@@ -110,21 +110,20 @@ def test_candidates(monkeypatch, tmp_path):
         monkeypatch.setattr(candidates.launch_w4a4, name, lambda *args: torch.ops.fp4.linear_w4a4(*args[:8]))
     rows = list(candidates.shape(256, 64, (1, 4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
-    fused = {f"{size} {what}" for size in ("small", "table", "mid", "wide") for what in ("glu", "residual")}
+    fused = {f"{size} {what}" for size in ("small", "table", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
-    apart = {"current", "small", "table", "table early", "wide early", "mid", "wide", "sparse", "sparse gemv", "sparse triton", "sparse table"}
+    apart = {"current", "small", "table", "table early", "wide early", "wide", "sparse", "sparse gemv", "sparse triton", "sparse table"}
     apart |= {"current K+16", "any_k K+16", "siblings apart", "siblings", "glu apart", "residual apart"}
     assert kinds == apart | fused
     for row in rows:
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
     compiled = {}
     for kernel in candidates.csrc.KERNELS.values():
-        compiled[kernel.source] = {tile[-3 - (kernel.tile[2:3] == ("groups",)) :] for tile in tiles_of(kernel.source)}
+        compiled[kernel.source] = {tile[-3:] for tile in tiles_of(kernel.source)}
         compiled[kernel.source] |= {(*tile, 1) for tile in tiles_of(kernel.source, "STREAMED")}
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),
-            ("gemm/linear_mid.cu", candidates.mid_tiles(m)),
             ("gemm/linear_wide.cu", candidates.wide_tiles(m)),
             ("sparse/sparse_linear_small.cu", candidates.sparse_tiles(m)),
         ):

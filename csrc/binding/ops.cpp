@@ -80,7 +80,7 @@ struct Names {
   const char* of[3];
 };
 constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu"}}, kTable{{"linear_table", "linear_table_pointwise", "linear_table_glu"}},
-    kMid{{"linear_mid", "linear_mid_pointwise", "linear_mid_glu"}}, kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
+    kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
 
 using Optional = std::optional<Tensor>;
 
@@ -117,14 +117,6 @@ Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, c
                     int64_t early) {
   return linear<Place, VARIANT>(kTable, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)sets,
                                 (int)sets_a_warp, (int)k_groups);
-}
-
-template <typename Place, Variant VARIANT>
-Tensor linear_mid(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
-                  int64_t tokens, int64_t groups, int64_t stages, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul,
-                  const Optional& residual) {
-  return linear<Place, VARIANT>(kMid, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)tokens, (int)groups,
-                               (int)stages, (int)splits);
 }
 
 // As scratch_bytes() of csrc.py: float32 sums of 132 blocks of 128 rows, and a flag each.
@@ -277,7 +269,6 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
 #define FP4_IMPLEMENT(key, Place)                                               \
   STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                 \
     FP4_DENSE(linear_small, Place)                                              \
-    FP4_DENSE(linear_mid, Place)                                                \
     FP4_DENSE(linear_table, Place)                                              \
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \

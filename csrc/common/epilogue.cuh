@@ -151,40 +151,4 @@ __device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint
   cluster_barrier();  // nobody leaves while its sums are being read
 }
 
-// Bytes of shared memory that sum_groups_and_store needs.
-template <int TILES, int ROWS> constexpr int kGroupSumBytes = 8 * TILES * (ROWS + 4) * (int)sizeof(float);
-
-// The same for GROUPS groups of warps that each hold ROWS rows by 8 * TILES tokens between them, warp `row_warp` of `group` 16 * R rows.
-template <typename T, int R, int TILES, int GROUPS, int ROWS>
-__device__ __forceinline__ void sum_groups_and_store(const float (&acc)[R][TILES][4], uint8_t* shared, int group, int row_warp, int splits, int rank, int n0,
-                                                     int m0, const Result<T>& out) {
-  constexpr int kPitch = ROWS + 4, kTokens = 8 * TILES, kThreads = 32 * GROUPS * ROWS / (16 * R), kParts = Result<T>::kParts, kColumns = ROWS / kParts;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  float* sums = (float*)shared;  // [kTokens][kPitch]
-  for (int turn = GROUPS - 1; turn >= 0; --turn) {
-    if (group == turn)
-#pragma unroll
-      for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float* at = sums + (8 * i + 2 * t + (c & 1)) * kPitch + (row_warp * R + r) * 16 + g + 8 * (c >> 1);
-            *at = turn == GROUPS - 1 ? acc[r][i][c] : *at + acc[r][i][c];
-          }
-    __syncthreads();
-  }
-  if (splits > 1) cluster_barrier();
-  const int slice = kColumns / splits;
-  for (int i = threadIdx.x; i < slice * kTokens; i += kThreads) {
-    const int column = rank * slice + i % slice, m = i / slice;
-    float all[kParts] = {};
-    for (int r = 0; r < splits; ++r)
-#pragma unroll
-      for (int p = 0; p < kParts; ++p) all[p] += (splits > 1 ? of_block(sums, r) : sums)[m * kPitch + column + p * kColumns];
-    out.store(m0 + m, n0 + column, all);
-  }
-  if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
-}
-
 }  // namespace fp4

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import DispatchConfig, dispatch_config
-from . import select
+from . import csrc, select
 from .build import aligned as aligned
 from .table import Row
 
@@ -44,3 +47,16 @@ forget_plans = _plan.cache_clear
 def plus(y: Tensor, bias: Tensor | None) -> Tensor:
     """``y + bias``, in place."""
     return y if bias is None else y.add_(bias)
+
+
+def by_cuda(name: str) -> Callable[..., Tensor]:
+    """The launcher of a kernel of ``csrc/``: ``(x [M, K], *parts of the weight, global_scale, bias)`` to ``[M, N]``; it adds the bias itself.
+
+    Its ``tile`` is one of the op's ``configs``; None: the kernel's choice.
+    """
+
+    def launch(x: Tensor, *tensors: Any, tile: Any = None) -> Tensor:
+        *weight, global_scale, bias = tensors
+        return csrc.call(name, x, weight, global_scale, bias, arch(x.device), astuple(tile) if tile else ())
+
+    return launch

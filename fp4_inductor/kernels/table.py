@@ -127,7 +127,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("", "cuda_small_any_k"): _WARPS,
     ("", "cuda_small_glu"): _WARPS,
     ("", "cuda_small_pointwise"): _WARPS,
-    **{("", f"cuda_{size}{finish}"): _SPLITS for size in ("mid", "wide") for finish in ("", "_glu", "_pointwise")},
+    **{("", f"cuda_wide{finish}"): _SPLITS for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
     **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
     **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide")},
@@ -187,10 +187,6 @@ _PAIRED_WIDE = (
     _PAIRED + ". 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6, and 34.9 and 34.0 at M = 128; 12.1 and 10.7 at N = K = 4096, M = 64"
 )
 _THEN_WIDE = _THEN + ". With a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9, and 11.6 and 12.4 at N = K = 4096"
-_CUDA_MID = (
-    "activations shared in shared memory, K split over a cluster. At N = K = 8192, M = 16 21 us, cuda_small 25, but at N = K = 4096 13 and 9; "
-    "from 33 rows on slower than cuda_wide: 43 us at N = K = 8192, M = 64"
-)
 _CUDA_WIDE = (
     "weights decoded in registers are wgmma's A operand, once for all rows; tiles of weights and activations are fetched by other warps. At N = K = 8192 "
     "18.6 us for M = 32, 22.5 for 64, 33 for 128, where bf16 cuBLAS takes 35 to 40; at N = 28672, K = 8192 52, 65, 97: 112, 134, 132; at N = K = 4096 "
@@ -279,7 +275,6 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
         ),
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
-        Row(op, "mid", f"cuda_mid_{finish}", (90, 90), 128, HALF, reason, EMULATED, csrc=f"linear_mid_{finish}", min_m=17),
         *(
             Row(op, "wide", f"cuda_wide_{finish}", (90, 90), m, dtypes, wide, MEASURED, large_m, csrc=f"linear_wide_{finish}", min_m=2, **when)
             for m, dtypes, large_m, when in (
@@ -328,7 +323,6 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
-    Row("linear", "mid", "cuda_mid", (90, 90), 128, HALF, _CUDA_MID, LOST, csrc="linear_mid", siblings=True),
     *(Row("linear", "wide", "cuda_wide", (90, 90), m, BF16, _CUDA_WIDE, MEASURED, FP8, csrc="linear_wide", siblings=True, **when) for m, when in _WIDE_UNTIL),
     Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),
     Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _CUDA_WIDE + _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),

@@ -234,7 +234,6 @@ CALLED = {
     "cuda_small",
     "cuda_small_any_k",
     "cuda_table",
-    "cuda_mid",
     "cuda_wide",
     "cuda_wide_fp8",
     "cuda_sparse_small",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ from fp4_inductor import FP4Linear, dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host, select
-from fp4_inductor.kernels.linear import configs, cuda_mid, launch
-from fp4_inductor.kernels.sparse_linear import cuda_small, cuda_wide
+from fp4_inductor.kernels.linear import configs, launch
+from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
 from fp4_inductor.ops import linear_glu
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
@@ -23,22 +25,8 @@ fp4 = torch.ops.fp4
 
 
 def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0) or csrc.why_not("linear_mid", 90):
+    if torch.cuda.get_device_capability() != (9, 0) or csrc.why_not("linear_wide", 90):
         pytest.skip("the rows of candidates name sm_90 with nvcc")
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_mid(dtype):
-    hopper()
-    tiles = [None, *(configs.CudaMidConfig(*t, s) for t in ((2, 16, 4, 3), (2, 32, 4, 3), (4, 32, 4, 2), (2, 64, 2, 4), (1, 64, 2, 4)) for s in (1, 2, 4, 8))]
-    for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 80)):
-        w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
-        for m in (1, 33, 64, 130):
-            x = torch.randn(m, k, device=DEVICE).to(dtype)
-            for tile in tiles:
-                first = launch.middle(x, *w, bias, tile)
-                assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
-                assert all(torch.equal(launch.middle(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -50,9 +38,9 @@ def test_table(dtype):
         for m in (1, 3, 8, 9, 16):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             for tile in tiles:
-                first = launch.table(x, *w, bias, tile)
+                first = launch.table(x, *w, bias, tile=tile)
                 assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
-                assert all(torch.equal(launch.table(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(launch.table(x, *w, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
             assert torch.equal(launch.table(x[:1], *w, bias), launch.table(x, *w, bias)[:1]), "one order of summation for 1 to 16 rows"
 
 
@@ -68,9 +56,9 @@ def test_wide(dtype):
         for m in (1, 64, 130, 300):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             for tile in tiles:
-                first = launch.wide(x, *w, bias, tile)
+                first = launch.wide(x, *w, bias, tile=tile)
                 assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
-                assert all(torch.equal(launch.wide(x, *w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(launch.wide(x, *w, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_wide_fp8():
@@ -90,9 +78,10 @@ def test_wide_fp8():
             for tile in tiles:
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
-                first = cuda_mid.wide_fp8(x8, x_scale, q, s, g, bias, 90, tile)
+                sizes = astuple(tile) if tile else ()
+                first = csrc.call("linear_wide_fp8", (x8, x_scale), (q, s), g, bias, 90, sizes)
                 assert error(first, want) <= (max(1.2 * transient, 2.5e-3) if n % 16 == 0 else 6e-3), (m, n, k, tile)
-                assert all(torch.equal(cuda_mid.wide_fp8(x8, x_scale, q, s, g, bias, 90, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(csrc.call("linear_wide_fp8", (x8, x_scale), (q, s), g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_wide_fp8_has_the_transient_weights_codes():
@@ -102,7 +91,7 @@ def test_wide_fp8_has_the_transient_weights_codes():
     q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
     s = (torch.arange(n * k // 16, device=DEVICE) % 127).to(torch.uint8).view(n, -1)[:, torch.randperm(k // 16)].contiguous().view(nvfp4.SCALE_DTYPE)
     one = torch.eye(k, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(k, 1, device=DEVICE)
-    y = cuda_mid.wide_fp8(*one, q, s, torch.full((), WEIGHT_FACTOR, device=DEVICE), None, 90)
+    y = csrc.call("linear_wide_fp8", one, (q, s), torch.full((), WEIGHT_FACTOR, device=DEVICE), None, 90)
     assert torch.equal(y.float(), fp4.dequantize_fp8(q, s).float().T)
 
 
@@ -124,22 +113,20 @@ def test_wide_fp8_siblings_eager_and_compiled():
 
 def test_candidates_serve_when_switched_on():
     hopper()
-    with dispatch(candidates=("cuda_mid",)):
+    with dispatch(candidates=("triton_gemv_glu",)):
         for n, k in ((512, 1024), (130, 1040)):
-            w = weight(n, k)
-            few, small = ("cuda_small_any_k",) * 2 if k % 64 else ("cuda_table", "cuda_small")
-            for m, kernel in ((2, few), (32, small), (33, "cuda_mid"), (128, "cuda_mid")):
-                x = torch.randn(m, k, device=DEVICE).to(BF16)
-                assert plan_of(x, w[0]).pick(m).kernel == kernel
-                y = fp4.linear(x, *w)
-                assert error(y, exact(x, *w)) <= bound_of(x, w[0]), (m, n, k)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    z = fp4.linear(x, *w)
-                for _ in range(100):
-                    z.fill_(float("nan"))
-                    graph.replay()
-                assert torch.equal(z, y)
+            w, x = weight(n, k), torch.randn(1, k, device=DEVICE).to(BF16)
+            assert host.row_for("linear_glu", x, 1, n, k).kernel == "triton_gemv_glu"
+            y = fp4.linear_glu(x, *w)
+            gate, up = exact(x, *w).split(n // 2, 1)
+            assert error(y, torch.nn.functional.silu(gate) * up) <= bound_of(x, w[0], fused=True), (n, k)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                z = fp4.linear_glu(x, *w)
+            for _ in range(100):
+                z.fill_(float("nan"))
+                graph.replay()
+            assert torch.equal(z, y)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -247,7 +234,7 @@ def test_siblings_and_epilogues(dtype):
         q, s, g = weight(n, k)
         a, b = n // 4, n // 2
         scales = torch.stack((g, g * 100, g / 100))
-        for size, rows in (("small", (1, 8, 9, 32)), ("table", (1, 8, 9, 16) if k % 256 == 0 else ()), ("mid", (17, 64, 130)), ("wide", (33, 64, 130, 300))):
+        for size, rows in (("small", (1, 8, 9, 32)), ("table", (1, 8, 9, 16) if k % 256 == 0 else ()), ("wide", (33, 64, 130, 300))):
             for m in rows:
                 x, bias = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
                 y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, then=configs.Epilogue((a, b)))
@@ -270,7 +257,10 @@ def test_siblings_and_epilogues(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_sparse_table(dtype):
     hopper()
-    tiles = [None, *(cuda_small.SparseTableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4)))]
+    tiles = [
+        None,
+        *(sparse_configs.SparseTableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4))),
+    ]
     for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
         w = sparse.weight(n, k)
         reference = sparse.dense(*w).to(DEVICE)
@@ -283,9 +273,9 @@ def test_sparse_table(dtype):
             for tile in tiles:
                 if tile and (16 * tile.sets > n or k % (128 * tile.substeps)):
                     continue
-                first = launch_sparse.table(x, *parts, bias, tile)
+                first = launch_sparse.table(x, *parts, bias, tile=tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
-                assert all(torch.equal(launch_sparse.table(x, *parts, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(launch_sparse.table(x, *parts, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
             assert torch.equal(launch_sparse.table(x[:1], *parts, bias), launch_sparse.table(x, *parts, bias)[:1]), "one order of summation for 1 to 16 rows"
             if m > 1:
                 assert torch.equal(fp4.sparse_linear(x, *parts, bias), launch_sparse.table(x, *parts, bias))
@@ -296,7 +286,7 @@ def test_sparse(dtype):
     arch = host.arch(torch.device(DEVICE, 0))
     if csrc.why_not("sparse_linear_small", arch):
         pytest.skip("needs nvcc")
-    tiles = [None, *(cuda_small.SparseSmallConfig(*t, s) for t in ((2, 8, 2), (2, 16, 2), (4, 8, 3)) if arch == 90 for s in (1, 2, 4, 8))]
+    tiles = [None, *(sparse_configs.SparseSmallConfig(*t, s) for t in ((2, 8, 2), (2, 16, 2), (4, 8, 3)) if arch == 90 for s in (1, 2, 4, 8))]
     for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64), (70, 1056)):
         w = sparse.weight(n, k)
         reference = sparse.dense(*w).to(DEVICE)
@@ -305,15 +295,15 @@ def test_sparse(dtype):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             want = x.double() @ reference.T
             for tile in tiles if m <= 8 else tiles[:1]:
-                first = cuda_small.linear(x, *parts, None, arch, tile)
+                first = launch_sparse.small(x, *parts, None, tile=tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
-                assert all(torch.equal(cuda_small.linear(x, *parts, None, arch, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(launch_sparse.small(x, *parts, None, tile=tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_sparse_wide(dtype):
     hopper()
-    own = [cuda_wide.SparseWideConfig(*t, s) for t in tiles_of("sparse/sparse_linear_wide.cu") for s in (1, 2, 4, 0)]
+    own = [sparse_configs.SparseWideConfig(*t, s) for t in tiles_of("sparse/sparse_linear_wide.cu") for s in (1, 2, 4, 0)]
     for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 1280)):
         w = sparse.weight(n, k)
         reference = sparse.dense(*w).to(DEVICE)
@@ -322,9 +312,9 @@ def test_sparse_wide(dtype):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             want = x.double() @ reference.T + bias.double()
             for tile in (None, *own):
-                first = cuda_wide.linear(x, *parts, bias, 90, tile)
+                first = launch_sparse.wide(x, *parts, bias, tile=tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype], (m, n, k, tile)
-                assert all(torch.equal(cuda_wide.linear(x, *parts, bias, 90, tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(launch_sparse.wide(x, *parts, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_sparse_wide_is_what_serves():

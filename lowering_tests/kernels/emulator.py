@@ -7,7 +7,10 @@ that nobody waited for, barriers that not all threads reach); :class:`EmulatorEr
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -41,17 +44,28 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
+def _own_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="fp4_emulated_")
 
 
-def _compile(source: Path, flags: Iterable[str] = ()) -> Path:
-    target = Path(_folder().name) / f"{source.stem}_{abs(hash((source, tuple(flags)))):x}.o"
-    command = ["g++", "-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DFP4_EMULATED", f"-I{FOLDER}", *flags, "-c", str(source), "-o", str(target)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise RuntimeError(run.stderr[-4000:])
+def _made(source: Path, suffix: str, command: Iterable[str]) -> Path:
+    """What ``command`` makes of ``source``, once for all workers of a session (conftest.py), whose files do not change."""
+    command = ("g++", *command)
+    folder = Path(os.environ.get("FP4_EMULATED_CACHE") or _own_folder().name)
+    target = folder / f"{source.stem}_{hashlib.sha256(repr(command).encode()).hexdigest()[:16]}{suffix}"
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            run = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True, check=False)
+            if run.returncode:
+                raise RuntimeError(run.stderr[-4000:])
+            partial.rename(target)
     return target
+
+
+def _compile(source: Path, flags: Iterable[str] = ()) -> Path:
+    return _made(source, ".o", ("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DFP4_EMULATED", f"-I{FOLDER}", *flags, "-c", str(source)))
 
 
 @functools.cache
@@ -70,8 +84,7 @@ class Emulated:
 
     def __init__(self, source: str | Path, arch: int = 90, defines: tuple[str, ...] = ()):
         compiled = _compile(csrc_dir() / source, (*INSTRUMENTED, f"-DFP4_ARCH={arch}", *defines))
-        library = compiled.with_suffix(".so")
-        subprocess.run(["g++", "-shared", "-o", str(library), str(compiled), *map(str, _runtime())], check=True)
+        library = _made(compiled, ".so", ("-shared", str(compiled), *map(str, _runtime())))
         self.path, self.name = library, Path(source).stem
         self.library = ctypes.CDLL(str(library))
         self.library.emulator_allocate.restype = ctypes.c_void_p

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+from lowering_tests import interpreter  # noqa: F401  (before anything imports Triton)
 
-import torch
+import torch  # isort: skip
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host

@@ -10,7 +10,7 @@ import contextlib
 import random
 from unittest import mock
 
-from lowering_tests.kernels import interpreted as common  # sets TRITON_INTERPRET
+from lowering_tests.kernels import interpreted as common  # switches the interpreter on
 
 import torch  # isort: skip
 

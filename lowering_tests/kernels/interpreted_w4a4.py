@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from lowering_tests.kernels import interpreted  # sets TRITON_INTERPRET
+from lowering_tests.kernels import interpreted  # switches the interpreter on
 
 import torch  # isort: skip
 

@@ -26,7 +26,6 @@ SOURCES = {
         lambda arch: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
     ),
     "gemm/linear_table.cu": (("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.2D", r"UTMALDG\.3D"), lambda arch: 2 * 2 * 2),
-    "gemm/linear_mid.cu": (("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", COPY), lambda arch: 2 * (5 + 1)),
     "sparse/sparse_linear_small.cu": (
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
         lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
@@ -67,7 +66,6 @@ NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Trito
 COMPILED = [
     *[("gemm/linear_small.cu", arch) for arch in (80, 90, 100, 120)],
     pytest.param("gemm/linear_small.cu", 121, marks=NEW),
-    ("gemm/linear_mid.cu", 90),
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
     ("sparse/sparse_linear_wide.cu", 90),
     ("gemm/linear_table.cu", 90),
@@ -193,9 +191,7 @@ def test_without_nvcc_the_reason_is_told(monkeypatch):
 
 def test_a_kernel_is_built_only_where_a_row_names_it():
     """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
-    hopper = {
-        name for name in csrc.KERNELS if name.startswith(("linear_table", "sparse_linear_table", "linear_mid", "linear_wide", "sparse_linear_wide", "moe"))
-    }
+    hopper = {name for name in csrc.KERNELS if name.startswith(("linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))}
     assert {arch: set(csrc.KERNELS) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
         80: {*hopper, "linear_w4a4"},
         90: {"linear_w4a4"},

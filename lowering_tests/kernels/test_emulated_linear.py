@@ -16,7 +16,7 @@ from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
-SMALL, TABLE, MID, WIDE = "gemm/linear_small.cu", "gemm/linear_table.cu", "gemm/linear_mid.cu", "gemm/linear_wide.cu"
+SMALL, TABLE, WIDE = "gemm/linear_small.cu", "gemm/linear_table.cu", "gemm/linear_wide.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -84,12 +84,6 @@ def test_table_chooses_a_tile_for_every_size():
         check(TABLE, m, n, k, (0, 0, 0), BF16)
 
 
-@pytest.mark.parametrize("tile", tiles_of(MID), ids=str)
-def test_mid(tile):
-    for i, (m, n, k, splits) in enumerate(((17, 33, 64, 1), (33, 130, 1088, 2), (70, 128, 576, 4), (64, 129, 2112, 8))):
-        check(MID, m, n, k, (*tile, splits), (BF16, FP16)[i % 2])
-
-
 @pytest.mark.parametrize("tile", tiles_of(WIDE), ids=str)
 def test_wide(tile):
     for i, (m, n, k, splits) in enumerate(((3, 33, 256, 1), (tile[1] + 6, 260, 1280, 2), (tile[1], 129, 2304, 4))):
@@ -124,15 +118,7 @@ def test_wide_chooses_a_tile_for_every_size():
         check(WIDE, m, n, k, (0, 0, 0, 0), BF16)
 
 
-@pytest.mark.parametrize("k", [16, 80, 1040])
-def test_mid_with_any_k(k):
-    check(MID, 40, 131, k, (1, 64, 2, 4, 2), BF16)
-    check(MID, 19, 64, k, (1, 64, 2, 4, 1), FP16)
-
-
-EACH = pytest.mark.parametrize(
-    ("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2)), (MID, (2, 64, 2, 4, 2)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "mid", "wide"]
-)
+EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "wide"])
 
 
 @EACH
@@ -164,9 +150,7 @@ def test_every_code_with_every_scale(source, tile):
         assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
 
 
-@pytest.mark.parametrize(
-    ("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2)), (MID, (2, 64, 2, 4, 4)), (WIDE, (128, 32, 2, 2))], ids=str
-)
+@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2)), (WIDE, (128, 32, 2, 2))], ids=str)
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
     m, k = (16, 1280) if source == TABLE else (24, 1088)
     x, w = torch.randn(m, k).to(BF16), weight(70, k)
@@ -233,7 +217,7 @@ def test_the_cpu_kernel_has_two_orders():
 
 
 def test_arguments_that_no_kernel_takes():
-    for source, tile in ((SMALL, (2, 16, 2)), (TABLE, (2, 2, 2)), (MID, (1, 64, 2, 4, 1)), (WIDE, (128, 32, 2, 1))):
+    for source, tile in ((SMALL, (2, 16, 2)), (TABLE, (2, 2, 2)), (WIDE, (128, 32, 2, 1))):
         kernel, one = emulated(source), 256 if source == TABLE else 64
 
         def call(m, n, k, second, third, act, tile, kernel=kernel):
@@ -249,8 +233,6 @@ def test_arguments_that_no_kernel_takes():
     for m, tile in ((17, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1))):
         with pytest.raises(EmulatorError, match="status"):
             emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, 256, 0, 0, 0, 0, 0, *tile)
-    with pytest.raises(EmulatorError, match="status"):
-        emulated(MID).call("fp4_linear_mid", (None,) * 7, torch.empty(1), 1, 8, 64, 0, 0, 0, 0, 1, 64, 2, 4, 3)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 64), (64, 128, 1152), (70, 131, 832)])
@@ -292,13 +274,6 @@ BROKEN = {
     "a stage is not waited for": (TABLE, "    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
     "a stage is overwritten too early": (TABLE, "      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
     "sums lie where others still read": (TABLE, "  barrier(1, threads);  // nobody reads", "  // nobody reads", "race|nobody waited for"),
-    "one warp misses a barrier": (
-        MID,
-        "  barrier(group + 1, S::kGroupThreads);\n  int slot",
-        "  if (warp) barrier(group + 1, S::kGroupThreads);\n  int slot",
-        "deadlock|race|nobody wrote",
-    ),
-    "the next tile is not waited for": (MID, "    barrier(group + 1, S::kGroupThreads);  // the next", "    // the next", "race"),
     "the tile is given back before its products are done": (
         WIDE,
         "      wgmma_wait<1>();\n",
@@ -316,12 +291,6 @@ BROKEN = {
         "race|more arrivals",
     ),
     "a tile's bytes are not all promised": (WIDE, "MAPPED ? S::kWeights : S::kCodes", "S::kCodes", "promise|more bytes|race|nobody"),
-    "a block leaves the cluster early": (
-        MID,
-        "  if (splits > 1) cluster_barrier();\n  const int slice = kColumns",
-        "  const int slice = kColumns",
-        "race|nobody wrote",
-    ),
 }
 
 
@@ -338,7 +307,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
     (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
     kernel = Emulated(tmp_path / "csrc" / source)
-    tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3), MID: (2, 64, 2, 4, 2), WIDE: (64, 32, 4, 2)}[source]
+    tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3), WIDE: (64, 32, 4, 2)}[source]
     k = 2064 if "scales' tail" in case else 8192 if source in (WIDE, TABLE) else 4160
     x, w = torch.randn(8, k).to(BF16), weight(33, k)
     if words is None:

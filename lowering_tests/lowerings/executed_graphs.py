@@ -7,12 +7,11 @@ wrong in Triton's interpreter. ``error``: distance of the generated code's outpu
 from __future__ import annotations
 
 import json
-import os
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+from lowering_tests import interpreter  # noqa: F401  (before anything imports Triton)
 
-import torch
+import torch  # isort: skip
 import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import nn

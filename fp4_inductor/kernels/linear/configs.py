@@ -50,18 +50,6 @@ class TableConfig:
 
 
 @dataclass(frozen=True)
-class CudaMidConfig:
-    """Tile of ``csrc/gemm/linear_mid.cu``: 128 rows of the weight and ``tokens`` a block; warps of 16 * rows_16 rows; K split over
-    ``groups`` of warps, then over ``splits`` blocks of a cluster."""
-
-    rows_16: int
-    tokens: int
-    groups: int
-    stages: int
-    splits: int = 1
-
-
-@dataclass(frozen=True)
 class CudaWideConfig:
     """Tile of ``csrc/gemm/linear_wide.cu``: ``rows`` of the weight and ``tokens`` a block, ``k_groups`` warpgroups for each 64 rows, which share K,
     and ``splits`` blocks of a cluster, which share K; 0: blocks take equal shares of all tiles' steps; -1: two blocks share activations."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,14 @@ from ...formats.storage import Storage
 from ...ops import linear as contract
 from ...ops import linear_w4a4
 from ...ops.dequantize_fp8 import fp8_product
-from .. import host, select
+from .. import csrc, host, select
 from ..select import Call
-from . import configs, cuda_mid, cuda_small
+from . import configs
 from .triton_gemv import linear_gemv
 from .triton_mid import linear_mid
 
 fp4 = torch.ops.fp4
+small, table, wide = map(host.by_cuda, ("linear_small", "linear_table", "linear_wide"))
 
 
 def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
@@ -67,26 +69,6 @@ def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Te
     return host.plus(y, bias)
 
 
-def small(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.SmallConfig | None = None) -> Tensor:
-    """Up to 32 rows; see ``csrc/gemm/linear_small.cu``. The bias is added in the kernel."""
-    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
-
-
-def table(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.TableConfig | None = None) -> Tensor:
-    """Up to 16 rows; see ``csrc/gemm/linear_table.cu``. The bias is added in the kernel."""
-    return cuda_small.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile, "linear_table")
-
-
-def middle(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaMidConfig | None = None) -> Tensor:
-    """Up to a few hundred rows; see ``csrc/gemm/linear_mid.cu``. The bias is added in the kernel."""
-    return cuda_mid.linear(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
-
-
-def wide(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.CudaWideConfig | None = None) -> Tensor:
-    """Up to a few hundred rows; see ``csrc/gemm/linear_wide.cu``. The bias is added in the kernel."""
-    return cuda_mid.wide(x, qdata, scale, global_scale, bias, host.arch(x.device), tile)
-
-
 def mid(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.MidConfig | None = None) -> Tensor:
     """Up to a few hundred rows; see :mod:`.triton_mid`."""
     (m, k), n = x.shape, qdata.shape[0]
@@ -108,7 +90,7 @@ def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
 def wide_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.WideFP8Config | None = None) -> Tensor:
     """As :func:`large_fp8` without a transient weight; see ``csrc/gemm/linear_wide_fp8.cu``. The bias is added in the kernel."""
     x8, x_scale = fp4.quantize_rows_fp8(x)
-    return cuda_mid.wide_fp8(x8, x_scale, qdata, scale, global_scale, bias, host.arch(x.device), tile)
+    return csrc.call("linear_wide_fp8", (x8, x_scale), (qdata, scale), global_scale, bias, host.arch(x.device), astuple(tile) if tile else ())
 
 
 def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,7 +103,6 @@ _LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "cuda_small": small,
     "cuda_small_any_k": small,
     "cuda_table": table,
-    "cuda_mid": middle,
     "cuda_wide": wide,
     "cuda_wide_fp8": wide_fp8,
     "triton_mid": mid,

@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton kernels: pure functions of the shape, so that eager and compiled calls agree.
+"""Tile shapes; those of the Triton kernels as pure functions of the shape, so that eager and compiled calls agree.
 
 Untimed: the dense kernels' tiles with the same k per step, where they compile without spills for sm_80 to sm_121.
 """
@@ -12,7 +12,19 @@ import torch
 from ..linear import configs as dense
 from ..linear.configs import MidConfig
 
-__all__ = ["GemvConfig", "MidConfig", "gemv", "gemv_choices", "gemv_constants", "mid", "mid_choices", "mid_constants"]
+__all__ = [
+    "GemvConfig",
+    "MidConfig",
+    "SparseSmallConfig",
+    "SparseTableConfig",
+    "SparseWideConfig",
+    "gemv",
+    "gemv_choices",
+    "gemv_constants",
+    "mid",
+    "mid_choices",
+    "mid_constants",
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,38 @@ class GemvConfig:
     block_n: int
     block_w: int
     num_warps: int
+
+
+@dataclass(frozen=True)
+class SparseSmallConfig:
+    """Tile of ``csrc/sparse/sparse_linear_small.cu``: 16 * rows_16 rows of the weight a block, K split over warps, then over ``splits`` blocks."""
+
+    rows_16: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+@dataclass(frozen=True)
+class SparseTableConfig:
+    """Tile of ``csrc/sparse/sparse_linear_table.cu``: 16 * sets rows of the weight a block, 16 * sets_a_warp a warp, K split over ``k_groups`` warps,
+    in steps of 128 * ``substeps``."""
+
+    sets: int
+    sets_a_warp: int
+    k_groups: int
+    substeps: int = 2
+
+
+@dataclass(frozen=True)
+class SparseWideConfig:
+    """Tile of ``csrc/sparse/sparse_linear_wide.cu``: ``rows`` of the weight and ``tokens`` a block, ``k_groups`` warpgroups for each 64 rows, which
+    share K, and ``splits`` blocks of a cluster, which share K; 0: two blocks, of neighbouring rows, share the activations."""
+
+    rows: int
+    tokens: int
+    k_groups: int
+    splits: int = 1
 
 
 def gemv(n: int, k: int) -> GemvConfig:

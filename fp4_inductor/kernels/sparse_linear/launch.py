@@ -12,11 +12,12 @@ from ...ops import sparse_linear as contract
 from ...ops.dequantize_fp8 import scaled_product
 from .. import host
 from ..linear.launch import by_rows
-from . import configs, cuda_small, cuda_wide
+from . import configs
 from .triton_gemv import sparse_gemv
 from .triton_mid import sparse_mid
 
 fp4 = torch.ops.fp4
+small, table, wide = map(host.by_cuda, ("sparse_linear_small", "sparse_linear_table", "sparse_linear_wide"))
 
 
 def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
@@ -51,45 +52,6 @@ def mid(
         x, values, meta, scale.view(torch.uint8), global_scale, y, m, n, k, **constants, num_warps=c.num_warps, num_stages=c.num_stages
     )
     return host.plus(y, bias)
-
-
-def small(
-    x: Tensor,
-    values: Tensor,
-    meta: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-    tile: cuda_small.SparseSmallConfig | None = None,
-) -> Tensor:
-    """Up to 32 rows; see ``csrc/sparse/sparse_linear_small.cu``. The bias is added in the kernel."""
-    return cuda_small.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile)
-
-
-def table(
-    x: Tensor,
-    values: Tensor,
-    meta: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-    tile: cuda_small.SparseTableConfig | None = None,
-) -> Tensor:
-    """Up to 16 rows; see ``csrc/sparse/sparse_linear_table.cu``. The bias is added in the kernel."""
-    return cuda_small.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile, "sparse_linear_table")
-
-
-def wide(
-    x: Tensor,
-    values: Tensor,
-    meta: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    bias: Tensor | None = None,
-    tile: cuda_wide.SparseWideConfig | None = None,
-) -> Tensor:
-    """Up to a hundred rows; see ``csrc/sparse/sparse_linear_wide.cu``. The bias is added in the kernel."""
-    return cuda_wide.linear(x, values, meta, scale, global_scale, bias, host.arch(x.device), tile)
 
 
 def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
