@@ -1,4 +1,4 @@
-"""Tensor parallel on two processes, on a CPU by gloo or on two GPUs by NCCL: each holds its rows or blocks of columns, and the logits are those of one process."""
+"""Tensor parallel on two processes, on a CPU by gloo or on two GPUs by NCCL: each holds its part of a weight, and the logits are those of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_two_ranks(tmp_path, device):
         pytest.skip("one GPU")
     # One pair of processes for both models: starting them takes longer than all they do.
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    env = {**os.environ, "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"} | (
+        {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     command += [str(SCRIPT), str(tmp_path / "r"), str(MODELOPT), str(MIXTRAL)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
