@@ -97,7 +97,7 @@ def in_a_graph(x, q, s, g, large_m: str):
     row = row_for(x, q.shape[0], large_m, early=True)
     if not (row.csrc and csrc.KERNELS[row.csrc].early):
         return torch.ops.fp4.linear(x, q, s, g, None, large_m)
-    parts = torch.ops.fp4.quantize_rows_fp8(x) if row.kernel == "cuda_wide_fp8" else x
+    parts = torch.ops.fp4.quantize_rows_fp8(x, True) if row.kernel == "cuda_wide_fp8" else x
     return csrc.call(row.csrc, parts, (q, s), g, None, arch_of(x.device), early=True)
 
 

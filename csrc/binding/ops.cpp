@@ -232,7 +232,7 @@ Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weight
   return y;
 }
 
-// Activations in E4M3 with a float32 scale per token; bias and result in bfloat16.
+// Activations in E4M3, their k in the order of fp4.quantize_rows_fp8(lane_order=True), with a float32 scale per token; bias and result in bfloat16.
 template <typename Place>
 Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                        int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
@@ -246,7 +246,7 @@ Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qd
   const Place place(x8, op);
   Tensor y = torch::stable::new_empty(x8, {m, n}, ScalarType::BFloat16);
   if (m == 0 || n == 0) return y;
-  const Tensor scratch = torch::stable::new_empty(x8, {(m + 767) / 768 * 768 * ((k + 255) / 256 * 256) + shared_sums(256)});
+  const Tensor scratch = torch::stable::new_empty(x8, {shared_sums(256)});
   const Tensor x = dense(x8), xs = dense(x_scale), q = dense(qdata), s = dense(scale);
   const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
   const int status = f(x.data_ptr(), xs.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, 0,

@@ -284,13 +284,6 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
 }
 
-// Before blocks that stream.
-__global__ void clear_flags(int* __restrict__ flags) {
-  let_second_begin();
-  wait_for_previous();  // it may use the same memory
-  flags[threadIdx.x] = 0;
-}
-
 constexpr int kShared = -1;
 
 // splits: blocks of a cluster that share K; 0: blocks stream; kShared: two blocks share activations.
@@ -316,7 +309,7 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   float4* partial = (float4*)scratch;
   int* flags = (int*)(partial + (size_t)streaming * (TOKENS / 8 * S::kConsumers));
   if (kStreams) {
-    status = launch(clear_flags, dim3(1), kFlags, 0, 1, stream, flags);
+    status = launch(clear_flags<kFlags>, dim3(1), kFlags, 0, 1, stream, flags);
     if (status != cudaSuccess) return status;
   }
   const dim3 blocks = kStreams ? dim3(streaming) : dim3(kShares ? (row_tiles + 1) / 2 : row_tiles, places, cluster);

@@ -1,9 +1,8 @@
 // fp4.linear for a hundred to a few thousand rows on sm_90, by FP8 tensor cores: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias), x8 E4M3 with a
 // scale per token, W8 canonical NVFP4 rounded to E4M3 in registers: bit for bit the codes of fp4.dequantize_fp8, which writes them to memory.
 //
-// Two kernels a call: arrange_fp8() writes the activations as wgmma takes them; linear_wide_fp8() streams weights as tiles and activations as they
-// were arranged through two rings. The two blocks of a cluster own 128 rows of W each and share the activations, which are copied to both at once.
-// Clusters take whole tiles, or equal shares of all tiles' steps, or tiles are split among 2 or 4 clusters in K; what clusters share is summed through
+// Weights and activations come as tiles through two rings; each 256 k of a token lie in the order in which a quad decodes them (wide_fp8.cuh). The two blocks
+// of a cluster own 128 rows of W each and share the activations, which are copied to both at once. Clusters take whole tiles, or equal shares of all tiles' steps, or tiles are split among 2 or 4 clusters in K; what clusters share is summed through
 // global memory, in a fixed order.
 #include <type_traits>
 
@@ -15,6 +14,7 @@ using namespace fp4;
 
 constexpr int kRows = 128, kBlocks = 2, kConsumers = 256;  // rows a block, blocks a cluster, threads that multiply
 constexpr int kMostClusters = 66;                          // there is scratch memory for the sums of so many
+constexpr int kFlags = 160;                                // one a block, and of whole warps
 
 // --- sums --------------------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ template <int TOKENS> struct Shape {
 
 template <int TOKENS, int SPLITS>
 __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
-    linear_wide_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const uint8_t* __restrict__ tiles,
+    linear_wide_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap tokens,
                     const float* x_scale, const float* __restrict__ global_scale, const __nv_bfloat16* __restrict__ bias,
                     __nv_bfloat16* __restrict__ y, float4* __restrict__ partial, int* __restrict__ flags, int M, int N, int K, int second, int third, int places,
                     int count_tiles, int streamed) {
@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
     publish_counters();
   }
   if (threadIdx.x == kConsumers) prefetch_tile_map(codes), prefetch_tile_map(scales);
+  if (threadIdx.x == kConsumers + 32) prefetch_tile_map(tokens);
   __syncthreads();
   cluster_barrier();
 
@@ -178,14 +179,13 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
     } else if (warp == kConsumers / 32 + 1 && lane == 0) {
       constexpr int kMine = S::kHalf / kBlocks;
       Place<S::kXStages> at;
-      wait_for_first();
+      wait_for_previous();  // it may have written x; it does not write weights
       while (work.left > 0) {
-        const int count = work.count();
-        const uint8_t* from = tiles + ((size_t)(work.tile % places) * steps + work.k) * (2 * S::kHalf) + rank * kMine;
-        for (int i = 0; i < 2 * count; ++i, from += S::kHalf, at.next()) {
+        const int count = work.count(), m = work.tile % places * TOKENS + rank * (TOKENS / kBlocks);
+        for (int half = 2 * work.k; half < 2 * (work.k + count); ++half, at.next()) {
           counter_wait(x_free + 8 * at.i, at.parity ^ 1);
           counter_promise(x_full + 8 * at.i, S::kHalf);
-          copy_bulk_to_cluster(activations + at.i * S::kHalf + rank * kMine, from, kMine, x_full + 8 * at.i, (1 << kBlocks) - 1);
+          copy_tile_to_cluster(activations + at.i * S::kHalf + rank * kMine, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
         }
         work.next(count);
       }
@@ -196,7 +196,8 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
   }
 
   more_registers<232>();
-  wait_for_first();  // the scales of the activations may be written right before this call, and results go where kernels before may still read
+  wait_for_previous();  // it may still read y, and may have written the activations' scales
+  let_next_begin();
   const int g = lane >> 2, t = lane & 3, local = uniform(warp >> 2) * 64 + (warp & 3) * 16;  // the warp's first row
   const uint8_t* my_codes[2] = {shared + (local + g) * 128 + ((2 * t) ^ g) * 16, shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16};
   const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
@@ -313,7 +314,7 @@ struct Call {
 int places_of(int M, int tokens) { return (M + tokens - 1) / tokens; }
 int row_tiles_of(int N) { return (N + kBlocks * kRows - 1) / (kBlocks * kRows); }
 
-template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, uint8_t* scratch, Stream stream) {
+template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, void* scratch, Stream stream) {
   using S = Shape<TOKENS>;
   static_assert(S::kTiles % (2 * SPLITS) == 0, "parts of whole pairs of tiles");
   const int steps = p.K / kWideK, places = places_of(p.M, TOKENS), count = places * row_tiles_of(p.N);
@@ -323,18 +324,21 @@ template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, 
   // Clusters that split K wait for each other: all must be able to run at once, and nothing may keep the last of them out for good (grids of a
   // stream of higher priority that wait in turn for SMs of this one).
   if (clusters > most || steps < SPLITS) return cudaErrorInvalidConfiguration;
-  TileMap codes, scales;
+  TileMap codes, scales, tokens;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, kRows, 128);
+  if (status == cudaSuccess) status = tile_map(&tokens, p.x8, p.M, p.K, TOKENS / kBlocks, 128);
   if (status == cudaSuccess) status = tile_map(&scales, p.s, p.N, p.K / 16, kRows, 16);
   if (status != cudaSuccess) return status;
-  float4* partial = (float4*)(scratch + (size_t)places * steps * (2 * S::kHalf));
+  float4* partial = (float4*)scratch;
   int* flags = (int*)(partial + (size_t)clusters * kBlocks * S::kSums);
-  const int tokens = places * TOKENS;
-  status = launch(arrange_fp8<TOKENS>, dim3(at_most(steps, at_least(1, 2112 * 16 / tokens)), tokens / 16), 256, 0, 1, stream, p.x8, scratch, p.M, p.K, flags,
-                  clusters * kBlocks);
+  const bool share = SPLITS > 1 || streamed;
+  if (share) status = launch(clear_flags<kFlags>, dim3(1), kFlags, 0, 1, stream, flags);
   if (status != cudaSuccess) return status;
-  return launch_second(linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales,
-                       (const uint8_t*)scratch, p.x_scale, p.g, p.bias, p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, count, streamed);
+  auto by = [&](auto launch) {
+    return launch(linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales, tokens, p.x_scale, p.g, p.bias,
+                  p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, count, streamed);
+  };
+  return share ? by([](auto... a) { return launch_second(a...); }) : by([](auto... a) { return launch(a...); });
 }
 
 // By times on an H200, whose 132 SMs hold 66 clusters, at M = 192, 256, 512, 1024 and 2048 for five shapes (benchmarks/NOTES.md, "Larger M"):
@@ -350,7 +354,7 @@ Tile best(int M, int N, int K) {
   return {tokens, idle > (waves == 1 ? 950 : 330) ? 0 : 1};
 }
 
-cudaError_t by_tile(Tile tile, const Call& p, uint8_t* scratch, Stream stream) {
+cudaError_t by_tile(Tile tile, const Call& p, void* scratch, Stream stream) {
 #define TILE(t, s) \
   if (tile.tokens == t && tile.splits == s) return run<t, s>(false, p, scratch, stream);
 #define STREAMED(t) \
@@ -364,14 +368,14 @@ cudaError_t by_tile(Tile tile, const Call& p, uint8_t* scratch, Stream stream) {
 
 }  // namespace
 
-// Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3, x_scale [M]. (tokens, splits): one of by_tile's, splits 0: equal
+// Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3 in the order of wide_fp8.cuh, x_scale [M]. (tokens, splits): one of by_tile's, splits 0: equal
 // shares; tokens 0 for best(). 1 <= M <= 2^20, K % 256 == 0; x8, q, s, y and scratch 16-byte aligned; bias may be null. second, third: rows of W at which
-// the second and the third global scale begin, 0 for none. early: as of linear_wide. scratch: a byte for each activation, M rounded up to a multiple of 768, and 17.5 MB.
+// the second and the third global scale begin, 0 for none. early: as of linear_wide. scratch: 17.5 MB.
 extern "C" int fp4_linear_wide_fp8(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                                    int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype || !Epilogue<__nv_bfloat16>::of(nullptr, nullptr, second, third, 0).fits(kPlain, N))
     return cudaErrorInvalidValue;
   const Call p{(const uint8_t*)x8, (const float*)x_scale, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const __nv_bfloat16*)bias, (__nv_bfloat16*)y,
                M, N, K, second ? second : INT32_MAX, third ? third : INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best(M, N, K), p, (uint8_t*)scratch, {(cudaStream_t)stream, early != 0});
+  return by_tile(tokens ? Tile{tokens, splits} : best(M, N, K), p, scratch, {(cudaStream_t)stream, early != 0});
 }

@@ -19,6 +19,13 @@ constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a 
 // Activations of a step, four tiles of 64 k, 128 bytes a token each.
 template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
 
+// Before blocks that share sums through global memory: their flags, COUNT of them.
+template <int COUNT> __global__ void __launch_bounds__(COUNT) clear_flags(int* __restrict__ flags) {
+  let_second_begin();
+  wait_for_previous();  // it may use the same memory
+  flags[threadIdx.x] = 0;
+}
+
 // A place in a ring of STAGES, and the parity of its phase.
 template <int STAGES> struct Place {
   int i = 0, parity = 0;

@@ -6,32 +6,8 @@ namespace fp4 {
 
 constexpr float kFactor = 0.125f;  // WEIGHT_FACTOR of ops/dequantize_fp8.py: weights are handed to the MMA as value * scale * kFactor
 
-// to: [M / TOKENS][steps][2 halves][TOKENS][128 bytes], zeros beyond M. Byte 32 z + 16 h + 4 t + e of a token's half j is k = 64 t + 32 j + 8 z + 4 h + e
-// of the step: lane t of a quad decodes k = 64 t .. 64 t + 63, as in wide.cuh. Sixteen threads a token and step.
-template <int TOKENS>
-__global__ void __launch_bounds__(256) arrange_fp8(const uint8_t* x, uint8_t* __restrict__ to, int M, int K, int* __restrict__ flags, int count) {
-  constexpr int kAtOnce = 4;  // steps whose loads are in flight together
-  let_second_begin();
-  wait_for_previous();
-  if (blockIdx.x == 0 && blockIdx.y == 0)
-    for (int i = threadIdx.x; i < count; i += blockDim.x) flags[i] = 0;
-  const int steps = K / kWideK, chunk = threadIdx.x % 16, m = blockIdx.y * 16 + threadIdx.x / 16, place = m / TOKENS, token = m % TOKENS;
-  for (int first = blockIdx.x; first < steps; first += kAtOnce * gridDim.x) {
-    uint4 v[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int step = first + i * gridDim.x;
-      const uint32_t* from = (const uint32_t*)(x + (size_t)m * K + step * kWideK) + chunk;
-      v[i] = m < M && step < steps ? make_uint4(from[0], from[16], from[32], from[48]) : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int step = first + i * gridDim.x;
-      uint8_t* row = to + ((((size_t)place * steps + step) * 2 + chunk / 8) * TOKENS + token) * 128;
-      if (step < steps) *(uint4*)(row + (chunk % 8 ^ (token & 7)) * 16) = v[i];
-    }
-  }
-}
+// Activations are row-major [M, K], each 256 k of a row in the order of fp4.quantize_rows_fp8(lane_order=True): byte 16 c + 4 t + e is k = 64 t + 4 c + e, so that
+// what MMAs take of lane t of a quad are k that lie side by side in the weight: it decodes k = 64 t .. 64 t + 63.
 
 // The eight magnitudes of a block of 16 weights, value * scale * kFactor rounded to E4M3: byte i of (low, high) is that of code i. `scales`: a float16
 // pair, one half of it the block's. The products are exact in float16: six bits, 2^-13 to 336.

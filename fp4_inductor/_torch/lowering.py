@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,7 +156,7 @@ def full(size, value, x):
     return lowerings[aten.full.default](list(size), value, dtype=x.get_dtype(), device=x.get_device())
 
 
-def quantize_rows_e4m3(x, limit: float, smallest: float):
+def quantize_rows_e4m3(x, limit: float, smallest: float, order: tuple[tuple[int, int], ...] | None = None):
     """``(E4M3 [M, K], float32 [M, 1])`` of ``x [M, K]``, on CUDA, as pointwise operations and one reduction.
 
     Bit for bit what eager code computes, wherever Inductor fuses it: ``x`` is rounded to its dtype even if its producer's
@@ -164,6 +165,7 @@ def quantize_rows_e4m3(x, limit: float, smallest: float):
     Args:
         limit: what the largest magnitude of a row becomes.
         smallest: lower bound of a scale; a row of zeros gets the scale 1.
+        order: where k lies in a row of codes: (numbers, distance in memory) of the last digits of k, the highest first; None: at k.
     """
     rows, amax = _rows_and_peaks(x)
 
@@ -181,7 +183,27 @@ def quantize_rows_e4m3(x, limit: float, smallest: float):
 
     scale = _elementwise(scale_of, torch.float32, amax)
     inverse = lowerings[aten.expand.default](_elementwise(inverse_of, torch.float32, scale), rows.get_size())
-    return _elementwise(code_of, torch.float8_e4m3fn, rows, inverse), scale
+    codes = _elementwise(code_of, torch.float8_e4m3fn, rows, inverse)
+    return codes if order is None else _in_order(codes, order), scale
+
+
+def _in_order(x, order: tuple[tuple[int, int], ...]):
+    """``x [M, K]``, not yet computed, written to a contiguous ``[M, K]`` whose columns lie in another order; see :func:`quantize_rows_e4m3`."""
+    (m, k), load = x.get_size(), x.make_loader()
+    digits, distances = zip(*order, strict=True)
+    step = math.prod(digits)
+
+    def at(index):
+        row, column, *rest = index
+        for digit, count in zip(rest, digits, strict=True):
+            column = column * count + digit
+        return load([row, column])
+
+    apart = ir.Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=at, ranges=[m, k // step, *digits])
+    apart.realize()
+    apart.data.data.freeze_layout_with_exact_strides([k, step, *distances])
+    layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [m, k], [k, sympy.Integer(1)])
+    return ir.TensorBox(ir.ReinterpretView(data=apart.data, layout=layout))
 
 
 def row_scales(x, per_unit: float, smallest: float):

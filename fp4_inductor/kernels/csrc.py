@@ -35,8 +35,7 @@ class Kernel:
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: takes whether it may begin, and fetch weights, while the kernel before it still runs (programmatic dependent launch). Nothing but a
             proof that this one does not write the weight may ask for it: ``_torch/order.py``.
-        scratch: memory of the caller's, :func:`scratch_bytes`: bytes for each activation, where they are arranged there, of what M is made a multiple,
-            and the tokens of the blocks that share sums.
+        scratch: takes memory of the caller's, :func:`scratch_bytes`, for blocks of up to so many tokens that share sums; 0: none.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
             bfloat16 results.
         siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
@@ -49,7 +48,7 @@ class Kernel:
     finish: str | None = "plain"
     early: bool = False
     activations: tuple[str, ...] = ("x",)
-    scratch: tuple[int, int, int] | None = None
+    scratch: int = 0
     siblings: bool = False
 
     @property
@@ -82,7 +81,7 @@ class Kernel:
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups"), "small", early=True),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=(0, 1, 128)),
+    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=128),
     "linear_wide_fp8": Kernel(
         "gemm/linear_wide_fp8.cu",
         ("qdata", "scale"),
@@ -91,7 +90,7 @@ KERNELS = {
         None,
         early=True,
         activations=("x8", "x_scale"),
-        scratch=(1, 768, 256),
+        scratch=256,
         siblings=True,
     ),
     "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
@@ -106,12 +105,10 @@ FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
 
 
-def scratch_bytes(name: str, m: int, k: int) -> int:
-    """Bytes that a call needs besides its result, as ops.cpp has them: arranged activations; sums of 132 blocks of 128 rows, and a flag each."""
-    if (scratch := KERNELS[name].scratch) is None:
-        return 0
-    each, multiple, tokens = scratch
-    return each * -(-m // multiple) * multiple * -(-k // 256) * 256 + 132 * 4 * 128 * tokens + 1024
+def scratch_bytes(name: str) -> int:
+    """Bytes that a call needs besides its result, as ops.cpp has them: sums of 132 blocks of 128 rows, and a flag each."""
+    tokens = KERNELS[name].scratch
+    return 132 * 4 * 128 * tokens + 1024 if tokens else 0
 
 
 def kernels_for(arch: int) -> list[str]:
@@ -255,7 +252,7 @@ def _through_ctypes(
                 numbers.append(value)
             else:
                 pointers.append(None if value is None else value.contiguous())
-        scratch = [torch.empty(scratch_bytes(name, m, k), dtype=torch.uint8, device=first.device)] if kernel.scratch else []
+        scratch = [torch.empty(scratch_bytes(name), dtype=torch.uint8, device=first.device)] if kernel.scratch else []
         status = getattr(compiled, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"

@@ -14,7 +14,7 @@ from fp4_inductor.kernels import csrc, host, select
 from fp4_inductor.kernels.linear import configs, launch
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
-from fp4_inductor.ops import linear_glu
+from fp4_inductor.ops import linear_glu, quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
 from lowering_tests.kernels import sparse24 as sparse
@@ -72,6 +72,7 @@ def test_wide_fp8():
         w8 = fp4.dequantize_fp8(q, s)
         for m in (1, 129, 192, 193, 256, 300, 512, 777, 1024, 2047, 2048):
             x8, x_scale = fp4.quantize_rows_fp8(torch.randn(m, k, device=DEVICE).to(BF16))
+            given = quantize_rows_fp8.in_lane_order(x8), x_scale
             want = (x8.double() * x_scale.double()) @ (w8.double() * (g.double() / WEIGHT_FACTOR)).T + bias.double()
             if n % 16 == 0:
                 transient = error(scaled_product(x8, x_scale, w8, g, BF16, bias), want)
@@ -79,9 +80,9 @@ def test_wide_fp8():
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
                 sizes = astuple(tile) if tile else ()
-                first = csrc.call("linear_wide_fp8", (x8, x_scale), (q, s), g, bias, 90, sizes)
+                first = csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, sizes)
                 assert error(first, want) <= (max(1.2 * transient, 2.5e-3) if n % 16 == 0 else 6e-3), (m, n, k, tile)
-                assert all(torch.equal(csrc.call("linear_wide_fp8", (x8, x_scale), (q, s), g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_wide_fp8_has_the_transient_weights_codes():
@@ -90,7 +91,7 @@ def test_wide_fp8_has_the_transient_weights_codes():
     n, k = 1016, 2048
     q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
     s = (torch.arange(n * k // 16, device=DEVICE) % 127).to(torch.uint8).view(n, -1)[:, torch.randperm(k // 16)].contiguous().view(nvfp4.SCALE_DTYPE)
-    one = torch.eye(k, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(k, 1, device=DEVICE)
+    one = quantize_rows_fp8.in_lane_order(torch.eye(k, device=DEVICE)).to(torch.float8_e4m3fn), torch.ones(k, 1, device=DEVICE)
     y = csrc.call("linear_wide_fp8", one, (q, s), torch.full((), WEIGHT_FACTOR, device=DEVICE), None, 90)
     assert torch.equal(y.float(), fp4.dequantize_fp8(q, s).float().T)
 
@@ -103,7 +104,7 @@ def test_wide_fp8_siblings_eager_and_compiled():
     for m in (130, 256, 600, 2048):
         x = torch.randn(m, k, device=DEVICE).to(BF16)
         assert plan_of(x, q).pick(m).kernel == "cuda_wide_fp8"
-        y = torch.ops.fp4_csrc.linear_wide_fp8(*fp4.quantize_rows_fp8(x), q, s, g, None, 90, 0, 0, *starts)
+        y = torch.ops.fp4_csrc.linear_wide_fp8(*fp4.quantize_rows_fp8(x, True), q, s, g, None, 90, 0, 0, *starts)
         compiled = torch.compile(lambda x, q, s, g: fp4.linear_siblings(x, q, s, g, None, [0, 4096, 4096, 5120, 5120, n]), fullgraph=True)(x, q, s, g)
         for i, (a, b) in enumerate(zip((0, *starts), (*starts, n), strict=True)):
             want = exact(x, q[a:b], s[a:b], g[i])

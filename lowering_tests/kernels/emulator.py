@@ -96,9 +96,10 @@ class Emulated:
         """The C function of the source."""
         return f"fp4_{self.name}"
 
-    def scratch(self, m: int, k: int) -> int:
+    @property
+    def scratch(self) -> int:
         """Bytes that a call takes besides."""
-        return csrc.scratch_bytes(self.name, m, k)
+        return csrc.scratch_bytes(self.name)
 
     def begin(self, early: bool = False) -> tuple[int, ...]:
         """The argument before the tile that says whether the kernel begins early, where it can."""

@@ -290,7 +290,7 @@ def test_sparse_decompress(cc):
 def test_quantize_rows(cc):
     signature = {"X": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "K": "i32", "LIMIT": "fp32"}
     for k in (4096, 14336, 32768):
-        done = aot.compile_kernel(quantize_rows, signature, quantize_tile(k), cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
+        done = aot.compile_kernel(quantize_rows, signature, quantize_tile(k) | {"LANE_ORDER": cc == 90}, cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
         assert_fits(done, 8, cc)
         assert done.count("F2FP.SATFINITE.E4M3") > 0
 
@@ -299,12 +299,13 @@ def test_quantize_rows(cc):
 def test_quantize_glu_rows(cc):
     signature = {"GATE_UP": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "INNER": "i32", "LIMIT": "fp32"}
     for inner in (1536, 12288, 28672):
-        constants = dict(glu_tile(inner), ACT=0)
+        constants = dict(glu_tile(inner), ACT=0, LANE_ORDER=cc == 90 and inner % 256 == 0)
         warps = constants.pop("num_warps")
         done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
         assert_fits(done, warps, cc)
         assert done.count("F2FP.SATFINITE.E4M3") > 0
-        assert any(op.startswith("LDG") and op.endswith(".128") for op in done.opcodes())
+        wide = ".64" if constants["LANE_ORDER"] else ".128"  # four numbers lie side by side
+        assert any(op.startswith("LDG") and op.endswith(wide) for op in done.opcodes())
 
 
 def test_the_table_names_no_architecture_that_is_not_compiled_here():

@@ -217,7 +217,7 @@ def test_activations_in_e4m3(ops):
     g, x = torch.tensor([0.37, 1.9, 0.02]), quantize_rows_fp8.reference(torch.randn(130, 512) * torch.logspace(-3, 3, 130)[:, None])
     w8 = dequantize_fp8.reference(q, s).double() / dequantize_fp8.WEIGHT_FACTOR
     for tile, starts in (((), ()), ((128, 1), (32,)), ((256, 0), (32, 48))):
-        y = ops.linear_wide_fp8(*x, q, s, g, bias, ARCH, *(tile or ((0, 0) if starts else ())), *starts)
+        y = ops.linear_wide_fp8(quantize_rows_fp8.in_lane_order(x[0]), x[1], q, s, g, bias, ARCH, *(tile or ((0, 0) if starts else ())), *starts)
         assert y.dtype == torch.bfloat16
         rows = row_scales(g, [v for pair in itertools.pairwise((0, *starts, 70)) for v in pair], 70).double()
         want = (x[0].double() * x[1].double()) @ (w8 * rows[:, None]).T + bias.double()

@@ -22,7 +22,7 @@ def run(kernel: Emulated, x, w, bias, tile, constants=CODES_AND_SCALES) -> torch
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
     return kernel.call(
-        kernel.function, (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *kernel.begin(True), *tile, constants=constants, scratch=kernel.scratch(m, k)
+        kernel.function, (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *kernel.begin(True), *tile, constants=constants, scratch=kernel.scratch
     )
 
 
@@ -40,11 +40,10 @@ def test_weights_are_fetched_early():
         run(emulated(TABLE), x, w, None, (2, 2, 4), constants=())
 
 
-def test_activations_in_e4m3_are_arranged_behind_the_kernel_before():
-    """The second kernel, which reads weights early, begins behind the first here."""
+def test_activations_in_e4m3_and_their_scales_are_read_behind_the_kernel_before():
     kernel, x, w = emulated(WIDE_FP8), quantize_rows_fp8.reference(torch.randn(20, 512)), weight(40, 512)
     out = torch.empty(20, 40, dtype=BF16)
-    call = lambda early: kernel.call(kernel.function, (*x, *w, None), out, 20, 40, 512, 0, 0, 0, early, 128, 1, scratch=kernel.scratch(20, 512))  # noqa: E731
+    call = lambda early: kernel.call(kernel.function, (*x, *w, None), out, 20, 40, 512, 0, 0, 0, early, 128, 1, constants=(2, 3), scratch=kernel.scratch)  # noqa: E731
     assert torch.equal(call(1), call(0))
 
 
@@ -54,7 +53,7 @@ BROKEN = {
     "who fetches does not wait": ("gemm/table.cuh", "  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
     "who stores does not wait": (TABLE, STORE_WAIT, "", f"(read|write) of {EARLY}"),
     "the next kernel begins before the wait": (TABLE, STORE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
-    "flags are cleared before": (WIDE, "  wait_for_previous();  // it may use the same memory\n", "", f"write of {EARLY}"),
+    "flags are cleared before": ("gemm/wide.cuh", "  wait_for_previous();  // it may use the same memory\n", "", f"write of {EARLY}"),
     "activations are fetched before": (WIDE, "      wait_for_previous();  // it may have written x\n", "", f"read of {EARLY}"),
     "wide: who stores does not wait": (WIDE, STORE_WAIT, "", f"(read|write) of {EARLY}"),
 }  # fmt: skip
@@ -69,6 +68,6 @@ def test_a_missing_wait_is_caught(case, tmp_path):
     assert text.count(old) == 1, "the line to break is gone"
     path.write_text(text.replace(old, new).replace(": run(__half())", ": cudaErrorInvalidValue"))
     x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
-    kernel = Emulated(tmp_path / "csrc" / (WIDE if source == WIDE else TABLE), 90)
+    kernel = Emulated(tmp_path / "csrc" / (WIDE if "wide" in source else TABLE), 90)
     with pytest.raises(EmulatorError, match=words):
-        run(kernel, x, w, None, (2, 2, 4) if source != WIDE else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))
+        run(kernel, x, w, None, (2, 2, 4) if "wide" not in source else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))

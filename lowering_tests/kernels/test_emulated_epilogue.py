@@ -29,9 +29,7 @@ def run(kernel: Emulated, name: str, x, w, bias, tile, then: Epilogue, columns: 
     starts = (*then.starts, *[0] * (2 - len(then.starts)))
     sizes = (m, n, k, int(x.dtype == FP16), *starts, ACTS.index(then.act))
     out = torch.full((m, columns), float("nan"), dtype=x.dtype)
-    return kernel.call(
-        csrc.KERNELS[name].function, (x, *w, bias, then.mul, then.residual), out, *sizes, *kernel.begin(), *tile, scratch=kernel.scratch(*x.shape)
-    )
+    return kernel.call(csrc.KERNELS[name].function, (x, *w, bias, then.mul, then.residual), out, *sizes, *kernel.begin(), *tile, scratch=kernel.scratch)
 
 
 def library(name: str) -> Emulated:

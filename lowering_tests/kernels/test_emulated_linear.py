@@ -31,7 +31,7 @@ def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, starts: tuple[int, ..
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
     numbers = (m, n, k, int(x.dtype == FP16), *starts, *(0,) * (2 - len(starts)), 0, *kernel.begin(), *tile)
-    return kernel.call(kernel.function, (x, *w, bias, None, None), out, *numbers, seed=seed, scratch=kernel.scratch(m, k))
+    return kernel.call(kernel.function, (x, *w, bias, None, None), out, *numbers, seed=seed, scratch=kernel.scratch)
 
 
 def error(y, x, w, bias) -> float:
@@ -222,7 +222,7 @@ def test_arguments_that_no_kernel_takes():
 
         def call(m, n, k, second, third, act, tile, kernel=kernel):
             numbers = (m, n, k, 0, second, third, act, *kernel.begin(), *tile)
-            kernel.call(kernel.function, (None,) * 7, torch.empty(1), *numbers, scratch=kernel.scratch(m, k))
+            kernel.call(kernel.function, (None,) * 7, torch.empty(1), *numbers, scratch=kernel.scratch)
 
         for m, n, k, t in ((0, 8, one, tile), (1, 0, one, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, one, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):

@@ -37,8 +37,9 @@ def run(x, w, bias, tile, starts: tuple[int, ...] = (), seed: int = 0, kernel: E
     kernel = kernel or emulated(SOURCE, 90, NINE)
     (m, k), n = x[0].shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
-    return kernel.call("fp4_linear_wide_fp8", (*x, *w, bias), out, m, n, k, 0, *starts, *(0,) * (2 - len(starts)), 0, *tile, seed=seed,
-                       scratch=kernel.scratch(m, k))  # fmt: skip
+    given = (quantize_rows_fp8.in_lane_order(x[0]), x[1], *w, bias)
+    return kernel.call("fp4_linear_wide_fp8", given, out, m, n, k, 0, *starts, *(0,) * (2 - len(starts)), 0, *tile, seed=seed,
+                       scratch=kernel.scratch)  # fmt: skip
 
 
 def error(y, x, w, bias=None) -> float:
@@ -113,7 +114,7 @@ def test_arguments_that_it_does_not_take():
         (1, 1300, 1024, 0, (0, 0), (256, 4)),  # not all clusters at once
     ):
         with pytest.raises(EmulatorError, match="status"):
-            kernel.call("fp4_linear_wide_fp8", (None,) * 6, torch.empty(1), m, n, k, dtype, *starts, 0, *tile, scratch=kernel.scratch(m, k))
+            kernel.call("fp4_linear_wide_fp8", (None,) * 6, torch.empty(1), m, n, k, dtype, *starts, 0, *tile, scratch=kernel.scratch)
 
 
 # --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------

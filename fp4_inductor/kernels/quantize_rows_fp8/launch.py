@@ -12,26 +12,26 @@ from .triton_glu_rows import quantize_glu_rows
 from .triton_rows import quantize_rows
 
 
-def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_fp8(x: Tensor, lane_order: bool = False) -> tuple[Tensor, Tensor]:
     """E4M3 ``[M, K]`` and float32 ``[M, 1]``."""
-    contract.check(x)
+    contract.check(x, lane_order)
     m, k = x.shape
     out, scale = _results(x, k)
     if out.numel():
         with torch.cuda.device(x.device):
-            quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, **tile(k), num_warps=8)
+            quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, LANE_ORDER=lane_order, **tile(k), num_warps=8)
     return out, scale
 
 
-def quantize_glu_rows_fp8(gate_up: Tensor, act: str = "silu") -> tuple[Tensor, Tensor]:
+def quantize_glu_rows_fp8(gate_up: Tensor, act: str = "silu", lane_order: bool = False) -> tuple[Tensor, Tensor]:
     """E4M3 ``[M, I]`` and float32 ``[M, 1]`` of ``gate_up [M, 2 I]``."""
-    glu_contract.check(gate_up, act)
+    glu_contract.check(gate_up, act, lane_order)
     m, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out, scale = _results(gate_up, inner)
     if out.numel():
         number = list(ACTIVATIONS).index(act)
         with torch.cuda.device(gate_up.device):
-            quantize_glu_rows[(m,)](gate_up.contiguous(), out, scale, inner, contract.E4M3_MAX, ACT=number, **glu_tile(inner))
+            quantize_glu_rows[(m,)](gate_up.contiguous(), out, scale, inner, contract.E4M3_MAX, ACT=number, LANE_ORDER=lane_order, **glu_tile(inner))
     return out, scale
 
 

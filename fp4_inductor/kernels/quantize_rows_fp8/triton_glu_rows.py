@@ -6,15 +6,16 @@ import triton
 import triton.language as tl
 
 from ..linear_glu.triton_gemv import activate
-from .triton_rows import inverse_of, larger, limited, scale_of
+from .triton_rows import columns, inverse_of, larger, limited, scale_of
 
 
 @triton.jit
-def part(GATE, i, INNER, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def part(GATE, i, INNER, ACT: tl.constexpr, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr):
     """float32 ``[BLOCK]``: the products from the ``i``-th block on."""
     at = i * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(GATE + at, mask=at < INNER, other=0.0).to(tl.float32)
-    return activate(gate, ACT) * tl.load(GATE + INNER + at, mask=at < INNER, other=0.0).to(tl.float32)
+    k = columns(at, LANE_ORDER)
+    gate = tl.load(GATE + k, mask=at < INNER, other=0.0).to(tl.float32)
+    return activate(gate, ACT) * tl.load(GATE + INNER + k, mask=at < INNER, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def store(OUT, i, INNER, y, inverse, LIMIT, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_glu_rows(GATE_UP, OUT, ROW_SCALE, INNER, LIMIT, ACT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def quantize_glu_rows(GATE_UP, OUT, ROW_SCALE, INNER, LIMIT, ACT: tl.constexpr, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """BLOCKS: so many, one to four, make a row, and stay in registers; 0: they do not."""
     row = tl.program_id(0).to(tl.int64)
     GATE_UP += row * 2 * INNER
@@ -32,24 +33,24 @@ def quantize_glu_rows(GATE_UP, OUT, ROW_SCALE, INNER, LIMIT, ACT: tl.constexpr, 
     peak = tl.zeros((BLOCK,), tl.float32)
     if BLOCKS == 0:
         for i in range(tl.cdiv(INNER, BLOCK)):
-            peak = larger(peak, part(GATE_UP, i, INNER, ACT, BLOCK))
+            peak = larger(peak, part(GATE_UP, i, INNER, ACT, LANE_ORDER, BLOCK))
     else:
-        y0 = part(GATE_UP, 0, INNER, ACT, BLOCK)
+        y0 = part(GATE_UP, 0, INNER, ACT, LANE_ORDER, BLOCK)
         peak = larger(peak, y0)
         if BLOCKS > 1:
-            y1 = part(GATE_UP, 1, INNER, ACT, BLOCK)
+            y1 = part(GATE_UP, 1, INNER, ACT, LANE_ORDER, BLOCK)
             peak = larger(peak, y1)
         if BLOCKS > 2:
-            y2 = part(GATE_UP, 2, INNER, ACT, BLOCK)
+            y2 = part(GATE_UP, 2, INNER, ACT, LANE_ORDER, BLOCK)
             peak = larger(peak, y2)
         if BLOCKS > 3:
-            y3 = part(GATE_UP, 3, INNER, ACT, BLOCK)
+            y3 = part(GATE_UP, 3, INNER, ACT, LANE_ORDER, BLOCK)
             peak = larger(peak, y3)
     scale = scale_of(tl.max(peak, 0), LIMIT)
     inverse = inverse_of(scale)
     if BLOCKS == 0:
         for i in range(tl.cdiv(INNER, BLOCK)):
-            store(OUT, i, INNER, part(GATE_UP, i, INNER, ACT, BLOCK), inverse, LIMIT, BLOCK)
+            store(OUT, i, INNER, part(GATE_UP, i, INNER, ACT, LANE_ORDER, BLOCK), inverse, LIMIT, BLOCK)
     else:
         store(OUT, 0, INNER, y0, inverse, LIMIT, BLOCK)
         if BLOCKS > 1:

@@ -32,6 +32,15 @@ def inverse_of(scale):
 
 
 @triton.jit
+def columns(at, LANE_ORDER: tl.constexpr):
+    """The k that lie at positions ``at`` of a row: ``ops.quantize_rows_fp8.in_lane_order``."""
+    if LANE_ORDER:
+        return at // 256 * 256 + at // 4 % 4 * 64 + at // 16 % 16 * 4 + at % 4
+    else:
+        return at
+
+
+@triton.jit
 def scale_of_row(X, row, K, LIMIT, BLOCK: tl.constexpr):
     peak = tl.zeros((BLOCK,), tl.float32)
     for k in range(0, K, BLOCK):
@@ -41,12 +50,12 @@ def scale_of_row(X, row, K, LIMIT, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """WHOLE: K <= BLOCK, the row stays in registers."""
     row = tl.program_id(0).to(tl.int64)
     if WHOLE:
         at = tl.arange(0, BLOCK)
-        x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+        x = tl.load(X + row * K + columns(at, LANE_ORDER), mask=at < K, other=0.0).to(tl.float32)
         scale = scale_of(tl.max(larger(tl.zeros((BLOCK,), tl.float32), x), 0), LIMIT)
         tl.store(OUT + row * K + at, limited(x * inverse_of(scale), LIMIT).to(OUT.dtype.element_ty), mask=at < K)
     else:
@@ -54,6 +63,6 @@ def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, BLOCK: tl.constexpr, WHOLE: tl.co
         inverse = inverse_of(scale)
         for k in range(0, K, BLOCK):
             at = k + tl.arange(0, BLOCK)
-            x = tl.load(X + row * K + at, mask=at < K, other=0.0).to(tl.float32)
+            x = tl.load(X + row * K + columns(at, LANE_ORDER), mask=at < K, other=0.0).to(tl.float32)
             tl.store(OUT + row * K + at, limited(x * inverse, LIMIT).to(OUT.dtype.element_ty), mask=at < K)
     tl.store(ROW_SCALE + row, scale)
