@@ -199,7 +199,7 @@ def _in_order(x, order: tuple[tuple[int, int], ...]):
             column = column * count + digit
         return load([row, column])
 
-    apart = ir.Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=at, ranges=[m, k // step, *digits])
+    apart: Any = ir.Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=at, ranges=[m, k // step, *digits])
     apart.realize()
     apart.data.data.freeze_layout_with_exact_strides([k, step, *distances])
     layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [m, k], [k, sympy.Integer(1)])

@@ -22,6 +22,7 @@ from ..ops import (
     sparse_dequantize,
     sparse_dequantize_fp8,
     sparse_linear,
+    topk,
 )
 from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
@@ -61,3 +62,4 @@ sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.launch",
 sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))
 sparse_dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize_fp8"))
 sparse_decompress.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_decompress"))
+topk.CONTRACT.implement("CUDA", _at_first_call(".topk.launch", "topk"))

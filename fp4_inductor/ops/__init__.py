@@ -22,6 +22,7 @@ from . import (
     sparse_dequantize_fp8,
     sparse_linear,
     sparse_quantize,
+    topk,
 )
 from .contract import CONTRACTS, OpContract, cast_for_autocast
 
@@ -50,4 +51,5 @@ __all__ = [
     "sparse_dequantize_fp8",
     "sparse_linear",
     "sparse_quantize",
+    "topk",
 ]

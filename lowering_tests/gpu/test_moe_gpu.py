@@ -13,6 +13,7 @@ from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.modules import FP4Experts
 from fp4_inductor.modules.experts import pack_experts
 from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops import topk
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
 
@@ -309,3 +310,15 @@ def test_compiled_is_one_graph_and_equals_eager(mode):
         for _ in range(3):
             assert torch.equal(compiled(x, ids, w), experts(x, ids, w))
     assert explain(experts, x, ids, w).rows[0].op == "fp4.moe"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_topk(dtype):
+    for t, e, k in ((1, 128, 8), (8, 512, 10), (4097, 128, 8), (33, 32, 4), (5, 1000, 32), (3, 8, 2), (64, 60, 1)):
+        x = torch.randn(t, e, device=DEVICE).to(dtype)
+        x[0, :2] = 1.0
+        x[-1, 1] = float("nan")
+        values, indices = torch.ops.fp4.topk(x, k)
+        want, order = topk.reference(x, k)
+        assert torch.equal(indices, order) and torch.equal(values.nan_to_num(9.0), want.nan_to_num(9.0)), (t, e, k)
+        torch.testing.assert_close(values, torch.topk(x, k).values, rtol=0, atol=0, equal_nan=True)

@@ -27,7 +27,9 @@ from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
-from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8
+from fp4_inductor.kernels.topk.launch import tile as topk_tile
+from fp4_inductor.kernels.topk.triton_rows import topk_rows
+from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8, topk
 
 
 def report(case: str, error: float, bound: float) -> None:
@@ -349,6 +351,20 @@ def quantize_glu_cases():
     report("quantize_glu_rows zero row, NaN stays in its row", float(not (scale[0] == 1 and not out[0].any() and out[1].isnan().any())), 0.0)
 
 
+def topk_cases():
+    for (t, e), k in (((3, 128), 8), ((2, 33), 5), ((4, 4), 4), ((2, 300), 32)):
+        for name in ("normal", "equal", "odd"):
+            x = torch.randn(t, e)
+            if name == "equal":
+                x = (x * 2).round() * 0.0 if e == 4 else (x * 2).round()
+            if name == "odd":
+                x[0, 1], x[0, 3], x[-1] = float("nan"), float("inf"), -float("inf")
+            values, indices = torch.full((t, k), 7.0), torch.full((t, k), -1)
+            topk_rows[(t,)](x, values, indices, e, K=k, **{n: v for n, v in topk_tile(e, k).items() if n != "num_warps"})
+            want, order = topk.reference(x, k)
+            report(f"topk {(t, e)} {name}", float(not (torch.equal(indices, order) and torch.equal(values.nan_to_num(1e9), want.nan_to_num(1e9)))), 0.0)
+
+
 def differing8(y, want) -> float:
     """How many of ``y`` do not round to the E4M3 bytes ``want``."""
     return float((y.to(torch.float8_e4m3fn).view(torch.uint8) != want.view(torch.uint8)).sum())
@@ -373,4 +389,5 @@ if __name__ == "__main__":
     dequantize_cases()
     quantize_cases()
     quantize_glu_cases()
+    topk_cases()
     sparse_cases()

@@ -27,6 +27,8 @@ from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear.triton_gemv import sparse_gemv
 from fp4_inductor.kernels.sparse_linear.triton_mid import sparse_mid
 from fp4_inductor.kernels.table import ROWS
+from fp4_inductor.kernels.topk.launch import tile as topk_tile
+from fp4_inductor.kernels.topk.triton_rows import topk_rows
 from lowering_tests.kernels import aot
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a block may have (CUDA C Programming Guide, table of capabilities)
@@ -306,6 +308,15 @@ def test_quantize_glu_rows(cc):
         assert done.count("F2FP.SATFINITE.E4M3") > 0
         wide = ".64" if constants["LANE_ORDER"] else ".128"  # four numbers lie side by side
         assert any(op.startswith("LDG") and op.endswith(wide) for op in done.opcodes())
+
+
+@pytest.mark.parametrize("cc", [80, 90, 120])
+def test_topk(cc):
+    signature = {"X": "*fp32", "VALUES": "*fp32", "INDICES": "*i64", "E": "i32"}
+    for e, k in ((128, 8), (512, 10)):
+        constants = topk_tile(e, k) | {"K": k}
+        warps = constants.pop("num_warps")
+        assert_fits(aot.compile_kernel(topk_rows, signature, constants, cc, warps, 2, ("X", "VALUES", "INDICES")), warps, cc)
 
 
 def test_the_table_names_no_architecture_that_is_not_compiled_here():

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fp4_inductor import explain
+from fp4_inductor import explain, passes
 from fp4_inductor._torch import capture
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import FP4Experts, FP4ExpertWeight, Sparse24ExpertWeight
@@ -132,3 +132,34 @@ def test_on_a_cpu_compiled_is_eager():
     row = explain(layer, *args).rows[0]
     assert (row.op, row.m, row.n, row.k, row.kernel, row.decision) == ("fp4.moe", "80", H, H, "cpu", "runtime")
     assert explain(compiled, *args).rows[0].decision == "proven"
+
+
+def routed(module, **how):
+    """A layer behind its router: scores, the best of them, their weights."""
+
+    def layer(x, scores):
+        weights, ids = torch.topk(scores.softmax(-1), K, **how)
+        return module(x, ids, (weights / weights.sum(-1, keepdim=True)).to(x.dtype))
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("how", "scores", "taken"),
+    [({}, E, True), ({"dim": -1, "sorted": False}, E, True), ({"largest": False}, E, False), ({"dim": 0}, E, False), ({}, 1025, False)],
+    ids=str,
+)
+def test_the_choice_of_experts_is_one_kernel(how, scores, taken):
+    passes.reset_matches()
+    t = K if how.get("dim") == 0 else 5
+    with code_generation() as out, listen():
+        call(torch.compile(routed(experts(), **how), fullgraph=True), tokens(t)[0], torch.empty(t, scores, device="cuda"))
+    assert out[0].count("torch.ops.fp4.topk.default(") == taken
+    assert out[0].count("aten.topk.default(") == (not taken)
+    assert passes.matches().get("topk", 0) == taken
+
+
+def test_other_choices_stay_as_they_are():
+    with code_generation() as out, listen():
+        call(torch.compile(lambda x: torch.topk(x, 4), fullgraph=True), torch.empty(5, E, device="cuda"))
+    assert "fp4.topk" not in out[0]

@@ -1,0 +1,1 @@
+"""Kernel of ``fp4.topk``."""

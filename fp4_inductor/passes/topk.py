@@ -1,0 +1,47 @@
+"""``aten.topk`` that chooses the experts of an ``fp4.moe`` -> ``fp4.topk``, on CUDA: one kernel of two or three microseconds for a selection and a sort."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..ops.topk import MOST_CHOSEN, MOST_SCORES
+from .counters import matched
+from .emit import emit
+from .layout import is_call, value
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_BETWEEN = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.alias.default, aten.detach.default,
+    aten._to_copy.default, prims.convert_element_type.default,
+}  # fmt: skip
+
+
+def replace(graph: Graph) -> None:
+    """Rewrite every such call in ``graph``."""
+    for moe in graph.find_nodes(op="call_function", target=torch.ops.fp4.moe.default):
+        ids: Any = moe.args[1]
+        while isinstance(ids, Node) and ids.op == "call_function" and ids.target in _BETWEEN:
+            ids = ids.args[0]
+        if is_call(ids, operator.getitem) and ids.args[1] == 1 and is_call(ids.args[0], aten.topk.default):
+            _rewrite(graph, ids.args[0])
+
+
+def _rewrite(graph: Graph, topk: Node) -> None:
+    given: Any = dict(zip(("x", "k", "dim", "largest", "sorted"), topk.args, strict=False)) | topk.kwargs
+    x, k = given["x"], given["k"]
+    scores = value(x)
+    fits = scores.device.type == "cuda" and scores.dim() == 2 and type(k) is int and type(scores.shape[1]) is int
+    if not fits or given.get("dim", -1) not in (-1, 1) or not given.get("largest", True):
+        return
+    if scores.shape[1] > MOST_SCORES or not 0 < k <= min(MOST_CHOSEN, scores.shape[1]) or not scores.is_floating_point() or scores.dtype == torch.float64:
+        return
+    with graph.inserting_before(topk):
+        new = emit(graph, torch.ops.fp4.topk.default, (x, k))
+    new.meta = {**topk.meta, **new.meta}
+    topk.replace_all_uses_with(new)
+    graph.erase_node(topk)
+    matched("topk")
