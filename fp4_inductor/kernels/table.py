@@ -189,8 +189,8 @@ _PAIRED_WIDE = (
 _THEN_WIDE = _THEN + ". With a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9, and 11.6 and 12.4 at N = K = 4096"
 _CUDA_WIDE = (
     "weights decoded in registers are wgmma's A operand, once for all rows; tiles of weights and activations are fetched by other warps. At N = K = 8192 "
-    "18.6 us for M = 32, 22.5 for 64, 33 for 128, where bf16 cuBLAS takes 35 to 40; at N = 28672, K = 8192 52, 65, 97: 112, 134, 132; at N = K = 4096 "
-    "9.9, 11.1, 15.6: 13.9, 12.3, 14.5"
+    "18 us for M = 32, 22 for 64, 31 for 128, where bf16 cuBLAS takes 35 to 38; at N = 28672, K = 8192 55, 70, 104: 110, 119, 124; at N = K = 4096 "
+    "7.8, 8.7, 12.9: 13.7, 11.9, 14.4"
 )
 _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
 _WIDE_FP8 = (
