@@ -200,9 +200,8 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     x, w = noise(16, 70, 4352)
     assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0)), few) == [few]
     x, w = noise(65, 70, 1088)
-    assert (
-        len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, {3: (128, 32, 2, 2), 60: (128, 64, 2, 2), 65: (128, 128, 1, 1)}[m]), (3, 60, 65))) == 3
-    )
+    tiles = {3: (128, 32, 2, 2), 60: (128, 64, 2, 1), 65: (128, 128, 1, 1)}  # blocks, then groups, that share K
+    assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, tiles[m]), tiles)) == 3
     said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
     assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_table", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
     assert said["cuda_wide", 90, 128]
