@@ -257,14 +257,14 @@ def remember(x, what):
 
 
 def made_from(x):
-    """What was remembered of the buffer that ``x`` is the whole of, in its order; None if nothing was."""
-    layout = x.get_layout()
-    whole = layout.offset == 0 and layout.is_contiguous() and V.graph.sizevars.statically_known_equals(sympy_product(layout.size), _numel(x.get_name()))
-    return V.graph.__dict__.get("fp4_made_from", {}).get(x.get_name()) if whole else None
-
-
-def _numel(name: str) -> sympy.Expr:
-    return sympy_product(V.graph.get_buffer(name).get_size())
+    """What was remembered of the buffer all of whose rows ``x`` has, in their order; None if nothing was."""
+    what = V.graph.__dict__.get("fp4_made_from", {}).get(x.get_name())
+    if what is None:
+        return None
+    layout, buffer, same = x.get_layout(), V.graph.get_buffer(x.get_name()), V.graph.sizevars.statically_known_equals
+    whole = layout.offset == 0 and layout.is_contiguous() and layout.dtype == buffer.get_dtype()
+    rows = same(layout.size[-1], buffer.get_size()[-1]) and same(sympy_product(layout.size), sympy_product(buffer.get_size()))
+    return what if whole and rows else None
 
 
 def buffer_name(x) -> str | None:

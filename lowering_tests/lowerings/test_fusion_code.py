@@ -277,6 +277,23 @@ def test_silu_times_up_is_rounded_in_the_kernel_that_computes_it(monkeypatch):
     assert "quantize_glu_rows" not in call_body(code)
 
 
+def test_a_product_whose_rows_are_divided_is_no_row_of_gate_times_up():
+    """Two rows of the next layer are one row of gate and up."""
+
+    class Divided(Block):
+        def __init__(self):
+            super().__init__("fp8")
+            self.narrow = FP4Linear(INNER // 2, K, device="cuda", large_m="fp8")
+
+        def forward(self, x):
+            return self.narrow((F.silu(self.gate(x)) * self.up(x)).view(-1, INNER // 2))
+
+    code, entries = compiled(4096, build=Divided, csrc="")
+    assert entries[-1].m == str(2 * 4096)
+    assert "quantize_glu_rows" not in call_body(code)
+    assert "float8e4nv" in "".join(triton_sources(code).values())
+
+
 @pytest.mark.parametrize("large_m", ["fp8", "bf16"])
 def test_one_transient_weight_at_a_time(large_m):
     """Peak memory of prefill is the model, the activations and one layer."""
