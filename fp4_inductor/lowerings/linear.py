@@ -53,9 +53,18 @@ def lower_siblings(x, qdata, scale, global_scale, bias, rows, large_m="auto"):
 
 def siblings(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
     """The results of the members of one weight, views of one result or one each."""
-    y = merged(x, qdata, scale, global_scale, bias, rows, large_m, note, refused)
-    if y is not None:
-        return [inductor.part(y, len(y.get_size()) - 1, a, b) for a, b in spans(rows)]
+    call = (x, qdata, scale, global_scale, bias, rows, large_m, note, refused)
+    y = merged(*call)
+    return one_by_one(*call) if y is None else members(y, rows)
+
+
+def members(y, rows):
+    """Those of a call of :func:`merged`."""
+    return [inductor.part(y, len(y.get_size()) - 1, a, b) for a, b in spans(rows)]
+
+
+def one_by_one(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
+    """The results of the members, of a call each."""
     paths = inductor.current_meta(MEMBERS) or [""] * (len(rows) // 2)
     alone = join("siblings one by one: the kernel of this M takes one global scale", note)
     out = []
@@ -140,8 +149,7 @@ def call_csrc(entry: Entry, name: str, parts: tuple, weight: tuple, bias, arch: 
     operator = getattr(torch.ops.fp4_csrc, name).default
     given, early = arguments(*parts, *weight), False
     if select.csrc_begins_early(name):
-        off = 'DispatchConfig(early="never")' if dispatch_config().early == "never" else ""
-        why_not = off or order.why_not_early(given[: len(parts)], given[len(parts) : -1])
+        why_not = _why_not_early(given, len(parts))
         early = not why_not
         entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
     return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(name, then, early))
@@ -150,10 +158,14 @@ def call_csrc(entry: Entry, name: str, parts: tuple, weight: tuple, bias, arch: 
 def may_begin_early(x, weight: tuple, m) -> bool:
     """Of a call of one row: may its kernel begin while the one before it runs? That chooses the kernel. Of more rows it does not: they are left
     unrealised, for their producer to fuse with what may be done to them first."""
-    if m != 1 or x.get_device().type != "cuda" or dispatch_config().early == "never":
-        return False
-    given = arguments(x, *weight)
-    return not order.why_not_early(given[:1], given[1:-1])
+    return m == 1 and x.get_device().type == "cuda" and not _why_not_early(arguments(x, *weight), 1)
+
+
+def _why_not_early(given: tuple, activations: int) -> str:
+    """``given``: so many parts of the activations, those of the weight, its global scale."""
+    if dispatch_config().early == "never":
+        return 'DispatchConfig(early="never")'
+    return order.why_not_early(given[:activations], given[activations:-1])
 
 
 def _empty(x, lead, n, bias):

@@ -42,12 +42,12 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
     row = decision.row
     if m == 0 or n == 0 or k == 0 or row is None or not (row.csrc or row.kernel in _LOWER):
         note = f"{act}(gate) * up is pointwise work behind it"
-        arguments = (x, qdata, scale, global_scale, bias, [0, n // 2, n // 2, n], large_m, note, refusals(options, decision))
-        both = linear.merged(*arguments)
+        rows = [0, n // 2, n // 2, n]
+        call = (x, qdata, scale, global_scale, bias, rows, large_m, note, refusals(options, decision))
+        both = linear.merged(*call)
         if both is None:
-            return inductor.inline(_glu(act), linear.siblings(*arguments))
-        halves = [inductor.part(both, len(both.get_size()) - 1, a, a + n // 2) for a in (0, n // 2)]
-        return inductor.remember(inductor.inline(_glu(act), halves), (both, act))
+            return inductor.inline(_glu(act), linear.one_by_one(*call))
+        return inductor.remember(inductor.inline(_glu(act), linear.members(both, rows)), (both, act))
     entry = record(options, decision, m, note=linear.join(linear.together(), f"{act}(gate) * up"))
     lead = x.get_size()[:-1]
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])

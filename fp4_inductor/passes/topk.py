@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..formats.nvfp4 import HIGH_PRECISION
 from ..ops.topk import MOST_CHOSEN, MOST_SCORES
 from .counters import matched
 from .emit import emit
 from .layout import is_call, value
+from .moe.read import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _BETWEEN = {
@@ -31,13 +33,12 @@ def replace(graph: Graph) -> None:
 
 
 def _rewrite(graph: Graph, topk: Node) -> None:
-    given: Any = dict(zip(("x", "k", "dim", "largest", "sorted"), topk.args, strict=False)) | topk.kwargs
-    x, k = given["x"], given["k"]
+    x, k = argument(topk, 0, "self"), argument(topk, 1, "k")
     scores = value(x)
     fits = scores.device.type == "cuda" and scores.dim() == 2 and type(k) is int and type(scores.shape[1]) is int
-    if not fits or given.get("dim", -1) not in (-1, 1) or not given.get("largest", True):
+    if not fits or argument(topk, 2, "dim", -1) not in (-1, 1) or not argument(topk, 3, "largest", True):
         return
-    if scores.shape[1] > MOST_SCORES or not 0 < k <= min(MOST_CHOSEN, scores.shape[1]) or not scores.is_floating_point() or scores.dtype == torch.float64:
+    if scores.shape[1] > MOST_SCORES or not 0 < k <= min(MOST_CHOSEN, scores.shape[1]) or scores.dtype not in HIGH_PRECISION:
         return
     with graph.inserting_before(topk):
         new = emit(graph, torch.ops.fp4.topk.default, (x, k))
