@@ -10,7 +10,7 @@ namespace {
 
 using namespace fp4;
 
-constexpr int kMostBlocks = 132, kFlags = 160;  // that stream: there is scratch memory for so many; a flag each, and of whole warps
+constexpr int kMostBlocks = 132;  // that stream: there is scratch memory for so many
 
 enum class Blocks { kSplit, kShare, kStream };
 
@@ -308,16 +308,9 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   const int units = steps * places * row_tiles, streaming = kStreams ? at_most(units, at_most(multiprocessors(), kMostBlocks)) : 0;
   float4* partial = (float4*)scratch;
   int* flags = (int*)(partial + (size_t)streaming * (TOKENS / 8 * S::kConsumers));
-  if (kStreams) {
-    status = launch(clear_flags<kFlags>, dim3(1), kFlags, 0, 1, stream, flags);
-    if (status != cudaSuccess) return status;
-  }
   const dim3 blocks = kStreams ? dim3(streaming) : dim3(kShares ? (row_tiles + 1) / 2 : row_tiles, places, cluster);
-  auto by = [&](auto launch) {
-    return launch(linear_wide<T, ROWS, TOKENS, KGROUPS, BLOCKS, MAPPED>, blocks, S::kThreads, S::kBytes, cluster, stream, codes, scales, tokens, p.scale,
-                  p.global_scale, p.bias, p.y, partial, flags, units, p.M, p.N, p.K, p.then);
-  };
-  return kStreams ? by([](auto... a) { return launch_second(a...); }) : by([](auto... a) { return launch(a...); });
+  return launch_sharing(kStreams, flags, linear_wide<T, ROWS, TOKENS, KGROUPS, BLOCKS, MAPPED>, blocks, S::kThreads, S::kBytes, cluster, stream, codes, scales, tokens,
+                        p.scale, p.global_scale, p.bias, p.y, partial, flags, units, p.M, p.N, p.K, p.then);
 }
 
 // Measured on an H200 for five shapes (benchmarks/NOTES.md). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four fit

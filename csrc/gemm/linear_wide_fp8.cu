@@ -14,7 +14,6 @@ using namespace fp4;
 
 constexpr int kRows = 128, kBlocks = 2, kConsumers = 256;  // rows a block, blocks a cluster, threads that multiply
 constexpr int kMostClusters = 66;                          // there is scratch memory for the sums of so many
-constexpr int kFlags = 160;                                // one a block, and of whole warps
 
 // --- sums --------------------------------------------------------------------------------------------------------------
 
@@ -331,14 +330,8 @@ template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, 
   if (status != cudaSuccess) return status;
   float4* partial = (float4*)scratch;
   int* flags = (int*)(partial + (size_t)clusters * kBlocks * S::kSums);
-  const bool share = SPLITS > 1 || streamed;
-  if (share) status = launch(clear_flags<kFlags>, dim3(1), kFlags, 0, 1, stream, flags);
-  if (status != cudaSuccess) return status;
-  auto by = [&](auto launch) {
-    return launch(linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales, tokens, p.x_scale, p.g, p.bias,
-                  p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, count, streamed);
-  };
-  return share ? by([](auto... a) { return launch_second(a...); }) : by([](auto... a) { return launch(a...); });
+  return launch_sharing(SPLITS > 1 || streamed, flags, linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales,
+                        tokens, p.x_scale, p.g, p.bias, p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, count, streamed);
 }
 
 // By times on an H200, whose 132 SMs hold 66 clusters, at M = 192, 256, 512, 1024 and 2048 for five shapes (benchmarks/NOTES.md, "Larger M"):

@@ -19,11 +19,20 @@ constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a 
 // Activations of a step, four tiles of 64 k, 128 bytes a token each.
 template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
 
-// Before blocks that share sums through global memory: their flags, COUNT of them.
+constexpr int kFlags = 160;  // of blocks that share sums through global memory: one a block, and of whole warps
+
 template <int COUNT> __global__ void __launch_bounds__(COUNT) clear_flags(int* __restrict__ flags) {
   let_second_begin();
   wait_for_previous();  // it may use the same memory
   flags[threadIdx.x] = 0;
+}
+
+// launch(); where blocks share sums, behind a kernel that clears their flags.
+template <typename... P, typename... A>
+cudaError_t launch_sharing(bool share, int* flags, void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
+  if (!share) return launch(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...);
+  const cudaError_t status = launch(clear_flags<kFlags>, dim3(1), kFlags, 0, 1, stream, flags);
+  return status == cudaSuccess ? launch_second(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...) : status;
 }
 
 // A place in a ring of STAGES, and the parity of its phase.
