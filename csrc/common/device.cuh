@@ -74,10 +74,10 @@ __device__ __forceinline__ uint4 load_or_zero(const void* p, bool live) {
   return v;
 }
 
-// As *p, but in one place: ptxas reorders the loops before it when it sees a plain load here.
+// As *p, but in one place, and not ahead of a condition: ptxas reorders the loops before it when it sees a plain load here.
 __device__ __forceinline__ float load_float(const float* p) {
   float v;
-  asm("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
 

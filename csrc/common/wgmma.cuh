@@ -76,6 +76,7 @@ template <typename T, int TILES> struct WgmmaSparse;
 
 FP4_WGMMA_SIZES(__nv_bfloat16, "bf16")
 FP4_WGMMA_SIZES(__half, "f16")
+FP4_WGMMA(E4M3, 8, "m64n64k32", "e4m3", "1, 1, 1", FP4_SUMS32, "%32,%33,%34,%35", "%36", FP4_D8(0))
 FP4_WGMMA(E4M3, 16, "m64n128k32", "e4m3", "1, 1, 1", FP4_SUMS64, "%64,%65,%66,%67", "%68", FP4_D16(0))
 FP4_WGMMA(E4M3, 24, "m64n192k32", "e4m3", "1, 1, 1", FP4_SUMS96, "%96,%97,%98,%99", "%100", FP4_D16(0), FP4_D8(16))
 FP4_WGMMA(E4M3, 32, "m64n256k32", "e4m3", "1, 1, 1", FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))

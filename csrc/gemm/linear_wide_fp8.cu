@@ -1,4 +1,4 @@
-// fp4.linear for a hundred to a few thousand rows on sm_90, by FP8 tensor cores: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias), x8 E4M3 with a
+// fp4.linear for some fifty to a few thousand rows on sm_90, by FP8 tensor cores: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias), x8 E4M3 with a
 // scale per token, W8 canonical NVFP4 rounded to E4M3 in registers: bit for bit the codes of fp4.dequantize_fp8, which writes them to memory.
 //
 // Weights and activations come as tiles through two rings; each 256 k of a token lie in the order in which a quad decodes them (wide_fp8.cuh). The two blocks
@@ -129,7 +129,7 @@ struct Out {
 template <int TOKENS> struct Shape {
   static constexpr int kTiles = TOKENS / 8, kThreads = kConsumers + 128;
   static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * 16, kHalf = TOKENS * 128;
-  static constexpr int kWStages = TOKENS == 192 ? 3 : 4, kXStages = TOKENS == 256 ? 4 : TOKENS == 192 ? 6 : 8;  // of steps, of half steps
+  static constexpr int kWStages = TOKENS == 192 ? 3 : TOKENS == 64 ? 6 : 4, kXStages = TOKENS == 256 ? 4 : TOKENS == 192 ? 6 : 8;  // of steps, of half steps
   static constexpr int kStaging = kWStages * kWeights + kXStages * kHalf, kScales = kStaging + kConsumers / 32 * 2048, kCounters = kScales + TOKENS * 4;
   static constexpr int kBytes = kCounters + 16 * kWStages + 16 * kXStages, kSums = kTiles * kConsumers;  // float4s of a block's sums
   static_assert(kBytes <= 227 * 1024, "does not fit shared memory");
@@ -311,13 +311,14 @@ struct Call {
 };
 
 int places_of(int M, int tokens) { return (M + tokens - 1) / tokens; }
+int most_clusters() { return at_most(multiprocessors() / kBlocks, kMostClusters); }
 int row_tiles_of(int N) { return (N + kBlocks * kRows - 1) / (kBlocks * kRows); }
 
 template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, void* scratch, Stream stream) {
   using S = Shape<TOKENS>;
   static_assert(S::kTiles % (2 * SPLITS) == 0, "parts of whole pairs of tiles");
   const int steps = p.K / kWideK, places = places_of(p.M, TOKENS), count = places * row_tiles_of(p.N);
-  const int most = at_most(multiprocessors() / kBlocks, kMostClusters), remainder = count % most;
+  const int most = most_clusters(), remainder = count % most;
   const int streamed = !stream_k ? 0 : count < most ? count : remainder ? remainder + most : 0;
   const int clusters = SPLITS > 1 ? count * SPLITS : at_most(streamed ? count * steps : count, most);
   // Clusters that split K wait for each other: all must be able to run at once, and nothing may keep the last of them out for good (grids of a
@@ -338,9 +339,9 @@ template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, 
 // - K is split where tiles are few; K = 4096 and few tiles of 128 tokens prefer these to halves and quarters of 256: 16.7 us for 18.6.
 // - Equal shares pay where the last wave of whole tiles leaves more clusters idle, times steps, than two clusters' sums take to meet.
 Tile best(int M, int N, int K) {
-  const int steps = K / kWideK, rows = row_tiles_of(N), most = at_most(multiprocessors() / kBlocks, kMostClusters);
+  const int steps = K / kWideK, rows = row_tiles_of(N), most = most_clusters();
   if (M > 192 && steps <= 16 && places_of(M, 128) * rows <= most) return {128, 2 * places_of(M, 128) * rows <= most && steps >= 2 ? 2 : 1};
-  const int tokens = M <= 128 ? 128 : M <= 192 ? 192 : 256, count = places_of(M, tokens) * rows;
+  const int tokens = M <= 64 ? 64 : M <= 128 ? 128 : M <= 192 ? 192 : 256, count = places_of(M, tokens) * rows;
   if (4 * count <= most && steps >= 4) return {tokens, 4};
   if (2 * count <= most && steps >= 2) return {tokens, 2};
   const int waves = (count + most - 1) / most, idle = (waves * most - count) * steps;
@@ -352,8 +353,8 @@ cudaError_t by_tile(Tile tile, const Call& p, void* scratch, Stream stream) {
   if (tile.tokens == t && tile.splits == s) return run<t, s>(false, p, scratch, stream);
 #define STREAMED(t) \
   if (tile.tokens == t && tile.splits == 0) return run<t, 1>(true, p, scratch, stream);
-  TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
-  STREAMED(128) STREAMED(192) STREAMED(256)
+  TILE(64, 1) TILE(64, 2) TILE(64, 4) TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
+  STREAMED(64) STREAMED(128) STREAMED(192) STREAMED(256)
 #undef STREAMED
 #undef TILE
   return cudaErrorInvalidConfiguration;

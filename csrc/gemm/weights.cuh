@@ -72,7 +72,11 @@ template <typename T, int R, int STAGES, bool ANY_K, bool PAIRED = false> struct
 #pragma unroll 1
       for (int i = lane; i < kRows * 3; i += 32) {
         const size_t at = (scale_at(i / 3, step) & ~(size_t)3) + i % 3 * 4;
-        copy_async_up_to<4>(to + kRows * 64 + i * 4, scale + (at < total ? at : 0), at < total ? (int)min(total - at, (size_t)4) : 0);
+        const int bytes = at < total ? (int)min(total - at, (size_t)4) : 0;
+        if (bytes % 4 == 0)
+          copy_async_up_to<4>(to + kRows * 64 + i * 4, scale + (bytes ? at : 0), bytes);
+        else  // the tensor's end
+          *(uint32_t*)(ring + slot * kStage + kRows * 64 + i * 4) = scale[at] | (bytes > 1 ? scale[at + 1] << 8 : 0) | (bytes > 2 ? scale[at + 2] << 16 : 0);
       }
     } else {  // 8 scale bytes a row, two lanes of 4 bytes each
       const int ks = min(step * 8 + (lane & 1) * 4, K / 16 - 4);

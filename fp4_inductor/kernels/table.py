@@ -166,7 +166,8 @@ _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
 _WIDE_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (128, {"max_weights": 2**25 - 1, "k_multiple": 64}),
     (128, {"not_k_multiple": 256, "k_multiple": 64}),
-    (64, {"min_weights": 2**25, "k_multiple": 256}),
+    (64, {"min_weights": 2**25, "max_weights": 2**26, "k_multiple": 256}),
+    (32, {"min_weights": 2**26 + 1, "k_multiple": 256}),
 )
 _TABLE = (
     "codes decoded by a table in shared memory, 2.2 machine instructions a weight, tiles fetched by a warp of its own: 14.4 us at N = K = 8192, M = 8, and 15.3 at "
@@ -196,7 +197,8 @@ _FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm
 _WIDE_FP8 = (
     "weights rounded to E4M3 in registers for FP8 wgmma, no transient weight. At M = 256 16 us for N = K = 4096, 33 for 8192, 103 for N = 28672, K = 8192, where "
     "the transient weight and its product take 24, 58, 198 and bf16 cuBLAS 18, 54, 180; at M = 2048 55, 203, 692 for 61, 222, 778; at M = 4096 110, 404, 1514 for 135, 471, 1766. "
-    "From 65 rows on for 2^25 weights and more: at M = 128 25 us at N = K = 8192 and 66 at N = 28672, where cuda_wide takes 31 and 99, but 14.4 and 14.6 at N = K = 4096"
+    "From 65 rows on for 2^25 weights and more: at M = 128 25 us at N = K = 8192 and 66 at N = 28672, where cuda_wide takes 31 and 99, but 14.4 and 14.6 at N = K = 4096; "
+    "from 33 on above 2^26: 56 us at N = 28672, K = 8192, M = 64, cuda_wide 71, but 23.5 and 22.1 at N = K = 8192"
 )
 _W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
 _W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
