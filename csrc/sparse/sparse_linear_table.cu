@@ -22,7 +22,7 @@ template <int WORDS> struct alignas(4 * WORDS) Words {
 
 // How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
 struct Layout {
-  int sets, sets_a_warp, k_groups, substeps, stages, tokens;
+  int sets, sets_a_warp, k_groups, substeps, stages, tokens, early;  // early: stages of weights that go ahead of the first activations
 
   __host__ __device__ int rows() const { return 16 * sets; }
   __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
     if (lane == 0) {
       const Shared ring = shared_address(shared + kPairTable), meta_ring = shared_address(shared + layout.meta()), scale_ring = shared_address(shared + layout.scales());
       fetch_steps(
-          steps, layout.stages, 0, free,
+          steps, layout.stages, layout.early, free,
           [&](int k, int at) {
             const Shared counter = full + 8 * at;
             counter_promise(counter, layout.step());
@@ -95,6 +95,8 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
   // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them.
   const int x_at = kPairTable + SUBSTEPS * (lane >> 3 & 1) * (TOKENS * 128) + (lane & 7) * 128 + (lane >> 4 ^ (lane & 7)) * 16;
   float acc[R][kTiles][4] = {};
+  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
+  let_next_begin();
   take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
     const uint8_t* my_scales = shared + scale_at + stage * layout.scale_bytes();
@@ -167,7 +169,7 @@ template <typename T> struct Call {
   const T* bias;
   T* y;
   int M, N, K;
-  cudaStream_t stream;
+  Stream stream;
 };
 
 // sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K; substeps: of 128 k, a step.
@@ -184,11 +186,12 @@ Tile best(int N, int K) {
 }
 
 template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Call<T>& c) {
-  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, TOKENS};
+  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, TOKENS, 0};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || layout.warps() > kWarps<R, SUBSTEPS> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
     return cudaErrorInvalidConfiguration;
   layout.stages = at_most(kMostStages, kTableRoom / layout.step());
   layout.k_groups = at_most(layout.k_groups, layout.stages);
+  layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.step())) : 0;
   TileMap values, metadata, scales, activations;
   cudaError_t status = tile_map(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
   if (status == cudaSuccess) status = tile_map(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
@@ -212,14 +215,14 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
 // metadata. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, of N rows or fewer, a multiple of sets_a_warp in {1, 2, 4}, in at most 16 warps,
 // sets / sets_a_warp * k_groups; substeps in {2, 4}, of 128 k; where sets_a_warp * substeps is 8, at most 8 warps; all 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, values, meta and scale 16-byte
-// aligned; bias may be null.
+// aligned; bias may be null. early: as of linear_table.
 extern "C" int fp4_sparse_linear_table(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                       int K, int dtype, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
+                                       int K, int dtype, int early, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
   if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256) return cudaErrorInvalidValue;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(N, K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, (cudaStream_t)stream};
+    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, {(cudaStream_t)stream, early != 0}};
     return M <= 8 ? by_tile<T, 8>(tile, c) : by_tile<T, 16>(tile, c);
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());

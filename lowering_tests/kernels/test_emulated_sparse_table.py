@@ -28,10 +28,11 @@ BF16, FP16 = torch.bfloat16, torch.float16
 TILES = [(1, 1, 1, 2), (3, 1, 5, 2), (2, 2, 16, 2), (16, 2, 2, 2), (4, 4, 3, 2), (8, 4, 4, 2), (2, 1, 3, 4), (4, 2, 4, 4), (14, 2, 1, 4)]
 
 
-def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants=()) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call("fp4_sparse_linear_table", (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+    numbers = (m, n, k, int(x.dtype == FP16), *kernel.begin(early))
+    return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=constants)
 
 
 def check(m, n, k, tile, dtype, w=None) -> None:
@@ -93,11 +94,34 @@ def test_arguments_that_no_kernel_takes():
         *((1, 512, 256, tile) for tile in ((17, 1, 1, 2), (3, 2, 1, 2), (2, 1, 9, 2), (4, 4, 9, 2), (1, 1, 0, 2), (4, 4, 1, 4), (1, 1, 1, 3))),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, 0, *tile)
     check(1, 16, 256, one, BF16)
 
 
+WEIGHT = (1, 2, 3)  # values, metadata and block scales of x, values, meta, scale, global_scale, bias
+
+
+@pytest.mark.parametrize("tile", [(0, 0, 0, 0), (2, 1, 3, 4), (1, 1, 5, 2)], ids=str)
+def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(tile):
+    for m, n, k in ((1, 70, 1024), (9, 33, 4608)):
+        x, w, bias = torch.randn(m, k).to(BF16), weight(n, k), torch.randn(n).to(BF16)
+        y = run(emulated(SOURCE), x, w, bias, tile, early=True, constants=WEIGHT)
+        assert torch.equal(y, run(emulated(SOURCE), x, w, bias, tile))
+
+
+@pytest.mark.parametrize("part", WEIGHT)
+def test_every_part_of_the_weight_is_fetched_early(part):
+    x, w = torch.randn(1, 1024).to(BF16), weight(70, 1024)
+    with pytest.raises(EmulatorError, match="read of global memory before the previous kernel"):
+        run(emulated(SOURCE), x, w, None, (1, 1, 2, 2), early=True, constants=[i for i in WEIGHT if i != part])
+
+
+EARLY = "global memory before the previous"
+STORE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
 BROKEN = {
+    "who fetches does not wait": ("  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
+    "who stores does not wait": (STORE_WAIT, "", f"(read|write) of {EARLY}"),
+    "the next kernel begins before the wait": (STORE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
     "a stage is not waited for": ("    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
     "a stage is overwritten too early": ("      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
     "the table is used before it is filled": ("  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
@@ -122,8 +146,8 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     x, w = torch.randn(8, 8192).to(BF16), weight(33, 8192)
     kernel, tile = Emulated(tmp_path / "csrc" / SOURCE), (1, 1, 3, 2)
     if words is None:
-        y, r = run(kernel, x, w, None, tile).double(), x.double() @ dense(*w).T
+        y, r = run(kernel, x, w, None, tile, early=True, constants=WEIGHT).double(), x.double() @ dense(*w).T
         assert (y - r).norm() / r.norm() > 0.1
     else:
         with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, w, None, tile)
+            run(kernel, x, w, None, tile, early=True, constants=WEIGHT)
