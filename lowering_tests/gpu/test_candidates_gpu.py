@@ -269,7 +269,10 @@ def test_sparse_table(dtype):
     hopper()
     tiles = [
         None,
-        *(sparse_configs.SparseTableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4))),
+        *(
+            sparse_configs.SparseTableConfig(*t)
+            for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4), (4, 4, 8, 4))
+        ),
     ]
     for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
         w = sparse.weight(n, k)
