@@ -192,7 +192,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
     return cudaErrorInvalidConfiguration;
   layout.stages = at_most(kMostStages, kTableRoom / layout.step());
   layout.k_groups = at_most(layout.k_groups, layout.stages * (SUBSTEPS / 2));
-  layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.step())) : 0;
+  layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / (layout.step() - layout.x_bytes()))) : 0;
   TileMap values, metadata, scales, activations;
   cudaError_t status = tile_map(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
   if (status == cudaSuccess) status = tile_map(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);

@@ -218,7 +218,7 @@ _SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time
 _SPARSE_TABLE = (
     "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5. 13.4 us at N = K = 8192, "
     "M = 1, where that one takes 16.2 and dense weights 14.5 to 15.4; 6.1 and 6.4 at N = K = 4096, M = 8; 13.4 and 19.8 at N = 14336, K = 4096, M = 16. "
-    "One row of 2^25 to 2^26 weights only where it may begin early, which is not timed"
+    "Not timed: its present tiles; that it begins early, without which one row of fewer than 2^26 weights is the GEMV's"
 )
 _SPARSE_WIDE = (
     "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "
