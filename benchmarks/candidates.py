@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -60,9 +62,16 @@ def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
     yield from (SparseSmallConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
 
 
-def sparse_table_tiles(m: int) -> Iterator[SparseTableConfig | None]:
+def sparse_table_tiles(n: int, k: int) -> Iterator[SparseTableConfig | None]:
+    """All that have 4 warps or more, and whose busiest of 132 blocks has at most 1.3 times as many rows as need be."""
     yield None
-    yield from (SparseTableConfig(*t) for t in ((2, 2, 8), (2, 2, 4, 4), (4, 4, 8), (4, 2, 8), (4, 2, 4, 4), (7, 1, 2), (8, 4, 4), (14, 2, 2)))
+    busiest = {sets: -(-n // (16 * sets) // 132) * sets for sets in range(2, 17) if 16 * sets <= n}
+    for substeps, a_warp, k_groups in itertools.product((2, 4), (1, 2, 4), (2, 4, 6, 7, 8, 16)):
+        if k % (128 * substeps) == 0 and k_groups % (substeps // 2) == 0:
+            for sets, rows in busiest.items():
+                warps = sets // a_warp * k_groups
+                if sets % a_warp == 0 and 4 <= warps <= (8 if a_warp == 4 else 16) and rows <= 1.3 * min(busiest.values()):
+                    yield SparseTableConfig(sets, a_warp, k_groups, substeps)
 
 
 def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torch.Tensor, copies: int, facts: dict) -> dict:
@@ -155,8 +164,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             for tile in sparse_tiles(m):
                 yield measure("sparse", tile, lambda i: launch_sparse.small(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
             if m <= 16 and k % 256 == 0:
-                for tile in sparse_table_tiles(m):
-                    yield measure("sparse table", tile, lambda i: launch_sparse.table(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
+                for tile in sparse_table_tiles(n, k):
+                    for begins in ("", " early")[: 1 + ("early" in kinds)]:
+                        call = functools.partial(csrc.call, "sparse_linear_table", tile=astuple(tile) if tile else (), early=bool(begins))
+                        yield measure(f"sparse table{begins}", tile, lambda i, call=call: call(x, (v[i], e[i], ss[i]), sg, None, 90), want, count, facts)
 
 
 def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:

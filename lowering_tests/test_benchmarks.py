@@ -91,10 +91,12 @@ def test_candidates(monkeypatch, tmp_path):
     for name in ("small", "table"):
         monkeypatch.setattr(candidates.launch, name, right)
     monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest, tile: right(x, *rest) * 2)
-    for name in ("gemv", "mid", "small", "table"):
+    for name in ("gemv", "mid", "small"):
         monkeypatch.setattr(candidates.launch_sparse, name, lambda x, *rest, tile=None: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
 
     def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
+        if name.startswith("sparse"):
+            return candidates.sparse_reference(x, *weight, global_scale).to(x.dtype)
         if early:
             return right(x, *weight, global_scale)
         if name.endswith("glu"):
@@ -112,7 +114,7 @@ def test_candidates(monkeypatch, tmp_path):
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "table", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
-    apart = {"current", "small", "table", "table early", "wide early", "wide", "sparse", "sparse gemv", "sparse triton", "sparse table"}
+    apart = {"current", "small", "table", "table early", "wide early", "wide", "sparse", "sparse gemv", "sparse triton", "sparse table", "sparse table early"}
     apart |= {"current K+16", "any_k K+16", "siblings apart", "siblings", "glu apart", "residual apart"}
     assert kinds == apart | fused
     for row in rows:
@@ -121,6 +123,10 @@ def test_candidates(monkeypatch, tmp_path):
     for kernel in candidates.csrc.KERNELS.values():
         compiled[kernel.source] = {tile[-3:] for tile in tiles_of(kernel.source)}
         compiled[kernel.source] |= {(*tile, 1) for tile in tiles_of(kernel.source, "STREAMED")}
+    for k, n in candidates.SHAPES:
+        tiles = [tile for tile in candidates.sparse_table_tiles(n, k) if tile]
+        assert {(tile.sets_a_warp, tile.substeps) for tile in tiles} <= set(tiles_of("sparse/sparse_linear_table.cu"))
+        assert len(tiles) > 10
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),

@@ -19,9 +19,10 @@ namespace {
 template <typename... Tile>
 using Linear = int(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N,
                    int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
-// The sparse ones, their tiles of four numbers.
+// The sparse ones likewise.
+template <typename... Tile>
 using SparseLinear = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                         int dtype, int, int, int, int, void* stream);
+                         int dtype, Tile... tile, void* stream);
 using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                           int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
@@ -109,7 +110,7 @@ Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, c
 }
 
 // A kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
-int begins(int64_t early, const Tensor& qdata, const Tensor& scale) { return early && is_dense(qdata) && is_dense(scale); }
+template <typename... Part> int begins(int64_t early, const Part&... parts) { return early && (is_dense(parts) && ...); }
 
 template <typename Place, Variant VARIANT>
 Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t sets,
@@ -131,32 +132,33 @@ Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, co
                                (int)tokens, (int)k_groups, (int)splits, scratch.data_ptr());
 }
 
-template <typename Place>
+template <typename Place, typename... Tile>
 Tensor sparse_linear(const char* op, const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                     const Optional& bias, int64_t arch, const int (&tile)[4]) {
-  auto* f = function<SparseLinear>(op, arch);
+                     const Optional& bias, int64_t arch, Tile... tile) {
+  auto* f = function<SparseLinear<Tile...>>(op, arch);
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
   return call<Place>(op, x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, tile[0], tile[1], tile[2], tile[3], stream);
+    return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, tile..., stream);
   });
 }
 
 template <typename Place>
 Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                            int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
-  return sparse_linear<Place>("sparse_linear_small", x, values, meta, scale, global_scale, bias, arch, {(int)rows_16, (int)warps, (int)stages, (int)splits});
+  return sparse_linear<Place>("sparse_linear_small", x, values, meta, scale, global_scale, bias, arch, (int)rows_16, (int)warps, (int)stages, (int)splits);
 }
 
 template <typename Place>
 Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                           int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps) {
-  return sparse_linear<Place>("sparse_linear_table", x, values, meta, scale, global_scale, bias, arch, {(int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps});
+                           int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t early) {
+  return sparse_linear<Place>("sparse_linear_table", x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale), (int)sets,
+                              (int)sets_a_warp, (int)k_groups, (int)substeps);
 }
 
 template <typename Place>
 Tensor sparse_linear_wide(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                           int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits) {
-  return sparse_linear<Place>("sparse_linear_wide", x, values, meta, scale, global_scale, bias, arch, {(int)rows, (int)tokens, (int)k_groups, (int)splits});
+  return sparse_linear<Place>("sparse_linear_wide", x, values, meta, scale, global_scale, bias, arch, (int)rows, (int)tokens, (int)k_groups, (int)splits);
 }
 
 // Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.

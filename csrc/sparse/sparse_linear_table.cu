@@ -3,8 +3,8 @@
 // As gemm/linear_table: values, metadata, scales and activations come as tiles through one ring, and a byte of values, the two kept codes of a group of four, becomes
 // a pair of numbers by the table. The weight is the sparse operand of mma.sp, whose k may be in any order as long as metadata and activations follow it. A step of K
 // is 2 * SUBSTEPS chunks of 64 k: pair p of the lanes of a quad decodes chunk SUBSTEPS * p + s in substep s, the lanes of a pair taking turns at its bytes. So lanes
-// read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. The two pairs give the metadata of
-// half of the substeps each.
+// read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. A warp takes two substeps, whose
+// metadata one pair gives each. Four a step are two warps' work: rows of tiles are longer, and as little is in hand.
 #include "../gemm/table.cuh"
 
 namespace {
@@ -20,9 +20,9 @@ template <int WORDS> struct alignas(4 * WORDS) Words {
   uint32_t of[WORDS];
 };
 
-// How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
+// How the rows of a block, 16 * sets, and K are shared by its warps, substeps / 2 of the k_groups for the same step, and the ring's sizes.
 struct Layout {
-  int sets, sets_a_warp, k_groups, substeps, stages, tokens;
+  int sets, sets_a_warp, k_groups, substeps, stages, tokens, early;  // early: stages of weights that go ahead of the first activations
 
   __host__ __device__ int rows() const { return 16 * sets; }
   __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
@@ -38,15 +38,15 @@ struct Layout {
   int bytes() const { return counters() + 16 * stages; }
 };
 
-// A warp needs the registers of two where it has four sets of rows, or two and long steps.
-template <int R, int SUBSTEPS> constexpr int kWarps = R * SUBSTEPS > 4 ? kMostWarps / 2 : kMostWarps;
+// A warp needs the registers of two where it has four sets of rows.
+template <int R> constexpr int kWarps = R > 2 ? kMostWarps / 2 : kMostWarps;
 
 template <typename T, int TOKENS, int R, int SUBSTEPS>
-__global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
+__global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
     sparse_linear_table(const __grid_constant__ TileMap values, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
                         const __grid_constant__ TileMap activations, const Layout layout, const float* __restrict__ global_scale, const T* __restrict__ bias,
                         T* __restrict__ y, int M, int N, int K) {
-  constexpr int kTiles = TOKENS / 8, kStepK = 128 * SUBSTEPS, kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
+  constexpr int kTiles = TOKENS / 8, kSharers = SUBSTEPS / 2, kStepK = 128 * SUBSTEPS, kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
   uint8_t* shared = dynamic_shared();
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kStepK, rows = layout.rows();
   // The last block begins earlier instead of reading past N, where metadata would be zeros, which are illegal; what it shares with its neighbour is not stored,
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
   const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
 
   if (threadIdx.x == 32 * layout.warps()) {
-    init_ring(full, free, layout.stages, layout.row_warps());
+    init_ring(full, free, layout.stages, layout.row_warps() * kSharers);
     prefetch_tile_map(values);
     prefetch_tile_map(metadata);
     prefetch_tile_map(scales);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
     if (lane == 0) {
       const Shared ring = shared_address(shared + kPairTable), meta_ring = shared_address(shared + layout.meta()), scale_ring = shared_address(shared + layout.scales());
       fetch_steps(
-          steps, layout.stages, 0, free,
+          steps, layout.stages, layout.early, free,
           [&](int k, int at) {
             const Shared counter = full + 8 * at;
             counter_promise(counter, layout.step());
@@ -83,40 +83,43 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
   const int threads = 32 * layout.warps();
   fill_pairs<T, true>(shared, threadIdx.x, threads);
   barrier(1, threads);
-  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
+  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = k_group % kSharers * 2;
   // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
   const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = row & 7;
   const Shared table = shared_address(shared);
   const uint32_t lane4 = 4 * lane, low = 0x5504 | (lane & 1) << 4, high = low + 0x20, halves = 0x6240 + 0x1111 * (lane & 1);
-  // Of the first substep and product; the others' chunks lie where some bits of the address differ.
-  const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p, swizzle) * 16;
-  const int meta_at = layout.meta() + row * kMeta + place_of<kMeta>(SUBSTEPS * p / 4, swizzle) * 16 + 4 * SUBSTEPS * p % 16;
-  const int scale_at = layout.scales() + row * kScales + place_of<kScales>(SUBSTEPS * p / 4, swizzle) * 16 + 4 * SUBSTEPS * p % 16;
+  const int scale_from = 4 * (SUBSTEPS * p + first);
+  // Of the warp's first substep and product; the others' chunks lie where some bits of the address differ.
+  const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
+  const int meta_at = layout.meta() + row * kMeta + place_of<kMeta>(first / 2, swizzle) * 16 + 8 * p;
+  const int scale_at = layout.scales() + row * kScales + place_of<kScales>(scale_from / 16, swizzle) * 16 + scale_from % 16;
   // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them.
-  const int x_at = kPairTable + SUBSTEPS * (lane >> 3 & 1) * (TOKENS * 128) + (lane & 7) * 128 + (lane >> 4 ^ (lane & 7)) * 16;
+  const int x_at = kPairTable + (SUBSTEPS * (lane >> 3 & 1) + first) * (TOKENS * 128) + (lane & 7) * 128 + (lane >> 4 ^ (lane & 7)) * 16;
   float acc[R][kTiles][4] = {};
-  take_turns(steps, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
+  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
+  let_next_begin();
+  take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
     const uint8_t* my_scales = shared + scale_at + stage * layout.scale_bytes();
-    Words<SUBSTEPS> by[R][2];
-    uint32_t meta[R][SUBSTEPS][2];  // of two products each
+    Words<2> by[R][2];
+    uint32_t meta[R][2][2];  // of two products each
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      uint32_t both[2][SUBSTEPS];
+      uint32_t both[2][2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int down = 16 * r + 8 * h;
-        by[r][h] = *(const Words<SUBSTEPS>*)(my_scales + down * kScales);
-        const auto first = *(const Words<SUBSTEPS>*)(shared + meta_from + down * kMeta);
-        const auto second = *(const Words<SUBSTEPS>*)(shared + (meta_from ^ 8 * SUBSTEPS) + down * kMeta);
+        by[r][h] = *(const Words<2>*)(my_scales + down * kScales);
+        const auto low_k = *(const Words<2>*)(shared + meta_from + down * kMeta);
+        const auto high_k = *(const Words<2>*)(shared + (meta_from ^ 8 * SUBSTEPS) + down * kMeta);
 #pragma unroll
-        for (int i = 0; i < SUBSTEPS; ++i) both[h][i] = __byte_perm(first.of[i], second.of[i], halves);
+        for (int i = 0; i < 2; ++i) both[h][i] = __byte_perm(low_k.of[i], high_k.of[i], halves);
       }
 #pragma unroll
-      for (int i = 0; i < SUBSTEPS; ++i) meta[r][i][0] = __byte_perm(both[0][i], both[1][i], 0x5410), meta[r][i][1] = __byte_perm(both[0][i], both[1][i], 0x7632);
+      for (int i = 0; i < 2; ++i) meta[r][i][0] = __byte_perm(both[0][i], both[1][i], 0x5410), meta[r][i][1] = __byte_perm(both[0][i], both[1][i], 0x7632);
     }
 #pragma unroll
-    for (int s = 0; s < SUBSTEPS; ++s) {
+    for (int s = 0; s < 2; ++s) {
       Words<4> q[R][2];
       uint32_t even[R][2], odd[R][2];
 #pragma unroll
@@ -140,11 +143,10 @@ __global__ void __launch_bounds__(32 * (kWarps<R, SUBSTEPS> + 1), 1)
             a[h] = Numbers<T>::mul_by_half(load_table(table + __byte_perm(word, lane4, low)), scale, i / 2);
             a[h + 2] = Numbers<T>::mul_by_half(load_table(table + __byte_perm(word, lane4, high)), scale, i / 2);
           }
-          constexpr int kEach = SUBSTEPS / 2;  // substeps whose metadata a pair gives
-          const uint32_t e = meta[r][s % kEach * 2 + i / 2][i % 2];
+          const uint32_t e = meta[r][i / 2][i % 2];
 #pragma unroll
           for (int j = 0; j < kTiles; ++j) {
-            if (s < kEach)
+            if (s == 0)
               mma_sparse16832<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
             else
               mma_sparse16832<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
@@ -167,28 +169,30 @@ template <typename T> struct Call {
   const T* bias;
   T* y;
   int M, N, K;
-  cudaStream_t stream;
+  Stream stream;
 };
 
-// sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K; substeps: of 128 k, a step.
+// sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K, a multiple of substeps / 2; substeps: of 128 k, a step.
 struct Tile {
   int sets, sets_a_warp, k_groups, substeps;
 };
 
-// By reasoning, not timed: as linear_table, in steps of 256 k, of which twice as many are under way; four sets a warp where that leaves no warp without rows.
+// By reasoning, not timed (benchmarks/NOTES.md). Steps of 512 k, whose tiles have rows twice as long, where at least four stages of them fit; no more steps in hand than
+// leave 40 KB under way.
 Tile best(int N, int K) {
   int sets = sets_a_block(N);
   if (sets % 2 && sets >= 7) ++sets;
-  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
-  return {sets, sets_a_warp, at_most(at_most(8, kMostWarps / row_warps), K / 256), 2};
+  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp, substeps = sets <= 8 && K % 512 == 0 ? 4 : 2;
+  return {sets, sets_a_warp, at_most(at_most(row_warps == 1 ? 8 : 4, kMostWarps / row_warps & ~1), K / 256), substeps};
 }
 
 template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Call<T>& c) {
-  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, TOKENS};
-  if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || layout.warps() > kWarps<R, SUBSTEPS> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
+  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, TOKENS, 0};
+  if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || tile.k_groups % (SUBSTEPS / 2) || layout.warps() > kWarps<R> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
     return cudaErrorInvalidConfiguration;
   layout.stages = at_most(kMostStages, kTableRoom / layout.step());
-  layout.k_groups = at_most(layout.k_groups, layout.stages);
+  layout.k_groups = at_most(layout.k_groups, layout.stages * (SUBSTEPS / 2));
+  layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / (layout.step() - layout.x_bytes()))) : 0;
   TileMap values, metadata, scales, activations;
   cudaError_t status = tile_map(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
   if (status == cudaSuccess) status = tile_map(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
@@ -202,7 +206,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
 template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& c) {
 #define TILE(r, s) \
   if (tile.sets_a_warp == r && tile.substeps == s) return run<T, TOKENS, r, s>(tile, c);
-  TILE(1, 2) TILE(2, 2) TILE(4, 2) TILE(1, 4) TILE(2, 4)
+  TILE(1, 2) TILE(2, 2) TILE(4, 2) TILE(1, 4) TILE(2, 4) TILE(4, 4)
 #undef TILE
   return cudaErrorInvalidConfiguration;
 }
@@ -211,15 +215,15 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& 
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
 // metadata. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, of N rows or fewer, a multiple of sets_a_warp in {1, 2, 4}, in at most 16 warps,
-// sets / sets_a_warp * k_groups; substeps in {2, 4}, of 128 k; where sets_a_warp * substeps is 8, at most 8 warps; all 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, values, meta and scale 16-byte
-// aligned; bias may be null.
+// sets / sets_a_warp * k_groups, 8 where sets_a_warp is 4; substeps in {2, 4}, of 128 k, k_groups even where they are 4; all 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, values, meta and scale 16-byte
+// aligned; bias may be null. early: as of linear_table.
 extern "C" int fp4_sparse_linear_table(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                       int K, int dtype, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
+                                       int K, int dtype, int early, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
   if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256) return cudaErrorInvalidValue;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(N, K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, (cudaStream_t)stream};
+    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, {(cudaStream_t)stream, early != 0}};
     return M <= 8 ? by_tile<T, 8>(tile, c) : by_tile<T, 16>(tile, c);
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());

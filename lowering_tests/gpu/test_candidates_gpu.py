@@ -135,15 +135,24 @@ def test_early(dtype):
     """A chain of calls, each the input of the next, in one graph: what began too early would read the activations of the replay before."""
     hopper()
     n = 4096
-    weights = [weight(n, n) for _ in range(6)]
-    for m, name in ((1, "linear_table"), (8, "linear_table"), (16, "linear_table"), (24, "linear_wide"), (64, "linear_wide"), (128, "linear_wide")):
+    dense = [weight(n, n) for _ in range(6)]
+    kept = [(*(t.to(DEVICE) for t in sparse.weight(n, n)[:2]), s, g) for _, s, g in dense]
+    for m, name in (
+        (1, "linear_table"),
+        (8, "linear_table"),
+        (16, "linear_table"),
+        (24, "linear_wide"),
+        (64, "linear_wide"),
+        (128, "linear_wide"),
+        *((m, "sparse_linear_table") for m in (1, 8, 16)),
+    ):
         x = torch.randn(m, n, device=DEVICE).to(dtype)
 
         def chain(early, x=x, name=name):
             y = x
-            for q, s, g in weights:
-                y = csrc.call(name, y, (q, s), g, None, 90, early=early) * 1.0
-                y = csrc.call(name, y, (q, s), g, None, 90, early=early)
+            for *parts, g in kept if name.startswith("sparse") else dense:
+                y = csrc.call(name, y, parts, g, None, 90, early=early) * 1.0
+                y = csrc.call(name, y, parts, g, None, 90, early=early)
             return y
 
         chain(True)
@@ -260,7 +269,10 @@ def test_sparse_table(dtype):
     hopper()
     tiles = [
         None,
-        *(sparse_configs.SparseTableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4))),
+        *(
+            sparse_configs.SparseTableConfig(*t)
+            for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4), (4, 4, 8, 4))
+        ),
     ]
     for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
         w = sparse.weight(n, k)

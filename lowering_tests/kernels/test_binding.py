@@ -79,16 +79,16 @@ def test_numbers(ops, name, dtype):
     assert error(op(x, *w, None, ARCH, *tile), exact(x, *w)) <= 2 * linear.CONTRACT.tolerance[dtype]
 
 
-@pytest.mark.parametrize("name", ["sparse_linear_small", "sparse_linear_wide"])
+@pytest.mark.parametrize("name", ["sparse_linear_small", "sparse_linear_table", "sparse_linear_wide"])
 def test_sparse(ops, name):
     op = getattr(ops, name)
-    for m, n, dtype, bias in ((3, 40, torch.float16, None), (20, 33, torch.bfloat16, torch.randn(33).bfloat16())):
+    for m, n, dtype, bias in ((3, 40, torch.float16, None), (16, 33, torch.bfloat16, torch.randn(33).bfloat16())):
         x, w = torch.randn(m, 256).to(dtype), sparse24.weight(n, 256)
         want = x.double() @ sparse24.dense(*w).T + (0 if bias is None else bias.double())
         y = op(x, *w, bias, ARCH)
         assert y.shape == (m, n) and y.dtype == dtype
         assert error(y, want) <= sparse24.BOUND[dtype]
-    tile = (2, 8, 2, 1) if name == "sparse_linear_small" else (128, 32, 2, 1)
+    tile = {"sparse_linear_small": (2, 8, 2, 1), "sparse_linear_table": (2, 1, 2, 2), "sparse_linear_wide": (128, 32, 2, 1)}[name]
     assert error(op(x, *w, bias, ARCH, *tile), want) <= sparse24.BOUND[dtype]
     with pytest.raises(RuntimeError, match="cudaError 9"):
         op(x, *w, bias, ARCH, *tile[:3], 3)
@@ -148,6 +148,9 @@ def test_through_ctypes_it_is_the_same(ops, monkeypatch):
         want = getattr(ops, name)(x, q, s, g, bias, ARCH, *tile, *then.arguments())
         assert torch.equal(csrc._through_ctypes(name, (x,), (q, s), g, bias, ARCH, (), then.arguments()), want), (name, then)
     (q, s, _), x8, bias = weight(40, 256), quantize_rows_fp8.reference(torch.randn(6, 256)), bias.bfloat16()
+    w, tile = sparse24.weight(40, 256), (2, 1, 1, 2)
+    want = ops.sparse_linear_table(x16 := torch.randn(6, 256).bfloat16(), *w, bias, ARCH, *tile)
+    assert torch.equal(csrc._through_ctypes("sparse_linear_table", (x16,), w[:3], w[3], bias, ARCH, tile), want)
     want = ops.linear_wide_fp8(*x8, q, s, g, bias, ARCH, 0, 0, 24)
     assert torch.equal(csrc._through_ctypes("linear_wide_fp8", x8, (q, s), g, bias, ARCH, (), (24,)), want)
 

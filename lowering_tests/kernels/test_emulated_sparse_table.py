@@ -24,14 +24,16 @@ from lowering_tests.kernels.sparse24 import (
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "sparse/sparse_linear_table.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
-# (sets, sets_a_warp, k_groups, substeps): one warp; more warps in K than stages; rings that are no multiple of them; every warp; every instance of the kernel
-TILES = [(1, 1, 1, 2), (3, 1, 5, 2), (2, 2, 16, 2), (16, 2, 2, 2), (4, 4, 3, 2), (8, 4, 4, 2), (2, 1, 3, 4), (4, 2, 4, 4), (14, 2, 1, 4)]
+# (sets, sets_a_warp, k_groups, substeps): one warp; more warps in K than stages; rings that are no multiple of them; every warp; two warps a step; every
+# instance of the kernel
+TILES = [(1, 1, 1, 2), (3, 1, 5, 2), (2, 2, 16, 2), (16, 2, 2, 2), (4, 4, 3, 2), (8, 4, 4, 2), (2, 1, 6, 4), (4, 2, 4, 4), (14, 2, 2, 4), (4, 4, 8, 4)]
 
 
-def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants=()) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call("fp4_sparse_linear_table", (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+    numbers = (m, n, k, int(x.dtype == FP16), *kernel.begin(early))
+    return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=constants)
 
 
 def check(m, n, k, tile, dtype, w=None) -> None:
@@ -61,7 +63,7 @@ def test_its_own_choice_of_tile():
 
 @pytest.mark.parametrize("nibble", LEGAL.tolist())
 def test_one_pattern_everywhere(nibble):
-    for tile in ((1, 1, 1, 2), (1, 1, 1, 4)):
+    for tile in ((1, 1, 1, 2), (1, 1, 2, 4)):
         check(3, 17, 512, tile, FP16, weight(17, 512, torch.full((17, 128), nibble, dtype=torch.uint8)))
 
 
@@ -89,21 +91,47 @@ def test_arguments_that_no_kernel_takes():
     for m, n, k, tile in (
         *((m, n, k, (0,) * 4) for m, n, k in ((0, 16, 256), (17, 16, 256), (1, 15, 256), (1, 16, 0), (1, 16, 320))),
         (1, 16, 256, (2, 2, 1, 2)),  # more rows than there are
-        (1, 16, 256, (1, 1, 1, 4)),  # a step longer than K
+        (1, 16, 256, (1, 1, 2, 4)),  # a step longer than K
+        (1, 16, 512, (1, 1, 3, 4)),  # half of a step left to nobody
         *((1, 512, 256, tile) for tile in ((17, 1, 1, 2), (3, 2, 1, 2), (2, 1, 9, 2), (4, 4, 9, 2), (1, 1, 0, 2), (4, 4, 1, 4), (1, 1, 1, 3))),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, 0, *tile)
     check(1, 16, 256, one, BF16)
 
 
+WEIGHT = (1, 2, 3)  # values, metadata and block scales of x, values, meta, scale, global_scale, bias
+
+
+@pytest.mark.parametrize("tile", [(0, 0, 0, 0), (2, 1, 4, 4), (1, 1, 5, 2)], ids=str)
+def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(tile):
+    for m, n, k in ((1, 70, 1024), (9, 33, 4608)):
+        x, w, bias = torch.randn(m, k).to(BF16), weight(n, k), torch.randn(n).to(BF16)
+        y = run(emulated(SOURCE), x, w, bias, tile, early=True, constants=WEIGHT)
+        assert torch.equal(y, run(emulated(SOURCE), x, w, bias, tile))
+
+
+@pytest.mark.parametrize("part", WEIGHT)
+def test_every_part_of_the_weight_is_fetched_early(part):
+    x, w = torch.randn(1, 1024).to(BF16), weight(70, 1024)
+    with pytest.raises(EmulatorError, match="read of global memory before the previous kernel"):
+        run(emulated(SOURCE), x, w, None, (1, 1, 2, 2), early=True, constants=[i for i in WEIGHT if i != part])
+
+
+EARLY = "global memory before the previous"
+STORE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
 BROKEN = {
+    "who fetches does not wait": ("  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
+    "who stores does not wait": (STORE_WAIT, "", f"(read|write) of {EARLY}"),
+    "the next kernel begins before the wait": (STORE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
     "a stage is not waited for": ("    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
     "a stage is overwritten too early": ("      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
     "the table is used before it is filled": ("  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
     "metadata is not promised": ("meta_bytes() + scale_bytes(); }", "scale_bytes(); }", "promise|more bytes|race|nobody|outside"),
     "halves of the metadata exchanged": ("0x6240 + 0x1111 * (lane & 1)", "0x6240 + 0x1111 * (~lane & 1)", None),
-    "the other pair gives the metadata": ("if (s < kEach)", "if (s >= kEach)", None),
+    "the other pair gives the metadata": ("if (s == 0)", "if (s != 0)", None),
+    "both warps of a step take its first half": ("first = k_group % kSharers * 2", "first = 0", None),
+    "one of two gives a stage back": ("layout.row_warps() * kSharers)", "layout.row_warps())", "race|more arrivals|deadlock"),
     "rows and their swizzle do not agree": ("swizzle = row & 7", "swizzle = g", None),
     "swizzle forgotten": ("(lane >> 4 ^ (lane & 7)) * 16", "(lane >> 4) * 16", None),
     "rows past N": ("min((int)blockIdx.x * rows, N - rows)", "blockIdx.x * rows", "is not ordered"),
@@ -117,13 +145,14 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     place = next(p for p in (tmp_path / "csrc" / SOURCE, tmp_path / "csrc" / "gemm" / "table.cuh") if old in p.read_text())
     place.write_text(place.read_text().replace(old, new))
     text = (tmp_path / "csrc" / SOURCE).read_text()
-    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text, count=1).replace(": run(__half())", ": 1")
+    tile = (1, 1, 6, 4) if "kSharers" in old else (1, 1, 3, 2)
+    text = re.sub(r"(TILE\([\d, ]+\) ?)+", f"TILE(1, {tile[3]})", text, count=1).replace(": run(__half())", ": 1")
     (tmp_path / "csrc" / SOURCE).write_text(re.sub(r": by_tile<T, 16>\(tile, c\)", ": 1", text))
     x, w = torch.randn(8, 8192).to(BF16), weight(33, 8192)
-    kernel, tile = Emulated(tmp_path / "csrc" / SOURCE), (1, 1, 3, 2)
+    kernel = Emulated(tmp_path / "csrc" / SOURCE)
     if words is None:
-        y, r = run(kernel, x, w, None, tile).double(), x.double() @ dense(*w).T
+        y, r = run(kernel, x, w, None, tile, early=True, constants=WEIGHT).double(), x.double() @ dense(*w).T
         assert (y - r).norm() / r.norm() > 0.1
     else:
         with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, w, None, tile)
+            run(kernel, x, w, None, tile, early=True, constants=WEIGHT)

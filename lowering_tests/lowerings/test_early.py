@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor.virtualized import V
 
-from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor import FP4Linear, Sparse24Linear, dispatch
 from fp4_inductor._torch import order
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
@@ -20,11 +20,11 @@ BF16 = torch.bfloat16
 K, N, M = 512, 1024, 8
 
 
-def compiled(f, m=M):
+def compiled(f, m=M, layer=FP4Linear):
     """The arguments of the kernel's call behind ``arch``, and what explain() says of it; ``f(linear, x)`` of a fresh layer."""
 
     def build():
-        linear = FP4Linear(K, N, bias=False, dtype=BF16, device="cuda")
+        linear = layer(K, N, bias=False, dtype=BF16, device="cuda")
         return lambda x: f(linear, x)
 
     with listen() as entries:
@@ -37,6 +37,15 @@ def test_a_kernel_of_the_graph_made_the_activations():
     for m, tile, kernel in ((8, 3, "table"), (64, 4, "wide"), (300, 2, "wide_fp8")):
         more = [0, 0] if kernel == "wide_fp8" else [0, 0, 0, None, None]
         assert compiled(lambda linear, x: linear(x.relu()), m=m) == ([0] * tile + more + [1], "begins while the kernel before it runs"), kernel
+
+
+def test_a_sparse_layer():
+    """In the table's kernel; that of more rows waits for the kernel before."""
+    assert compiled(lambda linear, x: linear(x.relu()), layer=Sparse24Linear) == ([0, 0, 0, 0, 1], "begins while the kernel before it runs")
+    assert compiled(lambda linear, x: linear(x), layer=Sparse24Linear)[0] == []
+    assert compiled(lambda linear, x: linear(x.relu()), m=64, layer=Sparse24Linear) == ([], "")
+    part = lambda linear, x: torch.ops.fp4.sparse_linear(x.relu(), linear.values, linear.meta ^ 0, linear.scale, linear.global_scale)  # noqa: E731
+    assert compiled(part, layer=Sparse24Linear) == ([], "not begun early: its weight is computed by the graph")
 
 
 def test_the_second_of_a_chain_follows_the_first():
@@ -96,17 +105,19 @@ def test_a_fused_epilogue(m):
     ("layer", "op"),
     [
         (lambda linear, x: linear(x), "linear_table"),
+        (lambda linear, x: linear(x), "sparse_linear_table"),
         (lambda linear, x: torch.nn.functional.silu(linear(x)), "linear_table_pointwise"),
         (lambda linear, x: torch.ops.fp4.linear_glu(x, linear.qdata, linear.scale, linear.global_scale), "linear_table_glu"),
     ],
-    ids=["plain", "silu", "glu"],
+    ids=["plain", "sparse", "silu", "glu"],
 )
 def test_the_kernel_of_one_row_is_chosen_by_whether_it_may_begin_early(layer, op):
     """Of large weights: the table's kernel where it may, the GEMV where it may not, or where the table's kernel has no form."""
+    make = Sparse24Linear if op == "sparse_linear_table" else FP4Linear
 
     def kernel(k, n, f):
         with listen() as entries:
-            code = generated_code(lambda: functools.partial(f, FP4Linear(k, n, bias=False, dtype=BF16, device="cuda")), [((1, k), BF16)], csrc="")[0]
+            code = generated_code(lambda: functools.partial(f, make(k, n, bias=False, dtype=BF16, device="cuda")), [((1, k), BF16)], csrc="")[0]
         called = re.findall(r"fp4_csrc\.(\w+)\.default", call_body(code))
         assert [e.decision.row.csrc for e in entries if e.decision.row.csrc] == called
         return called, entries[-1].note

@@ -49,7 +49,7 @@ class SparseSmallConfig:
 @dataclass(frozen=True)
 class SparseTableConfig:
     """Tile of ``csrc/sparse/sparse_linear_table.cu``: 16 * sets rows of the weight a block, 16 * sets_a_warp a warp, K split over ``k_groups`` warps,
-    in steps of 128 * ``substeps``."""
+    in steps of 128 * ``substeps``: 2, a warp's, or 4, of two warps, so that ``k_groups`` is even."""
 
     sets: int
     sets_a_warp: int
