@@ -157,8 +157,9 @@ Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& 
 
 template <typename Place>
 Tensor sparse_linear_wide(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                          int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits) {
-  return sparse_linear<Place>("sparse_linear_wide", x, values, meta, scale, global_scale, bias, arch, (int)rows, (int)tokens, (int)k_groups, (int)splits);
+                          int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits, int64_t early) {
+  return sparse_linear<Place>("sparse_linear_wide", x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale), (int)rows, (int)tokens,
+                              (int)k_groups, (int)splits);
 }
 
 // Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.

@@ -177,13 +177,15 @@ struct Tile {
   int sets, sets_a_warp, k_groups, substeps;
 };
 
-// By reasoning, not timed (benchmarks/NOTES.md). Steps of 512 k, whose tiles have rows twice as long, where at least four stages of them fit; no more steps in hand than
-// leave 40 KB under way.
+// Measured on an H200 (benchmarks/NOTES.md): a block for nearly every SM, of at most 128 rows, in steps of 512 k, whose tiles have rows twice as long; no more steps in hand
+// than leave 40 KB under way.
 Tile best(int N, int K) {
+  const bool long_steps = K % 512 == 0;
   int sets = sets_a_block(N);
   if (sets % 2 && sets >= 7) ++sets;
-  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp, substeps = sets <= 8 && K % 512 == 0 ? 4 : 2;
-  return {sets, sets_a_warp, at_most(at_most(row_warps == 1 ? 8 : 4, kMostWarps / row_warps & ~1), K / 256), substeps};
+  if (long_steps) sets = at_most(sets, 8);
+  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
+  return {sets, sets_a_warp, at_most(at_most(row_warps == 1 ? 8 : 4, kMostWarps / row_warps & ~1), K / 256), long_steps ? 4 : 2};
 }
 
 template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Call<T>& c) {

@@ -19,6 +19,7 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   // Stages are such that a warpgroup meets every phase of the counters it waits for.
   static constexpr int kXStages = TOKENS == 128 ? 2 : TOKENS == 64 ? 4 : 8, kRoom = 226 * 1024;
   static constexpr int kWStages = at_most(6, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / kTurn * kTurn;
+  static constexpr int kEarly = at_most(kWStages, at_least(1, kEarlyBytes / kWeights));  // stages of weights that go ahead of the first activations
   static constexpr int kRings = at_least(kWStages * kWeights + kXStages * kActivations<TOKENS>, kWideSums<ROWS, TOKENS, KGROUPS>);
   static constexpr int kBytes = kRings + 16 * kWStages + 32 * kXStages;
   static constexpr int kBatch = 2, kRegisters = kGroups <= 2 ? 232 : kGroups == 3 ? 152 : 112;
@@ -58,7 +59,9 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     fewer_registers<S::kFetching>();
     if (warp == 4 * S::kGroups && lane == 0) {
       Place<S::kWStages> at;
+      int early = S::kEarly;
       for (int k = begin; k < end; k += 2, at.next()) {
+        if (early-- == 0) wait_for_previous();  // copies of one block are served in order: activations are not to wait for a full ring
         counter_wait(w_free + 8 * at.i, at.parity ^ 1);
         const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
         counter_promise(full, S::kWeights);
@@ -68,6 +71,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       }
     } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
       Place<S::kXStages> at;
+      wait_for_previous();  // it may have written x
       for (int k = begin; k < end; ++k, at.next())
         for (int h = 0; h < 2; ++h) {
           const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
@@ -89,6 +93,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
 
   more_registers<S::kRegisters>();
+  wait_for_previous();  // it may still read y
+  let_next_begin();
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
   const int second = KGROUPS > 1 ? k_group & 1 : 0;  // of the two steps of a stage
@@ -178,7 +184,7 @@ struct Call {
   const void *x, *values, *meta, *scale, *global_scale, *bias;
   void* y;
   int M, N, K;
-  cudaStream_t stream;
+  Stream stream;
 };
 
 // splits: blocks of a cluster that share K; 0: two blocks share activations.
@@ -226,12 +232,12 @@ template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
 // metadata. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0: two blocks share activations; all 0 for best().
-// M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned.
+// M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned. early: as of linear_table.
 extern "C" int fp4_sparse_linear_wide(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                      int K, int dtype, int rows, int tokens, int k_groups, int splits, void* stream) {
+                                      int K, int dtype, int early, int rows, int tokens, int k_groups, int splits, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K);
   if (tile.splits < 0) return cudaErrorInvalidConfiguration;
-  const Call call{x, values, meta, s, g, bias, y, M, N, K, (cudaStream_t)stream};
+  const Call call{x, values, meta, s, g, bias, y, M, N, K, {(cudaStream_t)stream, early != 0}};
   return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
 }

@@ -207,20 +207,20 @@ _SPARSE_GEMV = "kept codes and gathered activations, 22% fewer bytes"
 _SPARSE_GEMV_90 = _SPARSE_GEMV + ": 5.4 us at N = K = 4096, where cuda_sparse_small takes 6.3; at N = K = 8192 20.1 and 16.1"
 _SPARSE_GEMV_LARGE = (
     _SPARSE_GEMV_90
-    + ". Of 2^25 weights and more cuda_sparse_table is taken where it may begin early, as cuda_table is for dense weights: not timed; of 2^26 and more anywhere"
+    + ". Of 2^24 weights and more cuda_sparse_table is taken where it may begin early, 5.1 us at N = K = 4096; of 2^25 and more anywhere, 11.5 us for 13.5 at N = 14336, K = 4096"
 )
 _SPARSE_GEMV_WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (_SPARSE_GEMV_90, {"max_weights": 2**25 - 1}),
-    (_SPARSE_GEMV_90, {"min_weights": 2**25, "max_weights": 2**26 - 1, "not_k_multiple": 256}),
-    (_SPARSE_GEMV_LARGE, {"min_weights": 2**25, "max_weights": 2**26 - 1, "early": False}),
+    (_SPARSE_GEMV_90, {"max_weights": 2**24 - 1}),
+    (_SPARSE_GEMV_90, {"min_weights": 2**24, "max_weights": 2**26 - 1, "not_k_multiple": 256}),
+    (_SPARSE_GEMV_LARGE, {"min_weights": 2**24, "max_weights": 2**25 - 1, "early": False}),
 )
 _SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
 _SPARSE_SMALL_90 = _SPARSE_SMALL + ". 16.1 us at N = K = 8192, M = 1 to 8, and 28.5 at M = 32, where the Triton kernel takes 57 to 60 and 85, bf16 cuBLAS 35"
 _SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time on an H200, which has not run here either"
 _SPARSE_TABLE = (
-    "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5. 13.4 us at N = K = 8192, "
-    "M = 1, where that one takes 16.2 and dense weights 14.5 to 15.4; 6.1 and 6.4 at N = K = 4096, M = 8; 13.4 and 19.8 at N = 14336, K = 4096, M = 16. "
-    "Not timed: its present tiles; that it begins early, without which one row of fewer than 2^26 weights is the GEMV's"
+    "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5. 9.9 us at N = K = 8192, "
+    "M = 1 begun early, where cuda_table takes 12.3, and 11.7 for 13.8 where it may not; 9.3 and 11.5 at N = 14336, K = 4096, 9.3 and 12.3 at N = 4096, K = 14336, M = 8, "
+    "32.0 and 37.0 at N = 28672, K = 8192, 4.8 and 5.0 at N = K = 4096"
 )
 _SPARSE_WIDE = (
     "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "

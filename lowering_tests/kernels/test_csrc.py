@@ -97,7 +97,7 @@ def check_compiled(source, arch, defines=()):
     usage = subprocess.run([aot.tool("cuobjdump"), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
-    early, wide = source in ("gemm/linear_table.cu", "sparse/sparse_linear_table.cu"), source in ("gemm/linear_wide.cu", "gemm/linear_wide_fp8.cu")
+    early, wide = source in ("gemm/linear_table.cu", "sparse/sparse_linear_table.cu"), source.endswith(("linear_wide.cu", "linear_wide_fp8.cu"))
     streams = 2 * len(tiles_of(source, "STREAMED")) if source == "gemm/linear_wide.cu" and not defines else 0
     assert len(kernels) == count(arch) + streams
     assert {int(stack) for _, _, stack in kernels} == {0}

@@ -25,13 +25,15 @@ pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not 
 SOURCE = "sparse/sparse_linear_wide.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
 TILES = emulator.tiles_of(SOURCE)
+WEIGHT = (1, 2, 3)  # of x, values, meta, scale, global_scale, bias
 SHARES = 0  # in place of splits: two blocks share the activations
 
 
-def run(kernel: Emulated, x, w, bias, tile, seed: int = 0) -> torch.Tensor:
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False) -> torch.Tensor:
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call("fp4_sparse_linear_wide", (x, *w, bias), out, m, n, k, int(x.dtype == FP16), *tile, seed=seed)
+    numbers = (m, n, k, int(x.dtype == FP16), *kernel.begin(early))
+    return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=WEIGHT if early else ())
 
 
 def error(y, x, w, bias=None) -> float:
@@ -99,11 +101,20 @@ def test_arguments_that_no_kernel_takes():
         (1, 8, 256, (64, 16, 2, 1)),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_wide", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+            emulated(SOURCE).call("fp4_sparse_linear_wide", (None,) * 6, torch.empty(1), m, n, k, 0, 0, *tile)
+
+
+@pytest.mark.parametrize("tile", [(64, 16, 4, SHARES), (128, 32, 2, 2), (64, 64, 2, 1)], ids=str)
+def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(tile):
+    x, w, bias = torch.randn(20, 4096).to(BF16), weight(97, 4096), torch.randn(97).to(BF16)
+    assert torch.equal(run(emulated(SOURCE), x, w, bias, tile, early=True), run(emulated(SOURCE), x, w, bias, tile))
 
 
 # --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------
+EARLY = "global memory before the previous"
 BROKEN = {
+    "who fetches activations does not wait": ("      wait_for_previous();  // it may have written x\n", "", f"read of {EARLY}"),
+    "who stores does not wait": ("  wait_for_previous();  // it may still read y\n  let_next_begin();\n", "", f"(read|write) of {EARLY}"),
     "the wait for weights is missing": ("    counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
     "the wait for activations is missing": ("      counter_wait(half + 8 * j, x_at.parity);\n", "", "before its asynchronous copy was waited for"),
     "weights are given back too early": ("    uint4 v[2][4],", "    if (!lane) counter_arrive(w_free + 8 * w.i);\n    uint4 v[2][4],", "race|more arrivals"),
@@ -134,7 +145,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     x, w = torch.randn(12, 8192).to(BF16), weight(97, 8192)
     kernel = Emulated(place)
     if words is None:
-        assert error(run(kernel, x, w, None, tile), x, w) > 0.1
+        assert error(run(kernel, x, w, None, tile, early=True), x, w) > 0.1
     else:
         with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, w, None, tile)
+            run(kernel, x, w, None, tile, early=True)

@@ -325,11 +325,13 @@ def test_one_row_of_a_sparse_weight_goes_by_its_size():
         found = plan(Call("sparse_linear", arch, torch.bfloat16, n, n, csrc=csrc), DEFAULT)
         assert [found.pick(m).kernel for m in (1, 2, 32, 33)] == kernels, (arch, csrc, n)
     for n, k, apart, early in (
-        (8192, 4096, gemv, table),  # 2^25 weights
-        (8192, 4096 - 256, gemv, gemv),
+        (4096, 4096, gemv, table),  # 2^24 weights
+        (4096, 4096 - 256, gemv, gemv),
+        (4096, 4096 + 64, gemv, gemv),
+        (8192, 4096 - 256, gemv, table),
+        (8192, 4096, table, table),
         (8192, 4096 + 64, gemv, gemv),
-        (16384, 4096, table, table),
-        (8, 2**22, gemv, small),
+        (8, 2**22, small, small),  # fewer rows than the table's kernel takes
     ):
         kernels = [plan(Call("sparse_linear", 90, torch.bfloat16, n, k, early=begins), DEFAULT).pick(1).kernel for begins in (False, True)]
         assert kernels == [apart, early], (n, k)
