@@ -34,7 +34,8 @@ def test_in_the_interpreter():
 # Every width; one part and several: of the usual width, the odd one and the one that takes most registers. On the other architectures those three.
 STEPS = [*((90, d, 1) for d in (64, 80, 96, 128, 256)), *((90, d, 32) for d in (80, 128, 256))]
 STEPS += [(cc, d, batch) for cc in (80, 89, 100, 120, aot.GB10) for d, batch in ((80, 1), (128, 32), (256, 1))]
-MASKS_COMPILED = [
+MASKS_COMPILED = [(90, 0, False, 1, 9), (90, 2, False, 1, 1), (90, 1, True, 4, 9), (90, 2, True, 2, 1), (90, 2, True, 2, 9)]
+MASKS_COMPILED += [(cc, 2, True, 2, 9) for cc in (80, 120)]
     (90, 0, False, 1, 9),
     (90, 2, False, 1, 1),
     (90, 1, True, 4, 9),
