@@ -1,6 +1,7 @@
 """Triton's interpreter, switched on and made quicker. Import this before anything imports Triton, in a process of its own (own_process.py).
 
-The interpreter replaces the language's functions again in every call of a device function, by far most of its time; here once a launch.
+The interpreter replaces the language's functions again in every call of a device function, by far most of its time; here once a launch. Of what is left, most
+is types: blocks of a few shapes are described anew for every operation; here once a process.
 """
 
 from __future__ import annotations
@@ -35,4 +36,35 @@ def _patch_once_a_launch() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_afresh
 
 
+def _describe_once() -> None:
+    describe, block, np_dtype = tl.tensor.__init__, tl.block_type.__init__, interpreter._get_np_dtype
+    blocks: dict[tuple, dict] = {}
+    shapes: dict[tuple, tuple] = {}
+    np_dtypes: dict[str, object] = {}
+
+    def block_once(self, element_ty, shape):
+        key = element_ty.name, *(s.value if isinstance(s, tl.constexpr) else s for s in shape)
+        if key not in blocks:
+            block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def describe_once(self, handle, type):
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            describe(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    def np_dtype_once(tt_dtype):
+        key = tt_dtype.scalar.name
+        if key not in np_dtypes:
+            np_dtypes[key] = np_dtype(tt_dtype)
+        return np_dtypes[key]
+
+    tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = block_once, describe_once, np_dtype_once
+
+
 _patch_once_a_launch()
+_describe_once()

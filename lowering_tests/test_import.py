@@ -46,12 +46,12 @@ def _python(code: str) -> subprocess.CompletedProcess:
 
 def test_import_is_cheap_and_touches_nothing():
     runs = []
-    for _ in range(3):
+    while sum(run["s"] <= LIMIT_S for run in runs) < 2 and len(runs) < 3:  # until the median of three is known
         done = _python(_TIMED)
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout))
     times = [run["s"] for run in runs]
-    assert statistics.median(times) <= LIMIT_S, times
+    assert statistics.median_low(times) <= LIMIT_S, times
     brought = {m for run in runs for m in run["new"] if any(m == name or m.startswith(name + ".") for name in FORBIDDEN)}
     assert brought == set()
     assert not any(run["cuda"] for run in runs)

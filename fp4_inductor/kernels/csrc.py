@@ -97,7 +97,9 @@ KERNELS = {
     "sparse_linear_table": Kernel(
         "sparse/sparse_linear_table.cu", ("values", "meta", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", None, early=True
     ),
-    "sparse_linear_wide": Kernel("sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True),
+    "sparse_linear_wide": Kernel(
+        "sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True
+    ),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
 # Of signatures of their own, defined where they are called (kernels/moe/grouped_wide.py).

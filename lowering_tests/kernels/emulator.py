@@ -27,6 +27,7 @@ from fp4_inductor.kernels import csrc
 FOLDER = Path(__file__).parent / "emulated"
 # Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
+QUICK = ("-O0",)  # a further flag for what is compiled once and stops at its first error
 
 
 def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:

@@ -70,11 +70,11 @@ def exact(c: launch.Layer) -> torch.Tensor:
     return contract.reference(wide.float(), c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map, "auto", *c.metas)
 
 
-def both(name: str, c: launch.Layer, decode=True, tiles=TILES) -> None:
+def both(name: str, c: launch.Layer, decode=True, tiles=TILES, rows=32) -> None:
     want = exact(c)
     with interpreted():
         if decode:
-            wide = (configs.DecodeConfig(32, 128, 2), configs.DecodeConfig(64, 128, 2))  # the interpreter pays by the program
+            wide = (configs.DecodeConfig(rows, 128, 2), configs.DecodeConfig(64, 128, 2))  # the interpreter pays by the program
             report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
         if c.x.dtype != torch.bfloat16:
             for tile in tiles:
@@ -112,7 +112,7 @@ def shapes():
             c = layer(t, h, inner, e, k, dtype=dtype, width=width)
             both(f"{(t, h, inner, e, k, width)} {dtype}", c, decode=t < 10, tiles=TILES if inner == 80 else TILES[:1])
     for h, inner, k in ((1168, 16, 1), (48, 144, 20)):  # more steps than are unrolled
-        both(f"{(h, inner, k)} in a loop", layer(1, h, inner, 3, k, dtype=torch.bfloat16))
+        both(f"{(h, inner, k)} in a loop", layer(1, h, inner, 3, k, dtype=torch.bfloat16), rows=64 if inner > 64 else 32)
 
 
 def routings():
@@ -167,12 +167,13 @@ def metadata():
 
 def rows_stay_apart():
     c = layer(4, 48, 32, 5, 2)
+    wide = {"decode": (configs.DecodeConfig(32, 128, 2), configs.DecodeConfig(64, 128, 2)), "grouped": ()}
     with interpreted():
-        clean = {f: getattr(launch, f)(c) for f in ("decode", "grouped")}
+        clean = {f: getattr(launch, f)(c, *tiles) for f, tiles in wide.items()}
         for bad in (float("nan"), float("inf")):
             c.x[2, 5] = bad
             for f, want in clean.items():
-                got = getattr(launch, f)(c)
+                got = getattr(launch, f)(c, *wide[f])
                 others = torch.arange(4) != 2
                 report(f"apart {f} {bad}", float((got[others] != want[others]).sum() + torch.isfinite(got[2]).sum()), 0.0)
     # A NaN expert that only an invalid pair names is not read; one that is named reaches its tokens only.

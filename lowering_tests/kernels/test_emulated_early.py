@@ -68,6 +68,6 @@ def test_a_missing_wait_is_caught(case, tmp_path):
     assert text.count(old) == 1, "the line to break is gone"
     path.write_text(text.replace(old, new).replace(": run(__half())", ": cudaErrorInvalidValue"))
     x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
-    kernel = Emulated(tmp_path / "csrc" / (WIDE if "wide" in source else TABLE), 90)
+    kernel = Emulated(tmp_path / "csrc" / (WIDE if "wide" in source else TABLE), 90, emulator.QUICK)
     with pytest.raises(EmulatorError, match=words):
         run(kernel, x, w, None, (2, 2, 4) if "wide" not in source else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))

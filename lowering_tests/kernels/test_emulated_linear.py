@@ -305,7 +305,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     # one tile and one dtype compile faster
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
     (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
-    kernel = Emulated(tmp_path / "csrc" / source)
+    kernel = Emulated(tmp_path / "csrc" / source, defines=emulator.QUICK if words else ())
     tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3), WIDE: (64, 32, 4, 2)}[source]
     k = 2064 if "scales' tail" in case else 8192 if source in (WIDE, TABLE) else 4160
     x, w = torch.randn(8, k).to(BF16), weight(33, k)

@@ -182,7 +182,7 @@ def broken(case, tile, folder):
     places[0].write_text(places[0].read_text().replace(old, new))
     source = folder / "csrc" / SOURCE
     source.write_text(re.sub(rf"\n  TILE\((?!{tile},)[\d, ]+\)", "", source.read_text()))
-    return Emulated(source)
+    return Emulated(source, defines=emulator.QUICK if case[2] else ())
 
 
 def check_broken(kernel, words, x, ids, w, parts, tile):

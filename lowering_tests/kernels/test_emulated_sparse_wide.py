@@ -143,7 +143,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     place.write_text(text)
     tile = (*TILES[0], SHARES)
     x, w = torch.randn(12, 8192).to(BF16), weight(97, 8192)
-    kernel = Emulated(place)
+    kernel = Emulated(place, defines=emulator.QUICK if words else ())
     if words is None:
         assert error(run(kernel, x, w, None, tile, early=True), x, w) > 0.1
     else:

@@ -160,7 +160,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     assert place.read_text().count(old) == 1, "the line to break is gone"
     place.write_text(place.read_text().replace(old, new))
     source.write_text(re.sub(r"TILE\((192|256), \d\)|STREAMED\((192|256)\)", "", source.read_text()))  # fewer tiles compile faster
-    kernel = Emulated(source, 90, NINE)
+    kernel = Emulated(source, 90, (*NINE, *(emulator.QUICK if words else ())))
     x, w = tokens(70, 2816), weight(264 if "columns" in case else 250, 2816)
     if words is None:
         assert error(run(x, w, None, (128, 2), kernel=kernel), x, w) > 0.1

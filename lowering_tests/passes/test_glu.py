@@ -75,12 +75,12 @@ def test_known_activations(name):
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_other_activations_stay(name):
+def test_other_activations_stay(compiled, name):
     model = fp4_inductor.quantize_model(Gated(OTHER[name]).to(BF16), progress=False)
     x = torch.randn(5, K).to(BF16)
-    y, found = counted(model, x)
-    assert found == {"siblings": 1}
-    assert distance(y, model(x)) < 8e-3
+    c = compiled(model, x)
+    assert c.matches == {"siblings": 1}
+    assert distance(c.result, model(x)) < 8e-3
 
 
 def test_a_fused_weight():
@@ -107,21 +107,20 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_only_looks_like_it_stays(form):
+def test_what_only_looks_like_it_stays(compiled, form):
     model, x = quantized(), torch.randn(3, K).to(BF16)
-    reset_matches()
-    y = torch.compile(FORMS[form], fullgraph=True)(model, x)
-    assert "linear_glu" not in matches()
-    for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (y, FORMS[form](model, x))), strict=True):
+    c = compiled(FORMS[form], model, x)
+    assert "linear_glu" not in c.matches
+    for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (c.result, FORMS[form](model, x))), strict=True):
         assert distance(a, b) < 8e-3
 
 
-def test_padding_between_gate_and_up_stays():
+def test_padding_between_gate_and_up_stays(compiled):
     model = fp4_inductor.quantize_model(Gated(F.silu, padded=True).to(BF16), progress=False)
     x = torch.randn(3, K).to(BF16)
-    y, found = counted(model, x)
-    assert found == {"siblings": 1}
-    assert distance(y, model(x)) < 8e-3
+    c = compiled(model, x)
+    assert c.matches == {"siblings": 1}
+    assert distance(c.result, model(x)) < 8e-3
 
 
 def test_symbolic_rows_and_explain():
