@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fp4_inductor
 from fp4_inductor import FP4Linear, errors
@@ -167,6 +168,24 @@ def test_a_damaged_gguf(tiny, tmp_path):
 
 
 # --- through transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [MODELOPT, COMPRESSED, MIXTRAL], ids=lambda p: p.name)
+def test_straight_to_a_gpu(path, tmp_path):
+    """The same bits as through the host, and the same refusals."""
+    on_cpu, model = load(path), load(path, device="cuda")
+    for name, held in model.state_dict().items():
+        assert held.is_cuda, name
+        assert torch.equal(bits(held).cpu(), bits(on_cpu.state_dict()[name])), name
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    file = next(tmp_path.glob("*.safetensors"))
+    stored = load_file(file)
+    name = next(n for n, t in stored.items() if t.dtype == torch.float8_e4m3fn)
+    stored[name].view(torch.uint8).view(-1)[3] = 0x7F
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(errors.CheckpointError, match="NaN or negative block scale"):
+        load(tmp_path, device="cuda")
 
 
 @pytest.mark.parametrize("path", [MODELOPT, MIXTRAL], ids=lambda p: p.name)

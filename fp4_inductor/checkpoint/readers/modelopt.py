@@ -153,7 +153,7 @@ def _linear(name: str, entries: Mapping[str, Entry]) -> StoredWeight:
     of_input = entries.get(f"{name.removesuffix('weight')}input_scale")
     if of_input is not None:
         need(of_input, of_input.name, ((), (1,)), torch.float32)  # type: ignore[arg-type]
-    return StoredWeight(name, (n, k), (weight, scale, second), _as_stored, input_scale=of_input)
+    return StoredWeight(name, (n, k), (weight, scale, second), _as_stored, input_scale=of_input, straight=True)
 
 
 def _fused(name: str, entries: Mapping[str, Entry]) -> StoredWeight:

@@ -33,6 +33,7 @@ class StoredWeight:
             where the format has a value that NVFP4 cannot hold.
         transposed: the model keeps this weight as ``[..., K, N]``.
         input_scale: the activation scale that came with it (W4A4 checkpoints), and whether it divides.
+        straight: ``decode`` computes nothing, so that its parts can be read on the device where they stay.
     """
 
     name: str
@@ -42,6 +43,7 @@ class StoredWeight:
     transposed: bool = False
     input_scale: Entry | None = None
     input_scale_divides: bool = False
+    straight: bool = False
     packed: ClassVar[bool] = True  # it goes into a module of its own, not into a Parameter of the model
 
     @property
@@ -55,13 +57,13 @@ class StoredWeight:
         scale = torch.empty(*lead, n, k // nvfp4.GROUP, dtype=nvfp4.SCALE_DTYPE, device="meta")
         return NVFP4Tensor(qdata, scale, torch.empty(lead, dtype=torch.float32, device="meta"), dtype, self.transposed)
 
-    def read(self, reader: Reader, dtype: torch.dtype) -> Tensor:
-        """The weight on the CPU, bit for bit; an :class:`NVFP4Tensor`, or dense where NVFP4 cannot hold it.
+    def read(self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """The weight on the CPU, or on ``device`` if it is ``straight``, bit for bit; an :class:`NVFP4Tensor`, or dense where NVFP4 cannot hold it.
 
         Raises:
             CheckpointError: a scale that is NaN, negative, infinite or zero where it must not be.
         """
-        parts = self.decode(*(reader.read(part) for part in self.parts))
+        parts = self.decode(*(reader.read(part, device=device if self.straight else None) for part in self.parts))
         if isinstance(parts, Tensor):
             return parts.mT.to(dtype) if self.transposed else parts.to(dtype)
         qdata, scale, global_scale = parts
@@ -102,7 +104,7 @@ class StoredFP8(StoredWeight):
     def like_meta(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return torch.empty(self.shape, dtype=fp8.DTYPE, device="meta")
 
-    def read(self, reader: Reader, dtype: torch.dtype) -> FP8Weight:  # type: ignore[override]
+    def read(self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None) -> FP8Weight:  # type: ignore[override]
         qdata, scale = self.decode(*(reader.read(part) for part in self.parts))
         if bool(((qdata.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN).any()):
             raise CheckpointError(f"{self.name} holds NaN", value="0x7f or 0xff", limit="finite E4M3", remedy=_AGAIN)

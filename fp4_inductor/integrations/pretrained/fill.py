@@ -28,7 +28,8 @@ _WHY = "its scales span more than one NVFP4 global scale can hold without loss"
 def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: bool, progress: bool) -> list[str]:
     """Read every quantized weight to the device its layer was given.
 
-    Host memory holds the weights being placed: at most one assembly (a linear layer, the experts of a layer) and 1 GB ahead of it.
+    Weights that are stored as they are held go straight to a CUDA device. Host memory holds the others being placed: at most one assembly (a linear
+    layer, the experts of a layer) and 1 GB ahead of it.
 
     Returns:
         Notes for the report: weights that NVFP4 cannot hold without loss and that stay dense (``strict=False``).
@@ -41,8 +42,10 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
     with Reader() as reader:
 
         def read(item: Assembly) -> tuple[dict[str, Tensor], Tensor | None]:
+            there = _device(model, item.target) if item.converter is None and item.packed and ranks is None else None
+
             def get(source: Source) -> Tensor:
-                return source.read(reader, dtype) if isinstance(source, StoredWeight) else reader.read(source)
+                return source.read(reader, dtype, there) if isinstance(source, StoredWeight) else reader.read(source)
 
             return item.make(model, get), _input_scale(item, reader)
 
