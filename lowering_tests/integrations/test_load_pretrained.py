@@ -231,8 +231,6 @@ def test_llm_compressor_calls_mixtrals_experts_otherwise(tmp_path):
     """gate_proj, up_proj, down_proj where transformers expects w1, w3, w2."""
     model = load(MIXTRAL)
     fp4_inductor.export_pretrained(model, tmp_path / "a", "compressed-tensors")
-    from safetensors.torch import load_file, save_file
-
     names = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
     state = load_file(tmp_path / "a" / "model.safetensors")
     renamed = {}
@@ -267,8 +265,6 @@ def test_dtype_device_and_options():
 
 def test_gate_and_up_under_different_global_scales(tmp_path):
     """One matrix has one global scale: refused by name, or kept dense with the right values."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(MIXTRAL, tmp_path, dirs_exist_ok=True)
     state = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.2.w3"
