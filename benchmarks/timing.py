@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+WARM_SECONDS = 0.02
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -35,8 +36,10 @@ def graph_us(call: Callable[[int], object], copies: int, replays: int = 15) -> f
         with torch.cuda.graph(graph, stream=stream):
             for i in range(copies):
                 call(i)
-        for _ in range(2):
+        warm = time.perf_counter() + WARM_SECONDS  # clocks rise; what ran before may have lowered them
+        while time.perf_counter() < warm:
             graph.replay()
+            stream.synchronize()
         times = []
         for _ in range(replays):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

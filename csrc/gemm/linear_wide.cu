@@ -116,7 +116,7 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, Blocks BLOCKS, bool MAP
 __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     linear_wide(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap tokens,
                 const uint8_t* __restrict__ scale, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y,
-                float4* __restrict__ partial, int* __restrict__ flags, int units, int M, int N, int K, const Epilogue<T> then) {
+                float4* __restrict__ partial, int* __restrict__ flags, int units, int tile_tokens, int M, int N, int K, const Epilogue<T> then) {
   static_assert(BLOCKS != Blocks::kStream || (KGROUPS == 1 && kFinish == kPlain));
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
@@ -166,12 +166,12 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       Place<S::kXStages> at;
       wait_for_previous();  // it may have written x
       for (; work.left > 0; work.next()) {
-        const int m0 = work.tile / row_tiles * TOKENS;
+        const int m0 = work.tile / row_tiles * tile_tokens;
         for (int k = work.k; k < work.k + work.count(); ++k, at.next())
           for (int h = 0; h < 2; ++h) {
             const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
             counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
-            counter_promise(full, S::kHalf);
+            counter_promise(full, tile_tokens * 256);
             const int byte = k * (2 * kWideK) + h * kWideK;
             if constexpr (kShares) {  // each of the two copies one of the half's two tiles
               copy_tile_to_cluster(to + rank * S::kTile, tokens, byte + rank * 128, m0, full, 3);
@@ -191,6 +191,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
 
   more_registers<S::kRegisters>();
+  if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, 4 * S::kXStages, tile_tokens, S::kConsumers);
   if constexpr (kByTable<ROWS, TOKENS>) {
     fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
     barrier(1, S::kConsumers);
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
   const int my_codes = kept((local + g) * 128 + g * 16), my_scales = kept(S::kCodes + (local + g) * 16 + 4 * t);  // in a stage
   const uint32_t own = kept(kByTable<ROWS, TOKENS> ? 0x5504 | t << 4 : own_byte<T>(t));
-  const Result<T> out{y, global_scale, bias, M, N, then, *global_scale * kWeightUnit};
+  Result<T> out{y, global_scale, bias, M, N, then, *global_scale * kWeightUnit};
   Place<S::kWStages> w;
   Place<S::kXStages> x_at;
   w.next(k_group), x_at.next(k_group);
@@ -211,7 +212,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 
   for (; work.left > 0; work.next()) {
     float acc[TOKENS / 8][4] = {};
-    const int n0 = work.tile % row_tiles * kColumns, m0 = work.tile / row_tiles * TOKENS, last = work.k + work.count();
+    const int n0 = work.tile % row_tiles * kColumns, m0 = work.tile / row_tiles * tile_tokens, last = work.k + work.count();
+    out.M = min(M, m0 + tile_tokens);
     uint32_t ahead[2];  // scales of the next step, where they are loaded
     auto load_scales = [&](int k) {
 #pragma unroll
@@ -297,10 +299,11 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
   constexpr bool kStreams = BLOCKS == Blocks::kStream, kShares = BLOCKS == Blocks::kShare;
   const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
+  const int tile_tokens = even_tokens<8>(p.M, places);
   if (!kShares && (cluster > steps || cluster == 3 || cluster > 4)) return cudaErrorInvalidConfiguration;
   TileMap codes, scales, tokens;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
-  if (status == cudaSuccess) status = tile_map(&tokens, p.x, p.M, (int64_t)p.K * 2, TOKENS, 128);
+  if (status == cudaSuccess) status = tile_map(&tokens, p.x, p.M, (int64_t)p.K * 2, tile_tokens, 128);
   if (status != cudaSuccess) return status;
   scales = codes;
   if (MAPPED) status = tile_map(&scales, p.scale, p.N, p.K / 16, ROWS / kParts, 16);
@@ -310,7 +313,7 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   int* flags = (int*)(partial + (size_t)streaming * (TOKENS / 8 * S::kConsumers));
   const dim3 blocks = kStreams ? dim3(streaming) : dim3(kShares ? (row_tiles + 1) / 2 : row_tiles, places, cluster);
   return launch_sharing(kStreams, flags, linear_wide<T, ROWS, TOKENS, KGROUPS, BLOCKS, MAPPED>, blocks, S::kThreads, S::kBytes, cluster, stream, codes, scales, tokens,
-                        p.scale, p.global_scale, p.bias, p.y, partial, flags, units, p.M, p.N, p.K, p.then);
+                        p.scale, p.global_scale, p.bias, p.y, partial, flags, units, tile_tokens, p.M, p.N, p.K, p.then);
 }
 
 // Measured on an H200 for five shapes (benchmarks/NOTES.md). Nearly every SM has a block, two of a cluster share K where rows alone make too few (those of four fit

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
     linear_wide_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap tokens,
                     const float* x_scale, const float* __restrict__ global_scale, const __nv_bfloat16* __restrict__ bias,
                     __nv_bfloat16* __restrict__ y, float4* __restrict__ partial, int* __restrict__ flags, int M, int N, int K, int second, int third, int places,
-                    int count_tiles, int streamed) {
+                    int tile_tokens, int count_tiles, int streamed) {
   using S = Shape<TOKENS>;
   constexpr int kTiles = S::kTiles;
   uint8_t* shared = dynamic_shared();
@@ -176,15 +176,15 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
         work.next(count);
       }
     } else if (warp == kConsumers / 32 + 1 && lane == 0) {
-      constexpr int kMine = S::kHalf / kBlocks;
+      const int mine = tile_tokens / kBlocks;
       Place<S::kXStages> at;
       wait_for_previous();  // it may have written x; it does not write weights
       while (work.left > 0) {
-        const int count = work.count(), m = work.tile % places * TOKENS + rank * (TOKENS / kBlocks);
+        const int count = work.count(), m = work.tile % places * tile_tokens + rank * mine;
         for (int half = 2 * work.k; half < 2 * (work.k + count); ++half, at.next()) {
           counter_wait(x_free + 8 * at.i, at.parity ^ 1);
-          counter_promise(x_full + 8 * at.i, S::kHalf);
-          copy_tile_to_cluster(activations + at.i * S::kHalf + rank * kMine, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
+          counter_promise(x_full + 8 * at.i, tile_tokens * 128);
+          copy_tile_to_cluster(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
         }
         work.next(count);
       }
@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
   }
 
   more_registers<232>();
+  if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, S::kXStages, tile_tokens, kConsumers);
   wait_for_previous();  // it may still read y, and may have written the activations' scales
   let_next_begin();
   const int g = lane >> 2, t = lane & 3, local = uniform(warp >> 2) * 64 + (warp & 3) * 16;  // the warp's first row
@@ -202,14 +203,15 @@ __global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
   const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
   float* token_scales = (float*)(shared + S::kScales);
   uint8_t* staging = shared + S::kStaging + warp * 2048;
-  const Out out{y, global_scale, bias, M, N, second, third};
+  Out out{y, global_scale, bias, M, N, second, third};
   Place<S::kWStages> w;
   Place<S::kXStages> x;
   bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
   Shared last_half = x_free;
 
   while (work.left > 0) {
-    const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * TOKENS, n0 = (tile / places * kBlocks + rank) * kRows;
+    const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * tile_tokens, n0 = (tile / places * kBlocks + rank) * kRows;
+    out.M = min(M, m0 + tile_tokens);
     float mine = 0.f;
     if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = x_scale[m0 + threadIdx.x];
     float acc[kTiles][4] = {};
@@ -317,7 +319,7 @@ int row_tiles_of(int N) { return (N + kBlocks * kRows - 1) / (kBlocks * kRows); 
 template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, void* scratch, Stream stream) {
   using S = Shape<TOKENS>;
   static_assert(S::kTiles % (2 * SPLITS) == 0, "parts of whole pairs of tiles");
-  const int steps = p.K / kWideK, places = places_of(p.M, TOKENS), count = places * row_tiles_of(p.N);
+  const int steps = p.K / kWideK, places = places_of(p.M, TOKENS), count = places * row_tiles_of(p.N), tile_tokens = even_tokens<8 * kBlocks>(p.M, places);
   const int most = most_clusters(), remainder = count % most;
   const int streamed = !stream_k ? 0 : count < most ? count : remainder ? remainder + most : 0;
   const int clusters = SPLITS > 1 ? count * SPLITS : at_most(streamed ? count * steps : count, most);
@@ -326,13 +328,13 @@ template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, 
   if (clusters > most || steps < SPLITS) return cudaErrorInvalidConfiguration;
   TileMap codes, scales, tokens;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, kRows, 128);
-  if (status == cudaSuccess) status = tile_map(&tokens, p.x8, p.M, p.K, TOKENS / kBlocks, 128);
+  if (status == cudaSuccess) status = tile_map(&tokens, p.x8, p.M, p.K, tile_tokens / kBlocks, 128);
   if (status == cudaSuccess) status = tile_map(&scales, p.s, p.N, p.K / 16, kRows, 16);
   if (status != cudaSuccess) return status;
   float4* partial = (float4*)scratch;
   int* flags = (int*)(partial + (size_t)clusters * kBlocks * S::kSums);
   return launch_sharing(SPLITS > 1 || streamed, flags, linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales,
-                        tokens, p.x_scale, p.g, p.bias, p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, count, streamed);
+                        tokens, p.x_scale, p.g, p.bias, p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, tile_tokens, count, streamed);
 }
 
 // By times on an H200, whose 132 SMs hold 66 clusters, at M = 192, 256, 512, 1024 and 2048 for five shapes (benchmarks/NOTES.md, "Larger M"):

@@ -19,6 +19,17 @@ constexpr int kWideK = 256;  // k a step: 128 bytes of codes and 16 of scales a 
 // Activations of a step, four tiles of 64 k, 128 bytes a token each.
 template <int TOKENS> constexpr int kActivations = TOKENS * kWideK * 2;
 
+// Tokens of each of `places` tiles, a multiple of EACH: a tile map is of so many, for a copy takes some 4 ns for a row past the end of its matrix.
+template <int EACH> int even_tokens(int M, int places) { return (M + places * EACH - 1) / (places * EACH) * EACH; }
+
+// By `threads` threads, those that multiply: rows `tokens` to TOKENS - 1 of so many tiles of 128 bytes a token, which no copy writes.
+template <int TOKENS> __device__ __forceinline__ void clear_other_tokens(uint8_t* ring, int tiles, int tokens, int threads) {
+  const int each = (TOKENS - tokens) * 8;
+  for (int i = threadIdx.x; i < tiles * each; i += threads) *(uint4*)(ring + i / each * (TOKENS * 128) + tokens * 128 + i % each * 16) = uint4{};
+  barrier(1, threads);
+  let_wgmma_see();
+}
+
 constexpr int kFlags = 160;  // of blocks that share sums through global memory: one a block, and of whole warps
 
 template <int COUNT> __global__ void __launch_bounds__(COUNT) clear_flags(int* __restrict__ flags) {

@@ -33,14 +33,14 @@ struct Maps {
 
 template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES>
 __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
-    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K) {
+    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int tile_tokens, int M, int N, int K) {
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   // Stages that have arrived and that are free; activations count by halves.
   const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = K / kWideK, rank = cluster_rank(), splits = SHARES ? 1 : cluster_size();
-  const int n0 = (SHARES ? 2 * blockIdx.x + rank : blockIdx.x) * ROWS, m0 = blockIdx.y * TOKENS;
+  const int n0 = (SHARES ? 2 * blockIdx.x + rank : blockIdx.x) * ROWS, m0 = blockIdx.y * tile_tokens;
   const int begin = SHARES ? 0 : steps * rank / splits, end = SHARES ? steps : steps * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         for (int h = 0; h < 2; ++h) {
           const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
           counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
-          counter_promise(full, S::kHalf);
+          counter_promise(full, tile_tokens * 256);
           const int byte = k * (2 * kWideK) + h * kWideK;
           if constexpr (SHARES) {  // each of the two copies one of the half's two tiles
             copy_tile_to_cluster(to + rank * S::kTile, maps.x, byte + rank * 128, m0, full, 3);
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
 
   more_registers<S::kRegisters>();
+  if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, 4 * S::kXStages, tile_tokens, S::kConsumers);
   wait_for_previous();  // it may still read y
   let_next_begin();
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   wgmma_sums(acc);
   if (SHARES) cluster_barrier();  // nobody leaves while the other arrives at its counters
   sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, splits, SHARES ? 0 : rank, n0, m0,
-                                                   Result<T>{y, global_scale, bias, M, N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
+                                                   Result<T>{y, global_scale, bias, min(M, m0 + tile_tokens), N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
 }
 
 struct Call {
@@ -194,17 +195,17 @@ struct Tile {
 
 template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_t run(int splits, const Call& c) {
   using S = Shape<ROWS, TOKENS, KGROUPS>;
-  const int places = (c.M + TOKENS - 1) / TOKENS, row_tiles = (c.N + ROWS - 1) / ROWS;
+  const int places = (c.M + TOKENS - 1) / TOKENS, row_tiles = (c.N + ROWS - 1) / ROWS, tile_tokens = even_tokens<8>(c.M, places);
   if (splits > c.K / kWideK || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
   Maps maps;
-  cudaError_t status = tile_map(&maps.x, c.x, c.M, (int64_t)c.K * 2, TOKENS, 128);
+  cudaError_t status = tile_map(&maps.x, c.x, c.M, (int64_t)c.K * 2, tile_tokens, 128);
   if (status == cudaSuccess) status = tile_map(&maps.values, c.values, c.N, c.K / 4, ROWS, 128);
   if (status == cudaSuccess) status = tile_map(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64);
   if (status == cudaSuccess) status = tile_map(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32);
   if (status != cudaSuccess) return status;
   const int cluster = SHARES ? 2 : splits;
   return launch(sparse_linear_wide<T, ROWS, TOKENS, KGROUPS, SHARES>, dim3(SHARES ? (row_tiles + 1) / 2 : row_tiles, places, cluster), S::kThreads, S::kBytes,
-                cluster, c.stream, maps, (const float*)c.global_scale, (const T*)c.bias, (T*)c.y, c.M, c.N, c.K);
+                cluster, c.stream, maps, (const float*)c.global_scale, (const T*)c.bias, (T*)c.y, tile_tokens, c.M, c.N, c.K);
 }
 
 // Measured on an H200 for five shapes, M = 16 to 128: nearly every SM has a block, two of a cluster share K where rows alone make too few, and activations where

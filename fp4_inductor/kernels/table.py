@@ -225,7 +225,8 @@ _SPARSE_TABLE = (
 _SPARSE_WIDE = (
     "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "
     "are fetched as they lie, by no kernel of their own. At N = K = 8192 16.8, 19.2, 24.6 us for M = 32, 64, 128, where dense weights take 18.2, 21.6, 31.3; 8.0, 8.5, 12.7 and "
-    "9.4, 9.9, 14.2 at N = K = 4096; cuda_sparse_small 28.3 at N = K = 8192, M = 32"
+    "9.4, 9.9, 14.2 at N = K = 4096; cuda_sparse_small 28.3 at N = K = 8192, M = 32. Above 128 rows 13.9, 39.9, 165 us for M = 256 at N = K = 4096, N = K = 8192 and N = 28672, "
+    "K = 8192, with a transient weight 26, 63, 207; 19.5, 75.8, 248 and 26.6, 83.9, 247 for M = 384"
 )
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
 _SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
@@ -417,7 +418,7 @@ ROWS: tuple[Row, ...] = (
             ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED, None),
         )
     ),
-    Row("sparse_linear", "wide", "cuda_sparse_wide", (90, 90), 128, HALF, _SPARSE_WIDE, MEASURED, k_multiple=256, csrc="sparse_linear_wide"),
+    Row("sparse_linear", "wide", "cuda_sparse_wide", (90, 90), 384, HALF, _SPARSE_WIDE, MEASURED, k_multiple=256, csrc="sparse_linear_wide"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200", without="wide"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 89), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (100, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),

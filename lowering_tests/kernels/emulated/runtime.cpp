@@ -41,6 +41,8 @@ struct Barrier {
   Time completed = 0;
   Warps warps, arriving;
   const char* what = nullptr;
+  bool kept = false;  // its completions are
+  std::vector<std::pair<Time, Warps>> past;
 };
 
 struct Copy {
@@ -137,6 +139,7 @@ void arrive(Barrier& barrier, int expected, const char* what) {
   barrier.warps = barrier.arriving;
   barrier.arriving.reset();
   barrier.completed = ++the->now;
+  if (barrier.kept) barrier.past.emplace_back(barrier.completed, barrier.warps);
   ++barrier.generation;
 }
 
@@ -337,6 +340,7 @@ void warp_barrier() { arrive(current->block->warp[current->warp], kLanes, "warp 
 
 void block_barrier(int id, int threads) {
   if (id < 0 || id >= kNamed || threads % kLanes) fail("barrier %d of %d threads", id, threads);
+  current->block->named[id].kept = true;
   arrive(current->block->named[id], threads, "block barrier");
 }
 
@@ -360,7 +364,8 @@ void publish_writes() {
 // Has warp b, once a barrier or a counter had separated it from a's writing at `time`, published what was written?
 bool published_behind(const Block& block, int warp_a, int warp_b, Time time) {
   for (const Barrier& b : block.named)
-    if (b.completed > time && b.warps[warp_a] && b.warps[warp_b] && block.published[warp_b - block.first_warp] > b.completed) return true;
+    for (const auto& [completed, warps] : b.past)
+      if (completed > time && warps[warp_a] && warps[warp_b] && block.published[warp_b - block.first_warp] > completed) return true;
   for (const auto& [address, c] : block.counters)
     if (c.done.completed > time && c.published[warp_b])
       for (const auto& [warp, when] : c.arrived)
