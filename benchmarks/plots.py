@@ -121,22 +121,23 @@ def _geometric(values: list[float]) -> float:
 
 
 def decode(rows: list[dict], out: Path) -> Path | None:
-    """Tokens per second of decoding by batch size, one bar a kind of weights and compile mode."""
+    """Tokens per second of decoding by model and batch size, one bar a kind of weights and compile mode."""
     rows = [row for row in rows if int(row["tokens"]) == 1]
     if not rows:
         return None
     kinds = list(dict.fromkeys((row["weights"], row["mode"]) for row in rows))
-    batches = sorted({int(row["batch"]) for row in rows})
-    figure, axes = plt.subplots(figsize=(6.5, 3.5))
+    groups = sorted({(row["model"], int(row["batch"])) for row in rows})
+    figure, axes = plt.subplots(figsize=(max(6.5, 1.3 * len(groups)), 3.5))
     width = 0.8 / len(kinds)
     for i, kind in enumerate(kinds):
-        rate = {int(row["batch"]): int(row["batch"]) * 1e3 / float(row["ms"]) for row in rows if (row["weights"], row["mode"]) == kind}
-        places = [j + (i - (len(kinds) - 1) / 2) * width for j, b in enumerate(batches) if b in rate]
-        bars = axes.bar(places, [rate[b] for b in batches if b in rate], width, label=", ".join(kind))
+        mine = [row for row in rows if (row["weights"], row["mode"]) == kind]
+        rate = {(row["model"], int(row["batch"])): int(row["batch"]) * 1e3 / float(row["ms"]) for row in mine}
+        places = [j + (i - (len(kinds) - 1) / 2) * width for j, group in enumerate(groups) if group in rate]
+        bars = axes.bar(places, [rate[group] for group in groups if group in rate], width, label=", ".join(kind))
         axes.bar_label(bars, fmt="%.0f", fontsize=7)
-    axes.set_xticks(range(len(batches)), [f"batch {b}" for b in batches])
+    axes.set_xticks(range(len(groups)), [f"{model}\nbatch {batch}".replace("-shape x", ",\n") for model, batch in groups], fontsize=7)
     axes.set_ylabel("tokens/s")
-    axes.set_title(f"Decoding, {', '.join(sorted({row['model'] for row in rows}))}\n{provenance(rows)}", fontsize=9)
+    axes.set_title(f"Decoding, models of these shapes\n{provenance(rows)}", fontsize=9)
     axes.legend(fontsize=8)
     return _save(figure, out, "decode.svg")
 
