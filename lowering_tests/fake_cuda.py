@@ -199,12 +199,12 @@ def call_body(code: str) -> str:
 
 
 def _rows_before_their_scales(text: str) -> str:
-    """The FP8 rounding of torch 2.15, which allocates the scales first and reduces in place, in the words of 2.11 to 2.13."""
-    scales, rows = "    b0 = empty_strided_cuda((s0, 1), (1, s0), torch.float32)\n", r"    b1 = (empty_strided_cuda\(.*torch\.float8_e4m3fn\))\n"
-    if not re.search(re.escape(scales) + rows, text):
+    """The FP8 rounding of torch 2.15, which allocates the scales first, and may reduce in place, in the words of 2.11 to 2.13."""
+    scales, rows = r"    b0 = empty_strided_cuda\(\(s0, 1\), \(1, (?:s0|1)\), torch\.float32\)\n", r"    b1 = (empty_strided_cuda\(.*torch\.float8_e4m3fn\))\n"
+    if not re.search(scales + rows, text):
         return text
-    text = re.sub(re.escape(scales) + rows, r"    b1 = \1\n    b0 = empty_strided_cuda((s0, 1), (1, 1), torch.float32)\n", text)
-    text = re.sub(r"\.run\(b0, ((?:in\d+, )+)b1, ", r".run(\1b1, b0, ", text)
+    text = re.sub(scales + rows, r"    b1 = \1\n    b0 = empty_strided_cuda((s0, 1), (1, 1), torch.float32)\n", text)
+    text = re.sub(r"\.run\((?:b0, ((?:in\d+, )+)|((?:in\d+, )+)b0, )b1, ", lambda m: f".run({m[1] or m[2]}b1, b0, ", text)
     return re.sub(r"\bb([01])\b", lambda m: f"b{1 - int(m.group(1))}", text)
 
 
