@@ -91,7 +91,7 @@ def global_atomics(done: aot.Compiled) -> set[str]:
     return {op for op in done.opcodes() if op.split(".")[0] in ("RED", "REDG", "ATOM", "ATOMG")}
 
 
-@pytest.mark.parametrize(("cc", "m"), [(80, 2), (89, 1), (90, 1), (90, 2), (90, 4), (100, 1), (120, 4), (aot.GB10, 1)])
+@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 1), (90, 1), (90, 2), (90, 4), (100, 1), (120, 4), (aot.GB10, 1)])
 def test_gemv(cc, m):
     done, warps = gemv(cc, m, 4096, 4096)
     assert_fits(done, warps, cc, blocks=2)
@@ -141,7 +141,7 @@ def test_glu_off_the_tile(cc, n, k, dtype, bias, act):
     assert_fits(done, warps, cc)
 
 
-@pytest.mark.parametrize("cc", [80, 90])
+@pytest.mark.parametrize("cc", [80, 90, 120])
 def test_siblings_cost_no_registers(cc):
     """Global scales by row: the measured kernel with another last line."""
     c = configs.gemv(1, 6144, 4096)
@@ -162,7 +162,7 @@ def test_fp8_head(cc, n, k):
     assert (done.count(UNPACK) > 0) == (cc >= 89)
 
 
-SPARSE_GEMV = [(cc, 4096, 4096, "bf16") for cc in (80, 89, 90, 100, aot.GB10)] + [(90, 4095, 1056, "bf16"), (120, 33, 96, "fp16")]
+SPARSE_GEMV = [(cc, 4096, 4096, "bf16") for cc in (80, 89, 90, 100, aot.GB10)] + [(90, 28672, 8192, "fp16"), (90, 4095, 1056, "bf16"), (120, 33, 96, "fp16")]
 
 
 @pytest.mark.parametrize(("cc", "n", "k", "dtype"), SPARSE_GEMV)
@@ -177,8 +177,8 @@ def test_sparse_gemv(cc, n, k, dtype):
 
 
 def mid_cases():
-    """One M per distinct tile, up to the last M that the architecture's row serves; of a second N on sm_90, elsewhere with --slow."""
-    for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (16384, 4096)), (120, (16384,)), (aot.GB10, (4096,))):
+    """One M per distinct tile, up to the last M that the architecture's row serves."""
+    for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (aot.GB10, (4096,))):
         last = max(row.max_m for row in ROWS if row.regime == "mid" and row.arch[0] <= cc <= row.arch[1])
         seen = set()
         for n in shapes:
@@ -186,7 +186,7 @@ def mid_cases():
                 tile = configs.mid(m, n, 4096)
                 if m <= last and tile not in seen:
                     seen.add(tile)
-                    yield pytest.param(cc, m, n, marks=[pytest.mark.slow] if cc != 90 and n != shapes[0] else [])
+                    yield cc, m, n
 
 
 @pytest.mark.parametrize(("cc", "m", "n"), list(mid_cases()))
@@ -205,7 +205,7 @@ def test_mid_off_the_tile(cc, m, n, k, dtype):
 
 
 SPARSE_MID = [(90, m, n) for m, n in ((16, 8192), (16, 16384), (32, 4096), (32, 8192), (64, 4096), (64, 8192))]
-SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (120, 64, 8192), (aot.GB10, 32, 8192)]
+SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (100, 16, 8192), (120, 64, 8192), (aot.GB10, 32, 8192)]
 
 
 @pytest.mark.parametrize(("cc", "m", "n"), SPARSE_MID)
@@ -291,7 +291,7 @@ def test_sparse_decompress(cc):
 @pytest.mark.parametrize("cc", [89, 90, 100, 120])
 def test_quantize_rows(cc):
     signature = {"X": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "K": "i32", "LIMIT": "fp32"}
-    for k in (4096, 14336, 32768) if cc == 90 else (14336,):
+    for k in (4096, 14336, 32768):
         done = aot.compile_kernel(quantize_rows, signature, quantize_tile(k) | {"LANE_ORDER": cc == 90}, cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
         assert_fits(done, 8, cc)
         assert done.count("F2FP.SATFINITE.E4M3") > 0
@@ -300,7 +300,7 @@ def test_quantize_rows(cc):
 @pytest.mark.parametrize("cc", [89, 90, 100, 120])
 def test_quantize_glu_rows(cc):
     signature = {"GATE_UP": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "INNER": "i32", "LIMIT": "fp32"}
-    for inner in (1536, 12288, 28672) if cc == 90 else (12288,):
+    for inner in (1536, 12288, 28672):
         constants = dict(glu_tile(inner), ACT=0, LANE_ORDER=cc == 90 and inner % 256 == 0)
         warps = constants.pop("num_warps")
         done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
@@ -313,7 +313,7 @@ def test_quantize_glu_rows(cc):
 @pytest.mark.parametrize("cc", [80, 90, 120])
 def test_topk(cc):
     signature = {"X": "*fp32", "VALUES": "*fp32", "INDICES": "*i64", "E": "i32"}
-    for e, k in ((128, 8), (512, 10)) if cc == 90 else ((128, 8),):
+    for e, k in ((128, 8), (512, 10)):
         constants = topk_tile(e, k) | {"K": k}
         warps = constants.pop("num_warps")
         assert_fits(aot.compile_kernel(topk_rows, signature, constants, cc, warps, 2, ("X", "VALUES", "INDICES")), warps, cc)
