@@ -77,7 +77,7 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
             x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
             y = calls[0](x)
             us = time_us(lambda i, x=x, calls=calls: calls[i](x), copies if m <= 512 else min(copies, 8))
-            kernel = row_for(x, n, large_m, early=on_gpu and name == OURS[0]).kernel if name in OURS else name
+            kernel = row_for("linear", x, n, large_m, early=on_gpu and name == OURS[0]).kernel if name in OURS else name
             e = error(y, reference(x, q[0], s[0], g)) if name in (*OURS, *peers.EXACT) else float("nan")
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
             rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
@@ -88,23 +88,23 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     return rows
 
 
-def row_for(x, n: int, large_m: str, early: bool):
-    return plan(describe("linear", x.device, x.dtype, n, x.shape[1], large_m, early=early), dispatch_config()).pick(x.shape[0])
+def row_for(op: str, x, n: int, large_m: str, early: bool):
+    return plan(describe(op, x.device, x.dtype, n, x.shape[1], large_m, early=early), dispatch_config()).pick(x.shape[0])
 
 
-def in_a_graph(x, q, s, g, large_m: str):
-    """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do."""
-    row = row_for(x, q.shape[0], large_m, early=True)
+def in_a_graph(x, weight: tuple, g, large_m: str = "auto", op: str = "linear"):
+    """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do. ``weight``: its parts."""
+    row = row_for(op, x, weight[0].shape[0], large_m, early=x.is_cuda)
     if not (row.csrc and csrc.KERNELS[row.csrc].early):
-        return torch.ops.fp4.linear(x, q, s, g, None, large_m)
+        return getattr(torch.ops.fp4, op)(x, *weight, g, None, large_m)
     parts = torch.ops.fp4.quantize_rows_fp8(x, True) if row.kernel == "cuda_wide_fp8" else x
-    return csrc.call(row.csrc, parts, (q, s), g, None, arch_of(x.device), early=True)
+    return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), early=True)
 
 
 def contender(name: str, q, s, g, copies: int, large_m: str):
     """``copies`` functions of x, each with a weight of its own."""
     if name == OURS[0]:
-        return [functools.partial(in_a_graph, q=q[i], s=s[i], g=g, large_m=large_m) for i in range(copies)]
+        return [functools.partial(in_a_graph, weight=(q[i], s[i]), g=g, large_m=large_m) for i in range(copies)]
     if name == OURS[1]:
         return [lambda x, i=i: torch.ops.fp4.linear(x, q[i], s[i], g, None, large_m) for i in range(copies)]
     if name == "bf16":

@@ -45,8 +45,10 @@ STEPS = (
     Step("dense", 240, ("benchmarks/dense.py",)),
     Step("decode", 150, ("benchmarks/decode.py",)),
     Step("load", 120, ("benchmarks/load.py",)),
-    Step("memcheck", 180, (*PYTEST, "lowering_tests/gpu/test_candidates_gpu.py"), ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")),
-    Step("racecheck", 180, (*PYTEST, "lowering_tests/gpu/test_candidates_gpu.py"), ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1")),
+    *(
+        Step(tool, 60, ("benchmarks/sanitize.py",), ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"))
+        for tool in ("memcheck", "racecheck", "initcheck")
+    ),
 )
 
 

@@ -11,14 +11,19 @@ import argparse
 import ctypes
 import functools
 import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import csrc
 from fp4_inductor.kernels.moe import grouped_wide
+from lowering_tests.kernels import emulator
 
 ARCH = 90
 
@@ -143,9 +148,7 @@ def moe(tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile:
 
 
 def tiles_of(name: str, macro: str = "TILE") -> list[tuple[int, ...]]:
-    from lowering_tests.kernels.emulator import tiles_of
-
-    return tiles_of(csrc.KERNELS[name].source, macro)
+    return emulator.tiles_of(csrc.KERNELS[name].source, macro)
 
 
 def cases() -> Iterator[tuple[str, functools.partial]]:
@@ -188,6 +191,8 @@ def main() -> None:
         if name.startswith(tuple(args.only)):
             call()
             count += 1
+    if not count:
+        raise SystemExit(f"no kernel's name begins with {' or '.join(args.only)}")
     print(f"{count} calls: nothing refused, all finite")
 
 

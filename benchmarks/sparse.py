@@ -72,33 +72,19 @@ def measure(k: int, n: int, m: int, device: str) -> dict:
 
 def _sparse_us(x: torch.Tensor, n: int, count: int, time_us: Callable) -> tuple[float, float]:
     """``(us, relative error against float64)``; the weights are freed on return."""
-    from dense import error
+    from dense import error, in_a_graph
 
-    values, meta, scale, g = sparse_weights(n, x.shape[1], count, x.device.type)
-    want = reference(x, values[0], meta[0], scale[0], g)
-    wrong = error(in_a_graph(x, values[0], meta[0], scale[0], g), want)
-    return time_us(lambda i: in_a_graph(x, values[i], meta[i], scale[i], g), count), wrong
-
-
-def in_a_graph(x: torch.Tensor, values: torch.Tensor, meta: torch.Tensor, scale: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """What a compiled graph calls where it computed x itself, as in dense.py."""
-    from fp4_inductor.config import dispatch_config
-    from fp4_inductor.kernels import csrc
-    from fp4_inductor.kernels.select import arch_of, describe, plan
-
-    if x.device.type == "cuda":
-        row = plan(describe("sparse_linear", x.device, x.dtype, values.shape[0], x.shape[1], "auto", early=True), dispatch_config()).pick(x.shape[0])
-        if row.csrc and csrc.KERNELS[row.csrc].early:
-            return csrc.call(row.csrc, x, (values, meta, scale), g, None, arch_of(x.device), early=True)
-    return torch.ops.fp4.sparse_linear(x, values, meta, scale, g)
+    *parts, g = sparse_weights(n, x.shape[1], count, x.device.type)
+    weights = list(zip(*parts, strict=True))
+    wrong = error(in_a_graph(x, weights[0], g, op="sparse_linear"), reference(x, *weights[0], g))
+    return time_us(lambda i: in_a_graph(x, weights[i], g, op="sparse_linear"), count), wrong
 
 
 def _dense_us(x: torch.Tensor, n: int, count: int, time_us: Callable) -> float:
-    import dense
+    from dense import in_a_graph, weights
 
-    q, s, g = dense.weights(n, x.shape[1], count, x.device.type)
-    call = dense.in_a_graph if x.device.type == "cuda" else torch.ops.fp4.linear
-    return time_us(lambda i: call(x, q[i], s[i], g, *(("auto",) if call is dense.in_a_graph else ())), count)
+    q, s, g = weights(n, x.shape[1], count, x.device.type)
+    return time_us(lambda i: in_a_graph(x, (q[i], s[i]), g), count)
 
 
 def time_all(args: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ struct Barrier {
   Time completed = 0;
   Warps warps, arriving;
   const char* what = nullptr;
-  bool kept = false;  // its completions are
+  bool kept = false;  // each completion is, in `past`: of named barriers, behind which writes are published
   std::vector<std::pair<Time, Warps>> past;
 };
 
