@@ -18,6 +18,7 @@ import gc
 import time
 from pathlib import Path
 
+import kernels_of
 import torch
 from timing import RESULTS, machine, write_csv
 
@@ -116,6 +117,8 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
         figures = dict(ms=round(ms, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
         rows.append(dict(machine(), model=name, weights=weights, mode=mode, batch=batch, tokens=tokens, context=args.context, **figures))
         print(f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, compile {compile_s:5.1f} s, peak {peak:.2f} GiB", flush=True)
+        if args.profile and device == "cuda":
+            print(*kernels_of.table(kernels_of.spans_of(step, reset)), sep="\n", flush=True)
     return rows
 
 
@@ -143,6 +146,8 @@ def main() -> None:
     parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
     parser.add_argument("--siblings", default="packed", choices=("packed", "shared", "separate"))
     parser.add_argument("--attention", default="auto", choices=("auto", "keep"), help="of the quantized model; the bf16 one runs Transformers' own")
+    parser.add_argument("--skip", action="append", default=[], choices=("bf16", "nvfp4"), help="do not measure these weights")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step after its time")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     args = parser.parse_args()
@@ -152,7 +157,7 @@ def main() -> None:
         device, args.model, args.batch, args.prefill, args.context, args.modes = "cpu", "tiny", [1], 0, 16, ["default"]
     model = build(args.model, args.layers, device)
     rows = []
-    for mode in args.modes:
+    for mode in args.modes if "bf16" not in args.skip else ():
         rows += measure(model, "bf16", mode, args, device)
     begin = time.perf_counter()
     fp4_inductor.quantize_model(model, NVFP4Config("four_over_six", lm_head=args.lm_head, siblings=args.siblings, attention=args.attention), progress=False)
@@ -163,7 +168,7 @@ def main() -> None:
     options = [f"{args.lm_head} head"] if args.lm_head != "bf16" else []
     options += [args.siblings] if args.siblings != "packed" else []
     options += ["sdpa"] if args.attention == "keep" else []
-    for mode in args.modes:
+    for mode in args.modes if "nvfp4" not in args.skip else ():
         rows += measure(model, ", ".join(["nvfp4", *options]), mode, args, device)
     print(*compare(rows), sep="\n")
     write_csv(args.out, rows)
