@@ -6,7 +6,9 @@
     python benchmarks/decode.py --smoke                     # a tiny model on a CPU: does everything run?
 
 Transformers, StaticCache, torch.compile. Times are medians; a decode step is one token of every sequence of the batch
-against a cache of ``--context`` positions. ``compile_s`` is the first call, ``peak_gib`` the largest allocation while
+against a cache of ``--context`` positions and those decoded since. ``ms``: of a step among ``IN_A_ROW`` that follow one
+another, as they do until somebody reads a token; of a prompt alone. ``ms_alone``: of one that begins on an idle GPU, where the
+host's part of it (guards, inputs, the launch) shows. ``compile_s`` is the first call, ``peak_gib`` the largest allocation while
 measuring. The dense experts of a mixture run ``batched_mm`` for one token and ``grouped_mm`` for a prompt: the better one
 of Transformers in each case.
 """
@@ -25,6 +27,7 @@ from timing import RESULTS, machine, write_csv
 import fp4_inductor
 from fp4_inductor import NVFP4Config
 
+IN_A_ROW = 16
 QWEN3 = dict(vocab_size=151936, num_attention_heads=32, head_dim=128)
 EXPERTS = dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
 # name -> (family, layers, sizes)
@@ -51,8 +54,8 @@ def build(name: str, layers: int, device: str):
     return model
 
 
-def median_ms(step, reset, device: str, count: int) -> float:
-    """Median of ``step()``; ``reset()`` runs before each, untimed."""
+def median_ms(step, reset, device: str, count: int, in_a_row: int = 1) -> float:
+    """Median of ``step()``, of so many in a row; ``reset()`` runs before those, untimed."""
     for _ in range(4 if device == "cuda" else 1):
         reset()
         step()
@@ -60,12 +63,14 @@ def median_ms(step, reset, device: str, count: int) -> float:
     for _ in range(count):
         reset()
         if device == "cuda":
+            torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            step()
+            for _ in range(in_a_row):
+                step()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end))
+            times.append(start.elapsed_time(end) / in_a_row)
         else:
             begin = time.perf_counter()
             step()
@@ -86,7 +91,7 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
             torch.cuda.empty_cache()
         if getattr(model.config, "_experts_implementation", None) in ("batched_mm", "grouped_mm"):
             model.set_experts_implementation("batched_mm" if tokens == 1 else "grouped_mm")
-        cache = StaticCache(config=model.config, max_cache_len=(args.context if tokens == 1 else tokens) + 8)
+        cache = StaticCache(config=model.config, max_cache_len=(args.context if tokens == 1 else tokens) + IN_A_ROW)
         ids = torch.randint(0, min(1000, model.config.vocab_size), (batch, tokens), device=device)
         positions = torch.arange(tokens, device=device) + (args.context if tokens == 1 else 0)
         # The cache allocates itself at its first use: outside the graphs, or replays would overwrite it.
@@ -110,13 +115,20 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
         peak = 0.0
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        ms = median_ms(step, reset, device, 20 if device == "cuda" else 3)
+        alone = ms = median_ms(step, reset, device, 20 if device == "cuda" else 3)
+        if tokens == 1 and device == "cuda":
+            ms = median_ms(step, reset, device, 5, IN_A_ROW)
         if device == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
         name = f"{args.model}-shape x{model.config.num_hidden_layers} layers"
-        figures = dict(ms=round(ms, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2))
+        figures = dict(
+            ms=round(ms, 3), ms_alone=round(alone, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2)
+        )
         rows.append(dict(machine(), model=name, weights=weights, mode=mode, batch=batch, tokens=tokens, context=args.context, **figures))
-        print(f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, compile {compile_s:5.1f} s, peak {peak:.2f} GiB", flush=True)
+        print(
+            f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, alone {alone:8.3f}, compile {compile_s:5.1f} s, peak {peak:.2f} GiB",
+            flush=True,
+        )
         if args.profile and device == "cuda":
             print(*kernels_of.table(kernels_of.spans_of(step, reset)), sep="\n", flush=True)
     return rows
@@ -147,7 +159,9 @@ def main() -> None:
     parser.add_argument("--siblings", default="packed", choices=("packed", "shared", "separate"))
     parser.add_argument("--attention", default="auto", choices=("auto", "keep"), help="of the quantized model; the bf16 one runs Transformers' own")
     parser.add_argument("--skip", action="append", default=[], choices=("bf16", "nvfp4"), help="do not measure these weights")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of a step after its time")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels of a step after its time; writes no figures: steps behind the first profile are slower"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
     args = parser.parse_args()
@@ -171,7 +185,8 @@ def main() -> None:
     for mode in args.modes if "nvfp4" not in args.skip else ():
         rows += measure(model, ", ".join(["nvfp4", *options]), mode, args, device)
     print(*compare(rows), sep="\n")
-    write_csv(args.out, rows)
+    if not args.profile:
+        write_csv(args.out, rows)
 
 
 if __name__ == "__main__":

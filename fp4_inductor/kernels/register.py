@@ -18,6 +18,7 @@ from ..ops import (
     quantize_glu_rows_fp8,
     quantize_rows_fp8,
     quantize_rows_nvfp4,
+    router,
     sparse_decompress,
     sparse_dequantize,
     sparse_dequantize_fp8,
@@ -58,6 +59,7 @@ dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "
 quantize_glu_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_glu_rows_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))
 quantize_rows_nvfp4.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_nvfp4.launch", "quantize_rows_nvfp4"))
+router.CONTRACT.implement("CUDA", _at_first_call(".router.launch", "router"))
 sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.launch", "sparse_linear"))
 sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))
 sparse_dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize_fp8"))

@@ -25,11 +25,13 @@ from fp4_inductor.kernels.linear_glu import configs as configs_glu
 from fp4_inductor.kernels.linear_glu import launch as launch_glu
 from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
+from fp4_inductor.kernels.router.launch import scores_tile
+from fp4_inductor.kernels.router.triton_router import router_choice, router_scores
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
 from fp4_inductor.kernels.topk.launch import tile as topk_tile
 from fp4_inductor.kernels.topk.triton_rows import topk_rows
-from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8, topk
+from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8, router, topk
 
 
 def report(case: str, error: float, bound: float) -> None:
@@ -365,6 +367,25 @@ def topk_cases():
             report(f"topk {(t, e)} {name}", float(not (torch.equal(indices, order) and torch.equal(values.nan_to_num(1e9), want.nan_to_num(1e9)))), 0.0)
 
 
+def router_cases():
+    for (t, h, e), k, biased in (((3, 96, 8), 2, False), ((1, 700, 33), 5, True), ((8, 64, 60), 8, True)):
+        x, weight = torch.randn(t, h).bfloat16(), torch.randn(e, h).bfloat16() / h**0.5
+        bias = torch.randn(e).bfloat16() if biased else None
+        scores = torch.empty(t, e)
+        tile = {n: v for n, v in scores_tile(t, h).items() if n != "num_warps"}
+        router_scores[(e,)](x, weight, bias, scores, t, h, HAS_BIAS=biased, PDL=False, **tile)
+        want = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        report(f"router {(t, h, e)} scores", distance(scores, want), 1e-6)
+        for number, form in enumerate(router.FORMS):
+            if e == 60:
+                scores[0, 1], scores[-1, 3] = float("inf"), float("nan")
+            weights, ids = torch.full((t, k), 7.0), torch.full((t, k), -1)
+            router_choice[(t,)](scores, weights, ids, e, K=k, FORM=number, PDL=False, **{n: v for n, v in topk_tile(e, k).items() if n != "num_warps"})
+            best, order = router.chosen(scores, k, form, torch.float32)
+            same = torch.equal(ids, order) and torch.equal(weights.isnan(), best.isnan())
+            report(f"router {(t, h, e)} {form}", distance(weights.nan_to_num(0.0), best.nan_to_num(0.0)) if same else float("inf"), 1e-6)
+
+
 def differing8(y, want) -> float:
     """How many of ``y`` do not round to the E4M3 bytes ``want``."""
     return float((y.to(torch.float8_e4m3fn).view(torch.uint8) != want.view(torch.uint8)).sum())
@@ -390,4 +411,5 @@ if __name__ == "__main__":
     quantize_cases()
     quantize_glu_cases()
     topk_cases()
+    router_cases()
     sparse_cases()

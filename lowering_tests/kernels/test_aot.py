@@ -22,6 +22,8 @@ from fp4_inductor.kernels.quantize_rows_fp8.launch import glu_tile
 from fp4_inductor.kernels.quantize_rows_fp8.launch import tile as quantize_tile
 from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
+from fp4_inductor.kernels.router.launch import scores_tile
+from fp4_inductor.kernels.router.triton_router import router_choice, router_scores
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear.triton_gemv import sparse_gemv
@@ -317,6 +319,21 @@ def test_topk(cc):
         constants = topk_tile(e, k) | {"K": k}
         warps = constants.pop("num_warps")
         assert_fits(aot.compile_kernel(topk_rows, signature, constants, cc, warps, 2, ("X", "VALUES", "INDICES")), warps, cc)
+
+
+@pytest.mark.parametrize("cc", [80, 90, 120])
+def test_router(cc):
+    for t, h, e, k in ((1, 2048, 128, 8), (8, 4096, 512, 10)):
+        constants = {**scores_tile(t, h), "HAS_BIAS": True, "PDL": cc >= 90}
+        warps = constants.pop("num_warps")
+        signature = {"X": "*bf16", "WEIGHT": "*bf16", "BIAS": "*bf16", "SCORES": "*bf16", "T": "i32", "H": "i32"}
+        done = aot.compile_kernel(router_scores, signature, constants, cc, warps, 2, ("X", "WEIGHT", "BIAS", "SCORES", "H"))
+        assert_fits(done, warps, cc)
+        assert any(op.startswith("LDG") and ".128" in op for op in done.opcodes())
+        constants = {**topk_tile(e, k), "K": k, "FORM": 1, "PDL": cc >= 90}
+        warps = constants.pop("num_warps")
+        signature = {"SCORES": "*bf16", "WEIGHTS": "*bf16", "IDS": "*i64", "E": "i32"}
+        assert_fits(aot.compile_kernel(router_choice, signature, constants, cc, warps, 2, ("SCORES", "WEIGHTS", "IDS")), warps, cc)
 
 
 def test_the_table_names_no_architecture_that_is_not_compiled_here():

@@ -159,6 +159,74 @@ def test_the_choice_of_experts_is_one_kernel(how, scores, taken):
     assert passes.matches().get("topk", 0) == taken
 
 
+class Router(torch.nn.Module):
+    """A layer behind the router of one of the families, as Transformers writes them."""
+
+    def __init__(self, family, dtype=torch.bfloat16):
+        super().__init__()
+        self.family, self.experts = family, experts(dtype=dtype)
+        self.weight = torch.nn.Parameter(torch.empty(E, H, dtype=dtype, device="cuda"), requires_grad=False)
+        self.bias = torch.nn.Parameter(torch.empty(E, dtype=dtype, device="cuda"), requires_grad=False)
+
+    def forward(self, x):
+        logits = torch.nn.functional.linear(x, self.weight, self.bias if "biased" in self.family else None)
+        if "chosen" in self.family:
+            top, ids = torch.topk(logits, K, dim=-1)
+            return self.experts(x, ids, torch.softmax(top, dim=1, dtype=top.dtype))
+        if "sigmoid" in self.family:
+            weights, ids = torch.topk(logits.float().sigmoid(), K)
+            return self.experts(x, ids, weights)
+        probabilities = torch.softmax(logits, dtype=torch.float, dim=-1)
+        weights, ids = torch.topk(probabilities, K, dim=-1)
+        if "normalized" in self.family:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        if "temperature" in self.family:
+            weights = weights / 2.0
+        y = self.experts(x, ids, weights.to(logits.dtype) if "rounded" in self.family else weights)
+        return (y, probabilities) if "read" in self.family else (y, logits) if "logits" in self.family else y
+
+
+@pytest.mark.parametrize("t", [1, None], ids=["T = 1", "any T"])
+@pytest.mark.parametrize(
+    ("family", "form", "dtype"),
+    [
+        ("softmax rounded", "softmax", torch.bfloat16),
+        ("softmax", "softmax", torch.float32),
+        ("normalized rounded", "normalized", torch.bfloat16),
+        ("normalized", "normalized", torch.float32),
+        ("normalized biased", "normalized", torch.float32),
+        ("chosen biased", "chosen", torch.bfloat16),
+        ("chosen", "chosen", torch.bfloat16),
+        ("softmax temperature", "softmax", torch.float32),
+    ],
+)
+def test_the_router_is_one_op(family, form, dtype, t):
+    passes.reset_matches()
+    with code_generation() as out, listen():
+        call(torch.compile(Router(family), fullgraph=True, dynamic=t is None), tokens(t or 40)[0])
+    (line,) = (line for line in out[0].splitlines() if "torch.ops.fp4.router.default(" in line)
+    assert f", {K}, '{form}', {dtype})" in line
+    assert "aten.topk" not in out[0] and "fp4.topk" not in out[0] and "extern_kernels.mm" not in out[0] and "extern_kernels.addmm" not in out[0]
+    assert passes.matches().get("router", 0) == 1
+    kernels = out[0].count("triton_poi_fused") + out[0].count("triton_per_fused") + out[0].count("triton_red_fused")
+    assert bool(kernels) == ("temperature" in family), "nothing is left of it but what fp4.router does not do"
+
+
+def test_the_router_under_max_autotune():
+    with torch._inductor.config.patch(coordinate_descent_tuning=True), code_generation() as out, listen():
+        call(torch.compile(Router("normalized rounded"), fullgraph=True, dynamic=False), tokens(1)[0])
+    assert out[0].count("torch.ops.fp4.router.default(") == 1 and "triton_per_fused" not in out[0] and "triton_red_fused" not in out[0]
+
+
+@pytest.mark.parametrize("family", ["sigmoid", "softmax read", "normalized logits"])
+def test_of_other_routers_the_choice_alone(family):
+    passes.reset_matches()
+    with code_generation() as out, listen():
+        call(torch.compile(Router(family), fullgraph=True), tokens(8)[0])
+    assert "torch.ops.fp4.topk.default(" in out[0] and "fp4.router" not in out[0]
+    assert not passes.matches().get("router", 0)
+
+
 def test_other_choices_stay_as_they_are():
     with code_generation() as out, listen():
         call(torch.compile(lambda x: torch.topk(x, 4), fullgraph=True), torch.empty(5, E, device="cuda"))

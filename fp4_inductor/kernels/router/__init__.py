@@ -1,0 +1,1 @@
+"""Kernels of ``fp4.router``."""
