@@ -145,6 +145,7 @@ def test_early(dtype):
         (64, "linear_wide"),
         (128, "linear_wide"),
         *((m, "sparse_linear_table") for m in (1, 8, 16)),
+        *((m, "sparse_linear_wide") for m in (24, 64, 200)),
     ):
         x = torch.randn(m, n, device=DEVICE).to(dtype)
 
