@@ -2,6 +2,7 @@
 // gemm/wide.cuh. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
 // group, so that its weights come from DRAM once.
 #pragma once
+#include "../gemm/table.cuh"
 #include "route.cuh"
 
 namespace fp4 {
@@ -44,11 +45,15 @@ template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES,
   static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
 };
 
+// Few pairs are multiplied by each warp for itself: a warpgroup's products would wait for the slowest of its warps to decode.
+template <int TOKENS> constexpr bool kByWarp = TOKENS <= 16;
+
 // One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row, scales0, scales1: its scales of both rows. arrived(j) waits
-// for half j of the activations, done(j) is called when the products of the half before are complete.
+// for half j of the activations, done(j) is called when the products of the half before are complete, but not kByWarp. my_row: the lane's place in them for
+// load_matrices().
 template <typename T, typename STAGES, int TOKENS, int SETS, int BATCH, typename Arrived, typename Done>
 __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales0,
-                                              const uint8_t* scales1, Shared held, Arrived arrived, Done done) {
+                                              const uint8_t* scales1, Shared held, int my_row, Arrived arrived, Done done) {
   constexpr int HIGH = STAGES::kHigh, NEXT = STAGES::kNext;
   uint32_t even[SETS][2], odd[SETS][2];
   uint4 q[2][SETS][2];
@@ -70,7 +75,12 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
     arrived(j);
 #pragma unroll
     for (int b = 0; b < 4; b += BATCH) {
-      uint32_t a[SETS][BATCH][2][4];
+      uint32_t a[SETS][BATCH][2][4], x[BATCH][TOKENS / 8][4];
+      if constexpr (kByWarp<TOKENS>)
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+          for (int n = 0; n < TOKENS / 8; ++n) load_matrices(x[i][n], held + (2 * j + (b + i) / 2) * (TOKENS * 128) + n * 1024 + (my_row ^ (b + i) % 2 * 64));
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
@@ -81,19 +91,25 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
             const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
             decode_by_half<T>(word, (b + i) / 2 ? odd[r][h] : even[r][h], j, a[r][i][h]);
           }
-      wgmma_fence();
+      if constexpr (!kByWarp<TOKENS>) wgmma_fence();
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
 #pragma unroll
         for (int z = 0; z < 2; ++z)
 #pragma unroll
           for (int r = 0; r < SETS; ++r) {
-            const int at = (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32;
-            wgmma<T>(acc[r], a[r][i][0][2 * z], a[r][i][1][2 * z], a[r][i][0][2 * z + 1], a[r][i][1][2 * z + 1], tile_of(held, at));
+            const uint32_t a0 = a[r][i][0][2 * z], a1 = a[r][i][1][2 * z], a2 = a[r][i][0][2 * z + 1], a3 = a[r][i][1][2 * z + 1];
+            if constexpr (kByWarp<TOKENS>)
+#pragma unroll
+              for (int n = 0; n < TOKENS / 8; ++n) mma16816<T>(acc[r][n], a0, a1, a2, a3, x[i][n][2 * z], x[i][n][2 * z + 1]);
+            else
+              wgmma<T>(acc[r], a0, a1, a2, a3, tile_of(held, (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32));
           }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (b == 0) done(j);
+      if constexpr (!kByWarp<TOKENS>) {
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (b == 0) done(j);
+      }
     }
   }
 }
@@ -239,6 +255,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     const int chunked = row % 4 * S::kScalesPlace + row / 4 * 32 + ((scales_at(row % 4, half) % 16 + 4 * t) ^ row / 16 % 2 * 16);
     my_scales[half] = shared + S::kCodes + half * S::kScalesHigh + (SHIFTED ? chunked : row * 16 + 4 * t);
   }
+  const int my_row = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+  const int zero = steps >> 31;  // which the compiler does not know
   uint8_t* staging = shared + S::kRings + rows * S::kStaging;
   Place<S::kWStages> w;
   Place<X_STAGES> at;
@@ -263,23 +281,27 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
       counter_wait(w_full + 8 * w.i, w.parity);
       const int stage = w.i * S::kWeights;
       multiply_sets<T, S, TOKENS, SETS, BATCH>(
-          acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>,
+          acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row,
           [&](int j) {
             counter_wait(x_full + 16 * at.i + 8 * j, at.parity);
-            if (GATHERED) let_wgmma_see();
+            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();
           },
           [&](int j) {
             if (frees) counter_arrive(last_half);
             frees = lane == 0;
             last_half = x_free + 16 * at.i + 8 * j;
           });
+      const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // what was loaded has been used
       __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i);
+      if (lane == 0) counter_arrive(w_free + 8 * w.i + behind);
+      if (kByWarp<TOKENS> && lane == 0) counter_arrive(x_free + 16 * at.i + behind), counter_arrive(x_free + 16 * at.i + 8 + behind);
     }
-    wgmma_wait<0>();
+    if constexpr (!kByWarp<TOKENS>) {
+      wgmma_wait<0>();
 #pragma unroll
-    for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
-    if (frees) counter_arrive(last_half);
+      for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
+      if (frees) counter_arrive(last_half);
+    }
     needed(unit);
     unit *= kWeightUnit;
     if constexpr (UP) {
