@@ -211,11 +211,6 @@ __device__ __forceinline__ int flag_get(const int* flag) {
   return v;
 }
 
-// One more at a count that flag_get() reads, behind what this thread wrote and, before a barrier, those that it met there.
-__device__ __forceinline__ void count_up(int* count) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory"); }
-// What other threads wrote to global memory, and this thread has seen to be there, is seen by copies that it begins from here on (sm_90).
-__device__ __forceinline__ void let_copies_see() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 // Clusters exist from sm_90; elsewhere a block is alone in its cluster.
 __device__ __forceinline__ int cluster_size() {
   uint32_t n = 1;

@@ -39,7 +39,6 @@ struct Workspace {
     x = take((gathered ? l.tokens : tiles * tokens) * 512 * ((l.K + kWideK - 1) / kWideK));
     h = take(tiles * tokens * 512 * ((l.I + kWideK - 1) / kWideK));
     routed.tiles = (int4*)take(tiles * 16);
-    routed.ready = (int*)take(tiles * 4);
     routed.order = (int*)take(P * 4);
     routed.place = (int*)take(P * 4);
     routed.total = (int*)take(4);
@@ -48,7 +47,7 @@ struct Workspace {
 };
 
 template <bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
-cudaError_t run(const Layer& l, const Workspace& space, int parts, cudaStream_t stream) {
+cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
   using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
   static_assert(BLOCKS * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024);
   const int N = UP ? l.I : l.N, K = UP ? l.K : l.I, groups = UP ? (N + 255) / 256 * S::kOfBlock : (N + S::kRows - 1) / S::kRows;
@@ -70,13 +69,13 @@ cudaError_t run(const Layer& l, const Workspace& space, int parts, cudaStream_t 
   }
   return launch_second(product<T, UP, SHIFTED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
                        stream, maps[0], maps[1], maps[2], maps[3], (const uint8_t*)(UP ? space.x : space.h), space.routed, l.global_scale[!UP], space.h,
-                       space.out, N, K, groups, parts, l.top_k, l.between);
+                       space.out, N, K, groups, l.top_k, l.between);
 }
 
 template <bool UP, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
-cudaError_t run(const Layer& l, const Workspace& space, int parts, cudaStream_t stream) {
-  return (UP ? l.K : l.I) % kWideK ? run<UP, true, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, parts, stream)
-                                   : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, parts, stream);
+cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+  return (UP ? l.K : l.I) % kWideK ? run<UP, true, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
+                                   : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
 }
 
 // Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks; then that of the second.
@@ -86,14 +85,13 @@ cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t s
   if (space.bytes > bytes) return cudaErrorInvalidValue;
   const int64_t words = (int64_t)l.tokens * ((l.K + kWideK - 1) / kWideK) * 8;
   const int routing = route_blocks(l.pairs()), arranging = GATHERED ? (int)std::min<int64_t>((words + kRouteThreads - 1) / kRouteThreads, 2 * multiprocessors()) : 0;
-  const int parts = (l.I + 255) / 256 * (8 / S);  // of a tile's h: 64 * S rows of W each
   const dim3 blocks(1, 1, (1 + (arranging + routing - 1) / routing) * routing);
   cudaError_t status = launch(route<T>, blocks, kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E,
                               TOKENS, l.x, space.x, l.tokens, l.K);
   if constexpr (!GATHERED)
     if (status == cudaSuccess) status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
-  if (status == cudaSuccess) status = run<true, GATHERED, TOKENS, G, S, W, X, B, P>(l, space, parts, stream);
-  if (status == cudaSuccess) status = run<false, false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, parts, stream);
+  if (status == cudaSuccess) status = run<true, GATHERED, TOKENS, G, S, W, X, B, P>(l, space, stream);
+  if (status == cudaSuccess) status = run<false, false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
   if (status != cudaSuccess) return status;
   return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
 }

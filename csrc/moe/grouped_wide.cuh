@@ -148,12 +148,12 @@ template <int TOKENS> struct Items {
 };
 
 // Of weights [E, (UP: 2) N, K]. UP: h, act(gate) * up as tiles of N columns for the second product; else out[place of the pair, N].
-// Of a tile there are `parts` of h when it is complete. GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS an SM.
+// GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS an SM.
 template <typename T, bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     product(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
             const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ x, const Routed routed, const float* __restrict__ global_scale,
-            uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int parts, int top_k, const Between between) {
+            uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
   using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
@@ -224,11 +224,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
       }
     } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // the same, in tiles
       Place<X_STAGES> at;
+      if (!UP) wait_for_first();
       while (items.advance()) {
-        if (!UP) {
-          while (flag_get(routed.ready + items.tile) < parts) {}
-          let_copies_see();
-        }
         const uint8_t* from = x + (size_t)items.tile * steps * kActivations<TOKENS>;
         for (int k = 0; k < steps; ++k, at.next())
 #pragma unroll
@@ -239,7 +236,6 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
             copy_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
           }
       }
-      if (!UP) wait_for_first();  // the kernel behind this one is not to begin before the first product has ended
     }
     return;
   }
@@ -328,8 +324,6 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
         if (kChunks % 128 == 0 || v < kChunks)
           *(uint4*)(to + word / 2 * (TOKENS * 128) + m * 128 + ((word % 2 * 4 + c) ^ (m & 7)) * 16) = *(const uint4*)(staging + v * 16);
       }
-      barrier(1 + rows, 128);
-      if ((threadIdx.x & 127) == 0) count_up(routed.ready + tile);
     } else {
       const int n0 = expert_group * S::kRows + row;
 #pragma unroll

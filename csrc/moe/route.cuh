@@ -36,7 +36,6 @@ struct Factors {
 struct Routed {
   int *order, *place;  // [P] pairs in the order of their experts; its inverse, -1 for a pair without one
   int4* tiles;         // [total] {expert, place of its first pair, its pairs, its first tile}
-  int* ready;          // [total] parts of the tile's h that are there
   int* total;
 };
 
@@ -148,7 +147,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   for (int e = warp_of_all; e < E; e += blocks * kWarps) {
     const int4 entry = make_int4(e, starts[E + e], starts[2 * E + e], starts[3 * E + e]);
-    for (int i = lane; i < (entry.z + tokens - 1) / tokens; i += 32) to.tiles[entry.w + i] = entry, to.ready[entry.w + i] = 0;
+    for (int i = lane; i < (entry.z + tokens - 1) / tokens; i += 32) to.tiles[entry.w + i] = entry;
   }
   for (int i = first + lane; i < last; i += 32 * kAhead) {
     int v[kAhead];

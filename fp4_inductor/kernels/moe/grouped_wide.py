@@ -35,7 +35,7 @@ def workspace_bytes(rows: int, pairs: int, experts: int, k: int, inner: int, n: 
     tokens = tile // 8 * 8
     tiles = pairs // tokens + min(pairs, experts)
     activations = (rows if tile % 8 else tiles * tokens, k), (tiles * tokens, inner)
-    sizes = (*(m * 512 * -(-columns // 256) for m, columns in activations), pairs * n * 2, tiles * 16, tiles * 4, pairs * 4, pairs * 4, 4)
+    sizes = (*(m * 512 * -(-columns // 256) for m, columns in activations), pairs * n * 2, tiles * 16, pairs * 4, pairs * 4, 4)
     return sum(-(-size // 16) * 16 for size in sizes)
 
 

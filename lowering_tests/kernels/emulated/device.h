@@ -110,9 +110,6 @@ inline int flag_get(const int* flag) {  // who asks for a flag that is not set h
   return *flag;
 }
 
-inline void count_up(int* count) { emulated::count_up(count); }
-inline void let_copies_see() {}
-
 inline void let_second_begin() {}  // launch_second() begins when it has ended
 inline void wait_for_first() {}
 

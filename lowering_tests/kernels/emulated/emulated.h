@@ -68,7 +68,6 @@ void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, c
 // Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
 void flag_wait(const int* flag);
-void count_up(int* count);
 
 int launch_number();
 int warpgroup();

@@ -520,11 +520,6 @@ void flag_wait(const int* flag) {
   swapcontext(&current->context, &scheduler);
 }
 
-void count_up(int* count) {
-  emulated::check(count, 4, false);
-  ++*count;
-}
-
 void wait_for_previous() { current->began_early = false; }
 
 void let_next_begin() {
