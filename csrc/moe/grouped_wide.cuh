@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     }
     return;
   }
-  if (GROUPS > 1) more_registers<(504 - kFewer) / 2>();
-  else if (BLOCKS == 2) more_registers<256 - kFewer>();
+  constexpr int kEach = 65536 / (BLOCKS * S::kThreads) / 8 * 8;  // registers of a thread at first
+  if (GROUPS > 1 || BLOCKS > 1) more_registers<(kEach * (GROUPS + 1) - kFewer) / GROUPS / 8 * 8>();
 
   const int g = lane >> 2, t = lane & 3, rows = GROUPS > 1 ? uniform(warp >> 2) : 0, quarter = warp & 3;
   const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // in a stage, of the lane's first
