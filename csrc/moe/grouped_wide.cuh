@@ -1,5 +1,5 @@
-// The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are wgmma's A operand, as in
-// gemm/wide.cuh. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
+// The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are the A operand of wgmma, as in
+// gemm/wide.cuh, or of mma. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
 // group, so that its weights come from DRAM once.
 #pragma once
 #include "../gemm/table.cuh"
@@ -29,7 +29,7 @@ struct Between {
 // UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
 // SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads.
 // SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row. Of each row then come the two chunks of 16 bytes
-// that its 16 lie in, with the rows that have the same place among four one behind the other.
+// that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their codes are zeros.
 template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BLOCKS> struct Stages {
   static constexpr int kConsumers = 128 * GROUPS, kThreads = kConsumers + 128, kSets = SETS * GROUPS, kRows = 64 * kSets;
   static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * (SHIFTED ? 32 : 16), kHalf = kActivations<TOKENS> / 2;
@@ -45,7 +45,7 @@ template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES,
   static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
 };
 
-// Few pairs are multiplied by each warp for itself: a warpgroup's products would wait for the slowest of its warps to decode.
+// Few pairs are multiplied by mma, each warp for itself: up to 8% faster on an H200, and with 24 or 32 pairs slower (benchmarks/NOTES.md).
 template <int TOKENS> constexpr bool kByWarp = TOKENS <= 16;
 
 // One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row, scales0, scales1: its scales of both rows. arrived(j) waits
