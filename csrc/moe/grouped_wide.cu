@@ -46,37 +46,36 @@ struct Workspace {
   }
 };
 
-template <bool UP, bool MAPPED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+template <bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
-  using S = Stages<UP, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES>;
+  using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
   static_assert(BLOCKS * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024);
   const int N = UP ? l.I : l.N, K = UP ? l.K : l.I, groups = UP ? (N + 255) / 256 * S::kOfBlock : (N + S::kRows - 1) / S::kRows;
   const int64_t rows = (int64_t)l.E * (UP ? 2 : 1) * N;
   TileMap maps[4];
-  for (int i = 0; i < (MAPPED ? 4 : 2); ++i) {
-    const int64_t bytes = i < 2 ? K / 2 : K / 16, up = i % 2;
+  for (int i = 0; i < 4; ++i) {
+    const bool four = SHIFTED && i >= 2;  // rows of W are a row of the map
+    const int64_t each = four ? 4 : 1, bytes = each * (i < 2 ? K / 2 : K / 16), up = i % 2;
     const uint8_t* from = i < 2 ? l.codes[!UP] : l.scale[!UP];
-    const int tile_bytes = i < 2 ? 128 : 16;
+    const int tile_bytes = i < 2 ? 128 : four ? 32 : 16;
     cudaError_t status = cudaSuccess;
     if (!UP)
-      status = tile_map(&maps[i], from, rows, bytes, S::kRows, tile_bytes);
-    else if (l.between.interleaved)  // the other rows are skipped
-      status = plane_map(&maps[i], from + up * bytes, {bytes, 64, rows / 128, 2 * bytes, 128 * bytes}, 4, 8 * S::kSets, tile_bytes);
+      status = tile_map(&maps[i], from, rows / each, bytes, S::kRows / each, tile_bytes);
+    else if (l.between.interleaved)  // the other rows are skipped, or not read of both
+      status = plane_map(&maps[i], from + (four ? 0 : up * bytes), {four ? 2 * bytes : bytes, 64 / each, rows / 128, 2 * bytes, 128 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
     else
-      status = plane_map(&maps[i], from + up * N * bytes, {bytes, 64, (rows - up * N) / 64, bytes, 64 * bytes}, 4, 8 * S::kSets, tile_bytes);
+      status = plane_map(&maps[i], from + up * N / each * bytes, {bytes, 64 / each, (rows - up * N) / 64, bytes, 64 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
     if (status != cudaSuccess) return status;
   }
-  if (!MAPPED) maps[2] = maps[0], maps[3] = maps[1];
-  return launch_second(product<T, UP, MAPPED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
-                       stream, maps[0], maps[1], maps[2], maps[3], l.scale[!UP], (const uint8_t*)(UP ? space.x : space.h), space.routed, l.global_scale[!UP], space.h,
+  return launch_second(product<T, UP, SHIFTED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
+                       stream, maps[0], maps[1], maps[2], maps[3], (const uint8_t*)(UP ? space.x : space.h), space.routed, l.global_scale[!UP], space.h,
                        space.out, N, K, groups, l.top_k, l.between);
 }
 
 template <bool UP, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
-  const bool mapped = (UP ? l.K : l.I) % kWideK == 0 && (uintptr_t)l.scale[!UP] % 16 == 0;
-  return mapped ? run<UP, true, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
-                : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
+  return (UP ? l.K : l.I) % kWideK ? run<UP, true, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
+                                   : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
 }
 
 // Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks; then that of the second.
@@ -121,8 +120,8 @@ cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cu
 }  // namespace
 
 // Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
-// (2); x, y, and biases, which may be null, are bfloat16. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <= 2^20, K and I at most 2^15; codes, x, y and
-// workspace 16-byte aligned, scales 4-byte aligned. limit <= 0: none. tile: one of by_tile's.
+// (2); x, y, and biases, which may be null, are bfloat16. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <= 2^20, K and I at most 2^15; codes, scales, x, y and
+// workspace 16-byte aligned. limit <= 0: none. tile: one of by_tile's.
 extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
                                 const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
                                 void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha,

@@ -1,7 +1,8 @@
-// The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are wgmma's A operand, as in
-// gemm/wide.cuh. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
+// The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are the A operand of wgmma, as in
+// gemm/wide.cuh, or of mma. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
 // group, so that its weights come from DRAM once.
 #pragma once
+#include "../gemm/table.cuh"
 #include "route.cuh"
 
 namespace fp4 {
@@ -27,28 +28,40 @@ struct Between {
 // GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
 // UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
 // SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads.
-template <bool UP, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES> struct Stages {
+// SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row. Of each row then come the two chunks of 16 bytes
+// that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their codes are zeros.
+template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BLOCKS> struct Stages {
   static constexpr int kConsumers = 128 * GROUPS, kThreads = kConsumers + 128, kSets = SETS * GROUPS, kRows = 64 * kSets;
-  static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * 16, kHalf = kActivations<TOKENS> / 2;
-  static constexpr int kRings = W_STAGES * kWeights + X_STAGES * kActivations<TOKENS>, kStaging = UP ? SETS * TOKENS * 64 : 0;  // of a warpgroup
-  static constexpr int kBytes = kRings + GROUPS * kStaging + 16 * W_STAGES + 32 * X_STAGES;
+  static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * (SHIFTED ? 32 : 16), kHalf = kActivations<TOKENS> / 2;
+  static constexpr int kStaging = UP ? SETS * TOKENS * 64 : 0;  // of a warpgroup
+  static constexpr int kRest = X_STAGES * (kActivations<TOKENS> + 32) + GROUPS * kStaging, kRoom = at_most(227, 228 / BLOCKS - 1) * 1024 - kRest;
+  static constexpr int kWStages = at_most(W_STAGES, kRoom / (kWeights + 16));
+  static constexpr int kRings = kWStages * kWeights + X_STAGES * kActivations<TOKENS>, kBytes = kWStages * (kWeights + 16) + kRest;
   // Bytes of codes between a lane's two rows, and to its rows of the next 64.
   static constexpr int kHigh = UP ? 4096 * kSets : 1024, kNext = UP ? 1024 : 8192;
+  // Of scales: the same, and SHIFTED to the rows of the next place among four.
+  static constexpr int kScalesHigh = SHIFTED ? (UP ? 1024 * kSets : 64) : kHigh / 8, kScalesNext = SHIFTED ? (UP ? 64 : 512) : kNext / 8;
+  static constexpr int kScalesPlace = UP ? 256 * kSets : 512 * kSets;
   static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
 };
 
-// One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row. arrived(j) waits for half j of the activations,
-// done(j) is called when the products of the half before are complete.
-template <typename T, int TOKENS, int SETS, int BATCH, int HIGH, int NEXT, typename Arrived, typename Done>
-__device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales, Shared held,
-                                              Arrived arrived, Done done) {
+// Few pairs are multiplied by mma, each warp for itself: up to 8% faster on an H200, and with 24 or 32 pairs slower (benchmarks/NOTES.md).
+template <int TOKENS> constexpr bool kByWarp = TOKENS <= 16;
+
+// One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row, scales0, scales1: its scales of both rows. arrived(j) waits
+// for half j of the activations, done(j) is called when the products of the half before are complete, but not kByWarp. my_row: the lane's place in them for
+// load_matrices().
+template <typename T, typename STAGES, int TOKENS, int SETS, int BATCH, typename Arrived, typename Done>
+__device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales0,
+                                              const uint8_t* scales1, Shared held, int my_row, Arrived arrived, Done done) {
+  constexpr int HIGH = STAGES::kHigh, NEXT = STAGES::kNext;
   uint32_t even[SETS][2], odd[SETS][2];
   uint4 q[2][SETS][2];
 #pragma unroll
   for (int r = 0; r < SETS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      Numbers<T>::four_scales(*(const uint32_t*)(scales + (r * NEXT + h * HIGH) / 8), even[r][h], odd[r][h]);
+      Numbers<T>::four_scales(*(const uint32_t*)((h ? scales1 : scales0) + r * STAGES::kScalesNext), even[r][h], odd[r][h]);
       q[0][r][h] = *(const uint4*)(codes0 + r * NEXT + h * HIGH);
       if (SETS == 1) q[1][r][h] = *(const uint4*)(codes1 + r * NEXT + h * HIGH);
     }
@@ -62,7 +75,12 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
     arrived(j);
 #pragma unroll
     for (int b = 0; b < 4; b += BATCH) {
-      uint32_t a[SETS][BATCH][2][4];
+      uint32_t a[SETS][BATCH][2][4], x[BATCH][TOKENS / 8][4];
+      if constexpr (kByWarp<TOKENS>)
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+          for (int n = 0; n < TOKENS / 8; ++n) load_matrices(x[i][n], held + (2 * j + (b + i) / 2) * (TOKENS * 128) + n * 1024 + (my_row ^ (b + i) % 2 * 64));
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
@@ -73,19 +91,25 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
             const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
             decode_by_half<T>(word, (b + i) / 2 ? odd[r][h] : even[r][h], j, a[r][i][h]);
           }
-      wgmma_fence();
+      if constexpr (!kByWarp<TOKENS>) wgmma_fence();
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
 #pragma unroll
         for (int z = 0; z < 2; ++z)
 #pragma unroll
           for (int r = 0; r < SETS; ++r) {
-            const int at = (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32;
-            wgmma<T>(acc[r], a[r][i][0][2 * z], a[r][i][1][2 * z], a[r][i][0][2 * z + 1], a[r][i][1][2 * z + 1], tile_of(held, at));
+            const uint32_t a0 = a[r][i][0][2 * z], a1 = a[r][i][1][2 * z], a2 = a[r][i][0][2 * z + 1], a3 = a[r][i][1][2 * z + 1];
+            if constexpr (kByWarp<TOKENS>)
+#pragma unroll
+              for (int n = 0; n < TOKENS / 8; ++n) mma16816<T>(acc[r][n], a0, a1, a2, a3, x[i][n][2 * z], x[i][n][2 * z + 1]);
+            else
+              wgmma<T>(acc[r], a0, a1, a2, a3, tile_of(held, (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32));
           }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (b == 0) done(j);
+      if constexpr (!kByWarp<TOKENS>) {
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (b == 0) done(j);
+      }
     }
   }
 }
@@ -124,22 +148,22 @@ template <int TOKENS> struct Items {
 };
 
 // Of weights [E, (UP: 2) N, K]. UP: h, act(gate) * up as tiles of N columns for the second product; else out[place of the pair, N].
-// MAPPED: a tile map takes the scales (K is a multiple of 256); else warps copy them. GATHERED: x is arrange_tokens()'s, of which two warps gather each
-// tile's rows; else activations lie in tiles. BLOCKS an SM.
-template <typename T, bool UP, bool MAPPED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
+// GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS an SM.
+template <typename T, bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     product(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
-            const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ scale, const uint8_t* __restrict__ x, const Routed routed,
-            const float* __restrict__ global_scale, uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
-  using S = Stages<UP, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES>;
+            const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ x, const Routed routed, const float* __restrict__ global_scale,
+            uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
+  using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
   uint8_t* shared = dynamic_shared();
-  const Shared weights = shared_address(shared), activations = weights + W_STAGES * S::kWeights;
-  const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * W_STAGES, x_full = w_free + 8 * W_STAGES, x_free = x_full + 16 * X_STAGES;
+  const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
+  const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * X_STAGES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
-  constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : MAPPED ? 40 : 56;  // registers of those who fetch
-  constexpr int kScaleThreads = GATHERED ? 32 : 64;  // two warps have activations to gather
+  constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : SHIFTED ? 56 : 40;  // registers of those who fetch
+  // SHIFTED: bytes from four rows' beginning to the scales of row i of four, of gates or ups.
+  auto scales_at = [&](int i, int half) { return SHIFTED ? (UP && between.interleaved ? 2 * i + half : i) * (K / 16) : 0; };
   if (threadIdx.x == 0) {
-    for (int i = 0; i < W_STAGES; ++i) counter_init(w_full + 8 * i, MAPPED ? 1 : 1 + kScaleThreads), counter_init(w_free + 8 * i, 4 * GROUPS);
+    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, 4 * GROUPS);
     for (int i = 0; i < 2 * X_STAGES; ++i) counter_init(x_full + 8 * i, GATHERED ? 64 : 1), counter_init(x_free + 8 * i, 4 * GROUPS);
     publish_counters();
   }
@@ -151,8 +175,8 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
 
   if (warp >= 4 * GROUPS) {
     if (GROUPS > 1 || BLOCKS > 1) fewer_registers<kFewer>();
-    Place<W_STAGES> w;
     if (warp == 4 * GROUPS && lane == 0) {  // weights
+      Place<S::kWStages> w;
       const int planes = between.interleaved ? N / 64 : N / 32;  // of an expert
       while (items.advance()) {
         const int row = UP ? items.group % S::kOfBlock * (8 * S::kSets) : items.expert * N + items.group * S::kRows;
@@ -160,15 +184,23 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
         for (int k = 0; k < steps; ++k, w.next()) {
           const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
           counter_wait(w_free + 8 * w.i, w.parity ^ 1);
-          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
+          counter_promise(full, S::kWeights);
           if constexpr (UP) {
             copy_planes(to, codes, k * 128, row, plane, full);
             copy_planes(to + S::kHigh, codes_up, k * 128, row, plane, full);
-            if (MAPPED) copy_planes(to + S::kCodes, scales, k * 16, row, plane, full);
-            if (MAPPED) copy_planes(to + S::kCodes + S::kHigh / 8, scales_up, k * 16, row, plane, full);
           } else {
             copy_tile(to, codes, k * 128, row, full);
-            if (MAPPED) copy_tile(to + S::kCodes, scales, k * 16, row, full);
+          }
+          const Shared at = to + S::kCodes;
+#pragma unroll
+          for (int i = 0; i < (SHIFTED ? 4 : 1); ++i) {
+            const int first = SHIFTED ? row / 4 : row, byte = k * 16 + scales_at(i, 0) / 16 * 16, byte_up = k * 16 + scales_at(i, 1) / 16 * 16;
+            if constexpr (UP) {
+              copy_planes(at + i * S::kScalesPlace, scales, byte, first, plane, full);
+              copy_planes(at + i * S::kScalesPlace + S::kScalesHigh, scales_up, byte_up, first, plane, full);
+            } else {
+              copy_tile(at + i * S::kScalesPlace, scales, byte, first, full);
+            }
           }
         }
       }
@@ -204,38 +236,25 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
             copy_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
           }
       }
-    } else if (!MAPPED && warp > 4 * GROUPS && (GATHERED || warp > 4 * GROUPS + 1)) {  // scales, four lanes a row
-      const int c = threadIdx.x % 4, pitch = K / 16;
-      while (items.advance()) {
-        const int n0 = UP ? items.group / S::kOfBlock * 256 + items.group % S::kOfBlock * (8 * S::kSets) : items.group * S::kRows;
-        const uint8_t* from = scale + (size_t)items.expert * (UP ? 2 * N : N) * pitch;
-        for (int k = 0; k < steps; ++k, w.next()) {
-          const Shared to = weights + w.i * S::kWeights + S::kCodes;
-          const int bytes = min(4, pitch - 16 * k - 4 * c);
-          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
-#pragma unroll 2
-          for (int i = 0; i < 4 * S::kRows / kScaleThreads; ++i) {
-            const int r = threadIdx.x % kScaleThreads / 4 + kScaleThreads / 4 * i, half = r / (S::kRows / 2), rest = r % (S::kRows / 2);
-            const int n = UP ? n0 + rest / (8 * S::kSets) * 64 + rest % (8 * S::kSets) : n0 + r;
-            const bool live = n < N && bytes > 0;
-            const int row = UP ? between.row(n, half, N) : n;
-            copy_async_up_to<4>(to + r * 16 + 4 * c, live ? from + (size_t)row * pitch + 16 * k + 4 * c : scale, live ? bytes : 0);
-          }
-          counter_arrive_behind_copies(w_full + 8 * w.i);
-        }
-      }
     }
     return;
   }
-  if (GROUPS > 1) more_registers<(504 - kFewer) / 2>();
-  else if (BLOCKS == 2) more_registers<256 - kFewer>();
+  constexpr int kEach = 65536 / (BLOCKS * S::kThreads) / 8 * 8;  // registers of a thread at first
+  if (GROUPS > 1 || BLOCKS > 1) more_registers<(kEach * (GROUPS + 1) - kFewer) / GROUPS / 8 * 8>();
 
   const int g = lane >> 2, t = lane & 3, rows = GROUPS > 1 ? uniform(warp >> 2) : 0, quarter = warp & 3;
   const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // in a stage, of the lane's first
   const uint8_t *codes0 = shared + row * 128 + ((2 * t) ^ g) * 16, *codes1 = shared + row * 128 + ((2 * t + 1) ^ g) * 16;
-  const uint8_t* my_scales = shared + S::kCodes + row * 16 + 4 * t;
+  const uint8_t* my_scales[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
+    const int chunked = row % 4 * S::kScalesPlace + row / 4 * 32 + ((scales_at(row % 4, half) % 16 + 4 * t) ^ row / 16 % 2 * 16);
+    my_scales[half] = shared + S::kCodes + half * S::kScalesHigh + (SHIFTED ? chunked : row * 16 + 4 * t);
+  }
+  const int my_row = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+  const int zero = steps >> 31;  // which the compiler does not know
   uint8_t* staging = shared + S::kRings + rows * S::kStaging;
-  Place<W_STAGES> w;
+  Place<S::kWStages> w;
   Place<X_STAGES> at;
   while (items.advance()) {
     // The global scale and biases arrive while the sums are made.
@@ -257,24 +276,28 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     for (int k = 0; k < steps; ++k, w.next(), at.next()) {
       counter_wait(w_full + 8 * w.i, w.parity);
       const int stage = w.i * S::kWeights;
-      multiply_sets<T, TOKENS, SETS, BATCH, S::kHigh, S::kNext>(
-          acc, codes0 + stage, codes1 + stage, my_scales + stage, activations + at.i * kActivations<TOKENS>,
+      multiply_sets<T, S, TOKENS, SETS, BATCH>(
+          acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row,
           [&](int j) {
             counter_wait(x_full + 16 * at.i + 8 * j, at.parity);
-            if (GATHERED) let_wgmma_see();
+            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();
           },
           [&](int j) {
             if (frees) counter_arrive(last_half);
             frees = lane == 0;
             last_half = x_free + 16 * at.i + 8 * j;
           });
+      const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // what was loaded has been used
       __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i);
+      if (lane == 0) counter_arrive(w_free + 8 * w.i + behind);
+      if (kByWarp<TOKENS> && lane == 0) counter_arrive(x_free + 16 * at.i + behind), counter_arrive(x_free + 16 * at.i + 8 + behind);
     }
-    wgmma_wait<0>();
+    if constexpr (!kByWarp<TOKENS>) {
+      wgmma_wait<0>();
 #pragma unroll
-    for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
-    if (frees) counter_arrive(last_half);
+      for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
+      if (frees) counter_arrive(last_half);
+    }
     needed(unit);
     unit *= kWeightUnit;
     if constexpr (UP) {

@@ -237,11 +237,11 @@ _DECODE = (
     "at 4 both 790"
 )
 _DECODE_90 = _DECODE.split("; without sorting")[0] + (
-    "; up to one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 62; gpt-oss 123 and 134; Mixtral, T = 8, two an expert, 384 and 207"
+    "; up to one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 55; gpt-oss, one an expert, 123 and 121; Mixtral, T = 8, two an expert, 384 and 207"
 )
 _MOE_WIDE = (
-    "sorted by expert, decoded in registers as wgmma's A operand, each weight once for up to 128 pairs; gate, up and activation in one kernel. Qwen3-30B, T = 32, 128, "
-    "1024: 99, 127, 223 us where 161, 413 and 481 are taken without; at 256 pairs an expert FP8 weights are as fast or faster: Qwen3-30B 755 for 769, Mixtral 1341 for "
+    "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "
+    "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; at 256 pairs an expert FP8 weights are as fast or faster: Qwen3-30B 755 for 769, Mixtral 1341 for "
     "1324, at 15 times the error"
 )
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
