@@ -97,7 +97,7 @@ def in_a_graph(x, weight: tuple, g, large_m: str = "auto", op: str = "linear"):
     row = row_for(op, x, weight[0].shape[0], large_m, early=x.is_cuda)
     if not (row.csrc and csrc.KERNELS[row.csrc].early):
         return getattr(torch.ops.fp4, op)(x, *weight, g, None, large_m)
-    parts = torch.ops.fp4.quantize_rows_fp8(x, True) if row.kernel == "cuda_wide_fp8" else x
+    parts = torch.ops.fp4.quantize_rows_fp8(x, row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else x
     return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), early=True)
 
 

@@ -95,6 +95,12 @@ def run(name: str, label: str, arguments, m: int, n: int) -> None:
     print(f"  {name} {label}", flush=True)
 
 
+def activations(memory: Memory, name: str, m: int, k: int) -> tuple:
+    if len(csrc.KERNELS[name].activations) == 1:
+        return (memory.of(torch.randn(m, k).bfloat16()),)
+    return memory.of(torch.randn(m, k).clamp(-4, 4).to(torch.float8_e4m3fn)), memory.of(torch.rand(m, 1))
+
+
 def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], act: int = 0, starts: tuple[int, int] = (0, 0), early: int = 0) -> None:
     kernel = csrc.KERNELS[name]
     halves = 2 if kernel.finish == "glu" else 1
@@ -102,10 +108,7 @@ def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], act: int = 0
     then = kernel.finish == "pointwise"
 
     def arguments(memory: Memory, y):
-        if name == "linear_wide_fp8":
-            x = memory.of(torch.randn(m, k).clamp(-4, 4).to(torch.float8_e4m3fn)), memory.of(torch.rand(m, 1))
-        else:
-            x = (memory.of(torch.randn(m, k).bfloat16()),)
+        x = activations(memory, name, m, k)
         weight = memory.of(codes(n, k // 2)), memory.of(scales(n, k // 16)), memory.of(torch.rand(3))
         more = (memory.of(torch.randn(m, columns).bfloat16() if then else None) for _ in range(2)) if kernel.finish else ()
         flags = (*starts, act) if kernel.finish else starts if kernel.siblings else ()
@@ -116,14 +119,16 @@ def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], act: int = 0
     run(name, f"M={m} N={n} K={k} tile={tile} act={act} starts={starts}", arguments, m, columns)
 
 
-def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...]) -> None:
+def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int = 0) -> None:
+    kernel = csrc.KERNELS[name]
     legal = torch.tensor([a | b << 4 for a in sparse24.NIBBLES for b in sparse24.NIBBLES], dtype=torch.uint8)
 
     def arguments(memory: Memory, y):
-        x, meta = memory.of(torch.randn(m, k).bfloat16()), legal[codes(n, k // 8).int() % len(legal)]
+        x, meta = activations(memory, name, m, k), legal[codes(n, k // 8).int() % len(legal)]
         weight = memory.of(codes(n, k // 4)), memory.of(meta), memory.of(scales(n, k // 16)), memory.of(torch.rand(1))
-        early = (0,) if csrc.KERNELS[name].early else ()
-        return x, *weight, memory.of(torch.randn(n).bfloat16()), y, m, n, k, 0, *early, *(tile or (0,) * len(csrc.KERNELS[name].tile))
+        begins = (early,) if kernel.early else ()
+        scratch = (memory.empty(csrc.scratch_bytes(name)),) if kernel.scratch else ()
+        return *x, *weight, memory.of(torch.randn(n).bfloat16()), y, m, n, k, 0, *begins, *(tile or (0,) * len(kernel.tile)), *scratch
 
     run(name, f"M={m} N={n} K={k} tile={tile}", arguments, m, n)
 
@@ -177,6 +182,8 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(sparse, "sparse_linear_table", m, 1034, 2048, tile)
     for (rows, tokens, groups), splits in itertools.product(tiles_of("sparse_linear_wide"), (0, 1, 4)):
         yield case(sparse, "sparse_linear_wide", tokens + 3, 650, 1280, (rows, tokens, groups, splits))
+    for tile in ((), *tiles_of("sparse_linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("sparse_linear_wide_fp8", "STREAMED"))):
+        yield case(sparse, "sparse_linear_wide_fp8", (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
     for (tile, *_), (k, inner, form) in itertools.product(tiles_of("moe_grouped_wide"), ((512, 256, 0), (320, 192, 1))):
         yield "moe_grouped_wide", functools.partial(moe, 150, 3, 9, k, inner, 264, tile, form, bool(form))
 

@@ -25,6 +25,8 @@ using SparseLinear = int(const void* x, const void* values, const void* meta, co
                          int dtype, Tile... tile, void* stream);
 using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                           int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
+using SparseLinearWideFP8 = int(const void* x8, const void* x_scale, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y,
+                                int M, int N, int K, int dtype, int early, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
                        int M, int N, int K, int dtype, void* stream);
 using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
@@ -235,27 +237,51 @@ Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weight
   return y;
 }
 
-// Activations in E4M3, their k in the order of fp4.quantize_rows_fp8(lane_order=True), with a float32 scale per token; bias and result in bfloat16.
+// Activations in E4M3 with a float32 scale per token; bias and result in bfloat16.
+template <typename Place, typename Run>
+Tensor call_fp8(const char* op, const Tensor& x8, const Tensor& x_scale, int64_t n, std::initializer_list<Part> weight, const Optional& bias, Run run) {
+  require(x8.dim() == 2, op, "activations are [M, K]");
+  require(x8.scalar_type() == ScalarType::Float8_e4m3fn && x_scale.scalar_type() == ScalarType::Float, op, "activations are float8_e4m3fn, their scales float32");
+  const int64_t m = x8.size(0), k = x8.size(1);
+  check_parts(op, x8, n, k, {{x_scale, m, k}}, bias, ScalarType::BFloat16);
+  check_parts(op, x8, n, k, weight, bias, ScalarType::BFloat16);
+  const Place place(x8, op);
+  Tensor y = torch::stable::new_empty(x8, {m, n}, ScalarType::BFloat16);
+  if (m == 0 || n == 0) return y;
+  const Tensor scratch = torch::stable::new_empty(x8, {shared_sums(256)});
+  const Tensor x = dense(x8), xs = dense(x_scale);
+  const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
+  const int status = run(x.data_ptr(), xs.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, scratch.data_ptr(), place.stream);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
+  return y;
+}
+
+// Activations' k in the order of fp4.quantize_rows_fp8(lane_order=True).
 template <typename Place>
 Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                        int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
   constexpr const char* op = "linear_wide_fp8";
   auto* f = function<LinearWideFP8>(op, arch);
-  require(x8.dim() == 2 && qdata.dim() == 2, op, "activations are [M, K], codes [N, K/2]");
-  require(x8.scalar_type() == ScalarType::Float8_e4m3fn && x_scale.scalar_type() == ScalarType::Float, op, "activations are float8_e4m3fn, their scales float32");
   require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
-  const int64_t m = x8.size(0), n = qdata.size(0), k = x8.size(1);
-  check_parts(op, x8, n, k, {{x_scale, m, k}, {qdata, n, 2}, {scale, n, 16}}, bias, ScalarType::BFloat16);
-  const Place place(x8, op);
-  Tensor y = torch::stable::new_empty(x8, {m, n}, ScalarType::BFloat16);
-  if (m == 0 || n == 0) return y;
-  const Tensor scratch = torch::stable::new_empty(x8, {shared_sums(256)});
-  const Tensor x = dense(x8), xs = dense(x_scale), q = dense(qdata), s = dense(scale);
-  const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
-  const int status = f(x.data_ptr(), xs.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, 0,
-                       (int)second, (int)third, begins(early, qdata, scale), (int)tokens, (int)splits, scratch.data_ptr(), place.stream);
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
-  return y;
+  const Tensor q = dense(qdata), s = dense(scale);
+  const int64_t n = q.size(0);
+  return call_fp8<Place>(op, x8, x_scale, n, {{q, n, 2}, {s, n, 16}}, bias, [&](auto* xp, auto* xsp, auto* bp, auto* yp, int m, int n, int k, void* scratch, void* stream) {
+    return f(xp, xsp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, 0, (int)second, (int)third, begins(early, qdata, scale), (int)tokens,
+             (int)splits, scratch, stream);
+  });
+}
+
+template <typename Place>
+Tensor sparse_linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
+                              const Optional& bias, int64_t arch, int64_t tokens, int64_t splits, int64_t early) {
+  constexpr const char* op = "sparse_linear_wide_fp8";
+  auto* f = function<SparseLinearWideFP8>(op, arch);
+  const Tensor v = dense(values), e = dense(meta), s = dense(scale);
+  const int64_t n = v.size(0);
+  return call_fp8<Place>(op, x8, x_scale, n, {{v, n, 4}, {e, n, 8}, {s, n, 16}}, bias, [&](auto* xp, auto* xsp, auto* bp, auto* yp, int m, int n, int k, void* scratch, void* stream) {
+    return f(xp, xsp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, 0, begins(early, values, meta, scale), (int)tokens,
+             (int)splits, scratch, stream);
+  });
 }
 
 }  // namespace
@@ -278,6 +304,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
     m.impl("sparse_linear_table", TORCH_BOX(&fp4::sparse_linear_table<Place>)); \
     m.impl("sparse_linear_wide", TORCH_BOX(&fp4::sparse_linear_wide<Place>));   \
+    m.impl("sparse_linear_wide_fp8", TORCH_BOX(&fp4::sparse_linear_wide_fp8<Place>)); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
     m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \
   }

@@ -4,7 +4,8 @@
 // 128 bytes (64 k) a token, 16-byte chunk c of token n at place c ^ (n % 8), the tile at a multiple of 1024 bytes.
 // Sparse A (2:4): 32 k and 64 bytes of a token a product; A's registers and metadata lie as in mma_sparse16832(), but lanes 4g + 2 SELECTOR and the next one
 // hold the metadata.
-// E4M3: 32 k in the same bytes, four k where a register holds two else: a0 of lane 4g + t is row g, k = 4t .. 4t + 3, a2 those + 16.
+// E4M3: 32 k in the same bytes, four k where a register holds two else: a0 of lane 4g + t is row g, k = 4t .. 4t + 3, a2 those + 16. Sparse: 64 k; a0 holds what is
+// kept of k = 8t .. 8t + 7, a2 of those + 32; every lane holds metadata (SELECTOR 0): lane 4g + t that of row g + 8 (t % 2), k = 32 (t / 2) onwards.
 #pragma once
 #include "device.cuh"
 
@@ -82,23 +83,27 @@ FP4_WGMMA(E4M3, 24, "m64n192k32", "e4m3", "1, 1, 1", FP4_SUMS96, "%96,%97,%98,%9
 FP4_WGMMA(E4M3, 32, "m64n256k32", "e4m3", "1, 1, 1", FP4_SUMS128, "%128,%129,%130,%131", "%132", FP4_D32(0))
 
 // META, SELECTOR: the operands' numbers.
-#define FP4_WGMMA_SPARSE(T, TILES, SHAPE, TYPE, SUMS, A, B, META, SELECTOR, ...) \
+#define FP4_WGMMA_SPARSE(T, TILES, SHAPE, TYPE, LAST, SUMS, A, B, META, SELECTOR, ...) \
   template <> struct WgmmaSparse<T, TILES> { \
     template <int LANES> \
     static __device__ __forceinline__ void run(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b, uint32_t meta) { \
-      asm volatile("{.reg .b64 tile; mov.b64 tile, {" B ", 0x40000040};\nwgmma.mma_async.sp.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" SUMS "}, {" A "}, tile, " META ", " SELECTOR ", 1, 1, 1, 0;}" \
+      asm volatile("{.reg .b64 tile; mov.b64 tile, {" B ", 0x40000040};\nwgmma.mma_async.sp.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" SUMS "}, {" A "}, tile, " META ", " SELECTOR ", " LAST ";}" \
                    : __VA_ARGS__ \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(meta), "n"(LANES)); \
     } \
   };
 #define FP4_WGMMA_SPARSE_SIZES(T, TYPE) \
-  FP4_WGMMA_SPARSE(T, 2, "m64n16k32", TYPE, FP4_SUMS8, "%8,%9,%10,%11", "%12", "%13", "%14", FP4_D(0), FP4_D(1)) \
-  FP4_WGMMA_SPARSE(T, 4, "m64n32k32", TYPE, FP4_SUMS16, "%16,%17,%18,%19", "%20", "%21", "%22", FP4_D4(0)) \
-  FP4_WGMMA_SPARSE(T, 8, "m64n64k32", TYPE, FP4_SUMS32, "%32,%33,%34,%35", "%36", "%37", "%38", FP4_D8(0)) \
-  FP4_WGMMA_SPARSE(T, 16, "m64n128k32", TYPE, FP4_SUMS64, "%64,%65,%66,%67", "%68", "%69", "%70", FP4_D16(0))
+  FP4_WGMMA_SPARSE(T, 2, "m64n16k32", TYPE, "1, 1, 1, 0", FP4_SUMS8, "%8,%9,%10,%11", "%12", "%13", "%14", FP4_D(0), FP4_D(1)) \
+  FP4_WGMMA_SPARSE(T, 4, "m64n32k32", TYPE, "1, 1, 1, 0", FP4_SUMS16, "%16,%17,%18,%19", "%20", "%21", "%22", FP4_D4(0)) \
+  FP4_WGMMA_SPARSE(T, 8, "m64n64k32", TYPE, "1, 1, 1, 0", FP4_SUMS32, "%32,%33,%34,%35", "%36", "%37", "%38", FP4_D8(0)) \
+  FP4_WGMMA_SPARSE(T, 16, "m64n128k32", TYPE, "1, 1, 1, 0", FP4_SUMS64, "%64,%65,%66,%67", "%68", "%69", "%70", FP4_D16(0))
 
 FP4_WGMMA_SPARSE_SIZES(__nv_bfloat16, "bf16")
 FP4_WGMMA_SPARSE_SIZES(__half, "f16")
+FP4_WGMMA_SPARSE(E4M3, 8, "m64n64k64", "e4m3", "1, 1, 1", FP4_SUMS32, "%32,%33,%34,%35", "%36", "%37", "%38", FP4_D8(0))
+FP4_WGMMA_SPARSE(E4M3, 16, "m64n128k64", "e4m3", "1, 1, 1", FP4_SUMS64, "%64,%65,%66,%67", "%68", "%69", "%70", FP4_D16(0))
+FP4_WGMMA_SPARSE(E4M3, 24, "m64n192k64", "e4m3", "1, 1, 1", FP4_SUMS96, "%96,%97,%98,%99", "%100", "%101", "%102", FP4_D16(0), FP4_D8(16))
+FP4_WGMMA_SPARSE(E4M3, 32, "m64n256k64", "e4m3", "1, 1, 1", FP4_SUMS128, "%128,%129,%130,%131", "%132", "%133", "%134", FP4_D32(0))
 
 #undef FP4_WGMMA_SPARSE_SIZES
 #undef FP4_WGMMA_SPARSE

@@ -1,360 +1,61 @@
 // fp4.linear for some fifty to a few thousand rows on sm_90, by FP8 tensor cores: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias), x8 E4M3 with a
 // scale per token, W8 canonical NVFP4 rounded to E4M3 in registers: bit for bit the codes of fp4.dequantize_fp8, which writes them to memory.
 //
-// Weights and activations come as tiles through two rings; each 256 k of a token lie in the order in which a quad decodes them (wide_fp8.cuh). The two blocks
-// of a cluster own 128 rows of W each and share the activations, which are copied to both at once. Clusters take whole tiles, or equal shares of all tiles' steps, or tiles are split among 2 or 4 clusters in K; what clusters share is summed through
-// global memory, in a fixed order.
-#include <type_traits>
-
-#include "wide_fp8.cuh"
+// Each 256 k of a token lie in the order in which a quad decodes them (wide_fp8.cuh).
+#include "multiply_fp8.cuh"
 
 namespace {
 
 using namespace fp4;
 
-constexpr int kRows = 128, kBlocks = 2, kConsumers = 256;  // rows a block, blocks a cluster, threads that multiply
-constexpr int kMostClusters = 66;                          // there is scratch memory for the sums of so many
+// 128 bytes of codes and 16 of scales of a row of W a step.
+struct Dense {
+  static constexpr int kCodes = kRows * 128, kRowBytes = 128 + 16;
+  static constexpr int weight_stages(int tokens) { return tokens == 192 ? 3 : tokens == 64 ? 6 : 4; }
+  static constexpr int token_stages(int tokens) { return tokens == 256 ? 4 : tokens == 192 ? 6 : 8; }
 
-// --- sums --------------------------------------------------------------------------------------------------------------
+  struct Maps {
+    TileMap codes, scales;
+  };
+  struct Parts {
+    const uint8_t *q, *s;
+  };
+  static cudaError_t map(Maps* maps, const Parts& p, int N, int K) {
+    const cudaError_t status = tile_map(&maps->codes, p.q, N, K / 2, kRows, 128);
+    return status == cudaSuccess ? tile_map(&maps->scales, p.s, N, K / 16, kRows, 16) : status;
+  }
 
-// What a cluster does: steps k .. k + count() - 1 of a tile, then next(). SPLITS > 1: each tile's K among so many clusters. 1: the first `streamed`
-// tiles in shares of equal length, a share's last tile first, so that an earlier cluster has the later steps of what two share, comes to them
-// first, and waits for nobody; then whole tiles.
-template <int SPLITS> struct Work {
-  int tile, k, left, whole, tiles, steps;
+  __device__ __forceinline__ static void prefetch(const Maps& maps) { prefetch_tile_map(maps.codes), prefetch_tile_map(maps.scales); }
+  __device__ __forceinline__ static void fetch(Shared to, const Maps& maps, int k, int row, Shared full) {
+    copy_tile(to, maps.codes, k * 128, row, full);
+    copy_tile(to + kCodes, maps.scales, k * 16, row, full);
+  }
 
-  __device__ __forceinline__ Work(int tiles, int streamed, int steps) : tile(0), k(0), left(0), tiles(tiles), steps(steps) {
-    const int cluster = blockIdx.x;
-    if constexpr (SPLITS > 1) {
-      const int part = cluster % SPLITS;
-      tile = cluster / SPLITS, k = steps * part / SPLITS, left = steps * (part + 1) / SPLITS - k, whole = tiles;
-    } else {
-      whole = streamed + cluster;
-      if (streamed) {
-        const int last = end(streamed * steps, cluster) - 1;
-        tile = last / steps, k = steps - 1 - last % steps, left = last + 1 - end(streamed * steps, cluster - 1);
-      }
-      take_whole();
+  const uint8_t *codes[2], *scales;  // the lane's in stage 0, of row g of the warp's
+  __device__ __forceinline__ Dense(const uint8_t* shared, int local, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    codes[0] = shared + (local + g) * 128 + ((2 * t) ^ g) * 16, codes[1] = shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16;
+    scales = shared + kCodes + (local + g) * 16 + 4 * t;
+  }
+  template <int TILES, typename Arrived, typename Done>
+  __device__ __forceinline__ void multiply(float (&acc)[TILES][4], int stage, int, Arrived arrived, Done done) const {
+    uint4 q[2][2];
+    uint32_t s[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      s[h] = *(const uint32_t*)(scales + stage + h * 128);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) q[j][h] = *(const uint4*)(codes[j] + stage + h * 1024);
     }
-  }
-  __device__ __forceinline__ static int end(int units, int cluster) { return (int)((int64_t)units * (cluster + 1) / gridDim.x); }
-  __device__ __forceinline__ int count() const { return SPLITS > 1 ? left : min(steps - k, left); }
-  __device__ __forceinline__ void next(int count) {
-    left -= count, --tile, k = 0;
-    if (SPLITS == 1) take_whole();
-  }
-
- private:
-  __device__ __forceinline__ void take_whole() {
-    if (left == 0 && whole < tiles) tile = whole, whole += gridDim.x, left = steps, k = 0;
+    multiply_step_fp8(acc, q, s, arrived, done);
   }
 };
 
-// Sums of tokens 8 FROM .. 8 TO - 1, to and from another cluster.
-template <int FROM, int TO, int TILES> __device__ __forceinline__ void put(float4* to, const float (&acc)[TILES][4]) {
-#pragma unroll
-  for (int i = FROM; i < TO; ++i) __stcg(to + i * kConsumers, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
-}
-template <int FROM, int TO, int TILES> __device__ __forceinline__ void add(const float4* from, float (&acc)[TILES][4]) {
-#pragma unroll
-  for (int i = FROM; i < TO; ++i) {
-    const float4 v = __ldcg(from + i * kConsumers);
-    acc[i][0] += v.x, acc[i][1] += v.y, acc[i][2] += v.z, acc[i][3] += v.w;
-  }
-}
-
-template <int SPLITS, int PART = 0, typename F> __device__ __forceinline__ void each_part(F f) {
-  if constexpr (PART < SPLITS) {
-    f(std::integral_constant<int, PART>());
-    each_part<SPLITS, PART + 1>(f);
-  }
-}
-
-struct Out {
-  __nv_bfloat16* y;
-  const float* global_scale;
-  const __nv_bfloat16* bias;
-  int M, N, second, third;
-
-  __device__ __forceinline__ float unit(int row) const { return load_float(global_scale + (row >= second) + (row >= third)) * (1.f / kFactor); }
-  __device__ __forceinline__ float added(int row) const { return bias && row < N ? __bfloat162float(bias[row]) : 0.f; }
-
-  // Tokens 8 FROM .. 8 TO - 1 of a warp's rows n0 .. n0 + 15. staging: 2048 bytes of the warp's; token_scales: of the tile's tokens.
-  template <int FROM, int TO, int TILES>
-  __device__ __forceinline__ void store(const float (&acc)[TILES][4], const float* token_scales, uint8_t* staging, int m0, int n0) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const float units[2] = {unit(n0 + g), unit(n0 + g + 8)}, more[2] = {added(n0 + g), added(n0 + g + 8)};
-    // Rows of 32 bytes, a token each; the two halves of every other four tokens change places, so that eight rows lie in different banks.
-    const Shared to = shared_address(staging) + (8 * (lane >> 4) + (lane & 7)) * 32 + ((lane >> 3 & 1) ^ (lane >> 2 & 1)) * 16;
-    const int token = lane >> 1, n = n0 + 8 * ((lane & 1) ^ (token >> 2 & 1));
-#pragma unroll
-    for (int i0 = FROM; i0 < TO; i0 += 8) {
-#pragma unroll
-      for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int d = 0; d < 2; ++d)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float* s = token_scales + 8 * (i + d) + 2 * t;
-            const __nv_bfloat162 pair =
-                __floats2bfloat162_rn(fmaf(acc[i + d][2 * h] * units[h], s[0], more[h]), fmaf(acc[i + d][2 * h + 1] * units[h], s[1], more[h]));
-            pairs[2 * d + h] = *(const uint32_t*)&pair;
-          }
-        store_matrices_transposed(to + (i - i0) * 256, pairs);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
-        const uint4 v = *(const uint4*)(staging + (i - i0) * 256 + lane * 16);
-        const int m = m0 + 8 * i + token;
-        if (m >= M || n >= N) continue;
-        __nv_bfloat16* at = y + (size_t)m * N + n;
-        if (N % 8 == 0) {
-          *(uint4*)at = v;
-        } else {
-          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int c = 0; c < 8; ++c)
-            if (n + c < N) ((uint16_t*)at)[c] = (uint16_t)(words[c / 2] >> c % 2 * 16);
-        }
-      }
-      __syncwarp();  // staging is read before it is filled again
-    }
-  }
-};
-
-// --- the kernel --------------------------------------------------------------------------------------------------------
-
-template <int TOKENS> struct Shape {
-  static constexpr int kTiles = TOKENS / 8, kThreads = kConsumers + 128;
-  static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * 16, kHalf = TOKENS * 128;
-  static constexpr int kWStages = TOKENS == 192 ? 3 : TOKENS == 64 ? 6 : 4, kXStages = TOKENS == 256 ? 4 : TOKENS == 192 ? 6 : 8;  // of steps, of half steps
-  static constexpr int kStaging = kWStages * kWeights + kXStages * kHalf, kScales = kStaging + kConsumers / 32 * 2048, kCounters = kScales + TOKENS * 4;
-  static constexpr int kBytes = kCounters + 16 * kWStages + 16 * kXStages, kSums = kTiles * kConsumers;  // float4s of a block's sums
-  static_assert(kBytes <= 227 * 1024, "does not fit shared memory");
-};
-
-template <int TOKENS, int SPLITS>
-__global__ void __launch_bounds__(Shape<TOKENS>::kThreads, 1)
-    linear_wide_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap tokens,
-                    const float* x_scale, const float* __restrict__ global_scale, const __nv_bfloat16* __restrict__ bias,
-                    __nv_bfloat16* __restrict__ y, float4* __restrict__ partial, int* __restrict__ flags, int M, int N, int K, int second, int third, int places,
-                    int tile_tokens, int count_tiles, int streamed) {
-  using S = Shape<TOKENS>;
-  constexpr int kTiles = S::kTiles;
-  uint8_t* shared = dynamic_shared();
-  const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
-  // Stages that have arrived and that are free: in both blocks of the cluster, for activations.
-  const Shared w_full = weights + S::kCounters, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 8 * S::kXStages;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank(), steps = K / kWideK;
-  Work<SPLITS> work(count_tiles, streamed, steps);
-
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, kConsumers / 32);
-    for (int i = 0; i < S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, kBlocks * kConsumers / 32);
-    publish_counters();
-  }
-  if (threadIdx.x == kConsumers) prefetch_tile_map(codes), prefetch_tile_map(scales);
-  if (threadIdx.x == kConsumers + 32) prefetch_tile_map(tokens);
-  __syncthreads();
-  cluster_barrier();
-
-  if (warp >= kConsumers / 32) {
-    fewer_registers<40>();
-    if (warp == kConsumers / 32 && lane == 0) {
-      Place<S::kWStages> at;
-      while (work.left > 0) {
-        const int count = work.count(), row = (work.tile / places * kBlocks + rank) * kRows;
-        for (int k = work.k; k < work.k + count; ++k, at.next()) {
-          const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
-          counter_wait(w_free + 8 * at.i, at.parity ^ 1);
-          counter_promise(full, S::kWeights);
-          copy_tile(to, codes, k * 128, row, full);
-          copy_tile(to + S::kCodes, scales, k * 16, row, full);
-        }
-        work.next(count);
-      }
-    } else if (warp == kConsumers / 32 + 1 && lane == 0) {
-      const int mine = tile_tokens / kBlocks;
-      Place<S::kXStages> at;
-      wait_for_previous();  // it may have written x; it does not write weights
-      while (work.left > 0) {
-        const int count = work.count(), m = work.tile % places * tile_tokens + rank * mine;
-        for (int half = 2 * work.k; half < 2 * (work.k + count); ++half, at.next()) {
-          counter_wait(x_free + 8 * at.i, at.parity ^ 1);
-          counter_promise(x_full + 8 * at.i, tile_tokens * 128);
-          copy_tile_to_cluster(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
-        }
-        work.next(count);
-      }
-    }
-    __syncwarp();
-    cluster_barrier();
-    return;
-  }
-
-  more_registers<232>();
-  if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, S::kXStages, tile_tokens, kConsumers);
-  wait_for_previous();  // it may still read y, and may have written the activations' scales
-  let_next_begin();
-  const int g = lane >> 2, t = lane & 3, local = uniform(warp >> 2) * 64 + (warp & 3) * 16;  // the warp's first row
-  const uint8_t* my_codes[2] = {shared + (local + g) * 128 + ((2 * t) ^ g) * 16, shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16};
-  const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
-  float* token_scales = (float*)(shared + S::kScales);
-  uint8_t* staging = shared + S::kStaging + warp * 2048;
-  Out out{y, global_scale, bias, M, N, second, third};
-  Place<S::kWStages> w;
-  Place<S::kXStages> x;
-  bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
-  Shared last_half = x_free;
-
-  while (work.left > 0) {
-    const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * tile_tokens, n0 = (tile / places * kBlocks + rank) * kRows;
-    out.M = min(M, m0 + tile_tokens);
-    float mine = 0.f;
-    if ((int)threadIdx.x < TOKENS && m0 + (int)threadIdx.x < M) mine = x_scale[m0 + threadIdx.x];
-    float acc[kTiles][4] = {};
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      counter_wait(w_full + 8 * w.i, w.parity);
-      uint4 q[2][2];
-      uint32_t s[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        s[h] = *(const uint32_t*)(my_scales + w.i * S::kWeights + h * 128);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) q[j][h] = *(const uint4*)(my_codes[j] + w.i * S::kWeights + h * 1024);
-      }
-      multiply_step_fp8(
-          acc, q, s,
-          [&](int) {
-            counter_wait(x_full + 8 * x.i, x.parity);
-            return activations + x.i * S::kHalf;
-          },
-          [&](int) {
-            if (frees) counter_arrive_at(last_half, lane);
-            frees = lane < kBlocks;
-            last_half = x_free + 8 * x.i;
-            x.next();
-          });
-      __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i);
-      w.next();
-    }
-    wgmma_wait<0>();
-    wgmma_sums(acc);
-    if (frees) counter_arrive_at(last_half, lane);  // others may fill the last half while this tile's sums are stored
-    frees = false;
-    work.next(count);
-
-    auto sums = [&](int cluster) { return partial + (size_t)(cluster * kBlocks + rank) * S::kSums + threadIdx.x; };
-    auto set_mine = [&] {
-      __threadfence();
-      barrier(1, kConsumers);
-      if (threadIdx.x == 0) flag_set(flags + blockIdx.x * kBlocks + rank);
-    };
-    auto wait_for = [&](int cluster) {
-      while (!flag_get(flags + cluster * kBlocks + rank)) {}
-    };
-    if (SPLITS == 1 && k > 0) {  // a later cluster has the tile's first steps, and stores it
-      put<0, kTiles>(sums(blockIdx.x), acc);
-      set_mine();
-      continue;
-    }
-    barrier(1, kConsumers);  // nobody reads the scales of the tile before any more
-    if ((int)threadIdx.x < TOKENS) token_scales[threadIdx.x] = mine;
-    if constexpr (SPLITS == 1) {
-      for (int c = (int)blockIdx.x - 1; count < steps && c >= 0 && Work<1>::end(streamed * steps, c) > tile * steps; --c) {
-        wait_for(c);
-        add<0, kTiles>(sums(c), acc);
-      }
-      barrier(1, kConsumers);
-      out.store<0, kTiles>(acc, token_scales, staging, m0, n0 + local);
-    } else {  // each of the tile's clusters stores a part of its tokens
-      const int part = blockIdx.x % SPLITS;
-      each_part<SPLITS>([&](auto p) {
-        constexpr int kFrom = decltype(p)::value * kTiles / SPLITS;
-        if (part != decltype(p)::value) put<kFrom, kFrom + kTiles / SPLITS>(sums(blockIdx.x), acc);
-      });
-      set_mine();
-      each_part<SPLITS>([&](auto p) {
-        constexpr int kFrom = decltype(p)::value * kTiles / SPLITS, kTo = kFrom + kTiles / SPLITS;
-        if (part != decltype(p)::value) return;
-#pragma unroll 1
-        for (int i = 1; i < SPLITS; ++i) {
-          const int other = (int)blockIdx.x - part + (part + i) % SPLITS;
-          wait_for(other);
-          add<kFrom, kTo>(sums(other), acc);
-        }
-        out.store<kFrom, kTo>(acc, token_scales, staging, m0, n0 + local);
-      });
-    }
-  }
-  __syncwarp();
-  cluster_barrier();  // nobody leaves while others may still write to its shared memory
-}
-
-// --- host --------------------------------------------------------------------------------------------------------------
-
-// splits: clusters that share a tile's K; 0: clusters take equal shares of the tiles that do not fill all of them.
-struct Tile {
-  int tokens, splits;
-};
-
-struct Call {
-  const uint8_t* x8;
-  const float* x_scale;
-  const uint8_t *q, *s;
-  const float* g;
-  const __nv_bfloat16* bias;
-  __nv_bfloat16* y;
-  int M, N, K, second, third;
-};
-
-int places_of(int M, int tokens) { return (M + tokens - 1) / tokens; }
-int most_clusters() { return at_most(multiprocessors() / kBlocks, kMostClusters); }
-int row_tiles_of(int N) { return (N + kBlocks * kRows - 1) / (kBlocks * kRows); }
-
-template <int TOKENS, int SPLITS> cudaError_t run(bool stream_k, const Call& p, void* scratch, Stream stream) {
-  using S = Shape<TOKENS>;
-  static_assert(S::kTiles % (2 * SPLITS) == 0, "parts of whole pairs of tiles");
-  const int steps = p.K / kWideK, places = places_of(p.M, TOKENS), count = places * row_tiles_of(p.N), tile_tokens = even_tokens<8 * kBlocks>(p.M, places);
-  const int most = most_clusters(), remainder = count % most;
-  const int streamed = !stream_k ? 0 : count < most ? count : remainder ? remainder + most : 0;
-  const int clusters = SPLITS > 1 ? count * SPLITS : at_most(streamed ? count * steps : count, most);
-  // Clusters that split K wait for each other: all must be able to run at once, and nothing may keep the last of them out for good (grids of a
-  // stream of higher priority that wait in turn for SMs of this one).
-  if (clusters > most || steps < SPLITS) return cudaErrorInvalidConfiguration;
-  TileMap codes, scales, tokens;
-  cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, kRows, 128);
-  if (status == cudaSuccess) status = tile_map(&tokens, p.x8, p.M, p.K, tile_tokens / kBlocks, 128);
-  if (status == cudaSuccess) status = tile_map(&scales, p.s, p.N, p.K / 16, kRows, 16);
-  if (status != cudaSuccess) return status;
-  float4* partial = (float4*)scratch;
-  int* flags = (int*)(partial + (size_t)clusters * kBlocks * S::kSums);
-  return launch_sharing(SPLITS > 1 || streamed, flags, linear_wide_fp8<TOKENS, SPLITS>, dim3(clusters, 1, kBlocks), S::kThreads, S::kBytes, kBlocks, stream, codes, scales,
-                        tokens, p.x_scale, p.g, p.bias, p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, tile_tokens, count, streamed);
-}
-
-// By times on an H200, whose 132 SMs hold 66 clusters, at M = 192, 256, 512, 1024 and 2048 for five shapes (benchmarks/NOTES.md, "Larger M"):
-// - K is split where tiles are few; K = 4096 and few tiles of 128 tokens prefer these to halves and quarters of 256: 16.7 us for 18.6.
-// - Equal shares pay where the last wave of whole tiles leaves more clusters idle, times steps, than two clusters' sums take to meet.
-Tile best(int M, int N, int K) {
-  const int steps = K / kWideK, rows = row_tiles_of(N), most = most_clusters();
-  if (M > 192 && steps <= 16 && places_of(M, 128) * rows <= most) return {128, 2 * places_of(M, 128) * rows <= most && steps >= 2 ? 2 : 1};
-  const int tokens = M <= 64 ? 64 : M <= 128 ? 128 : M <= 192 ? 192 : 256, count = places_of(M, tokens) * rows;
-  if (4 * count <= most && steps >= 4) return {tokens, 4};
-  if (2 * count <= most && steps >= 2) return {tokens, 2};
-  const int waves = (count + most - 1) / most, idle = (waves * most - count) * steps;
-  return {tokens, idle > (waves == 1 ? 950 : 330) ? 0 : 1};
-}
-
-cudaError_t by_tile(Tile tile, const Call& p, void* scratch, Stream stream) {
+cudaError_t by_tile(Tile tile, const Call<Dense>& p, void* scratch, Stream stream) {
 #define TILE(t, s) \
-  if (tile.tokens == t && tile.splits == s) return run<t, s>(false, p, scratch, stream);
+  if (tile.tokens == t && tile.splits == s) return run<Dense, t, s>(false, p, scratch, stream);
 #define STREAMED(t) \
-  if (tile.tokens == t && tile.splits == 0) return run<t, 1>(true, p, scratch, stream);
+  if (tile.tokens == t && tile.splits == 0) return run<Dense, t, 1>(true, p, scratch, stream);
   TILE(64, 1) TILE(64, 2) TILE(64, 4) TILE(128, 1) TILE(128, 2) TILE(128, 4) TILE(192, 1) TILE(192, 2) TILE(192, 4) TILE(256, 1) TILE(256, 2) TILE(256, 4)
   STREAMED(64) STREAMED(128) STREAMED(192) STREAMED(256)
 #undef STREAMED
@@ -365,13 +66,13 @@ cudaError_t by_tile(Tile tile, const Call& p, void* scratch, Stream stream) {
 }  // namespace
 
 // Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3 in the order of wide_fp8.cuh, x_scale [M]. (tokens, splits): one of by_tile's, splits 0: equal
-// shares; tokens 0 for best(). 1 <= M <= 2^20, K % 256 == 0; x8, q, s, y and scratch 16-byte aligned; bias may be null. second, third: rows of W at which
+// shares; tokens 0 for best_tile(). 1 <= M <= 2^20, K % 256 == 0; x8, q, s, y and scratch 16-byte aligned; bias may be null. second, third: rows of W at which
 // the second and the third global scale begin, 0 for none. early: as of linear_wide. scratch: 17.5 MB.
 extern "C" int fp4_linear_wide_fp8(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                                    int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream) {
   if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype || !Epilogue<__nv_bfloat16>::of(nullptr, nullptr, second, third, 0).fits(kPlain, N))
     return cudaErrorInvalidValue;
-  const Call p{(const uint8_t*)x8, (const float*)x_scale, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const __nv_bfloat16*)bias, (__nv_bfloat16*)y,
+  const Call<Dense> p{(const uint8_t*)x8, (const float*)x_scale, {(const uint8_t*)q, (const uint8_t*)s}, (const float*)g, (const __nv_bfloat16*)bias, (__nv_bfloat16*)y,
                M, N, K, second ? second : INT32_MAX, third ? third : INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best(M, N, K), p, scratch, {(cudaStream_t)stream, early != 0});
+  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, 950, 330), p, scratch, {(cudaStream_t)stream, early != 0});
 }

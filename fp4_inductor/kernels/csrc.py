@@ -100,6 +100,16 @@ KERNELS = {
     "sparse_linear_wide": Kernel(
         "sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True
     ),
+    "sparse_linear_wide_fp8": Kernel(
+        "sparse/sparse_linear_wide_fp8.cu",
+        ("values", "meta", "scale"),
+        ("tokens", "splits"),
+        "wide_fp8",
+        None,
+        early=True,
+        activations=("x8", "x_scale"),
+        scratch=256,
+    ),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
 # Of signatures of their own, defined where they are called (kernels/moe/grouped_wide.py).

@@ -130,7 +130,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     **{("", f"cuda_wide{finish}"): _SPLITS for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
     **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
-    **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide")},
+    **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide", "wide_fp8")},
     ("", "cuda_sparse_table"): (16, ""),
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
@@ -230,6 +230,20 @@ _SPARSE_WIDE = (
 )
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
 _SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
+_SPARSE_WIDE_FP8 = (
+    "kept codes rounded to E4M3 in registers are the sparse operand of FP8 wgmma: half the products of cuda_wide_fp8, no transient weight. Products alone 15, 31, 93 us for M = 256 at "
+    "N = K = 4096, N = K = 8192 and N = 28672, K = 8192, where dense weights take 16, 35, 107; 27, 91, 312 for 29, 107, 359 at M = 1024; 93, 358, 1248 for 120, 476, 1584 at M = 4096. "
+    "From 65 rows on for 2^25 weights and more: 22.5 us at N = K = 8192, M = 96, and 20.4 at N = 4096, K = 14336, where cuda_sparse_wide takes 24.8 and 33.3; from 33 on above 2^26: "
+    "53 us at N = 28672, K = 8192, M = 64, cuda_sparse_wide 70; but 14.7 and 14.3 at N = K = 4096, M = 256"
+)
+# Up to how many rows sparse_linear_wide serves before sparse_linear_wide_fp8 does.
+_SPARSE_WIDE_UNTIL: tuple[tuple[int, tuple[torch.dtype, ...], tuple[str, ...], dict[str, Any]], ...] = (
+    (256, BF16, FP8, {"max_weights": 2**25 - 1}),
+    (64, BF16, FP8, {"min_weights": 2**25, "max_weights": 2**26}),
+    (32, BF16, FP8, {"min_weights": 2**26 + 1}),
+    (384, BF16, tuple(large for large in LARGE_M if large not in FP8), {}),
+    (384, (torch.float16,), LARGE_M, {}),
+)
 _SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits instead of 4.5"
 _SPARSE_FP8_90 = _SPARSE_FP8 + ": 0.83 to 0.93 of its time; 524 us at N = K = 8192, M = 4096, bf16 cuBLAS 753"
 _DECODE = (
@@ -418,10 +432,14 @@ ROWS: tuple[Row, ...] = (
             ((100, 129), 16, _SPARSE_SMALL_ELSEWHERE, COMPILED, None),
         )
     ),
-    Row("sparse_linear", "wide", "cuda_sparse_wide", (90, 90), 384, HALF, _SPARSE_WIDE, MEASURED, k_multiple=256, csrc="sparse_linear_wide"),
+    *(
+        Row("sparse_linear", "wide", "cuda_sparse_wide", (90, 90), m, dtypes, _SPARSE_WIDE, MEASURED, large, 256, csrc="sparse_linear_wide", **when)
+        for m, dtypes, large, when in _SPARSE_WIDE_UNTIL
+    ),
     Row("sparse_linear", "mid", "triton_sparse_mid", (90, 90), 64, HALF, _SPARSE_MID_90, "measured on H200", without="wide"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (80, 89), 64, HALF, _SPARSE_MID, "compiled, not run"),
     Row("sparse_linear", "mid", "triton_sparse_mid", (100, 129), 64, HALF, _SPARSE_MID, "compiled, not run"),
+    Row("sparse_linear", "wide_fp8", "cuda_sparse_wide_fp8", (90, 90), 8192, BF16, _SPARSE_WIDE_FP8, MEASURED, FP8, 256, csrc="sparse_linear_wide_fp8"),
     *(
         Row("sparse_linear", "large_fp8", "sparse_dequantize_fp8 + scaled_mm", arch, None, BF16, why, status, FP8, 32, 16)
         for arch, why, status in (

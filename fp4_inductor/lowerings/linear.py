@@ -134,7 +134,7 @@ def product(
         return inductor.call_op(op, x, *weight, bias, large_m)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
-        parts = quantized_rows(rows, lane_order=True) if row.kernel == "cuda_wide_fp8" else (rows,)
+        parts = quantized_rows(rows, lane_order=row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else (rows,)
         y = call_csrc(entry, row.csrc, parts, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
@@ -251,6 +251,7 @@ CALLED = {
     "cuda_sparse_small",
     "cuda_sparse_table",
     "cuda_sparse_wide",
+    "cuda_sparse_wide_fp8",
 }
 _LOWER = {
     "triton_gemv": _gemv,

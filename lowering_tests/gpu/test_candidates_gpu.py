@@ -331,6 +331,38 @@ def test_sparse_wide(dtype):
                 assert all(torch.equal(launch_sparse.wide(x, *parts, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
 
 
+def test_sparse_wide_fp8():
+    """Against float64 of the same E4M3 codes, where only sums and one rounding differ."""
+    hopper()
+    source = "sparse/sparse_linear_wide_fp8.cu"
+    tiles = [None, *(configs.WideFP8Config(*t) for t in tiles_of(source)), *(configs.WideFP8Config(*t, 0) for t in tiles_of(source, "STREAMED"))]
+    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    for n, k in ((512, 1024), (4096, 4096), (8208, 2048), (33, 256), (1000, 1280)):
+        *parts, g = (t.to(DEVICE) for t in sparse.weight(n, k))
+        w8, bias = fp4.sparse_dequantize_fp8(*parts), torch.randn(n, device=DEVICE).to(BF16)
+        for m in (1, 129, 193, 300, 777, 1024, 2047):
+            x = fp4.quantize_rows_fp8(torch.randn(m, k, device=DEVICE).to(BF16))
+            want = (x[0].double() * x[1].double()) @ (w8.double() * (g.double() / WEIGHT_FACTOR)).T + bias.double()
+            for tile in tiles:
+                if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
+                    continue
+                sizes = astuple(tile) if tile else ()
+                first = csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, sizes)
+                assert error(first, want) <= 2.5e-3, (m, n, k, tile)
+                assert all(torch.equal(csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
+
+
+def test_sparse_wide_fp8_has_the_transient_weights_codes():
+    """Each token picks one k: a column of the result is the E4M3 weight."""
+    hopper()
+    n, k = 1016, 2048
+    values, meta, _, _ = (t.to(DEVICE) for t in sparse.weight(n, k))
+    s = (torch.arange(n * k // 16, device=DEVICE) % 127).to(torch.uint8).view(n, -1)[:, torch.randperm(k // 16)].contiguous().view(nvfp4.SCALE_DTYPE)
+    one = torch.eye(k, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(k, 1, device=DEVICE)
+    y = csrc.call("sparse_linear_wide_fp8", one, (values, meta, s), torch.full((), WEIGHT_FACTOR, device=DEVICE), None, 90)
+    assert torch.equal(y.float(), fp4.sparse_dequantize_fp8(values, meta, s).float().T)
+
+
 def test_sparse_wide_is_what_serves():
     """Eager, and in a replayed graph in which another kernel writes the activations right before it."""
     hopper()

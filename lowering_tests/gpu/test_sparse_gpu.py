@@ -35,7 +35,7 @@ def exact(x, parts, bias=None):
 def bound(x, parts, fused=False) -> float:
     n, k = sparse24.STORAGE.logical(parts.values.shape)
     m = x.shape[:-1].numel()
-    if plan(describe("sparse_linear", x.device, x.dtype, n, k), dispatch_config()).pick(m).regime == "large_fp8":
+    if plan(describe("sparse_linear", x.device, x.dtype, n, k), dispatch_config()).pick(m).regime in ("large_fp8", "wide_fp8"):
         return FP8_BOUND
     return contract.CONTRACT.tolerance[x.dtype] * (2 if m * n < 32 else 1) * (2 if fused else 1) + 6e-8 * k**0.5
 

@@ -151,6 +151,8 @@ def test_through_ctypes_it_is_the_same(ops, monkeypatch):
     w, tile = sparse24.weight(40, 256), (2, 1, 1, 2)
     want = ops.sparse_linear_table(x16 := torch.randn(6, 256).bfloat16(), *w, bias, ARCH, *tile)
     assert torch.equal(csrc._through_ctypes("sparse_linear_table", (x16,), w[:3], w[3], bias, ARCH, tile), want)
+    want = ops.sparse_linear_wide_fp8(*x8, *w, bias, ARCH, 64, 1)
+    assert torch.equal(csrc._through_ctypes("sparse_linear_wide_fp8", x8, w[:3], w[3], bias, ARCH, (64, 1)), want)
     want = ops.linear_wide_fp8(*x8, q, s, g, bias, ARCH, 0, 0, 24)
     assert torch.equal(csrc._through_ctypes("linear_wide_fp8", x8, (q, s), g, bias, ARCH, (), (24,)), want)
 
@@ -237,6 +239,28 @@ def test_activations_in_e4m3(ops):
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.linear_wide_fp8(*bad, *(None, ARCH)[len(bad) - 5 :])
+
+
+def test_activations_in_e4m3_and_a_sparse_weight(ops):
+    w, bias = sparse24.weight(70, 512), torch.randn(70).bfloat16()
+    x = quantize_rows_fp8.reference(torch.randn(130, 512) * torch.logspace(-3, 3, 130)[:, None])
+    w8 = torch.ops.fp4.sparse_dequantize_fp8(*w[:3]).double() * (w[3].double() / dequantize_fp8.WEIGHT_FACTOR)
+    for tile in ((), (128, 1), (256, 0)):
+        y = ops.sparse_linear_wide_fp8(*x, *w, bias, ARCH, *tile)
+        assert y.dtype == torch.bfloat16
+        assert error(y, (x[0].double() * x[1].double()) @ w8.T + bias.double()) <= 2.5e-3, tile
+    args = (*x, *w)
+    torch.library.opcheck(
+        ops.sparse_linear_wide_fp8, (*args, bias, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
+    assert ops.sparse_linear_wide_fp8(x[0][:0], x[1][:0], *w, None, ARCH).shape == (0, 70)
+    for words, bad in {
+        "does not fit M, N and K": (*args[:3], args[3][:, :5], *args[4:]),
+        "are float8_e4m3fn": (x[0].bfloat16(), *args[1:]),
+        "cudaError 9": (*args, None, ARCH, 32, 1),
+    }.items():
+        with pytest.raises(RuntimeError, match=words):
+            ops.sparse_linear_wide_fp8(*bad, *(None, ARCH)[len(bad) - 6 :])
 
 
 def test_opcheck(ops):

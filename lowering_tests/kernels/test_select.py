@@ -80,7 +80,7 @@ def test_every_launcher_and_lowering_exists():
         assert kernels <= set(lowered) | linear.CALLED
     assert {row.kernel for row in ROWS if row.op in ("moe", "sparse_moe")} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
     finishes = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear": "plain", "sparse_linear": None, "linear_w4a4": None, "moe": None}
-    assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc and row.csrc != "linear_wide_fp8")
+    assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc and row.regime != "wide_fp8")
     assert {row.kernel for row in ROWS if row.op == "linear_w4a4" and row.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
 
 
@@ -291,6 +291,27 @@ def test_fp8_products_without_a_transient_weight():
     large = plan(Call("linear", 90, torch.bfloat16, 8192, 4096), DEFAULT)
     assert [large.pick(m).kernel for m in (17, 64, 65, 128)] == ["cuda_wide", "cuda_wide", fused, fused]
     off = plan(Call("linear", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"wide_fp8": 0}))
+    assert off.pick(512).kernel == transient
+
+
+def test_fp8_products_of_a_sparse_weight():
+    """As of a dense one; where rows of W are not in sixteens, too, as far as the kernel goes."""
+    wide, fused, transient = "cuda_sparse_wide", "cuda_sparse_wide_fp8", "sparse_dequantize_fp8 + scaled_mm"
+    for fields, kernels in (
+        ({}, [wide, wide, fused, fused, transient]),
+        ({"large_m": "fp8"}, [wide, wide, fused, fused, transient]),
+        ({"large_m": "bf16"}, [wide, wide, wide, "sparse_dequantize + mm", "sparse_dequantize + mm"]),
+        ({"dtype": torch.float16}, [wide, wide, wide, "sparse_dequantize + mm", "sparse_dequantize + mm"]),
+        ({"n": 8192}, [wide] + [fused] * 3 + [transient]),
+        ({"n": 2**15}, [fused] * 4 + [transient]),
+        ({"n": 250}, [wide, wide, fused, fused, "sparse_dequantize + mm"]),
+        ({"k": 4096 + 64}, ["triton_sparse_mid"] + [transient] * 4),
+        ({"arch": 100}, ["triton_sparse_mid"] + [transient] * 4),
+        ({"csrc": "no nvcc"}, ["triton_sparse_mid"] + [transient] * 4),
+    ):
+        call = Call(**{"op": "sparse_linear", "arch": 90, "dtype": torch.bfloat16, "n": 4096, "k": 4096, **fields})
+        assert [plan(call, DEFAULT).pick(m).kernel for m in (64, 256, 257, 8192, 8193)] == kernels, fields
+    off = plan(Call("sparse_linear", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"wide_fp8": 0}))
     assert off.pick(512).kernel == transient
 
 

@@ -62,8 +62,8 @@ class CudaWideConfig:
 
 @dataclass(frozen=True)
 class WideFP8Config:
-    """Tile of ``csrc/gemm/linear_wide_fp8.cu``: ``tokens`` a block, ``splits`` clusters that share a tile's K; 0: clusters take equal shares of all
-    tiles' steps."""
+    """Tile of ``csrc/gemm/linear_wide_fp8.cu`` and ``csrc/sparse/sparse_linear_wide_fp8.cu``: ``tokens`` a block, ``splits`` clusters that share a tile's K;
+    0: clusters take equal shares of all tiles' steps."""
 
     tokens: int
     splits: int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..linear import configs as dense
-from ..linear.configs import MidConfig
+from ..linear.configs import MidConfig, WideFP8Config
 
 __all__ = [
     "GemvConfig",
@@ -18,6 +18,7 @@ __all__ = [
     "SparseSmallConfig",
     "SparseTableConfig",
     "SparseWideConfig",
+    "WideFP8Config",
     "gemv",
     "gemv_choices",
     "gemv_constants",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...formats import sparse24
 from ...ops import sparse_linear as contract
 from ...ops.dequantize_fp8 import scaled_product
-from .. import host
+from .. import csrc, host
 from ..linear.launch import by_rows
 from . import configs
 from .triton_gemv import sparse_gemv
@@ -60,6 +61,14 @@ def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_sca
     return scaled_product(x8, x_scale, fp4.sparse_dequantize_fp8(values, meta, scale), global_scale, x.dtype, bias)
 
 
+def wide_fp8(
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.WideFP8Config | None = None
+) -> Tensor:
+    """As :func:`large_fp8` without a transient weight; see ``csrc/sparse/sparse_linear_wide_fp8.cu``. The bias is added in the kernel."""
+    rows = fp4.quantize_rows_fp8(x)
+    return csrc.call("sparse_linear_wide_fp8", rows, (values, meta, scale), global_scale, bias, host.arch(x.device), astuple(tile) if tile else ())
+
+
 def large_dense(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Many rows through a transient weight in ``x.dtype``."""
     return torch.nn.functional.linear(x, fp4.sparse_dequantize(values, meta, scale, global_scale, x.dtype), bias)
@@ -70,6 +79,7 @@ LAUNCHERS: dict[str, Callable[..., Tensor]] = {
     "cuda_sparse_small": small,
     "cuda_sparse_table": table,
     "cuda_sparse_wide": wide,
+    "cuda_sparse_wide_fp8": wide_fp8,
     "triton_sparse_mid": mid,
     "sparse_dequantize_fp8 + scaled_mm": large_fp8,
     "sparse_dequantize + mm": large_dense,

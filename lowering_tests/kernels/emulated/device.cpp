@@ -43,18 +43,37 @@ void accumulate(Operands** lanes, int k, const double (&a)[16][32]) {
     }
 }
 
+unsigned ordered(unsigned nibble) {
+  if ((nibble & 3) >= nibble >> 2) emulated::fail("sparse mma: metadata %u is not ordered", nibble);
+  return nibble;
+}
+
 // 2:4-sparse A: register r of lane 4g + t holds the two kept numbers of row g + 8 (r % 2), group of four t + 4 (r / 2).
 // Lane 4g + 2 selector holds the metadata of k 0..15 of rows g (low half) and g + 8, the next one that of k 16..31. The same for the warps of a wgmma.
-void spread(bool half, const uint32_t* const (&registers)[32], const uint32_t (&metas)[32], int selector, double (&a)[16][32]) {
+template <int K>
+void spread(bool half, const uint32_t* const (&registers)[32], const uint32_t (&metas)[32], int selector, double (&a)[16][K]) {
   memset(a, 0, sizeof a);
   for (int lane = 0; lane < 32; ++lane)
     for (int r = 0; r < 4; ++r) {
       const int row = lane / 4 + r % 2 * 8, group = lane % 4 + r / 2 * 4;
-      const unsigned nibble = metas[lane / 4 * 4 + 2 * selector + group / 4] >> (16 * (r % 2) + 4 * (group % 4)) & 15;
-      if ((nibble & 3) >= nibble >> 2) emulated::fail("sparse mma: metadata %u is not ordered", nibble);
+      const unsigned nibble = ordered(metas[lane / 4 * 4 + 2 * selector + group / 4] >> (16 * (r % 2) + 4 * (group % 4)) & 15);
       a[row][4 * group + (nibble & 3)] = value(half, registers[lane][r], 0);
       a[row][4 * group + (nibble >> 2)] = value(half, registers[lane][r], 1);
     }
+}
+
+// The same in E4M3: four kept numbers a register, of the groups 2 t + 8 (r / 2) and the next one. Lane 4g + t holds the metadata of row g + 8 (t % 2), groups
+// 8 (t / 2) .. + 7.
+void spread_e4m3(const uint32_t* const (&registers)[32], const uint32_t (&metas)[32], double (&a)[16][64]) {
+  memset(a, 0, sizeof a);
+  for (int lane = 0; lane < 32; ++lane)
+    for (int r = 0; r < 4; ++r)
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane / 4 + r % 2 * 8, group = lane % 4 * 2 + r / 2 * 8 + i;
+        const unsigned nibble = ordered(metas[lane / 4 * 4 + row / 8 + group / 8 * 2] >> 4 * (group % 8) & 15);
+        a[row][4 * group + (nibble & 3)] = emulated::from_e4m3(registers[lane][r] >> (16 * i) & 255);
+        a[row][4 * group + (nibble >> 2)] = emulated::from_e4m3(registers[lane][r] >> (16 * i + 8) & 255);
+      }
 }
 
 }  // namespace
@@ -238,12 +257,15 @@ void wgmma_wait_until(int open) {
               for (int i = 0; i < 4 * per; ++i) b[(4 * per * c + i) * 8 * p.tiles + n] = number(p.type, words[i / per], i % per);
             }
           for (int w = 0; w < 4; ++w) {
-            double a[16][32];
+            double a[16][64];
             if (sparse) {
               const uint32_t* registers[32];
               uint32_t metas[32];
               for (int lane = 0; lane < 32; ++lane) registers[lane] = p.a[32 * w + lane], metas[lane] = p.meta[32 * w + lane];
-              spread(p.type == kFloat16, registers, metas, p.selector, a);
+              if (p.type == kE4M3)
+                spread_e4m3(registers, metas, a);
+              else
+                spread(p.type == kFloat16, registers, metas, p.selector, a);
             } else {
               for (int lane = 0; lane < 32; ++lane)
                 for (int r = 0; r < 4; ++r)

@@ -1,0 +1,155 @@
+"""csrc/sparse/sparse_linear_wide_fp8.cu on a CPU (emulator.py): the codes of fp4.sparse_dequantize_fp8, every tile over tails, and what a broken kernel is
+caught by. What it shares with gemm/linear_wide_fp8.cu is tested there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+from fp4_inductor._sources import csrc_dir
+from fp4_inductor.ops import quantize_rows_fp8
+from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.sparse24 import LEGAL, picks, weight
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
+SOURCE = "sparse/sparse_linear_wide_fp8.cu"
+NINE = ("-DFP4_EMULATED_SMS=9",)  # four clusters
+TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STREAMED"))]
+TOLERANCE = 2.5e-3  # of products of the same codes: rounding to bfloat16
+WEIGHT = (2, 3, 4)  # of x8, x_scale, values, meta, scale, global_scale, bias
+
+
+def tokens(m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_rows_fp8.reference(torch.randn(m, k))
+
+
+def run(x, w, bias, tile, seed: int = 0, kernel: Emulated | None = None, early: bool = False) -> torch.Tensor:
+    kernel = kernel or emulated(SOURCE, 90, NINE)
+    (m, k), n = x[0].shape, w[0].shape[0]
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
+    numbers = (m, n, k, 0, int(early), *tile)
+    return kernel.call(kernel.function, (*x, *w, bias), out, *numbers, seed=seed, constants=WEIGHT if early else (), scratch=kernel.scratch)
+
+
+def e4m3_weight(w) -> torch.Tensor:
+    return torch.ops.fp4.sparse_dequantize_fp8(*w[:3]).float()
+
+
+def error(y, x, w, bias=None) -> float:
+    r = (x[0].double() * x[1].double()) @ (e4m3_weight(w).double() * (w[3].double() / WEIGHT_FACTOR)).T
+    r = r if bias is None else r + bias.double()
+    distance = ((y.double() - r).norm() / r.norm()).item()
+    return distance if distance == distance else float("inf")
+
+
+def one_hot(m: int, k: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token i picks k = first + i: a column of the result is one of the E4M3 weight."""
+    x = torch.zeros(m, k)
+    x[torch.arange(m), first + torch.arange(m)] = 1
+    return x.to(torch.float8_e4m3fn), torch.ones(m, 1)
+
+
+def test_every_code_with_every_scale_in_every_pattern_is_that_of_the_transient_weight():
+    values = torch.arange(256, dtype=torch.uint8).repeat(127, 1)[:, torch.randperm(256)].contiguous()
+    scale = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 64).contiguous().view(torch.float8_e4m3fn)
+    meta = LEGAL[torch.randint(0, 6, (127, 128))] | LEGAL[torch.randint(0, 6, (127, 128))] << 4
+    w = (values, meta, scale, torch.tensor(WEIGHT_FACTOR))
+    for tile, first in (((256, 1), 0), ((256, 2), 512), ((256, 0), 256), ((128, 0), 896)):
+        y = run(one_hot(tile[0], 1024, first), w, None, tile)
+        assert torch.equal(y.float(), e4m3_weight(w)[:, first : first + tile[0]].T), tile
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_and_tails(tile):
+    """Whole tiles, shares of them, fewer tiles than clusters; N that no run of columns divides. Where K is split all clusters run at once."""
+    most = ((tile[0] + 6, 520), (tile[0], 260), (tile[0] - 3, 250))[tile[1] // 2]
+    for i, (m, n, k) in enumerate(((5, 33, 1024), (*most, 1280), (tile[0] if tile[1] > 1 else 2 * tile[0] + 1, 255, 1280))):
+        x, w, bias = tokens(m, k), weight(n, k), torch.randn(n).bfloat16() if i else None
+        assert error(run(x, w, bias, tile), x, w, bias) <= TOLERANCE, (m, n, k)
+
+
+def test_it_chooses_a_tile_for_every_size():
+    for m, n, k in ((1, 17, 256), (130, 40, 1024), (200, 300, 512), (257, 100, 256), (300, 700, 4352), (700, 130, 768)):
+        x, w = tokens(m, k), weight(n, k)
+        assert error(run(x, w, None, (0, 0)), x, w) <= TOLERANCE, (m, n, k)
+
+
+@pytest.mark.parametrize("nibble", LEGAL.tolist())
+def test_one_pattern_everywhere(nibble):
+    x, w = tokens(40, 512), weight(17, 512, torch.full((17, 128), nibble, dtype=torch.uint8))
+    assert error(run(x, w, None, (64, 1)), x, w) <= TOLERANCE
+
+
+def test_a_single_kept_value_at_every_place():
+    x, w = tokens(20, 512), picks(512)
+    y = run((x[0], torch.ones(20, 1)), (*w[:3], torch.tensor(1.0)), None, (64, 1))
+    assert torch.equal(y.float(), x[0].float())
+
+
+@pytest.mark.parametrize("tile", [(128, 0), (192, 4), (256, 1)], ids=str)
+def test_no_order_of_threads_changes_a_bit_and_a_bad_token_spoils_its_own_row_only(tile):
+    x, w = tokens(24, 1280), weight(200, 1280)
+    y = run(x, w, None, tile)
+    assert torch.equal(run(x, w, None, tile, seed=7), y)
+    spoiled = x[0].clone()
+    spoiled[3, -1] = float("nan")
+    z = run((spoiled, x[1]), w, None, tile)
+    keep = [i for i in range(24) if i != 3]
+    assert torch.equal(z[keep], y[keep])
+    assert z[3][e4m3_weight(w)[:, -1] != 0].isnan().all()
+
+
+@pytest.mark.parametrize("tile", [(64, 0), (128, 2), (64, 1)], ids=str)
+def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(tile):
+    x, w, bias = tokens(20, 1024), weight(97, 1024), torch.randn(97).bfloat16()
+    assert torch.equal(run(x, w, bias, tile, early=True), run(x, w, bias, tile))
+
+
+def test_arguments_that_it_does_not_take():
+    kernel = emulated(SOURCE, 90, NINE)
+    for m, n, k, dtype, tile in (
+        (0, 8, 256, 0, (256, 1)),
+        (1, 0, 256, 0, (256, 1)),
+        (1, 8, 192, 0, (256, 1)),
+        (1, 8, 256, 1, (256, 1)),
+        (1, 8, 256, 0, (32, 1)),
+        (1, 8, 256, 0, (256, 2)),  # one step cannot be shared
+        (1, 1300, 1024, 0, (256, 4)),  # not all clusters at once
+    ):
+        with pytest.raises(EmulatorError, match="status"):
+            kernel.call(kernel.function, (None,) * 7, torch.empty(1), m, n, k, dtype, 0, *tile, scratch=kernel.scratch)
+
+
+# --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------
+BROKEN = {
+    "metadata of rows past N": ("meta_row < rows ? 0 : 0x44444444", "0", "metadata 0 is not ordered"),
+    "metadata of the other half": ("+ (t >> 1) * 4);", "+ (t & 1) * 4);", None),
+    "metadata of the other row": ("meta_row = g + 8 * (t & 1);", "meta_row = g + 8 * (t >> 1);", None),
+    "swizzle of the values forgotten": ("(g >> 1 & 3) * 16 + 2 * t", "2 * t", None),
+    "swizzle of the metadata forgotten": (" + (g >> 2 & 1) * 16 + (t >> 1) * 4", " + (t >> 1) * 4", None),
+    "the other scale": ("0x6420 + 0x1111 * (t >> 1)", "0x6420 + 0x1111 * (t & 1)", None),
+    "signs lost": ("masked_or<0x80808080u>(__byte_perm(codes << 4", "masked_or<0x00808080u>(__byte_perm(codes << 4", None),
+    "activations of the next half": ("tile_of(x, 64 * i)", "tile_of(x, 64 * (i ^ 1))", None),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case, tmp_path):
+    old, new, words = BROKEN[case]
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    source = tmp_path / "csrc" / SOURCE
+    text = source.read_text()
+    assert text.count(old) == 1, "the line to break is gone"
+    source.write_text(re.sub(r"TILE\((192|256), \d\)|STREAMED\((192|256)\)", "", text.replace(old, new)))  # fewer tiles compile faster
+    kernel = Emulated(source, 90, (*NINE, *(emulator.QUICK if words else ())))
+    x, w = tokens(40, 512), weight(100, 512)
+    if words is None:
+        assert error(run(x, w, None, (64, 1), kernel=kernel), x, w) > 0.02
+        return
+    with pytest.raises(EmulatorError, match=words):
+        run(x, w, None, (64, 1), kernel=kernel)
