@@ -13,19 +13,6 @@ namespace {
 using namespace fp4;
 using T = __nv_bfloat16;
 
-// Everything but the tile. type of ids and map: 1 is int64; of the router's weights: 0 bfloat16, 1 float16, 2 float32.
-struct Layer {
-  const T* x;
-  Ids ids, map;
-  Factors weights;
-  const uint8_t *codes[2], *scale[2];  // of gate_up [E, 2 I, K] and down [E, N, I]
-  const float* global_scale[2];
-  T* y;
-  int tokens, top_k, E, K, I, N, map_size;
-  Between between;
-  int pairs() const { return tokens * top_k; }
-};
-
 // What a call writes besides y, for tiles of so many tokens; gathered: x once a token. workspace_bytes() of kernels/moe/grouped_wide.py has the same sum.
 struct Workspace {
   uint8_t *x, *h;
