@@ -113,9 +113,6 @@ extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weig
                                 const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
                                 void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha,
                                 float limit, int more, int interleaved, int tile, int64_t workspace_bytes, void* workspace, void* stream) {
-  if (tokens < 1 || top_k < 1 || (int64_t)tokens * top_k > 1 << 20 || K > 1 << 15 || I > 1 << 15 || E < 1 || E > kMostExperts || K < 64 || K % 64 || I < 64 || I % 64 || N < 8 || N % 8)
-    return cudaErrorInvalidValue;
-  if ((int64_t)E * 2 * I > INT32_MAX || (int64_t)E * N > INT32_MAX || weights_type < 0 || weights_type > 2) return cudaErrorInvalidValue;
   const Layer l{(const T*)x,
                 {ids, ids_type},
                 {map, map_type},
@@ -132,5 +129,5 @@ extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weig
                 N,
                 map_size,
                 {(const T*)gate_up_bias, (const T*)down_bias, alpha, limit, more, interleaved}};
-  return by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream);
+  return l.fits() ? by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream) : cudaErrorInvalidValue;
 }

@@ -36,6 +36,10 @@ struct Layer {
   int tokens, top_k, E, K, I, N, map_size;
   Between between;
   int pairs() const { return tokens * top_k; }
+  bool fits() const {
+    return tokens >= 1 && top_k >= 1 && (int64_t)tokens * top_k <= 1 << 20 && E >= 1 && E <= kMostExperts && K >= 64 && K <= 1 << 15 && K % 64 == 0 && I >= 64 &&
+           I <= 1 << 15 && I % 64 == 0 && N >= 8 && N % 8 == 0 && (int64_t)E * 2 * I <= INT32_MAX && (int64_t)E * N <= INT32_MAX && weights.type >= 0 && weights.type <= 2;
+  }
 };
 
 // GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
