@@ -57,8 +57,8 @@ __device__ __forceinline__ void multiply_step_fp8(float (&acc)[TILES][4], const 
 }
 
 // Tokens 8 FROM .. 8 TO - 1 of a warp's rows n0 .. n0 + 15 of W, the tile's first token being row m0 of y [M, N]: sums * unit * scale of the token + added, units and
-// added of the lane's rows g and g + 8. staging: AT_ONCE times 256 bytes of the warp's; token_scales: of the tile's tokens.
-template <int FROM, int TO, int AT_ONCE = 8, int TILES>
+// added of the lane's rows g and g + 8. staging: 2048 bytes of the warp's; token_scales: of the tile's tokens.
+template <int FROM, int TO, int TILES>
 __device__ __forceinline__ void store_tokens(const float (&acc)[TILES][4], const float (&units)[2], const float (&added)[2], const float* token_scales, uint8_t* staging,
                                              __nv_bfloat16* __restrict__ y, int m0, int M, int n0, int N) {
   const int lane = threadIdx.x & 31, t = lane & 3;
@@ -66,9 +66,9 @@ __device__ __forceinline__ void store_tokens(const float (&acc)[TILES][4], const
   const Shared to = shared_address(staging) + (8 * (lane >> 4) + (lane & 7)) * 32 + ((lane >> 3 & 1) ^ (lane >> 2 & 1)) * 16;
   const int token = lane >> 1, n = n0 + 8 * ((lane & 1) ^ (token >> 2 & 1));
 #pragma unroll
-  for (int i0 = FROM; i0 < TO; i0 += AT_ONCE) {
+  for (int i0 = FROM; i0 < TO; i0 += 8) {
 #pragma unroll
-    for (int i = i0; i < (i0 + AT_ONCE < TO ? i0 + AT_ONCE : TO); i += 2) {
+    for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
       uint32_t pairs[4];
 #pragma unroll
       for (int d = 0; d < 2; ++d)
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_tokens(const float (&acc)[TILES][4], const
     }
     __syncwarp();
 #pragma unroll
-    for (int i = i0; i < (i0 + AT_ONCE < TO ? i0 + AT_ONCE : TO); i += 2) {
+    for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
       const uint4 v = *(const uint4*)(staging + (i - i0) * 256 + lane * 16);
       const int m = m0 + 8 * i + token;
       if (m >= M || n >= N) continue;

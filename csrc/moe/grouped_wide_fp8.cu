@@ -50,8 +50,8 @@ template <int... N> cudaError_t token_maps(TokenMaps<sizeof...(N)>& maps, const 
   return status;
 }
 
-template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, int BLOCKS, typename SIZES> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
-  using S = StagesFP8<SIZES::kMost, W_STAGES, X_STAGES, BLOCKS>;
+template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, typename SIZES> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+  using S = StagesFP8<SIZES::kMost, W_STAGES, X_STAGES>;
   const int64_t N = UP ? l.I : l.N, columns = (UP ? S::kRows / 2 : S::kRows) * S::kBlocks;
   const int K = UP ? l.K : l.I, groups = (int)((N + columns - 1) / columns);
   TileMap maps[4];
@@ -65,20 +65,19 @@ template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, int BLOCKS, typename
   }
   if (status != cudaSuccess) return status;
   if (!MAPPED) maps[2] = maps[0], maps[3] = maps[1];
-  return launch_second(product_fp8<UP, MAPPED, W_STAGES, X_STAGES, BLOCKS, SIZES>, dim3(multiprocessors() / S::kBlocks * BLOCKS, 1, S::kBlocks), S::kThreads, S::kBytes, S::kBlocks, stream,
+  return launch_second(product_fp8<UP, MAPPED, W_STAGES, X_STAGES, SIZES>, dim3(multiprocessors() / S::kBlocks, 1, S::kBlocks), S::kThreads, S::kBytes, S::kBlocks, stream,
                        maps[0], maps[1], maps[2], maps[3], tokens, l.scale[!UP], space.scale, space.routed, l.global_scale[!UP], UP ? space.h : space.out, (int)N, K,
                        groups, l.between);
 }
 
-// Where no map takes the scales one block an SM has the stages of both.
-template <bool UP, int W_STAGES, int X_STAGES, int BLOCKS, typename SIZES> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+template <bool UP, int W_STAGES, int X_STAGES, typename SIZES> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
   const bool mapped = (UP ? l.K : l.I) % kWideK == 0 && (uintptr_t)l.scale[!UP] % 16 == 0;
-  return mapped ? run<UP, true, W_STAGES, X_STAGES, BLOCKS, SIZES>(l, space, stream)
-                : run<UP, false, BLOCKS * W_STAGES, BLOCKS * X_STAGES, 1, SIZES>(l, space, stream);
+  return mapped ? run<UP, true, W_STAGES, X_STAGES, SIZES>(l, space, stream)
+                : run<UP, false, W_STAGES, X_STAGES, SIZES>(l, space, stream);
 }
 
-// Blocks an SM, stages of weights and of half steps of activations; numbers of tokens.
-template <int BLOCKS, int W_STAGES, int X_STAGES, int... N> cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+// Stages of weights and of half steps of activations; numbers of tokens.
+template <int W_STAGES, int X_STAGES, int... N> cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
   using SIZES = Sizes<N...>;
   const Workspace space((uint8_t*)workspace, l, SIZES::kMost);
   if (space.bytes > bytes) return cudaErrorInvalidValue;
@@ -86,24 +85,21 @@ template <int BLOCKS, int W_STAGES, int X_STAGES, int... N> cudaError_t layer(co
   cudaError_t status = launch(route<T>, dim3(1, 1, routing), kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E,
                               SIZES::kMost, nullptr, nullptr, 0, 0);
   if (status == cudaSuccess) status = round_rows_of<false>(l.x, space, l.tokens, l.K, l.top_k, stream);
-  if (status == cudaSuccess) status = run<true, W_STAGES, X_STAGES, BLOCKS, SIZES>(l, space, stream);
+  if (status == cudaSuccess) status = run<true, W_STAGES, X_STAGES, SIZES>(l, space, stream);
   if (status == cudaSuccess) status = round_rows_of<true>(space.h, space, l.pairs(), l.I, l.top_k, stream);
-  if (status == cudaSuccess) status = run<false, W_STAGES, X_STAGES, BLOCKS, SIZES>(l, space, stream);
+  if (status == cudaSuccess) status = run<false, W_STAGES, X_STAGES, SIZES>(l, space, stream);
   if (status != cudaSuccess) return status;
   return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
 }
 
 cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
-#define TILE(number, ...) \
-  if (tile == number) return layer<__VA_ARGS__, number / 8 * 8>(l, workspace, bytes, stream);
-  TILE(64, 1, 6, 8, 32)
-  TILE(65, 2, 4, 4, 32)
-  TILE(96, 1, 6, 8, 64, 80)
-  TILE(97, 2, 3, 4, 64, 80)
-  TILE(128, 1, 4, 8, 64, 80, 96)
-  TILE(129, 2, 3, 3, 64, 80, 96)
-  TILE(192, 1, 3, 6, 96, 128, 144, 160)
-  TILE(256, 1, 4, 4, 128, 192)
+#define TILE(most, ...) \
+  if (tile == most) return layer<__VA_ARGS__, most>(l, workspace, bytes, stream);
+  TILE(64, 6, 8, 32)
+  TILE(96, 6, 8, 64, 80)
+  TILE(128, 4, 8, 64, 80, 96)
+  TILE(192, 3, 6, 96, 128, 144, 160)
+  TILE(256, 4, 4, 128, 192)
 #undef TILE
   return cudaErrorInvalidConfiguration;
 }

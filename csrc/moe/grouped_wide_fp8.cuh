@@ -82,26 +82,25 @@ template <int COUNT> struct TokenMaps {
   TileMap of[COUNT];
 };
 
-// BLOCKS an SM: two share its registers and fetch by one warp.
-template <int TOKENS, int W_STAGES, int X_STAGES, int BLOCKS> struct StagesFP8 {
-  static constexpr int kRows = 128, kBlocks = 2, kConsumers = 256, kThreads = kConsumers + (BLOCKS == 2 ? 32 : 128);
+template <int TOKENS, int W_STAGES, int X_STAGES> struct StagesFP8 {
+  static constexpr int kRows = 128, kBlocks = 2, kConsumers = 256, kThreads = kConsumers + 128;
   static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * 16, kHalf = TOKENS * 128;  // X_STAGES: of half steps
-  static constexpr int kAtOnce = 16 / BLOCKS, kStaging = W_STAGES * kWeights + X_STAGES * kHalf;  // tiles of eight tokens staged at once, 512 bytes each
-  static constexpr int kScales = kStaging + 2 * kAtOnce * 512, kCounters = kScales + 2 * TOKENS * 4, kBytes = kCounters + 16 * W_STAGES + 16 * X_STAGES;
-  static_assert(BLOCKS * (kBytes + 1024) <= 228 * 1024 && kBytes <= 227 * 1024, "does not fit shared memory");
+  static constexpr int kStaging = W_STAGES * kWeights + X_STAGES * kHalf, kScales = kStaging + kConsumers / 32 * 2048;
+  static constexpr int kCounters = kScales + 2 * TOKENS * 4, kBytes = kCounters + 16 * W_STAGES + 16 * X_STAGES;
+  static_assert(kBytes <= 227 * 1024, "does not fit shared memory");
 };
 
 // act(gate) * up of a warpgroup's 32 outputs n0 .. n0 + 31 of `count` tokens, the tile's first being row m0 of h [., N]; the caller's warp has eight of them, and
-// a lane's rows g are gates, g + 8 ups. staging: AT_ONCE times 512 bytes of the warpgroup's, barrier `id` its own.
-template <int AT_ONCE, int TILES>
+// a lane's rows g are gates, g + 8 ups. staging: 8192 bytes of the warpgroup's, barrier `id` its own.
+template <int TILES>
 __device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], float unit, const float (&bias)[2], const float* token_scales, const Between& between,
                                                 uint8_t* staging, int id, __nv_bfloat16* __restrict__ h, int m0, int count, int n0, int N) {
   const int lane = threadIdx.x & 31, t = lane & 3, quarter = threadIdx.x >> 5 & 3;
   // Rows of 64 bytes, a token each; chunk c of token m lies at c ^ m / 2 % 4, so that eight rows lie in different banks.
   const Shared to = shared_address(staging) + lane * 64 + (quarter ^ (lane >> 1 & 3)) * 16;
 #pragma unroll
-  for (int i0 = 0; i0 < TILES; i0 += AT_ONCE) {
-    constexpr int kAtOnce = TILES < AT_ONCE ? TILES : AT_ONCE;
+  for (int i0 = 0; i0 < TILES; i0 += 16) {
+    constexpr int kAtOnce = TILES < 16 ? TILES : 16;
 #pragma unroll
     for (int i = 0; i < kAtOnce; i += 4) {
       if (i0 + i >= TILES) break;
@@ -123,20 +122,19 @@ __device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], fl
       const int v = i * 128 + (threadIdx.x & 127), m = v / 4, n = n0 + 8 * (v % 4);
       if (8 * i0 + m < count && n < N) *(uint4*)(h + (size_t)(m0 + 8 * i0 + m) * N + n) = *(const uint4*)(staging + m * 64 + (v % 4 ^ (m >> 1 & 3)) * 16);
     }
-    barrier(id, 128);  // staging is read before it is filled again
+    if (i0 + 16 < TILES) barrier(id, 128);  // staging is read before it is filled again
   }
 }
 
 // Of weights [E, (UP: 2) N, K] and rows of E4M3 sorted by expert, row_bytes(K) each, with scales. out [., N]: UP: act(gate) * up, of 64 outputs a block: the maps
 // are of gates and of ups. MAPPED: maps take the scales (K is a multiple of 256), too; else two warps copy them.
-template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, int BLOCKS, typename SIZES>
-__global__ void __launch_bounds__(BLOCKS == 2 ? 288 : 384, BLOCKS)
+template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, typename SIZES>
+__global__ void __launch_bounds__(384, 1)
     product_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
                 const __grid_constant__ TileMap scales_up, const __grid_constant__ TokenMaps<SIZES::kCount> tokens, const uint8_t* __restrict__ scale,
                 const float* x_scale, const Routed routed, const float* __restrict__ global_scale, __nv_bfloat16* __restrict__ out, int N, int K, int groups,
                 const Between between) {
-  using S = StagesFP8<SIZES::kMost, W_STAGES, X_STAGES, BLOCKS>;
-  static_assert(MAPPED || BLOCKS == 1, "one warp fetches");
+  using S = StagesFP8<SIZES::kMost, W_STAGES, X_STAGES>;
   constexpr int kColumns = UP ? S::kRows / 2 : S::kRows, kHigh = UP ? S::kRows / 2 : 8;  // outputs of a block; rows between the two of a lane
   constexpr int kFewer = MAPPED ? 40 : 56;  // registers of those who fetch
   uint8_t* shared = dynamic_shared();
@@ -157,43 +155,32 @@ __global__ void __launch_bounds__(BLOCKS == 2 ? 288 : 384, BLOCKS)
   Items<SIZES::kMost, true> items(routed, groups);
 
   if (warp >= S::kConsumers / 32) {
-    if (BLOCKS == 1) fewer_registers<kFewer>();
+    fewer_registers<kFewer>();
     Place<W_STAGES> w;
-    Place<X_STAGES> x;
-    auto fetch_weights = [&](int k) {
-      const int n = (items.group * S::kBlocks + rank) * kColumns;
-      const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
-      counter_wait(w_free + 8 * w.i, w.parity ^ 1);
-      counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
-      copy_planes(to, codes, k * 128, n, items.expert, full);
-      if (UP) copy_planes(to + kHigh * 128, codes_up, k * 128, n, items.expert, full);
-      if (MAPPED) copy_planes(to + S::kCodes, scales, k * 16, n, items.expert, full);
-      if (MAPPED && UP) copy_planes(to + S::kCodes + kHigh * 16, scales_up, k * 16, n, items.expert, full);
-      w.next();
-    };
-    auto fetch_activations = [&](const TileMap& rows, int size, int half) {
-      const int mine = size / S::kBlocks * rank;
-      counter_wait(x_free + 8 * x.i, x.parity ^ 1);
-      counter_promise(x_full + 8 * x.i, size * 128);
-      copy_tile_to_cluster(activations + x.i * S::kHalf + mine * 128, rows, half * 128, items.first + mine, x_full + 8 * x.i, (1 << S::kBlocks) - 1);
-      x.next();
-    };
-    if (BLOCKS == 2 && lane == 0) {
-      if (!UP) wait_for_first();
+    if (warp == S::kConsumers / 32 && lane == 0) {  // weights
       while (items.advance()) {
-        const int size = SIZES::size(items.count);
-        const TileMap& rows = tokens.of[SIZES::index(items.count)];
-        for (int k = 0; k < steps; ++k) fetch_weights(k), fetch_activations(rows, size, 2 * k), fetch_activations(rows, size, 2 * k + 1);
+        const int n = (items.group * S::kBlocks + rank) * kColumns;
+        for (int k = 0; k < steps; ++k, w.next()) {
+          const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
+          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
+          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
+          copy_planes(to, codes, k * 128, n, items.expert, full);
+          if (UP) copy_planes(to + kHigh * 128, codes_up, k * 128, n, items.expert, full);
+          if (MAPPED) copy_planes(to + S::kCodes, scales, k * 16, n, items.expert, full);
+          if (MAPPED && UP) copy_planes(to + S::kCodes + kHigh * 16, scales_up, k * 16, n, items.expert, full);
+        }
       }
-    } else if (BLOCKS == 1 && warp == S::kConsumers / 32 && lane == 0) {
-      while (items.advance())
-        for (int k = 0; k < steps; ++k) fetch_weights(k);
-    } else if (BLOCKS == 1 && warp == S::kConsumers / 32 + 1 && lane == 0) {
+    } else if (warp == S::kConsumers / 32 + 1 && lane == 0) {  // activations
+      Place<X_STAGES> x;
       if (!UP) wait_for_first();
       while (items.advance()) {
-        const int size = SIZES::size(items.count);
+        const int size = SIZES::size(items.count), mine = size / S::kBlocks * rank;
         const TileMap& rows = tokens.of[SIZES::index(items.count)];
-        for (int half = 0; half < 2 * steps; ++half) fetch_activations(rows, size, half);
+        for (int half = 0; half < 2 * steps; ++half, x.next()) {
+          counter_wait(x_free + 8 * x.i, x.parity ^ 1);
+          counter_promise(x_full + 8 * x.i, size * 128);
+          copy_tile_to_cluster(activations + x.i * S::kHalf + mine * 128, rows, half * 128, items.first + mine, x_full + 8 * x.i, (1 << S::kBlocks) - 1);
+        }
       }
     } else if (!MAPPED && warp >= S::kConsumers / 32 + 2) {  // scales, four lanes a row
       const int c = threadIdx.x % 4, pitch = K / 16;
@@ -220,13 +207,13 @@ __global__ void __launch_bounds__(BLOCKS == 2 ? 288 : 384, BLOCKS)
     return;
   }
 
-  if (BLOCKS == 1) more_registers<(504 - kFewer) / 2>();
+  more_registers<(504 - kFewer) / 2>();
   if (!UP) wait_for_first();
   const int g = lane >> 2, t = lane & 3, set = uniform(warp >> 2), local = (UP ? 8 : 16) * (4 * set + (warp & 3));  // the warp's first row
   const uint8_t* my_codes[2] = {shared + (local + g) * 128 + ((2 * t) ^ g) * 16, shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16};
   const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
   float* token_scales = (float*)(shared + S::kScales) + set * SIZES::kMost;
-  uint8_t* staging = shared + S::kStaging + (UP ? 4 * set : warp) * (S::kAtOnce * 128);
+  uint8_t* staging = shared + S::kStaging + (UP ? 4 * set : warp) * 2048;
   const __nv_bfloat16* biases = UP ? between.bias : between.down_bias;
   Place<W_STAGES> w;
   Place<X_STAGES> x;
@@ -285,10 +272,10 @@ __global__ void __launch_bounds__(BLOCKS == 2 ? 288 : 384, BLOCKS)
         if (128 * i + thread < kTokens) token_scales[128 * i + thread] = mine[i];
       barrier(1 + set, 128);
       if constexpr (UP) {
-        store_activated<S::kAtOnce>(acc, unit, bias, token_scales, between, staging, 1 + set, out, first, count, n0 + 32 * set, N);
+        store_activated(acc, unit, bias, token_scales, between, staging, 1 + set, out, first, count, n0 + 32 * set, N);
       } else {
         const float units[2] = {unit, unit};
-        store_tokens<0, kTokens / 8, S::kAtOnce / 2>(acc, units, bias, token_scales, staging, out, first, first + count, n0 + local, N);
+        store_tokens<0, kTokens / 8>(acc, units, bias, token_scales, staging, out, first, first + count, n0 + local, N);
       }
     });
   __syncwarp();

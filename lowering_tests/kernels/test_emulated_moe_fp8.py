@@ -1,4 +1,4 @@
-"""csrc/moe/grouped_wide_fp8.cu on a CPU (emulator.py): every tile against the same rounded operands in float64, routing, and what a broken kernel is caught by."""
+"""csrc/moe/grouped_wide_fp8.cu on a CPU (emulator.py): every tile against the same operands in float64, routing, and what a broken kernel is caught by."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from lowering_tests.kernels.test_emulated_moe import BF16, CODE, GPT_OSS, SILU, 
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/grouped_wide_fp8.cu"
-TILES = {tile[0]: [*tile[4:], tile[0] // 8 * 8] for tile in tiles_of(SOURCE)}  # the sizes of each
+TILES = {tile[0]: [*tile[3:], tile[0]] for tile in tiles_of(SOURCE)}  # the sizes of each
 TOLERANCE = 4e-3  # of the same codes: rounding to bfloat16, between the products to one code or its neighbour
 FP8_TWICE = 0.09  # of the layer: rounding to E4M3
 
 
-def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=65, seed=0, space=None) -> torch.Tensor:
+def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=64, seed=0, space=None) -> torch.Tensor:
     (t, h), (e, width), inner = x.shape, parts[3].shape[:2], parts[3].shape[2] * 2
     space = grouped_wide.workspace_bytes_fp8(ids.numel(), e, h, inner, width, tile) if space is None else space
     types = CODE[ids.dtype], CODE[w.dtype], *((0, 0) if expert_map is None else (CODE[expert_map.dtype], expert_map.numel()))
@@ -60,7 +60,7 @@ def error(y, want) -> float:
     return distance if distance == distance else float("inf")
 
 
-def check(x, ids, w, parts, act=SILU, tile=65, bound=TOLERANCE) -> torch.Tensor:
+def check(x, ids, w, parts, act=SILU, tile=64, bound=TOLERANCE) -> torch.Tensor:
     y = run(emulated(SOURCE), x, ids, w, parts, act, tile=tile)
     assert error(y, expected(x, ids, w, parts, act)) <= bound, (x.shape, tile)
     assert error(y, contract.reference(x.float(), ids, w, *parts, *act.arguments()).double()) <= FP8_TWICE
@@ -135,37 +135,40 @@ def test_the_tile_follows_pairs_an_expert():
     assert {grouped_wide.tile_fp8(pairs, 1) for pairs in range(1, 2000)} == set(TILES)
 
 
+TOO_EARLY = "before its asynchronous copy was waited for|nobody wrote"
+GIVES_BACK = "if (frees) counter_arrive_at(last_half, lane);\n              frees"
 # One line of the kernels is broken; the emulator must say so, or the numbers must be wrong.
 BROKEN = {
-    "weights are not waited for": ("        counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "activations are not waited for": ("              counter_wait(x_full + 8 * x.i, x.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "weights are not waited for": ("        counter_wait(w_full + 8 * w.i, w.parity);\n", "", TOO_EARLY),
+    "activations are not waited for": ("              counter_wait(x_full + 8 * x.i, x.parity);\n", "", TOO_EARLY),
     "scales arrive before they are there": ("counter_arrive_behind_copies(w_full", "counter_arrive(w_full", "before its asynchronous copy was waited for"),
-    "one warp does not give tiles back": ("if (frees) counter_arrive_at(last_half, lane);\n              frees", "if (frees && warp) counter_arrive_at(last_half, lane);\n              frees", "deadlock"),
-    "the staging is overwritten": ("    barrier(id, 128);  // staging is read before it is filled again\n", "", "race"),
-    "rows past the pairs are stored": ("if (8 * i0 + m < count && n < N)", "if (n < N)", "outside every allocation|race"),
+    "one warp does not give tiles back": (GIVES_BACK, GIVES_BACK.replace("frees)", "frees && warp)"), "deadlock"),
+    "the staging is overwritten": ("    if (i0 + 16 < TILES) barrier(id, 128);  // staging is read before it is filled again\n", "", "race", 192),
+    "rows past the pairs are stored": ("first, first + count, n0", "first, first + kTokens, n0", "outside every allocation|race"),
     "scales past the weight are read": ("const bool live = n < N && bytes > 0;", "const bool live = bytes > 0;", "outside every allocation"),
     "a block leaves early": ("  cluster_barrier();  // nobody leaves while others may still write to its shared memory\n", "", "ended|left|cluster"),
     "ups are gates": ("copy_planes(to + kHigh * 128, codes_up", "copy_planes(to + kHigh * 128, codes", None),
-    "rounded rows lie as they come": ("unit / 8 * kWideK + unit % 8 * 8;", "unit * 8;", None),
+    "rounded rows lie as they come": ("chunk / 16 * kWideK + chunk % 16 * 4;", "chunk * 4;", None),
     "a warp's maximum is the row's": ("for (int w = 0; w < each / 32; ++w)", "for (int w = 0; w < 0; ++w)", None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_kernel_is_caught(case, tmp_path):
-    old, new, words = BROKEN[case]
+    old, new, words, *tile = BROKEN[case]
+    tile = tile[0] if tile else 64
     shutil.copytree(csrc_dir(), tmp_path / "csrc")
     header = tmp_path / "csrc" / "moe" / "grouped_wide_fp8.cuh"
     assert header.read_text().count(old) == 1, "the line to break is gone"
     header.write_text(header.read_text().replace(old, new))
     source = tmp_path / "csrc" / SOURCE
-    source.write_text(re.sub(r"\n  TILE\((?!64,)[\d, ]+\)", "", source.read_text()))
+    source.write_text(re.sub(rf"\n  TILE\((?!{tile},)[\d, ]+\)", "", source.read_text()))
     kernel = Emulated(source, defines=emulator.QUICK if words else ())
     parts, x = layer(3, 1344, 320, width=264), torch.randn(140, 1344).to(BF16)
     x[:, :64] *= 8
-    given = x, torch.arange(280).view(140, 2) // 94, torch.rand(140, 2), parts
+    given = x, torch.arange(280).view(140, 2) // 94 // (tile // 100 + 1), torch.rand(140, 2), parts
     if words is None:
-        assert not error(run(kernel, *given), expected(*given, SILU)) <= 0.02
+        assert not error(run(kernel, *given, tile=tile), expected(*given, SILU)) <= 0.02
     else:
         with pytest.raises(EmulatorError, match=words):
-            run(kernel, *given)
+            run(kernel, *given, tile=tile)
