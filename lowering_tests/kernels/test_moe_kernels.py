@@ -203,7 +203,7 @@ def test_sparse_experts_take_the_same_regimes(arch, dtype):
 
 def test_thresholds_override_both_bounds():
     call = Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128)
-    options = plan(call, DispatchConfig(thresholds={"decode": 3, "wide": 0, "grouped": 0}))
+    options = plan(call, DispatchConfig(thresholds={"decode": 3, "wide": 0, "wide_fp8": 0, "grouped": 0}))
     assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + triton_grouped_fp8"]
 
 
