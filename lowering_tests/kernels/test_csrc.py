@@ -60,7 +60,7 @@ SOURCES = {
         lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")),
     ),
     "moe/grouped_wide.cu": (
-        (r"HGMMA\.64x8x16\.F32\.BF16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
+        (r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x32x16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
         # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, route, combine
         lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 2,
     ),
