@@ -133,9 +133,9 @@ def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int 
     run(name, f"M={m} N={n} K={k} tile={tile}", arguments, m, n)
 
 
-def moe(tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: int, interleaved: int, biased: bool) -> None:
+def moe(name: str, tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: int, interleaved: int, biased: bool) -> None:
     ids = torch.rand(tokens, experts - 1).topk(top_k).indices.int()  # the last expert has no tokens
-    size = grouped_wide.workspace_bytes(tokens, tokens * top_k, experts, k, inner, n, tile)
+    size = grouped_wide.space(name, tokens, tokens * top_k, experts, k, inner, n, tile)
 
     def arguments(memory: Memory, y):
         weights = [
@@ -149,7 +149,7 @@ def moe(tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile:
         form = ctypes.c_float(1.702 if biased else 1.0), ctypes.c_float(7.0 if biased else 0.0), int(biased), interleaved
         return *head, *weights, *biases, None, y, *sizes, *form, tile, ctypes.c_int64(size), memory.empty(size)
 
-    run("moe_grouped_wide", f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved}", arguments, tokens, n)
+    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved}", arguments, tokens, n)
 
 
 def tiles_of(name: str, macro: str = "TILE") -> list[tuple[int, ...]]:
@@ -184,8 +184,9 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(sparse, "sparse_linear_wide", tokens + 3, 650, 1280, (rows, tokens, groups, splits))
     for tile in ((), *tiles_of("sparse_linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("sparse_linear_wide_fp8", "STREAMED"))):
         yield case(sparse, "sparse_linear_wide_fp8", (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
-    for (tile, *_), (k, inner, form) in itertools.product(tiles_of("moe_grouped_wide"), ((512, 256, 0), (320, 192, 1))):
-        yield "moe_grouped_wide", functools.partial(moe, 150, 3, 9, k, inner, 264, tile, form, bool(form))
+    for name in (grouped_wide.NAME, grouped_wide.FP8):
+        for (tile, *_), (k, inner, form) in itertools.product(tiles_of(name), ((512, 256, 0), (320, 192, 1))):
+            yield case(moe, name, 150, 3, 9, k, inner, 264, tile, form, bool(form))
 
 
 def main() -> None:

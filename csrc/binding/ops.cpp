@@ -200,11 +200,11 @@ Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& r
 }
 
 // x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, biases [E, 2 I] and [E, N]. workspace: bytes that the caller counted.
-template <typename Place>
+template <typename Place, bool FP8>
 Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
                         const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
                         int64_t more, int64_t interleaved, int64_t tile, const Tensor& workspace, int64_t arch) {
-  constexpr const char* op = "moe_grouped_wide";
+  constexpr const char* op = FP8 ? "moe_grouped_wide_fp8" : "moe_grouped_wide";
   auto* f = function<MoeGroupedWide>(op, arch);
   require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && q1.dim() == 3 && s1.dim() == 3 && q2.dim() == 3 && s2.dim() == 3, op, "tokens and their choices have two dimensions, weights three");
   const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * 2, top_k = ids.size(1);
@@ -306,7 +306,8 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("sparse_linear_wide", TORCH_BOX(&fp4::sparse_linear_wide<Place>));   \
     m.impl("sparse_linear_wide_fp8", TORCH_BOX(&fp4::sparse_linear_wide_fp8<Place>)); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
-    m.impl("moe_grouped_wide", TORCH_BOX(&fp4::moe_grouped_wide<Place>));       \
+    m.impl("moe_grouped_wide", TORCH_BOX((&fp4::moe_grouped_wide<Place, false>)));    \
+    m.impl("moe_grouped_wide_fp8", TORCH_BOX((&fp4::moe_grouped_wide<Place, true>))); \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)
 #ifdef FP4_EMULATED

@@ -288,6 +288,12 @@ __device__ __forceinline__ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
   asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f16x2 x, %1; cvt.rn.satfinite.e4m3x2.f16x2 y, %2; mov.b32 %0, {x, y};}" : "=r"(d) : "r"(low), "r"(high));
   return d;
 }
+// Likewise, from float32.
+__device__ __forceinline__ uint32_t round_e4m3(float a, float b, float c, float d) {
+  uint32_t v;
+  asm("{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, %2, %1; cvt.rn.satfinite.e4m3x2.f32 y, %4, %3; mov.b32 %0, {x, y};}" : "=r"(v) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return v;
+}
 
 // __byte_perm(low, high, selector), which the compiler does not take apart; selectors have no bit 3 set.
 __device__ __forceinline__ uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {

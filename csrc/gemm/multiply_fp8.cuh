@@ -78,48 +78,12 @@ struct Out {
   __device__ __forceinline__ float unit(int row) const { return load_float(global_scale + (row >= second) + (row >= third)) * (1.f / kFactor); }
   __device__ __forceinline__ float added(int row) const { return bias && row < N ? __bfloat162float(bias[row]) : 0.f; }
 
-  // Tokens 8 FROM .. 8 TO - 1 of a warp's rows n0 .. n0 + 15. staging: 2048 bytes of the warp's; token_scales: of the tile's tokens.
+  // Tokens 8 FROM .. 8 TO - 1 of a warp's rows n0 .. n0 + 15.
   template <int FROM, int TO, int TILES>
   __device__ __forceinline__ void store(const float (&acc)[TILES][4], const float* token_scales, uint8_t* staging, int m0, int n0) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int g = threadIdx.x >> 2 & 7;
     const float units[2] = {unit(n0 + g), unit(n0 + g + 8)}, more[2] = {added(n0 + g), added(n0 + g + 8)};
-    // Rows of 32 bytes, a token each; the two halves of every other four tokens change places, so that eight rows lie in different banks.
-    const Shared to = shared_address(staging) + (8 * (lane >> 4) + (lane & 7)) * 32 + ((lane >> 3 & 1) ^ (lane >> 2 & 1)) * 16;
-    const int token = lane >> 1, n = n0 + 8 * ((lane & 1) ^ (token >> 2 & 1));
-#pragma unroll
-    for (int i0 = FROM; i0 < TO; i0 += 8) {
-#pragma unroll
-      for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
-        uint32_t pairs[4];
-#pragma unroll
-        for (int d = 0; d < 2; ++d)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float* s = token_scales + 8 * (i + d) + 2 * t;
-            const __nv_bfloat162 pair =
-                __floats2bfloat162_rn(fmaf(acc[i + d][2 * h] * units[h], s[0], more[h]), fmaf(acc[i + d][2 * h + 1] * units[h], s[1], more[h]));
-            pairs[2 * d + h] = *(const uint32_t*)&pair;
-          }
-        store_matrices_transposed(to + (i - i0) * 256, pairs);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
-        const uint4 v = *(const uint4*)(staging + (i - i0) * 256 + lane * 16);
-        const int m = m0 + 8 * i + token;
-        if (m >= M || n >= N) continue;
-        __nv_bfloat16* at = y + (size_t)m * N + n;
-        if (N % 8 == 0) {
-          *(uint4*)at = v;
-        } else {
-          const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int c = 0; c < 8; ++c)
-            if (n + c < N) ((uint16_t*)at)[c] = (uint16_t)(words[c / 2] >> c % 2 * 16);
-        }
-      }
-      __syncwarp();  // staging is read before it is filled again
-    }
+    store_tokens<FROM, TO>(acc, units, more, token_scales, staging, y, m0, M, n0, N);
   }
 };
 

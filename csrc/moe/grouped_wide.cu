@@ -13,19 +13,6 @@ namespace {
 using namespace fp4;
 using T = __nv_bfloat16;
 
-// Everything but the tile. type of ids and map: 1 is int64; of the router's weights: 0 bfloat16, 1 float16, 2 float32.
-struct Layer {
-  const T* x;
-  Ids ids, map;
-  Factors weights;
-  const uint8_t *codes[2], *scale[2];  // of gate_up [E, 2 I, K] and down [E, N, I]
-  const float* global_scale[2];
-  T* y;
-  int tokens, top_k, E, K, I, N, map_size;
-  Between between;
-  int pairs() const { return tokens * top_k; }
-};
-
 // What a call writes besides y, for tiles of so many tokens; gathered: x once a token. workspace_bytes() of kernels/moe/grouped_wide.py has the same sum.
 struct Workspace {
   uint8_t *x, *h;
@@ -126,9 +113,6 @@ extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weig
                                 const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
                                 void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha,
                                 float limit, int more, int interleaved, int tile, int64_t workspace_bytes, void* workspace, void* stream) {
-  if (tokens < 1 || top_k < 1 || (int64_t)tokens * top_k > 1 << 20 || K > 1 << 15 || I > 1 << 15 || E < 1 || E > kMostExperts || K < 64 || K % 64 || I < 64 || I % 64 || N < 8 || N % 8)
-    return cudaErrorInvalidValue;
-  if ((int64_t)E * 2 * I > INT32_MAX || (int64_t)E * N > INT32_MAX || weights_type < 0 || weights_type > 2) return cudaErrorInvalidValue;
   const Layer l{(const T*)x,
                 {ids, ids_type},
                 {map, map_type},
@@ -145,5 +129,5 @@ extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weig
                 N,
                 map_size,
                 {(const T*)gate_up_bias, (const T*)down_bias, alpha, limit, more, interleaved}};
-  return by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream);
+  return l.fits() ? by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream) : cudaErrorInvalidValue;
 }

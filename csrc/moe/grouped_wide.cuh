@@ -25,6 +25,23 @@ struct Between {
   __device__ __forceinline__ int row(int n, int half, int N) const { return interleaved ? 2 * n + half : n + half * N; }
 };
 
+// A call but for its tile. type of ids and map: 1 is int64; of the router's weights: 0 bfloat16, 1 float16, 2 float32.
+struct Layer {
+  const __nv_bfloat16* x;
+  Ids ids, map;
+  Factors weights;
+  const uint8_t *codes[2], *scale[2];  // of gate_up [E, 2 I, K] and down [E, N, I]
+  const float* global_scale[2];
+  __nv_bfloat16* y;
+  int tokens, top_k, E, K, I, N, map_size;
+  Between between;
+  int pairs() const { return tokens * top_k; }
+  bool fits() const {
+    return tokens >= 1 && top_k >= 1 && (int64_t)tokens * top_k <= 1 << 20 && E >= 1 && E <= kMostExperts && K >= 64 && K <= 1 << 15 && K % 64 == 0 && I >= 64 &&
+           I <= 1 << 15 && I % 64 == 0 && N >= 8 && N % 8 == 0 && (int64_t)E * 2 * I <= INT32_MAX && (int64_t)E * N <= INT32_MAX && weights.type >= 0 && weights.type <= 2;
+  }
+};
+
 // GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
 // UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
 // SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads.
@@ -126,8 +143,9 @@ template <int TOKENS> __device__ __forceinline__ void gather_half(Shared to, con
   }
 }
 
-// A block's items, one after the other: the entry of the tile after this one is on its way while this one is worked on.
-template <int TOKENS> struct Items {
+// A block's items, one after the other: the entry of the tile after this one is on its way while this one is worked on. EVEN: an expert's pairs in as many
+// tiles as else, but those of one size, a multiple of 8.
+template <int TOKENS, bool EVEN = false> struct Items {
   const int4* tiles;
   int groups, item, items;
   int4 next;
@@ -139,8 +157,8 @@ template <int TOKENS> struct Items {
   }
   __device__ __forceinline__ bool advance() {
     if (item >= items) return false;
-    const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, t = local % n;
-    group = local / n, expert = next.x, first = next.y + t * TOKENS, count = min(TOKENS, next.z - t * TOKENS), tile = next.w + t;
+    const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, t = local % n, each = EVEN ? (next.z + 8 * n - 1) / (8 * n) * 8 : TOKENS;
+    group = local / n, expert = next.x, first = next.y + t * each, count = min(each, next.z - t * each), tile = next.w + t;
     item += gridDim.x;
     if (item < items) next = __ldcg(tiles + item / groups);
     return true;

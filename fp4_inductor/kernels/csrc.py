@@ -114,6 +114,7 @@ KERNELS = {
 }
 # Of signatures of their own, defined where they are called (kernels/moe/grouped_wide.py).
 KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None)
+KERNELS["moe_grouped_wide_fp8"] = Kernel("moe/grouped_wide_fp8.cu", (), (), "wide_fp8", None)
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}

@@ -255,8 +255,11 @@ _DECODE_90 = _DECODE.split("; without sorting")[0] + (
 )
 _MOE_WIDE = (
     "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "
-    "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; at 256 pairs an expert FP8 weights are as fast or faster: Qwen3-30B 755 for 769, Mixtral 1341 for "
-    "1324, at 15 times the error"
+    "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; above 48 pairs an expert FP8 products take over, at 20 times the error"
+)
+_MOE_WIDE_FP8 = (
+    "rounded to E4M3, weights in registers, never written: Qwen3-30B, T = 1024 and 4096, 191 and 520 us, bfloat16 products 266 and 817; Qwen3-Next, T = 4096, 608 and 840; "
+    "gpt-oss 352 and 1065 (640, 1947); Mixtral 810 and 2450 (1548, 4946). As fast or faster from 32 pairs an expert on, at 20 times the error"
 )
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = (
@@ -455,19 +458,38 @@ ROWS: tuple[Row, ...] = (
         for arch, status, without in (((90, 90), MEASURED, "wide"), ((80, 89), COMPILED, None), ((100, 129), COMPILED, None))
     ),
     Row("moe", "decode", "triton_moe_decode", (90, 90), 4, HALF, _DECODE_90, MEASURED, m_per_expert=1.0),
+    *(
+        Row(
+            "moe",
+            "wide",
+            "cuda_moe_wide",
+            (90, 90),
+            until,
+            BF16,
+            _MOE_WIDE,
+            MEASURED,
+            large_m,
+            k_multiple=64,
+            n_multiple=8,
+            csrc="moe_grouped_wide",
+            m_per_expert=float(until),
+            plain=True,
+        )
+        for until, large_m in ((192, tuple(large_m for large_m in LARGE_M if large_m not in FP8)), (48, FP8))
+    ),
     Row(
         "moe",
-        "wide",
-        "cuda_moe_wide",
+        "wide_fp8",
+        "cuda_moe_wide_fp8",
         (90, 90),
-        192,
+        2**20,
         BF16,
-        _MOE_WIDE,
+        _MOE_WIDE_FP8,
         MEASURED,
+        FP8,
         k_multiple=64,
         n_multiple=8,
-        csrc="moe_grouped_wide",
-        m_per_expert=192.0,
+        csrc="moe_grouped_wide_fp8",
         plain=True,
     ),
     Row("moe", "grouped", "triton_moe_grouped", (90, 90), 64, HALF, _GROUPED, MEASURED, m_per_expert=32.0, without="wide"),

@@ -191,9 +191,11 @@ def test_graph_replay_is_eager_and_every_run_is_the_same(t):
 
 
 @pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
-@pytest.mark.parametrize("tile", [8, 16, 32, 48, 96, 128])
-def test_every_tile_of_the_cuda_kernels(tile):
-    """Tails in all sizes, experts without tokens, one with nearly all; maps; the same bits in every run."""
+@pytest.mark.parametrize(
+    ("kernel", "tile"), [*((launch.wide, tile) for tile in (8, 16, 32, 48, 96, 128)), *((launch.wide_fp8, tile) for tile in (64, 96, 128, 192, 256))]
+)
+def test_every_tile_of_the_cuda_kernels(kernel, tile):
+    """Tails in all sizes, experts without tokens, one with nearly all; maps; the same bits in every run. In FP8 nearly those of transient weights."""
     for e, h, inner, act in (
         (16, 512, 512, Activation()),
         (5, 256, 768, Activation("silu", 1.702, 0.5)),
@@ -212,9 +214,11 @@ def test_every_tile_of_the_cuda_kernels(tile):
             if t == 700:
                 ids[:, 0] = 1
             given = launch.Layer(x, ids, w, parts[:3], parts[3:], biases, act, False, table)
-            got = launch.wide(given, tile)
-            assert error(got, contract.reference(x.float(), ids, w, *parts, *biases, *act.arguments(), False, table).double()) <= BOUND[BF16], (e, h, inner, t)
-            assert all(torch.equal(launch.wide(given, tile), got) for _ in range(20))
+            got, bound = kernel(given, tile), BOUND[BF16] if kernel is launch.wide else FP8_TWICE
+            assert error(got, contract.reference(x.float(), ids, w, *parts, *biases, *act.arguments(), False, table).double()) <= bound, (e, h, inner, t)
+            assert all(torch.equal(kernel(given, tile), got) for _ in range(20))
+            if kernel is launch.wide_fp8:
+                assert error(got, launch.large_fp8(given).double()) <= 0.03
 
 
 def test_another_stream_and_device_guard():
@@ -269,7 +273,7 @@ def test_the_transient_weights_are_bounded(monkeypatch, large_m):
     """And in parts the result is the same."""
     parts = layer(64, 2048, 1024)
     x, (ids, w) = torch.randn(4096, 2048, device=DEVICE).to(BF16), routed(4096, 2, 64)
-    with dispatch(thresholds={"wide": 0, "grouped": 0}):
+    with dispatch(thresholds={"wide": 0, "wide_fp8": 0, "grouped": 0}):
         whole = moe(x, ids, w, *parts, large_m=large_m)
         monkeypatch.setattr(launch.configs, "TRANSIENT_BYTES", 32 << 20)
         moe(x, ids, w, *parts, large_m=large_m)

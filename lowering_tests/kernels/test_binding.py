@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import types
 
@@ -300,9 +301,13 @@ def test_a_moe_layer(ops, monkeypatch):
         y = grouped_wide.call(*args)
         want = moe.reference(x.float(), ids, w, *parts[0], *parts[1], *b, *act.arguments(), False, table)
         assert y.shape == (t, n) and error(y, want.double()) <= 4e-3
+        rounded = grouped_wide.call(*args, fp8=True)
+        assert error(rounded, want.double()) <= 0.09
         with monkeypatch.context() as patched:
-            patched.setattr(grouped_wide.torch.ops.fp4_csrc, grouped_wide.NAME, grouped_wide._through_ctypes)
+            for name in (grouped_wide.NAME, grouped_wide.FP8):
+                patched.setattr(grouped_wide.torch.ops.fp4_csrc, name, functools.partial(grouped_wide._through_ctypes, name))
             assert torch.equal(grouped_wide.call(*args), y)
+            assert torch.equal(grouped_wide.call(*args, fp8=True), rounded)
     form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
     space = torch.empty(grouped_wide.workspace_bytes(t, t * 3, e, h, inner, n, 8), dtype=torch.uint8)
     torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))

@@ -60,9 +60,14 @@ SOURCES = {
         lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")),
     ),
     "moe/grouped_wide.cu": (
-        (r"HGMMA\.64x8x16\.F32\.BF16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
+        (r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x32x16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
         # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, route, combine
         lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 2,
+    ),
+    "moe/grouped_wide_fp8.cu": (
+        (r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3", r"QGMMA\.64x256x32", "E4M3.F32", r"UTMALDG\.3D", r"UTMALDG\.2D\.MULTICAST", "USETMAXREG", "LDGSTS", "STSM"),
+        # tiles x both products x (K of a multiple of 256 or any), rounding of tokens and of sorted rows of four lengths, route, combine
+        lambda arch: 4 * len(tiles_of("moe/grouped_wide_fp8.cu")) + 2 * 4 + 2,
     ),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }
@@ -78,6 +83,7 @@ COMPILED = [
     ("gemm/linear_wide.cu", 90),
     ("gemm/linear_wide_fp8.cu", 90),
     ("moe/grouped_wide.cu", 90),
+    ("moe/grouped_wide_fp8.cu", 90),
     ("gemm/linear_w4a4.cu", 120),
 ]
 # The libraries with more behind their products.
@@ -122,7 +128,7 @@ def check_compiled(source, arch, folder, defines=()):
         assert re.search(instruction, sass), instruction
     # griddepcontrol.wait: of who fetches and who stores, and of the kernels before
     grid_waits = [body.count("ACQBULK") for body in sass.split("Function : ")[1:]]
-    begins = early or wide or source == "moe/grouped_wide.cu"
+    begins = early or wide or source.startswith("moe")
     assert min(grid_waits) >= (early or wide) and (max(grid_waits) > 0) is begins, grid_waits
     assert not ((early or wide) and ".CONSTANT" in "".join(re.findall(r"LDG\.E\.128\S*", sass))), "activations change while an early kernel runs"
     assert not overtaken(sass), "a stage is given back before it is read"
@@ -130,6 +136,8 @@ def check_compiled(source, arch, folder, defines=()):
     # products in flight together: one wait for two or four, and one at the end (of sparse ones one more before each step), where ptxas puts one behind each if
     # it cannot prove the registers free
     waits = {(len(re.findall("[HQ]GMMA", body)), body.count("WARPGROUP.DEPBAR")) for body in sass.split("Function : ")[1:]}
+    if source == "moe/grouped_wide_fp8.cu":  # a loop for each number of tokens
+        waits = {(products // (waited // 5), waited // (waited // 5)) for products, waited in waits if waited}
     assert waits <= {(0, 0), (4, 4), (8, 6 if source.startswith("sparse") else 5), (16, 5), (16, 9), (32, 9)}, waits
 
 

@@ -152,12 +152,15 @@ NO_NVCC = "no CUDA compiler"
 
 
 @pytest.mark.parametrize(("experts", "pairs", "kernel"), [
-    (128, 128, "triton_moe_decode"), (128, 129, "cuda_moe_wide"), (128, 24576, "cuda_moe_wide"), (128, 24577, "dequantize_fp8 + triton_grouped_fp8"),
-    (8, 8, "triton_moe_decode"), (8, 9, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 192, "cuda_moe_wide"),
+    (128, 128, "triton_moe_decode"), (128, 129, "cuda_moe_wide"), (128, 6144, "cuda_moe_wide"), (128, 6145, "cuda_moe_wide_fp8"),
+    (128, 2**20, "cuda_moe_wide_fp8"), (128, 2**20 + 1, "dequantize_fp8 + triton_grouped_fp8"),
+    (8, 8, "triton_moe_decode"), (8, 9, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 48, "cuda_moe_wide"), (1, 49, "cuda_moe_wide_fp8"),
 ])  # fmt: skip
 def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, kernel):
     assert kernels(90, torch.bfloat16, experts, pairs) == [kernel]
-    assert kernels(90, torch.bfloat16, experts, pairs, large_m="bf16") == [kernel.replace("dequantize_fp8 + triton_grouped_fp8", "dequantize + grouped_mm")]
+    most = max(192, 192 * experts)
+    exact = kernel if pairs <= experts else "cuda_moe_wide" if 4 < pairs <= most else "triton_moe_decode" if pairs <= 4 else "dequantize + grouped_mm"
+    assert kernels(90, torch.bfloat16, experts, pairs, large_m="bf16") == [exact]
 
 
 def test_the_cuda_kernel_says_what_it_does_not_take():
@@ -173,7 +176,7 @@ def test_the_cuda_kernel_says_what_it_does_not_take():
     ):
         form = moe_form(**{**plain, **changed})
         options = plan(Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128, form=form), DispatchConfig())
-        assert {r.reason for r in options.refused if r.row.kernel == "cuda_moe_wide"} == {f"does not take {words}"}
+        assert {r.reason for r in options.refused if r.row.kernel.startswith("cuda_moe_wide") and r.reason != 'large_m="auto"'} == {f"does not take {words}"}
         assert [options.pick(pairs).kernel for pairs in (384, 385, 4097)] == ["triton_moe_decode", "triton_moe_grouped", "dequantize_fp8 + triton_grouped_fp8"]
     for fields in (dict(csrc=NO_NVCC), dict(k=2080), dict(n=2052)):
         call = Call(**{**dict(op="moe", arch=90, dtype=torch.bfloat16, n=2048, k=2048, experts=128), **fields})
@@ -200,7 +203,7 @@ def test_sparse_experts_take_the_same_regimes(arch, dtype):
 
 def test_thresholds_override_both_bounds():
     call = Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128)
-    options = plan(call, DispatchConfig(thresholds={"decode": 3, "wide": 0, "grouped": 0}))
+    options = plan(call, DispatchConfig(thresholds={"decode": 3, "wide": 0, "wide_fp8": 0, "grouped": 0}))
     assert [options.pick(p).kernel for p in (3, 4)] == ["triton_moe_decode", "dequantize_fp8 + triton_grouped_fp8"]
 
 

@@ -42,7 +42,7 @@ def test_static_tokens_are_proven(t, kernel):
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
 
 
-@pytest.mark.parametrize(("t", "kernel"), [(8, "triton_moe_decode"), (9, "cuda_moe_wide"), (1000, "cuda_moe_wide"), (3000, FP8)])
+@pytest.mark.parametrize(("t", "kernel"), [(8, "triton_moe_decode"), (9, "cuda_moe_wide"), (384, "cuda_moe_wide"), (385, "cuda_moe_wide_fp8")])
 def test_where_the_cuda_kernels_are_compiled(t, kernel):
     with code_generation(csrc="") as out, listen() as entries:
         call(torch.compile(experts(), fullgraph=True, dynamic=False), *tokens(t))

@@ -1,11 +1,13 @@
-"""fp4.moe by the kernels of ``csrc/moe/grouped_wide.cu``: ``torch.ops.fp4_csrc.moe_grouped_wide``, an internal operator that :mod:`.launch` calls.
+"""fp4.moe by the kernels of ``csrc/moe/grouped_wide.cu`` and ``grouped_wide_fp8.cu``: ``torch.ops.fp4_csrc.moe_grouped_wide`` and ``moe_grouped_wide_fp8``,
+internal operators that :mod:`.launch` calls.
 
-It is defined, and reached, as the operators of :mod:`fp4_inductor.kernels.csrc` are.
+They are defined, and reached, as the operators of :mod:`fp4_inductor.kernels.csrc` are.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from ...ops.activation import Activation
 from .. import csrc
 from ..build import aligned, pointer
 
-NAME = "moe_grouped_wide"
+NAME, FP8 = "moe_grouped_wide", "moe_grouped_wide_fp8"
 _TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
@@ -39,45 +41,59 @@ def workspace_bytes(rows: int, pairs: int, experts: int, k: int, inner: int, n: 
     return sum(-(-size // 16) * 16 for size in sizes)
 
 
-csrc.DEFINITIONS.define(
-    f"{NAME}(Tensor hidden, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, "
-    "Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, Tensor? gate_up_bias, Tensor? down_bias, Tensor? expert_map, "
-    "float alpha, float limit, int more, int interleaved, int tile, Tensor workspace, int arch) -> Tensor"
-)
+def tile_fp8(pairs: int, experts: int) -> int:
+    """The most pairs of one expert that a cluster multiplies at a time (those of an expert are divided evenly among tiles of at most so many): the fastest on
+    an H200, Qwen3-30B, Qwen3-Next, gpt-oss and Mixtral at 20 to 1024 pairs an expert."""
+    mean = pairs / max(experts, 1)
+    return next((tokens for most, tokens in ((40, 64), (88, 96), (104, 128), (400, 192)) if mean <= most), 256)
+
+
+def workspace_bytes_fp8(pairs: int, experts: int, k: int, inner: int, n: int, tile: int) -> int:
+    """As :func:`workspace_bytes`: rows of both products in E4M3, one after the other, with scales; what lies between them, and results of every pair."""
+    tiles = pairs // tile + min(pairs, experts)
+    sizes = pairs * 256 * -(-max(k, inner) // 256), pairs * 4, pairs * inner * 2, tiles * 16, pairs * 4, pairs * 4, 4, pairs * n * 2
+    return sum(-(-size // 16) * 16 for size in sizes)
+
+
+def space(name: str, rows: int, *sizes: int) -> int:
+    """Bytes of the workspace of either operator; ``sizes``: those of :func:`workspace_bytes_fp8`."""
+    return workspace_bytes_fp8(*sizes) if name == FP8 else workspace_bytes(rows, *sizes)
 
 
 def call(
     hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: tuple[Tensor, Tensor, Tensor], down: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None], expert_map: Tensor | None, act: Activation, arch: int, tokens: int = 0,
+    biases: tuple[Tensor | None, Tensor | None], expert_map: Tensor | None, act: Activation, arch: int, tokens: int = 0, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``[T, N]``; four or five launches. ``tokens``: one of the tiles of the source; 0: :func:`tile`.
+    """``[T, N]``; four to six launches. ``tokens``: one of the tiles of the source; 0: :func:`tile`, or :func:`tile_fp8`.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
     pairs, experts, inner = expert_ids.numel(), gate_up[0].shape[0], down[0].shape[2] * 2
-    tokens = tokens or tile(pairs, experts, hidden.shape[1], inner)
-    workspace = hidden.new_empty(workspace_bytes(hidden.shape[0], pairs, experts, hidden.shape[1], inner, down[0].shape[1], tokens), dtype=torch.uint8)
+    (rows, k), n, name = hidden.shape, down[0].shape[1], FP8 if fp8 else NAME
+    tokens = tokens or (tile_fp8(pairs, experts) if fp8 else tile(pairs, experts, k, inner))
+    workspace = hidden.new_empty(space(name, rows, pairs, experts, k, inner, n, tokens), dtype=torch.uint8)
     form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
     try:
-        return torch.ops.fp4_csrc.moe_grouped_wide(hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *form, tokens, workspace, arch)
+        op = getattr(torch.ops.fp4_csrc, name)
+        return op(hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *form, tokens, workspace, arch)
     except RuntimeError as error:
         if "fp4_csrc::" not in str(error):
             raise
-        raise KernelError(f"fp4_{NAME} was not launched", value=str(error), limit="cudaSuccess", remedy=csrc.switch_off(NAME)) from error
+        raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=csrc.switch_off(name)) from error
 
 
-def _until_bound(*args) -> Tensor:
+def _until_bound(name: str, *args) -> Tensor:
     device = args[0].device
     if device.type != "cuda":
-        raise DeviceError(f"fp4_csrc.{NAME} got tensors elsewhere", value=str(device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
-    return getattr(torch.ops.fp4_csrc, NAME).default(*args) if not csrc.binding() else _through_ctypes(*args)
+        raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+    return getattr(torch.ops.fp4_csrc, name).default(*args) if not csrc.binding() else _through_ctypes(name, *args)
 
 
-def _through_ctypes(*args) -> Tensor:
+def _through_ctypes(name: str, *args) -> Tensor:
     *tensors, alpha, limit, more, interleaved, tokens, workspace, arch = args
     hidden, ids, weights, gate_up, down, expert_map = (tensors[i] for i in (0, 1, 2, 3, 6, 11))
-    library = csrc.library(NAME, arch)
+    library = csrc.library(name, arch)
     given = [None if t is None else aligned(t) for t in tensors]
     with torch.cuda.device(hidden.device):
         y = hidden.new_empty(hidden.shape[0], down.shape[1])
@@ -85,10 +101,10 @@ def _through_ctypes(*args) -> Tensor:
         types = _TYPES[ids.dtype], _TYPES[weights.dtype], *((0, 0) if expert_map is None else (_TYPES[expert_map.dtype], expert_map.numel()))
         rest = ctypes.c_float(alpha), ctypes.c_float(limit), more, interleaved, tokens, ctypes.c_int64(workspace.numel()), pointer(workspace)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = getattr(library, csrc.KERNELS[NAME].function)(*map(pointer, (*given, y)), *sizes, *types, *rest, stream)
+        status = getattr(library, csrc.KERNELS[name].function)(*map(pointer, (*given, y)), *sizes, *types, *rest, stream)
     if status:
         raise KernelError(
-            f"fp4_{NAME} was not launched", value=f"cudaError {status} for {sizes}, tile {tokens}", limit="cudaSuccess", remedy=csrc.switch_off(NAME)
+            f"fp4_{name} was not launched", value=f"cudaError {status} for {sizes}, tile {tokens}", limit="cudaSuccess", remedy=csrc.switch_off(name)
         )
     return y
 
@@ -97,5 +113,11 @@ def _fake(*args) -> Tensor:
     return args[0].new_empty(args[0].shape[0], args[6].shape[1])
 
 
-csrc.DEFINITIONS.impl(NAME, _until_bound, "CompositeExplicitAutograd")
-torch.library.register_fake(f"fp4_csrc::{NAME}", _fake, lib=csrc.DEFINITIONS)
+for _name in (NAME, FP8):
+    csrc.DEFINITIONS.define(
+        f"{_name}(Tensor hidden, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, "
+        "Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, Tensor? gate_up_bias, Tensor? down_bias, Tensor? expert_map, "
+        "float alpha, float limit, int more, int interleaved, int tile, Tensor workspace, int arch) -> Tensor"
+    )
+    csrc.DEFINITIONS.impl(_name, functools.partial(_until_bound, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp4_csrc::{_name}", _fake, lib=csrc.DEFINITIONS)

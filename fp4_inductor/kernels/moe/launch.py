@@ -209,6 +209,12 @@ def wide(layer: Layer, tokens: int = 0) -> Tensor:
     return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens)
 
 
+def wide_fp8(layer: Layer, tokens: int = 0) -> Tensor:
+    """FP8 products with the weights rounded to E4M3 in registers: six launches; see ``csrc/moe/grouped_wide_fp8.cu``."""
+    arch = host.arch(layer.x.device)
+    return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens, True)
+
+
 def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """Each token's weighted sum of rows of ``out`` (row = pair, or ``place[pair]``), and of the bias of their experts. One launch."""
     ids, table, table_size = layer.routing()
@@ -330,6 +336,7 @@ _LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
     "triton_moe_decode": decode,
     "triton_moe_grouped": grouped,
     "cuda_moe_wide": wide,
+    "cuda_moe_wide_fp8": wide_fp8,
     "dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "dequantize + grouped_mm": large_dense,
     "triton_sparse_moe_decode": decode,

@@ -98,6 +98,10 @@ uint32_t pack_e4m3(uint32_t low, uint32_t high) {
   return d;
 }
 
+uint32_t round_e4m3(float a, float b, float c, float d) {
+  return (uint32_t)emulated::to_e4m3(a) | (uint32_t)emulated::to_e4m3(b) << 8 | (uint32_t)emulated::to_e4m3(c) << 16 | (uint32_t)emulated::to_e4m3(d) << 24;
+}
+
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   Operands mine{half, c, a, b, 0, 0};
   emulated::together("mma", &mine, [](void** all) {

@@ -135,6 +135,7 @@ inline uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) { return m
 inline uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
 void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high);
 uint32_t pack_e4m3(uint32_t low, uint32_t high);
+uint32_t round_e4m3(float a, float b, float c, float d);
 inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   if (selector & 0x8888) emulated::fail("a selector of bytes that copies signs");
   return __byte_perm(low, high, selector);
