@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import host
 from fp4_inductor.kernels.linear import launch
+from fp4_inductor.kernels.router import launch as router_launch
 from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
 from lowering_tests.fake_cuda import pretend_cuda
 
@@ -52,6 +53,29 @@ def test_what_a_kernel_reads_is_dense_and_aligned(make):
     assert ready.data_ptr() % 16 == 0
     assert torch.equal(ready, t)
     assert host.aligned(ready).data_ptr() == ready.data_ptr(), "no copy where none is needed"
+
+
+@pytest.mark.parametrize("t", [4, 20])
+def test_a_routers_kernels_read_dense_operands(t):
+    wide = torch.randn(t, 81).bfloat16(), torch.randn(12, 81).bfloat16(), torch.randn(25).bfloat16()
+    x, weight, bias = (part[..., 1::2] for part in wide)
+    calls = {}
+
+    def spy(name):
+        return mock.MagicMock(**{"__getitem__.return_value": lambda *args, **constants: calls.update({name: args})})
+
+    with (
+        mock.patch.multiple(router_launch, router_scores=spy("scores"), router_choice=spy("choice")),
+        mock.patch.object(host, "arch", return_value=90),
+        mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
+    ):
+        weights, ids = router_launch.router(x, weight, bias, 2, "softmax", torch.float32)
+    assert (weights.shape, weights.dtype, ids.dtype) == ((t, 2), torch.float32, torch.int64)
+    if t > router_launch.MOST_TOKENS:
+        assert torch.equal(calls["choice"][0], torch.nn.functional.linear(x.contiguous(), weight.contiguous(), bias.contiguous())) and "scores" not in calls
+    else:
+        for given, want in zip(calls["scores"], (x, weight, bias), strict=False):
+            assert given.is_contiguous() and torch.equal(given, want)
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0), ()])

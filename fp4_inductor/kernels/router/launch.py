@@ -22,12 +22,13 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dt
     weights, ids = x.new_empty((t, k), dtype=dtype), x.new_empty((t, k), dtype=torch.int64)
     if t == 0:
         return weights, ids
+    x, weight, bias = host.aligned(x), host.aligned(weight), None if bias is None else host.aligned(bias)  # the library's bits follow strides, too
     pdl = host.arch(x.device) >= 90
     launch = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device(x.device):
         if t <= MOST_TOKENS:
             scores = x.new_empty((t, e))
-            router_scores[(e,)](x.contiguous(), weight.contiguous(), bias, scores, t, h, HAS_BIAS=bias is not None, PDL=pdl, **scores_tile(t, h), **launch)
+            router_scores[(e,)](x, weight, bias, scores, t, h, HAS_BIAS=bias is not None, PDL=pdl, **scores_tile(t, h), **launch)
         else:
             scores = F.linear(x, weight, bias)
         router_choice[(t,)](scores, weights, ids, e, K=k, FORM=contract.FORMS.index(form), PDL=pdl, **tile(e, k), **launch)
