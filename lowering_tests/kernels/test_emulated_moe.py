@@ -180,7 +180,7 @@ def broken(case, tile, folder):
     """The library with one line replaced, of one tile: that compiles faster."""
     old, new = case[:2]
     shutil.copytree(csrc_dir(), folder / "csrc")
-    places = [p for p in (folder / "csrc" / "moe").iterdir() if old in p.read_text()]
+    places = [p for p in (folder / "csrc" / "moe").iterdir() if "fp8" not in p.name and old in p.read_text()]
     assert len(places) == 1 and places[0].read_text().count(old) == 1, "the line to break is gone"
     places[0].write_text(places[0].read_text().replace(old, new))
     source = folder / "csrc" / SOURCE
