@@ -141,8 +141,8 @@ BROKEN = {
     "another cluster's sums are not waited for": ("      while (!flag_get(flags + cluster * kBlocks + rank)) {}\n", "", None),
     "a flag is not set": ("if (threadIdx.x == 0) flag_set(", "if (threadIdx.x == 300) flag_set(", "deadlock"),
     "staging is not shared": (
-        "      __syncwarp();\n#pragma unroll\n      for (int i = i0; i < (i0 + 8 < TO",
-        "#pragma unroll\n      for (int i = i0; i < (i0 + 8 < TO",
+        "    __syncwarp();\n#pragma unroll\n    for (int i = i0; i < (i0 + 8 < TO",
+        "#pragma unroll\n    for (int i = i0; i < (i0 + 8 < TO",
         "race|nobody wrote",
     ),
     "scales of tokens are not waited for": ("      barrier(1, kConsumers);\n      out.store<0", "      out.store<0", "race|nobody wrote"),
