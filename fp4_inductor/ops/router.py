@@ -22,7 +22,7 @@ from . import topk
 from .contract import OpContract, no_gradient, refuse_gradient
 
 FORMS = ("softmax", "normalized", "chosen")
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def chosen(scores: Tensor, k: int, form: str, dtype: torch.dtype) -> tuple[Tenso
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dtype: torch.dtype) -> None:
-    """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
+    """Raise the typed error of any call that has no meaning. Reads shapes and dtypes only."""
     experts = weight.shape[0] if weight.dim() == 2 else -1
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or experts > topk.MOST_SCORES:
         raise ShapeError(
@@ -62,7 +62,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dty
         raise ConfigError("fp4.router: form", value=repr(form), limit=list(FORMS), remedy="See fp4_inductor.ops.router.")
     operands = [x, weight] if bias is None else [x, weight, bias]
     for name, given, limit in (
-        ("x", x.dtype, _HALF), ("weight, bias", operands[-1].dtype, (x.dtype,)), ("weight", weight.dtype, (x.dtype,)), ("dtype", dtype, nvfp4.HIGH_PRECISION),
+        ("x", x.dtype, HALF), ("weight, bias", operands[-1].dtype, (x.dtype,)), ("weight", weight.dtype, (x.dtype,)), ("dtype", dtype, nvfp4.HIGH_PRECISION),
     ):  # fmt: skip
         if given not in limit and not (given == torch.float64 == x.dtype):
             raise DTypeError(f"fp4.router: {name}", value=given, limit=list(limit), remedy="Cast with .to(dtype), or call F.linear and torch.topk.")

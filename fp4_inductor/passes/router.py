@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..ops.topk import MOST_CHOSEN, MOST_SCORES
+from ..formats.nvfp4 import HIGH_PRECISION
+from ..ops.router import HALF
 from .counters import matched
 from .emit import emit, erase
 from .layout import is_call, value
 from .moe.read import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_HALF = (torch.bfloat16, torch.float16)
 _MOVES = (aten.permute.default, aten.t.default)
 
 
@@ -33,16 +33,13 @@ class _Router:
 
 
 def rewrite(graph: Graph, topk: Node) -> bool:
-    """Replace the router around ``topk``, which serves an ``fp4.moe``; False: it is none of ``fp4.router``'s."""
-    k = argument(topk, 1, "k")
-    if not isinstance(k, int) or not 0 < k <= MOST_CHOSEN or argument(topk, 2, "dim", -1) not in (-1, 1) or not argument(topk, 3, "largest", True):
-        return False
+    """Replace the router around ``topk``, whose choice ``fp4.topk`` could make and which serves an ``fp4.moe``; False: it is none of ``fp4.router``'s."""
     found = _read(topk)
     if found is None:
         return False
     last = found.weights
-    with graph.inserting_before(_first(graph, [last, found.ids])):
-        new = emit(graph, torch.ops.fp4.router.default, (*found.operands, k, found.form, value(last).dtype))
+    with graph.inserting_before(topk):  # all that the choice is made of stands above it
+        new = emit(graph, torch.ops.fp4.router.default, (*found.operands, argument(topk, 1, "k"), found.form, value(last).dtype))
         parts = [graph.call_function(operator.getitem, (new, i)) for i in (0, 1)]
     for old, part, fake in zip((last, found.ids), parts, new.meta["val"], strict=True):
         part.meta = {**old.meta, "val": fake}
@@ -69,7 +66,7 @@ def _read(topk: Node) -> _Router | None:
     if operands is None or last is None:
         return None
     user = next(iter(last.users), None)
-    if len(last.users) == 1 and is_call(user, prims.convert_element_type.default) and value(user).dtype in (*_HALF, torch.float32):
+    if len(last.users) == 1 and is_call(user, prims.convert_element_type.default) and value(user).dtype in HIGH_PRECISION:
         last = user
     return _Router(operands, form, last, outputs[1])  # type: ignore[arg-type]
 
@@ -139,10 +136,7 @@ def _linear(logits: Node) -> tuple[Node, Node, Node | None] | None:
     x, moved, bias = found
     if len(logits.users) != 1 or not any(is_call(moved, move) for move in _MOVES) or (len(moved.args) > 1 and list(moved.args[1]) != [1, 0]):
         return None
-    fake = value(logits)
-    if fake.device.type != "cuda" or fake.dtype not in _HALF or not isinstance(fake.shape[1], int) or fake.shape[1] > MOST_SCORES:
-        return None
-    return x, moved.args[0], bias
+    return (x, moved.args[0], bias) if value(logits).dtype in HALF else None
 
 
 def _decomposed(logits: Node) -> tuple[Any, Any]:
@@ -157,7 +151,3 @@ def _decomposed(logits: Node) -> tuple[Any, Any]:
         factors.append(factor.args[0].args[0])
     same = all(value(factor).dtype == value(logits).dtype for factor in factors)
     return (factors[0], factors[1]) if same else (None, None)
-
-
-def _first(graph: Graph, nodes: list[Node]) -> Node:
-    return next(n for n in graph.nodes if n in nodes)

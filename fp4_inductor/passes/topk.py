@@ -31,20 +31,24 @@ def replace(graph: Graph) -> None:
             ids = ids.args[0]
         if not is_call(ids, operator.getitem) or ids.args[1] != 1 or not is_call(ids.args[0], aten.topk.default):
             continue
-        if not router.rewrite(graph, ids.args[0]):
-            _rewrite(graph, ids.args[0])
+        topk = ids.args[0]
+        if _fits(topk) and not router.rewrite(graph, topk):
+            _rewrite(graph, topk)
+
+
+def _fits(topk: Node) -> bool:
+    """The choice is one that ``fp4.topk`` makes, and so does ``fp4.router``."""
+    scores, k = value(argument(topk, 0, "self")), argument(topk, 1, "k")
+    if scores.device.type != "cuda" or scores.dim() != 2 or type(k) is not int or type(scores.shape[1]) is not int:
+        return False
+    if argument(topk, 2, "dim", -1) not in (-1, 1) or not argument(topk, 3, "largest", True):
+        return False
+    return scores.shape[1] <= MOST_SCORES and 0 < k <= min(MOST_CHOSEN, scores.shape[1]) and scores.dtype in HIGH_PRECISION
 
 
 def _rewrite(graph: Graph, topk: Node) -> None:
-    x, k = argument(topk, 0, "self"), argument(topk, 1, "k")
-    scores = value(x)
-    fits = scores.device.type == "cuda" and scores.dim() == 2 and type(k) is int and type(scores.shape[1]) is int
-    if not fits or argument(topk, 2, "dim", -1) not in (-1, 1) or not argument(topk, 3, "largest", True):
-        return
-    if scores.shape[1] > MOST_SCORES or not 0 < k <= min(MOST_CHOSEN, scores.shape[1]) or scores.dtype not in HIGH_PRECISION:
-        return
     with graph.inserting_before(topk):
-        new = emit(graph, torch.ops.fp4.topk.default, (x, k))
+        new = emit(graph, torch.ops.fp4.topk.default, (argument(topk, 0, "self"), argument(topk, 1, "k")))
     new.meta = {**topk.meta, **new.meta}
     topk.replace_all_uses_with(new)
     graph.erase_node(topk)

@@ -203,16 +203,15 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
     return combine(layer, out, None)
 
 
-def wide(layer: Layer, tokens: int = 0) -> Tensor:
+def wide(layer: Layer, tokens: int = 0, fp8: bool = False) -> Tensor:
     """The same in CUDA, activations arranged once: four or five launches; see ``csrc/moe/grouped_wide.cu``."""
     arch = host.arch(layer.x.device)
-    return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens)
+    return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens, fp8)
 
 
 def wide_fp8(layer: Layer, tokens: int = 0) -> Tensor:
     """FP8 products with the weights rounded to E4M3 in registers: six launches; see ``csrc/moe/grouped_wide_fp8.cu``."""
-    arch = host.arch(layer.x.device)
-    return grouped_wide.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.act, arch, tokens, True)
+    return wide(layer, tokens, fp8=True)
 
 
 def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None = None) -> Tensor:
