@@ -21,9 +21,10 @@ def table() -> str:
     for row in ROWS:
         needs = f"Triton {row.triton[0]}.{row.triton[1]}" if any(row.triton) else "nvcc" if row.csrc else f"no {row.without} kernel" if row.without else ""
         size = f"N K < {row.max_weights + 1}" if row.max_weights else f"N K >= {row.min_weights}" if row.min_weights else ""
+        divides = ", ".join(filter(None, (f"K % {row.k_multiple} = 0" if row.k_multiple > 64 else "", f"K % {row.not_k_multiple} > 0" if row.not_k_multiple else "")))
         early = "" if row.early is None else "begun early" if row.early else "not begun early"
         options = "" if len(row.large_m) >= 3 else f"`large_m` {' or '.join(row.large_m)}"
-        with_ = ", ".join(filter(None, (needs, size, early, options)))
+        with_ = ", ".join(filter(None, (needs, divides, size, early, options)))
         upto = "any" if row.max_m is None else f"<= {row.max_m}"
         upto = f"<= {row.m_per_expert:g} E, or {row.max_m}" if row.m_per_expert else upto
         lines.append(f"| {row.op} | {sm(row.arch)} | {upto} | {row.kernel} | {with_} | {row.status} | {row.reason} |")

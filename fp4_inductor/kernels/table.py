@@ -251,15 +251,22 @@ _DECODE = (
     "at 4 both 790"
 )
 _DECODE_90 = _DECODE.split("; without sorting")[0] + (
-    "; up to one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 55; gpt-oss, one an expert, 123 and 121; Mixtral, T = 8, two an expert, 384 and 207"
+    "; below one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 57; with one Mixtral takes 193 and 183, gpt-oss 123 and 110, Qwen3-30B 85 and 79"
 )
 _MOE_WIDE = (
     "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "
-    "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; above 48 pairs an expert FP8 products take over, at 20 times the error"
+    "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; above 14 pairs an expert (24 where K is no multiple of 256) FP8 products take over"
+)
+# Up to how many pairs an expert it serves.
+_MOE_WIDE_UNTIL: tuple[tuple[int, tuple[str, ...], dict[str, Any]], ...] = (
+    (192, tuple(large_m for large_m in LARGE_M if large_m not in FP8), {"k_multiple": 64}),
+    (14, FP8, {"k_multiple": 256}),
+    (24, FP8, {"k_multiple": 64, "not_k_multiple": 256}),
 )
 _MOE_WIDE_FP8 = (
     "rounded to E4M3, weights in registers, never written: Qwen3-30B, T = 1024 and 4096, 191 and 520 us, bfloat16 products 266 and 817; Qwen3-Next, T = 4096, 608 and 840; "
-    "gpt-oss 352 and 1065 (640, 1947); Mixtral 810 and 2450 (1548, 4946). As fast or faster from 32 pairs an expert on, at 20 times the error"
+    "gpt-oss 352 and 1065 (640, 1947); Mixtral 810 and 2450 (1548, 4946). With 15 or 16 pairs an expert 137, 365, 269 for 152, 393, 311 (Qwen3-30B, Qwen3-Next, Mixtral), with 8 level; "
+    "gpt-oss 243 for 220 with 16, level with 24. 20 times the error, as the dense layers' FP8 products have it"
 )
 _GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
 _GROUPED_FP8 = (
@@ -457,7 +464,7 @@ ROWS: tuple[Row, ...] = (
         Row("moe", "decode", "triton_moe_decode", arch, 4, HALF, _DECODE, status, m_per_expert=3.0, without=without)
         for arch, status, without in (((90, 90), MEASURED, "wide"), ((80, 89), COMPILED, None), ((100, 129), COMPILED, None))
     ),
-    Row("moe", "decode", "triton_moe_decode", (90, 90), 4, HALF, _DECODE_90, MEASURED, m_per_expert=1.0),
+    Row("moe", "decode", "triton_moe_decode", (90, 90), 4, HALF, _DECODE_90, MEASURED, m_per_expert=0.9),
     *(
         Row(
             "moe",
@@ -469,13 +476,13 @@ ROWS: tuple[Row, ...] = (
             _MOE_WIDE,
             MEASURED,
             large_m,
-            k_multiple=64,
             n_multiple=8,
             csrc="moe_grouped_wide",
             m_per_expert=float(until),
             plain=True,
+            **when,
         )
-        for until, large_m in ((192, tuple(large_m for large_m in LARGE_M if large_m not in FP8)), (48, FP8))
+        for until, large_m, when in _MOE_WIDE_UNTIL
     ),
     Row(
         "moe",

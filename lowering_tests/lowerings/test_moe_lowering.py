@@ -42,12 +42,12 @@ def test_static_tokens_are_proven(t, kernel):
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
 
 
-@pytest.mark.parametrize(("t", "kernel"), [(8, "triton_moe_decode"), (9, "cuda_moe_wide"), (384, "cuda_moe_wide"), (385, "cuda_moe_wide_fp8")])
+@pytest.mark.parametrize(("t", "kernel"), [(7, "triton_moe_decode"), (8, "cuda_moe_wide"), (192, "cuda_moe_wide"), (193, "cuda_moe_wide_fp8")])
 def test_where_the_cuda_kernels_are_compiled(t, kernel):
     with code_generation(csrc="") as out, listen() as entries:
         call(torch.compile(experts(), fullgraph=True, dynamic=False), *tokens(t))
         call(torch.compile(experts(act=Activation("gelu")), fullgraph=True, dynamic=False), *tokens(t))
-    assert [e.decision.row.kernel for e in entries] == [kernel, "triton_moe_decode" if t < 10 else FP8]
+    assert [e.decision.row.kernel for e in entries] == [kernel, "triton_moe_decode" if t < 10 else "triton_moe_grouped"]
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
     refused = {r.row.kernel: r.reason for r in entries[1].refused if r.row.arch[0] == 90}
     assert refused["cuda_moe_wide"] == 'does not take activation="gelu"'
