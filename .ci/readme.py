@@ -21,7 +21,7 @@ def table() -> str:
     for row in ROWS:
         needs = f"Triton {row.triton[0]}.{row.triton[1]}" if any(row.triton) else "nvcc" if row.csrc else f"no {row.without} kernel" if row.without else ""
         size = f"N K < {row.max_weights + 1}" if row.max_weights else f"N K >= {row.min_weights}" if row.min_weights else ""
-        divides = ", ".join(filter(None, (f"K % {row.k_multiple} = 0" if row.k_multiple > 64 else "", f"K % {row.not_k_multiple} > 0" if row.not_k_multiple else "")))
+        divides = f"K % {row.k_multiple} = 0" if row.k_multiple > 64 else f"K % {row.not_k_multiple} > 0" if row.not_k_multiple else ""
         early = "" if row.early is None else "begun early" if row.early else "not begun early"
         options = "" if len(row.large_m) >= 3 else f"`large_m` {' or '.join(row.large_m)}"
         with_ = ", ".join(filter(None, (needs, divides, size, early, options)))
