@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
     const uint8_t* my_codes = from + layout.x_bytes() + (local + g) * 128;
     const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * 16 + 4 * t;
     const uint8_t* my_x = from + t * (TOKENS * 128) + g * 128;
-    multiply_by_table<T, 16>(acc, table, my_codes, my_scales, 8, my_x, g, lane);
+    multiply_by_table<T, 16>(acc, table, my_codes, [&](int r, int h) { return my_scales + (16 * r + 8 * h) * 16; }, 8, my_x, g, lane);
     return bits_of(acc);
   });
 

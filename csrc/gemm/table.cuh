@@ -55,11 +55,11 @@ __device__ __forceinline__ void give_back(Shared free, uint32_t sums, int zero, 
   if (lane == 0) counter_arrive(free + behind);
 }
 
-// One step, 256 k, of a warp's 16 * R rows by 8 * TILES tokens: the lane's rows of codes lie NEXT * r + high * h rows behind its first one, at `codes`, and so do scales.
-// x: the lane's token's plane t of 64 k; that of the next eight tokens lies 1024 bytes further on. token: the number of the lane's row in tiles of x, by which
+// One step, 256 k, of a warp's 16 * R rows by 8 * TILES tokens: the lane's rows of codes lie NEXT * r + high * h rows behind its first one, at `codes`, and scales(r, h)
+// are where their scales lie. x: the lane's token's plane t of 64 k; that of the next eight tokens lies 1024 bytes further on. token: the number of the lane's row in tiles of x, by which
 // its chunks are swizzled.
-template <typename T, int NEXT, int R, int TILES>
-__device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Shared table, const uint8_t* codes, const uint8_t* scales, int high, const uint8_t* x, int token,
+template <typename T, int NEXT, int R, int TILES, typename Scales>
+__device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Shared table, const uint8_t* codes, Scales scales, int high, const uint8_t* x, int token,
                                                   int lane) {
   const int g = lane >> 2, t = lane & 3;
   const uint32_t lane4 = 4 * lane, order = 0x3210 ^ t * 0x1111;
@@ -69,10 +69,9 @@ __device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Sha
   for (int r = 0; r < R; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int down = NEXT * r + high * h;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[r][h][i] = *(const uint2*)(codes + down * 128 + ((2 * t + ((i ^ t) >> 1)) ^ g) * 16 + ((i ^ t) & 1) * 8);
-      Numbers<T>::place_scales(__byte_perm(*(const uint32_t*)(scales + down * 16), 0, order), even[r][h], odd[r][h]);
+      for (int i = 0; i < 4; ++i) q[r][h][i] = *(const uint2*)(codes + (NEXT * r + high * h) * 128 + ((2 * t + ((i ^ t) >> 1)) ^ g) * 16 + ((i ^ t) & 1) * 8);
+      Numbers<T>::place_scales(__byte_perm(*(const uint32_t*)scales(r, h), 0, order), even[r][h], odd[r][h]);
     }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {  // word i ^ 2 t of the lane's eight

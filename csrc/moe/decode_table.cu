@@ -1,0 +1,160 @@
+// fp4.moe for a few tokens on sm_90: y[T, N] = sum over choices of weight * Down[e] (act(gate) * up of GateUp[e] x), weights row-major canonical NVFP4, dense or
+// 2:4-sparse, bfloat16 activations. Two kernels for every eight tokens; down begins to read weights while gate_up's last blocks run. Every sum has a fixed order.
+#include "decode_table.cuh"
+
+namespace {
+
+using namespace fp4;
+
+// Of either product. splits: blocks of a cluster that share K, of down.
+struct Tile {
+  int sets, sets_a_warp, k_groups, splits;
+};
+
+// One product [E, rows, K] of up to 8 tokens.
+struct Product {
+  const uint8_t *codes, *meta, *scale;
+  int E, rows, K;
+  bool interleaved;
+};
+
+// Maps of a product's tiles: rows of both halves of an expert are planes of it where it has halves, of outputs of all experts where these take turns in memory.
+template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(TileMap (&maps)[3], const Product& p, int rows) {
+  using P = Parts<SPARSE, SHIFTED>;
+  const int half = UP ? 2 : 1;
+  auto map = [&](TileMap* to, const uint8_t* from, int64_t bytes, int tile_bytes, bool four) {
+    const int64_t each = four ? 4 : 1, outputs = p.rows / half;
+    if (UP && p.interleaved && four) return plane_map(to, from, {4 * bytes, p.E * p.rows / 4, 1, 4 * bytes, 16}, 1, rows / 4, tile_bytes);
+    if (UP && p.interleaved) return plane_map(to, from, {bytes, p.E * outputs, 2, 2 * bytes, bytes}, 2, rows / 2, tile_bytes);
+    return plane_map(to, from, {each * bytes, outputs / each, (int64_t)p.E * half, each * bytes, outputs * bytes}, half, rows / half / each, tile_bytes);
+  };
+  cudaError_t status = map(&maps[0], p.codes, SPARSE ? p.K / 4 : p.K / 2, P::kCodes, false);
+  if (status == cudaSuccess && SPARSE) status = map(&maps[1], p.meta, p.K / 8, 32, false);
+  if (status == cudaSuccess && !SPARSE) maps[1] = maps[0];
+  return status == cudaSuccess ? map(&maps[2], p.scale, p.K / 16, P::kScales, SHIFTED) : status;
+}
+
+// Up to 8 tokens of a call.
+struct Chunk {
+  const Layer& l;
+  Routing routing;
+  const __nv_bfloat16* x;
+  __nv_bfloat16* y;
+  uint8_t* h;
+  cudaStream_t stream;
+};
+
+// The rest of a layout, as many stages as there is room for.
+template <typename L> bool fits(L& layout, const Tile& tile, bool up, int threads_needed) {
+  if (tile.sets < 1 || tile.sets > 8 || tile.sets_a_warp < 1 || tile.sets % tile.sets_a_warp || tile.k_groups < 1 || layout.warps() > kMostWarps || threads_needed > 32 * layout.warps())
+    return false;
+  const int stage = layout.rows() * L::kBytes + 16 + (up ? 0 : kActivations<kTableTokens>), x_bytes = layout.x_bytes;
+  layout.stages = 0;
+  layout.stages = at_most(kTableStages, (227 * 1024 - layout.bytes(up)) / stage) / tile.k_groups * tile.k_groups;
+  if (layout.stages < 1) return false;
+  layout.x_bytes = up ? x_bytes : layout.stages * kActivations<kTableTokens>;
+  layout.early = at_most(layout.stages, at_least(1, kEarlyBytes / (layout.rows() * L::kBytes)));
+  return true;
+}
+
+template <bool SPARSE, bool SHIFTED, int R> cudaError_t run_up(const Chunk& c, const Product& p, const Tile& tile) {
+  const Layer& l = c.l;
+  const int tokens = c.routing.tokens, held = tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, steps = (l.K + kWideK - 1) / kWideK, outputs = 8 * tile.sets;
+  TableLayout<SPARSE, SHIFTED> layout{{}, tile.sets, R, tile.k_groups, 0, 0, held, 0, tokens, tokens * l.top_k};
+  layout.x_bytes = steps * layout.x_step();
+  if (tile.sets % R || l.I % outputs || (SHIFTED && tile.sets % 2) || !fits(layout, tile, true, tokens * outputs / 2)) return cudaErrorInvalidConfiguration;
+  TileMap maps[3], activations;
+  cudaError_t status = maps_of<SPARSE, SHIFTED, true>(maps, p, layout.rows());
+  if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, held, 128);
+  if (status != cudaSuccess) return status;
+  return launch(table_up<SPARSE, SHIFTED, R>, dim3(multiprocessors()), 32 * (layout.warps() + 1), layout.bytes(true), 1, c.stream, maps[0], maps[1], maps[2], activations,
+                layout, c.routing, l.global_scale[0], l.global_scale[1], c.h, l.I, l.K, l.between);
+}
+
+template <bool SPARSE, bool SHIFTED, int R> cudaError_t run_down(const Chunk& c, const Product& p, const Tile& tile) {
+  const Layer& l = c.l;
+  const int tokens = c.routing.tokens, slice = 16 * tile.sets / at_least(tile.splits, 1);
+  TableLayout<SPARSE, SHIFTED> layout{{}, tile.sets, R, tile.k_groups, 0, 0, 0, 0, tokens, tokens * l.top_k};
+  if (tile.sets % R || layout.rows() > l.N || (SHIFTED && tile.sets % 2) || tile.splits < 1 || tile.splits > 8 || 16 * tile.sets % (2 * tile.splits) ||
+      !fits(layout, tile, false, tokens * slice / 2))
+    return cudaErrorInvalidConfiguration;
+  TileMap maps[3];
+  const cudaError_t status = maps_of<SPARSE, SHIFTED, false>(maps, p, layout.rows());
+  if (status != cudaSuccess) return status;
+  return launch_second(table_down<SPARSE, SHIFTED, R>, dim3((l.N + layout.rows() - 1) / layout.rows(), 1, tile.splits), 32 * (layout.warps() + 1), layout.bytes(false),
+                       tile.splits, c.stream, maps[0], maps[1], maps[2], layout, c.routing, c.h, l.between.down_bias, c.y, l.N, l.I);
+}
+
+template <bool UP, bool SPARSE, bool SHIFTED> cudaError_t by_sets(const Chunk& c, const Product& p, const Tile& tile) {
+  switch (tile.sets_a_warp) {
+    case 1: return UP ? run_up<SPARSE, SHIFTED, 1>(c, p, tile) : run_down<SPARSE, SHIFTED, 1>(c, p, tile);
+    case 2: return UP ? run_up<SPARSE, SHIFTED, 2>(c, p, tile) : run_down<SPARSE, SHIFTED, 2>(c, p, tile);
+    default: return cudaErrorInvalidConfiguration;
+  }
+}
+
+template <bool UP> cudaError_t run(const Chunk& c, const uint8_t* meta, const Tile& tile) {
+  const Layer& l = c.l;
+  const Product p{l.codes[!UP], meta, l.scale[!UP], l.E, UP ? 2 * l.I : l.N, UP ? l.K : l.I, UP && l.between.interleaved};
+  if (meta) return p.K % kWideK ? cudaErrorInvalidValue : by_sets<UP, true, false>(c, p, tile);
+  return p.K % kWideK ? by_sets<UP, false, true>(c, p, tile) : by_sets<UP, false, false>(c, p, tile);
+}
+
+// A block for nearly every SM.
+Tile best_up(const Layer& l) { return {l.I % 32 ? 2 : 4, 2, 8, 1}; }
+Tile best_down(const Layer& l) {
+  const int sets = at_least(2, sets_a_block(l.N));
+  return {sets + sets % 2, 2, 8, 1};
+}
+
+cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_meta, Tile up, Tile down, void* workspace, int64_t bytes, cudaStream_t stream) {
+  const int most = l.tokens < kTableTokens ? l.tokens : kTableTokens;
+  if (bytes < (int64_t)most * most * l.top_k * ((l.I + kWideK - 1) / kWideK) * 512) return cudaErrorInvalidValue;
+  if (!up.sets) up = best_up(l);
+  if (!down.sets) down = best_down(l);
+  for (int first = 0; first < l.tokens; first += kTableTokens) {
+    const int tokens = at_most(l.tokens - first, kTableTokens), skip = first * l.top_k;
+    auto behind = [&](const void* at, int size) { return (const void*)((const uint8_t*)at + (int64_t)skip * size); };
+    const Chunk c{l,
+                  {{behind(l.ids.at, l.ids.wide ? 8 : 4), l.ids.wide}, l.map, {behind(l.weights.at, l.weights.type == 2 ? 4 : 2), l.weights.type}, l.map_size, tokens, l.top_k, l.E},
+                  l.x + (int64_t)first * l.K,
+                  l.y + (int64_t)first * l.N,
+                  (uint8_t*)workspace,
+                  stream};
+    cudaError_t status = run<true>(c, up_meta, up);
+    if (status == cudaSuccess) status = run<false>(c, down_meta, down);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+// Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
+// (2); x, y, and biases, which may be null, are bfloat16. gate_up_meta, down_meta: null where a weight is dense. K % 64 == 0, I % 64 == 0, % 256 where sparse, N % 8 == 0, E <= 1024;
+// x, codes, metadata, scales, y and workspace 16-byte aligned. limit <= 0: none. (sets, sets_a_warp, k_groups) of gate_up, and splits of down: see Tile; all 0 for best.
+extern "C" int fp4_decode_table(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
+                                const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
+                                const void* gate_up_meta, const void* down_meta, void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type,
+                                int map_type, int map_size, float alpha, float limit, int more, int interleaved, int sets, int sets_a_warp, int k_groups, int down_sets,
+                                int down_sets_a_warp, int down_k_groups, int down_splits, int64_t workspace_bytes, void* workspace, void* stream) {
+  const Layer l{(const __nv_bfloat16*)x,
+                {ids, ids_type},
+                {map, map_type},
+                {weights, weights_type},
+                {(const uint8_t*)gate_up, (const uint8_t*)down},
+                {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
+                {(const float*)gate_up_global_scale, (const float*)down_global_scale},
+                (__nv_bfloat16*)y,
+                tokens,
+                top_k,
+                E,
+                K,
+                I,
+                N,
+                map_size,
+                {(const __nv_bfloat16*)gate_up_bias, (const __nv_bfloat16*)down_bias, alpha, limit, more, interleaved}};
+  if (!l.fits()) return cudaErrorInvalidValue;
+  return layer(l, (const uint8_t*)gate_up_meta, (const uint8_t*)down_meta, {sets, sets_a_warp, k_groups, 1}, {down_sets, down_sets_a_warp, down_k_groups, down_splits},
+               workspace, workspace_bytes, (cudaStream_t)stream);
+}

@@ -1,0 +1,125 @@
+"""csrc/moe/decode_table.cu on a CPU (emulator.py): tiles of both products against float64, dense and 2:4-sparse, every kind of routing, and the emulator's own checks."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+
+import pytest
+import torch
+
+from fp4_inductor._sources import csrc_dir
+from fp4_inductor.formats import nvfp4
+from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops.activation import Activation
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.sparse24 import LEGAL
+from lowering_tests.kernels.test_emulated_moe import CODE, GPT_OSS, SILU, experts, routed
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
+SOURCE = "moe/decode_table.cu"
+BF16 = torch.bfloat16
+# (sets, sets_a_warp, k_groups) of gate_up and of down, and the blocks that share K of down; all 0: the kernel's own choice
+OWN = (0,) * 7
+TILES = [(1, 1, 1, 1, 1, 2, 1), (2, 2, 16, 2, 2, 3, 2), (4, 2, 3, 1, 1, 16, 1), (2, 1, 5, 6, 2, 4, 4), (8, 2, 2, 4, 1, 2, 2), (4, 2, 8, 2, 2, 8, 1)]
+
+
+def sparse(e, n, k):
+    """As ``experts``: kept codes, every pattern, scales, global scales."""
+    _, scale, g = experts(e, n, k)
+    nibbles = LEGAL[torch.randint(0, 6, (e, n, k // 4))]
+    return torch.randint(0, 256, (e, n, k // 4), dtype=torch.uint8), scale, g, nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def layer(e=4, h=256, inner=256, width=None, biased=False, kinds=(experts, experts)):
+    """Both weights, biases, and metadata of both."""
+    width = width or h
+    (*up, up_meta), (*down, down_meta) = (
+        (*kind(e, n, k), *(() if kind is sparse else (None,))) for kind, n, k in zip(kinds, (2 * inner, width), (h, inner), strict=True)
+    )
+    biases = (torch.randn(e, 2 * inner).to(BF16), torch.randn(e, width).to(BF16)) if biased else (None, None)
+    return *up, *down, *biases, up_meta, down_meta
+
+
+def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=OWN, seed=0, space=None) -> torch.Tensor:
+    (t, h), (e, width), inner = x.shape, parts[3].shape[:2], contract.columns(parts[3], parts[9])
+    space = min(t, 8) * min(t, 8) * ids.shape[1] * -(-inner // 256) * 512 if space is None else space
+    types = CODE[ids.dtype], CODE[w.dtype], *((0, 0) if expert_map is None else (CODE[expert_map.dtype], expert_map.numel()))
+    form = ctypes.c_float(act.alpha), ctypes.c_float(act.limit or 0.0), int(act.name == "swiglu_oai"), int(act.interleaved)
+    out = torch.full((t, width), float("nan"), dtype=x.dtype)
+    rest = t, ids.shape[1], e, h, inner, width, *types, *form, *tile, ctypes.c_int64(space)
+    return kernel.call("fp4_decode_table", (x, ids, w, *parts[:8], expert_map, *parts[8:]), out, *rest, seed=seed, scratch=space)
+
+
+def error(y, x, ids, w, parts, act=SILU, expert_map=None) -> float:
+    metas = dict(gate_up_meta=parts[8], down_meta=parts[9])
+    r = contract.reference(x.float(), ids, w, *parts[:8], *act.arguments(), False, expert_map, **metas).double()
+    distance = ((y.double() - r).norm() / r.norm()).item()
+    return distance if distance == distance else float("inf")
+
+
+def check(x, ids, w, parts, act=SILU, expert_map=None, tile=OWN) -> None:
+    y = run(emulated(SOURCE), x, ids, w, parts, act, expert_map, tile)
+    assert error(y, x, ids, w, parts, act, expert_map) <= 4e-3, (x.shape, tile)
+
+
+@pytest.mark.parametrize("kinds", [(experts, experts), (sparse, sparse), (experts, sparse), (sparse, experts)], ids=["dense", "sparse", "down", "up"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles(tile, kinds):
+    """One token and eight; K of one step, of fewer and of more than the ring holds; outputs that are no multiple of a block's."""
+    for t, e, h, inner, width in ((1, 3, 256, 256, 104), (8, 3, 1280, 512, 264)):
+        check(torch.randn(t, h).to(BF16), *routed(t, 2, e), layer(e, h, inner, width, kinds=kinds), tile=tile)
+
+
+@pytest.mark.parametrize("tokens", range(1, 10))
+def test_tokens(tokens):
+    parts = layer(5, 256, 256, 72, kinds=(experts, sparse))
+    check(torch.randn(tokens, 256).to(BF16), *routed(tokens, 3, 5), parts)
+
+
+@pytest.mark.parametrize("tile", [OWN, (2, 1, 5, 6, 2, 4, 4), (4, 2, 3, 2, 2, 5, 1)], ids=str)
+def test_a_layer_of_gpt_oss(tile):
+    """Biases, clamp, interleaved rows, K of no multiple of 256 in both products."""
+    for t, h, inner in ((1, 320, 192), (5, 192, 320), (8, 576, 64)):
+        check(torch.randn(t, h).to(BF16) * 3, *routed(t, 2, 3), layer(3, h, inner, biased=True), GPT_OSS, tile=tile)
+
+
+@pytest.mark.parametrize("act", [Activation("silu", 1.702, 0.5), Activation("swiglu_oai", 1.702), Activation("silu", interleaved=True)], ids=str)
+def test_other_activations(act):
+    for h, kinds in ((192, (experts, experts)), (256, (experts, experts)), (256, (sparse, experts))):
+        check(torch.randn(6, h).to(BF16), *routed(6, 2, 4), layer(4, h, 128, biased=True, kinds=kinds), act)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
+def test_ids_that_are_no_expert_and_maps(ids_dtype):
+    """More pairs than a warp takes at a time, the same expert twice in a token, none at all."""
+    parts = layer(5, 64, 64, biased=True)
+    x, w = torch.randn(8, 64).to(BF16), torch.rand(8, 9)
+    ids = torch.randint(-2, 8, (8, 9)).to(ids_dtype)
+    for dtype in (BF16, torch.float16, torch.float32):
+        check(x, ids, w.to(dtype), parts)
+    w[ids < 0] = float("nan")
+    for table in (torch.tensor([4, -1, 0, 7, 2, 1]), torch.tensor([3], dtype=torch.int32)):
+        local = contract.local_ids(ids, table, 5)
+        check(x, ids, torch.where(local < 0, w, 0.5), parts, expert_map=table)
+    none = run(emulated(SOURCE), x, torch.full_like(ids, -1), w, parts)
+    assert none.shape == x.shape and not none.any()
+
+
+def test_many_experts_and_more_choices_than_experts():
+    for e, t, k in ((200, 8, 4), (1, 7, 3), (1024, 3, 2), (40, 8, 19)):
+        check(torch.randn(t, 64).to(BF16), torch.randint(0, e, (t, k)), torch.rand(t, k), layer(e, 64, 64))
+
+
+@pytest.mark.parametrize("kinds", [(experts, experts), (sparse, sparse)], ids=["dense", "sparse"])
+def test_the_bits_do_not_depend_on_the_order_of_threads_nor_tokens_on_each_other(kinds):
+    parts, x, (ids, w) = layer(3, 512, 256, kinds=kinds), torch.randn(11, 512).to(BF16), routed(11, 2, 3)
+    y = run(emulated(SOURCE), x, ids, w, parts)
+    assert torch.equal(run(emulated(SOURCE), x, ids, w, parts, seed=7), y)
+    x[3, 5] = float("nan")
+    z = run(emulated(SOURCE), x, ids, w, parts, Activation("silu", limit=1e30))
+    keep = [i for i in range(11) if i != 3]
+    assert torch.equal(z[keep], y[keep])
+    assert not torch.isfinite(z[3]).any()
