@@ -20,20 +20,20 @@ __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, 
   publish_counters();
 }
 
-// By one thread: weights(k, at) promises the bytes of step k and fetches weights to stage `at`, activations(k, at) the rest. early: stages of weights that go
-// ahead of the first activations.
+// By one thread of `stride`, each with its own `first`, of whose number the stages are a multiple: weights(k, at) promises the bytes of step k and fetches weights to
+// stage `at`, activations(k, at) the rest. early: stages of weights that go ahead of the first activations.
 template <typename Weights, typename Activations>
-__device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Shared free, Weights weights, Activations activations) {
+__device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Shared free, Weights weights, Activations activations, int first = 0, int stride = 1) {
   early = min(steps, early);
-  for (int k = 0; k < early; ++k) weights(k, k);
+  for (int k = first; k < early; k += stride) weights(k, k);
   wait_for_previous();  // it may have written x; it does not write weights
-  for (int k = 0, at = 0, parity = 1; k < steps; ++k) {
+  for (int k = first, at = first, parity = 1; k < steps; k += stride) {
     if (k >= early) {
       counter_wait(free + 8 * at, parity);
       weights(k, at);
     }
     activations(k, at);
-    if (++at == stages) at = 0, parity ^= 1;
+    if ((at += stride) == stages + first) at = first, parity ^= 1;
   }
 }
 

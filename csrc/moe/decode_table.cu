@@ -2,6 +2,8 @@
 // 2:4-sparse, bfloat16 activations. Two kernels for every eight tokens; down begins to read weights while gate_up's last blocks run. Every sum has a fixed order.
 #include "decode_table.cuh"
 
+#include <type_traits>
+
 namespace {
 
 using namespace fp4;
@@ -44,76 +46,85 @@ struct Chunk {
   cudaStream_t stream;
 };
 
-// The rest of a layout, as many stages as there is room for.
-template <typename L> bool fits(L& layout, const Tile& tile, bool up, int threads_needed) {
-  if (tile.sets < 1 || tile.sets > 8 || tile.sets_a_warp < 1 || tile.sets % tile.sets_a_warp || tile.k_groups < 1 || layout.warps() > kMostWarps || threads_needed > 32 * layout.warps())
+// As many stages as there is room for; false if there is none for a tile and so many tokens.
+template <bool UP, bool SPARSE, bool SHIFTED> bool lay_out(TableLayout<SPARSE, SHIFTED>& layout, const Layer& l, int tokens, const Tile& tile) {
+  if (tile.sets < 1 || tile.sets > 8 || tile.sets_a_warp < 1 || tile.sets_a_warp > 2 || tile.sets % tile.sets_a_warp || tile.k_groups < 1 || (SHIFTED && tile.sets % 2)) return false;
+  layout = {{}, tile.sets, tile.sets_a_warp, tile.k_groups, 0, 0, 0, tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, 0, tokens, tokens * l.top_k};
+  const int threads = 32 * layout.warps();
+  if (UP ? l.I % (8 * tile.sets) || 4 * tile.sets * tokens > threads
+         : layout.rows() > l.N || tile.splits < 1 || tile.splits > 8 || layout.rows() % (2 * tile.splits) || layout.rows() / (2 * tile.splits) * tokens > threads)
     return false;
-  const int stage = layout.rows() * L::kBytes + 16 + (up ? 0 : kActivations<kTableTokens>), x_bytes = layout.x_bytes;
-  layout.stages = 0;
-  layout.stages = at_most(kTableStages, (227 * 1024 - layout.bytes(up)) / stage) / tile.k_groups * tile.k_groups;
-  if (layout.stages < 1) return false;
-  layout.x_bytes = up ? x_bytes : layout.stages * kActivations<kTableTokens>;
-  layout.early = at_most(layout.stages, at_least(1, kEarlyBytes / (layout.rows() * L::kBytes)));
-  return true;
+  if (UP) layout.x_bytes = (l.K + kWideK - 1) / kWideK * layout.x_step();
+  const int stage = layout.rows() * layout.kBytes + 16 + (UP ? 0 : kActivations<kTableTokens>);
+  layout.stages = at_most(kTableStages, at_least(227 * 1024 - layout.bytes(UP), 0) / stage) / tile.k_groups * tile.k_groups;
+  if (!UP) layout.x_bytes = layout.stages * kActivations<kTableTokens>;
+  layout.fetchers = layout.stages % kFetchers ? layout.stages % 2 ? 1 : 2 : kFetchers;
+  layout.early = at_most(layout.stages, at_least(1, kEarlyBytes / (layout.rows() * layout.kBytes)));
+  return layout.warps() <= kMostWarps && layout.stages > 0;
 }
 
-template <bool SPARSE, bool SHIFTED, int R> cudaError_t run_up(const Chunk& c, const Product& p, const Tile& tile) {
+// f(SPARSE, SHIFTED), of which a product of this K is.
+template <typename F> auto by_kind(bool sparse, int K, F f) {
+  using Yes = std::true_type;
+  using No = std::false_type;
+  return sparse ? f(Yes(), No()) : K % kWideK ? f(No(), Yes()) : f(No(), No());
+}
+
+template <bool UP> bool fits(const Layer& l, bool sparse, int tokens, const Tile& tile) {
+  return by_kind(sparse, UP ? l.K : l.I, [&](auto is_sparse, auto is_shifted) {
+    TableLayout<is_sparse, is_shifted> layout;
+    return lay_out<UP, is_sparse, is_shifted>(layout, l, tokens, tile);
+  });
+}
+
+template <bool UP, int R> cudaError_t run(const Chunk& c, const uint8_t* meta, const Tile& tile) {
   const Layer& l = c.l;
-  const int tokens = c.routing.tokens, held = tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, steps = (l.K + kWideK - 1) / kWideK, outputs = 8 * tile.sets;
-  TableLayout<SPARSE, SHIFTED> layout{{}, tile.sets, R, tile.k_groups, 0, 0, held, 0, tokens, tokens * l.top_k};
-  layout.x_bytes = steps * layout.x_step();
-  if (tile.sets % R || l.I % outputs || (SHIFTED && tile.sets % 2) || !fits(layout, tile, true, tokens * outputs / 2)) return cudaErrorInvalidConfiguration;
-  TileMap maps[3], activations;
-  cudaError_t status = maps_of<SPARSE, SHIFTED, true>(maps, p, layout.rows());
-  if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, held, 128);
-  if (status != cudaSuccess) return status;
-  return launch(table_up<SPARSE, SHIFTED, R>, dim3(multiprocessors()), 32 * (layout.warps() + 1), layout.bytes(true), 1, c.stream, maps[0], maps[1], maps[2], activations,
-                layout, c.routing, l.global_scale[0], l.global_scale[1], c.h, l.I, l.K, l.between);
-}
-
-template <bool SPARSE, bool SHIFTED, int R> cudaError_t run_down(const Chunk& c, const Product& p, const Tile& tile) {
-  const Layer& l = c.l;
-  const int tokens = c.routing.tokens, slice = 16 * tile.sets / at_least(tile.splits, 1);
-  TableLayout<SPARSE, SHIFTED> layout{{}, tile.sets, R, tile.k_groups, 0, 0, 0, 0, tokens, tokens * l.top_k};
-  if (tile.sets % R || layout.rows() > l.N || (SHIFTED && tile.sets % 2) || tile.splits < 1 || tile.splits > 8 || 16 * tile.sets % (2 * tile.splits) ||
-      !fits(layout, tile, false, tokens * slice / 2))
-    return cudaErrorInvalidConfiguration;
-  TileMap maps[3];
-  const cudaError_t status = maps_of<SPARSE, SHIFTED, false>(maps, p, layout.rows());
-  if (status != cudaSuccess) return status;
-  return launch_second(table_down<SPARSE, SHIFTED, R>, dim3((l.N + layout.rows() - 1) / layout.rows(), 1, tile.splits), 32 * (layout.warps() + 1), layout.bytes(false),
-                       tile.splits, c.stream, maps[0], maps[1], maps[2], layout, c.routing, c.h, l.between.down_bias, c.y, l.N, l.I);
-}
-
-template <bool UP, bool SPARSE, bool SHIFTED> cudaError_t by_sets(const Chunk& c, const Product& p, const Tile& tile) {
-  switch (tile.sets_a_warp) {
-    case 1: return UP ? run_up<SPARSE, SHIFTED, 1>(c, p, tile) : run_down<SPARSE, SHIFTED, 1>(c, p, tile);
-    case 2: return UP ? run_up<SPARSE, SHIFTED, 2>(c, p, tile) : run_down<SPARSE, SHIFTED, 2>(c, p, tile);
-    default: return cudaErrorInvalidConfiguration;
-  }
+  const Product p{l.codes[!UP], meta, l.scale[!UP], l.E, UP ? 2 * l.I : l.N, UP ? l.K : l.I, UP && l.between.interleaved};
+  return by_kind(meta, p.K, [&](auto is_sparse, auto is_shifted) -> cudaError_t {
+    constexpr bool kSparse = is_sparse, kShifted = is_shifted;
+    TableLayout<kSparse, kShifted> layout;
+    const int tokens = c.routing.tokens;
+    if (!lay_out<UP, kSparse, kShifted>(layout, l, tokens, tile)) return cudaErrorInvalidConfiguration;
+    TileMap maps[3], activations;
+    cudaError_t status = maps_of<kSparse, kShifted, UP>(maps, p, layout.rows());
+    if (UP && status == cudaSuccess) status = plane_map(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, layout.held, 128);
+    if (status != cudaSuccess) return status;
+    const int threads = 32 * (layout.warps() + kFetchers);
+    if constexpr (UP)
+      return launch(table_up<kSparse, kShifted, R>, dim3(multiprocessors()), threads, layout.bytes(true), 1, c.stream, maps[0], maps[1], maps[2], activations, layout, c.routing,
+                    l.global_scale[0], l.global_scale[1], c.h, l.I, l.K, l.between);
+    else
+      return launch_second(table_down<kSparse, kShifted, R>, dim3((l.N + layout.rows() - 1) / layout.rows(), 1, tile.splits), threads, layout.bytes(false), tile.splits, c.stream,
+                           maps[0], maps[1], maps[2], layout, c.routing, c.h, l.between.down_bias, c.y, l.N, l.I);
+  });
 }
 
 template <bool UP> cudaError_t run(const Chunk& c, const uint8_t* meta, const Tile& tile) {
-  const Layer& l = c.l;
-  const Product p{l.codes[!UP], meta, l.scale[!UP], l.E, UP ? 2 * l.I : l.N, UP ? l.K : l.I, UP && l.between.interleaved};
-  if (meta) return p.K % kWideK ? cudaErrorInvalidValue : by_sets<UP, true, false>(c, p, tile);
-  return p.K % kWideK ? by_sets<UP, false, true>(c, p, tile) : by_sets<UP, false, false>(c, p, tile);
+  return tile.sets_a_warp == 1 ? run<UP, 1>(c, meta, tile) : run<UP, 2>(c, meta, tile);
 }
 
-// A block for nearly every SM.
-Tile best_up(const Layer& l) { return {l.I % 32 ? 2 : 4, 2, 8, 1}; }
-Tile best_down(const Layer& l) {
-  const int sets = at_least(2, sets_a_block(l.N));
-  return {sets + sets % 2, 2, 8, 1};
+// The first tile that fits, or none.
+template <bool UP> Tile best(const Layer& l, bool sparse, int tokens) {
+  const int sets = at_most(8, at_least(2, sets_a_block(l.N) + sets_a_block(l.N) % 2));
+  const Tile up[] = {{4, 2, 8, 1}, {2, 2, 8, 1}, {2, 2, 4, 1}}, down[] = {{sets, 2, 16 / sets, 1}, {2, 2, 8, 1}, {1, 1, 8, 1}};
+  for (const Tile& tile : UP ? up : down)
+    if (fits<UP>(l, sparse, tokens, tile)) return tile;
+  return {};
 }
 
 cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_meta, Tile up, Tile down, void* workspace, int64_t bytes, cudaStream_t stream) {
-  const int most = l.tokens < kTableTokens ? l.tokens : kTableTokens;
+  int most = at_most(l.tokens, kTableTokens);
   if (bytes < (int64_t)most * most * l.top_k * ((l.I + kWideK - 1) / kWideK) * 512) return cudaErrorInvalidValue;
-  if (!up.sets) up = best_up(l);
-  if (!down.sets) down = best_down(l);
-  for (int first = 0; first < l.tokens; first += kTableTokens) {
-    const int tokens = at_most(l.tokens - first, kTableTokens), skip = first * l.top_k;
+  const bool own_up = !up.sets, own_down = !down.sets;
+  auto choose = [&](int tokens) {  // x of all tokens lies in shared memory
+    if (own_up) up = best<true>(l, up_meta, tokens);
+    if (own_down) down = best<false>(l, down_meta, tokens);
+    return up.sets && down.sets;
+  };
+  while (!choose(most) && most > 1) most /= 2;
+  for (int first = 0; first < l.tokens; first += most) {
+    const int tokens = at_most(l.tokens - first, most), skip = first * l.top_k;
+    choose(tokens);
     auto behind = [&](const void* at, int size) { return (const void*)((const uint8_t*)at + (int64_t)skip * size); };
     const Chunk c{l,
                   {{behind(l.ids.at, l.ids.wide ? 8 : 4), l.ids.wide}, l.map, {behind(l.weights.at, l.weights.type == 2 ? 4 : 2), l.weights.type}, l.map_size, tokens, l.top_k, l.E},
@@ -154,7 +165,7 @@ extern "C" int fp4_decode_table(const void* x, const void* ids, const void* weig
                 N,
                 map_size,
                 {(const __nv_bfloat16*)gate_up_bias, (const __nv_bfloat16*)down_bias, alpha, limit, more, interleaved}};
-  if (!l.fits()) return cudaErrorInvalidValue;
+  if (!l.fits() || (gate_up_meta && K % kWideK) || (down_meta && I % kWideK)) return cudaErrorInvalidValue;
   return layer(l, (const uint8_t*)gate_up_meta, (const uint8_t*)down_meta, {sets, sets_a_warp, k_groups, 1}, {down_sets, down_sets_a_warp, down_k_groups, down_splits},
                workspace, workspace_bytes, (cudaStream_t)stream);
 }

@@ -7,7 +7,8 @@
 
 namespace fp4 {
 
-constexpr int kTableTokens = 8, kTableStages = 32;
+// A thread that fetches needs some 0.2 us for a step, whatever its size, beside warps that multiply: four take turns.
+constexpr int kTableTokens = 8, kTableStages = 32, kFetchers = 4;
 
 // Bytes of a row of W that a step brings. SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row: of each row
 // come the two chunks of 16 bytes that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their
@@ -19,8 +20,8 @@ template <bool SPARSE, bool SHIFTED> struct Parts {
 // How the rows of a block, 16 * sets, and K are shared by its warps, and what lies where in shared memory.
 template <bool SPARSE, bool SHIFTED> struct TableLayout : Parts<SPARSE, SHIFTED> {
   using P = Parts<SPARSE, SHIFTED>;
-  int sets, sets_a_warp, k_groups, stages, early;  // early: stages of weights that go ahead of the first activations
-  int held;                                        // up: rows of x, of 64 k each, for 64 k: 1, 4 or 8
+  int sets, sets_a_warp, k_groups, stages, fetchers, early;  // early: stages of weights that go ahead of the first activations
+  int held;  // up: rows of x, of 64 k each, for 64 k: 1, 4 or 8
   int x_bytes, tokens, pairs;
 
   __host__ __device__ int x_step() const { return held == 1 ? 1024 : held * 512; }  // a tile of 128 bytes a row begins at a multiple of 1024
@@ -146,7 +147,7 @@ __device__ __forceinline__ void fetch_weights(const TableLayout<SPARSE, SHIFTED>
 // h of the listed experts' tokens, act(gate) * up times the router's weight and the global scale of down, as the second kernel takes it: [place in the list][token]
 // [step] of 512 bytes, four tiles of 64 k, 16-byte chunk c at c ^ token, zeros behind I. Items are 8 * sets outputs of an expert, gate and up of each in the two rows of a lane.
 template <bool SPARSE, bool SHIFTED, int R>
-__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
+__global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
     table_up(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap activations,
              const TableLayout<SPARSE, SHIFTED> layout, const Routing routing, const float* __restrict__ global_scale, const float* __restrict__ down_scale,
              uint8_t* __restrict__ h, int I, int K, const Between between) {
@@ -167,31 +168,34 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
       prefetch_tile_map(activations);
     }
     distinct.find(routing.ids, routing.map, routing.map_size, tokens, top_k, routing.E);
-  } else {
+  } else if (warp < layout.warps()) {
     fill_pairs<T, true>(shared, threadIdx.x, threads);
   }
   __syncthreads();
   const int count = *distinct.count, items = count * groups;
 
-  if (warp == layout.warps()) {
-    if (lane == 0) {
+  if (warp >= layout.warps()) {
+    const int fetcher = warp - layout.warps();
+    if (lane == 0 && fetcher < layout.fetchers) {
       const Shared x = shared_address(shared + kPairTable);
-      int item = blockIdx.x, k = 0, row = 0, expert = 0;
+      int item = blockIdx.x, k = fetcher, row = 0, expert = 0, known = -1;
       const int mine = (max(items - item, 0) + gridDim.x - 1) / gridDim.x;
       fetch_steps(
           mine * steps, layout.stages, 0, free,
           [&](int s, int at) {
-            if (k == 0) expert = distinct.list[item / groups].x, row = item % groups * outputs;
+            for (; k >= steps; k -= steps) item += gridDim.x;
+            if (item != known) expert = distinct.list[item / groups].x, row = item % groups * outputs, known = item;
             const Shared counter = full + 8 * at;
             counter_promise(counter, layout.rows() * layout.kBytes + (s < steps ? layout.held * 512 : 0));
             const bool turns = between.interleaved;
             const int n = turns ? expert * I + row : row, plane = turns ? 0 : 2 * expert;
             fetch_weights(layout, shared, codes, metadata, scales, k, n, plane, !SHIFTED ? n : turns ? n / 2 : n / 4, plane, K / 16, at, counter);
-            if (++k == steps) k = 0, item += gridDim.x;
+            k += layout.fetchers;
           },
           [&](int s, int at) {
             if (s < steps) copy_planes(x + s * layout.x_step(), activations, 0, 0, s * 4, full + 8 * at);
-          });
+          },
+          fetcher, layout.fetchers);
     }
     return;
   }
@@ -274,7 +278,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
 
 // y[token, n] = sum over the list of h * W[expert] as one product over all its steps, and biases. `splits` blocks of a cluster take turns at them.
 template <bool SPARSE, bool SHIFTED, int R>
-__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
+__global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
     table_down(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
                const TableLayout<SPARSE, SHIFTED> layout, const Routing routing, const uint8_t* __restrict__ h, const __nv_bfloat16* __restrict__ biases,
                __nv_bfloat16* __restrict__ y, int N, int K) {
@@ -295,7 +299,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
       if (SPARSE) prefetch_tile_map(metadata);
     }
     distinct.find(routing.ids, routing.map, routing.map_size, tokens, top_k, routing.E);
-  } else {
+  } else if (warp < layout.warps()) {
     fill_pairs<T, true>(shared, threadIdx.x, threads);
     for (int i = threadIdx.x; i < 32; i += threads) *(uint4*)(shared + layout.zeros() + 16 * i) = uint4{};
   }
@@ -311,9 +315,12 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
   Cursor begin{0, 0};
   begin.advance(rank, steps);
 
-  if (warp == layout.warps()) {
-    if (lane == 0) {
-      Cursor weights = begin, tiles = begin;
+  if (warp >= layout.warps()) {
+    const int fetcher = warp - layout.warps(), stride = splits * layout.fetchers;
+    if (lane == 0 && fetcher < layout.fetchers) {
+      Cursor weights = begin;
+      weights.advance(splits * fetcher, steps);
+      Cursor tiles = weights;
       fetch_steps(
           mine, layout.stages, layout.early, free,
           [&](int, int at) {
@@ -321,15 +328,18 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
             const int2 of = distinct.list[weights.place];
             counter_promise(counter, rows * layout.kBytes + __popc(of.y) * 512);
             fetch_weights(layout, shared, codes, metadata, scales, weights.step, n0, of.x, SHIFTED ? n0 / 4 : n0, of.x, K / 16, at, counter);
-            weights.advance(splits, steps);
+            weights.advance(stride, steps);
           },
           [&](int, int at) {
             const Shared to = shared_address(shared + kPairTable) + at * kActivations<kTableTokens>;
-            const int mask = distinct.list[tiles.place].y;
-            for (int m = 0; m < tokens; ++m)
-              if (mask >> m & 1) copy_bulk(to + m * 512, h + ((size_t)(tiles.place * tokens + m) * steps + tiles.step) * 512, 512, full + 8 * at);
-            tiles.advance(splits, steps);
-          });
+            const uint8_t* from = h + ((size_t)tiles.place * tokens * steps + tiles.step) * 512;
+            for (int rest = distinct.list[tiles.place].y; rest; rest &= rest - 1) {
+              const int m = __ffs(rest) - 1;
+              copy_bulk(to + m * 512, from + m * (steps * 512), 512, full + 8 * at);
+            }
+            tiles.advance(stride, steps);
+          },
+          fetcher, layout.fetchers);
     }
     if (splits > 1) {
       __syncwarp();
