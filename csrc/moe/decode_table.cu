@@ -51,14 +51,14 @@ template <bool UP, bool SPARSE, bool SHIFTED> bool lay_out(TableLayout<SPARSE, S
   if (tile.sets < 1 || tile.sets > 8 || tile.sets_a_warp < 1 || tile.sets_a_warp > 2 || tile.sets % tile.sets_a_warp || tile.k_groups < 1 || (SHIFTED && tile.sets % 2)) return false;
   layout = {{}, tile.sets, tile.sets_a_warp, tile.k_groups, 0, 0, 0, tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, 0, tokens, tokens * l.top_k};
   const int threads = 32 * layout.warps();
-  if (UP ? l.I % (8 * tile.sets) || 4 * tile.sets * tokens > threads
+  if (UP ? l.I % (8 * tile.sets) || 32 * kFinishers % (4 * tile.sets)
          : layout.rows() > l.N || tile.splits < 1 || tile.splits > 8 || layout.rows() % (2 * tile.splits) || layout.rows() / (2 * tile.splits) * tokens > threads)
     return false;
   if (UP) layout.x_bytes = (l.K + kWideK - 1) / kWideK * layout.x_step();
-  const int stage = layout.rows() * layout.kBytes + 16 + (UP ? 0 : kActivations<kTableTokens>);
-  layout.stages = at_most(kTableStages, at_least(227 * 1024 - layout.bytes(UP), 0) / stage) / tile.k_groups * tile.k_groups;
-  if (!UP) layout.x_bytes = layout.stages * kActivations<kTableTokens>;
-  layout.fetchers = layout.stages % kFetchers ? layout.stages % 2 ? 1 : 2 : kFetchers;
+  const int stage = layout.rows() * layout.kBytes + 16 + (UP ? 0 : tokens * 512);
+  layout.stages = at_most(kTableStages, at_least(226 * 1024 - layout.bytes(UP), 0) / stage) / tile.k_groups * tile.k_groups;
+  if (!UP) layout.x_bytes = (layout.stages * tokens * 512 + 1023) / 1024 * 1024;
+  layout.fetchers = layout.stages % 2 ? 1 : UP || layout.stages % 4 ? 2 : 4;
   layout.early = at_most(layout.stages, at_least(1, kEarlyBytes / (layout.rows() * layout.kBytes)));
   return layout.warps() <= kMostWarps && layout.stages > 0;
 }
@@ -89,7 +89,7 @@ template <bool UP, int R> cudaError_t run(const Chunk& c, const uint8_t* meta, c
     cudaError_t status = maps_of<kSparse, kShifted, UP>(maps, p, layout.rows());
     if (UP && status == cudaSuccess) status = plane_map(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, layout.held, 128);
     if (status != cudaSuccess) return status;
-    const int threads = 32 * (layout.warps() + kFetchers);
+    const int threads = 32 * (layout.warps() + kHelpers);
     if constexpr (UP)
       return launch(table_up<kSparse, kShifted, R>, dim3(multiprocessors()), threads, layout.bytes(true), 1, c.stream, maps[0], maps[1], maps[2], activations, layout, c.routing,
                     l.global_scale[0], l.global_scale[1], c.h, l.I, l.K, l.between);

@@ -7,8 +7,9 @@
 
 namespace fp4 {
 
-// A thread that fetches needs some 0.2 us for a step, whatever its size, beside warps that multiply: four take turns.
-constexpr int kTableTokens = 8, kTableStages = 32, kFetchers = 4;
+// Warps that do not multiply. A thread that fetches needs 0.2 us and more for a step, whatever its size, beside those that do: in the first kernel two take turns and
+// two other warps finish sums, in the second four.
+constexpr int kTableTokens = 8, kTableStages = 32, kHelpers = 4, kFinishers = 2;
 
 // Bytes of a row of W that a step brings. SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row: of each row
 // come the two chunks of 16 bytes that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their
@@ -33,7 +34,7 @@ template <bool SPARSE, bool SHIFTED> struct TableLayout : Parts<SPARSE, SHIFTED>
   __host__ __device__ int scales() const { return meta() + stages * rows() * P::kMeta; }
   __host__ __device__ int zeros() const { return scales() + stages * rows() * P::kScales; }
   __host__ __device__ int counters() const { return zeros() + 512; }
-  __host__ __device__ int routed() const { return counters() + 16 * stages; }
+  __host__ __device__ int routed() const { return counters() + 16 * stages + 48; }
   __host__ __device__ int factors() const { return routed() + 16 * ((pairs * 12 + 4 + 15) / 16); }
   __host__ __device__ int sums() const { return factors() + 16 * ((pairs * (kTableTokens + 1) * 4 + 15) / 16); }  // up
   __host__ __device__ int sums_bytes() const { return k_groups * tokens * (rows() + 4) * 4; }
@@ -147,7 +148,7 @@ __device__ __forceinline__ void fetch_weights(const TableLayout<SPARSE, SHIFTED>
 // h of the listed experts' tokens, act(gate) * up times the router's weight and the global scale of down, as the second kernel takes it: [place in the list][token]
 // [step] of 512 bytes, four tiles of 64 k, 16-byte chunk c at c ^ token, zeros behind I. Items are 8 * sets outputs of an expert, gate and up of each in the two rows of a lane.
 template <bool SPARSE, bool SHIFTED, int R>
-__global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
+__global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     table_up(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap activations,
              const TableLayout<SPARSE, SHIFTED> layout, const Routing routing, const float* __restrict__ global_scale, const float* __restrict__ down_scale,
              uint8_t* __restrict__ h, int I, int K, const Between between) {
@@ -156,11 +157,14 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, threads = 32 * layout.warps(), steps = (K + kWideK - 1) / kWideK, outputs = 8 * layout.sets,
             groups = I / outputs, tokens = layout.tokens, top_k = routing.top_k;
   const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+  const Shared sums_full = free + 8 * layout.stages, sums_free = sums_full + 16, x_full = sums_free + 16;
   const Distinct distinct(shared + layout.routed(), layout.pairs);
 
   let_second_begin();
   if (warp == layout.warps()) {
     if (lane == 0) {
+      for (int i = 0; i < 2; ++i) counter_init(sums_full + 8 * i, layout.warps()), counter_init(sums_free + 8 * i, kFinishers);
+      counter_init(x_full, 1);
       init_ring(full, free, layout.stages, layout.row_warps());
       prefetch_tile_map(codes);
       prefetch_tile_map(scales);
@@ -172,48 +176,91 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
     fill_pairs<T, true>(shared, threadIdx.x, threads);
   }
   __syncthreads();
-  const int count = *distinct.count, items = count * groups;
+  const int count = *distinct.count, items = count * groups, pitch = layout.rows() + 4, pairs = outputs / 2;
+  float* sums = (float*)(shared + layout.sums());  // two of [k_groups][tokens][pitch]
 
-  if (warp >= layout.warps()) {
+  if (warp >= layout.warps() && warp < layout.warps() + layout.fetchers) {
     const int fetcher = warp - layout.warps();
-    if (lane == 0 && fetcher < layout.fetchers) {
-      const Shared x = shared_address(shared + kPairTable);
+    if (lane == 0) {
       int item = blockIdx.x, k = fetcher, row = 0, expert = 0, known = -1;
       const int mine = (max(items - item, 0) + gridDim.x - 1) / gridDim.x;
       fetch_steps(
           mine * steps, layout.stages, 0, free,
-          [&](int s, int at) {
+          [&](int, int at) {
             for (; k >= steps; k -= steps) item += gridDim.x;
             if (item != known) expert = distinct.list[item / groups].x, row = item % groups * outputs, known = item;
             const Shared counter = full + 8 * at;
-            counter_promise(counter, layout.rows() * layout.kBytes + (s < steps ? layout.held * 512 : 0));
+            counter_promise(counter, layout.rows() * layout.kBytes);
             const bool turns = between.interleaved;
             const int n = turns ? expert * I + row : row, plane = turns ? 0 : 2 * expert;
             fetch_weights(layout, shared, codes, metadata, scales, k, n, plane, !SHIFTED ? n : turns ? n / 2 : n / 4, plane, K / 16, at, counter);
             k += layout.fetchers;
           },
-          [&](int s, int at) {
-            if (s < steps) copy_planes(x + s * layout.x_step(), activations, 0, 0, s * 4, full + 8 * at);
-          },
-          fetcher, layout.fetchers);
+          [](int, int) {}, fetcher, layout.fetchers);
     }
     return;
   }
 
-  float *factors = (float*)(shared + layout.factors()), *units = factors + layout.pairs * kTableTokens;  // of an expert's tokens; of gate_up
-  for (int i = threadIdx.x; i < count * kTableTokens; i += threads) {
-    const int m = i % kTableTokens;
-    const int2 of = distinct.list[i / kTableTokens];
-    if (m == 0) units[i / kTableTokens] = load_float(global_scale + of.x) * kWeightUnit;
-    if (!(of.y >> m & 1)) continue;
-    float sum = 0.f;
-    for (int j = 0; j < top_k; ++j)
-      if (distinct.expert[m * top_k + j] == of.x) {
-        float weight[1];
-        routing.weights.take(weight, m * top_k + j, 1);
-        sum += weight[0];
+  if (warp >= layout.warps() + layout.fetchers) {
+    const int thread = threadIdx.x - threads - 32 * layout.fetchers, steps_down = (I + kWideK - 1) / kWideK;
+    if (thread >= 32 * kFinishers) return;
+    if (thread == 0 && (int)blockIdx.x < items) {
+      counter_promise(x_full, steps * layout.held * 512);
+      for (int k = 0; k < steps; ++k) copy_planes(shared_address(shared + kPairTable) + k * layout.x_step(), activations, 0, 0, k * 4, x_full);
+    }
+    float *factors = (float*)(shared + layout.factors()), *units = factors + layout.pairs * kTableTokens;  // of an expert's tokens; of gate_up
+    for (int i = thread; i < count * kTableTokens; i += 32 * kFinishers) {
+      const int m = i % kTableTokens;
+      const int2 of = distinct.list[i / kTableTokens];
+      if (m == 0) units[i / kTableTokens] = load_float(global_scale + of.x) * kWeightUnit;
+      if (!(of.y >> m & 1)) continue;
+      float sum = 0.f;
+      for (int j = 0; j < top_k; ++j)
+        if (distinct.expert[m * top_k + j] == of.x) {
+          float weight[1];
+          routing.weights.take(weight, m * top_k + j, 1);
+          sum += weight[0];
+        }
+      factors[i] = sum * (load_float(down_scale + of.x) * kWeightUnit);
+    }
+    barrier(1, 32 * kFinishers);
+    int buffer = 0, parity = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const int slot = item / groups, n0 = item % groups * outputs, column = thread % pairs * 2, n = n0 + column;
+      const int2 of = distinct.list[slot];
+      float bias[2][2] = {};  // of n and n + 1; arrives while the sums are made
+      if (between.bias)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) bias[i][half] = __bfloat162float(between.bias[(size_t)of.x * (2 * I) + between.row(n + i, half, I)]);
+      counter_wait(sums_full + 8 * buffer, parity);
+      const float* from_all = sums + buffer * (layout.sums_bytes() / 4) + column;
+      for (int j = thread / pairs; j < __popc(of.y); j += 32 * kFinishers / pairs) {
+        int rest = of.y;
+        for (int i = 0; i < j; ++i) rest &= rest - 1;
+        const int m = __ffs(rest) - 1;
+        float2 gate{0.f, 0.f}, up{0.f, 0.f};
+#pragma unroll 4
+        for (int kg = 0; kg < layout.k_groups; ++kg) {
+          const float* from = from_all + (kg * tokens + m) * pitch;
+          const float2 a = *(const float2*)from, b = *(const float2*)(from + outputs);
+          gate.x += a.x, gate.y += a.y, up.x += b.x, up.y += b.y;
+        }
+        const float unit = units[slot], factor = factors[slot * kTableTokens + m];
+        uint8_t* to = h + (size_t)(slot * tokens + m) * steps_down * 512;
+        auto place = [&](int n) { return to + n / kWideK * 512 + n / 64 % 4 * 128 + ((n / 8 % 8) ^ m) * 16 + n % 8 * 2; };
+        *(__nv_bfloat162*)place(n) = __floats2bfloat162_rn(between(fmaf(gate.x, unit, bias[0][0]), fmaf(up.x, unit, bias[0][1])) * factor,
+                                                           between(fmaf(gate.y, unit, bias[1][0]), fmaf(up.y, unit, bias[1][1])) * factor);
+        if (n0 + outputs == I)
+          for (int behind = I + column / 2 * 8; behind < steps_down * kWideK; behind += pairs * 8) *(uint4*)place(behind) = uint4{};
       }
-    factors[i] = sum * (load_float(down_scale + of.x) * kWeightUnit);
+      __syncwarp();
+      if (lane == 0) counter_arrive(sums_free + 8 * buffer);
+      buffer ^= 1;
+      if (buffer == 0) parity ^= 1;
+    }
+    return;
   }
 
   const int row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), t = lane & 3, held = layout.held, zero = layout.sets_a_warp - R;
@@ -221,19 +268,9 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
   const Step<SPARSE, SHIFTED, true, R> multiply(layout, row_warp, lane, K / 16, turns);
   // Rows of x of the lane for a step's first 64 k, those of t, or of load_matrices().
   const int x_row = SPARSE ? 2 * (lane >> 3 & 1) * held + min(lane & 7, held - 1) : t * held + min(lane >> 2, held - 1);
-  const int pitch = layout.rows() + 4, pairs = outputs / 2, span = (tokens * pairs + 31) / 32 * 32;
-  float* sums = (float*)(shared + layout.sums());
-  int step = k_group, at = k_group, parity = 0, finisher = threadIdx.x;
-  for (int item = blockIdx.x, buffer = 0; item < items; item += gridDim.x, buffer ^= 1) {
-    const int slot = item / groups, n0 = item % groups * outputs, n = n0 + finisher % pairs * 2, m = finisher / pairs;
-    const int2 of = distinct.list[slot];
-    const bool finishes = m < tokens && of.y >> m & 1;
-    float bias[2][2] = {};  // of n and n + 1; arrives while the sums are made
-    if (finishes && between.bias)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) bias[i][half] = __bfloat162float(between.bias[(size_t)of.x * (2 * I) + between.row(n + i, half, I)]);
+  int step = k_group, at = k_group, parity = 0, buffer = 0, filled = 0;
+  if ((int)blockIdx.x < items) counter_wait(x_full, 0);
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float acc[R][1][4] = {};
     for (; step < steps; step += layout.k_groups) {
       counter_wait(full + 8 * at, parity);
@@ -247,38 +284,23 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
       if (at >= layout.stages) at -= layout.stages, parity ^= 1;
     }
     step -= steps;
-    float* mine = sums + buffer * (layout.sums_bytes() / 4);  // [k_groups][tokens][pitch]
+    counter_wait(sums_free + 8 * buffer, filled ^ 1);
+    float* mine = sums + buffer * (layout.sums_bytes() / 4) + k_group * tokens * pitch + multiply.rows.row;
 #pragma unroll
     for (int r = 0; r < R; ++r)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (2 * t + (c & 1) < tokens) mine[(k_group * tokens + 2 * t + (c & 1)) * pitch + multiply.rows.row + 8 * r + outputs * (c >> 1)] = acc[r][0][c];
-    barrier(1, threads);
-    if (finishes) {
-      float2 gate{0.f, 0.f}, up{0.f, 0.f};
-#pragma unroll 4
-      for (int kg = 0; kg < layout.k_groups; ++kg) {
-        const float* from = mine + (kg * tokens + m) * pitch + (n - n0);
-        const float2 a = *(const float2*)from, b = *(const float2*)(from + outputs);
-        gate.x += a.x, gate.y += a.y, up.x += b.x, up.y += b.y;
-      }
-      const float unit = units[slot], factor = factors[slot * kTableTokens + m];
-      const int steps_down = (I + kWideK - 1) / kWideK;
-      uint8_t* to = h + (size_t)(slot * tokens + m) * steps_down * 512;
-      auto place = [&](int n) { return to + n / kWideK * 512 + n / 64 % 4 * 128 + ((n / 8 % 8) ^ m) * 16 + n % 8 * 2; };
-      *(__nv_bfloat162*)place(n) = __floats2bfloat162_rn(between(fmaf(gate.x, unit, bias[0][0]), fmaf(up.x, unit, bias[0][1])) * factor,
-                                                         between(fmaf(gate.y, unit, bias[1][0]), fmaf(up.y, unit, bias[1][1])) * factor);
-      if (n0 + outputs == I)
-        for (int behind = I + (n - n0) / 2 * 8; behind < steps_down * kWideK; behind += pairs * 8) *(uint4*)place(behind) = uint4{};
-    }
-    finisher -= span;
-    if (finisher < 0) finisher += threads;
+        if (2 * t + (c & 1) < tokens) mine[(2 * t + (c & 1)) * pitch + 8 * r + outputs * (c >> 1)] = acc[r][0][c];
+    __syncwarp();
+    if (lane == 0) counter_arrive(sums_full + 8 * buffer);
+    buffer ^= 1;
+    if (buffer == 0) filled ^= 1;
   }
 }
 
 // y[token, n] = sum over the list of h * W[expert] as one product over all its steps, and biases. `splits` blocks of a cluster take turns at them.
 template <bool SPARSE, bool SHIFTED, int R>
-__global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
+__global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     table_down(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
                const TableLayout<SPARSE, SHIFTED> layout, const Routing routing, const uint8_t* __restrict__ h, const __nv_bfloat16* __restrict__ biases,
                __nv_bfloat16* __restrict__ y, int N, int K) {
@@ -331,7 +353,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
             weights.advance(stride, steps);
           },
           [&](int, int at) {
-            const Shared to = shared_address(shared + kPairTable) + at * kActivations<kTableTokens>;
+            const Shared to = shared_address(shared + kPairTable) + at * (tokens * 512);
             const uint8_t* from = h + ((size_t)tiles.place * tokens * steps + tiles.step) * 512;
             for (int rest = distinct.list[tiles.place].y; rest; rest &= rest - 1) {
               const int m = __ffs(rest) - 1;
@@ -371,7 +393,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kFetchers), 1)
   cursor.advance(splits * k_group, steps);
   take_turns(mine, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const bool routed = distinct.list[cursor.place].y >> token & 1;
-    const int x = (routed ? kPairTable + stage * kActivations<kTableTokens> + token * 512 : layout.zeros()) + x_at;
+    const int x = (routed ? kPairTable + (stage * tokens + token) * 512 : layout.zeros()) + x_at;
     multiply(acc, shared, layout, stage, x, token, 128, 0, false, lane);
     cursor.advance(splits * layout.k_groups, steps);
     return bits_of(acc);
