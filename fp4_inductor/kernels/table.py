@@ -253,9 +253,7 @@ _DECODE = (
 _DECODE_90 = _DECODE.split("; without sorting")[0] + (
     "; up to one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 55; gpt-oss, one an expert, 123 and 121; Mixtral, T = 8, two an expert, 384 and 207"
 )
-_MOE_TABLE = (
-    "mma by the steps of cuda_table, the columns of its products the call's tokens: an expert's weights are read and decoded once, x once a block; two launches for every eight tokens"
-)
+_MOE_TABLE = "mma by the steps of cuda_table, the columns of its products the call's tokens: an expert's weights are read and decoded once, x once a block; two launches for every eight tokens"
 _MOE_WIDE = (
     "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "
     "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; above 48 pairs an expert FP8 products take over, at 20 times the error"
@@ -473,7 +471,7 @@ ROWS: tuple[Row, ...] = (
             EMULATED,
             k_multiple=multiple,
             n_multiple=8,
-            n=(16, 2**31),
+            n=(32, 2**31),
             csrc="moe_decode_table",
             m_per_expert=1.0,
             plain=True,

@@ -1,16 +1,14 @@
-"""csrc/moe/decode_table.cu on a CPU (emulator.py): tiles of both products against float64, dense and 2:4-sparse, every kind of routing, and the emulator's own checks."""
+"""csrc/moe/decode_table.cu on a CPU (emulator.py): tiles of both products against float64, dense and 2:4-sparse, routing, and what a broken kernel is caught by."""
 
 from __future__ import annotations
 
 import ctypes
-import re
 import shutil
 
 import pytest
 import torch
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.formats import nvfp4
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import emulator
@@ -123,3 +121,53 @@ def test_the_bits_do_not_depend_on_the_order_of_threads_nor_tokens_on_each_other
     keep = [i for i in range(11) if i != 3]
     assert torch.equal(z[keep], y[keep])
     assert not torch.isfinite(z[3]).any()
+
+
+def test_x_of_fewer_tokens_at_a_time_where_eight_do_not_fit():
+    for h in (8192, 16384):
+        check(torch.randn(9, h).to(BF16), *routed(9, 1, 2), layer(2, h, 64, 32))
+
+
+def test_arguments_that_no_kernel_takes():
+    parts, x, (ids, w) = layer(2, 256, 256), torch.randn(3, 256).to(BF16), routed(3, 2, 2)
+    narrow = (*sparse(2, 256, 192)[:3], *parts[3:8], sparse(2, 256, 192)[3], None)
+    for changed in (dict(tile=(3, 1, 1, 1, 1, 2, 1)), dict(tile=(2, 2, 4, 2, 2, 4, 3)), dict(space=1024), dict(x=x[:, :192], parts=narrow)):
+        with pytest.raises(EmulatorError, match="status"):
+            run(emulated(SOURCE), **{**dict(x=x, ids=ids, w=w, parts=parts), **changed})
+
+
+# One line of the kernels is broken; the emulator must say so, each in its own words, or the numbers must be wrong.
+BROKEN = {
+    "weights are not waited for": ("      counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "x is not waited for": ("  if ((int)blockIdx.x < items) counter_wait(x_full, 0);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
+    "sums are finished before they are made": ("      counter_wait(sums_full + 8 * buffer, parity);\n", "", "race|nobody wrote"),
+    "sums are overwritten before they are finished": ("    counter_wait(sums_free + 8 * buffer, filled ^ 1);\n", "", "race"),
+    "h behind I is not cleared": ("if (n0 + outputs == I)", "if (n0 + outputs < 0)", None),
+    "tokens are taken as routed": ("(routed ? ", "(true ? ", "nobody wrote|before its asynchronous copy"),
+    "scales begin at a multiple of 16 bytes": (" + row % 4 * scale_row % 16", "", None),
+    "scales lie as they come": ("SHIFTED ? at ^ (at >> 3 & 16) : at", "at", None),
+    "an expert that came before is not found": ("        list[at].y |= of;", "        list[at].y |= 0;", None),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_is_caught(case, tmp_path):
+    old, new, words = BROKEN[case]
+    shutil.copytree(csrc_dir(), tmp_path / "csrc")
+    header, source = tmp_path / "csrc" / "moe" / "decode_table.cuh", tmp_path / "csrc" / SOURCE
+    for path, line, other in (
+        (header, old, new),
+        (source, "return sparse ? f(Yes(), No()) : K % kWideK ? f(No(), Yes()) : f(No(), No());", "return f(No(), Yes());"),
+    ):
+        assert path.read_text().count(line) == 1, "the line to break is gone"
+        path.write_text(path.read_text().replace(line, other))
+    kernel = Emulated(source, defines=emulator.QUICK if words else ())
+    parts, x, w = layer(5, 320, 320, 72), torch.randn(8, 320).to(BF16), torch.rand(8, 5)
+    ids = torch.arange(40).view(8, 5) // 10  # of the first tokens one expert, and pairs that a warp takes together end in the middle of one
+    ids[7] = torch.tensor([0, 4, 2, 3, 4])
+    args = x, ids, w, parts, SILU, None, (2, 2, 2, 2, 2, 4, 1)
+    if words is None:
+        assert error(run(kernel, *args), x, ids, w, parts) > 0.01
+    else:
+        with pytest.raises(EmulatorError, match=words):
+            run(kernel, *args)

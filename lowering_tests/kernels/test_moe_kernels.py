@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,19 @@ def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, k
     most = max(192, 192 * experts)
     exact = kernel if pairs <= experts else "cuda_moe_wide" if 4 < pairs <= most else "triton_moe_decode" if pairs <= 4 else "dequantize + grouped_mm"
     assert kernels(90, torch.bfloat16, experts, pairs, large_m="bf16") == [exact]
+
+
+def test_the_table_kernel_is_off_until_it_is_asked_for():
+    """It takes the decode regime's place, but for what it does not serve."""
+    for op, kernel, other in (("moe", "cuda_moe_table", "triton_moe_decode"), ("sparse_moe", "cuda_sparse_moe_table", "triton_sparse_moe_decode")):
+        asked = DispatchConfig(candidates=(kernel,))
+        call = Call(op, 90, torch.bfloat16, 2048, 2048, experts=128)
+        assert plan(call, DispatchConfig()).pick(8).kernel == other
+        assert [plan(call, asked).pick(pairs).kernel == kernel for pairs in (1, 128, 129)] == [True, True, False]
+        for fields in (dict(form=("no gate",)), dict(dtype=torch.float16), dict(arch=80), dict(csrc=NO_NVCC)):
+            assert plan(replace(call, **fields), asked).pick(8).kernel == other
+    plain = dict(activation="silu", gated=True, inner=704, experts=128, on_input=False, biases=())
+    assert moe_form(**plain) == () and moe_form(**plain, sparse=True) == ("I = 704, no multiple of 256",)
 
 
 def test_the_cuda_kernel_says_what_it_does_not_take():

@@ -1,4 +1,4 @@
-"""fp4.moe for a few tokens by the kernels of ``csrc/moe/decode_table.cu``: ``torch.ops.fp4_csrc.moe_decode_table``, an internal operator that :mod:`.launch` calls.
+"""fp4.moe for a few tokens by ``csrc/moe/decode_table.cu``: ``torch.ops.fp4_csrc.moe_decode_table``, an internal operator that :mod:`.launch` calls.
 
 It is defined, and reached, as those of :mod:`.grouped_wide` are.
 """
@@ -37,12 +37,10 @@ def call(
         KernelError: the kernel is not built, or the launch was refused.
     """
     inner = down[0].shape[2] * (2 if metas[1] is None else 4)
-    workspace = hidden.new_empty(workspace_bytes(*expert_ids.shape, inner), dtype=torch.uint8)
+    workspace = hidden.new_empty(workspace_bytes(expert_ids.shape[0], expert_ids.shape[1], inner), dtype=torch.uint8)
     form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
     try:
-        return torch.ops.fp4_csrc.moe_decode_table(
-            hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *metas, *form, workspace, arch
-        )
+        return torch.ops.fp4_csrc.moe_decode_table(hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *metas, *form, workspace, arch)
     except RuntimeError as error:
         if "fp4_csrc::" not in str(error):
             raise
