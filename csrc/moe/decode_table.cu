@@ -103,13 +103,26 @@ template <bool UP> cudaError_t run(const Chunk& c, const uint8_t* meta, const Ti
   return tile.sets_a_warp == 1 ? run<UP, 1>(c, meta, tile) : run<UP, 2>(c, meta, tile);
 }
 
-// The first tile that fits, or none.
-template <bool UP> Tile best(const Layer& l, bool sparse, int tokens) {
-  const int sets = at_most(8, at_least(2, sets_a_block(l.N) + sets_a_block(l.N) % 2));
-  const Tile up[] = {{4, 2, 8, 1}, {2, 2, 8, 1}, {2, 2, 4, 1}}, down[] = {{sets, 2, 16 / sets, 1}, {2, 2, 8, 1}, {1, 1, 8, 1}};
-  for (const Tile& tile : UP ? up : down)
-    if (fits<UP>(l, sparse, tokens, tile)) return tile;
+// Measured on an H200 (benchmarks/NOTES.md), Mixtral's and gpt-oss's sizes; the first that fits, or none.
+Tile best_up(const Layer& l, bool sparse, int tokens) {
+  const bool few = tokens <= 2 && !sparse && l.K % kWideK == 0;
+  for (const Tile& tile : {Tile{4, 2, 4, 1}, Tile{2, 2, 8, 1}, Tile{2, 2, 4, 1}})
+    if ((!few || tile.sets == 2) && fits<true>(l, sparse, tokens, tile)) return tile;
   return {};
+}
+
+// As few rows for an SM as can be; of tiles with as many, the smallest for one token or two, else the largest in clusters of at most two.
+Tile best_down(const Layer& l, bool sparse, int tokens) {
+  Tile found = fits<false>(l, sparse, tokens, {1, 1, 8, 1}) ? Tile{1, 1, 8, 1} : Tile{};
+  int least = INT32_MAX;
+  for (int sets = 2; sets <= 6; sets += 2)
+    for (int splits = 1; splits <= 4; splits *= 2) {
+      const Tile tile{sets, 2, sets == 2 ? 8 : 4, splits};
+      const int blocks = (l.N + 16 * sets - 1) / (16 * sets) * splits, rows = (blocks + 131) / 132 * sets * 4 / splits;
+      if ((splits > 1 && blocks > 132) || rows > least || (rows == least && (tokens <= 2 || splits > 2)) || !fits<false>(l, sparse, tokens, tile)) continue;
+      least = rows, found = tile;
+    }
+  return found;
 }
 
 cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_meta, Tile up, Tile down, void* workspace, int64_t bytes, cudaStream_t stream) {
@@ -117,8 +130,8 @@ cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_me
   if (bytes < (int64_t)most * most * l.top_k * ((l.I + kWideK - 1) / kWideK) * 512) return cudaErrorInvalidValue;
   const bool own_up = !up.sets, own_down = !down.sets;
   auto choose = [&](int tokens) {  // x of all tokens lies in shared memory
-    if (own_up) up = best<true>(l, up_meta, tokens);
-    if (own_down) down = best<false>(l, down_meta, tokens);
+    if (own_up) up = best_up(l, up_meta, tokens);
+    if (own_down) down = best_down(l, down_meta, tokens);
     return up.sets && down.sets;
   };
   while (!choose(most) && most > 1) most /= 2;

@@ -165,14 +165,19 @@ def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, k
 
 
 def test_the_table_kernel_is_off_until_it_is_asked_for():
-    """It takes the decode regime's place, but for what it does not serve."""
-    for op, kernel, other in (("moe", "cuda_moe_table", "triton_moe_decode"), ("sparse_moe", "cuda_sparse_moe_table", "triton_sparse_moe_decode")):
+    """It takes the decode regime's place for large experts, but for what it does not serve, and for one token or two of gpt-oss."""
+    for op, kernel, other, most in (
+        ("moe", "cuda_moe_table", "triton_moe_decode", 32),
+        ("sparse_moe", "cuda_sparse_moe_table", "triton_sparse_moe_decode", 96),
+    ):
         asked = DispatchConfig(candidates=(kernel,))
-        call = Call(op, 90, torch.bfloat16, 2048, 2048, experts=128)
+        call = Call(op, 90, torch.bfloat16, 4096, 4096, experts=32)
         assert plan(call, DispatchConfig()).pick(8).kernel == other
-        assert [plan(call, asked).pick(pairs).kernel == kernel for pairs in (1, 128, 129)] == [True, True, False]
-        for fields in (dict(form=("no gate",)), dict(dtype=torch.float16), dict(arch=80), dict(csrc=NO_NVCC)):
+        assert [plan(call, asked).pick(pairs).kernel == kernel for pairs in (1, most, most + 1)] == [True, True, False]
+        for fields in (dict(form=("no gate",)), dict(dtype=torch.float16), dict(arch=80), dict(csrc=NO_NVCC), dict(n=2048, k=2048)):
             assert plan(replace(call, **fields), asked).pick(8).kernel == other
+    gpt_oss = plan(Call("moe", 90, torch.bfloat16, 2880, 2880, experts=32), DispatchConfig(candidates=("cuda_moe_table",)))
+    assert [gpt_oss.pick(pairs).kernel for pairs in (8, 9, 32, 33)] == ["triton_moe_decode", "cuda_moe_table", "cuda_moe_table", "cuda_moe_wide"]
     plain = dict(activation="silu", gated=True, inner=704, experts=128, on_input=False, biases=())
     assert moe_form(**plain) == () and moe_form(**plain, sparse=True) == ("I = 704, no multiple of 256",)
 
