@@ -86,46 +86,36 @@ struct Routing {
   int map_size, tokens, top_k, E;
 };
 
-// Where a warp finds the rows of its lanes in a stage, in rows from its beginning: NEXT * r + high * h behind `row`.
-template <bool SPARSE, bool SHIFTED, bool UP, int R> struct LaneRows {
-  static constexpr int kNext = UP ? 8 : 16;
-  int row, high;
-
-  __device__ __forceinline__ LaneRows(int sets, int row_warp, int lane) {
-    const int g = lane >> 2;
-    row = row_warp * (kNext * R) + (SPARSE ? g ^ (g & 2) << 1 : g);  // sparse_linear_table says why
-    high = UP ? 8 * sets : 8;
-  }
-};
-
-// One step of a warp, whose weights are those of `stage`. x: dense, the lane's token's plane of 64 k; sparse, what multiply_sparse_by_table() takes.
+// What a warp multiplies in one step: its lanes' rows lie kNext * r + high * h behind `row` in a stage. interleaved: scales lie in the order of W, those of gate and up in turn.
 template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
-  using Rows = LaneRows<SPARSE, SHIFTED, UP, R>;
-  Rows rows;
-  int codes, meta, scales[2];
+  using P = Parts<SPARSE, SHIFTED>;
+  static constexpr int kNext = UP ? 8 : 16;
+  int row, high, rows, codes, meta, scales[2], next_scales;
 
-  __device__ __forceinline__ Step(const TableLayout<SPARSE, SHIFTED>& layout, int row_warp, int lane, int scale_row, bool interleaved) : rows(layout.sets, row_warp, lane) {
-    const int g = rows.row & 7, p = lane >> 1 & 1;
-    codes = layout.codes() + rows.row * layout.kCodes + (SPARSE ? place_of<64>(2 * p, g) * 16 : 0);
-    meta = layout.meta() + rows.row * 32 + place_of<32>(0, g) * 16 + 8 * p;
+  __device__ __forceinline__ Step(const TableLayout<SPARSE, SHIFTED>& layout, int row_warp, int lane, int scale_row, bool interleaved)
+      : row(row_warp * (kNext * R) + lane / 4), high(UP ? 8 * layout.sets : 8), rows(layout.rows()), next_scales(SHIFTED && UP && !interleaved ? 64 : SHIFTED ? 128 : 16 * kNext) {
+    if (SPARSE) row ^= (row & 2) << 1;  // sparse_linear_table says why
+    const int p = lane >> 1 & 1;
+    codes = layout.codes() + row * P::kCodes + (SPARSE ? place_of<64>(2 * p, row & 7) * 16 : 0);
+    meta = layout.meta() + row * 32 + place_of<32>(0, row & 7) * 16 + 8 * p;
     for (int h = 0; h < 2; ++h) {
-      const int row = interleaved ? 2 * rows.row + h : rows.row + h * rows.high;
-      scales[h] = layout.scales() + (SHIFTED ? row % 4 * layout.rows() * 8 + row / 4 * 32 + row % 4 * scale_row % 16 + 4 * (lane & 3) : row * 16 + (SPARSE ? 8 * p : 4 * (lane & 3)));
+      const int at = interleaved ? 2 * row + h : row + h * high;
+      const int shifted = at % 4 * rows * 8 + at / 4 * 32 + at % 4 * scale_row % 16 + 4 * (lane & 3);
+      scales[h] = layout.scales() + (SHIFTED ? shifted : at * 16 + (SPARSE ? 8 * p : 4 * (lane & 3)));
     }
   }
-  __device__ __forceinline__ void operator()(float (&acc)[R][1][4], uint8_t* shared, const TableLayout<SPARSE, SHIFTED>& layout, int stage, int x, int token, int next,
-                                             int flip, bool interleaved, int lane) const {
-    using P = Parts<SPARSE, SHIFTED>;
-    const int of_stage = stage * layout.rows();
+  // x: dense, the lane's token's plane of 64 k, whose chunks are swizzled by `token`; sparse, what multiply_sparse_by_table() takes.
+  __device__ __forceinline__ void operator()(float (&acc)[R][1][4], uint8_t* shared, int stage, int x, int token, int next, int flip, int lane) const {
+    const int behind = stage * rows;
     if constexpr (SPARSE) {
-      multiply_sparse_by_table<__nv_bfloat16, 2, Rows::kNext>(acc, shared, codes + of_stage * P::kCodes, meta + of_stage * P::kMeta, shared + scales[0] + of_stage * P::kScales,
-                                                              rows.high, x, next, flip, lane);
+      multiply_sparse_by_table<__nv_bfloat16, 2, kNext>(acc, shared, codes + behind * P::kCodes, meta + behind * P::kMeta, shared + scales[0] + behind * P::kScales, high, x,
+                                                        next, flip, lane);
     } else {
-      auto scales_of = [&](int r, int h) {
-        const int at = scales[h] + of_stage * P::kScales + Rows::kNext * r * (SHIFTED ? interleaved ? 16 : 8 : 16);
+      auto scales_of = [&](int r, int h) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
+        const int at = scales[h] + behind * P::kScales + next_scales * r;
         return shared + (SHIFTED ? at ^ (at >> 3 & 16) : at);
       };
-      multiply_by_table<__nv_bfloat16, Rows::kNext>(acc, shared_address(shared), shared + codes + of_stage * P::kCodes, scales_of, rows.high, shared + x, token, lane);
+      multiply_by_table<__nv_bfloat16, kNext>(acc, shared_address(shared), shared + codes + behind * P::kCodes, scales_of, high, shared + x, token, lane);
     }
   }
 };
@@ -264,8 +254,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   }
 
   const int row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), t = lane & 3, held = layout.held, zero = layout.sets_a_warp - R;
-  const bool turns = SHIFTED && between.interleaved;
-  const Step<SPARSE, SHIFTED, true, R> multiply(layout, row_warp, lane, K / 16, turns);
+  const Step<SPARSE, SHIFTED, true, R> multiply(layout, row_warp, lane, K / 16, SHIFTED && between.interleaved);
   // Rows of x of the lane for a step's first 64 k, those of t, or of load_matrices().
   const int x_row = SPARSE ? 2 * (lane >> 3 & 1) * held + min(lane & 7, held - 1) : t * held + min(lane >> 2, held - 1);
   int step = k_group, at = k_group, parity = 0, buffer = 0, filled = 0;
@@ -276,16 +265,16 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
       counter_wait(full + 8 * at, parity);
       const int row = x_row + step * (layout.x_step() / 128);
       if constexpr (SPARSE)
-        multiply(acc, shared, layout, at, kPairTable + row * 128 + ((lane >> 4 ^ row) & 7) * 16, 0, held * 128, (held & 7) * 16, false, lane);
+        multiply(acc, shared, at, kPairTable + row * 128 + ((lane >> 4 ^ row) & 7) * 16, 0, held * 128, (held & 7) * 16, lane);
       else
-        multiply(acc, shared, layout, at, kPairTable + row * 128, row & 7, 0, 0, turns, lane);
+        multiply(acc, shared, at, kPairTable + row * 128, row & 7, 0, 0, lane);
       give_back(free + 8 * at, bits_of(acc), zero, lane);
       at += layout.k_groups;
       if (at >= layout.stages) at -= layout.stages, parity ^= 1;
     }
     step -= steps;
     counter_wait(sums_free + 8 * buffer, filled ^ 1);
-    float* mine = sums + buffer * (layout.sums_bytes() / 4) + k_group * tokens * pitch + multiply.rows.row;
+    float* mine = sums + buffer * (layout.sums_bytes() / 4) + k_group * tokens * pitch + multiply.row;
 #pragma unroll
     for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -394,7 +383,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   take_turns(mine, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const bool routed = distinct.list[cursor.place].y >> token & 1;
     const int x = (routed ? kPairTable + (stage * tokens + token) * 512 : layout.zeros()) + x_at;
-    multiply(acc, shared, layout, stage, x, token, 128, 0, false, lane);
+    multiply(acc, shared, stage, x, token, 128, 0, lane);
     cursor.advance(splits * layout.k_groups, steps);
     return bits_of(acc);
   });
@@ -406,7 +395,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   for (int r = 0; r < R; ++r)
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      if (2 * t + (c & 1) < tokens) sums[(k_group * tokens + 2 * t + (c & 1)) * pitch + multiply.rows.row + 16 * r + 8 * (c >> 1)] = acc[r][0][c];
+      if (2 * t + (c & 1) < tokens) sums[(k_group * tokens + 2 * t + (c & 1)) * pitch + multiply.row + 16 * r + 8 * (c >> 1)] = acc[r][0][c];
   if (splits > 1)
     cluster_barrier();
   else

@@ -1,4 +1,4 @@
-"""csrc/moe/decode_table.cu on a CPU (emulator.py): tiles of both products, dense and 2:4-sparse, against float64, routing, and what a broken kernel is caught by."""
+"""csrc/moe/decode_table.cu on a CPU (emulator.py): both products, dense and 2:4-sparse, against float64, routing, and what a broken kernel is caught by."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ BROKEN = {
     "sums are overwritten before they are finished": ("    counter_wait(sums_free + 8 * buffer, filled ^ 1);\n", "", "race"),
     "h behind I is not cleared": ("if (n0 + outputs == I)", "if (n0 + outputs < 0)", None),
     "tokens are taken as routed": ("(routed ? ", "(true ? ", "nobody wrote|before its asynchronous copy"),
-    "scales begin at a multiple of 16 bytes": (" + row % 4 * scale_row % 16", "", None),
+    "scales begin at a multiple of 16 bytes": (" + at % 4 * scale_row % 16", "", None),
     "scales lie as they come": ("SHIFTED ? at ^ (at >> 3 & 16) : at", "at", None),
     "an expert that came before is not found": ("        list[at].y |= of;", "        list[at].y |= 0;", None),
 }
