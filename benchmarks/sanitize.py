@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import csrc
-from fp4_inductor.kernels.moe import grouped_wide
+from fp4_inductor.kernels.moe import decode_table, grouped_wide
 from lowering_tests.kernels import emulator
 
 ARCH = 90
@@ -119,12 +119,16 @@ def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], act: int = 0
     run(name, f"M={m} N={n} K={k} tile={tile} act={act} starts={starts}", arguments, m, columns)
 
 
+def metadata(*shape: int) -> torch.Tensor:
+    legal = torch.tensor([a | b << 4 for a in sparse24.NIBBLES for b in sparse24.NIBBLES], dtype=torch.uint8)
+    return legal[codes(*shape).int() % len(legal)]
+
+
 def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int = 0) -> None:
     kernel = csrc.KERNELS[name]
-    legal = torch.tensor([a | b << 4 for a in sparse24.NIBBLES for b in sparse24.NIBBLES], dtype=torch.uint8)
 
     def arguments(memory: Memory, y):
-        x, meta = activations(memory, name, m, k), legal[codes(n, k // 8).int() % len(legal)]
+        x, meta = activations(memory, name, m, k), metadata(n, k // 8)
         weight = memory.of(codes(n, k // 4)), memory.of(meta), memory.of(scales(n, k // 16)), memory.of(torch.rand(1))
         begins = (early,) if kernel.early else ()
         scratch = (memory.empty(csrc.scratch_bytes(name)),) if kernel.scratch else ()
@@ -133,23 +137,27 @@ def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int 
     run(name, f"M={m} N={n} K={k} tile={tile}", arguments, m, n)
 
 
-def moe(name: str, tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: int, interleaved: int, biased: bool) -> None:
+def moe(
+    name: str, tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: tuple[int, ...], interleaved: int, biased: bool, kept: bool = False
+) -> None:
     ids = torch.rand(tokens, experts - 1).topk(top_k).indices.int()  # the last expert has no tokens
-    size = grouped_wide.space(name, tokens, tokens * top_k, experts, k, inner, n, tile)
+    few = name == decode_table.NAME
+    size = decode_table.workspace_bytes(tokens, top_k, inner) if few else grouped_wide.space(name, tokens, tokens * top_k, experts, k, inner, n, *tile)
 
     def arguments(memory: Memory, y):
         weights = [
             memory.of(t)
             for rows, columns in ((2 * inner, k), (n, inner))
-            for t in (codes(experts, rows, columns // 2), scales(experts, rows, columns // 16), torch.rand(experts) / 64)
+            for t in (codes(experts, rows, columns // (4 if kept else 2)), scales(experts, rows, columns // 16), torch.rand(experts) / 64)
         ]
+        metas = [memory.of(metadata(experts, rows, columns // 8) if kept else None) for rows, columns in ((2 * inner, k), (n, inner))] if few else []
         biases = [memory.of(torch.randn(experts, rows).bfloat16() if biased else None) for rows in (2 * inner, n)]
         head = memory.of(torch.randn(tokens, k).bfloat16()), memory.of(ids), memory.of(torch.rand(tokens, top_k).bfloat16())
         sizes = tokens, top_k, experts, k, inner, n, 0, 0, 0, 0
         form = ctypes.c_float(1.702 if biased else 1.0), ctypes.c_float(7.0 if biased else 0.0), int(biased), interleaved
-        return *head, *weights, *biases, None, y, *sizes, *form, tile, ctypes.c_int64(size), memory.empty(size)
+        return *head, *weights, *biases, None, *metas, y, *sizes, *form, *tile, ctypes.c_int64(size), memory.empty(size)
 
-    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved}", arguments, tokens, n)
+    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved} sparse={kept}", arguments, tokens, n)
 
 
 def tiles_of(name: str, macro: str = "TILE") -> list[tuple[int, ...]]:
@@ -186,7 +194,11 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(sparse, "sparse_linear_wide_fp8", (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
     for name in (grouped_wide.NAME, grouped_wide.FP8):
         for (tile, *_), (k, inner, form) in itertools.product(tiles_of(name), ((512, 256, 0), (320, 192, 1))):
-            yield case(moe, name, 150, 3, 9, k, inner, 264, tile, form, bool(form))
+            yield case(moe, name, 150, 3, 9, k, inner, 264, (tile,), form, bool(form))
+    for tokens, tile in itertools.product((1, 3, 8, 11), (decode_table.OWN_TILES, (4, 2, 4, 6, 2, 4, 4), (2, 1, 8, 2, 1, 8, 2))):
+        yield case(moe, decode_table.NAME, tokens, 3, 9, 512, 256, 264, tile, 0, False)
+        yield case(moe, decode_table.NAME, tokens, 3, 9, 320, 192, 264, tile, 1, True)
+        yield case(moe, decode_table.NAME, tokens, 3, 9, 512, 256, 264, tile, 0, False, kept=True)
 
 
 def main() -> None:

@@ -33,6 +33,11 @@ using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, 
                            const void* g2, const void* bias, const void* down_bias, const void* map, void* y, int tokens, int top_k, int E, int K, int I, int N,
                            int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved, int tile,
                            int64_t workspace_bytes, void* workspace, void* stream);
+using MoeDecodeTable = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
+                           const void* g2, const void* bias, const void* down_bias, const void* map, const void* meta1, const void* meta2, void* y, int tokens, int top_k,
+                           int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved,
+                           int sets, int sets_a_warp, int k_groups, int down_sets, int down_sets_a_warp, int down_k_groups, int down_splits, int64_t workspace_bytes,
+                           void* workspace, void* stream);
 
 std::mutex mutex;
 std::map<std::pair<std::string, int64_t>, void*> functions;
@@ -199,18 +204,19 @@ Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& r
   return y;
 }
 
-// x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, biases [E, 2 I] and [E, N]. workspace: bytes that the caller counted.
-template <typename Place, bool FP8>
-Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
-                        const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
-                        int64_t more, int64_t interleaved, int64_t tile, const Tensor& workspace, int64_t arch) {
-  constexpr const char* op = FP8 ? "moe_grouped_wide_fp8" : "moe_grouped_wide";
-  auto* f = function<MoeGroupedWide>(op, arch);
+// x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, of which those that are 2:4-sparse have metadata, biases [E, 2 I] and
+// [E, N]. workspace: bytes that the caller counted. `head` and `sizes` are what every kernel takes before y and behind it.
+template <typename Place, typename Run>
+Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
+                 const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2,
+                 const Tensor& workspace, Run run) {
   require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && q1.dim() == 3 && s1.dim() == 3 && q2.dim() == 3 && s2.dim() == 3, op, "tokens and their choices have two dimensions, weights three");
-  const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * 2, top_k = ids.size(1);
+  const int64_t each1 = meta1 ? 4 : 2, each2 = meta2 ? 4 : 2;  // k for a byte of codes
+  const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * each2, top_k = ids.size(1);
   require(ids.size(0) == t && weights.size(0) == t && weights.size(1) == top_k, op, "tokens and their choices do not belong together");
-  for (const auto& [part, rows, per_byte, columns] : {std::tuple<Tensor, int64_t, int64_t, int64_t>{q1, 2 * inner, 2, k}, {s1, 2 * inner, 16, k}, {q2, n, 2, inner}, {s2, n, 16, inner}})
-    require(part.size(0) == e && part.size(1) == rows && part.size(2) * per_byte == columns, op, "a part of the weights does not fit");
+  for (const auto& [part, rows, per_byte, columns] : {std::tuple<Optional, int64_t, int64_t, int64_t>{q1, 2 * inner, each1, k}, {s1, 2 * inner, 16, k}, {meta1, 2 * inner, 8, k},
+                                                      {q2, n, each2, inner}, {s2, n, 16, inner}, {meta2, n, 8, inner}})
+    require(!part || (part->dim() == 3 && part->size(0) == e && part->size(1) == rows && part->size(2) * per_byte == columns), op, "a part of the weights does not fit");
   require(g1.numel() == e && g2.numel() == e, op, "there is a global scale for each expert");
   for (const auto& [b, rows] : {std::pair<Optional, int64_t>{bias, 2 * inner}, {down_bias, n}})
     require(!b || (b->dim() == 2 && b->size(0) == e && b->size(1) == rows && b->scalar_type() == ScalarType::BFloat16), op, "biases are bfloat16, a row for each expert");
@@ -221,20 +227,45 @@ Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weight
     return (int)(v.scalar_type() == ScalarType::Long);
   };
   const int weights_type = weights.scalar_type() == ScalarType::Float ? 2 : dtype_code(weights, op), ids_type = wide(ids), map_type = map ? wide(*map) : 0;
-  for (const Optional& v : {Optional(ids), Optional(weights), Optional(q1), Optional(s1), Optional(g1), Optional(q2), Optional(s2), Optional(g2), bias, down_bias, map, Optional(workspace)})
+  for (const Optional& v : {Optional(ids), Optional(weights), Optional(q1), Optional(s1), Optional(g1), Optional(q2), Optional(s2), Optional(g2), bias, down_bias, map, meta1, meta2,
+                            Optional(workspace)})
     require(!v || v->get_device() == x.get_device(), op, "tensors on different devices");
   require(t * top_k < INT32_MAX && e < INT32_MAX && k < INT32_MAX && inner < INT32_MAX && n < INT32_MAX, op, "sizes below 2^31");
   const Place place(x, op);
   Tensor y = torch::stable::new_empty(x, {t, n});
   const Tensor a = dense(x), i = dense(ids), w = dense(weights), cq1 = dense(q1), cs1 = dense(s1), cg1 = dense(g1), cq2 = dense(q2), cs2 = dense(s2), cg2 = dense(g2);
   auto given = [](const Optional& v) { return v ? Optional(dense(*v)) : std::nullopt; };
-  const Optional b1 = given(bias), b2 = given(down_bias), m = given(map);
-  const int status = f(a.data_ptr(), i.data_ptr(), w.data_ptr(), cq1.data_ptr(), cs1.data_ptr(), cg1.data_ptr(), cq2.data_ptr(), cs2.data_ptr(), cg2.data_ptr(),
-                       pointer(b1), pointer(b2), pointer(m), y.data_ptr(), (int)t, (int)top_k, (int)e, (int)k, (int)inner, (int)n, ids_type, weights_type, map_type,
-                       map ? (int)map->numel() : 0, (float)alpha, (float)limit, (int)more, (int)interleaved, (int)tile, workspace.numel(), workspace.data_ptr(),
-                       place.stream);
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e, ", tile ", tile);
+  const Optional b1 = given(bias), b2 = given(down_bias), m = given(map), e1 = given(meta1), e2 = given(meta2);
+  const auto head = std::make_tuple(a.data_ptr(), i.data_ptr(), w.data_ptr(), cq1.data_ptr(), cs1.data_ptr(), cg1.data_ptr(), cq2.data_ptr(), cs2.data_ptr(), cg2.data_ptr(),
+                                    pointer(b1), pointer(b2), pointer(m));
+  const auto metas = std::make_tuple(pointer(e1), pointer(e2));
+  const auto sizes = std::make_tuple(y.data_ptr(), (int)t, (int)top_k, (int)e, (int)k, (int)inner, (int)n, ids_type, weights_type, map_type, map ? (int)map->numel() : 0);
+  const int status = run(head, metas, sizes, std::make_tuple((int64_t)workspace.numel(), workspace.data_ptr(), place.stream));
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e);
   return y;
+}
+
+template <typename Place, bool FP8>
+Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
+                        const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
+                        int64_t more, int64_t interleaved, int64_t tile, const Tensor& workspace, int64_t arch) {
+  constexpr const char* op = FP8 ? "moe_grouped_wide_fp8" : "moe_grouped_wide";
+  auto* f = function<MoeGroupedWide>(op, arch);
+  const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved, (int)tile);
+  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, std::nullopt, std::nullopt, workspace,
+                          [&](auto head, auto, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, sizes, form, rest)); });
+}
+
+template <typename Place>
+Tensor moe_decode_table(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
+                        const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2, double alpha,
+                        double limit, int64_t more, int64_t interleaved, const Tensor& workspace, int64_t arch) {
+  constexpr const char* op = "moe_decode_table";
+  auto* f = function<MoeDecodeTable>(op, arch);
+  const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved);
+  const std::tuple<int, int, int, int, int, int, int> own_tiles{};
+  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, meta1, meta2, workspace,
+                          [&](auto head, auto metas, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, metas, sizes, form, own_tiles, rest)); });
 }
 
 // Activations in E4M3 with a float32 scale per token; bias and result in bfloat16.
@@ -308,6 +339,7 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Re
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
     m.impl("moe_grouped_wide", TORCH_BOX((&fp4::moe_grouped_wide<Place, false>)));    \
     m.impl("moe_grouped_wide_fp8", TORCH_BOX((&fp4::moe_grouped_wide<Place, true>))); \
+    m.impl("moe_decode_table", TORCH_BOX(&fp4::moe_decode_table<Place>));             \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)
 #ifdef FP4_EMULATED

@@ -66,7 +66,6 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
   const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
   const int local = row_warp * (16 * R);  // the warp's first row
   const Shared table = shared_address(shared);
-  const uint32_t lane4 = 4 * lane, order = 0x3210 ^ t * 0x1111;
   float acc[R][kTiles][4] = {};
   wait_for_previous();  // it may still read y, and may have written what the epilogue reads
   let_next_begin();
@@ -75,36 +74,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
     const uint8_t* my_codes = from + layout.x_bytes() + (local + g) * 128;
     const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * 16 + 4 * t;
     const uint8_t* my_x = from + t * (TOKENS * 128) + g * 128;
-    uint2 q[R][2][4];
-    uint32_t even[R][2], odd[R][2];
-#pragma unroll
-    for (int r = 0; r < R; ++r)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) q[r][h][i] = *(const uint2*)(my_codes + (16 * r + 8 * h) * 128 + ((2 * t + ((i ^ t) >> 1)) ^ g) * 16 + ((i ^ t) & 1) * 8);
-        Numbers<T>::place_scales(__byte_perm(*(const uint32_t*)(my_scales + (16 * r + 8 * h) * 16), 0, order), even[r][h], odd[r][h]);
-      }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {  // word i ^ 2 t of the lane's eight
-      uint4 x[kTiles];
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) x[j] = *(const uint4*)(my_x + j * 1024 + ((i ^ 2 * t) ^ g) * 16);
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        uint32_t a[2][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t word = i % 2 ? q[r][h][i / 2].y : q[r][h][i / 2].x, by = i / 2 % 2 ? odd[r][h] : even[r][h];
-          decode_by_table<T>(word, table, lane4, by, i / 4, a[h]);
-        }
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          mma16816<T>(acc[r][j], a[0][0], a[1][0], a[0][1], a[1][1], x[j].x, x[j].y);
-          mma16816<T>(acc[r][j], a[0][2], a[1][2], a[0][3], a[1][3], x[j].z, x[j].w);
-        }
-      }
-    }
+    multiply_by_table<T, 16>(acc, table, my_codes, [&](int r, int h) { return my_scales + (16 * r + 8 * h) * 16; }, 8, my_x, g, lane);
     return bits_of(acc);
   });
 

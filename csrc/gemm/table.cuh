@@ -20,20 +20,20 @@ __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, 
   publish_counters();
 }
 
-// By one thread: weights(k, at) promises the bytes of step k and fetches weights to stage `at`, activations(k, at) the rest. early: stages of weights that go
-// ahead of the first activations.
+// By one thread of `stride`, each with its own `first`, of whose number the stages are a multiple: weights(k, at) promises the bytes of step k and fetches weights to
+// stage `at`, activations(k, at) the rest. early: stages of weights that go ahead of the first activations.
 template <typename Weights, typename Activations>
-__device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Shared free, Weights weights, Activations activations) {
+__device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Shared free, Weights weights, Activations activations, int first = 0, int stride = 1) {
   early = min(steps, early);
-  for (int k = 0; k < early; ++k) weights(k, k);
+  for (int k = first; k < early; k += stride) weights(k, k);
   wait_for_previous();  // it may have written x; it does not write weights
-  for (int k = 0, at = 0, parity = 1; k < steps; ++k) {
+  for (int k = first, at = first, parity = 1; k < steps; k += stride) {
     if (k >= early) {
       counter_wait(free + 8 * at, parity);
       weights(k, at);
     }
     activations(k, at);
-    if (++at == stages) at = 0, parity ^= 1;
+    if ((at += stride) == stages + first) at = first, parity ^= 1;
   }
 }
 
@@ -47,8 +47,56 @@ template <int R, int TILES> __device__ __forceinline__ uint32_t bits_of(const fl
   return bits;
 }
 
-// By a warp, one of those that share K in k_groups: use(stage) for each of its steps, every k_groups-th, which returns bits_of() its sums. Giving the stage back
-// has to wait for these, for it would overtake loads; zero: 0, which the compiler does not know.
+// By a warp, which has used what lies in the stage of this counter. `sums`: bits_of() what it made of it: giving the stage back has to wait for these, for it would
+// overtake loads; zero: 0, which the compiler does not know.
+__device__ __forceinline__ void give_back(Shared free, uint32_t sums, int zero, int lane) {
+  const int behind = (int)sums & zero;
+  __syncwarp();
+  if (lane == 0) counter_arrive(free + behind);
+}
+
+// One step, 256 k, of a warp's 16 * R rows by 8 * TILES tokens: the lane's rows of codes lie NEXT * r + high * h rows behind its first one, at `codes`, and scales(r, h)
+// are where their scales lie. x: the lane's token's plane t of 64 k; that of the next eight tokens lies 1024 bytes further on. token: the number of the lane's row in tiles of x, by which
+// its chunks are swizzled.
+template <typename T, int NEXT, int R, int TILES, typename Scales>
+__device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Shared table, const uint8_t* codes, Scales scales, int high, const uint8_t* x, int token,
+                                                  int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  const uint32_t lane4 = 4 * lane, order = 0x3210 ^ t * 0x1111;
+  uint2 q[R][2][4];
+  uint32_t even[R][2], odd[R][2];
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[r][h][i] = *(const uint2*)(codes + (NEXT * r + high * h) * 128 + ((2 * t + ((i ^ t) >> 1)) ^ g) * 16 + ((i ^ t) & 1) * 8);
+      Numbers<T>::place_scales(__byte_perm(*(const uint32_t*)scales(r, h), 0, order), even[r][h], odd[r][h]);
+    }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // word i ^ 2 t of the lane's eight
+    uint4 b[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) b[j] = *(const uint4*)(x + j * 1024 + ((i ^ 2 * t) ^ token) * 16);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t word = i % 2 ? q[r][h][i / 2].y : q[r][h][i / 2].x, by = i / 2 % 2 ? odd[r][h] : even[r][h];
+        decode_by_table<T>(word, table, lane4, by, i / 4, a[h]);
+      }
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        mma16816<T>(acc[r][j], a[0][0], a[1][0], a[0][1], a[1][1], b[j].x, b[j].y);
+        mma16816<T>(acc[r][j], a[0][2], a[1][2], a[0][3], a[1][3], b[j].z, b[j].w);
+      }
+    }
+  }
+}
+
+// By a warp, one of those that share K in k_groups: use(stage) for each of its steps, every k_groups-th, which returns bits_of() its sums; zero: of
+// give_back().
 template <typename Use>
 __device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, int k_group, Shared full, Shared free, int lane, int zero, Use use) {
   // A warp has to meet every phase of a counter that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
@@ -65,9 +113,7 @@ __device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, 
       continue;
     }
     turn = stride == 1 ? k_groups - 1 : 0;
-    const int behind = (int)use(stage) & zero;
-    __syncwarp();
-    if (lane == 0) counter_arrive(free + 8 * stage + behind);
+    give_back(free + 8 * stage, use(stage), zero, lane);
   }
 }
 

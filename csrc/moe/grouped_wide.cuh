@@ -7,41 +7,6 @@
 
 namespace fp4 {
 
-// What stands between the two products. Biases may be null: [E, 2 N] of the first, [E, N] of the second.
-struct Between {
-  const __nv_bfloat16 *bias, *down_bias;
-  float alpha, limit;    // limit <= 0: none
-  int more, interleaved;  // more: act(gate) * (up + 1); interleaved: rows are gate, up, gate, up, ...
-
-  __device__ __forceinline__ float operator()(float gate, float up) const {
-    if (limit > 0) {  // a NaN stays one
-      gate = gate > limit ? limit : gate;
-      up = up > limit ? limit : up < -limit ? -limit : up;
-    }
-    if (more) up += 1.f;
-    return __fdividef(gate, 1.f + __expf(-alpha * gate)) * up;
-  }
-  // The row of W, among those of its expert, of output n: of its gate (half 0) and its up.
-  __device__ __forceinline__ int row(int n, int half, int N) const { return interleaved ? 2 * n + half : n + half * N; }
-};
-
-// A call but for its tile. type of ids and map: 1 is int64; of the router's weights: 0 bfloat16, 1 float16, 2 float32.
-struct Layer {
-  const __nv_bfloat16* x;
-  Ids ids, map;
-  Factors weights;
-  const uint8_t *codes[2], *scale[2];  // of gate_up [E, 2 I, K] and down [E, N, I]
-  const float* global_scale[2];
-  __nv_bfloat16* y;
-  int tokens, top_k, E, K, I, N, map_size;
-  Between between;
-  int pairs() const { return tokens * top_k; }
-  bool fits() const {
-    return tokens >= 1 && top_k >= 1 && (int64_t)tokens * top_k <= 1 << 20 && E >= 1 && E <= kMostExperts && K >= 64 && K <= 1 << 15 && K % 64 == 0 && I >= 64 &&
-           I <= 1 << 15 && I % 64 == 0 && N >= 8 && N % 8 == 0 && (int64_t)E * 2 * I <= INT32_MAX && (int64_t)E * N <= INT32_MAX && weights.type >= 0 && weights.type <= 2;
-  }
-};
-
 // GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
 // UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
 // SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads.

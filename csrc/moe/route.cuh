@@ -2,35 +2,11 @@
 // those of every pair gathered), and each token's weighted sum. Nothing is read back by the host, and nothing depends on the order in which threads run.
 #pragma once
 #include "../gemm/wide.cuh"
+#include "layer.cuh"
 
 namespace fp4 {
 
-constexpr int kRouteThreads = 512, kRouteBlocks = 8, kMostExperts = 1024;
-
-// [n] of int32 or int64.
-struct Ids {
-  const void* at;
-  int wide;
-  __device__ __forceinline__ int64_t operator[](int i) const { return wide ? __ldg((const long long*)at + i) : __ldg((const int*)at + i); }
-};
-// The router's weights: bfloat16, float16 or float32 (0, 1, 2).
-struct Factors {
-  const void* at;
-  int type;
-  // The first `count` of COUNT from i on.
-  template <int COUNT> __device__ __forceinline__ void take(float (&to)[COUNT], int i, int count) const {
-    auto each = [&](auto one) {
-#pragma unroll
-      for (int j = 0; j < COUNT; ++j) to[j] = j < count ? one(i + j) : 0.f;
-    };
-    if (type == 0)
-      each([&](int j) { return __bfloat162float(((const __nv_bfloat16*)at)[j]); });
-    else if (type == 1)
-      each([&](int j) { return __half2float(((const __half*)at)[j]); });
-    else
-      each([&](int j) { return __ldg((const float*)at + j); });
-  }
-};
+constexpr int kRouteThreads = 512, kRouteBlocks = 8;
 
 // Global memory that a call is given.
 struct Routed {
@@ -38,13 +14,6 @@ struct Routed {
   int4* tiles;         // [total] {expert, place of its first pair, its pairs, its first tile}
   int* total;
 };
-
-// The local expert of pair i, or -1. `map`: global id -> local id, of map_size; none where it is null.
-__device__ __forceinline__ int expert_of(const Ids& ids, const Ids& map, int map_size, int i, int E) {
-  int64_t id = ids[i];
-  if (map.at) id = id >= 0 && id < map_size ? map[(int)id] : -1;
-  return id >= 0 && id < E ? (int)id : -1;
-}
 
 // Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
 // token each. Lane t of a quad decodes k = 64 t .. 64 t + 63 of a step, eight words of eight codes; a tile holds two words of all four lanes.

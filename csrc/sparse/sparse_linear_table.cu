@@ -5,20 +5,11 @@
 // is 2 * SUBSTEPS chunks of 64 k: pair p of the lanes of a quad decodes chunk SUBSTEPS * p + s in substep s, the lanes of a pair taking turns at its bytes. So lanes
 // read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. A warp takes two substeps, whose
 // metadata one pair gives each. Four a step are two warps' work: rows of tiles are longer, and as little is in hand.
-#include "../gemm/table.cuh"
+#include "table.cuh"
 
 namespace {
 
 using namespace fp4;
-
-// Of tiles of BYTES a row, 16-byte chunk c of row r (copy_tile).
-template <int BYTES> __device__ __forceinline__ int place_of(int c, int r) {
-  return BYTES == 128 ? c ^ (r & 7) : BYTES == 64 ? c ^ (r >> 1 & 3) : BYTES == 32 ? c ^ (r >> 2 & 1) : c;
-}
-
-template <int WORDS> struct alignas(4 * WORDS) Words {
-  uint32_t of[WORDS];
-};
 
 // How the rows of a block, 16 * sets, and K are shared by its warps, substeps / 2 of the k_groups for the same step, and the ring's sizes.
 struct Layout {
@@ -86,8 +77,6 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
   const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = k_group % kSharers * 2;
   // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
   const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = row & 7;
-  const Shared table = shared_address(shared);
-  const uint32_t lane4 = 4 * lane, low = 0x5504 | (lane & 1) << 4, high = low + 0x20, halves = 0x6240 + 0x1111 * (lane & 1);
   const int scale_from = 4 * (SUBSTEPS * p + first);
   // Of the warp's first substep and product; the others' chunks lie where some bits of the address differ.
   const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
@@ -100,60 +89,8 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
   let_next_begin();
   take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
-    const uint8_t* my_scales = shared + scale_at + stage * layout.scale_bytes();
-    Words<2> by[R][2];
-    uint32_t meta[R][2][2];  // of two products each
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      uint32_t both[2][2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int down = 16 * r + 8 * h;
-        by[r][h] = *(const Words<2>*)(my_scales + down * kScales);
-        const auto low_k = *(const Words<2>*)(shared + meta_from + down * kMeta);
-        const auto high_k = *(const Words<2>*)(shared + (meta_from ^ 8 * SUBSTEPS) + down * kMeta);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) both[h][i] = __byte_perm(low_k.of[i], high_k.of[i], halves);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) meta[r][i][0] = __byte_perm(both[0][i], both[1][i], 0x5410), meta[r][i][1] = __byte_perm(both[0][i], both[1][i], 0x7632);
-    }
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      Words<4> q[R][2];
-      uint32_t even[R][2], odd[R][2];
-#pragma unroll
-      for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          q[r][h] = *(const Words<4>*)(shared + (values_from ^ s * 16) + (16 * r + 8 * h) * kValues);
-          Numbers<T>::place_scales(by[r][h].of[s], even[r][h], odd[r][h]);
-        }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // a product: block i of both pairs' chunks
-        uint32_t b[kTiles][4];
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) load_matrices(b[j], shared_address(shared) + (x_from ^ i * 32) + s * (TOKENS * 128) + j * 1024);
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          uint32_t a[4];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint32_t word = q[r][h].of[i], scale = i % 2 ? odd[r][h] : even[r][h];
-            a[h] = Numbers<T>::mul_by_half(load_table(table + __byte_perm(word, lane4, low)), scale, i / 2);
-            a[h + 2] = Numbers<T>::mul_by_half(load_table(table + __byte_perm(word, lane4, high)), scale, i / 2);
-          }
-          const uint32_t e = meta[r][i / 2][i % 2];
-#pragma unroll
-          for (int j = 0; j < kTiles; ++j) {
-            if (s == 0)
-              mma_sparse16832<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
-            else
-              mma_sparse16832<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
-          }
-        }
-      }
-    }
+    multiply_sparse_by_table<T, SUBSTEPS, 16>(acc, shared, values_from, meta_from, shared + scale_at + stage * layout.scale_bytes(), 8,
+                                              x_from, TOKENS * 128, 0, lane);
     return bits_of(acc);
   });
 

@@ -29,6 +29,7 @@ from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
 from .moe import (
     by_expert,
+    decode_table,  # noqa: F401  another of them
     grouped_wide,  # noqa: F401  another of them
 )
 

@@ -25,6 +25,7 @@ REGIMES = (
     "cpu",
     "unfused",
     "decode",
+    "table",
     "grouped",
     "by_expert",
     "attention",
@@ -253,6 +254,14 @@ _DECODE = (
 _DECODE_90 = _DECODE.split("; without sorting")[0] + (
     "; below one pair an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 57; with one Mixtral takes 193 and 183, gpt-oss 123 and 110, Qwen3-30B 85 and 79"
 )
+_MOE_TABLE = (
+    "mma by the steps of cuda_table, its columns the call's tokens: an expert's weights are read and decoded once; two launches for every eight tokens. From 8 million weights, "
+    "H * N, on: Mixtral, T = 1, 2, 4, 8, 56, 85, 129, 184 us where the Triton kernels take 59, 101, 195 and cuda_moe_wide 200; gpt-oss, T = 4, 8, 61 and 90 for 66 and 124, but "
+    "T = 1 26 for 22.5. Behind them where experts are small: Qwen3-30B, T = 4, 32 for 27"
+)
+_SPARSE_MOE_TABLE = _MOE_TABLE.split(" From 8")[0].replace("cuda_table", "cuda_sparse_table") + (
+    " Mixtral, both products 2:4-sparse, T = 1, 2, 4, 8: 50, 75, 111, 159 us, 0.86 to 0.89 of the dense layer's; Qwen3-30B, T = 4, 28, level with the Triton kernels"
+)
 _MOE_WIDE = (
     "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "
     "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; above 14 pairs an expert (24 where K is no multiple of 256) FP8 products take over"
@@ -464,7 +473,31 @@ ROWS: tuple[Row, ...] = (
         Row("moe", "decode", "triton_moe_decode", arch, 4, HALF, _DECODE, status, m_per_expert=3.0, without=without)
         for arch, status, without in (((90, 90), MEASURED, "wide"), ((80, 89), COMPILED, None), ((100, 129), COMPILED, None))
     ),
-    Row("moe", "decode", "triton_moe_decode", (90, 90), 4, HALF, _DECODE_90, MEASURED, m_per_expert=0.9),
+    Row("moe", "decode", "triton_moe_decode", (90, 90), 4, HALF, _DECODE_90, MEASURED, m_per_expert=0.9, without="table"),
+    Row("moe", "decode", "triton_moe_decode", (90, 90), 8, HALF, _DECODE_90, MEASURED, min_weights=8 * 10**6, max_weights=2**24 - 1),
+    *(
+        Row(
+            op,
+            "table",
+            kernel,
+            (90, 90),
+            16,
+            BF16,
+            reason,
+            MEASURED,
+            k_multiple=multiple,
+            n_multiple=8,
+            n=(32, 2**31),
+            min_weights=least,
+            csrc="moe_decode_table",
+            m_per_expert=most,
+            plain=True,
+        )
+        for op, kernel, multiple, least, most, reason in (
+            ("moe", "cuda_moe_table", 64, 8 * 10**6, 1.0, _MOE_TABLE),
+            ("sparse_moe", "cuda_sparse_moe_table", 256, 2**24, 3.0, _SPARSE_MOE_TABLE),
+        )
+    ),
     *(
         Row(
             "moe",
@@ -508,7 +541,7 @@ ROWS: tuple[Row, ...] = (
         "moe", "by_expert", "by expert", (80, 129), None, ANY, "no tensor cores for this dtype or shape; reads the ids back: no CUDA graph", "compiled, not run"
     ),
     Row("sparse_moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.sparse_linear", "runs in CI"),
-    Row("sparse_moe", "decode", "triton_sparse_moe_decode", (80, 129), 4, HALF, _SPARSE_DECODE, "compiled, not run", m_per_expert=3.0),
+    Row("sparse_moe", "decode", "triton_sparse_moe_decode", (80, 129), 4, HALF, _SPARSE_DECODE, "compiled, not run", m_per_expert=3.0, without="table"),
     Row("sparse_moe", "grouped", "triton_sparse_moe_grouped", (80, 129), 64, HALF, _SPARSE_GROUPED, "compiled, not run", m_per_expert=32.0),
     Row(
         "sparse_moe",

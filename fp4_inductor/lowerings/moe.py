@@ -50,4 +50,6 @@ def _form(symbols, experts: int, gate_up_qdata, down_qdata, rest) -> tuple[str, 
     given = dict(enumerate(rest))
     inner = stored * (2 if given.get(12) is None else 4)
     biases = (given[i].get_dtype() for i in (2, 3) if given.get(i) is not None)
-    return select.moe_form(given.get(4, "silu"), rows != inner, inner, experts, given.get(8, False), biases)
+    return select.moe_form(
+        given.get(4, "silu"), rows != inner, inner, experts, given.get(8, False), biases, given.get(11) is not None or given.get(12) is not None
+    )

@@ -192,7 +192,11 @@ def test_graph_replay_is_eager_and_every_run_is_the_same(t):
 
 @pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
 @pytest.mark.parametrize(
-    ("kernel", "tile"), [*((launch.wide, tile) for tile in (8, 16, 32, 48, 96, 128)), *((launch.wide_fp8, tile) for tile in (64, 96, 128, 192, 256))]
+    ("kernel", "tile"),
+    [
+        *((launch.wide, tile) for tile in (8, 9, 16, 17, 32, 33, 48, 49, 81, 96, 97, 128, 129)),
+        *((launch.wide_fp8, tile) for tile in (64, 96, 128, 192, 256)),
+    ],
 )
 def test_every_tile_of_the_cuda_kernels(kernel, tile):
     """Tails in all sizes, experts without tokens, one with nearly all; maps; the same bits in every run. In FP8 nearly those of transient weights."""
@@ -219,6 +223,37 @@ def test_every_tile_of_the_cuda_kernels(kernel, tile):
             assert all(torch.equal(kernel(given, tile), got) for _ in range(20))
             if kernel is launch.wide_fp8:
                 assert error(got, launch.large_fp8(given).double()) <= 0.03
+
+
+@pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
+@pytest.mark.parametrize("sparse", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 2, 4096, 1024), (32, 4, 2880, 2880), (5, 3, 448, 192), (40, 8, 320, 64), (128, 8, 2048, 768), (6, 16, 256, 256)])
+def test_the_kernel_of_a_few_tokens(shape, sparse):
+    """Every number of tokens of two launches and more; ids that are no expert, and the same one twice; maps; the same bits in every run and in a CUDA graph."""
+    e, k, h, inner = shape
+    if sparse and (h % 256 or inner % 256):
+        return
+    act = Activation() if h % 256 == 0 else GPT_OSS
+    up, down = (sparse_weight(e, *size) if i in sparse else weight(e, *size) for i, size in enumerate(((2 * inner, h), (h, inner))))
+    parts, metas = zip(*(contract.codes_and_meta(p) for p in (up, down)), strict=True)
+    biases = (torch.randn(e, 2 * inner, device=DEVICE).to(BF16), torch.randn(e, h, device=DEVICE).to(BF16)) if act == GPT_OSS else (None, None)
+    for t in (1, 2, 3, 4, 5, 7, 8, 9, 16, 19):
+        x, (ids, w) = torch.randn(t, h, device=DEVICE).to(BF16), routed(t, k, e)
+        ids, table = ids.to(torch.int32 if t % 2 else torch.int64), None
+        if t in (4, 9):
+            ids[::3, 0], ids[1, 1], ids[2, :2] = -1, e, 1
+            table = torch.randint(-2, e, (e,), device=DEVICE)
+        given = launch.Layer(x, ids, w, *parts, biases, act, False, table, metas=metas)
+        got = launch.table(given)
+        want = contract.reference(*contract.arguments(x.float(), ids, w, up, down, *biases, *act.arguments(), False, table)).double()
+        assert error(got, want) <= BOUND[BF16], t
+        assert all(torch.equal(launch.table(given), got) for _ in range(20))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch.table(given)
+    for _ in range(100):
+        graph.replay()
+    assert torch.equal(out, got)
 
 
 def test_another_stream_and_device_guard():

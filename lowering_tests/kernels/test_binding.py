@@ -11,13 +11,13 @@ import types
 import pytest
 import torch
 
-from fp4_inductor import FP4Linear
+from fp4_inductor import FP4Linear, formats
 from fp4_inductor.errors import DeviceError, KernelError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
-from fp4_inductor.kernels.moe import grouped_wide
+from fp4_inductor.kernels.moe import decode_table, grouped_wide
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.linear_siblings import row_scales
@@ -303,9 +303,13 @@ def test_a_moe_layer(ops, monkeypatch):
         assert y.shape == (t, n) and error(y, want.double()) <= 4e-3
         rounded = grouped_wide.call(*args, fp8=True)
         assert error(rounded, want.double()) <= 0.09
+        few = decode_table.call(*args[:-2], (None, None), *args[-2:])
+        assert error(few, want.double()) <= 4e-3
         with monkeypatch.context() as patched:
             for name in (grouped_wide.NAME, grouped_wide.FP8):
                 patched.setattr(grouped_wide.torch.ops.fp4_csrc, name, functools.partial(grouped_wide._through_ctypes, name))
+            patched.setattr(torch.ops.fp4_csrc, decode_table.NAME, decode_table._through_ctypes)
+            assert torch.equal(decode_table.call(*args[:-2], (None, None), *args[-2:]), few)
             assert torch.equal(grouped_wide.call(*args), y)
             assert torch.equal(grouped_wide.call(*args, fp8=True), rounded)
     form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
@@ -323,3 +327,29 @@ def test_a_moe_layer(ops, monkeypatch):
             ops.moe_grouped_wide(*bad, ARCH)
     with pytest.raises(KernelError, match="was not launched"):
         grouped_wide.call(x, ids, weights, *parts, (None, None), None, Activation(), ARCH, 24)
+    form, space = (*form[:9], None, None, *form[9:-1]), torch.empty(decode_table.workspace_bytes(t, 3, inner), dtype=torch.uint8)
+    torch.library.opcheck(ops.moe_decode_table, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
+    with pytest.raises(RuntimeError, match="cudaError 1 for T=9"):
+        ops.moe_decode_table(x, ids, weights, *form, space[:-16], ARCH)
+
+
+def test_a_sparse_moe_layer(ops, monkeypatch):
+    """One product 2:4-sparse, or both, by the operator and through ctypes."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(KERNELS[name].source, arch).library, ""))
+    e, t, h, inner, n = 3, 3, 256, 256, 40
+    x, ids, w = torch.randn(t, h).to(torch.bfloat16), torch.randint(0, e, (t, 2)), torch.rand(t, 2)
+    for kinds in ((True, True), (False, True), (True, False)):
+        dense = [torch.randn(e, r, k) / 16 for r, k in ((2 * inner, h), (n, inner))]
+        quantized = [
+            formats.sparse24.quantize_sparse24(v, formats.sparse24.magnitude_mask(v)) if s else nvfp4.quantize(v) for v, s in zip(dense, kinds, strict=True)
+        ]
+        parts, metas = zip(*map(moe.codes_and_meta, quantized), strict=True)
+        args = (x, ids, w, *parts, (None, None), None, metas, Activation(), ARCH)
+        y = decode_table.call(*args)
+        want = moe.reference(x.float(), ids, w, *parts[0], *parts[1], gate_up_meta=metas[0], down_meta=metas[1])
+        assert error(y, want.double()) <= 4e-3
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.ops.fp4_csrc, decode_table.NAME, decode_table._through_ctypes)
+            assert torch.equal(decode_table.call(*args), y)

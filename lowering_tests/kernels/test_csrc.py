@@ -69,6 +69,10 @@ SOURCES = {
         # tiles x both products x (K of a multiple of 256 or any), rounding of tokens and of sorted rows of four lengths, route, combine
         lambda arch: 4 * len(tiles_of("moe/grouped_wide_fp8.cu")) + 2 * 4 + 2,
     ),
+    "moe/decode_table.cu": (
+        (r"HMMA\.16816\.F32\.BF16", r"HMMA\.SP\.16832\.F32\.BF16", "LDSM", "UBLKCP", r"UTMALDG\.3D"),
+        lambda arch: 2 * 2 * 3,  # one or two sets a warp x both products x (dense, of any K, 2:4-sparse)
+    ),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
@@ -82,6 +86,7 @@ COMPILED = [
     ("sparse/sparse_linear_table.cu", 90),
     ("gemm/linear_wide.cu", 90),
     ("gemm/linear_wide_fp8.cu", 90),
+    ("moe/decode_table.cu", 90),
     ("moe/grouped_wide.cu", 90),
     ("moe/grouped_wide_fp8.cu", 90),
     ("gemm/linear_w4a4.cu", 120),
@@ -236,11 +241,12 @@ def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
         ("sparse_linear", 90, "sparse_linear_small"),
         ("linear_glu", 80, "linear_small"),
         ("linear_w4a4", 120, "linear_small"),
+        ("sparse_moe", 90, "linear_small"),
     ):
         assert select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc == f"{name} is broken"
     assert select.describe_for("moe", 90, torch.bfloat16, 64, 64).csrc == "moe_grouped_wide is broken"
     assert set(asked) == {"linear_small", "linear_small_glu", "linear_small_pointwise", "sparse_linear_small", "moe_grouped_wide"}
-    assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 90), ("moe", 0))} == {""}
+    assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
 
 
 def test_without_nvcc_the_reason_is_told(monkeypatch):

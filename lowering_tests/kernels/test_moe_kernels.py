@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,21 @@ def test_where_k_is_no_multiple_of_256_fp8_takes_over_later():
 
 def gpt_oss(pairs: int) -> str:
     return plan(Call("moe", 90, torch.bfloat16, 2880, 2880, experts=32), DispatchConfig()).pick(pairs).kernel
+
+
+def test_the_table_kernel_serves_large_experts():
+    """It takes the decode regime's place there, but for what it does not serve, and for one token or two of gpt-oss."""
+    for op, kernel, other, most in (
+        ("moe", "cuda_moe_table", "triton_moe_decode", 32),
+        ("sparse_moe", "cuda_sparse_moe_table", "triton_sparse_moe_decode", 96),
+    ):
+        call = Call(op, 90, torch.bfloat16, 4096, 4096, experts=32)
+        assert [plan(call, DispatchConfig()).pick(pairs).kernel == kernel for pairs in (1, most, most + 1)] == [True, True, False]
+        for fields in (dict(form=("no gate",)), dict(dtype=torch.float16), dict(arch=80), dict(csrc=NO_NVCC), dict(n=2048, k=2048)):
+            assert plan(replace(call, **fields), DispatchConfig()).pick(8).kernel == other
+    assert [gpt_oss(pairs) for pairs in (8, 9, 32, 33)] == ["triton_moe_decode", "cuda_moe_table", "cuda_moe_table", "cuda_moe_wide"]
+    plain = dict(activation="silu", gated=True, inner=704, experts=128, on_input=False, biases=())
+    assert moe_form(**plain) == () and moe_form(**plain, sparse=True) == ("I = 704, no multiple of 256",)
 
 
 def test_the_cuda_kernel_says_what_it_does_not_take():

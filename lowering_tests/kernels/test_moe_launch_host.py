@@ -83,6 +83,17 @@ def test_sparse_decode_is_two_launches_on_grids_of_its_own_tiles(launches):
     assert all(kwargs["SPARSE"] for *_, kwargs in launches)
 
 
+@pytest.mark.parametrize("sparse", [(False, False), (True, False), (True, True)])
+def test_the_table_kernel_gets_the_layer_and_room_for_what_lies_between(launches, sparse):
+    call = layer(11, k=3, h=256, inner=256, sparse=sparse)
+    with mock.patch.object(torch.ops.fp4_csrc, "moe_decode_table", create=True) as op:
+        launch.table(call)
+    *given, space, arch = op.call_args.args
+    assert launches == [] and arch == 90
+    assert given[:3] == [call.x, call.ids, call.weights] and given[12:14] == list(call.metas) and given[14:] == [1.0, 0.0, 0, 0]
+    assert space.numel() == 8 * 8 * 3 * 512  # eight tokens at a time, of up to 24 experts
+
+
 def test_every_argument_has_a_parameter():
     """A spy takes anything; the kernels do not."""
     for dtype, act, biased in ((torch.bfloat16, Activation(), False), (torch.float16, Activation("swiglu_oai", 1.702, 7.0, True), True)):

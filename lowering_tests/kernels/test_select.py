@@ -79,7 +79,15 @@ def test_every_launcher_and_lowering_exists():
         assert kernels <= set(launchers)
         assert kernels <= set(lowered) | linear.CALLED
     assert {row.kernel for row in ROWS if row.op in ("moe", "sparse_moe")} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
-    finishes = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear": "plain", "sparse_linear": None, "linear_w4a4": None, "moe": None}
+    finishes = {
+        "linear_glu": "glu",
+        "linear_epilogue": "pointwise",
+        "linear": "plain",
+        "sparse_linear": None,
+        "linear_w4a4": None,
+        "moe": None,
+        "sparse_moe": None,
+    }
     assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc and row.regime != "wide_fp8")
     assert {row.kernel for row in ROWS if row.op == "linear_w4a4" and row.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
 

@@ -18,7 +18,7 @@ from .. import csrc
 from ..build import aligned, pointer
 
 NAME, FP8 = "moe_grouped_wide", "moe_grouped_wide_fp8"
-_TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def tile(pairs: int, experts: int, k: int, inner: int) -> int:
@@ -83,10 +83,13 @@ def call(
         raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=csrc.switch_off(name)) from error
 
 
+def on_device(name: str, hidden: Tensor) -> None:
+    if hidden.device.type != "cuda":
+        raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(hidden.device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+
+
 def _until_bound(name: str, *args) -> Tensor:
-    device = args[0].device
-    if device.type != "cuda":
-        raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
+    on_device(name, args[0])
     return getattr(torch.ops.fp4_csrc, name).default(*args) if not csrc.binding() else _through_ctypes(name, *args)
 
 
@@ -98,7 +101,7 @@ def _through_ctypes(name: str, *args) -> Tensor:
     with torch.cuda.device(hidden.device):
         y = hidden.new_empty(hidden.shape[0], down.shape[1])
         sizes = (*ids.shape, gate_up.shape[0], hidden.shape[1], down.shape[2] * 2, down.shape[1])
-        types = _TYPES[ids.dtype], _TYPES[weights.dtype], *((0, 0) if expert_map is None else (_TYPES[expert_map.dtype], expert_map.numel()))
+        types = TYPES[ids.dtype], TYPES[weights.dtype], *((0, 0) if expert_map is None else (TYPES[expert_map.dtype], expert_map.numel()))
         rest = ctypes.c_float(alpha), ctypes.c_float(limit), more, interleaved, tokens, ctypes.c_int64(workspace.numel()), pointer(workspace)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         status = getattr(library, csrc.KERNELS[name].function)(*map(pointer, (*given, y)), *sizes, *types, *rest, stream)

@@ -16,7 +16,7 @@ from ...ops.dequantize_fp8 import WEIGHT_FACTOR
 from ...ops.quantize_rows_fp8 import E4M3_MAX
 from .. import host, select
 from ..dequantize import launch as dequantize
-from . import by_expert, configs, grouped_wide
+from . import by_expert, configs, decode_table, grouped_wide
 from .triton_decode import moe_decode_down, moe_decode_up
 from .triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
 from .triton_many import moe_many_between, moe_many_in, moe_many_product
@@ -93,7 +93,9 @@ def moe(
     if k == 0 or inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(*args)
     biases = (b.dtype for b in (gate_up_bias, down_bias) if b is not None)
-    form = select.moe_form(activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases)
+    form = select.moe_form(
+        activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases, gate_up_meta is not None or down_meta is not None
+    )
     row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts, form=form)
     if row.kernel == BY_EXPERT:
         return by_expert.moe(*args)
@@ -212,6 +214,12 @@ def wide(layer: Layer, tokens: int = 0, fp8: bool = False) -> Tensor:
 def wide_fp8(layer: Layer, tokens: int = 0) -> Tensor:
     """FP8 products with the weights rounded to E4M3 in registers: six launches; see ``csrc/moe/grouped_wide_fp8.cu``."""
     return wide(layer, tokens, fp8=True)
+
+
+def table(layer: Layer) -> Tensor:
+    """A few tokens in CUDA, dense or 2:4-sparse: two launches for every eight; see ``csrc/moe/decode_table.cu``."""
+    arch = host.arch(layer.x.device)
+    return decode_table.call(layer.x, layer.ids, layer.weights, layer.gate_up, layer.down, layer.biases, layer.map, layer.metas, layer.act, arch)
 
 
 def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -333,12 +341,14 @@ def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing,
 BY_EXPERT = "by expert"
 _LAUNCHERS: dict[str, Callable[[Layer], Tensor]] = {
     "triton_moe_decode": decode,
+    "cuda_moe_table": table,
     "triton_moe_grouped": grouped,
     "cuda_moe_wide": wide,
     "cuda_moe_wide_fp8": wide_fp8,
     "dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "dequantize + grouped_mm": large_dense,
     "triton_sparse_moe_decode": decode,
+    "cuda_sparse_moe_table": table,
     "triton_sparse_moe_grouped": grouped,
     "sparse_dequantize_fp8 + triton_grouped_fp8": large_fp8,
     "sparse_dequantize + grouped_mm": large_dense,

@@ -1,0 +1,184 @@
+// fp4.moe for a few tokens on sm_90: y[T, N] = sum over choices of weight * Down[e] (act(gate) * up of GateUp[e] x), weights row-major canonical NVFP4, dense or
+// 2:4-sparse, bfloat16 activations. Two kernels for every eight tokens; down begins to read weights while gate_up's last blocks run. Every sum has a fixed order.
+#include "decode_table.cuh"
+
+#include <type_traits>
+
+namespace {
+
+using namespace fp4;
+
+// Of either product. splits: blocks of a cluster that share K, of down.
+struct Tile {
+  int sets, sets_a_warp, k_groups, splits;
+};
+
+// One product [E, rows, K] of up to 8 tokens.
+struct Product {
+  const uint8_t *codes, *meta, *scale;
+  int E, rows, K;
+  bool interleaved;
+};
+
+// Maps of a product's tiles: rows of both halves of an expert are planes of it where it has halves, of outputs of all experts where these take turns in memory.
+template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(TileMap (&maps)[3], const Product& p, int rows) {
+  using P = Parts<SPARSE, SHIFTED>;
+  const int half = UP ? 2 : 1;
+  auto map = [&](TileMap* to, const uint8_t* from, int64_t bytes, int tile_bytes, bool four) {
+    const int64_t each = four ? 4 : 1, outputs = p.rows / half;
+    if (UP && p.interleaved && four) return plane_map(to, from, {4 * bytes, p.E * p.rows / 4, 1, 4 * bytes, 16}, 1, rows / 4, tile_bytes);
+    if (UP && p.interleaved) return plane_map(to, from, {bytes, p.E * outputs, 2, 2 * bytes, bytes}, 2, rows / 2, tile_bytes);
+    return plane_map(to, from, {each * bytes, outputs / each, (int64_t)p.E * half, each * bytes, outputs * bytes}, half, rows / half / each, tile_bytes);
+  };
+  cudaError_t status = map(&maps[0], p.codes, SPARSE ? p.K / 4 : p.K / 2, P::kCodes, false);
+  if (status == cudaSuccess && SPARSE) status = map(&maps[1], p.meta, p.K / 8, 32, false);
+  if (status == cudaSuccess && !SPARSE) maps[1] = maps[0];
+  return status == cudaSuccess ? map(&maps[2], p.scale, p.K / 16, P::kScales, SHIFTED) : status;
+}
+
+// Up to 8 tokens of a call.
+struct Chunk {
+  const Layer& l;
+  Routing routing;
+  const __nv_bfloat16* x;
+  __nv_bfloat16* y;
+  uint8_t* h;
+  cudaStream_t stream;
+};
+
+// As many stages as there is room for; false if there is none for a tile and so many tokens.
+template <bool UP, bool SPARSE, bool SHIFTED> bool lay_out(TableLayout<SPARSE, SHIFTED>& layout, const Layer& l, int tokens, const Tile& tile) {
+  if (tile.sets < 1 || tile.sets > 8 || tile.sets_a_warp < 1 || tile.sets_a_warp > 2 || tile.sets % tile.sets_a_warp || tile.k_groups < 1 || (SHIFTED && tile.sets % 2)) return false;
+  layout = {{}, tile.sets, tile.sets_a_warp, tile.k_groups, 0, 0, 0, tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, 0, tokens, tokens * l.top_k};
+  const int threads = 32 * layout.warps();
+  if (UP ? l.I % (8 * tile.sets) || 32 * kFinishers % (4 * tile.sets)
+         : layout.rows() > l.N || tile.splits < 1 || tile.splits > 8 || layout.rows() % (2 * tile.splits) || layout.rows() / (2 * tile.splits) * tokens > threads)
+    return false;
+  if (UP) layout.x_bytes = (l.K + kWideK - 1) / kWideK * layout.x_step();
+  const int stage = layout.rows() * layout.kBytes + 16 + (UP ? 0 : tokens * 512);
+  layout.stages = at_most(kTableStages, at_least(226 * 1024 - layout.bytes(UP), 0) / stage) / tile.k_groups * tile.k_groups;
+  if (!UP) layout.x_bytes = (layout.stages * tokens * 512 + 1023) / 1024 * 1024;
+  layout.fetchers = layout.stages % 2 ? 1 : UP || layout.stages % 4 ? 2 : 4;
+  layout.early = at_most(layout.stages, at_least(1, kEarlyBytes / (layout.rows() * layout.kBytes)));
+  return layout.warps() <= kMostWarps && layout.stages > 0;
+}
+
+// f(SPARSE, SHIFTED), of which a product of this K is.
+template <typename F> auto by_kind(bool sparse, int K, F f) {
+  using Yes = std::true_type;
+  using No = std::false_type;
+  return sparse ? f(Yes(), No()) : K % kWideK ? f(No(), Yes()) : f(No(), No());
+}
+
+template <bool UP> bool fits(const Layer& l, bool sparse, int tokens, const Tile& tile) {
+  return by_kind(sparse, UP ? l.K : l.I, [&](auto is_sparse, auto is_shifted) {
+    TableLayout<is_sparse, is_shifted> layout;
+    return lay_out<UP, is_sparse, is_shifted>(layout, l, tokens, tile);
+  });
+}
+
+template <bool UP, int R> cudaError_t run(const Chunk& c, const uint8_t* meta, const Tile& tile) {
+  const Layer& l = c.l;
+  const Product p{l.codes[!UP], meta, l.scale[!UP], l.E, UP ? 2 * l.I : l.N, UP ? l.K : l.I, UP && l.between.interleaved};
+  return by_kind(meta, p.K, [&](auto is_sparse, auto is_shifted) -> cudaError_t {
+    constexpr bool kSparse = is_sparse, kShifted = is_shifted;
+    TableLayout<kSparse, kShifted> layout;
+    const int tokens = c.routing.tokens;
+    if (!lay_out<UP, kSparse, kShifted>(layout, l, tokens, tile)) return cudaErrorInvalidConfiguration;
+    TileMap maps[3], activations;
+    cudaError_t status = maps_of<kSparse, kShifted, UP>(maps, p, layout.rows());
+    if (UP && status == cudaSuccess) status = plane_map(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, layout.held, 128);
+    if (status != cudaSuccess) return status;
+    const int threads = 32 * (layout.warps() + kHelpers);
+    if constexpr (UP)
+      return launch(table_up<kSparse, kShifted, R>, dim3(multiprocessors()), threads, layout.bytes(true), 1, c.stream, maps[0], maps[1], maps[2], activations, layout, c.routing,
+                    l.global_scale[0], l.global_scale[1], c.h, l.I, l.K, l.between);
+    else
+      return launch_second(table_down<kSparse, kShifted, R>, dim3((l.N + layout.rows() - 1) / layout.rows(), 1, tile.splits), threads, layout.bytes(false), tile.splits, c.stream,
+                           maps[0], maps[1], maps[2], layout, c.routing, c.h, l.between.down_bias, c.y, l.N, l.I);
+  });
+}
+
+template <bool UP> cudaError_t run(const Chunk& c, const uint8_t* meta, const Tile& tile) {
+  return tile.sets_a_warp == 1 ? run<UP, 1>(c, meta, tile) : run<UP, 2>(c, meta, tile);
+}
+
+// Measured on an H200 (benchmarks/NOTES.md), Mixtral's and gpt-oss's sizes; the first that fits, or none.
+Tile best_up(const Layer& l, bool sparse, int tokens) {
+  const bool few = tokens <= 2 && !sparse && l.K % kWideK == 0;
+  for (const Tile& tile : {Tile{4, 2, 4, 1}, Tile{2, 2, 8, 1}, Tile{2, 2, 4, 1}})
+    if ((!few || tile.sets == 2) && fits<true>(l, sparse, tokens, tile)) return tile;
+  return {};
+}
+
+// As few rows for an SM as can be; of tiles with as many, the smallest for one token or two, else the largest in clusters of at most two.
+Tile best_down(const Layer& l, bool sparse, int tokens) {
+  Tile found = fits<false>(l, sparse, tokens, {1, 1, 8, 1}) ? Tile{1, 1, 8, 1} : Tile{};
+  int least = INT32_MAX;
+  for (int sets = 2; sets <= 6; sets += 2)
+    for (int splits = 1; splits <= 4; splits *= 2) {
+      const Tile tile{sets, 2, sets == 2 ? 8 : 4, splits};
+      const int blocks = (l.N + 16 * sets - 1) / (16 * sets) * splits, rows = (blocks + 131) / 132 * sets * 4 / splits;
+      if ((splits > 1 && blocks > 132) || rows > least || (rows == least && (tokens <= 2 || splits > 2)) || !fits<false>(l, sparse, tokens, tile)) continue;
+      least = rows, found = tile;
+    }
+  return found;
+}
+
+cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_meta, Tile up, Tile down, void* workspace, int64_t bytes, cudaStream_t stream) {
+  int most = at_most(l.tokens, kTableTokens);
+  if (bytes < (int64_t)most * most * l.top_k * ((l.I + kWideK - 1) / kWideK) * 512) return cudaErrorInvalidValue;
+  const bool own_up = !up.sets, own_down = !down.sets;
+  auto choose = [&](int tokens) {  // x of all tokens lies in shared memory
+    if (own_up) up = best_up(l, up_meta, tokens);
+    if (own_down) down = best_down(l, down_meta, tokens);
+    return up.sets && down.sets;
+  };
+  while (!choose(most) && most > 1) most /= 2;
+  for (int first = 0; first < l.tokens; first += most) {
+    const int tokens = at_most(l.tokens - first, most), skip = first * l.top_k;
+    choose(tokens);
+    auto behind = [&](const void* at, int size) { return (const void*)((const uint8_t*)at + (int64_t)skip * size); };
+    const Chunk c{l,
+                  {{behind(l.ids.at, l.ids.wide ? 8 : 4), l.ids.wide}, l.map, {behind(l.weights.at, l.weights.type == 2 ? 4 : 2), l.weights.type}, l.map_size, tokens, l.top_k, l.E},
+                  l.x + (int64_t)first * l.K,
+                  l.y + (int64_t)first * l.N,
+                  (uint8_t*)workspace,
+                  stream};
+    cudaError_t status = run<true>(c, up_meta, up);
+    if (status == cudaSuccess) status = run<false>(c, down_meta, down);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+// Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
+// (2); x, y, and biases, which may be null, are bfloat16. gate_up_meta, down_meta: null where a weight is dense. K % 64 == 0, I % 64 == 0, % 256 where sparse, N % 8 == 0, E <= 1024;
+// x, codes, metadata, scales, y and workspace 16-byte aligned. limit <= 0: none. (sets, sets_a_warp, k_groups) of gate_up, and splits of down: see Tile; all 0 for best.
+extern "C" int fp4_decode_table(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
+                                const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
+                                const void* gate_up_meta, const void* down_meta, void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type,
+                                int map_type, int map_size, float alpha, float limit, int more, int interleaved, int sets, int sets_a_warp, int k_groups, int down_sets,
+                                int down_sets_a_warp, int down_k_groups, int down_splits, int64_t workspace_bytes, void* workspace, void* stream) {
+  const Layer l{(const __nv_bfloat16*)x,
+                {ids, ids_type},
+                {map, map_type},
+                {weights, weights_type},
+                {(const uint8_t*)gate_up, (const uint8_t*)down},
+                {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
+                {(const float*)gate_up_global_scale, (const float*)down_global_scale},
+                (__nv_bfloat16*)y,
+                tokens,
+                top_k,
+                E,
+                K,
+                I,
+                N,
+                map_size,
+                {(const __nv_bfloat16*)gate_up_bias, (const __nv_bfloat16*)down_bias, alpha, limit, more, interleaved}};
+  if (!l.fits() || (gate_up_meta && K % kWideK) || (down_meta && I % kWideK)) return cudaErrorInvalidValue;
+  return layer(l, (const uint8_t*)gate_up_meta, (const uint8_t*)down_meta, {sets, sets_a_warp, k_groups, 1}, {down_sets, down_sets_a_warp, down_k_groups, down_splits},
+               workspace, workspace_bytes, (cudaStream_t)stream);
+}
