@@ -61,7 +61,7 @@ SOURCES = {
     ),
     "moe/grouped_wide.cu": (
         (r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x32x16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
-        # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, route for codes by table or not, combine
+        # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, two routes, combine
         lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 3,
     ),
     "moe/grouped_wide_fp8.cu": (
