@@ -81,6 +81,13 @@ __device__ __forceinline__ float load_float(const float* p) {
   return v;
 }
 
+// The 16 bits at p. What is loaded plainly and used only later ptxas extends at once, for which it waits.
+__device__ __forceinline__ uint32_t load_16(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
 // Four bytes of a table in shared memory that stays as it is: unlike a plain load it may be moved across barriers and products.
 __device__ __forceinline__ uint32_t load_table(Shared at) {
   uint32_t v;

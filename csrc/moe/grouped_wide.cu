@@ -36,7 +36,7 @@ struct Workspace {
 template <bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
   using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
-  static_assert(BLOCKS * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024);
+  static_assert(S::kBlocks * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024 && S::kWStages > 1);
   const int N = UP ? l.I : l.N, K = UP ? l.K : l.I, groups = UP ? (N + 255) / 256 * S::kOfBlock : (N + S::kRows - 1) / S::kRows;
   const int64_t rows = (int64_t)l.E * (UP ? 2 : 1) * N;
   TileMap maps[4];
@@ -54,9 +54,9 @@ cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
       status = plane_map(&maps[i], from + up * N / each * bytes, {bytes, 64 / each, (rows - up * N) / 64, bytes, 64 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
     if (status != cudaSuccess) return status;
   }
-  return launch_second(product<T, UP, SHIFTED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * BLOCKS), S::kThreads, S::kBytes, 1,
-                       stream, maps[0], maps[1], maps[2], maps[3], (const uint8_t*)(UP ? space.x : space.h), space.routed, l.global_scale[!UP], space.h,
-                       space.out, N, K, groups, l.top_k, l.between);
+  return launch_second(product<T, UP, SHIFTED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * S::kBlocks),
+                       S::kTeams * S::kThreads, S::kBytes, 1, stream, maps[0], maps[1], maps[2], maps[3], (const uint8_t*)(UP ? space.x : space.h), space.routed,
+                       l.global_scale[!UP], space.h, space.out, N, K, groups, l.top_k, l.between);
 }
 
 template <bool UP, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
@@ -65,7 +65,7 @@ cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
                                    : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
 }
 
-// Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks; then that of the second.
+// Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks or teams an SM; then that of the second.
 template <int TOKENS, bool GATHERED, int G, int S, int W, int X, int B, int P, int DOWN_G, int DOWN_S, int DOWN_W, int DOWN_X, int DOWN_B, int DOWN_P>
 cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
   const Workspace space((uint8_t*)workspace, l, TOKENS, GATHERED);
@@ -73,10 +73,11 @@ cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t s
   const int64_t words = (int64_t)l.tokens * ((l.K + kWideK - 1) / kWideK) * 8;
   const int routing = route_blocks(l.pairs()), arranging = GATHERED ? (int)std::min<int64_t>((words + kRouteThreads - 1) / kRouteThreads, 2 * multiprocessors()) : 0;
   const dim3 blocks(1, 1, (1 + (arranging + routing - 1) / routing) * routing);
-  cudaError_t status = launch(route<T>, blocks, kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E,
-                              TOKENS, l.x, space.x, l.tokens, l.K);
+  cudaError_t status = launch(route<T, kByWarp<TOKENS>>, blocks, kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed,
+                              l.pairs(), l.E, TOKENS, l.x, space.x, l.tokens, l.K);
   if constexpr (!GATHERED)
-    if (status == cudaSuccess) status = launch_second(gather<T, TOKENS>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
+    if (status == cudaSuccess)
+      status = launch_second(gather<T, TOKENS, kByWarp<TOKENS>>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
   if (status == cudaSuccess) status = run<true, GATHERED, TOKENS, G, S, W, X, B, P>(l, space, stream);
   if (status == cudaSuccess) status = run<false, false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
   if (status != cudaSuccess) return status;
@@ -87,14 +88,14 @@ cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t s
 cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
 #define TILE(size, ...) \
   if (tile == size) return layer<size / 8 * 8, size % 8 == 1, __VA_ARGS__>(l, workspace, bytes, stream);
-  TILE(8, 1, 2, 5, 4, 1, 2, 1, 2, 5, 4, 1, 2)
-  TILE(16, 1, 2, 4, 4, 1, 2, 1, 2, 4, 4, 1, 2)
+  TILE(8, 1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 1, 2)
+  TILE(16, 1, 2, 2, 4, 1, 2, 1, 2, 2, 4, 1, 2)
   TILE(32, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
   TILE(48, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
   TILE(96, 2, 1, 6, 2, 1, 1, 2, 2, 3, 2, 1, 1)
   TILE(128, 2, 1, 4, 2, 1, 1, 2, 1, 4, 2, 1, 1)
-  TILE(9, 1, 2, 5, 4, 1, 2, 1, 2, 5, 4, 1, 2)
-  TILE(17, 1, 2, 4, 4, 1, 2, 1, 2, 4, 4, 1, 2)
+  TILE(9, 1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 1, 2)
+  TILE(17, 1, 2, 2, 4, 1, 2, 1, 2, 2, 4, 1, 2)
   TILE(33, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
   TILE(49, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
   TILE(81, 2, 2, 3, 2, 1, 1, 2, 2, 3, 2, 1, 1)

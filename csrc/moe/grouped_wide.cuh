@@ -1,5 +1,5 @@
 // The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are the A operand of wgmma, as in
-// gemm/wide.cuh, or of mma. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
+// gemm/wide.cuh, or, by table, of mma. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
 // group, so that its weights come from DRAM once.
 #pragma once
 #include "../gemm/table.cuh"
@@ -7,18 +7,28 @@
 
 namespace fp4 {
 
+// Few pairs are multiplied by mma, each warp for itself: up to 8% faster on an H200, and with 24 or 32 pairs slower (benchmarks/NOTES.md). Their weights are
+// decoded by table, of which an SM has room for one, so that its blocks are teams of one block: mostly 2 to 10% faster again.
+template <int TOKENS> constexpr bool kByWarp = TOKENS <= 16;
+template <int TOKENS, int BLOCKS> constexpr int kTeamsOf = kByWarp<TOKENS> ? BLOCKS : 1;
+
 // GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
 // UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
-// SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads.
+// SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads,
+// kByWarp each warp its own four bytes of them.
 // SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row. Of each row then come the two chunks of 16 bytes
 // that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their codes are zeros.
+// BLOCKS an SM, or kByWarp as many teams of one block, each with warps and rings of its own, behind the table that they share.
 template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BLOCKS> struct Stages {
   static constexpr int kConsumers = 128 * GROUPS, kThreads = kConsumers + 128, kSets = SETS * GROUPS, kRows = 64 * kSets;
   static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * (SHIFTED ? 32 : 16), kHalf = kActivations<TOKENS> / 2;
-  static constexpr int kStaging = UP ? SETS * TOKENS * 64 : 0;  // of a warpgroup
-  static constexpr int kRest = X_STAGES * (kActivations<TOKENS> + 32) + GROUPS * kStaging, kRoom = at_most(227, 228 / BLOCKS - 1) * 1024 - kRest;
+  static constexpr int kTeams = kTeamsOf<TOKENS, BLOCKS>, kBlocks = BLOCKS / kTeams, kTable = kByWarp<TOKENS> ? kPairTable : 0;
+  static constexpr int kStaging = UP && !kByWarp<TOKENS> ? SETS * TOKENS * 64 : 0;  // of a warpgroup
+  static constexpr int kRest = X_STAGES * (kActivations<TOKENS> + 32) + GROUPS * kStaging;
+  static constexpr int kRoom = (at_most(227, 228 / kBlocks - 1) - kTable / 1024) / kTeams * 1024 - kRest;
   static constexpr int kWStages = at_most(W_STAGES, kRoom / (kWeights + 16));
-  static constexpr int kRings = kWStages * kWeights + X_STAGES * kActivations<TOKENS>, kBytes = kWStages * (kWeights + 16) + kRest;
+  static constexpr int kRings = kWStages * kWeights + X_STAGES * kActivations<TOKENS>;
+  static constexpr int kTeamBytes = (kWStages * (kWeights + 16) + kRest + 1023) / 1024 * 1024, kBytes = kTable + kTeams * kTeamBytes;
   // Bytes of codes between a lane's two rows, and to its rows of the next 64.
   static constexpr int kHigh = UP ? 4096 * kSets : 1024, kNext = UP ? 1024 : 8192;
   // Of scales: the same, and SHIFTED to the rows of the next place among four.
@@ -27,15 +37,12 @@ template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES,
   static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
 };
 
-// Few pairs are multiplied by mma, each warp for itself: up to 8% faster on an H200, and with 24 or 32 pairs slower (benchmarks/NOTES.md).
-template <int TOKENS> constexpr bool kByWarp = TOKENS <= 16;
-
 // One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row, scales0, scales1: its scales of both rows. arrived(j) waits
 // for half j of the activations, done(j) is called when the products of the half before are complete, but not kByWarp. my_row: the lane's place in them for
-// load_matrices().
+// load_matrices(); table: fill_pairs()'s; both kByWarp only.
 template <typename T, typename STAGES, int TOKENS, int SETS, int BATCH, typename Arrived, typename Done>
 __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales0,
-                                              const uint8_t* scales1, Shared held, int my_row, Arrived arrived, Done done) {
+                                              const uint8_t* scales1, Shared held, int my_row, Shared table, Arrived arrived, Done done) {
   constexpr int HIGH = STAGES::kHigh, NEXT = STAGES::kNext;
   uint32_t even[SETS][2], odd[SETS][2];
   uint4 q[2][SETS][2];
@@ -71,7 +78,11 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
           for (int h = 0; h < 2; ++h) {
             const uint4& c = q[j][r][h];
             const uint32_t word = b + i == 0 ? c.x : b + i == 1 ? c.y : b + i == 2 ? c.z : c.w;
-            decode_by_half<T>(word, (b + i) / 2 ? odd[r][h] : even[r][h], j, a[r][i][h]);
+            const uint32_t by = (b + i) / 2 ? odd[r][h] : even[r][h];
+            if constexpr (kByWarp<TOKENS>)
+              decode_by_table<T>(word, table, 4 * (threadIdx.x & 31), by, j, a[r][i][h]);
+            else
+              decode_by_half<T>(word, by, j, a[r][i][h]);
           }
       if constexpr (!kByWarp<TOKENS>) wgmma_fence();
 #pragma unroll
@@ -108,53 +119,67 @@ template <int TOKENS> __device__ __forceinline__ void gather_half(Shared to, con
   }
 }
 
-// A block's items, one after the other: the entry of the tile after this one is on its way while this one is worked on. EVEN: an expert's pairs in as many
-// tiles as else, but those of one size, a multiple of 8.
-template <int TOKENS, bool EVEN = false> struct Items {
+// A block's items, or those of one of its TEAMS, one after the other: the entry of the tile after this one is on its way while this one is worked on. EVEN: an
+// expert's pairs in as many tiles as else, but those of one size, a multiple of 8.
+template <int TOKENS, bool EVEN = false, int TEAMS = 1> struct Items {
   const int4* tiles;
   int groups, item, items;
   int4 next;
   // Of the item that next() gave: the place of its first pair and how many there are.
   int expert, first, count, tile, group;
 
-  __device__ __forceinline__ Items(const Routed& routed, int groups) : tiles(routed.tiles), groups(groups), item(blockIdx.x), items(__ldcg(routed.total) * groups) {
+  __device__ __forceinline__ Items(const Routed& routed, int groups, int team = 0)
+      : tiles(routed.tiles), groups(groups), item(team * gridDim.x + blockIdx.x), items(__ldcg(routed.total) * groups) {
     next = item < items ? __ldcg(tiles + item / groups) : int4{};
   }
   __device__ __forceinline__ bool advance() {
     if (item >= items) return false;
-    const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, t = local % n, each = EVEN ? (next.z + 8 * n - 1) / (8 * n) * 8 : TOKENS;
-    group = local / n, expert = next.x, first = next.y + t * each, count = min(each, next.z - t * each), tile = next.w + t;
-    item += gridDim.x;
+    const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, each = EVEN ? (next.z + 8 * n - 1) / (8 * n) * 8 : TOKENS;
+    int t = 0;
+    group = local;
+    if (TEAMS == 1 || n > 1) t = local % n, group = local / n;  // few pairs of an expert are mostly one tile
+    expert = next.x, first = next.y + t * each, count = min(each, next.z - t * each), tile = next.w + t;
+    item += TEAMS * gridDim.x;
     if (item < items) next = __ldcg(tiles + item / groups);
     return true;
   }
 };
 
+// A bfloat16 that is converted, and so waited for, where it is used.
+struct Late {
+  uint32_t bits = 0;
+  Late() = default;
+  __device__ __forceinline__ explicit Late(const __nv_bfloat16& v) : bits(load_16(&v)) {}
+  __device__ __forceinline__ operator float() const { return __uint_as_float(bits << 16); }
+};
+
 // Of weights [E, (UP: 2) N, K]. UP: h, act(gate) * up as tiles of N columns for the second product; else out[place of the pair, N].
-// GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS an SM.
+// GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS: as Stages says.
 template <typename T, bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
-__global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
+__global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS>, BLOCKS / kTeamsOf<TOKENS, BLOCKS>)
     product(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
             const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ x, const Routed routed, const float* __restrict__ global_scale,
             uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
   using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
-  uint8_t* shared = dynamic_shared();
+  const int team = S::kTeams > 1 ? uniform(threadIdx.x / S::kThreads) : 0;
+  uint8_t* shared = dynamic_shared() + S::kTable + team * S::kTeamBytes;
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * X_STAGES;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
+  const int warp = (threadIdx.x >> 5) - team * (S::kThreads / 32), lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
   constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : SHIFTED ? 56 : 40;  // registers of those who fetch
   // SHIFTED: bytes from four rows' beginning to the scales of row i of four, of gates or ups.
   auto scales_at = [&](int i, int half) { return SHIFTED ? (UP && between.interleaved ? 2 * i + half : i) * (K / 16) : 0; };
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == team * S::kThreads) {
     for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, 4 * GROUPS);
     for (int i = 0; i < 2 * X_STAGES; ++i) counter_init(x_full + 8 * i, GATHERED ? 64 : 1), counter_init(x_free + 8 * i, 4 * GROUPS);
     publish_counters();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tile_map(codes);
+  if constexpr (kByWarp<TOKENS>) fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kTeams * S::kThreads);
   __syncthreads();
   if (UP) wait_for_first();  // the routing; it is done when the second product begins
   let_second_begin();
-  Items<TOKENS> items(routed, groups);
+  Items<TOKENS, false, S::kTeams> items(routed, groups, team);
 
   if (warp >= 4 * GROUPS) {
     if (GROUPS > 1 || BLOCKS > 1) fewer_registers<kFewer>();
@@ -235,13 +260,16 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     my_scales[half] = shared + S::kCodes + half * S::kScalesHigh + (SHIFTED ? chunked : row * 16 + 4 * t);
   }
   const int my_row = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+  const Shared table = shared_address(dynamic_shared());
   const int zero = steps >> 31;  // which the compiler does not know
   uint8_t* staging = shared + S::kRings + rows * S::kStaging;
   Place<S::kWStages> w;
   Place<X_STAGES> at;
+  using Bias = std::conditional_t<kByWarp<TOKENS>, Late, float>;
   while (items.advance()) {
     // The global scale and biases arrive while the sums are made.
-    float unit = load_float(global_scale + items.expert), bias[SETS][2];
+    float unit = load_float(global_scale + items.expert);
+    Bias bias[SETS][2];
     const __nv_bfloat16* biases = UP ? between.bias : between.down_bias;
 #pragma unroll
     for (int r = 0; r < SETS; ++r)
@@ -249,7 +277,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
       for (int c = 0; c < 2; ++c) {
         const int n = UP ? items.group / S::kOfBlock * 256 + 64 * quarter + 8 * (items.group % S::kOfBlock * S::kSets + rows * SETS + r) + g
                          : items.group * S::kRows + row + 64 * r + 8 * c;
-        bias[r][c] = biases && n < N ? __bfloat162float(biases[(size_t)items.expert * (UP ? 2 * N : N) + (UP ? between.row(n, c, N) : n)]) : 0.f;
+        bias[r][c] = biases && n < N ? Bias(biases[(size_t)items.expert * (UP ? 2 * N : N) + (UP ? between.row(n, c, N) : n)]) : Bias{};
       }
     const int expert_group = items.group, first = items.first, count = items.count, tile = items.tile;
     float acc[SETS][TOKENS / 8][4] = {};
@@ -260,7 +288,7 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
       counter_wait(w_full + 8 * w.i, w.parity);
       const int stage = w.i * S::kWeights;
       multiply_sets<T, S, TOKENS, SETS, BATCH>(
-          acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row,
+          acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row, table,
           [&](int j) {
             counter_wait(x_full + 16 * at.i + 8 * j, at.parity);
             if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();
@@ -285,27 +313,36 @@ __global__ void __launch_bounds__(128 * GROUPS + 128, BLOCKS)
     unit *= kWeightUnit;
     if constexpr (UP) {
       const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // of 256 outputs; of eight in each 64 of them
-      const bool live = block * 256 + 64 * quarter < N, second = g & 4;
-      barrier(1 + rows, 128);  // nobody reads what was staged before
+      const bool live = block * 256 + 64 * quarter < N, second = g & (kByWarp<TOKENS> ? 1 : 4);
+      if constexpr (!kByWarp<TOKENS>) barrier(1 + rows, 128);  // nobody reads what was staged before
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) {
           const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], unit, bias[r][1])) : 0.f;
           const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], unit, bias[r][1])) : 0.f;
-          // Lanes of outputs n and n + 4, a pair of decode(), swap, so that each holds both of one token.
-          const float got = shuffle_xor(second ? h0 : h1, 16);
+          // Lanes of a pair of outputs, n and n + 4, or neighbours for decode_by_table(), swap, so that each holds both of one token.
+          const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> ? 4 : 16);
           const int m = 8 * i + 2 * t + second;
-          *(__nv_bfloat162*)(staging + (r * TOKENS + m) * 64 + (g & 3) * 16 + quarter * 4) = __floats2bfloat162_rn(second ? got : h0, second ? h1 : got);
+          const __nv_bfloat162 both = __floats2bfloat162_rn(second ? got : h0, second ? h1 : got);
+          if constexpr (kByWarp<TOKENS>) {
+            const int word = word0 + r;
+            uint8_t* to = h + ((size_t)tile * ((N + kWideK - 1) / kWideK) + block) * kActivations<TOKENS>;
+            *(__nv_bfloat162*)(to + word / 2 * (TOKENS * 128) + m * 128 + ((word % 2 * 4 + g / 2) ^ (m & 7)) * 16 + quarter * 4) = both;
+          } else {
+            *(__nv_bfloat162*)(staging + (r * TOKENS + m) * 64 + (g & 3) * 16 + quarter * 4) = both;
+          }
         }
-      barrier(1 + rows, 128);
-      uint8_t* to = h + ((size_t)tile * ((N + kWideK - 1) / kWideK) + block) * kActivations<TOKENS>;
-      constexpr int kChunks = SETS * TOKENS * 4;
+      if constexpr (!kByWarp<TOKENS>) {
+        barrier(1 + rows, 128);
+        uint8_t* to = h + ((size_t)tile * ((N + kWideK - 1) / kWideK) + block) * kActivations<TOKENS>;
+        constexpr int kChunks = SETS * TOKENS * 4;
 #pragma unroll
-      for (int i = 0; i < (kChunks + 127) / 128; ++i) {
-        const int v = i * 128 + (threadIdx.x & 127), c = v % 4, m = v / 4 % TOKENS, word = word0 + v / 4 / TOKENS;
-        if (kChunks % 128 == 0 || v < kChunks)
-          *(uint4*)(to + word / 2 * (TOKENS * 128) + m * 128 + ((word % 2 * 4 + c) ^ (m & 7)) * 16) = *(const uint4*)(staging + v * 16);
+        for (int i = 0; i < (kChunks + 127) / 128; ++i) {
+          const int v = i * 128 + (threadIdx.x & 127), c = v % 4, m = v / 4 % TOKENS, word = word0 + v / 4 / TOKENS;
+          if (kChunks % 128 == 0 || v < kChunks)
+            *(uint4*)(to + word / 2 * (TOKENS * 128) + m * 128 + ((word % 2 * 4 + c) ^ (m & 7)) * 16) = *(const uint4*)(staging + v * 16);
+        }
       }
     } else {
       const int n0 = expert_group * S::kRows + row;

@@ -19,37 +19,44 @@ struct Routed {
 // token each. Lane t of a quad decodes k = 64 t .. 64 t + 63 of a step, eight words of eight codes; a tile holds two words of all four lanes.
 //
 // Of a step of a token's row of K, the eight k from 8 * word on of each lane of a quad: four of the 16-byte chunks that the step's tiles, at `to`, hold of the token.
-template <typename T, int TOKENS> __device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int step, int word, int token, uint8_t* to) {
+// NEIGHBOURS: in the pairs of decode_by_table(), else in those of decode().
+template <typename T, int TOKENS, bool NEIGHBOURS>
+__device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int step, int word, int token, uint8_t* to) {
   uint32_t p[4][4];
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     const int k = step * kWideK + 64 * t + 8 * word;
-    pair_up(live && k < K ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0), p[t]);
+    const uint4 v = live && k < K ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
+    if constexpr (NEIGHBOURS)
+      p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
+    else
+      pair_up(v, p[t]);
   }
   to += word / 2 * (TOKENS * 128) + token * 128;
-  // Pair c of decode() of the four lanes makes 16 bytes: lane t's first pair of a k-block of 16 is k 2t, 2t + 1 of it, its second pair those + 8.
+  // Pair c of the four lanes makes 16 bytes: lane t's first pair of a k-block of 16 is k 2t, 2t + 1 of it, its second pair those + 8.
 #pragma unroll
   for (int c = 0; c < 4; ++c) *(uint4*)(to + ((word % 2 * 4 + c) ^ (token & 7)) * 16) = make_uint4(p[0][c], p[1][c], p[2][c], p[3][c]);
 }
 
 // x [M, K], each token's steps one behind the other as a tile of one token (kActivations) holds them: product()'s GATHERED takes them from there.
-template <typename T> __device__ __forceinline__ void arrange_tokens(const T* x, uint8_t* to, int M, int K, int first, int threads) {
+template <typename T, bool NEIGHBOURS> __device__ __forceinline__ void arrange_tokens(const T* x, uint8_t* to, int M, int K, int first, int threads) {
   const int steps = (K + kWideK - 1) / kWideK, words = M * steps * 8;
 #pragma unroll 2
   for (int i = first; i < words; i += threads) {
     const int word = i % 8, unit = i / 8, step = unit % steps, m = unit / steps;
-    arrange_word<T, 1>(x + (size_t)m * K, true, K, step, word, 0, to + (size_t)unit * kActivations<1>);
+    arrange_word<T, 1, NEIGHBOURS>(x + (size_t)m * K, true, K, step, word, 0, to + (size_t)unit * kActivations<1>);
   }
 }
 
 // The first cluster; blocks behind it, if there are any, arrange tokens. A warp owns a stretch of pairs and counts its experts in an array of its own; sums
 // over warps, blocks and experts say where each begins.
-template <typename T>
+template <typename T, bool NEIGHBOURS = false>
 __global__ void __launch_bounds__(kRouteThreads)
     route(const Ids ids, const Ids map, int map_size, const Routed to, int P, int E, int tokens, const T* __restrict__ x, uint8_t* __restrict__ arranged, int M, int K) {
   let_second_begin();
   const int blocks = cluster_size(), rank = cluster_rank();
-  if (blockIdx.z >= blocks) return arrange_tokens(x, arranged, M, K, (blockIdx.z - blocks) * kRouteThreads + threadIdx.x, (gridDim.z - blocks) * kRouteThreads);
+  if (blockIdx.z >= blocks)
+    return arrange_tokens<T, NEIGHBOURS>(x, arranged, M, K, (blockIdx.z - blocks) * kRouteThreads + threadIdx.x, (gridDim.z - blocks) * kRouteThreads);
   constexpr int kWarps = kRouteThreads / 32, kAhead = 8;
   int* counts = (int*)dynamic_shared();  // [kWarps][E]
   int *totals = counts + kWarps * E, *starts = totals + E, *sums = starts + 4 * E;
@@ -138,7 +145,7 @@ constexpr int route_blocks(int P) { return P > 1024 ? kRouteBlocks : 1; }
 constexpr int route_bytes(int E) { return ((kRouteThreads / 32 + 5) * E + 2 * (kRouteThreads / 32)) * 4; }
 
 // x [., K] of the pairs of each tile, as kActivations says, zeros beyond its pairs and K.
-template <typename T, int TOKENS>
+template <typename T, int TOKENS, bool NEIGHBOURS>
 __global__ void __launch_bounds__(256) gather(const T* __restrict__ x, uint8_t* __restrict__ to, const Routed routed, int top_k, int K) {
   let_second_begin();
   wait_for_first();
@@ -150,7 +157,7 @@ __global__ void __launch_bounds__(256) gather(const T* __restrict__ x, uint8_t* 
     const int row = (tile - of.w) * TOKENS + token;
     const bool live = row < of.z;
     const T* from = x + (size_t)(live ? __ldcg(routed.order + of.y + row) / top_k : 0) * K;
-    arrange_word<T, TOKENS>(from, live, K, step, word, token, to + (size_t)unit * kActivations<TOKENS>);
+    arrange_word<T, TOKENS, NEIGHBOURS>(from, live, K, step, word, token, to + (size_t)unit * kActivations<TOKENS>);
   }
 }
 

@@ -61,8 +61,8 @@ SOURCES = {
     ),
     "moe/grouped_wide.cu": (
         (r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x32x16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
-        # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, route, combine
-        lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 2,
+        # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, two routes, combine
+        lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 3,
     ),
     "moe/grouped_wide_fp8.cu": (
         (r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3", r"QGMMA\.64x256x32", "E4M3.F32", r"UTMALDG\.3D", r"UTMALDG\.2D\.MULTICAST", "USETMAXREG", "LDGSTS", "STSM"),

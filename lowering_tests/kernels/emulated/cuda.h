@@ -73,6 +73,11 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 
 inline void __syncthreads() { emulated::block_barrier(0, (int)blockDim.x); }
 inline void __syncwarp() { emulated::warp_barrier(); }
+inline float __uint_as_float(uint32_t v) {
+  float f;
+  memcpy(&f, &v, 4);
+  return f;
+}
 inline uint32_t __float_as_uint(float v) {
   uint32_t bits;
   memcpy(&bits, &v, 4);
@@ -137,6 +142,7 @@ inline unsigned char to_e4m3(double v) {  // what is too large becomes 448
 
 struct __nv_bfloat16 {
   unsigned short bits;
+  operator float() const { return (float)emulated::from_bf16(bits); }
 };
 struct __half {
   unsigned short bits;

@@ -22,6 +22,7 @@ inline uint4 load_or_zero(const void* p, bool live) { return live ? *(const uint
 inline void wait_for_previous() { emulated::wait_for_previous(); }
 inline void let_next_begin() { emulated::let_next_begin(); }
 inline float load_float(const float* p) { return *p; }
+inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
   struct Lane {
