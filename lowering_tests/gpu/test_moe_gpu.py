@@ -221,6 +221,30 @@ def test_every_tile_of_the_cuda_kernels(kernel, tile):
                 assert error(got, launch.large_fp8(given).double()) <= 0.03
 
 
+@pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
+@pytest.mark.parametrize("sparse", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+def test_few_tokens_by_table(sparse):
+    """One chunk of tokens and several, experts without tokens, maps, biases; the same bits in every run."""
+    for e, h, inner, act in ((8, 4096, 1024, Activation()), (300, 256, 768, Activation("silu", 1.702, 0.5)), (6, 2880, 2880, GPT_OSS), (6, 512, 256, GPT_OSS)):
+        if any(sparse) and (h % 256 or inner % 256):
+            continue
+        kinds = [sparse_weight if s else weight for s in sparse]
+        (up, up_meta), (down, down_meta) = (
+            ((q, s, g), meta[0] if meta else None)
+            for q, *meta, s, g in (kind(e, n, k) for kind, (n, k) in zip(kinds, ((2 * inner, h), (h, inner)), strict=True))
+        )
+        biases = (torch.randn(e, 2 * inner, device=DEVICE).to(BF16), torch.randn(e, h, device=DEVICE).to(BF16)) if act == GPT_OSS else (None, None)
+        for t in (1, 2, 3, 4, 7, 8, 9, 20):
+            x, (ids, w) = torch.randn(t, h, device=DEVICE).to(BF16), routed(t, 3, e)
+            table = torch.randint(-2, e, (e,), device=DEVICE) if t == 7 else None
+            given = launch.Layer(x, ids, w, up, down, biases, act, False, table, (up_meta, down_meta))
+            got = launch.table(given)
+            metas = dict(gate_up_meta=up_meta, down_meta=down_meta)
+            want = contract.reference(x.float(), ids, w, *up, *down, *biases, *act.arguments(), False, table, **metas)
+            assert error(got, want.double()) <= BOUND[BF16], (e, h, inner, t)
+            assert all(torch.equal(launch.table(given), got) for _ in range(20))
+
+
 def test_another_stream_and_device_guard():
     parts = layer()
     stream = torch.cuda.Stream()
