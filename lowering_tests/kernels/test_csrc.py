@@ -241,11 +241,11 @@ def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
         ("sparse_linear", 90, "sparse_linear_small"),
         ("linear_glu", 80, "linear_small"),
         ("linear_w4a4", 120, "linear_small"),
-        ("sparse_moe", 90, "linear_small"),
+        ("sparse_moe", 90, "moe_decode_table"),
+        ("moe", 90, "moe_decode_table"),
     ):
         assert select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc == f"{name} is broken"
-    assert select.describe_for("moe", 90, torch.bfloat16, 64, 64).csrc == "moe_grouped_wide is broken"
-    assert set(asked) == {"linear_small", "linear_small_glu", "linear_small_pointwise", "sparse_linear_small", "moe_grouped_wide"}
+    assert set(asked) == {"linear_small", "linear_small_glu", "linear_small_pointwise", "sparse_linear_small", "moe_decode_table"}
     assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
 
 
