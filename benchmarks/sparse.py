@@ -92,11 +92,12 @@ def time_all(args: argparse.Namespace) -> None:
 
     rows = []
     for k, n in ((64, 48), (256, 128)) if args.smoke else SHAPES:
-        for m in args.m[:2] if args.smoke else args.m:
+        for m in sorted(args.m[:2] if args.smoke else args.m, reverse=True):  # see dense.py
             rows.append(measure(k, n, m, args.device))
             r = rows[-1]
             print(f"K={k:5} N={n:5} M={m:5} sparse {r['us']:8.2f} us  dense {r['dense_us']:8.2f}  x{r['to_dense']:.2f}  bf16 {r['bf16_us']:8.2f}", flush=True)
-    write_csv(args.out or RESULTS / "sparse.csv", rows)
+    order = {(r["k"], r["n"]): i for i, r in enumerate(rows)}
+    write_csv(args.out or RESULTS / "sparse.csv", sorted(rows, key=lambda r: (order[r["k"], r["n"]], r["m"])))
 
 
 # --- quality ------------------------------------------------------------------------------------------------------

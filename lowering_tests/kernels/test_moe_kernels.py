@@ -153,14 +153,14 @@ NO_NVCC = "no CUDA compiler"
 
 
 @pytest.mark.parametrize(("experts", "pairs", "kernel"), [
-    (128, 115, "triton_moe_decode"), (128, 116, "cuda_moe_wide"), (128, 1792, "cuda_moe_wide"), (128, 1793, "cuda_moe_wide_fp8"),
+    (128, 76, "triton_moe_decode"), (128, 77, "cuda_moe_wide"), (128, 1792, "cuda_moe_wide"), (128, 1793, "cuda_moe_wide_fp8"),
     (128, 2**20, "cuda_moe_wide_fp8"), (128, 2**20 + 1, "dequantize_fp8 + triton_grouped_fp8"),
-    (8, 7, "triton_moe_decode"), (8, 8, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 14, "cuda_moe_wide"), (1, 15, "cuda_moe_wide_fp8"),
+    (8, 4, "triton_moe_decode"), (8, 5, "cuda_moe_wide"), (1, 4, "triton_moe_decode"), (1, 14, "cuda_moe_wide"), (1, 15, "cuda_moe_wide_fp8"),
 ])  # fmt: skip
 def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, kernel):
     assert kernels(90, torch.bfloat16, experts, pairs) == [kernel]
     most = max(192, 192 * experts)
-    exact = kernel if pairs < experts else "cuda_moe_wide" if 4 < pairs <= most else "triton_moe_decode" if pairs <= 4 else "dequantize + grouped_mm"
+    exact = kernel if kernel == "triton_moe_decode" else "cuda_moe_wide" if pairs <= most else "dequantize + grouped_mm"
     assert kernels(90, torch.bfloat16, experts, pairs, large_m="bf16") == [exact]
 
 

@@ -42,7 +42,7 @@ def test_static_tokens_are_proven(t, kernel):
     assert out[0].count("torch.ops.fp4.moe.default(") == 1
 
 
-@pytest.mark.parametrize(("t", "kernel"), [(7, "triton_moe_decode"), (8, "cuda_moe_wide"), (192, "cuda_moe_wide"), (193, "cuda_moe_wide_fp8")])
+@pytest.mark.parametrize(("t", "kernel"), [(4, "triton_moe_decode"), (5, "cuda_moe_wide"), (192, "cuda_moe_wide"), (193, "cuda_moe_wide_fp8")])
 def test_where_the_cuda_kernels_are_compiled(t, kernel):
     with code_generation(csrc="") as out, listen() as entries:
         call(torch.compile(experts(), fullgraph=True, dynamic=False), *tokens(t))
