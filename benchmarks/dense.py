@@ -73,8 +73,7 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     for name in who:
         copies = min(count, copies_for(n * k * 2)) if on_gpu and name == "bf16" else count
         calls = contender(name, q, s, g, copies, large_m)
-        begin = len(rows)
-        for m in sorted(m_list, reverse=True):  # after many rows at full power clocks are low for a while, which a call of some microseconds would show
+        for m in m_list:
             x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
             y = calls[0](x)
             us = time_us(lambda i, x=x, calls=calls: calls[i](x), copies if m <= 512 else min(copies, 8))
@@ -83,7 +82,6 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
             rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
             print(f"K={k:5} N={n:5} M={m:5} {name:14} {kernel:26} {us:9.2f} us  floor x{ratio}  error {e:.1e}", flush=True)
-        rows[begin:] = rows[begin:][::-1]
         del calls
         if on_gpu:
             torch.cuda.empty_cache()

@@ -90,14 +90,14 @@ def _dense_us(x: torch.Tensor, n: int, count: int, time_us: Callable) -> float:
 def time_all(args: argparse.Namespace) -> None:
     from dense import SHAPES
 
+    shapes = ((64, 48), (256, 128)) if args.smoke else SHAPES
     rows = []
-    for k, n in ((64, 48), (256, 128)) if args.smoke else SHAPES:
-        for m in sorted(args.m[:2] if args.smoke else args.m, reverse=True):  # see dense.py
+    for m in args.m[:2] if args.smoke else args.m:  # few rows of all shapes first: after many, clocks are low for a while
+        for k, n in shapes:
             rows.append(measure(k, n, m, args.device))
             r = rows[-1]
             print(f"K={k:5} N={n:5} M={m:5} sparse {r['us']:8.2f} us  dense {r['dense_us']:8.2f}  x{r['to_dense']:.2f}  bf16 {r['bf16_us']:8.2f}", flush=True)
-    order = {(r["k"], r["n"]): i for i, r in enumerate(rows)}
-    write_csv(args.out or RESULTS / "sparse.csv", sorted(rows, key=lambda r: (order[r["k"], r["n"]], r["m"])))
+    write_csv(args.out or RESULTS / "sparse.csv", sorted(rows, key=lambda r: (shapes.index((r["k"], r["n"])), r["m"])))
 
 
 # --- quality ------------------------------------------------------------------------------------------------------
