@@ -118,6 +118,7 @@ _WARPS = (16, "K is split over other numbers of warps for M <= 16 than above, un
 _SPLITS = (1, "the tile and the number of blocks that share K follow M")
 _TILE = (1, "the tile follows M; a graph with dynamic M keeps one")
 _LIBRARY = (1, "the library chooses its algorithm by M")
+_EXPERTS = (1, "the tiles follow the number of tokens, and experts are summed in the order in which the tokens of a call name them")
 BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("linear", "cpu"): (8, "up to 8 rows are summed in another order than more"),
     ("linear", "triton_gemv"): (1, "one row is summed in other pieces than 2 to 4"),
@@ -133,6 +134,10 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
     **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide", "wide_fp8")},
     ("", "cuda_sparse_table"): (16, ""),
+    ("moe", "cuda_moe_wide"): (1, "the tile follows the number of pairs an expert"),
+    ("moe", "cuda_moe_table"): _EXPERTS,
+    ("sparse_moe", "cuda_sparse_moe_table"): _EXPERTS,
+    **{(op, f"triton_{op}_decode"): (1, "one token, two, and more are summed in other pieces") for op in ("moe", "sparse_moe")},
     ("", "triton_mid"): _TILE,
     ("", "triton_sparse_mid"): _TILE,
     **{(op, kernel): _LIBRARY for op, kernel in (
