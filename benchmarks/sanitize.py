@@ -5,7 +5,7 @@ allocator or kernels hides an access. Every tile, M and N that no tile divides, 
 Results are checked for being finite only: lowering_tests compares them. ``--only linear_wide``: kernels whose name begins so.
 
 racecheck does not follow what a warp wrote through the arrival of one of its lanes behind ``__syncwarp()``: it reports the sums of ``table_up`` (moe_decode_table), and
-none where every lane arrives (H200, 36 calls, 0 hazards), which takes up to 10% longer. Of all other kernels it reports nothing.
+none where every lane arrives (H200, 36 calls, 0 hazards), which takes up to 10% longer. Of the other kernels it reported nothing when each was last run.
 """
 
 from __future__ import annotations

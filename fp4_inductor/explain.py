@@ -203,10 +203,9 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         metas, experts = [given.get(i) for i in (18, 19)], gate_up.shape[0]
         inner = down.shape[2] * (2 if metas[1] is None else 4)
         biases = (given[i].dtype for i in (9, 10) if given.get(i) is not None)
-        form = select.moe_form(
-            given.get(11, "silu"), gate_up.shape[1] != inner, inner, experts, given.get(15, False), biases, any(meta is not None for meta in metas)
-        )
-        return select.moe_op(*metas), ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form
+        moe_op = select.moe_op(*metas)
+        form = select.moe_form(given.get(11, "silu"), gate_up.shape[1] != inner, inner, experts, given.get(15, False), biases, moe_op)
+        return moe_op, ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form
     if op is torch.ops.fp4.decode_attention.default:
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
         return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d)

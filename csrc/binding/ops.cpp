@@ -205,11 +205,11 @@ Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& r
 }
 
 // x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, of which those that are 2:4-sparse have metadata, biases [E, 2 I] and
-// [E, N]. workspace: bytes that the caller counted. `head` and `sizes` are what every kernel takes before y and behind it.
+// [E, N]. tile: 0 for the kernel's own choice. workspace: bytes that the caller counted. run: calls the kernel with what it takes before y, metadata, y and the sizes, and what is last.
 template <typename Place, typename Run>
 Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
                  const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2,
-                 const Tensor& workspace, Run run) {
+                 int64_t tile, const Tensor& workspace, Run run) {
   require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && q1.dim() == 3 && s1.dim() == 3 && q2.dim() == 3 && s2.dim() == 3, op, "tokens and their choices have two dimensions, weights three");
   const int64_t each1 = meta1 ? 4 : 2, each2 = meta2 ? 4 : 2;  // k for a byte of codes
   const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * each2, top_k = ids.size(1);
@@ -241,7 +241,7 @@ Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tenso
   const auto metas = std::make_tuple(pointer(e1), pointer(e2));
   const auto sizes = std::make_tuple(y.data_ptr(), (int)t, (int)top_k, (int)e, (int)k, (int)inner, (int)n, ids_type, weights_type, map_type, map ? (int)map->numel() : 0);
   const int status = run(head, metas, sizes, std::make_tuple((int64_t)workspace.numel(), workspace.data_ptr(), place.stream));
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e, ", tile ", tile);
   return y;
 }
 
@@ -252,7 +252,7 @@ Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weight
   constexpr const char* op = FP8 ? "moe_grouped_wide_fp8" : "moe_grouped_wide";
   auto* f = function<MoeGroupedWide>(op, arch);
   const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved, (int)tile);
-  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, std::nullopt, std::nullopt, workspace,
+  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, std::nullopt, std::nullopt, tile, workspace,
                           [&](auto head, auto, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, sizes, form, rest)); });
 }
 
@@ -264,7 +264,7 @@ Tensor moe_decode_table(const Tensor& x, const Tensor& ids, const Tensor& weight
   auto* f = function<MoeDecodeTable>(op, arch);
   const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved);
   const std::tuple<int, int, int, int, int, int, int> own_tiles{};
-  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, meta1, meta2, workspace,
+  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, meta1, meta2, 0, workspace,
                           [&](auto head, auto metas, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, metas, sizes, form, own_tiles, rest)); });
 }
 

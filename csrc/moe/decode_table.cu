@@ -162,22 +162,8 @@ extern "C" int fp4_decode_table(const void* x, const void* ids, const void* weig
                                 const void* gate_up_meta, const void* down_meta, void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type,
                                 int map_type, int map_size, float alpha, float limit, int more, int interleaved, int sets, int sets_a_warp, int k_groups, int down_sets,
                                 int down_sets_a_warp, int down_k_groups, int down_splits, int64_t workspace_bytes, void* workspace, void* stream) {
-  const Layer l{(const __nv_bfloat16*)x,
-                {ids, ids_type},
-                {map, map_type},
-                {weights, weights_type},
-                {(const uint8_t*)gate_up, (const uint8_t*)down},
-                {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
-                {(const float*)gate_up_global_scale, (const float*)down_global_scale},
-                (__nv_bfloat16*)y,
-                tokens,
-                top_k,
-                E,
-                K,
-                I,
-                N,
-                map_size,
-                {(const __nv_bfloat16*)gate_up_bias, (const __nv_bfloat16*)down_bias, alpha, limit, more, interleaved}};
+  const Layer l = Layer::of(x, ids, weights, gate_up, gate_up_scale, gate_up_global_scale, down, down_scale, down_global_scale, gate_up_bias, down_bias, map, y, tokens, top_k,
+                            E, K, I, N, ids_type, weights_type, map_type, map_size, alpha, limit, more, interleaved);
   if (!l.fits() || (gate_up_meta && K % kWideK) || (down_meta && I % kWideK)) return cudaErrorInvalidValue;
   return layer(l, (const uint8_t*)gate_up_meta, (const uint8_t*)down_meta, {sets, sets_a_warp, k_groups, 1}, {down_sets, down_sets_a_warp, down_k_groups, down_splits},
                workspace, workspace_bytes, (cudaStream_t)stream);

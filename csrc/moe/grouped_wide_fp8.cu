@@ -111,21 +111,7 @@ extern "C" int fp4_grouped_wide_fp8(const void* x, const void* ids, const void* 
                                     const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias,
                                     const void* map, void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size,
                                     float alpha, float limit, int more, int interleaved, int tile, int64_t workspace_bytes, void* workspace, void* stream) {
-  const Layer l{(const T*)x,
-                {ids, ids_type},
-                {map, map_type},
-                {weights, weights_type},
-                {(const uint8_t*)gate_up, (const uint8_t*)down},
-                {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
-                {(const float*)gate_up_global_scale, (const float*)down_global_scale},
-                (T*)y,
-                tokens,
-                top_k,
-                E,
-                K,
-                I,
-                N,
-                map_size,
-                {(const T*)gate_up_bias, (const T*)down_bias, alpha, limit, more, interleaved}};
+  const Layer l = Layer::of(x, ids, weights, gate_up, gate_up_scale, gate_up_global_scale, down, down_scale, down_global_scale, gate_up_bias, down_bias, map, y, tokens, top_k,
+                            E, K, I, N, ids_type, weights_type, map_type, map_size, alpha, limit, more, interleaved);
   return l.fits() ? by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream) : cudaErrorInvalidValue;
 }

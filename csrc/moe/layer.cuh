@@ -66,6 +66,30 @@ struct Layer {
   __nv_bfloat16* y;
   int tokens, top_k, E, K, I, N, map_size;
   Between between;
+
+  // From what the C functions of csrc/moe are given.
+  static Layer of(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale, const void* down,
+                  const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map, void* y, int tokens, int top_k,
+                  int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved) {
+    using T = __nv_bfloat16;
+    return {(const T*)x,
+            {ids, ids_type},
+            {map, map_type},
+            {weights, weights_type},
+            {(const uint8_t*)gate_up, (const uint8_t*)down},
+            {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
+            {(const float*)gate_up_global_scale, (const float*)down_global_scale},
+            (T*)y,
+            tokens,
+            top_k,
+            E,
+            K,
+            I,
+            N,
+            map_size,
+            {(const T*)gate_up_bias, (const T*)down_bias, alpha, limit, more, interleaved}};
+  }
+
   int pairs() const { return tokens * top_k; }
   bool fits() const {
     return tokens >= 1 && top_k >= 1 && (int64_t)tokens * top_k <= 1 << 20 && E >= 1 && E <= kMostExperts && K >= 64 && K <= 1 << 15 && K % 64 == 0 && I >= 64 &&

@@ -112,7 +112,7 @@ KERNELS = {
     ),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
-# Of signatures of their own, defined where they are called (kernels/moe/grouped_wide.py, decode_table.py).
+# Of signatures of their own, defined where they are called (kernels/moe/on_csrc.py).
 KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None)
 KERNELS["moe_decode_table"] = Kernel("moe/decode_table.cu", (), (), "table", None)
 KERNELS["moe_grouped_wide_fp8"] = Kernel("moe/grouped_wide_fp8.cu", (), (), "wide_fp8", None)

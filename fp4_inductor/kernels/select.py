@@ -55,15 +55,16 @@ def moe_op(gate_up_meta: object, down_meta: object) -> str:
     return "moe" if gate_up_meta is None and down_meta is None else "sparse_moe"
 
 
-def moe_form(activation: str, gated: bool, inner: int, experts: int, on_input: bool, biases: Iterable[torch.dtype], sparse: bool = False) -> tuple[str, ...]:
+def moe_form(activation: str, gated: bool, inner: int, experts: int, on_input: bool, biases: Iterable[torch.dtype], op: str = "moe") -> tuple[str, ...]:
     """What a call of ``fp4.moe`` asks for besides a SwiGLU layer (``"silu"`` and ``"swiglu_oai"``) of common sizes, which is all that ``plain`` rows serve.
 
-    ``biases``: the dtypes of those that it has. ``sparse``: one of the weights is.
+    ``biases``: the dtypes of those that it has. ``op``: of :func:`moe_op`.
     """
+    multiple = 256 if op == "sparse_moe" else 64
     asked = {
         f'activation="{activation}"': activation not in ("silu", "swiglu_oai"),
         "no gate": not gated,
-        f"I = {inner}, no multiple of {256 if sparse else 64}": inner % (256 if sparse else 64) != 0,
+        f"I = {inner}, no multiple of {multiple}": inner % multiple != 0,
         f"{experts} experts, more than 1024": experts > 1024,
         "weight_on_input": on_input,
         "biases that are not bfloat16": any(dtype != torch.bfloat16 for dtype in biases),

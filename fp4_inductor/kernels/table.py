@@ -259,13 +259,13 @@ _DECODE = (
 _DECODE_90 = _DECODE.split("; without sorting")[0] + (
     "; up to 0.6 pairs an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 53; Qwen3-Next, T = 32, 0.63 of them, 139 and 132; Qwen3-30B, T = 16, one, 85 and 79"
 )
-_MOE_TABLE = (
-    "mma by the steps of cuda_table, its columns the call's tokens: an expert's weights are read and decoded once; two launches for every eight tokens. From 8 million weights, "
-    "H * N, on: Mixtral, T = 1, 2, 4, 8, 56, 85, 129, 184 us where the Triton kernels take 59, 101, 195 and cuda_moe_wide 200; gpt-oss, T = 4, 8, 61 and 90 for 66 and 124, but "
-    "T = 1 26 for 22.5. Behind them where experts are small: Qwen3-30B, T = 4, 32 for 27"
+_ITS_TOKENS = "mma by the steps of {}, its columns the call's tokens: an expert's weights are read and decoded once; two launches for every eight tokens. "
+_MOE_TABLE = _ITS_TOKENS.format("cuda_table") + (
+    "From 8 million weights, H * N, on: Mixtral, T = 1, 4, 8, 56, 139, 193 us where the Triton kernels take 59, 195 and cuda_moe_wide 200; gpt-oss, T = 4, 8, 61 and 92 for 66 and "
+    "124, but T = 1 26 for 22. Behind them where experts are small: Qwen3-30B, T = 4, 32 for 27"
 )
-_SPARSE_MOE_TABLE = _MOE_TABLE.split(" From 8")[0].replace("cuda_table", "cuda_sparse_table") + (
-    " Mixtral, both products 2:4-sparse, T = 1, 2, 4, 8: 50, 75, 111, 159 us, 0.86 to 0.89 of the dense layer's; Qwen3-30B, T = 4, 28, level with the Triton kernels"
+_SPARSE_MOE_TABLE = _ITS_TOKENS.format("cuda_sparse_table") + (
+    "Mixtral, both products 2:4-sparse, T = 1, 4: 52 and 124 us, 0.92 and 0.90 of the dense layer's; Qwen3-30B, T = 4, 28, level with the Triton kernels"
 )
 _MOE_WIDE = (
     "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "

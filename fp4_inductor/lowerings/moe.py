@@ -33,7 +33,7 @@ def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate
         metas = [rest[i] if len(rest) > i else None for i in (11, 12)]
         op, k = select.moe_op(*metas), stored * (2 if metas[0] is None else 4)
         call = select.describe(
-            op, hidden.get_device(), hidden.get_dtype(), width, k, large_m, experts, _form(symbols, experts, gate_up_qdata, down_qdata, rest)
+            op, hidden.get_device(), hidden.get_dtype(), width, k, large_m, experts, _form(op, symbols, experts, gate_up_qdata, down_qdata, rest)
         )
         options = plan(call, dispatch_config())
         decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
@@ -42,14 +42,12 @@ def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate
     return inductor.call_op(fp4.moe.default, hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest)
 
 
-def _form(symbols, experts: int, gate_up_qdata, down_qdata, rest) -> tuple[str, ...]:
-    """As :func:`select.moe_form`, of the arguments behind ``down_qdata``."""
+def _form(op: str, symbols, experts: int, gate_up_qdata, down_qdata, rest) -> tuple[str, ...]:
+    """As :func:`select.moe_form` of ``op``, of the arguments behind ``down_qdata``."""
     rows, stored = (symbols.static_int(size) for size in (gate_up_qdata.get_size()[1], down_qdata.get_size()[2]))
     if rows is None or stored is None:
         return ("sizes known at run time only",)
     given = dict(enumerate(rest))
     inner = stored * (2 if given.get(12) is None else 4)
     biases = (given[i].get_dtype() for i in (2, 3) if given.get(i) is not None)
-    return select.moe_form(
-        given.get(4, "silu"), rows != inner, inner, experts, given.get(8, False), biases, given.get(11) is not None or given.get(12) is not None
-    )
+    return select.moe_form(given.get(4, "silu"), rows != inner, inner, experts, given.get(8, False), biases, op)

@@ -17,7 +17,7 @@ from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
-from fp4_inductor.kernels.moe import decode_table, grouped_wide
+from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.linear_siblings import row_scales
@@ -306,9 +306,8 @@ def test_a_moe_layer(ops, monkeypatch):
         few = decode_table.call(*args[:-2], (None, None), *args[-2:])
         assert error(few, want.double()) <= 4e-3
         with monkeypatch.context() as patched:
-            for name in (grouped_wide.NAME, grouped_wide.FP8):
-                patched.setattr(grouped_wide.torch.ops.fp4_csrc, name, functools.partial(grouped_wide._through_ctypes, name))
-            patched.setattr(torch.ops.fp4_csrc, decode_table.NAME, decode_table._through_ctypes)
+            for name in (grouped_wide.NAME, grouped_wide.FP8, decode_table.NAME):
+                patched.setattr(torch.ops.fp4_csrc, name, functools.partial(on_csrc.through_ctypes, name))
             assert torch.equal(decode_table.call(*args[:-2], (None, None), *args[-2:]), few)
             assert torch.equal(grouped_wide.call(*args), y)
             assert torch.equal(grouped_wide.call(*args, fp8=True), rounded)
@@ -351,5 +350,5 @@ def test_a_sparse_moe_layer(ops, monkeypatch):
         want = moe.reference(x.float(), ids, w, *parts[0], *parts[1], gate_up_meta=metas[0], down_meta=metas[1])
         assert error(y, want.double()) <= 4e-3
         with monkeypatch.context() as patched:
-            patched.setattr(torch.ops.fp4_csrc, decode_table.NAME, decode_table._through_ctypes)
+            patched.setattr(torch.ops.fp4_csrc, decode_table.NAME, functools.partial(on_csrc.through_ctypes, decode_table.NAME))
             assert torch.equal(decode_table.call(*args), y)

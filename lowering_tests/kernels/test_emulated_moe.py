@@ -59,6 +59,16 @@ def routed(t, k, e):
     return ids % e, w
 
 
+def awkward(t, k, ids_dtype):
+    """``(ids, weights, map)`` for five experts: ids that are none, weights of every dtype, maps; what counts for nothing has NaN for a weight."""
+    w, ids = torch.rand(t, k), torch.randint(-2, 8, (t, k)).to(ids_dtype)
+    for dtype in (BF16, torch.float16, torch.float32):
+        yield ids, w.to(dtype), None
+    w[ids < 0] = float("nan")
+    for table in (torch.tensor([4, -1, 0, 7, 2, 1]), torch.tensor([3], dtype=torch.int32)):
+        yield ids, torch.where(contract.local_ids(ids, table, 5) < 0, w, 0.5), table
+
+
 def check(x, ids, w, parts, act=SILU, expert_map=None, tile=8) -> None:
     y = run(emulated(SOURCE), x, ids, w, parts, act, expert_map, tile)
     assert error(y, x, ids, w, parts, act, expert_map) <= 4e-3, (x.shape, tile)
@@ -86,15 +96,9 @@ def test_other_activations(act):
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
 def test_ids_that_are_no_expert_and_maps(ids_dtype):
-    parts = layer(5, 64, 64)
-    x, w = torch.randn(40, 64).to(BF16), torch.rand(40, 3)
-    ids = torch.randint(-2, 8, (40, 3)).to(ids_dtype)
-    for dtype in (BF16, torch.float16, torch.float32):
-        check(x, ids, w.to(dtype), parts, tile=16)
-    w[ids < 0] = float("nan")
-    for table in (torch.tensor([4, -1, 0, 7, 2, 1]), torch.tensor([3], dtype=torch.int32)):
-        local = contract.local_ids(ids, table, 5)
-        check(x, ids, torch.where(local < 0, w, 0.5), parts, expert_map=table)
+    parts, x = layer(5, 64, 64), torch.randn(40, 64).to(BF16)
+    for ids, w, table in awkward(40, 3, ids_dtype):
+        check(x, ids, w, parts, expert_map=table, tile=16 if table is None else 8)
     none = run(emulated(SOURCE), x, torch.full_like(ids, -1), w, parts)
     assert none.shape == x.shape and not none.any()
 

@@ -184,7 +184,7 @@ def test_the_table_kernel_serves_large_experts():
             assert plan(replace(call, **fields), DispatchConfig()).pick(8).kernel == other
     assert [gpt_oss(pairs) for pairs in (8, 9, 32, 33)] == ["triton_moe_decode", "cuda_moe_table", "cuda_moe_table", "cuda_moe_wide"]
     plain = dict(activation="silu", gated=True, inner=704, experts=128, on_input=False, biases=())
-    assert moe_form(**plain) == () and moe_form(**plain, sparse=True) == ("I = 704, no multiple of 256",)
+    assert moe_form(**plain) == () and moe_form(**plain, op="sparse_moe") == ("I = 704, no multiple of 256",)
 
 
 def test_the_cuda_kernel_says_what_it_does_not_take():

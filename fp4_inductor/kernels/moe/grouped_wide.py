@@ -1,24 +1,16 @@
 """fp4.moe by the kernels of ``csrc/moe/grouped_wide.cu`` and ``grouped_wide_fp8.cu``: ``torch.ops.fp4_csrc.moe_grouped_wide`` and ``moe_grouped_wide_fp8``,
 internal operators that :mod:`.launch` calls.
-
-They are defined, and reached, as the operators of :mod:`fp4_inductor.kernels.csrc` are.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import torch
 from torch import Tensor
 
-from ...errors import DeviceError, KernelError
 from ...ops.activation import Activation
-from .. import csrc
-from ..build import aligned, pointer
+from . import on_csrc
 
 NAME, FP8 = "moe_grouped_wide", "moe_grouped_wide_fp8"
-TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def tile(pairs: int, experts: int, k: int, inner: int) -> int:
@@ -73,54 +65,8 @@ def call(
     (rows, k), n, name = hidden.shape, down[0].shape[1], FP8 if fp8 else NAME
     tokens = tokens or (tile_fp8(pairs, experts) if fp8 else tile(pairs, experts, k, inner))
     workspace = hidden.new_empty(space(name, rows, pairs, experts, k, inner, n, tokens), dtype=torch.uint8)
-    form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
-    try:
-        op = getattr(torch.ops.fp4_csrc, name)
-        return op(hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *form, tokens, workspace, arch)
-    except RuntimeError as error:
-        if "fp4_csrc::" not in str(error):
-            raise
-        raise KernelError(f"fp4_{name} was not launched", value=str(error), limit="cudaSuccess", remedy=csrc.switch_off(name)) from error
+    return on_csrc.call(name, (hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map), act, tokens, workspace, arch)
 
 
-def on_device(name: str, hidden: Tensor) -> None:
-    if hidden.device.type != "cuda":
-        raise DeviceError(f"fp4_csrc.{name} got tensors elsewhere", value=str(hidden.device), limit="cuda", remedy="Call torch.ops.fp4.*, which runs anywhere.")
-
-
-def _until_bound(name: str, *args) -> Tensor:
-    on_device(name, args[0])
-    return getattr(torch.ops.fp4_csrc, name).default(*args) if not csrc.binding() else _through_ctypes(name, *args)
-
-
-def _through_ctypes(name: str, *args) -> Tensor:
-    *tensors, alpha, limit, more, interleaved, tokens, workspace, arch = args
-    hidden, ids, weights, gate_up, down, expert_map = (tensors[i] for i in (0, 1, 2, 3, 6, 11))
-    library = csrc.library(name, arch)
-    given = [None if t is None else aligned(t) for t in tensors]
-    with torch.cuda.device(hidden.device):
-        y = hidden.new_empty(hidden.shape[0], down.shape[1])
-        sizes = (*ids.shape, gate_up.shape[0], hidden.shape[1], down.shape[2] * 2, down.shape[1])
-        types = TYPES[ids.dtype], TYPES[weights.dtype], *((0, 0) if expert_map is None else (TYPES[expert_map.dtype], expert_map.numel()))
-        rest = ctypes.c_float(alpha), ctypes.c_float(limit), more, interleaved, tokens, ctypes.c_int64(workspace.numel()), pointer(workspace)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = getattr(library, csrc.KERNELS[name].function)(*map(pointer, (*given, y)), *sizes, *types, *rest, stream)
-    if status:
-        raise KernelError(
-            f"fp4_{name} was not launched", value=f"cudaError {status} for {sizes}, tile {tokens}", limit="cudaSuccess", remedy=csrc.switch_off(name)
-        )
-    return y
-
-
-def _fake(*args) -> Tensor:
-    return args[0].new_empty(args[0].shape[0], args[6].shape[1])
-
-
-for _name in (NAME, FP8):
-    csrc.DEFINITIONS.define(
-        f"{_name}(Tensor hidden, Tensor expert_ids, Tensor expert_weights, Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, "
-        "Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, Tensor? gate_up_bias, Tensor? down_bias, Tensor? expert_map, "
-        "float alpha, float limit, int more, int interleaved, int tile, Tensor workspace, int arch) -> Tensor"
-    )
-    csrc.DEFINITIONS.impl(_name, functools.partial(_until_bound, _name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp4_csrc::{_name}", _fake, lib=csrc.DEFINITIONS)
+on_csrc.define(NAME)
+on_csrc.define(FP8)

@@ -93,10 +93,9 @@ def moe(
     if k == 0 or inner == 0:  # biases alone remain; a shape no model has
         return contract.reference(*args)
     biases = (b.dtype for b in (gate_up_bias, down_bias) if b is not None)
-    form = select.moe_form(
-        activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases, gate_up_meta is not None or down_meta is not None
-    )
-    row = host.row_for(select.moe_op(gate_up_meta, down_meta), hidden, expert_ids.numel(), width, k, large_m, experts, form=form)
+    op = select.moe_op(gate_up_meta, down_meta)
+    form = select.moe_form(activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases, op)
+    row = host.row_for(op, hidden, expert_ids.numel(), width, k, large_m, experts, form=form)
     if row.kernel == BY_EXPERT:
         return by_expert.moe(*args)
     layer = Layer(
