@@ -56,7 +56,7 @@ class Row:
         arch: inclusive range of compute capability times ten (0 for CPU).
         max_m: largest number of activation rows this row serves; None: no limit.
         dtypes: activation dtypes.
-        reason: the measurement or the hardware fact behind the row.
+        reason: one sentence, at most 200 characters: the measurement or the hardware fact behind the row; more figures stand in ``benchmarks/NOTES.md``.
         status: what has been run.
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
@@ -147,21 +147,16 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
 }  # fmt: skip
 
 
-_GEMV = "bandwidth-bound SIMT dot on packed words, 1.1-1.3x the read floor at M = 1; epilogues fuse behind it"
-_GEMV_LARGE = (
-    _GEMV + ". Of 2^25 weights and more cuda_table is ahead where it may begin early: 12.5 us at N = K = 8192, the GEMV 14.1; 36.9 and 41 at N = 28672"
-)
+_GEMV = "bound by memory: dot products on packed words take 1.1-1.3x the time of reading the weight at M = 1; epilogues fuse behind it"
+_GEMV_LARGE = "serves 2^25 weights and more only where cuda_table may not begin early: 14.1 us at N = K = 8192, where cuda_table begun early takes 12.5"
 # Which weights it serves on sm_90 though cuda_table serves more rows.
 _GEMV_WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (_GEMV, {"max_weights": 2**25 - 1}),
     (_GEMV, {"min_weights": 2**25, "not_k_multiple": 256}),
     (_GEMV_LARGE, {"min_weights": 2**25, "early": False}),
 )
-_SMALL = (
-    "packed weights straight into mma.sync: 17.4 us at 8192x8192, M = 8, where bf16 cuBLAS takes 34; three siblings, each with a scale of its own, "
-    "take the time of one layer (sm_90: 6.7 us at N = K = 4096, M = 2; one by one 19.5)"
-)
-_SMALL_90 = _SMALL + "; where K is a multiple of 256 cuda_table is the faster one up to 16 rows, cuda_wide above for 2^24 weights and more"
+_SMALL = "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8 on an H200, bf16 cuBLAS 34; three siblings take the time of one layer"
+_SMALL_90 = "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8, bf16 cuBLAS 34; cuda_table (K % 256 = 0, M <= 16) and cuda_wide (from 2^24 weights on) are faster"
 # Up to how many rows on sm_90, and where. linear_wide brings scales as tiles where K is a multiple of 256; without that it was not timed.
 _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (32, {"max_weights": 2**24 - 1}),
@@ -175,73 +170,50 @@ _WIDE_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (64, {"min_weights": 2**25, "max_weights": 2**26, "k_multiple": 256}),
     (32, {"min_weights": 2**26 + 1, "k_multiple": 256}),
 )
-_TABLE = (
-    "codes decoded by a table in shared memory, 2.2 machine instructions a weight, tiles fetched by a warp of its own: 14.4 us at N = K = 8192, M = 8, and 15.3 at "
-    "M = 16, where cuda_small takes 17.3 and 24.7, cuda_wide 17.4; 6.4 and 7.1 at N = K = 4096: 7.4 and 9.2; 43 and 47 at N = 28672, K = 8192: 52 and 54"
+_TABLE = "decodes by a table in shared memory: 14.4 us at N = K = 8192, M = 8, and 15.3 at M = 16, where cuda_small takes 17.3 and 24.7"
+_UNTIL_256 = "serves to 256 rows where no FP8 product follows: 56 us at N = K = 8192, where a transient weight takes 46 before the product's 50"
+_MID = "first version: decodes in registers for tensor cores; above M = 64 one pass that writes a transient FP8 weight costs less"
+_GLU = "the GEMV's loop over rows of gate and of up, and their product: one launch, nothing stored in between"
+_ANY_K = "cuda_small with narrower copies, for K that is only a multiple of 16: 20.2 us at N = 8192, K = 8208, M = 1, where the GEMV takes 26.6"
+_THEN = "act(x W + bias) * mul + residual on the float32 sums: Inductor cannot fuse a pointwise kernel behind an operator"
+_PAIRED = "act(gate) * up on the float32 sums of both: half the stores, and no pointwise kernel behind it"
+_THEN_90 = (
+    "act(x W + bias) * mul + residual on the float32 sums: with a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; but 34.1 and 32.8 at M = 32"
 )
-_UNTIL_256 = "; to 256 rows where no FP8 product follows: 56 us at N = K = 8192, a transient weight alone 46 before the product's 50"
-_MID = "decode in registers, tensor cores; first version: above M = 64 one transient FP8 pass costs less"
-_GLU = "the GEMV's loop over rows n of gate and up, and their product: one launch, no intermediate"
-_ANY_K = (
-    "cuda_small with narrower copies where K is only a multiple of 16: 7.8 us at N = 4096, K = 4112, M = 1 and 2, where the GEMV takes 8.5 and 9.8; 20.2 us at "
-    "N = 8192, K = 8208, where it takes 26.6 and 30; 29.7 for M = 16, where triton_mid takes 49"
-)
-_THEN = "act(x W + bias) * mul + residual on the float32 sums: no pointwise kernel behind an operator that Inductor cannot fuse with"
-_PAIRED = "rows of gate and up in one block: act(gate) * up on their float32 sums, half the stores, no pointwise kernel behind it"
-_THEN_90 = _THEN + ". With a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; 27.6 and 28.2 at M = 16; at M = 32 34.1 and 32.8"
-_PAIRED_90 = _PAIRED + ". 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7, in eager steps 12.4; 32.5 at N = K = 8192, M = 32: 30.8, 37.5"
-_PAIRED_WIDE = (
-    _PAIRED + ". 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6, and 34.9 and 34.0 at M = 128; 12.1 and 10.7 at N = K = 4096, M = 64"
-)
-_THEN_WIDE = _THEN + ". With a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9, and 11.6 and 12.4 at N = K = 4096"
+_PAIRED_90 = "act(gate) * up on the float32 sums of both: 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7 and eager steps 12.4"
+_PAIRED_WIDE = "act(gate) * up on the float32 sums of both: 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6"
+_THEN_WIDE = "act(x W + bias) * mul + residual on the float32 sums: with a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9"
 _CUDA_WIDE = (
-    "weights decoded in registers are wgmma's A operand, once for all rows; tiles of weights and activations are fetched by other warps. At N = K = 8192 "
-    "18 us for M = 32, 22 for 64, 31 for 128, where bf16 cuBLAS takes 35 to 38; at N = 28672, K = 8192 55, 70, 104: 110, 119, 124; at N = K = 4096 "
-    "7.8, 8.7, 12.9: 13.7, 11.9, 14.4"
+    "decodes each weight once for all rows, in registers, as wgmma's operand: at N = K = 8192 18 us for M = 32, 22 for 64, 31 for 128, bf16 cuBLAS 35 to 38"
 )
-_FP8 = "FP8 tensor cores; the transient weight costs one pass; rowwise scaled_mm writes bfloat16"
-_WIDE_FP8 = (
-    "weights rounded to E4M3 in registers for FP8 wgmma, no transient weight. At M = 256 16 us for N = K = 4096, 33 for 8192, 103 for N = 28672, K = 8192, where "
-    "the transient weight and its product take 24, 58, 198 and bf16 cuBLAS 18, 54, 180; at M = 2048 55, 203, 692 for 61, 222, 778; at M = 4096 110, 404, 1514 for 135, 471, 1766. "
-    "From 65 rows on for 2^25 weights and more: at M = 128 25 us at N = K = 8192 and 66 at N = 28672, where cuda_wide takes 31 and 99, but 14.4 and 14.6 at N = K = 4096; "
-    "from 33 on above 2^26: 56 us at N = 28672, K = 8192, M = 64, cuda_wide 71, but 23.5 and 22.1 at N = K = 8192"
+_FP8 = "FP8 tensor cores; the transient weight costs one pass, and rowwise scaled_mm writes bfloat16"
+_WIDE_FP8 = "rounds weights to E4M3 in registers for FP8 wgmma, no transient weight: at N = K = 8192 33 us for M = 256, 404 for 4096, where the transient path takes 58 and 471"
+_W4A4 = (
+    "activations are rounded to NVFP4 per token; pays where bf16 products, not weight bytes, are the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
 )
-_W4A4 = "activations rounded to NVFP4 per token; pays where bf16 MMA, not weight bytes, is the limit: by data sheet above M = 33 (RTX 5090) to 79 (B200)"
-_W4A4_EMULATED = "no FP4 tensor cores: activations rounded as there, then both operands in high precision; the same numbers, slower than not rounding"
+_W4A4_EMULATED = (
+    "no FP4 tensor cores: activations are rounded as there, then both operands multiplied in high precision; the same numbers, slower than not rounding"
+)
 _BLOCK_SCALED = "FP4 tensor cores take codes and E4M3 scales as they lie in memory"
-_SPARSE_GEMV = "kept codes and gathered activations, 22% fewer bytes"
-_SPARSE_GEMV_90 = _SPARSE_GEMV + ": 5.4 us at N = K = 4096, where cuda_sparse_small takes 6.3; at N = K = 8192 20.1 and 16.1"
-_SPARSE_GEMV_LARGE = (
-    _SPARSE_GEMV_90
-    + ". Of 2^24 weights and more cuda_sparse_table is taken where it may begin early, 5.1 us at N = K = 4096; of 2^25 and more anywhere, 11.5 us for 13.5 at N = 14336, K = 4096"
+_SPARSE_GEMV = "reads kept codes and gathers their activations: 22% fewer bytes than dense weights"
+_SPARSE_GEMV_90 = (
+    "reads kept codes, 22% fewer bytes, and gathers activations: 5.4 us at N = K = 4096, where cuda_sparse_small takes 6.3, but 20.1 for 16.1 at N = K = 8192"
 )
+_SPARSE_GEMV_LARGE = "serves 2^24 weights and more only where cuda_sparse_table may not begin early: 5.4 us at N = K = 4096, cuda_sparse_table begun early 5.1; from 2^25 on that one is ahead anyway"
 _SPARSE_GEMV_WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (_SPARSE_GEMV_90, {"max_weights": 2**24 - 1}),
     (_SPARSE_GEMV_90, {"min_weights": 2**24, "max_weights": 2**26 - 1, "not_k_multiple": 256}),
     (_SPARSE_GEMV_LARGE, {"min_weights": 2**24, "max_weights": 2**25 - 1, "early": False}),
 )
-_SPARSE_SMALL = "kept codes straight into mma.sp: half the decoding of the dense kernel for any M, 22% fewer bytes"
-_SPARSE_SMALL_90 = _SPARSE_SMALL + ". 16.1 us at N = K = 8192, M = 1 to 8, and 28.5 at M = 32, where the Triton kernel takes 57 to 60 and 85, bf16 cuBLAS 35"
-_SPARSE_SMALL_ELSEWHERE = _SPARSE_SMALL + "; a third of the Triton kernel's time on an H200, which has not run here either"
-_SPARSE_TABLE = (
-    "cuda_table's ring and its decoding on kept codes, mma.sp: 4.6 to 5.2 machine instructions for four weights, where cuda_sparse_small has 11.5. 9.9 us at N = K = 8192, "
-    "M = 1 begun early, where cuda_table takes 12.3, and 11.7 for 13.8 where it may not; 9.3 and 11.5 at N = 14336, K = 4096, 9.3 and 12.3 at N = 4096, K = 14336, M = 8, "
-    "32.0 and 37.0 at N = 28672, K = 8192, 4.8 and 5.0 at N = K = 4096"
+_SPARSE_SMALL_90 = "kept codes straight into mma.sp, half the decoding, 22% fewer bytes: 16.1 us at N = K = 8192, M = 1 to 8, where the Triton kernel takes 57 to 60 and bf16 cuBLAS 35"
+_SPARSE_SMALL_ELSEWHERE = (
+    "kept codes straight into mma.sp, half the decoding, 22% fewer bytes: a third of the Triton kernel's time on an H200; neither has run here"
 )
-_SPARSE_WIDE = (
-    "kept codes decoded in registers are the sparse operand of wgmma: half the decoding and half the products of cuda_wide, 22% fewer bytes; tiles of the activations "
-    "are fetched as they lie, by no kernel of their own. At N = K = 8192 16.8, 19.2, 24.6 us for M = 32, 64, 128, where dense weights take 18.2, 21.6, 31.3; 8.0, 8.5, 12.7 and "
-    "9.4, 9.9, 14.2 at N = K = 4096; cuda_sparse_small 28.3 at N = K = 8192, M = 32. Above 128 rows 13.9, 39.9, 165 us for M = 256 at N = K = 4096, N = K = 8192 and N = 28672, "
-    "K = 8192, with a transient weight 26, 63, 207; 19.5, 75.8, 248 and 26.6, 83.9, 247 for M = 384"
-)
+_SPARSE_TABLE = "cuda_table's decoding on kept codes, for mma.sp: 9.9 us at N = K = 8192, M = 1 begun early, where cuda_table takes 12.3, and 11.7 for 13.8 where it may not"
+_SPARSE_WIDE = "kept codes decoded in registers for sparse wgmma: half the decoding and products of cuda_wide; at N = K = 8192 19.2 us for M = 64, dense 21.6, and 39.9 for M = 256, with a transient weight 63"
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
-_SPARSE_MID_90 = _SPARSE_MID + ". 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
-_SPARSE_WIDE_FP8 = (
-    "kept codes rounded to E4M3 in registers are the sparse operand of FP8 wgmma: half the products of cuda_wide_fp8, no transient weight. Products alone 15, 31, 93 us for M = 256 at "
-    "N = K = 4096, N = K = 8192 and N = 28672, K = 8192, where dense weights take 16, 35, 107; 27, 91, 312 for 29, 107, 359 at M = 1024; 93, 358, 1248 for 120, 476, 1584 at M = 4096. "
-    "From 65 rows on for 2^25 weights and more: 22.5 us at N = K = 8192, M = 96, and 20.4 at N = 4096, K = 14336, where cuda_sparse_wide takes 24.8 and 33.3; from 33 on above 2^26: "
-    "53 us at N = 28672, K = 8192, M = 64, cuda_sparse_wide 70; but 14.7 and 14.3 at N = K = 4096, M = 256"
-)
+_SPARSE_MID_90 = "the dense mid kernel on codes decompressed in registers, 1.3-1.5x its instructions, 22% fewer bytes: 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"
+_SPARSE_WIDE_FP8 = "kept codes rounded to E4M3 in registers for sparse FP8 wgmma, no transient weight: products alone at N = K = 8192 31 us for M = 256, 358 for 4096, dense weights 35 and 476"
 # Up to how many rows sparse_linear_wide serves before sparse_linear_wide_fp8 does.
 _SPARSE_WIDE_UNTIL: tuple[tuple[int, tuple[torch.dtype, ...], tuple[str, ...], dict[str, Any]], ...] = (
     (256, BF16, FP8, {"max_weights": 2**25 - 1}),
@@ -250,53 +222,31 @@ _SPARSE_WIDE_UNTIL: tuple[tuple[int, tuple[torch.dtype, ...], tuple[str, ...], d
     (384, BF16, tuple(large for large in LARGE_M if large not in FP8), {}),
     (384, (torch.float16,), LARGE_M, {}),
 )
-_SPARSE_FP8 = "as dense large_fp8, the transient weight written from 3.5 bits instead of 4.5"
-_SPARSE_FP8_90 = _SPARSE_FP8 + ": 0.83 to 0.93 of its time; 524 us at N = K = 8192, M = 4096, bf16 cuBLAS 753"
-_DECODE = (
-    "two launches, 11 us at Qwen3-30B, T = 1; without sorting, which pays from about 4 pairs an expert on: at 2 Mixtral takes 396 us here, 732 grouped, "
-    "at 4 both 790"
+_SPARSE_FP8 = "as the dense FP8 path, the transient weight written from 3.5 bits instead of 4.5"
+_SPARSE_FP8_90 = "as the dense FP8 path, the transient weight written from 3.5 bits instead of 4.5, in 0.83 to 0.93 of its time: 524 us at N = K = 8192, M = 4096, bf16 cuBLAS 753"
+_DECODE = "two launches, nothing sorted: 11 us for one token of Qwen3-30B; sorting pays from about 4 pairs an expert on (Mixtral: 396 us at 2, sorted 732; at 4 both 790)"
+_DECODE_90 = (
+    "two launches, nothing sorted: 11 us for one token of Qwen3-30B; ahead of sorting up to 0.6 pairs an expert: 46 us for 8 tokens of it, cuda_moe_wide 53"
 )
-_DECODE_90 = _DECODE.split("; without sorting")[0] + (
-    "; up to 0.6 pairs an expert it is ahead of sorting them: Qwen3-30B, T = 8, 46 us, cuda_moe_wide 53; Qwen3-Next, T = 32, 0.63 of them, 139 and 132; Qwen3-30B, T = 16, one, 85 and 79"
-)
-_ITS_TOKENS = "mma by the steps of {}, its columns the call's tokens: an expert's weights are read and decoded once; two launches for every eight tokens. "
-_MOE_TABLE = _ITS_TOKENS.format("cuda_table") + (
-    "From 8 million weights, H * N, on: Mixtral, T = 1, 4, 8, 56, 139, 193 us where the Triton kernels take 59, 195 and cuda_moe_wide 200; gpt-oss, T = 4, 8, 61 and 92 for 66 and "
-    "124, but T = 1 26 for 22. Behind them where experts are small: Qwen3-30B, T = 4, 32 for 27"
-)
-_SPARSE_MOE_TABLE = _ITS_TOKENS.format("cuda_sparse_table") + (
-    "Mixtral, both products 2:4-sparse, T = 1, 4: 52 and 124 us, 0.92 and 0.90 of the dense layer's; Qwen3-30B, T = 4, 28, level with the Triton kernels"
-)
-_MOE_WIDE = (
-    "sorted by expert, decoded in registers as the A operand of wgmma (up to 16 pairs: of mma), each weight once for up to 128 pairs; gate, up and activation in one kernel. "
-    "Qwen3-30B, T = 32, 128, 1024: 94, 125, 223 us where 161, 413 and 481 are taken without; above 14 pairs an expert (24 where K is no multiple of 256) FP8 products take over"
-)
+_MOE_TABLE = "reads and decodes an expert once for eight tokens, by cuda_table's steps; pays from 8 million weights, H * N, on: Mixtral, 4 tokens, 139 us, Triton 195; Qwen3-30B, 4 tokens, 32 for 27"
+_SPARSE_MOE_TABLE = "reads and decodes an expert once for eight tokens, by cuda_sparse_table's steps: Mixtral, both products 2:4, 1 and 4 tokens, 52 and 124 us, 0.92 and 0.90 of the dense layer's"
+_MOE_WIDE = "pairs sorted by expert, each weight decoded in registers once for up to 128 of them: Qwen3-30B, 32 and 1024 tokens, 94 and 223 us, 161 and 481 without; FP8 products serve more pairs an expert"
 # Up to how many pairs an expert it serves.
 _MOE_WIDE_UNTIL: tuple[tuple[int, tuple[str, ...], dict[str, Any]], ...] = (
     (192, tuple(large_m for large_m in LARGE_M if large_m not in FP8), {"k_multiple": 64}),
     (14, FP8, {"k_multiple": 256}),
     (24, FP8, {"k_multiple": 64, "not_k_multiple": 256}),
 )
-_MOE_WIDE_FP8 = (
-    "rounded to E4M3, weights in registers, never written: Qwen3-30B, T = 1024 and 4096, 191 and 520 us, bfloat16 products 266 and 817; Qwen3-Next, T = 4096, 608 and 840; "
-    "gpt-oss 352 and 1065 (640, 1947); Mixtral 810 and 2450 (1548, 4946). With 15 or 16 pairs an expert 137, 365, 269 for 152, 393, 311 (Qwen3-30B, Qwen3-Next, Mixtral), with 8 level; "
-    "gpt-oss 243 for 220 with 16, level with 24. 20 times the error, as the dense layers' FP8 products have it"
-)
-_GROUPED = "sorted by expert, weights decoded in registers: each is read once however many tokens share it"
-_GROUPED_FP8 = (
-    "above 32 tokens an expert the pass that makes transient FP8 weights pays: 2.6 million of them a microsecond, FP8 products at 0.6 to 1.1 PFLOPS; "
-    "at most 1 GiB of them at once, half of what such a projection takes in bfloat16"
-)
+_MOE_WIDE_FP8 = "weights rounded to E4M3 in registers, never written: Qwen3-30B, 1024 and 4096 tokens, 191 and 520 us, bfloat16 products 266 and 817; 20 times the error, as of dense FP8 products"
+_GROUPED = "pairs sorted by expert, weights decoded in registers: each is read once however many tokens share it"
+_GROUPED_FP8 = "above 32 tokens an expert a pass that writes transient FP8 weights (at most 1 GiB at once) pays: 2.6 million of them a microsecond, FP8 products at 0.6 to 1.1 PFLOPS"
 _SPARSE_DECODE = "the dense layer's two launches on kept codes and gathered activations: 22% fewer bytes, as many instructions"
-_SPARSE_DECODE_90 = _SPARSE_DECODE + ": Qwen3-30B, T = 1 and 4, 11.5 and 29.8 us where dense experts take 10.8 and 27, Qwen3-Next 10.5 and 26 (10.3, 27)"
+_SPARSE_DECODE_90 = "the dense layer's two launches on kept codes: 22% fewer bytes, as many instructions; Qwen3-30B, 1 and 4 tokens, 11.5 and 29.8 us, dense experts 10.8 and 27"
 _SPARSE_GROUPED = "the dense kernel on codes decompressed in registers: nothing dense in memory"
-_ATTENTION = "the cache read once, by KV head, where it lies; what the mask leaves out is not read; without repeat_kv, which copies it once for each query head"
-_ATTENTION_90 = _ATTENTION + (
-    ". us at 32 query and 8 KV heads of 128, 520 positions: 5.9, 14.3, 26 for 1, 8, 32 sequences, Transformers' sdpa 27, 107, 381; 2052 of 4104 filled: 9.6, 31, 83, sdpa "
-    "103, 686, 2655"
-)
+_ATTENTION = "reads the cache once, by KV head, where it lies and only what the mask leaves in; repeat_kv would copy it once for each query head"
+_ATTENTION_90 = "reads the cache once, by KV head, where it lies and only what the mask leaves in: 5.9 us for one sequence of 520 positions (32 query heads, 8 KV heads of 128), sdpa 27"
 _ATTENTION_LIBRARY = "many queries are limited by products, not by reading the cache: F.scaled_dot_product_attention"
-_GROUPED_DENSE = "as above in bfloat16, at most 1 GiB of transient weights at once"
+_GROUPED_DENSE = "as the FP8 path, in bfloat16: at most 1 GiB of transient weights at once"
 
 
 def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, max_m: int) -> tuple[Row, ...]:
@@ -317,7 +267,7 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
                 (90, 90),
                 16,
                 HALF,
-                f"{reason}. Timed in a whole model only; the product alone: {_TABLE}",
+                f"{reason}; timed in a whole model only (cuda_table alone: 14.4 us at N = K = 8192, M = 8)",
                 MEASURED,
                 k_multiple=256,
                 csrc=f"linear_table_{finish}",
@@ -361,13 +311,13 @@ ROWS: tuple[Row, ...] = (
         (90, 90),
         4,
         HALF,
-        "without the small kernel: still ahead of padding to a tensor-core tile",
+        "where no CUDA kernel takes the call: still faster than padding the rows to a tensor-core tile",
         "measured on H200",
         without="small",
         siblings=True,
     ),
-    Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
-    Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "without the small kernel", "compiled, not run", without="small", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small", siblings=True),
     Row("linear", "small", "cuda_table", (90, 90), 16, HALF, _TABLE, MEASURED, k_multiple=256, csrc="linear_table", siblings=True),
     *(
         Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when)
@@ -377,15 +327,27 @@ ROWS: tuple[Row, ...] = (
     Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
     *(Row("linear", "wide", "cuda_wide", (90, 90), m, BF16, _CUDA_WIDE, MEASURED, FP8, csrc="linear_wide", siblings=True, **when) for m, when in _WIDE_UNTIL),
     Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),
-    Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _CUDA_WIDE + _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),
-    Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _CUDA_WIDE + _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),
+    Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide", siblings=True),
     Row("linear", "small", "cuda_small_any_k", (90, 90), 32, HALF, _ANY_K, MEASURED, csrc="linear_small", siblings=True, not_k_multiple=64),
     Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, MEASURED, without="wide", siblings=True),
-    Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90; no FP8 tensor cores to hand over to", "compiled, not run", siblings=True),
+    Row(
+        "linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90, but there are no FP8 tensor cores to hand over to", "compiled, not run", siblings=True
+    ),
     Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run", siblings=True),
     Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run", siblings=True),
-    Row("linear", "cpu", "cpu", (0, 0), 64, ANY, "as above: few rows keep their activations", "runs in CI", NVFP4),
-    Row("linear", "large_dense", "dequantize + mm", (80, 129), 64, (torch.float32,), "float32: few rows keep their activations", "measured on H200", NVFP4),
+    Row("linear", "cpu", "cpu", (0, 0), 64, ANY, "few rows keep their activations as they are: the kernel of weight-only calls", "runs in CI", NVFP4),
+    Row(
+        "linear",
+        "large_dense",
+        "dequantize + mm",
+        (80, 129),
+        64,
+        (torch.float32,),
+        "few rows of float32 keep their activations as they are",
+        "measured on H200",
+        NVFP4,
+    ),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (0, 0), None, ANY, _W4A4_EMULATED, "runs in CI", NVFP4),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, "compiled, not run", NVFP4, siblings=True),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4, siblings=True),
@@ -400,18 +362,36 @@ ROWS: tuple[Row, ...] = (
         (80, 129),
         None,
         ANY,
-        "transient weight in the activation's dtype, the library GEMM",
+        "writes a transient weight in the activation's dtype, then calls the library's GEMM",
         "measured on H200",
         siblings=True,
     ),
-    Row("linear_w4a4", "cpu", "cpu", (0, 0), None, ANY, "activations in float32, the C kernel of fp4.linear: no gain, to judge quality", "runs in CI"),
-    Row("linear_w4a4", "large_nvfp4", "cuda_w4a4", (120, 121), None, HALF, "mma.sync " + _BLOCK_SCALED, EMULATED, k_multiple=64, csrc="linear_w4a4"),
+    Row(
+        "linear_w4a4",
+        "cpu",
+        "cpu",
+        (0, 0),
+        None,
+        ANY,
+        "activations in float32 and the C kernel of fp4.linear: nothing is gained, it serves to judge quality",
+        "runs in CI",
+    ),
+    Row("linear_w4a4", "large_nvfp4", "cuda_w4a4", (120, 121), None, HALF, "mma.sync: " + _BLOCK_SCALED, EMULATED, k_multiple=64, csrc="linear_w4a4"),
     Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (100, 120), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True),
     Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True, triton=(3, 8)),
     Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, "compiled, not run", siblings=True),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
     *_with_epilogue("linear_glu", "glu", _PAIRED, _PAIRED_90, _PAIRED_WIDE, 32),
-    Row("linear_glu", "unfused", "linear, then act * up", (0, 129), None, ANY, "fp4.linear by its own rows; the product is a pointwise kernel", "runs in CI"),
+    Row(
+        "linear_glu",
+        "unfused",
+        "linear, then act * up",
+        (0, 129),
+        None,
+        ANY,
+        "fp4.linear by its own rows, the product as a pointwise kernel behind it",
+        "runs in CI",
+    ),
     *_with_epilogue("linear_epilogue", "pointwise", _THEN, _THEN_90, _THEN_WIDE, 16),
     Row("linear_epilogue", "unfused", "linear, then pointwise", (0, 129), None, ANY, "fp4.linear by its own rows; Inductor fuses the rest", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
@@ -423,13 +403,15 @@ ROWS: tuple[Row, ...] = (
         (89, 129),
         None,
         BF16,
-        "FP8 tensor cores, activations rounded per row",
+        "FP8 tensor cores; activations are rounded per row",
         "compiled, not run",
         FP8,
         16,
         16,
     ),
-    Row("linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "transient weight in the activation's dtype", "compiled, not run", k_multiple=1),
+    Row(
+        "linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "writes a transient weight in the activation's dtype", "compiled, not run", k_multiple=1
+    ),
     Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
     *(Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, why, MEASURED, **when) for why, when in _SPARSE_GEMV_WEIGHTS),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, _SPARSE_GEMV_90, "measured on H200", without="small"),
@@ -473,7 +455,16 @@ ROWS: tuple[Row, ...] = (
             ((100, 129), _SPARSE_FP8, COMPILED),
         )
     ),
-    Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense large_dense", "compiled, not run"),
+    Row(
+        "sparse_linear",
+        "large_dense",
+        "sparse_dequantize + mm",
+        (80, 129),
+        None,
+        ANY,
+        "as dense: a transient weight, then the library's GEMM",
+        "compiled, not run",
+    ),
     Row("moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.linear", "runs in CI"),
     *(
         Row("moe", "decode", "triton_moe_decode", arch, 4, HALF, _DECODE, status, m_per_expert=3.0, without=without)
@@ -542,9 +533,25 @@ ROWS: tuple[Row, ...] = (
     *(Row("moe", "grouped", "triton_moe_grouped", arch, 64, HALF, _GROUPED, COMPILED, m_per_expert=32.0) for arch in ((80, 89), (100, 129))),
     Row("moe", "large_fp8", "dequantize_fp8 + triton_grouped_fp8", (90, 90), None, BF16, _GROUPED_FP8, "measured on H200", FP8),
     Row("moe", "large_dense", "dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", k_multiple=16, n_multiple=16),
-    Row("moe", "grouped", "triton_moe_grouped", (80, 129), None, (torch.float16,), "torch._grouped_mm takes bfloat16 only", "compiled, not run"),
     Row(
-        "moe", "by_expert", "by expert", (80, 129), None, ANY, "no tensor cores for this dtype or shape; reads the ids back: no CUDA graph", "compiled, not run"
+        "moe",
+        "grouped",
+        "triton_moe_grouped",
+        (80, 129),
+        None,
+        (torch.float16,),
+        "float16 stays in this kernel: torch._grouped_mm takes bfloat16 only",
+        "compiled, not run",
+    ),
+    Row(
+        "moe",
+        "by_expert",
+        "by expert",
+        (80, 129),
+        None,
+        ANY,
+        "no tensor cores serve this dtype or shape; reads the ids back, so there is no CUDA graph",
+        "compiled, not run",
     ),
     Row("sparse_moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.sparse_linear", "runs in CI"),
     *(
@@ -571,10 +578,19 @@ ROWS: tuple[Row, ...] = (
         (80, 129),
         None,
         (torch.float16,),
-        "as dense: torch._grouped_mm takes bfloat16",
+        "as dense: float16 stays in this kernel, torch._grouped_mm takes bfloat16 only",
         "compiled, not run",
     ),
-    Row("sparse_moe", "by_expert", "by expert", (80, 129), None, ANY, "as dense: float32 and odd shapes; no CUDA graph", "compiled, not run"),
+    Row(
+        "sparse_moe",
+        "by_expert",
+        "by expert",
+        (80, 129),
+        None,
+        ANY,
+        "as dense: float32 and odd shapes; reads the ids back, so there is no CUDA graph",
+        "compiled, not run",
+    ),
     # M: queries times the heads that share a KV head; N: heads; K: width of a head.
     *(
         Row("decode_attention", "attention", "triton_decode_attention", arch, 16, HALF, why, status, k_multiple=8, plain=True)

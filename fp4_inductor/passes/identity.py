@@ -21,7 +21,7 @@ from .._torch.fx_tables import before_autograd
 from ..errors import KernelError
 
 _PREFIX = "fp4:"
-_BUILT = {".pyc", ".so", ".o", ".pyd"}
+_NO_SOURCES = {".pyc", ".so", ".o", ".pyd", ".md"}
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -68,4 +68,4 @@ def sources() -> list[Path]:
     roots = [_PACKAGE]
     with contextlib.suppress(KernelError):  # a copy without the C and CUDA sources has none that could change
         roots.append(csrc_dir())
-    return sorted({p for root in roots for p in root.rglob("*") if p.is_file() and p.suffix not in _BUILT and "__pycache__" not in p.parts})
+    return sorted({p for root in roots for p in root.rglob("*") if p.is_file() and p.suffix not in _NO_SOURCES and "__pycache__" not in p.parts})

@@ -34,7 +34,7 @@ def limits(found) -> list[float]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.op}-{r.regime}-{r.kernel}-{r.arch[0]}")
 def test_every_row_is_complete(row):
     assert row.regime in REGIMES
-    assert len(row.reason) > 10
+    assert 10 < len(row.reason) <= 200  # one sentence; figures beyond those that decided go to benchmarks/NOTES.md
     assert row.arch[0] <= row.arch[1]
     assert row.max_m is None or row.max_m > 0
     assert row.dtypes
