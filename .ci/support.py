@@ -1,7 +1,7 @@
-"""Write the support table into README.md from a run of its tests: ``make support`` (minutes). See lowering_tests/integrations/test_support.py.
+"""Write the support table into fp4_inductor/checkpoint/README.md from a run of its tests: ``make support`` (minutes). See lowering_tests/integrations/test_support.py.
 
 python .ci/support.py [JUNIT_XML ...]          from these records instead of a new run
-python .ci/support.py --check JUNIT_XML ...    fail unless the README says what they say
+python .ci/support.py --check JUNIT_XML ...    fail unless that README says what they say
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+README = ROOT / "fp4_inductor" / "checkpoint" / "README.md"
 BEGIN, END = "<!-- support: begin (make support) -->", "<!-- support: end -->"
 TESTS = "lowering_tests/integrations/test_support.py"
 
@@ -54,7 +54,7 @@ def check(*records: str) -> None:
     said = README.read_text().split(BEGIN)[1].split(END)[0].split("\n\nRun on")[0].strip()
     true = table(*(Path(r).read_text() for r in records)).split("\n\nRun on")[0].strip()
     if said != true:
-        sys.exit(f"the support table of README.md is not what the tests say (make support writes it):\n{true}")
+        sys.exit(f"the support table of {README.relative_to(ROOT)} is not what the tests say (make support writes it):\n{true}")
 
 
 def main(*records: str) -> None:

@@ -162,7 +162,7 @@ class Sparse24Config:
                 raise ConfigError(f"{name} is out of range", value=repr(value), limit=f"{low} to {high}", remedy="Sparse24Config describes it.")
         if self.pruning == "magnitude" and not self.accept_loss:
             raise ConfigError(
-                'pruning="magnitude" ruins most dense models (SmolLM2-135M: perplexity 15 -> 2,225; the README has the table)',
+                'pruning="magnitude" ruins most dense models (SmolLM2-135M: perplexity 15 -> 2,225; fp4_inductor/models/README.md has the table)',
                 value="accept_loss=False",
                 limit="accept_loss=True",
                 remedy=f'Use pruning="sparsegpt", which costs far less: {data[0].lower()}{data[1:]}; or say accept_loss=True.',

@@ -1,4 +1,4 @@
-"""The support table of the README: every tiny family x {quantize, load, compile, generate, save}. ``make support`` writes it.
+"""The support table of fp4_inductor/checkpoint/README.md: every tiny family x {quantize, load, compile, generate, save}. ``make support`` writes it.
 
 A cell of the table is green only if its test ran; ``.ci/run`` compares the table with the record of its own run.
 """
@@ -22,7 +22,7 @@ STEPS = ("quantize", "load", "compile", "generate", "save")
 KNOWN = {
     ("granitemoehybrid", "load"): "keeps all experts of a layer in one tensor on disk, which ModelOpt's layout cannot describe",
 }
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "fp4_inductor" / "checkpoint" / "README.md"
 
 
 @functools.cache
