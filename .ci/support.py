@@ -1,4 +1,6 @@
-"""Write the support table into fp4_inductor/checkpoint/README.md from a run of its tests: ``make support`` (minutes). See lowering_tests/integrations/test_support.py.
+"""Write the support table into fp4_inductor/checkpoint/README.md from a run of its tests: ``make support`` (minutes).
+
+The tests: lowering_tests/integrations/test_support.py.
 
 python .ci/support.py [JUNIT_XML ...]          from these records instead of a new run
 python .ci/support.py --check JUNIT_XML ...    fail unless that README says what they say
