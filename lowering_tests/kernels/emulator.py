@@ -6,6 +6,7 @@ that nobody waited for, barriers that not all threads reach); :class:`EmulatorEr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -66,12 +67,21 @@ def _made(source: Path, suffix: str, command: Iterable[str]) -> Path:
 
 
 def _compile(source: Path, flags: Iterable[str] = ()) -> Path:
-    return _made(source, ".o", ("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DFP4_EMULATED", f"-I{FOLDER}", *flags, "-c", str(source)))
+    options = ("-std=c++17", "-Og", "-fPIC", "-DFP4_EMULATED", f"-I{FOLDER}", *flags)
+    return _made(source, ".o", ("-x", "c++", *options, "-include", str(_headers(options)), "-c", str(source)))
+
+
+def _headers(options: Iterable[str]) -> Path:
+    """Those that every source begins with, precompiled: a third of the time of what is compiled once. Where GCC cannot use that it reads the header."""
+    header = _made(FOLDER / "cuda.h", ".h.gch", ("-x", "c++-header", *options, str(FOLDER / "cuda.h"))).with_suffix("")
+    with contextlib.suppress(FileExistsError):
+        header.symlink_to(FOLDER / "cuda.h")
+    return header
 
 
 @functools.cache
 def _runtime() -> tuple[Path, ...]:
-    return tuple(_compile(FOLDER / name, ("-O2",)) for name in ("runtime.cpp", "device.cpp"))
+    return tuple(_made(FOLDER / name, ".o", ("-std=c++17", "-O2", "-fPIC", f"-I{FOLDER}", "-c", str(FOLDER / name))) for name in ("runtime.cpp", "device.cpp"))
 
 
 class Emulated:

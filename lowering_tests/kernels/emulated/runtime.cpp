@@ -1,6 +1,7 @@
 // Fibers, barriers, asynchronous copies and the memory checks of emulated.h. One launch at a time, on one thread.
 #include "emulated.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -68,11 +69,14 @@ struct Block {
   Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps], meet_four[kMaxWarps];  // meet: registers of a warp, of four; not memory
   void* operands[kMaxWarps][kLanes];
   std::map<const void*, Counter> counters;
+  std::vector<const Counter*> all_counters;
   Time published[kMaxWarps] = {};  // when each warp last published writes
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t begin;
+  jmp_buf at;  // where it waits; unlike swapcontext() these jumps make no system call
+  bool begun = false;
   Place place;
   Block* block;
   int id, warp, lane;  // id counts over the cluster
@@ -96,16 +100,17 @@ struct Launch {  // of one cluster
 
 Launch* the = nullptr;
 Fiber* current = nullptr;
-ucontext_t scheduler;
+jmp_buf scheduler;
 const std::function<void()>* body;
 char message[512];
 bool failed;
 int launches = 0;
+uint64_t orders = 0;  // how often what separated_now() reads has changed
 unsigned seed = 0;
 
-// Device memory: allocations lie apart, and valid[] says which bytes belong to one.
+// Device memory: allocations lie apart, and valid[] is 1 for bytes that belong to one.
 uint8_t* device = nullptr;
-std::vector<bool> valid;
+uint8_t* valid = nullptr;
 size_t allocated = 0;
 std::vector<std::pair<const uint8_t*, const uint8_t*>> constants;  // no kernel writes there
 
@@ -124,10 +129,21 @@ uint8_t* shared_of(int rank) {  // apart, so that an overrun meets nothing
   return all + (size_t(256) << 10) * rank;
 }
 
+void leave() {
+  if (!_setjmp(current->at)) _longjmp(scheduler, 1);
+}
+
+void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.at, 1);
+  fiber.begun = true;
+  setcontext(&fiber.begin);
+}
+
 void block_on(Barrier& barrier) {
   current->waits = &barrier;
   current->generation = barrier.generation;
-  swapcontext(&current->context, &scheduler);
+  leave();
 }
 
 void arrive(Barrier& barrier, int expected, const char* what) {
@@ -139,21 +155,37 @@ void arrive(Barrier& barrier, int expected, const char* what) {
   barrier.warps = barrier.arriving;
   barrier.arriving.reset();
   barrier.completed = ++the->now;
+  ++orders;
   if (barrier.kept) barrier.past.emplace_back(barrier.completed, barrier.warps);
   ++barrier.generation;
+}
+
+bool separated_now(const Block& block, int warp_a, int warp_b, Time time) {
+  if (warp_a == warp_b && block.warp[warp_b - block.first_warp].completed > time) return true;
+  for (const Barrier& b : block.named)
+    if (b.completed > time && b.warps[warp_a] && b.warps[warp_b]) return true;
+  for (const Counter* c : block.all_counters)
+    if (c->done.completed > time && c->waited[warp_b])
+      for (const auto& [warp, when] : c->arrived)
+        if (warp == warp_a && when > time) return true;
+  return false;
 }
 
 // Has a barrier that both took part in completed after `time`, or a counter of b's block at which a arrived and for which b has waited? `block` is b's.
 bool separated(const Block& block, int warp_a, int warp_b, Time time) {
   if (the->cluster.completed > time) return true;
-  if (warp_a == warp_b && block.warp[warp_b - block.first_warp].completed > time) return true;
-  for (const Barrier& b : block.named)
-    if (b.completed > time && b.warps[warp_a] && b.warps[warp_b]) return true;
-  for (const auto& [address, c] : block.counters)
-    if (c.done.completed > time && c.waited[warp_b])
-      for (const auto& [warp, when] : c.arrived)
-        if (warp == warp_a && when > time) return true;
-  return false;
+  struct Answer {
+    const Block* block = nullptr;
+    int warp_a, warp_b;
+    Time time;
+    uint64_t orders;
+    bool is;
+  };
+  static Answer known[1 << 10];  // words that were written together are read together
+  Answer& answer = known[(time * 31 + warp_a * 7 + warp_b) % std::size(known)];
+  if (answer.block != &block || answer.warp_a != warp_a || answer.warp_b != warp_b || answer.time != time || answer.orders != orders)
+    answer = {&block, warp_a, warp_b, time, orders, separated_now(block, warp_a, warp_b, time)};
+  return answer.is;
 }
 
 void name_of(const Fiber& f, char* out, size_t size) { snprintf(out, size, "block %u,%u,%u thread %u", f.place.block.x, f.place.block.y, f.place.block.z, f.place.thread.x); }
@@ -213,8 +245,9 @@ void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
   if (p < device || p >= device + kDevice) return;  // the fiber's own stack, constants
   if (current->began_early && std::none_of(constants.begin(), constants.end(), [&](auto& c) { return !write && p >= c.first && p + bytes <= c.second; }))
     fail("%s of global memory before the previous kernel has finished", write ? "write" : "read");
-  for (int i = 0; i < bytes; ++i)
-    if (!valid[p - device + i]) fail("%s of %d bytes of global memory, byte %d is outside every allocation", write ? "write" : "read", bytes, i);
+  const uint8_t* of = valid + (p - device);
+  if (const void* outside = memchr(of, 0, bytes))
+    fail("%s of %d bytes of global memory, byte %d is outside every allocation", write ? "write" : "read", bytes, int((const uint8_t*)outside - of));
 }
 
 void land(const Copy& c, bool published) {
@@ -246,7 +279,7 @@ void entry() {
   if (--current->block->live == 0) check_ended(*current->block);
   current->done = true;
   --the->live;
-  swapcontext(&current->context, &scheduler);
+  leave();
 }
 
 void deadlock(const Launch& launch);
@@ -271,7 +304,7 @@ bool run(Launch& launch) {
       f->flag = nullptr;
       current = f;
       moved = true;
-      swapcontext(&scheduler, &f->context);
+      resume(*f);
       if (failed) return true;
     }
     if (moved) continue;
@@ -303,8 +336,7 @@ void fail(const char* format, ...) {
   name_of(*current, who, sizeof who);
   snprintf(message, sizeof message, "%s: %s", who, text);
   failed = true;
-  setcontext(&scheduler);
-  __builtin_unreachable();
+  _longjmp(scheduler, 1);
 }
 
 uint8_t* dynamic_shared() { return current->block->shared; }
@@ -410,13 +442,16 @@ void complete(Counter& c) {
   c.published.reset();
   c.done.completed = ++the->now;
   ++c.done.generation;
+  ++orders;
 }
 
 void counter_init(const void* address, int arrivals) {
   if ((uintptr_t)address % 8) fail("a counter is not 8-byte aligned");
   access((const uint8_t*)address, 8, true, false);
-  Counter& c = current->block->counters[address] = {arrivals, arrivals};
-  c.set_up = the->now;
+  const auto [place, first] = current->block->counters.insert_or_assign(address, Counter{arrivals, arrivals});
+  place->second.set_up = the->now;
+  if (first) current->block->all_counters.push_back(&place->second);
+  ++orders;
 }
 
 void arrive_at(Counter& c, int bytes) {
@@ -439,6 +474,7 @@ void counter_wait(const void* address, int parity) {
   c.done.what = "wait for a counter";
   while (c.phase == parity) block_on(c.done);
   c.waited.set(current->warp_of_all());
+  ++orders;
   current->waited.insert(&c);
   for (const Copy& copy : c.copies) land(copy, true);  // wgmma reads by the path by which it was written
   c.copies.clear();
@@ -517,7 +553,7 @@ void flag_wait(const int* flag) {
   access((const uint8_t*)flag, 4, false, false);
   if (*flag) return;
   current->flag = flag;
-  swapcontext(&current->context, &scheduler);
+  leave();
 }
 
 void wait_for_previous() { current->began_early = false; }
@@ -560,6 +596,7 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
           deadlock(*begun.front());
           return kFailed;
         }
+        ++orders;
         launch->shared_bytes = shared_bytes;
         launch->threads = threads;
         launch->live = threads * cluster;
@@ -583,11 +620,11 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
             f->began_early = early;
             f->waits = nullptr;
             f->flag = nullptr;
-            getcontext(&f->context);
-            f->context.uc_stack.ss_sp = stacks() + kStack * (launch->place * cluster * threads + f->id);
-            f->context.uc_stack.ss_size = kStack;
-            f->context.uc_link = nullptr;
-            makecontext(&f->context, entry, 0);
+            getcontext(&f->begin);
+            f->begin.uc_stack.ss_sp = stacks() + kStack * (launch->place * cluster * threads + f->id);
+            f->begin.uc_stack.ss_size = kStack;
+            f->begin.uc_link = nullptr;
+            makecontext(&f->begin, entry, 0);
             launch->fibers.push_back(std::move(f));
           }
           launch->blocks.push_back(std::move(block));
@@ -616,11 +653,11 @@ void* emulator_allocate(size_t bytes, size_t offset) {
   using namespace emulated;
   if (!device) {
     device = reserve(kDevice);
-    valid.assign(kDevice, false);
+    valid = reserve(kDevice);
   }
   const size_t start = (allocated + 256 + 255) / 256 * 256 + offset;
   if (start + bytes + 256 > kDevice) return nullptr;
-  std::fill(valid.begin() + start, valid.begin() + start + bytes, true);
+  memset(valid + start, 1, bytes);
   allocated = start + bytes;
   return device + start;
 }
@@ -628,7 +665,7 @@ void* emulator_allocate(size_t bytes, size_t offset) {
 void emulator_free_all() {
   using namespace emulated;
   if (!device) return;
-  std::fill(valid.begin(), valid.begin() + allocated, false);
+  memset(valid, 0, allocated);
   allocated = 0;
   constants.clear();
 }
