@@ -108,8 +108,8 @@ def test_compiles_without_spills(source, arch, tmp_path):
 
 
 def compiled(source, arch, folder, defines) -> Path:
-    """The library where an architecture is a source's only one or sm_90; else, as the host's part is the same, the device's alone."""
-    if arch == 90 or (source, 90) not in COMPILED:
+    """The library of a source as it is where an architecture is its only one or sm_90; else, as the host's part is the same, the device's alone."""
+    if not defines and (arch == 90 or (source, 90) not in COMPILED):
         return build.cuda_library(source, arch, defines)
     flags = [flag for flag in build.cuda_flags(arch) if flag not in ("-shared", "-Xcompiler", "-fPIC")]
     subprocess.run([build.nvcc(), *flags, *defines, "-cubin", "-o", folder / "a.cubin", build.csrc_dir() / source], check=True)
