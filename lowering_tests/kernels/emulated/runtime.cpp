@@ -1,4 +1,5 @@
 // Fibers, barriers, asynchronous copies and the memory checks of emulated.h. One launch at a time, on one thread.
+#undef _FORTIFY_SOURCE  // whose longjmp() refuses to jump to another stack
 #include "emulated.h"
 
 #include <setjmp.h>
