@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import triton
@@ -32,11 +32,22 @@ def tool(name: str) -> str:
 @dataclass
 class Compiled:
     ptx: str
-    sass: str
+    cubin: bytes
     registers: int
     stack: int
-    spills: int
     shared: int
+
+    @cached_property
+    def sass(self) -> str:
+        """Read when it is asked for: the disassembler takes half a second to begin, a quarter longer with its analysis of the data's flow."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+            f.write(self.cubin)
+            f.flush()
+            return subprocess.run([tool("nvdisasm"), "-c", "--no-dataflow", f.name], capture_output=True, text=True, check=True).stdout
+
+    @property
+    def spills(self) -> int:
+        return len(re.findall(r"\b(?:STL|LDL)\b", self.sass)) if self.stack else 0  # they lie on the stack
 
     def opcodes(self) -> Counter:
         """Machine instructions by base name with modifiers, e.g. ``HMMA.16816.F32.BF16``."""
@@ -55,8 +66,6 @@ def compile_kernel(kernel, signature: dict, constexprs: dict, cc: int, num_warps
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(done.asm["cubin"])
         f.flush()
-        sass = subprocess.run([tool("nvdisasm"), "-c", f.name], capture_output=True, text=True, check=True).stdout
         usage = subprocess.run([tool("cuobjdump"), "--dump-resource-usage", f.name], capture_output=True, text=True, check=True).stdout
     number = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
-    return Compiled(done.asm["ptx"], sass, number["REG"], number["STACK"], spills, done.metadata.shared)
+    return Compiled(done.asm["ptx"], done.asm["cubin"], number["REG"], number["STACK"] + number["LOCAL"], done.metadata.shared)
