@@ -175,14 +175,13 @@ _UNTIL_256 = "serves to 256 rows where no FP8 product follows: 56 us at N = K = 
 _MID = "first version: decodes in registers for tensor cores; above M = 64 one pass that writes a transient FP8 weight costs less"
 _GLU = "the GEMV's loop over rows of gate and of up, and their product: one launch, nothing stored in between"
 _ANY_K = "cuda_small with narrower copies, for K that is only a multiple of 16: 20.2 us at N = 8192, K = 8208, M = 1, where the GEMV takes 26.6"
-_THEN = "act(x W + bias) * mul + residual on the float32 sums: Inductor cannot fuse a pointwise kernel behind an operator"
-_PAIRED = "act(gate) * up on the float32 sums of both: half the stores, and no pointwise kernel behind it"
-_THEN_90 = (
-    "act(x W + bias) * mul + residual on the float32 sums: with a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; but 34.1 and 32.8 at M = 32"
-)
-_PAIRED_90 = "act(gate) * up on the float32 sums of both: 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7 and eager steps 12.4"
-_PAIRED_WIDE = "act(gate) * up on the float32 sums of both: 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6"
-_THEN_WIDE = "act(x W + bias) * mul + residual on the float32 sums: with a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9"
+_THEN_SUMS, _PAIRED_SUMS = "act(x W + bias) * mul + residual on the float32 sums", "act(gate) * up on the float32 sums of both"
+_THEN = _THEN_SUMS + ": Inductor cannot fuse a pointwise kernel behind an operator"
+_PAIRED = _PAIRED_SUMS + ": half the stores, and no pointwise kernel behind it"
+_THEN_90 = _THEN_SUMS + ": with a residual 17.3 us at N = K = 8192, M = 2, in two kernels 18.9; but 34.1 and 32.8 at M = 32"
+_PAIRED_90 = _PAIRED_SUMS + ": 7.3 us at N = K = 4096, M = 2, where the matmul alone takes 6.7 and eager steps 12.4"
+_PAIRED_WIDE = _PAIRED_SUMS + ": 24.4 us at N = K = 8192, M = 64, where the matmul alone takes 22.6"
+_THEN_WIDE = _THEN_SUMS + ": with a residual 24.5 us at N = K = 8192, M = 64, in two kernels 24.9"
 _CUDA_WIDE = (
     "decodes each weight once for all rows, in registers, as wgmma's operand: at N = K = 8192 18 us for M = 32, 22 for 64, 31 for 128, bf16 cuBLAS 35 to 38"
 )

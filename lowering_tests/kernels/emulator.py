@@ -26,6 +26,7 @@ from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import csrc
 
 FOLDER = Path(__file__).parent / "emulated"
+COMMON = ("-std=c++17", "-fPIC", f"-I{FOLDER}")
 # Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
 QUICK = ("-O0",)  # a further flag for what is compiled once and stops at its first error
@@ -67,7 +68,7 @@ def _made(source: Path, suffix: str, command: Iterable[str]) -> Path:
 
 
 def _compile(source: Path, flags: Iterable[str] = ()) -> Path:
-    options = ("-std=c++17", "-Og", "-fPIC", "-DFP4_EMULATED", f"-I{FOLDER}", *flags)
+    options = (*COMMON, "-Og", "-DFP4_EMULATED", *flags)
     return _made(source, ".o", ("-x", "c++", *options, "-include", str(_headers(options)), "-c", str(source)))
 
 
@@ -81,7 +82,7 @@ def _headers(options: Iterable[str]) -> Path:
 
 @functools.cache
 def _runtime() -> tuple[Path, ...]:
-    return tuple(_made(FOLDER / name, ".o", ("-std=c++17", "-O2", "-fPIC", f"-I{FOLDER}", "-c", str(FOLDER / name))) for name in ("runtime.cpp", "device.cpp"))
+    return tuple(_made(FOLDER / name, ".o", (*COMMON, "-O2", "-c", str(FOLDER / name))) for name in ("runtime.cpp", "device.cpp"))
 
 
 class Emulated:

@@ -70,7 +70,6 @@ struct Block {
   Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps], meet_four[kMaxWarps];  // meet: registers of a warp, of four; not memory
   void* operands[kMaxWarps][kLanes];
   std::map<const void*, Counter> counters;
-  std::vector<const Counter*> all_counters;
   Time published[kMaxWarps] = {};  // when each warp last published writes
 };
 
@@ -165,9 +164,9 @@ bool separated_now(const Block& block, int warp_a, int warp_b, Time time) {
   if (warp_a == warp_b && block.warp[warp_b - block.first_warp].completed > time) return true;
   for (const Barrier& b : block.named)
     if (b.completed > time && b.warps[warp_a] && b.warps[warp_b]) return true;
-  for (const Counter* c : block.all_counters)
-    if (c->done.completed > time && c->waited[warp_b])
-      for (const auto& [warp, when] : c->arrived)
+  for (const auto& [address, c] : block.counters)
+    if (c.done.completed > time && c.waited[warp_b])
+      for (const auto& [warp, when] : c.arrived)
         if (warp == warp_a && when > time) return true;
   return false;
 }
@@ -449,9 +448,8 @@ void complete(Counter& c) {
 void counter_init(const void* address, int arrivals) {
   if ((uintptr_t)address % 8) fail("a counter is not 8-byte aligned");
   access((const uint8_t*)address, 8, true, false);
-  const auto [place, first] = current->block->counters.insert_or_assign(address, Counter{arrivals, arrivals});
-  place->second.set_up = the->now;
-  if (first) current->block->all_counters.push_back(&place->second);
+  Counter& c = current->block->counters[address] = {arrivals, arrivals};
+  c.set_up = the->now;
   ++orders;
 }
 
