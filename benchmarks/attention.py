@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
+from timing import copies_for, eager_us, graph_us, machine, save
 
 from fp4_inductor.ops import decode_attention as contract
 
@@ -136,7 +136,7 @@ def main() -> None:
         torch.set_num_threads(1)
     rows = sweep() if args.sweep else measure("cpu" if args.smoke else "cuda", args.smoke)
     if args.out or not args.sweep:
-        write_csv(args.out or RESULTS / "attention.csv", rows)
+        save(rows, "attention.csv", args.out, args.smoke)
 
 
 if __name__ == "__main__":

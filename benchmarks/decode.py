@@ -22,7 +22,8 @@ from pathlib import Path
 
 import kernels_of
 import torch
-from timing import RESULTS, machine, write_csv
+import torch._inductor.config as inductor_config
+from timing import machine, save
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config
@@ -124,7 +125,9 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
         figures = dict(
             ms=round(ms, 3), ms_alone=round(alone, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2)
         )
-        rows.append(dict(machine(), model=name, weights=weights, mode=mode, batch=batch, tokens=tokens, context=args.context, **figures))
+        rows.append(
+            dict(machine(), model=name, weights=weights, mode=f"{mode}, pdl" if args.pdl else mode, batch=batch, tokens=tokens, context=args.context, **figures)
+        )
         print(
             f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, alone {alone:8.3f}, compile {compile_s:5.1f} s, peak {peak:.2f} GiB",
             flush=True,
@@ -162,13 +165,16 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print the kernels of a step after its time; writes no figures: steps behind the first profile are slower"
     )
+    parser.add_argument("--pdl", action="store_true", help="Inductor's own kernels begin early, too: torch._inductor.config.triton.enable_pdl")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS / "decode.csv")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda"
     if args.smoke:
         torch.set_num_threads(1)
         device, args.model, args.batch, args.prefill, args.context, args.modes = "cpu", "tiny", [1], 0, 16, ["default"]
+    if args.pdl:
+        inductor_config.triton.enable_pdl = True
     model = build(args.model, args.layers, device)
     rows = []
     for mode in args.modes if "bf16" not in args.skip else ():
@@ -186,7 +192,7 @@ def main() -> None:
         rows += measure(model, ", ".join(["nvfp4", *options]), mode, args, device)
     print(*compare(rows), sep="\n")
     if not args.profile:
-        write_csv(args.out, rows)
+        save(rows, "decode.csv", args.out, args.smoke)
 
 
 if __name__ == "__main__":

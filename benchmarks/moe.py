@@ -19,7 +19,7 @@ from pathlib import Path
 
 import moe_peers
 import torch
-from timing import RESULTS, graph_us, machine, write_csv
+from timing import graph_us, machine, save
 from torch import Tensor
 
 import fp4_inductor  # noqa: F401
@@ -287,9 +287,7 @@ def main() -> None:
     else:
         chosen = tuple(layer for layer in LAYERS if layer.name in args.layers)
         rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", args.peers, tuple(args.sparse_tokens)))
-    out = args.out or (None if args.smoke or args.cpu else RESULTS / ("moe_sweep.csv" if args.sweep else "moe.csv"))
-    if out is not None:
-        write_csv(out, rows)
+    save(rows, "moe_sweep.csv" if args.sweep else "moe.csv", args.out, args.smoke or args.cpu)
     if args.plot is not None:
         plot(rows, args.plot)
 

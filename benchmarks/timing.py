@@ -99,3 +99,9 @@ def write_csv(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(f, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def save(rows: list[dict], name: str, out: Path | None, smoke: bool) -> None:
+    """Write ``rows`` to ``out``, else to ``results/<name>``; there nothing of a smoke run, whose figures mean nothing."""
+    if out or not smoke:
+        write_csv(out or RESULTS / name, rows)

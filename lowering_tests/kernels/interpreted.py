@@ -327,7 +327,7 @@ def run_quantize(x):
     scale = torch.empty(x.shape[0], 1)
     m, k = x.shape
     whole = m % 2 == 0  # with both forms of the kernel
-    quantize_rows[(m,)](x, out, scale, k, quantize_rows_fp8.E4M3_MAX, LANE_ORDER=k % 256 == 0, BLOCK=1024 if whole else 64, WHOLE=whole)
+    quantize_rows[(m,)](x, out, scale, k, quantize_rows_fp8.E4M3_MAX, LANE_ORDER=k % 256 == 0, BLOCK=1024 if whole else 64, WHOLE=whole, PDL=False)
     return out, scale
 
 
@@ -338,7 +338,16 @@ def quantize_glu_cases():
             x[-1, 5], x[0, inner:] = 0, x[0, inner:] * 1e4
             out, scale = torch.empty(m, inner), torch.empty(m, 1)
             quantize_glu_rows[(m,)](
-                x, out, scale, inner, quantize_rows_fp8.E4M3_MAX, ACT=number, LANE_ORDER=inner == 256, BLOCK=256 if blocks == 1 else 64, BLOCKS=blocks
+                x,
+                out,
+                scale,
+                inner,
+                quantize_rows_fp8.E4M3_MAX,
+                ACT=number,
+                LANE_ORDER=inner == 256,
+                BLOCK=256 if blocks == 1 else 64,
+                BLOCKS=blocks,
+                PDL=False,
             )
             want, want_scale = quantize_glu_rows_fp8.reference(x, act, inner == 256)
             case = f"quantize_glu_rows {(m, inner)} {act} {blocks}"
@@ -349,7 +358,7 @@ def quantize_glu_cases():
     x = torch.zeros(2, 192)
     x[1, 3] = float("nan")
     out, scale = torch.empty(2, 96), torch.empty(2, 1)
-    quantize_glu_rows[(2,)](x, out, scale, 96, quantize_rows_fp8.E4M3_MAX, ACT=0, LANE_ORDER=False, BLOCK=32, BLOCKS=3)
+    quantize_glu_rows[(2,)](x, out, scale, 96, quantize_rows_fp8.E4M3_MAX, ACT=0, LANE_ORDER=False, BLOCK=32, BLOCKS=3, PDL=False)
     report("quantize_glu_rows zero row, NaN stays in its row", float(not (scale[0] == 1 and not out[0].any() and out[1].isnan().any())), 0.0)
 
 

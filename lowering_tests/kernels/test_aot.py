@@ -293,17 +293,20 @@ def test_sparse_decompress(cc):
 @pytest.mark.parametrize("cc", [89, 90, 100, 120])
 def test_quantize_rows(cc):
     signature = {"X": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "K": "i32", "LIMIT": "fp32"}
-    for k in (4096, 14336, 32768):
-        done = aot.compile_kernel(quantize_rows, signature, quantize_tile(k) | {"LANE_ORDER": cc == 90}, cc, 8, 2, ("X", "OUT", "ROW_SCALE", "K"))
-        assert_fits(done, 8, cc)
+    for m, k in ((128, 4096), (2048, 14336), (128, 32768), (128, 33024)):
+        constants = quantize_tile(m, k) | {"LANE_ORDER": cc == 90, "PDL": cc >= 90}
+        warps = constants.pop("num_warps")
+        done = aot.compile_kernel(quantize_rows, signature, constants, cc, warps, 2, ("X", "OUT", "ROW_SCALE", "K"))
+        assert_fits(done, warps, cc)
         assert done.count("F2FP.SATFINITE.E4M3") > 0
+        assert ("griddepcontrol.wait" in done.ptx) == (cc >= 90)
 
 
 @pytest.mark.parametrize("cc", [89, 90, 100, 120])
 def test_quantize_glu_rows(cc):
     signature = {"GATE_UP": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "INNER": "i32", "LIMIT": "fp32"}
     for inner in (1536, 12288, 28672):
-        constants = dict(glu_tile(inner), ACT=0, LANE_ORDER=cc == 90 and inner % 256 == 0)
+        constants = dict(glu_tile(inner), ACT=0, LANE_ORDER=cc == 90 and inner % 256 == 0, PDL=cc >= 90)
         warps = constants.pop("num_warps")
         done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
         assert_fits(done, warps, cc)

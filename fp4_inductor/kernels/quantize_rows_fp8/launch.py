@@ -8,6 +8,7 @@ from torch import Tensor
 from ...ops import quantize_glu_rows_fp8 as glu_contract
 from ...ops import quantize_rows_fp8 as contract
 from ...ops.linear_glu import ACTIVATIONS
+from .. import host
 from .triton_glu_rows import quantize_glu_rows
 from .triton_rows import quantize_rows
 
@@ -19,7 +20,7 @@ def quantize_rows_fp8(x: Tensor, lane_order: bool = False) -> tuple[Tensor, Tens
     out, scale = _results(x, k)
     if out.numel():
         with torch.cuda.device(x.device):
-            quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, LANE_ORDER=lane_order, **tile(k), num_warps=8)
+            quantize_rows[(m,)](x.contiguous(), out, scale, k, contract.E4M3_MAX, LANE_ORDER=lane_order, **tile(m, k), **_begins(x))
     return out, scale
 
 
@@ -31,7 +32,9 @@ def quantize_glu_rows_fp8(gate_up: Tensor, act: str = "silu", lane_order: bool =
     if out.numel():
         number = list(ACTIVATIONS).index(act)
         with torch.cuda.device(gate_up.device):
-            quantize_glu_rows[(m,)](gate_up.contiguous(), out, scale, inner, contract.E4M3_MAX, ACT=number, LANE_ORDER=lane_order, **glu_tile(inner))
+            quantize_glu_rows[(m,)](
+                gate_up.contiguous(), out, scale, inner, contract.E4M3_MAX, ACT=number, LANE_ORDER=lane_order, **glu_tile(inner), **_begins(gate_up)
+            )
     return out, scale
 
 
@@ -41,10 +44,16 @@ def _results(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return out, (torch.empty if out.numel() else torch.ones)(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
-def tile(k: int) -> dict[str, int | bool]:
-    """Rows of up to 8192 stay in registers; measured on an H200: at 2048 x 8192 16.6 us for 20.5, but at 2048 x 14336 53 for 34.7."""
-    whole = k <= 8192
-    return {"BLOCK": max(256, 1 << (k - 1).bit_length()) if whole else 2048, "WHOLE": whole}
+def _begins(x: Tensor) -> dict[str, bool]:
+    """Early, and lets the next kernel, where the architecture can."""
+    return {"PDL": True, "launch_pdl": True} if host.arch(x.device) >= 90 else {"PDL": False}
+
+
+def tile(m: int, k: int) -> dict[str, int]:
+    """Rows of up to 32768 stay in registers; figures in benchmarks/NOTES.md, "Larger M"."""
+    whole = k <= 32768
+    block = max(256, 1 << (k - 1).bit_length()) if whole else 4096
+    return {"BLOCK": block, "WHOLE": whole, "num_warps": 8 if block < 2048 or (m > 512 and block <= 16384) else 16}
 
 
 def glu_tile(inner: int) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""One program a row: ``act(gate) * up``, the maximum, then the rounded products. A row that is too long for registers is computed twice."""
+"""One program a row: ``act(gate) * up``, the maximum, then the rounded products. A row that is too long for registers is computed twice.
+
+PDL: as in :mod:`.triton_rows`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,13 @@ def store(OUT, i, INNER, y, inverse, LIMIT, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_glu_rows(GATE_UP, OUT, ROW_SCALE, INNER, LIMIT, ACT: tl.constexpr, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def quantize_glu_rows(
+    GATE_UP, OUT, ROW_SCALE, INNER, LIMIT, ACT: tl.constexpr, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+):
     """BLOCKS: so many, one to four, make a row, and stay in registers; 0: they do not."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     GATE_UP += row * 2 * INNER
     OUT += row * INNER

@@ -1,4 +1,7 @@
-"""One program a row: the maximum, then the rounded products with the scale's reciprocal. A long row is read twice, the second time from cache."""
+"""One program a row: the maximum, then the rounded products with the scale's reciprocal. A row too long for registers is read twice, the second time from cache.
+
+PDL (programmatic dependent launch, sm_90 on): as in :mod:`..moe.triton_decode`. A product behind it that is launched early fetches weights meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,11 @@ def scale_of_row(X, row, K, LIMIT, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def quantize_rows(X, OUT, ROW_SCALE, K, LIMIT, LANE_ORDER: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):
     """WHOLE: K <= BLOCK, the row stays in registers."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if WHOLE:
         at = tl.arange(0, BLOCK)
