@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -251,7 +252,9 @@ def _read(x, index):
 
 @pytest.fixture
 def decode_step(monkeypatch):
-    """``decode_step(implementation, layers)``: the generated code of one step of a tiny Qwen3 over a StaticCache on fake CUDA tensors."""
+    """``decode_step(implementation, layers)``: the wrapper's code of one step of a tiny Qwen3 over a StaticCache on fake CUDA tensors; ``pdl``: all code,
+    Inductor's own kernels beginning early.
+    """
     import transformers
     from transformers.initialization import no_init_weights
 
@@ -260,11 +263,11 @@ def decode_step(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: torch.ops.aten.clone.default(x, memory_format=torch.contiguous_format))
     sizes = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
 
-    def code(implementation, layers, queries=1, dynamic=None):
+    def code(implementation, layers, queries=1, dynamic=None, pdl=False):
         attention.register()
         config = transformers.Qwen3Config(**sizes, num_hidden_layers=layers, max_position_embeddings=512, dtype=torch.bfloat16)
         config._attn_implementation = implementation
-        with fake_cuda.code_generation(config={"shape_padding": False, "joint_graph_constant_folding": False}) as out:
+        with fake_cuda.code_generation(config={"shape_padding": False, "joint_graph_constant_folding": False, "triton.enable_pdl": pdl}) as out:
             with torch.device("cuda"), no_init_weights():
                 torch.set_default_dtype(torch.bfloat16)
                 try:
@@ -280,7 +283,7 @@ def decode_step(monkeypatch):
                 dynamic=dynamic,
             )
             fake_cuda.call(step, ids, position)
-        return fake_cuda.call_body(out[0])
+        return out[0] if pdl else fake_cuda.call_body(out[0])
 
     return code
 
@@ -303,6 +306,14 @@ def test_a_decode_step_reads_the_cache_where_it_lies(decode_step):
     assert ours.count(".run(") + 2 * 3 <= theirs.count(".run(")
     large = "(2, 8, 128, 64)"  # K or V of one layer, expanded to all heads
     assert large not in ours
+
+
+def test_kernels_that_inductor_begins_early_all_wait_before_they_let_the_next(decode_step):
+    """One that does not would let ours ahead of what computes their activations: benchmarks/README.md recommends the option."""
+    kernels = re.findall(r"^def (triton_\w+)\((.*?)^'''", decode_step(NAME, 1, pdl=True), re.DOTALL | re.MULTILINE)
+    assert len(kernels) >= 8
+    for name, body in kernels:
+        assert -1 < body.find("gdc_wait()") < body.find("gdc_launch_dependents()") < body.rfind("tl.store("), name
 
 
 def test_a_prompt_and_a_symbolic_number_of_queries_are_sdpas(decode_step, monkeypatch):
