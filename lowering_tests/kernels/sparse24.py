@@ -1,15 +1,17 @@
-"""Random 2:4-sparse NVFP4 weights in the canonical layout, and what they mean, by the definition."""
+"""Random 2:4-sparse NVFP4 weights in the canonical layout, what they mean, by the definition, and emulated kernels that multiply by them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fp4_inductor.formats import e2m1, nvfp4
+from lowering_tests.kernels.emulator import Emulated, emulated
 
 LEGAL = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8)  # pos0 | pos1 << 2 with pos0 < pos1
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
+WEIGHT = (1, 2, 3)  # values, metadata and block scales of x, values, meta, scale, global_scale, bias
 
 
 def weight(n: int, k: int, nibbles: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -29,6 +31,28 @@ def dense(values, meta, scale, g) -> torch.Tensor:
     for place, code in ((nibbles & 3, values & 15), (nibbles >> 2, values >> 4)):
         w.scatter_(2, place[..., None], table[code.long()][..., None])
     return w.reshape(n, -1) * scale.double().repeat_interleave(16, 1) * g.double()
+
+
+def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants: Sequence[int] = WEIGHT) -> torch.Tensor:
+    """``x [M, K] @ w.T + bias``; ``constants``: what the kernel may read while the one before it runs, if it begins ``early``."""
+    (m, k), n = x.shape, w[0].shape[0]
+    out = torch.full((m, n), float("nan"), dtype=x.dtype)
+    numbers = (m, n, k, int(x.dtype == torch.float16), *kernel.begin(early))
+    return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=constants if early else ())
+
+
+def error(y, x, w, bias=None) -> float:
+    """Relative, infinite for a NaN."""
+    r = x.double() @ dense(*w).T + (bias.double() if bias is not None else 0)
+    distance = ((y.double() - r).norm() / r.norm()).item()
+    return distance if distance == distance else float("inf")
+
+
+def check(source: str, m: int, n: int, k: int, tile, dtype: torch.dtype, w=None) -> None:
+    """The kernel of ``source`` against float64, with a bias where N is odd."""
+    x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
+    bias = torch.randn(n).to(dtype) if n % 2 else None
+    assert error(run(emulated(source), x, w, bias, tile), x, w, bias) <= BOUND[dtype] * (2 if m * n < 32 else 1), (m, n, k, tile, dtype)
 
 
 def picks(k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,12 +12,13 @@ from fp4_inductor._sources import csrc_dir
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
-    BOUND,
     LEGAL,
+    check,
     check_every_code_with_every_scale,
     check_order_of_threads_and_neighbours,
-    dense,
+    error,
     picks,
+    run,
     weight,
 )
 
@@ -25,27 +26,7 @@ pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not 
 SOURCE = "sparse/sparse_linear_wide.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
 TILES = emulator.tiles_of(SOURCE)
-WEIGHT = (1, 2, 3)  # of x, values, meta, scale, global_scale, bias
 SHARES = 0  # in place of splits: two blocks share the activations
-
-
-def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False) -> torch.Tensor:
-    (m, k), n = x.shape, w[0].shape[0]
-    out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    numbers = (m, n, k, int(x.dtype == FP16), *kernel.begin(early))
-    return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=WEIGHT if early else ())
-
-
-def error(y, x, w, bias=None) -> float:
-    r = x.double() @ dense(*w).T + (bias.double() if bias is not None else 0)
-    distance = ((y.double() - r).norm() / r.norm()).item()
-    return distance if distance == distance else float("inf")
-
-
-def check(m, n, k, tile, dtype, w=None) -> None:
-    x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
-    bias = torch.randn(n).to(dtype) if n % 2 else None
-    assert error(run(emulated(SOURCE), x, w, bias, tile), x, w, bias) <= BOUND[dtype], (m, n, k, tile, dtype)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -59,17 +40,17 @@ def test_every_tile(tile):
         (3, 2 * rows + 1, 1536, SHARES),
         (tokens // 2 + 1, 33, 256 * (6 if tokens == 128 else 27), 2),
     )):  # fmt: skip
-        check(m, n, k, (*tile, splits), (BF16, FP16)[(i + k_groups) % 2])
+        check(SOURCE, m, n, k, (*tile, splits), (BF16, FP16)[(i + k_groups) % 2])
 
 
 def test_its_own_choice_of_tile():
     for m, n, k in ((1, 33, 256), (17, 4300, 256), (40, 70, 1024), (65, 8500, 256), (128, 100, 768), (130, 8449, 256)):
-        check(m, n, k, (0, 0, 0, 0), BF16)
+        check(SOURCE, m, n, k, (0, 0, 0, 0), BF16)
 
 
 @pytest.mark.parametrize("nibble", LEGAL.tolist())
 def test_one_pattern_everywhere(nibble):
-    check(3, 17, 512, (64, 16, 4, 1), FP16, weight(17, 512, torch.full((17, 128), nibble, dtype=torch.uint8)))
+    check(SOURCE, 3, 17, 512, (64, 16, 4, 1), FP16, weight(17, 512, torch.full((17, 128), nibble, dtype=torch.uint8)))
 
 
 def test_a_single_kept_value_at_every_place():

@@ -10,22 +10,16 @@ import pytest
 import torch
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.ops import quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
 from lowering_tests.kernels.sparse24 import LEGAL, picks, weight
+from lowering_tests.kernels.wide_fp8 import NINE, TOLERANCE, Products, one_hot, tokens
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "sparse/sparse_linear_wide_fp8.cu"
-NINE = ("-DFP4_EMULATED_SMS=9",)  # four clusters
 TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STREAMED"))]
-TOLERANCE = 2.5e-3  # of products of the same codes: rounding to bfloat16
 WEIGHT = (2, 3, 4)  # of x8, x_scale, values, meta, scale, global_scale, bias
-
-
-def tokens(m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantize_rows_fp8.reference(torch.randn(m, k))
 
 
 def run(x, w, bias, tile, seed: int = 0, kernel: Emulated | None = None, early: bool = False) -> torch.Tensor:
@@ -40,18 +34,8 @@ def e4m3_weight(w) -> torch.Tensor:
     return torch.ops.fp4.sparse_dequantize_fp8(*w[:3]).float()
 
 
-def error(y, x, w, bias=None) -> float:
-    r = (x[0].double() * x[1].double()) @ (e4m3_weight(w).double() * (w[3].double() / WEIGHT_FACTOR)).T
-    r = r if bias is None else r + bias.double()
-    distance = ((y.double() - r).norm() / r.norm()).item()
-    return distance if distance == distance else float("inf")
-
-
-def one_hot(m: int, k: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token i picks k = first + i: a column of the result is one of the E4M3 weight."""
-    x = torch.zeros(m, k)
-    x[torch.arange(m), first + torch.arange(m)] = 1
-    return x.to(torch.float8_e4m3fn), torch.ones(m, 1)
+PRODUCTS = Products(run, weight, e4m3_weight, zeros=False)
+error = PRODUCTS.error
 
 
 def test_every_code_with_every_scale_in_every_pattern_is_that_of_the_transient_weight():
@@ -66,17 +50,11 @@ def test_every_code_with_every_scale_in_every_pattern_is_that_of_the_transient_w
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles_and_tails(tile):
-    """Whole tiles, shares of them, fewer tiles than clusters; N that no run of columns divides. Where K is split all clusters run at once."""
-    most = ((tile[0] + 6, 520), (tile[0], 260), (tile[0] - 3, 250))[tile[1] // 2]
-    for i, (m, n, k) in enumerate(((5, 33, 1024), (*most, 1280), (tile[0] if tile[1] > 1 else 2 * tile[0] + 1, 255, 1280))):
-        x, w, bias = tokens(m, k), weight(n, k), torch.randn(n).bfloat16() if i else None
-        assert error(run(x, w, bias, tile), x, w, bias) <= TOLERANCE, (m, n, k)
+    PRODUCTS.check_tails(tile)
 
 
 def test_it_chooses_a_tile_for_every_size():
-    for m, n, k in ((1, 17, 256), (130, 40, 1024), (200, 300, 512), (257, 100, 256), (300, 700, 4352), (700, 130, 768)):
-        x, w = tokens(m, k), weight(n, k)
-        assert error(run(x, w, None, (0, 0)), x, w) <= TOLERANCE, (m, n, k)
+    PRODUCTS.check_own_choice()
 
 
 @pytest.mark.parametrize("nibble", LEGAL.tolist())
@@ -93,15 +71,7 @@ def test_a_single_kept_value_at_every_place():
 
 @pytest.mark.parametrize("tile", [(128, 0), (192, 4), (256, 1)], ids=str)
 def test_no_order_of_threads_changes_a_bit_and_a_bad_token_spoils_its_own_row_only(tile):
-    x, w = tokens(24, 1280), weight(200, 1280)
-    y = run(x, w, None, tile)
-    assert torch.equal(run(x, w, None, tile, seed=7), y)
-    spoiled = x[0].clone()
-    spoiled[3, -1] = float("nan")
-    z = run((spoiled, x[1]), w, None, tile)
-    keep = [i for i in range(24) if i != 3]
-    assert torch.equal(z[keep], y[keep])
-    assert z[3][e4m3_weight(w)[:, -1] != 0].isnan().all()
+    PRODUCTS.check_order_of_threads_and_neighbours(tile)
 
 
 @pytest.mark.parametrize("tile", [(64, 0), (128, 2), (64, 1)], ids=str)

@@ -15,22 +15,17 @@ from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from fp4_inductor.ops.dequantize_fp8 import reference as e4m3_weight
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.wide_fp8 import NINE, TOLERANCE, Products, one_hot, tokens
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "gemm/linear_wide_fp8.cu"
-NINE = ("-DFP4_EMULATED_SMS=9",)  # four clusters
 TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STREAMED"))]
-TOLERANCE = 2.5e-3  # of products of the same codes: rounding to bfloat16
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     s = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE)
     return q, s, torch.tensor(0.37)
-
-
-def tokens(m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantize_rows_fp8.reference(torch.randn(m, k))
 
 
 def run(x, w, bias, tile, starts: tuple[int, ...] = (), seed: int = 0, kernel: Emulated | None = None) -> torch.Tensor:
@@ -42,11 +37,8 @@ def run(x, w, bias, tile, starts: tuple[int, ...] = (), seed: int = 0, kernel: E
                        scratch=kernel.scratch)  # fmt: skip
 
 
-def error(y, x, w, bias=None) -> float:
-    r = (x[0].double() * x[1].double()) @ (e4m3_weight(*w[:2]).double() * (w[2].double() / WEIGHT_FACTOR)).T
-    r = r if bias is None else r + bias.double()
-    distance = ((y.double() - r).norm() / r.norm()).item()
-    return distance if distance == distance else float("inf")
+PRODUCTS = Products(run, weight, lambda w: e4m3_weight(*w[:2]))
+error = PRODUCTS.error
 
 
 def test_every_code_with_every_scale_is_that_of_the_transient_weight():
@@ -54,25 +46,17 @@ def test_every_code_with_every_scale_is_that_of_the_transient_weight():
     q = torch.arange(256, dtype=torch.uint8).repeat(127, 1)[:, torch.randperm(256)].contiguous()
     s = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous().view(nvfp4.SCALE_DTYPE)
     for tile, first in (((256, 1), 0), ((256, 2), 256), ((128, 0), 200)):
-        picks = torch.zeros(tile[0], 512)
-        picks[torch.arange(tile[0]), first + torch.arange(tile[0])] = 1
-        y = run((picks.to(torch.float8_e4m3fn), torch.ones(tile[0], 1)), (q, s, torch.tensor(WEIGHT_FACTOR)), None, tile)
+        y = run(one_hot(tile[0], 512, first), (q, s, torch.tensor(WEIGHT_FACTOR)), None, tile)
         assert torch.equal(y.float(), e4m3_weight(q, s).float()[:, first : first + tile[0]].T), tile
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles_and_tails(tile):
-    """Whole tiles, shares of them, fewer tiles than clusters; N that no run of columns divides. Where K is split all clusters run at once."""
-    most = ((tile[0] + 6, 520), (tile[0], 260), (tile[0] - 3, 250))[tile[1] // 2]
-    for i, (m, n, k) in enumerate(((5, 33, 1024), (*most, 1280), (tile[0] if tile[1] > 1 else 2 * tile[0] + 1, 255, 1280))):
-        x, w, bias = tokens(m, k), weight(n, k), torch.randn(n).bfloat16() if i else None
-        assert error(run(x, w, bias, tile), x, w, bias) <= TOLERANCE, (m, n, k)
+    PRODUCTS.check_tails(tile)
 
 
 def test_it_chooses_a_tile_for_every_size():
-    for m, n, k in ((1, 17, 256), (130, 40, 1024), (200, 300, 512), (257, 100, 256), (300, 700, 4352), (700, 130, 768)):
-        x, w = tokens(m, k), weight(n, k)
-        assert error(run(x, w, None, (0, 0)), x, w) <= TOLERANCE, (m, n, k)
+    PRODUCTS.check_own_choice()
 
 
 @pytest.mark.parametrize("tile", [(128, 0), (192, 1), (256, 2)], ids=str)
@@ -90,15 +74,7 @@ def test_siblings_have_global_scales_of_their_own(tile):
 
 @pytest.mark.parametrize("tile", [(128, 0), (192, 4), (256, 1)], ids=str)
 def test_no_order_of_threads_changes_a_bit_and_a_bad_token_spoils_its_own_row_only(tile):
-    x, w = tokens(24, 1280), weight(200, 1280)
-    y = run(x, w, None, tile)
-    assert torch.equal(run(x, w, None, tile, seed=7), y)
-    spoiled = x[0].clone()
-    spoiled[3, -1] = float("nan")
-    z = run((spoiled, x[1]), w, None, tile)
-    keep = [i for i in range(24) if i != 3]
-    assert torch.equal(z[keep], y[keep])
-    assert not z[3].isfinite().any()
+    PRODUCTS.check_order_of_threads_and_neighbours(tile)
 
 
 def test_arguments_that_it_does_not_take():
