@@ -240,34 +240,6 @@ def where(device: str) -> dict[str, str]:
     return machine() if device == "cuda" else {"gpu": "none (on a CPU)", "torch": torch.__version__}
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Time against tokens, one panel a layer; needs matplotlib."""
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(r["layer"] for r in rows))
-    figure, panels = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.6), squeeze=False)
-    for panel, name in zip(panels[0], names, strict=True):
-        mine = [r for r in rows if r["layer"] == name]
-        series = {
-            "fp4.moe": "us",
-            "fp4.moe, 2:4": "us",
-            **{name: f"{name}_us" for name in moe_peers.PEERS},
-            "bf16 batched_mm": "bf16_batched_mm_us",
-            "bf16 grouped_mm": "bf16_grouped_mm_us",
-            "goal": "goal_us",
-        }
-        for label, column in series.items():
-            of_weights = [r for r in mine if (r["weights"] == sparse24.NAME) == label.endswith("2:4")]
-            points = [(r["tokens"], float(r[column])) for r in of_weights if r.get(column) not in (None, "")]
-            if points:
-                panel.plot(*zip(*points, strict=True), marker="o", linestyle=":" if label == "goal" else "-", label=label)
-        panel.set(title=name, xlabel="tokens", ylabel="us", xscale="log", yscale="log")
-        panel.legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['gpu']}, torch {rows[0]['torch']}", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -278,7 +250,6 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="small layers on this CPU")
     parser.add_argument("--smoke", action="store_true", help="two tiny layers on a CPU")
     parser.add_argument("--out", type=Path, help="CSV (default: results/moe.csv, or moe_sweep.csv)")
-    parser.add_argument("--plot", type=Path, help="write a plot of the rows there")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.smoke or args.cpu:
@@ -288,8 +259,6 @@ def main() -> None:
         chosen = tuple(layer for layer in LAYERS if layer.name in args.layers)
         rows = list(sweep(chosen, tuple(args.tokens)) if args.sweep else measure(chosen, tuple(args.tokens), "cuda", args.peers, tuple(args.sparse_tokens)))
     save(rows, "moe_sweep.csv" if args.sweep else "moe.csv", args.out, args.smoke or args.cpu)
-    if args.plot is not None:
-        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

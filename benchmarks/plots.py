@@ -3,6 +3,9 @@
 ``roofline.svg``   time over what the hardware needs, by M
 ``speedup.svg``    speed-up over bf16 cuBLAS, by M
 ``decode.svg``     tokens per second of a whole model
+``sparse.svg``     time of 2:4-sparse layers over that of dense ones, by M
+``moe.svg``        time of MoE layers by tokens, with other libraries (``moe_peers.csv``)
+``sparse_quality_*.svg``  what bits a weight cost, of models that mix sparse and dense layers
 
 Each title says on what and from which commit and date its figures are; nothing is drawn that was not measured.
 """
@@ -96,7 +99,8 @@ def speedup(rows: list[dict], out: Path) -> Path | None:
         means = [(m, _geometric(by_m[m])) for m in sorted(by_m)]
         axes.plot(*_line(means), "k--", marker=".", label=f"{peer} (geometric mean)", linewidth=1)
     axes.axhline(1.0, color="black", linewidth=1)
-    _by_m(axes, "times faster than bf16 cuBLAS", "fp4.linear against bf16 cuBLAS in the same run (below 1: slower), K x N", rows)
+    drawn = [row for row in rows if (row["k"], row["n"], row["m"]) in base]
+    _by_m(axes, "times faster than bf16 cuBLAS", "fp4.linear against bf16 cuBLAS in the same run (below 1: slower), K x N", drawn)
     return _save(figure, out, "speedup.svg")
 
 
@@ -142,13 +146,88 @@ def decode(rows: list[dict], out: Path) -> Path | None:
     return _save(figure, out, "decode.svg")
 
 
+def sparse(rows: list[dict], out: Path) -> Path | None:
+    """Time of 2:4-sparse layers over that of dense NVFP4 ones in the same run, by M."""
+    if not rows:
+        return None
+    lines: dict[tuple, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        lines[int(row["k"]), int(row["n"])].append((int(row["m"]), float(row["to_dense"])))
+    figure, axes = plt.subplots(figsize=(8, 4))
+    for (k, n), points in lines.items():
+        axes.plot(*_line(points), marker=".", label=f"{k}x{n}", linewidth=1.2)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.axhline(3.5 / 4.5, color="black", linewidth=1, linestyle=":", label="bits a weight: 3.5 / 4.5")
+    axes.set_ylim(0.6, None)
+    _by_m(axes, "time, 2:4-sparse / dense NVFP4", "fp4.sparse_linear against fp4.linear in the same run (above 1: slower), K x N", rows)
+    axes.legend(fontsize=8, loc="lower left", ncols=3)
+    return _save(figure, out, "sparse.svg")
+
+
+def moe(rows: list[dict], peers: list[dict], out: Path) -> Path | None:
+    """Time of a layer by tokens, a panel a layer: ours, dense and 2:4-sparse, and each peer's fastest variant."""
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["layer"] for row in rows))
+    figure, panels = plt.subplots(1, len(names), figsize=(4 * len(names), 3.8), squeeze=False, sharey=True)
+    for panel, name in zip(panels[0], names, strict=True):
+        lines: dict[str, dict[int, float]] = defaultdict(dict)
+        for row in rows:
+            if row["layer"] == name:
+                lines["fp4.moe, 2:4-sparse" if "sparse" in row["weights"] else "fp4.moe"][int(row["tokens"])] = float(row["us"])
+        for row in peers:
+            if row["layer"] == name:
+                fastest = lines[row["peer"] + (" bf16" if row["peer"] == "transformers" else "")]
+                fastest[int(row["tokens"])] = min(float(row["us"]), fastest.get(int(row["tokens"]), float("inf")))
+        colors = dict(zip(sorted({row["peer"] for row in peers}), ("C7", "C1", "C2", "C3", "C4", "C5"), strict=False))
+        for label, line in lines.items():
+            ours = {"fp4.moe": "C0", "fp4.moe, 2:4-sparse": "C9"}.get(label)
+            style = dict(marker="o", color=ours, linewidth=2, zorder=3) if ours else dict(marker=".", color=colors[label.removesuffix(" bf16")], linewidth=1)
+            panel.plot(*zip(*sorted(line.items()), strict=True), label=label, **style)
+        panel.set(title=name, xlabel="tokens", xscale="log", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("us a layer")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=7, fontsize=8)
+    figure.suptitle(f"fp4.moe ({provenance(rows)}); other libraries: the same kind of GPU and protocol, another day", fontsize=9, y=1.02)
+    return _save(figure, out, "moe.svg")
+
+
+def quality(path: Path, out: Path) -> Path | None:
+    """KL by bits a weight of the rows of ``sparse_quality_*.csv``; None if a model has too few."""
+    rows = [row for row in read_csv(path) if row["weights"] != "bf16"]
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for text in sorted({row["text"] for row in rows}):
+        mixed = [row for row in rows if row["text"] == text and (row["weights"] in ("dense", "sparsegpt") or "mixed" in row["weights"])]
+        curve = sorted((float(row["bits"]), float(row["kl"])) for row in mixed)
+        if len(curve) < 3:
+            continue
+        (line,) = axes.plot(*zip(*curve, strict=True), marker="o", label=f"sparsegpt, mixed with dense: {text}")
+        axes.plot(*zip(curve[0], curve[-1], strict=True), linestyle=":", color=line.get_color(), label="straight line between the ends")
+    for row in rows:
+        if row["weights"] in ("admm", "recovered"):
+            axes.plot(float(row["bits"]), float(row["kl"]), marker="s", linestyle="", label=f"{row['weights']}: {row['text']}")
+    if not axes.lines:
+        plt.close(figure)
+        return None
+    axes.set(
+        xlabel="bits a weight",
+        ylabel="KL from bf16, nats a token",
+        title=f"{rows[0]['model']}, {', '.join(sorted({row['date'] for row in rows}))}",
+        ylim=(0, None),
+    )
+    axes.legend(fontsize=7)
+    return _save(figure, out, f"{path.stem}.svg")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    dense, whole = read_csv(args.results / "dense.csv"), read_csv(args.results / "decode.csv")
-    for path in (roofline(dense, args.out), speedup(dense, args.out), decode(whole, args.out)):
+    data = {name: read_csv(args.results / f"{name}.csv") for name in ("dense", "decode", "sparse", "moe", "moe_peers")}
+    drawn = [roofline(data["dense"], args.out), speedup(data["dense"], args.out), decode(data["decode"], args.out), sparse(data["sparse"], args.out)]
+    drawn += [moe(data["moe"], data["moe_peers"], args.out), *(quality(path, args.out) for path in sorted(args.results.glob("sparse_quality_*.csv")))]
+    for path in drawn:
         print(f"wrote {path}" if path else "no data for one plot")
 
 

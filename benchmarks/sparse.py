@@ -3,7 +3,6 @@
     python benchmarks/sparse.py timing                       fp4.sparse_linear against fp4.linear and bf16 (CUDA)
     python benchmarks/sparse.py quality --model smollm2      perplexity and KL of every pruning, the curve of mixed models
     python benchmarks/sparse.py timing --smoke               seconds, on a CPU: does it run?
-    python benchmarks/sparse.py plot                         draws both from their data (needs matplotlib)
 
 ``timing`` has the protocol of ``dense.py``: cold L2, CUDA-graph replay, the lower of two medians, sparse, dense and bf16 in one run. ``quality``
 evaluates the first windows of a text and calibrates on windows from its middle on; ``--only`` runs some of the rows and leaves
@@ -24,10 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from timing import RESULTS, copies_for, eager_us, graph_us, machine, save, write_csv
+from timing import copies_for, eager_us, graph_us, machine, save, write_csv
 
 HERE = Path(__file__).resolve().parent
-SPARSE_BITS, DENSE_BITS = 3.5, 4.5
 CURVE = (3.75, 4.0, 4.25)
 KEY = ("model", "text", "weights", "bits", "calibration_tokens")
 
@@ -178,58 +176,9 @@ def merged(old: list[dict], new: list[dict]) -> list[dict]:
     return list(rows.values())
 
 
-# --- plots --------------------------------------------------------------------------------------------------------
-
-
-def plot(args: argparse.Namespace) -> None:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "fp4_inductor"  # the same data draw the same file
-    import matplotlib.pyplot as plt
-
-    for path in sorted(RESULTS.glob("sparse_quality_*.csv")):
-        rows = [r for r in csv.DictReader(path.open()) if r["weights"] != "bf16"]
-        figure, axes = plt.subplots(figsize=(6, 4))
-        for text in sorted({r["text"] for r in rows}):
-            curve = sorted(
-                (float(r["bits"]), float(r["kl"])) for r in rows if r["text"] == text and (r["weights"] in ("dense", args.mixed) or "mixed" in r["weights"])
-            )
-            if len(curve) < 3:
-                continue
-            (line,) = axes.plot(*zip(*curve, strict=True), marker="o", label=f"{args.mixed}, mixed with dense: {text}")
-            axes.plot(*zip(curve[0], curve[-1], strict=True), linestyle=":", color=line.get_color(), label="straight line between the ends")
-        for r in rows:
-            if r["weights"] in ("admm", "recovered"):
-                axes.plot(float(r["bits"]), float(r["kl"]), marker="s", linestyle="", label=f"{r['weights']}: {r['text']}")
-        if not axes.lines:
-            plt.close(figure)
-            continue
-        axes.set(xlabel="bits a weight", ylabel="KL from bf16, nats a token", title=rows[0]["model"], ylim=(0, None))
-        axes.legend(fontsize=7)
-        store(figure, path.with_suffix(".svg"))
-    path = RESULTS / "sparse.csv"
-    if path.exists():
-        rows = list(csv.DictReader(path.open()))
-        figure, axes = plt.subplots(figsize=(6, 4))
-        for k, n in sorted({(int(r["k"]), int(r["n"])) for r in rows}):
-            mine = sorted((int(r["m"]), float(r["to_dense"])) for r in rows if (int(r["k"]), int(r["n"])) == (k, n))
-            axes.plot(*zip(*mine, strict=True), marker="o", label=f"{k} x {n}")
-        axes.axhline(SPARSE_BITS / DENSE_BITS, linestyle=":", color="grey", label="bytes: 3.5 / 4.5")
-        axes.set(xscale="log", xlabel="M", ylabel="time, 2:4-sparse / dense NVFP4", title=rows[0]["gpu"])
-        axes.legend(fontsize=7)
-        store(figure, path.with_suffix(".svg"))
-
-
-def store(figure, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    print(f"wrote {path.relative_to(HERE.parent)}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("timing", "quality", "plot"))
+    parser.add_argument("what", choices=("timing", "quality"))
     parser.add_argument("--m", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096])
     parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
     parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
@@ -247,7 +196,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="timing: another CSV file")
     args = parser.parse_args()
     args.device = "cpu" if args.smoke else args.device
-    {"timing": time_all, "quality": quality, "plot": plot}[args.what](args)
+    {"timing": time_all, "quality": quality}[args.what](args)
 
 
 if __name__ == "__main__":

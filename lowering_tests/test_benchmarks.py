@@ -57,11 +57,13 @@ def test_attention(tmp_path):
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     run("plots.py", "--out", str(tmp_path))
-    for name in ("roofline.svg", "speedup.svg", "decode.svg"):
-        text = (tmp_path / name).read_text()
+    for name in ("roofline", "speedup", "decode", "sparse", "moe"):
+        text = (tmp_path / f"{name}.svg").read_text()
         assert "H200" in text, "a plot says where its figures come from"
-        rows = rows_of(BENCHMARKS / "results" / ("decode.csv" if name == "decode.svg" else "dense.csv"))
+        rows = rows_of(BENCHMARKS / "results" / f"{name if name in ('decode', 'sparse', 'moe') else 'dense'}.csv")
         assert next(row["commit"] for row in rows if row.get("tokens", "1") == "1") in text, "of a step; prompts are not drawn"
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (BENCHMARKS / "results").glob("*.svg")}, "every plot has its script"
+    assert "humming" in (tmp_path / "moe.svg").read_text()
 
 
 def test_floor_and_comparison(monkeypatch):
