@@ -38,10 +38,11 @@ NVFP4 = ("nvfp4",)
 FP8 = ("auto", "fp8")
 
 # A row that is only emulated, or that lost where it was measured, never serves a call by itself: DispatchConfig(candidates=...) switches it on.
-Status = Literal["measured on H200", "compiled, not run", "runs in CI", "emulated, not timed", "measured, off"]
+Status = Literal["measured on H200", "right on H200, not timed; elsewhere compiled", "compiled, not run", "runs in CI", "emulated, not timed", "measured, off"]
 EMULATED: Status = "emulated, not timed"
 LOST: Status = "measured, off"
 MEASURED: Status = "measured on H200"
+RIGHT: Status = "right on H200, not timed; elsewhere compiled"  # lowering_tests/gpu compares it with float64 there
 COMPILED: Status = "compiled, not run"
 
 
@@ -348,7 +349,7 @@ ROWS: tuple[Row, ...] = (
         NVFP4,
     ),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (0, 0), None, ANY, _W4A4_EMULATED, "runs in CI", NVFP4),
-    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, "compiled, not run", NVFP4, siblings=True),
+    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, RIGHT, NVFP4, siblings=True),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4, siblings=True),
     Row("linear", "wide_fp8", "cuda_wide_fp8", (90, 90), 8192, BF16, _WIDE_FP8, MEASURED, FP8, 256, 16, csrc="linear_wide_fp8", siblings=True),
     Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", FP8, 16, 16, siblings=True),
@@ -378,7 +379,7 @@ ROWS: tuple[Row, ...] = (
     Row("linear_w4a4", "large_nvfp4", "cuda_w4a4", (120, 121), None, HALF, "mma.sync: " + _BLOCK_SCALED, EMULATED, k_multiple=64, csrc="linear_w4a4"),
     Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (100, 120), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True),
     Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True, triton=(3, 8)),
-    Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, "compiled, not run", siblings=True),
+    Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, RIGHT, siblings=True),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
     *_with_epilogue("linear_glu", "glu", _PAIRED, _PAIRED_90, _PAIRED_WIDE, 32),
     Row(
@@ -394,7 +395,7 @@ ROWS: tuple[Row, ...] = (
     *_with_epilogue("linear_epilogue", "pointwise", _THEN, _THEN_90, _THEN_WIDE, 16),
     Row("linear_epilogue", "unfused", "linear, then pointwise", (0, 129), None, ANY, "fp4.linear by its own rows; Inductor fuses the rest", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
-    Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", "compiled, not run", k_multiple=1),
+    Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", RIGHT, k_multiple=1),
     Row(
         "linear_fp8",
         "large_fp8",
@@ -403,14 +404,12 @@ ROWS: tuple[Row, ...] = (
         None,
         BF16,
         "FP8 tensor cores; activations are rounded per row",
-        "compiled, not run",
+        RIGHT,
         FP8,
         16,
         16,
     ),
-    Row(
-        "linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "writes a transient weight in the activation's dtype", "compiled, not run", k_multiple=1
-    ),
+    Row("linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "writes a transient weight in the activation's dtype", RIGHT, k_multiple=1),
     Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
     *(Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, why, MEASURED, **when) for why, when in _SPARSE_GEMV_WEIGHTS),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, _SPARSE_GEMV_90, "measured on H200", without="small"),
@@ -462,7 +461,7 @@ ROWS: tuple[Row, ...] = (
         None,
         ANY,
         "as dense: a transient weight, then the library's GEMM",
-        "compiled, not run",
+        RIGHT,
     ),
     Row("moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.linear", "runs in CI"),
     *(
@@ -531,7 +530,7 @@ ROWS: tuple[Row, ...] = (
     Row("moe", "grouped", "triton_moe_grouped", (90, 90), 64, HALF, _GROUPED, MEASURED, m_per_expert=32.0, without="wide"),
     *(Row("moe", "grouped", "triton_moe_grouped", arch, 64, HALF, _GROUPED, COMPILED, m_per_expert=32.0) for arch in ((80, 89), (100, 129))),
     Row("moe", "large_fp8", "dequantize_fp8 + triton_grouped_fp8", (90, 90), None, BF16, _GROUPED_FP8, "measured on H200", FP8),
-    Row("moe", "large_dense", "dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", k_multiple=16, n_multiple=16),
+    Row("moe", "large_dense", "dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, RIGHT, k_multiple=16, n_multiple=16),
     Row(
         "moe",
         "grouped",
@@ -540,7 +539,7 @@ ROWS: tuple[Row, ...] = (
         None,
         (torch.float16,),
         "float16 stays in this kernel: torch._grouped_mm takes bfloat16 only",
-        "compiled, not run",
+        RIGHT,
     ),
     Row(
         "moe",
@@ -550,14 +549,14 @@ ROWS: tuple[Row, ...] = (
         None,
         ANY,
         "no tensor cores serve this dtype or shape; reads the ids back, so there is no CUDA graph",
-        "compiled, not run",
+        RIGHT,
     ),
     Row("sparse_moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.sparse_linear", "runs in CI"),
     *(
         Row("sparse_moe", "decode", "triton_sparse_moe_decode", arch, 4, HALF, why, status, m_per_expert=3.0, without="table")
         for arch, why, status in (((90, 90), _SPARSE_DECODE_90, MEASURED), ((80, 89), _SPARSE_DECODE, COMPILED), ((100, 129), _SPARSE_DECODE, COMPILED))
     ),
-    Row("sparse_moe", "grouped", "triton_sparse_moe_grouped", (80, 129), 64, HALF, _SPARSE_GROUPED, "compiled, not run", m_per_expert=32.0),
+    Row("sparse_moe", "grouped", "triton_sparse_moe_grouped", (80, 129), 64, HALF, _SPARSE_GROUPED, RIGHT, m_per_expert=32.0),
     Row(
         "sparse_moe",
         "large_fp8",
@@ -569,7 +568,7 @@ ROWS: tuple[Row, ...] = (
         "measured on H200",
         FP8,
     ),
-    Row("sparse_moe", "large_dense", "sparse_dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, "compiled, not run", n_multiple=16),
+    Row("sparse_moe", "large_dense", "sparse_dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, RIGHT, n_multiple=16),
     Row(
         "sparse_moe",
         "grouped",
@@ -578,7 +577,7 @@ ROWS: tuple[Row, ...] = (
         None,
         (torch.float16,),
         "as dense: float16 stays in this kernel, torch._grouped_mm takes bfloat16 only",
-        "compiled, not run",
+        RIGHT,
     ),
     Row(
         "sparse_moe",
@@ -588,7 +587,7 @@ ROWS: tuple[Row, ...] = (
         None,
         ANY,
         "as dense: float32 and odd shapes; reads the ids back, so there is no CUDA graph",
-        "compiled, not run",
+        RIGHT,
     ),
     # M: queries times the heads that share a KV head; N: heads; K: width of a head.
     *(
