@@ -313,6 +313,7 @@ def test_quantize_glu_rows(cc):
         assert done.count("F2FP.SATFINITE.E4M3") > 0
         wide = ".64" if constants["LANE_ORDER"] else ".128"  # four numbers lie side by side
         assert any(op.startswith("LDG") and op.endswith(wide) for op in done.opcodes())
+        assert ("griddepcontrol.wait" in done.ptx) == (cc >= 90)
 
 
 @pytest.mark.parametrize("cc", [80, 90, 120])
