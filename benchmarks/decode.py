@@ -85,6 +85,7 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
     from transformers import StaticCache
 
     rows = []
+    label = f"{mode}, pdl" if args.pdl else mode
     for batch, tokens in [(b, 1) for b in args.batch] + ([(1, args.prefill)] if args.prefill else []):
         torch._dynamo.reset()
         gc.collect()
@@ -125,11 +126,9 @@ def measure(model, weights: str, mode: str, args, device: str) -> list[dict]:
         figures = dict(
             ms=round(ms, 3), ms_alone=round(alone, 3), tokens_per_s=round(batch * tokens * 1e3 / ms, 1), compile_s=round(compile_s, 1), peak_gib=round(peak, 2)
         )
-        rows.append(
-            dict(machine(), model=name, weights=weights, mode=f"{mode}, pdl" if args.pdl else mode, batch=batch, tokens=tokens, context=args.context, **figures)
-        )
+        rows.append(dict(machine(), model=name, weights=weights, mode=label, batch=batch, tokens=tokens, context=args.context, **figures))
         print(
-            f"{weights:18} {mode:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, alone {alone:8.3f}, compile {compile_s:5.1f} s, peak {peak:.2f} GiB",
+            f"{weights:18} {label:16} batch {batch:3} tokens {tokens:5}: {ms:8.3f} ms, alone {alone:8.3f}, compile {compile_s:5.1f} s, peak {peak:.2f} GiB",
             flush=True,
         )
         if args.profile and device == "cuda":

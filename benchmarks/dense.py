@@ -21,7 +21,7 @@ import numpy as np
 import peers
 import torch
 import torch.nn.functional as F
-from timing import copies_for, eager_us, graph_us, machine, save, write_csv
+from timing import copies_for, eager_us, graph_us, lower_of_two, machine, save, write_csv
 
 from fp4_inductor.config import dispatch, dispatch_config
 from fp4_inductor.formats import nvfp4
@@ -74,17 +74,14 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
         copies = min(count, copies_for(n * k * 2)) if on_gpu and name == "bf16" else count
         calls = contender(name, q, s, g, copies, large_m)
         xs = {m: torch.randn(m, k, device=device, dtype=torch.bfloat16) for m in m_list}
-        best = {m: float("inf") for m in m_list}
-        for m in [*m_list, *reversed(m_list)]:  # what is timed first after a pause is at times 7% slower, whatever it is
-            us = time_us(lambda i, x=xs[m], calls=calls: calls[i](x), copies if m <= 512 else min(copies, 8))
-            best[m] = min(best[m], us)
-        for m, x in xs.items():
+        timings = [lambda x=x, calls=calls: time_us(lambda i: calls[i](x), copies if len(x) <= 512 else min(copies, 8)) for x in xs.values()]
+        for (m, x), us in zip(xs.items(), lower_of_two(timings), strict=True):
             kernel = row_for("linear", x, n, large_m, early=on_gpu and name == OURS[0]).kernel if name in OURS else name
             e = error(calls[0](x), reference(x, q[0], s[0], g)) if name in (*OURS, *peers.EXACT) else float("nan")
-            ratio = round(best[m] / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
-            rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(best[m], 2), floor_ratio=ratio, error=f"{e:.1e}"))
-            print(f"K={k:5} N={n:5} M={m:5} {name:14} {kernel:26} {best[m]:9.2f} us  floor x{ratio}  error {e:.1e}", flush=True)
-        del calls
+            ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
+            rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
+            print(f"K={k:5} N={n:5} M={m:5} {name:14} {kernel:26} {us:9.2f} us  floor x{ratio}  error {e:.1e}", flush=True)
+        del calls, timings
         if on_gpu:
             torch.cuda.empty_cache()
     return rows

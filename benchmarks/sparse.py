@@ -15,6 +15,7 @@ import argparse
 import copy
 import csv
 import datetime
+import functools
 import sys
 import time
 import warnings
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from timing import copies_for, eager_us, graph_us, machine, save, write_csv
+from timing import copies_for, eager_us, graph_us, lower_of_two, machine, save, write_csv
 
 HERE = Path(__file__).resolve().parent
 CURVE = (3.75, 4.0, 4.25)
@@ -60,13 +61,9 @@ def measure(k: int, n: int, m: int, device: str) -> dict:
     nbytes = n * k * 7 // 16
     count = (copies_for(nbytes) if m <= 512 else min(copies_for(nbytes), 8)) if device == "cuda" else 2
     sparse_call, wrong = _sparse(x, n, count)
-    dense_call = _dense(x, n, count)
-    # There and back: what is timed first after a pause is at times 7% slower, whatever it is.
-    (sparse, dense), (dense_again, sparse_again) = (
-        [time_us(call, count) for call in calls] for calls in ((sparse_call, dense_call), (dense_call, sparse_call))
-    )
-    sparse, dense = min(sparse, sparse_again), min(dense, dense_again)
-    del sparse_call, dense_call
+    calls = [sparse_call, _dense(x, n, count)]
+    sparse, dense = lower_of_two([functools.partial(time_us, call, count) for call in calls])
+    del sparse_call, calls  # and their weights
     w = torch.randn(min(count, copies_for(n * k * 2)), n, k, device=device, dtype=torch.bfloat16)
     bf16 = time_us(lambda i: torch.nn.functional.linear(x, w[i]), len(w))
     figures = {"us": sparse, "dense_us": dense, "bf16_us": bf16, "to_dense": sparse / dense}

@@ -49,6 +49,11 @@ def plus(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
+def launched_early(pdl: bool) -> dict[str, bool]:
+    """The launch option of a Triton kernel that begins early (programmatic dependent launch), as its constant PDL says: none where the architecture cannot."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 def by_cuda(name: str) -> Callable[..., Tensor]:
     """The launcher of a kernel of ``csrc/``: ``(x [M, K], *parts of the weight, global_scale, bias)`` to ``[M, N]``; it adds the bias itself.
 

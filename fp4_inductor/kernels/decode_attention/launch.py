@@ -47,7 +47,7 @@ def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
     if c.splits > 1:
         scratch = torch.empty(out.numel() // d * c.splits * (d + 2), dtype=torch.float32, device=device)
         partial, peak, total = scratch.split([out.numel() * c.splits, *[out.numel() // d * c.splits] * 2])
-    pdl = {"launch_pdl": True} if constants["PDL"] else {}
+    pdl = host.launched_early(bool(constants["PDL"]))
     decode_attention_split[(batch * kv_heads * c.splits,)](
         query, key, value, mask, out, peak, total, partial, length, heads, queries, c.splits, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *strides, scale * math.log2(math.e), **constants, num_warps=c.num_warps, num_stages=c.num_stages, **pdl,

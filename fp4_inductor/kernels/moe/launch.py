@@ -115,7 +115,7 @@ def _bytes(parts: tuple[Tensor, Tensor, Tensor], meta: Tensor | None) -> tuple[T
 
 
 def _launch(c: configs.DecodeConfig, constants: dict[str, object]) -> dict[str, object]:
-    return {"num_warps": c.num_warps, **({"launch_pdl": True} if constants["PDL"] else {})}
+    return {"num_warps": c.num_warps, **host.launched_early(bool(constants["PDL"]))}
 
 
 def decode(layer: Layer, up: configs.DecodeConfig | None = None, down: configs.DecodeConfig | None = None) -> Tensor:

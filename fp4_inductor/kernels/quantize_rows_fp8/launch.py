@@ -46,7 +46,8 @@ def _results(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _begins(x: Tensor) -> dict[str, bool]:
     """Early, and lets the next kernel, where the architecture can."""
-    return {"PDL": True, "launch_pdl": True} if host.arch(x.device) >= 90 else {"PDL": False}
+    pdl = host.arch(x.device) >= 90
+    return {"PDL": pdl, **host.launched_early(pdl)}
 
 
 def tile(m: int, k: int) -> dict[str, int]:

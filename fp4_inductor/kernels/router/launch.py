@@ -24,7 +24,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, form: str, dt
         return weights, ids
     x, weight, bias = host.aligned(x), host.aligned(weight), None if bias is None else host.aligned(bias)  # the library's bits follow strides, too
     pdl = host.arch(x.device) >= 90
-    launch = {"launch_pdl": True} if pdl else {}
+    launch = host.launched_early(pdl)
     with torch.cuda.device(x.device):
         if t <= MOST_TOKENS:
             scores = x.new_empty((t, e))
