@@ -14,6 +14,9 @@ inline int sets_a_block(int N) {
   return (total + 132 * waves - 1) / (132 * waves);
 }
 
+// Rows of x that are fetched, a power of two from `least` on. The products' columns behind them take the same rows again, and are not stored.
+inline int rows_of_x(int M, int least) { return M <= least ? least : rows_of_x(M, 2 * least); }
+
 // By one thread: `full` are completed by what is fetched, `free` by `readers` warps a step.
 __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, int readers) {
   for (int i = 0; i < stages; ++i) counter_init(full + 8 * i, 1), counter_init(free + 8 * i, readers);

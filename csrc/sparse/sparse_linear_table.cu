@@ -13,12 +13,12 @@ using namespace fp4;
 
 // How the rows of a block, 16 * sets, and K are shared by its warps, substeps / 2 of the k_groups for the same step, and the ring's sizes.
 struct Layout {
-  int sets, sets_a_warp, k_groups, substeps, stages, tokens, early;  // early: stages of weights that go ahead of the first activations
+  int sets, sets_a_warp, k_groups, substeps, stages, x_rows, early;  // early: stages of weights that go ahead of the first activations
 
   __host__ __device__ int rows() const { return 16 * sets; }
   __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
   __host__ __device__ int warps() const { return row_warps() * k_groups; }
-  __host__ __device__ int x_bytes() const { return tokens * substeps * 256; }
+  __host__ __device__ int x_bytes() const { return x_rows * substeps * 256; }
   __host__ __device__ int stage() const { return x_bytes() + rows() * 32 * substeps; }  // activations and values; metadata and scales have rings of their own behind these
   __host__ __device__ int meta_bytes() const { return rows() * 16 * substeps; }
   __host__ __device__ int scale_bytes() const { return rows() * 8 * substeps; }
@@ -82,15 +82,17 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
   const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
   const int meta_at = layout.meta() + row * kMeta + place_of<kMeta>(first / 2, swizzle) * 16 + 8 * p;
   const int scale_at = layout.scales() + row * kScales + place_of<kScales>(scale_from / 16, swizzle) * 16 + scale_from % 16;
-  // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them.
-  const int x_at = kPairTable + (SUBSTEPS * (lane >> 3 & 1) + first) * (TOKENS * 128) + (lane & 7) * 128 + (lane >> 4 ^ (lane & 7)) * 16;
+  // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them. Planes of 64 k have fewer than eight rows where M is small: tiles of 128 bytes are
+  // swizzled by the number of a row among all.
+  const int x_rows = layout.x_rows, x_row = (SUBSTEPS * (lane >> 3 & 1) + first) * x_rows + (lane & 7 & x_rows - 1);
+  const int x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (x_row & 7)) * 16;
   float acc[R][kTiles][4] = {};
   wait_for_previous();  // it may still read y, and may have written what the epilogue reads
   let_next_begin();
   take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
     multiply_sparse_by_table<T, SUBSTEPS, 16>(acc, shared, values_from, meta_from, shared + scale_at + stage * layout.scale_bytes(), 8,
-                                              x_from, TOKENS * 128, 0, lane);
+                                              x_from, x_rows * 128, (x_rows & 7) * 16, lane);
     return bits_of(acc);
   });
 
@@ -126,7 +128,8 @@ Tile best(int N, int K) {
 }
 
 template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Call<T>& c) {
-  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, TOKENS, 0};
+  const int x_rows = rows_of_x(c.M, 4 / SUBSTEPS);  // tiles begin at multiples of 1024 bytes
+  Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, x_rows, 0};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || tile.k_groups % (SUBSTEPS / 2) || layout.warps() > kWarps<R> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
     return cudaErrorInvalidConfiguration;
   layout.stages = at_most(kMostStages, kTableRoom / layout.step());
@@ -136,7 +139,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   cudaError_t status = tile_map(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
   if (status == cudaSuccess) status = tile_map(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
   if (status == cudaSuccess) status = tile_map(&scales, c.scale, c.N, c.K / 16, layout.rows(), 8 * SUBSTEPS);
-  if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, TOKENS, 128);
+  if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, x_rows, 128);
   if (status != cudaSuccess) return status;
   return launch(sparse_linear_table<T, TOKENS, R, SUBSTEPS>, dim3((c.N + layout.rows() - 1) / layout.rows()), 32 * (layout.warps() + 1), layout.bytes(), 1, c.stream,
                 values, metadata, scales, activations, layout, c.global_scale, c.bias, c.y, c.M, c.N, c.K);

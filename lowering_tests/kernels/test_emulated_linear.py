@@ -75,7 +75,7 @@ def test_small_with_any_k(k):
 # (sets, sets_a_warp, k_groups): one warp; rows beyond N; a ring shorter than K; more warps in K than stages; every warp
 @pytest.mark.parametrize("tile", [(1, 1, 1), (3, 1, 5), (2, 2, 16), (4, 2, 3), (16, 2, 2), (8, 2, 4), (14, 2, 2)], ids=str)
 def test_table(tile):
-    for i, (m, n, k) in enumerate(((1, 33, 256), (8, 100, 2304), (5, 16, 5120), (9, 260, 1280), (16, 129, 4352))):
+    for i, (m, n, k) in enumerate(((1, 33, 256), (8, 100, 2304), (5, 16, 5120), (9, 260, 1280), (16, 129, 4352), (3, 33, 2304))):
         check(TABLE, m, n, k, tile, (BF16, FP16)[i % 2])
 
 

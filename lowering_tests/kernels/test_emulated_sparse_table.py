@@ -37,9 +37,9 @@ def test_every_instance_of_the_kernel_has_a_tile():
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles(tile):
-    """N: what one block has, one more, odd; K: one step, fewer than warps, more than the ring holds."""
+    """M: each number of rows of x that is fetched; N: what one block has, one more, odd; K: one step, fewer than warps, more than the ring holds."""
     rows, step = 16 * tile[0], 128 * tile[3]
-    for i, (m, n, steps) in enumerate(((1, rows, 1), (8, rows + 1, 9), (16, 2 * rows + 5, 3), (9, rows + 16, 17))):
+    for i, (m, n, steps) in enumerate(((1, rows, 1), (8, rows + 1, 9), (16, 2 * rows + 5, 3), (9, rows + 16, 17), (3, rows + 3, 5), (1, rows + 1, 9))):
         check(SOURCE, m, n, steps * step, tile, (BF16, FP16)[i % 2])
 
 
@@ -70,7 +70,8 @@ def test_order_of_threads_rows_and_their_number_change_nothing():
 
     x, w = torch.randn(13, 1280).to(BF16), weight(71, 1280)
     y = check_order_of_threads_and_neighbours(product, x, w)
-    assert torch.equal(product(x[:3].clone(), w), y[:3]), "one order of summation for 1 to 16 rows"
+    for m in (1, 3, 8):
+        assert torch.equal(product(x[:m].clone(), w), y[:m]), "one order of summation for 1 to 16 rows"
 
 
 def test_arguments_that_no_kernel_takes():
@@ -117,7 +118,8 @@ BROKEN = {
     "both warps of a step take its first half": ("first = k_group % kSharers * 2", "first = 0", None),
     "one of two gives a stage back": ("layout.row_warps() * kSharers)", "layout.row_warps())", "race|more arrivals|deadlock"),
     "rows and their swizzle do not agree": ("swizzle = row & 7", "swizzle = g", None),
-    "swizzle forgotten": ("(lane >> 4 ^ (lane & 7)) * 16", "(lane >> 4) * 16", None),
+    "swizzle forgotten": ("(lane >> 4 ^ (x_row & 7)) * 16", "(lane >> 4) * 16", None),
+    "another plane's swizzle": ("(x_rows & 7) * 16, lane", "0, lane", None),
     "rows past N": ("min((int)blockIdx.x * rows, N - rows)", "blockIdx.x * rows", "is not ordered"),
 }
 
@@ -132,7 +134,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     tile = (1, 1, 6, 4) if "kSharers" in old else (1, 1, 3, 2)
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", f"TILE(1, {tile[3]})", text, count=1).replace(": run(__half())", ": 1")
     (tmp_path / "csrc" / SOURCE).write_text(re.sub(r": by_tile<T, 16>\(tile, c\)", ": 1", text))
-    x, w = torch.randn(8, 8192).to(BF16), weight(33, 8192)
+    x, w = torch.randn(3 if "plane" in case else 8, 8192).to(BF16), weight(33, 8192)
     kernel = Emulated(tmp_path / "csrc" / SOURCE, defines=emulator.QUICK if words else ())
     if words is None:
         assert error(run(kernel, x, w, None, tile, early=True), x, w) > 0.1
