@@ -117,13 +117,13 @@ struct Tile {
 };
 
 // Measured on an H200 (benchmarks/NOTES.md): a block for nearly every SM, of at most 128 rows, in steps of 512 k, whose tiles have rows twice as long; no more steps in hand
-// than leave 40 KB under way.
+// than leave 40 KB under way; for 128 rows half as many warps, which load each activation for twice as many rows.
 Tile best(int N, int K) {
   const bool long_steps = K % 512 == 0;
   int sets = sets_a_block(N);
   if (sets % 2 && sets >= 7) ++sets;
   if (long_steps) sets = at_most(sets, 8);
-  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
+  const int sets_a_warp = sets % 2 ? 1 : long_steps && sets == 8 ? 4 : 2, row_warps = sets / sets_a_warp;
   return {sets, sets_a_warp, at_most(at_most(row_warps == 1 ? 8 : 4, kMostWarps / row_warps & ~1), K / 256), long_steps ? 4 : 2};
 }
 
