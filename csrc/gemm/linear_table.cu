@@ -12,12 +12,12 @@ using namespace fp4;
 
 // How the rows of a block, 16 * sets, and K are shared by its warps, and the ring's sizes.
 struct Layout {
-  int sets, sets_a_warp, k_groups, stages, tokens, early;  // early: stages of weights that go ahead of the first activations
+  int sets, sets_a_warp, k_groups, stages, x_rows, early;  // early: stages of weights that go ahead of the first activations
 
   __host__ __device__ int rows() const { return 16 * sets; }
   __host__ __device__ int row_warps() const { return sets / sets_a_warp; }
   __host__ __device__ int warps() const { return row_warps() * k_groups; }
-  __host__ __device__ int x_bytes() const { return tokens * kWideK * 2; }
+  __host__ __device__ int x_bytes() const { return x_rows * kWideK * 2; }
   __host__ __device__ int stage() const { return x_bytes() + rows() * 128; }  // activations and codes; scales have a ring of their own behind these
   __host__ __device__ int scales() const { return kPairTable + stages * stage(); }
   __host__ __device__ int counters() const { return scales() + stages * rows() * 16; }
@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
   barrier(1, threads);
   const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
   const int local = row_warp * (16 * R);  // the warp's first row
+  const int x_row = t * layout.x_rows + (g & layout.x_rows - 1);  // of all rows of the step's planes, by whose number chunks are swizzled
   const Shared table = shared_address(shared);
   float acc[R][kTiles][4] = {};
   wait_for_previous();  // it may still read y, and may have written what the epilogue reads
@@ -73,8 +74,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
     const uint8_t* from = shared + kPairTable + stage * layout.stage();
     const uint8_t* my_codes = from + layout.x_bytes() + (local + g) * 128;
     const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * 16 + 4 * t;
-    const uint8_t* my_x = from + t * (TOKENS * 128) + g * 128;
-    multiply_by_table<T, 16>(acc, table, my_codes, [&](int r, int h) { return my_scales + (16 * r + 8 * h) * 16; }, 8, my_x, g, lane);
+    multiply_by_table<T, 16>(acc, table, my_codes, [&](int r, int h) { return my_scales + (16 * r + 8 * h) * 16; }, 8, from + x_row * 128, x_row & 7, lane);
     return bits_of(acc);
   });
 
@@ -98,15 +98,15 @@ Tile best(int N, int K) {
 
 template <typename T, int TOKENS, int R> cudaError_t run(Tile tile, const Linear<T>& p, Stream stream) {
   constexpr int kParts = Result<T>::kParts;
-  Layout layout{tile.sets, R, tile.k_groups, 1, TOKENS, 0};
+  Layout layout{tile.sets, R, tile.k_groups, 1, rows_of_x(p.M, 4), 0};  // of two rows the lanes of a quad would read the same banks
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || layout.warps() > kMostWarps) return cudaErrorInvalidConfiguration;
-  layout.stages = at_most(kMostStages, kTableRoom / (layout.stage() + layout.rows() * 16));
+  layout.stages = at_most(kMostStages, kTableRoom / (TOKENS * kWideK * 2 + layout.rows() * (128 + 16)));  // no more where fewer rows of x leave room: NOTES
   layout.k_groups = at_most(layout.k_groups, layout.stages);
   layout.early = stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.stage())) : 0;
   TileMap codes, scales, activations;
   cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128);
   if (status == cudaSuccess) status = tile_map(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16);
-  if (status == cudaSuccess) status = plane_map(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4, TOKENS, 128);
+  if (status == cudaSuccess) status = plane_map(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4, layout.x_rows, 128);
   if (status != cudaSuccess) return status;
   const int columns = layout.rows() / kParts;
   return fp4::launch(linear_table<T, TOKENS, R>, dim3((p.columns() + columns - 1) / columns), 32 * (layout.warps() + 1), layout.bytes(), 1, stream, codes, scales,

@@ -17,6 +17,9 @@ inline int sets_a_block(int N) {
 // Rows of x that are fetched, a power of two from `least` on. The products' columns behind them take the same rows again, and are not stored.
 inline int rows_of_x(int M, int least) { return M <= least ? least : rows_of_x(M, 2 * least); }
 
+// A ring's stages, so many that warps find theirs at the same places again where it has two or more for each of `turns` (take_turns).
+inline int whole_turns(int stages, int turns) { return stages < 2 * turns ? stages : stages - stages % turns; }
+
 // By one thread: `full` are completed by what is fetched, `free` by `readers` warps a step.
 __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, int readers) {
   for (int i = 0; i < stages; ++i) counter_init(full + 8 * i, 1), counter_init(free + 8 * i, readers);

@@ -132,7 +132,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, x_rows, 0};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || tile.k_groups % (SUBSTEPS / 2) || layout.warps() > kWarps<R> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
     return cudaErrorInvalidConfiguration;
-  layout.stages = at_most(kMostStages, kTableRoom / layout.step());
+  layout.stages = whole_turns(at_most(kMostStages, kTableRoom / layout.step()), tile.k_groups / (SUBSTEPS / 2));
   layout.k_groups = at_most(layout.k_groups, layout.stages * (SUBSTEPS / 2));
   layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / (layout.step() - layout.x_bytes()))) : 0;
   TileMap values, metadata, scales, activations;
