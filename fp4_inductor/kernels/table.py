@@ -209,7 +209,9 @@ _SPARSE_SMALL_90 = "kept codes straight into mma.sp, half the decoding, 22% fewe
 _SPARSE_SMALL_ELSEWHERE = (
     "kept codes straight into mma.sp, half the decoding, 22% fewer bytes: a third of the Triton kernel's time on an H200; neither has run here"
 )
-_SPARSE_TABLE = "cuda_table's decoding on kept codes, for mma.sp: 9.7 us at N = K = 8192, M = 1 begun early, where cuda_table takes 12.1; 11.7 for 13.8 where neither may"
+_SPARSE_TABLE = (
+    "cuda_table's decoding on kept codes, for mma.sp: 9.7 us at N = K = 8192, M = 1 begun early, where cuda_table takes 12.1; 11.7 for 13.8 where neither may"
+)
 _SPARSE_WIDE = "kept codes decoded in registers for sparse wgmma: half the decoding and products of cuda_wide; at N = K = 8192 19.2 us for M = 64, dense 21.6, and 39.9 for M = 256, with a transient weight 63"
 _SPARSE_MID = "the dense mid kernel on codes decompressed in registers: 1.3-1.5x its instructions, 22% fewer bytes"
 _SPARSE_MID_90 = "the dense mid kernel on codes decompressed in registers, 1.3-1.5x its instructions, 22% fewer bytes: 101 us at N = K = 8192, M = 64, dense weights 70, bf16 cuBLAS 38"

@@ -28,7 +28,19 @@ SOURCE = "sparse/sparse_linear_table.cu"
 BF16, FP16 = torch.bfloat16, torch.float16
 # (sets, sets_a_warp, k_groups, substeps): one warp; more warps in K than stages; rings that are no multiple of them; every warp; two warps a step; every
 # instance of the kernel
-TILES = [(1, 1, 1, 2), (3, 1, 5, 2), (2, 2, 16, 2), (16, 2, 2, 2), (4, 4, 3, 2), (8, 4, 4, 2), (2, 1, 6, 4), (4, 2, 4, 4), (14, 2, 2, 4), (4, 4, 8, 4), (8, 4, 4, 4)]
+TILES = [
+    (1, 1, 1, 2),
+    (3, 1, 5, 2),
+    (2, 2, 16, 2),
+    (16, 2, 2, 2),
+    (4, 4, 3, 2),
+    (8, 4, 4, 2),
+    (2, 1, 6, 4),
+    (4, 2, 4, 4),
+    (14, 2, 2, 4),
+    (4, 4, 8, 4),
+    (8, 4, 4, 4),
+]
 
 
 def test_every_instance_of_the_kernel_has_a_tile():
