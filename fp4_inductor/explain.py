@@ -90,8 +90,8 @@ def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanat
     """Say what runs when ``model`` is called with these inputs.
 
     Args:
-        model: a module, or what ``torch.compile`` returned for it. A compiled model is compiled once more with all caches
-            off (its own graphs are left alone) and run once; a plain one is run once, eagerly.
+        model: a module, or what ``torch.compile`` returned for it. A compiled model is compiled once more, past the
+            caches of graphs (its own are left alone), from the kernels that it has built, and run once; a plain one is run once, eagerly.
         example_inputs, example_kwargs: arguments of the call. Mark dynamic dimensions on them as usual.
 
     Returns:

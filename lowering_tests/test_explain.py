@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.cpp_builder import CppBuilder
 
 from fp4_inductor import FP4Linear, NVFP4Tensor, dispatch, explain
 from fp4_inductor._torch import capture
@@ -95,6 +96,17 @@ def test_attention_is_told_with_its_sizes():
     (row,) = found.rows
     assert (row.op, row.m, row.n, row.k, row.kernel, row.regime) == ("fp4.decode_attention", "4", 8, 64, "sdpa", "library")
     assert "M is queries times heads that share a KV head" in str(found)
+
+
+def test_kernels_that_are_built_are_not_built_again():
+    first = Chain().first
+    compiled = torch.compile(lambda x: first(x) * x.sum())
+    x = torch.randn(3, 64)
+    y = compiled(x)
+    with mock.patch.object(CppBuilder, "build", side_effect=AssertionError("a compiler runs")):
+        (row,) = explain(compiled, x).rows
+    assert (row.m, row.n, row.k) == ("3", 128, 64)
+    assert torch.equal(compiled(x), y)
 
 
 def test_a_tensor_subclass_and_a_function():
