@@ -51,7 +51,9 @@ def test_every_instance_of_the_kernel_has_a_tile():
 def test_tiles(tile):
     """M: each number of rows of x that is fetched; N: what one block has, one more, odd; K: one step, fewer than warps, more than the ring holds."""
     rows, step = 16 * tile[0], 128 * tile[3]
-    for i, (m, n, steps) in enumerate(((1, rows, 1), (8, rows + 1, 9), (16, 2 * rows + 5, 3), (9, rows + 16, 17), (3, rows + 3, 5), (1, rows + 1, 9))):
+    for i, (m, n, steps) in enumerate(
+        ((1, rows, 1), (8, rows + 1, 9), (16, 2 * rows + 5, 3), (9, rows + 16, 17), (3, rows + 3, 5), (2, rows + 2, 5), (1, rows + 1, 9))
+    ):
         check(SOURCE, m, n, steps * step, tile, (BF16, FP16)[i % 2])
 
 
