@@ -44,8 +44,9 @@ def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
 
 def table_tiles(m: int) -> Iterator[configs.TableConfig | None]:
     yield None
+    yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
     if m <= 16:
-        yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
+        yield from (configs.TableConfig(*t, 4) for t in ((2, 2, 8), (4, 2, 4)))
 
 
 def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
@@ -135,11 +136,11 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
-        if "table" in kinds and m <= 16 and k % 256 == 0:
+        if "table" in kinds and m <= 24 and k % 1024 == 0:
             for tile in table_tiles(m):
                 yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
-            for size in ("table", "wide")[m > 16 :]:
+            for size in ("table", "wide")[m > 24 :]:
                 call = functools.partial(csrc.call, f"linear_{size}", early=True)
                 yield measure(f"{size} early", None, lambda i, call=call: call(x, (q[i], s[i]), g, None, 90), expected, count, facts)
         yield from epilogues(k, n, m, kinds, x, (q, s, g), count, facts)

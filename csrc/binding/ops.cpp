@@ -121,10 +121,10 @@ template <typename... Part> int begins(int64_t early, const Part&... parts) { re
 
 template <typename Place, Variant VARIANT>
 Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t sets,
-                    int64_t sets_a_warp, int64_t k_groups, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual,
-                    int64_t early) {
+                    int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t second, int64_t third, int64_t act, const Optional& mul,
+                    const Optional& residual, int64_t early) {
   return linear<Place, VARIANT>(kTable, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)sets,
-                                (int)sets_a_warp, (int)k_groups);
+                                (int)sets_a_warp, (int)k_groups, (int)substeps);
 }
 
 // As scratch_bytes() of csrc.py: float32 sums of 132 blocks of 128 rows, and a flag each.

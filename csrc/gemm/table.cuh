@@ -20,6 +20,11 @@ inline int rows_of_x(int M, int least) { return M <= least ? least : rows_of_x(M
 // A ring's stages, so many that warps find theirs at the same places again where it has two or more for each of `turns` (take_turns).
 inline int whole_turns(int stages, int turns) { return stages < 2 * turns ? stages : stages - stages % turns; }
 
+// Of tiles of BYTES a row, 16-byte chunk c of row r (copy_tile).
+template <int BYTES> __device__ __forceinline__ int place_of(int c, int r) {
+  return BYTES == 128 ? c ^ (r & 7) : BYTES == 64 ? c ^ (r >> 1 & 3) : BYTES == 32 ? c ^ (r >> 2 & 1) : c;
+}
+
 // By one thread: `full` are completed by what is fetched, `free` by `readers` warps a step.
 __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, int readers) {
   for (int i = 0; i < stages; ++i) counter_init(full + 8 * i, 1), counter_init(free + 8 * i, readers);

@@ -4,11 +4,6 @@
 
 namespace fp4 {
 
-// Of tiles of BYTES a row, 16-byte chunk c of row r (copy_tile).
-template <int BYTES> __device__ __forceinline__ int place_of(int c, int r) {
-  return BYTES == 128 ? c ^ (r & 7) : BYTES == 64 ? c ^ (r >> 1 & 3) : BYTES == 32 ? c ^ (r >> 2 & 1) : c;
-}
-
 template <int WORDS> struct alignas(4 * WORDS) Words {
   uint32_t of[WORDS];
 };

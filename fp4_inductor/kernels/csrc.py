@@ -80,7 +80,7 @@ class Kernel:
 
 KERNELS = {
     "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
-    "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups"), "small", early=True),
+    "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", early=True),
     "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=128),
     "linear_wide_fp8": Kernel(
         "gemm/linear_wide_fp8.cu",

@@ -116,6 +116,7 @@ class Row:
 
 # (op, or "" for all, kernel) -> (up to this M all calls sum a row in one order, what changes above).
 _WARPS = (16, "K is split over other numbers of warps for M <= 16 than above, unless 8192 <= N <= 8448 or N < 8192 <= K")
+_SEVEN = (16, "for more than 16 rows seven warps share K in place of eight where 6337 <= N <= 8448 and K >= 2048")
 _SPLITS = (1, "the tile and the number of blocks that share K follow M")
 _TILE = (1, "the tile follows M; a graph with dynamic M keeps one")
 _LIBRARY = (1, "the library chooses its algorithm by M")
@@ -132,7 +133,7 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
     ("", "cuda_small_pointwise"): _WARPS,
     **{("", f"cuda_wide{finish}"): _SPLITS for finish in ("", "_glu", "_pointwise")},
     ("", "cuda_wide_fp8"): _SPLITS,
-    **{("", f"cuda_table{what}"): (16, "") for what in ("", "_glu", "_pointwise")},
+    **{("", f"cuda_table{what}"): _SEVEN for what in ("", "_glu", "_pointwise")},
     **{("", f"cuda_sparse_{size}"): _SPLITS for size in ("small", "wide", "wide_fp8")},
     ("", "cuda_sparse_table"): (16, ""),
     ("moe", "cuda_moe_wide"): (1, "the tile follows the number of pairs an expert"),
@@ -149,15 +150,15 @@ BATCH: dict[tuple[str, str], tuple[int, str]] = {
 
 
 _GEMV = "bound by memory: dot products on packed words take 1.1-1.3x the time of reading the weight at M = 1; epilogues fuse behind it"
-_GEMV_LARGE = "serves 2^25 weights and more only where cuda_table may not begin early: 14.1 us at N = K = 8192, where cuda_table begun early takes 12.5"
+_GEMV_LARGE = "serves 2^24 weights and more only where cuda_table may not begin early: 14.1 us at N = K = 8192, where cuda_table begun early takes 12.5"
 # Which weights it serves on sm_90 though cuda_table serves more rows.
 _GEMV_WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (_GEMV, {"max_weights": 2**25 - 1}),
-    (_GEMV, {"min_weights": 2**25, "not_k_multiple": 256}),
-    (_GEMV_LARGE, {"min_weights": 2**25, "early": False}),
+    (_GEMV, {"max_weights": 2**24 - 1}),
+    (_GEMV, {"min_weights": 2**24, "not_k_multiple": 256}),
+    (_GEMV_LARGE, {"min_weights": 2**24, "early": False}),
 )
 _SMALL = "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8 on an H200, bf16 cuBLAS 34; three siblings take the time of one layer"
-_SMALL_90 = "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8, bf16 cuBLAS 34; cuda_table (K % 256 = 0, M <= 16) and cuda_wide (from 2^24 weights on) are faster"
+_SMALL_90 = "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8, bf16 cuBLAS 34; cuda_table (K % 256 = 0, M <= 24) and cuda_wide (from 2^24 weights on) are faster"
 # Up to how many rows on sm_90, and where. linear_wide brings scales as tiles where K is a multiple of 256; without that it was not timed.
 _SMALL_UNTIL: tuple[tuple[int, dict[str, Any]], ...] = (
     (32, {"max_weights": 2**24 - 1}),
@@ -258,7 +259,7 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
     """
     small = (((80, 89), 16, reason, EMULATED), ((100, 129), 16, reason, EMULATED))
     hopper: tuple[tuple[int, dict[str, Any]], ...] = ((max_m, {"max_weights": 2**24 - 1}), (max_m, {"not_k_multiple": 256}))  # as without an epilogue
-    table: tuple[dict[str, Any], ...] = ({"min_weights": 2**25, "early": True}, {"min_m": 2})
+    table: tuple[dict[str, Any], ...] = ({"min_weights": 2**24, "early": True}, {"min_m": 2})
     common: dict[str, Any] = {"k_multiple": 64, "csrc": f"linear_small_{finish}", "min_m": 2}
     return (
         *(
@@ -320,7 +321,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small", siblings=True),
     Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small", siblings=True),
-    Row("linear", "small", "cuda_table", (90, 90), 16, HALF, _TABLE, MEASURED, k_multiple=256, csrc="linear_table", siblings=True),
+    Row("linear", "small", "cuda_table", (90, 90), 24, HALF, _TABLE, MEASURED, k_multiple=256, csrc="linear_table", siblings=True),
     *(
         Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when)
         for m, when in _SMALL_UNTIL

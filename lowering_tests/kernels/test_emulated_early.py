@@ -26,9 +26,11 @@ def run(kernel: Emulated, x, w, bias, tile, constants=CODES_AND_SCALES) -> torch
     )
 
 
-@pytest.mark.parametrize(("source", "tile"), [(TABLE, (2, 2, 4)), (TABLE, (0, 0, 0)), (WIDE, (128, 32, 2, 1)), (WIDE, (256, 32, 1, 0))], ids=str)
+@pytest.mark.parametrize(
+    ("source", "tile"), [(TABLE, (2, 2, 4, 1)), (TABLE, (2, 2, 4, 4)), (TABLE, (0, 0, 0, 0)), (WIDE, (128, 32, 2, 1)), (WIDE, (256, 32, 1, 0))], ids=str
+)
 def test_only_codes_and_block_scales_are_read_early(source, tile):
-    for m, n, k in ((3, 70, 768), (9, 33, 2304)):
+    for m, n, k in ((3, 70, 768), (9, 33, 2304)) if tile != (2, 2, 4, 4) else ((3, 70, 1024), (9, 33, 5120)):
         x, w, bias = torch.randn(m, k).to(BF16), weight(n, k), torch.randn(n).to(BF16)
         y = run(emulated(source), x, w, bias, tile)
         assert error(y, x, w, bias) <= 2 * linear.CONTRACT.tolerance[BF16]
@@ -37,7 +39,7 @@ def test_only_codes_and_block_scales_are_read_early(source, tile):
 def test_weights_are_fetched_early():
     x, w = torch.randn(3, 768).to(BF16), weight(70, 768)
     with pytest.raises(EmulatorError, match="read of global memory before the previous kernel"):
-        run(emulated(TABLE), x, w, None, (2, 2, 4), constants=())
+        run(emulated(TABLE), x, w, None, (2, 2, 4, 1), constants=())
 
 
 def test_activations_in_e4m3_and_their_scales_are_read_behind_the_kernel_before():
@@ -70,4 +72,4 @@ def test_a_missing_wait_is_caught(case, tmp_path):
     x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
     kernel = Emulated(tmp_path / "csrc" / (WIDE if "wide" in source else TABLE), 90, emulator.QUICK)
     with pytest.raises(EmulatorError, match=words):
-        run(kernel, x, w, None, (2, 2, 4) if "wide" not in source else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))
+        run(kernel, x, w, None, (2, 2, 4, 1) if "wide" not in source else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))

@@ -20,8 +20,8 @@ from lowering_tests.kernels.test_emulated_linear import BF16, FP16, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 ACTS = ["", *ACTIVATIONS]
-TILES = {"linear_small": (2, 16, 2), "linear_table": (2, 2, 4), "linear_wide": (128, 32, 2, 1)}
-OTHER_TILES = {"linear_small": (4, 8, 2), "linear_table": (6, 1, 2), "linear_wide": (128, 64, 2, 1)}
+TILES = {"linear_small": (2, 16, 2), "linear_table": (2, 2, 4, 1), "linear_wide": (128, 32, 2, 1)}
+OTHER_TILES = {"linear_small": (4, 8, 2), "linear_table": (6, 1, 2, 1), "linear_wide": (128, 64, 2, 1)}
 
 
 def run(kernel: Emulated, name: str, x, w, bias, tile, then: Epilogue, columns: int) -> torch.Tensor:

@@ -72,16 +72,26 @@ def test_small_with_any_k(k):
             check(SMALL, m, n, k, (2, 16, 2), dtype)
 
 
-# (sets, sets_a_warp, k_groups): one warp; rows beyond N; a ring shorter than K; more warps in K than stages; every warp
-@pytest.mark.parametrize("tile", [(1, 1, 1), (3, 1, 5), (2, 2, 16), (4, 2, 3), (16, 2, 2), (8, 2, 4), (14, 2, 2)], ids=str)
+# (sets, sets_a_warp, k_groups, substeps): one warp; rows beyond N; a ring shorter than K; more warps in K than stages; every warp; four warps a stage
+TABLE_TILES = [(1, 1, 1, 1), (3, 1, 5, 1), (2, 2, 16, 1), (4, 2, 3, 1), (16, 2, 2, 1), (8, 2, 4, 1), (14, 2, 2, 1), (2, 2, 4, 4), (2, 2, 16, 4), (8, 2, 4, 4)]
+
+
+@pytest.mark.parametrize("tile", TABLE_TILES, ids=str)
 def test_table(tile):
-    for i, (m, n, k) in enumerate(((1, 33, 256), (8, 100, 2304), (5, 16, 5120), (9, 260, 1280), (16, 129, 4352), (3, 33, 2304))):
-        check(TABLE, m, n, k, tile, (BF16, FP16)[i % 2])
+    """K: one stage, fewer than warps, more than the ring holds; rows of x that are fetched: 4, 8, 16, 24."""
+    each = tile[3] * 256
+    for i, (m, n, steps) in enumerate(((1, 33, 1), (8, 100, 9), (5, 16, 20), (9, 260, 5), (16, 129, 17), (3, 33, 9), (24, 50, 9), (17, 33, 20))):
+        if m <= 16 or tile[3] == 1:
+            check(TABLE, m, n, each * (steps if tile[3] == 1 else -(-steps // 2)), tile, (BF16, FP16)[i % 2])
+
+
+def test_every_instance_of_the_table_kernel_has_a_tile():
+    assert {(sets, substeps) for _, sets, _, substeps in TABLE_TILES} == set(tiles_of(TABLE))
 
 
 def test_table_chooses_a_tile_for_every_size():
-    for m, n, k in ((1, 1, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768)):
-        check(TABLE, m, n, k, (0, 0, 0), BF16)
+    for m, n, k in ((1, 1, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768), (3, 2114, 1024), (20, 2114, 1024)):
+        check(TABLE, m, n, k, (0, 0, 0, 0), BF16)
 
 
 @pytest.mark.parametrize("tile", tiles_of(WIDE), ids=str)
@@ -118,7 +128,7 @@ def test_wide_chooses_a_tile_for_every_size():
         check(WIDE, m, n, k, (0, 0, 0, 0), BF16)
 
 
-EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "wide"])
+EACH = pytest.mark.parametrize(("source", "tile"), [(SMALL, (4, 8, 2)), (TABLE, (2, 2, 2, 1)), (WIDE, (128, 32, 2, 1))], ids=["small", "table", "wide"])
 
 
 @EACH
@@ -150,9 +160,11 @@ def test_every_code_with_every_scale(source, tile):
         assert ((y.double() - x.double() @ dense.T).abs() / magnitude.clamp_min(1e-30)).max() <= 2**-8
 
 
-@pytest.mark.parametrize(("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2)), (WIDE, (128, 32, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("source", "tile"), [(SMALL, (2, 16, 2)), (SMALL, (4, 8, 2)), (TABLE, (3, 1, 2, 1)), (TABLE, (2, 2, 8, 4)), (WIDE, (128, 32, 2, 2))], ids=str
+)
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_rows_on_each_other(source, tile):
-    m, k = (16, 1280) if source == TABLE else (24, 1088)
+    m, k = (16, 256 * (5 if tile[-1] == 1 else 12)) if source == TABLE else (24, 1088)
     x, w = torch.randn(m, k).to(BF16), weight(70, k)
     y = run(emulated(source), x, w, None, tile)
     assert torch.equal(run(emulated(source), x, w, None, tile, seed=7), y)
@@ -197,13 +209,20 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16, 32]]
     tiles[32] = (4, 4, 3)
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
-    x, w = noise(16, 70, 4352)
-    assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0)), few) == [few]
+    x, w = noise(24, 70, 4352)
+    assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0, 0)), [*few, 17, 24]) == [[*few, 17, 24]]
+    x, w = noise(24, 70, 4096)
+    tiles = {16: (2, 2, 8, 4), 17: (2, 2, 8, 1), 24: (4, 2, 8, 1)}  # of 33 to 64 rows a block; of these the last has seven stages
+    assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, tiles[m]), tiles) == [[16, 17], [24]]
     x, w = noise(65, 70, 1088)
     tiles = {3: (128, 32, 2, 2), 60: (128, 64, 2, 1), 65: (128, 128, 1, 1)}  # blocks, then groups, that share K
     assert len(alike(lambda m: run(emulated(WIDE), x[:m].clone(), w, None, tiles[m]), tiles)) == 3
     said = {(row.kernel, row.arch[0], row.max_m): row.batch for row in ROWS if row.op == "linear"}
-    assert "M <= 16" in said["cuda_small", 90, 32] and said["cuda_table", 90, 16] == said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
+    assert (
+        "M <= 16" in said["cuda_small", 90, 32]
+        and "seven warps" in said["cuda_table", 90, 24]
+        and said["cuda_small", 80, 16] == said["cuda_small", 100, 16] == ""
+    )
     assert said["cuda_wide", 90, 128]
 
 
@@ -216,7 +235,7 @@ def test_the_cpu_kernel_has_two_orders():
 
 
 def test_arguments_that_no_kernel_takes():
-    for source, tile in ((SMALL, (2, 16, 2)), (TABLE, (2, 2, 2)), (WIDE, (128, 32, 2, 1))):
+    for source, tile in ((SMALL, (2, 16, 2)), (TABLE, (2, 2, 2, 1)), (WIDE, (128, 32, 2, 1))):
         kernel, one = emulated(source), 256 if source == TABLE else 64
 
         def call(m, n, k, second, third, act, tile, kernel=kernel):
@@ -229,9 +248,11 @@ def test_arguments_that_no_kernel_takes():
         for second, third, act in ((9, 8, 0), (-1, 0, 0), (0, 0, 1)):  # not in order; no such row; an activation in a plain library
             with pytest.raises(EmulatorError, match="status 1"):
                 call(1, 8, one, second, third, act, tile)
-    for m, tile in ((17, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1))):
+    of_four = (1, (2, 2, 6, 4), 1024), (17, (2, 2, 4, 4), 1024), (1, (2, 2, 4, 4), 1280), (1, (2, 1, 4, 4), 1024), (1, (2, 2, 2, 2), 1024)
+    of_one = [(m, (*tile, 1), 256) for m, tile in ((25, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1)))]
+    for m, tile, k in (*of_one, *of_four):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, 256, 0, 0, 0, 0, 0, *tile)
+            emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, k, 0, 0, 0, 0, 0, *tile)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 64), (64, 128, 1152), (70, 131, 832)])
@@ -306,7 +327,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
     (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
     kernel = Emulated(tmp_path / "csrc" / source, defines=emulator.QUICK if words else ())
-    tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3), WIDE: (64, 32, 4, 2)}[source]
+    tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3, 1), WIDE: (64, 32, 4, 2)}[source]
     k = 2064 if "scales' tail" in case else 8192 if source in (WIDE, TABLE) else 4160
     x, w = torch.randn(8, k).to(BF16), weight(33, k)
     if words is None:

@@ -34,7 +34,7 @@ def compiled(f, m=M, layer=FP4Linear):
 
 
 def test_a_kernel_of_the_graph_made_the_activations():
-    for m, tile, kernel in ((8, 3, "table"), (64, 4, "wide"), (300, 2, "wide_fp8")):
+    for m, tile, kernel in ((8, 4, "table"), (64, 4, "wide"), (300, 2, "wide_fp8")):
         more = [0, 0] if kernel == "wide_fp8" else [0, 0, 0, None, None]
         assert compiled(lambda linear, x: linear(x.relu()), m=m) == ([0] * tile + more + [1], "begins while the kernel before it runs"), kernel
 
@@ -122,8 +122,7 @@ def test_the_kernel_of_one_row_is_chosen_by_whether_it_may_begin_early(layer, op
         assert [e.decision.row.csrc for e in entries if e.decision.row.csrc] == called
         return called, entries[-1].note
 
-    half = 1 + (make is Sparse24Linear)  # 2^24 weights are large for a sparse layer, 2^25 for a dense one
-    large, small, odd = (4096, 8192 // half), (4096, 8192 // half - 16), (4096 + 64, 8192)
+    large, small, odd = (4096, 4096), (4096, 4096 - 16), (4096 + 64, 8192)
     called, note = kernel(*large, lambda linear, x: layer(linear, x.relu()))
     assert called == [op]
     assert "begins while the kernel before it runs" in note

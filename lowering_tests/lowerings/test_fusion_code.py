@@ -65,7 +65,7 @@ def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
         assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
         assert kernels(entries)[0] == ("fp4.linear", "cuda_table", N + 2 * KV)
         assert [e.note.partition(";")[0] for e in entries[:2]] == ["one call for siblings: q, k, v", "one call for siblings: gate, up"]
-        assert re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", call_body(code)) == [f", 0, 0, 0, {scales}, 0, None, None, 1"]
+        assert re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", call_body(code)) == [f", 0, 0, 0, 0, {scales}, 0, None, None, 1"]
 
 
 def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
@@ -89,8 +89,8 @@ def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
     assert entries[2].module == "down"
     assert matches() == {"siblings": 2, "linear_glu": 1, "linear_epilogue": 1}
     body = call_body(code)
-    assert re.findall(r"linear_table_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, {INNER}, 0, 1, None, None, 1"]
-    assert re.findall(r"linear_table_pointwise\.default\(.*?, 90(.*?), in0, 1\)", body) == [", 0, 0, 0, 0, 0, 0, None"]
+    assert re.findall(r"linear_table_glu\.default\(.*?, 90(.*?)\)", body) == [f", 0, 0, 0, 0, {INNER}, 0, 1, None, None, 1"]
+    assert re.findall(r"linear_table_pointwise\.default\(.*?, 90(.*?), in0, 1\)", body) == [", 0, 0, 0, 0, 0, 0, 0, None"]
     assert "triton_poi_fused_mul" not in body
     assert re.search(r"return \(b\d+, b\d+, \)", body)
     # so do more rows; layers of fewer than 2^24 weights stay with the small kernel up to 32, and to 16 where a product alone is ahead

@@ -42,11 +42,13 @@ class SmallConfig:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """Tile of ``csrc/gemm/linear_table.cu``: 16 * sets rows of the weight a block, 16 * sets_a_warp a warp, K split over ``k_groups`` warps."""
+    """Tile of ``csrc/gemm/linear_table.cu``: 16 * sets rows of the weight a block, 16 * sets_a_warp a warp, K split over ``k_groups`` warps,
+    ``substeps`` of which share a stage."""
 
     sets: int
     sets_a_warp: int
     k_groups: int
+    substeps: int = 1
 
 
 @dataclass(frozen=True)
