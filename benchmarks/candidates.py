@@ -42,10 +42,10 @@ def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
         yield from (configs.SmallConfig(*t) for t in ((2, 16, 2), (4, 8, 2), *([(4, 8, 3)] if m <= 8 else []), *([(2, 8, 4), (4, 4, 3)] if m > 16 else [])))
 
 
-def table_tiles(m: int) -> Iterator[configs.TableConfig | None]:
+def table_tiles(m: int, k: int) -> Iterator[configs.TableConfig | None]:
     yield None
     yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
-    if m <= 16:
+    if m <= 16 and k % 1024 == 0:
         yield from (configs.TableConfig(*t, 4) for t in ((2, 2, 8), (4, 2, 4)))
 
 
@@ -136,8 +136,8 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
-        if "table" in kinds and m <= 24 and k % 1024 == 0:
-            for tile in table_tiles(m):
+        if "table" in kinds and m <= 24 and k % 256 == 0:
+            for tile in table_tiles(m, k):
                 yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
         if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
             for size in ("table", "wide")[m > 24 :]:
