@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
                                     {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
 
-constexpr int kMostTokens = kFinish == kPlain ? 24 : 16;  // more than 24 spill, of gates and ups more than 16
+constexpr int kMostTokens = kFinish == kPlain ? 24 : 16;  // more than 24 spill, of gates and ups more than 16; more with other epilogues were not timed
 
 // sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K, a multiple of substeps; substeps: of 256 k, a stage.
 struct Tile {
@@ -138,9 +138,9 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>
 }  // namespace
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, a multiple of
-// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; substeps 1, or 4 where sets_a_warp is 2, M <= 16, K % 1024 == 0 and k_groups % 4 == 0; all 0 for
-// best(). 1 <= M <= 24, or 16 where more is done behind the sums, K % 256 == 0; x, q and scale 16-byte aligned; bias, mul and residual may be null. early: it may begin, and fetch its first weights, while the kernel before it in its stream is still running;
-// that one must not write the weight.
+// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; substeps 1, or 4 of two sets a warp, where M <= 16, K % 1024 == 0 and k_groups % 4 == 0; all 0
+// for best(). 1 <= M <= 24, or 16 where more is done behind the sums, K % 256 == 0; x, q and scale 16-byte aligned; bias, mul and residual may be null. early: it may
+// begin, and fetch its first weights, while the kernel before it in its stream is still running; that one must not write the weight.
 extern "C" int fp4_linear_table(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
                                 int M, int N, int K, int dtype, int second, int third, int act, int early, int sets, int sets_a_warp, int k_groups, int substeps,
                                 void* stream) {
