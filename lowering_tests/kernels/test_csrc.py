@@ -23,31 +23,31 @@ COPY = r"LDGSTS\.E\.BYPASS\S*128"
 SOURCES = {
     "gemm/linear_small.cu": (
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", COPY),
-        lambda arch: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
+        lambda arch, *finish: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
     ),
     "gemm/linear_table.cu": (
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.2D", r"UTMALDG\.3D"),
-        lambda arch, finish="": 2 * {"": 8, "-DFP4_FINISH=1": 6, "-DFP4_FINISH=2": 4}[finish],
+        lambda arch, *finish: 2 * {(): 8, ("-DFP4_FINISH=1",): 6, ("-DFP4_FINISH=2",): 4}[finish],
     ),
     "sparse/sparse_linear_small.cu": (
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", COPY),
-        lambda arch: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
+        lambda arch, *finish: 2 * (7 + 3 if arch in (80, 90, 100) else 6 + 2),
     ),
     "sparse/sparse_linear_table.cu": (
         (r"HMMA\.SP\.16832\.F32\.BF16", r"HMMA\.SP\.16832\.F32\s", "LDSM", r"UTMALDG\.2D", r"UTMALDG\.3D"),
-        lambda arch: 2 * 2 * len(tiles_of("sparse/sparse_linear_table.cu")),
+        lambda arch, *finish: 2 * 2 * len(tiles_of("sparse/sparse_linear_table.cu")),
     ),
     "sparse/sparse_linear_wide.cu": (
         (r"HGMMA\.SP\.64x128x32\.F32\.BF16", r"HGMMA\.SP\.64x16x32\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "UTMACCTL.PF", "USETMAXREG"),
-        lambda arch: 2 * 2 * len(tiles_of("sparse/sparse_linear_wide.cu")),
+        lambda arch, *finish: 2 * 2 * len(tiles_of("sparse/sparse_linear_wide.cu")),
     ),
     "sparse/sparse_linear_wide_fp8.cu": (
         (r"QGMMA\.SP\.64x256x64\.F32\.E4M3\.E4M3", r"QGMMA\.SP\.64x192x64", "E4M3.F16.UNPACK_B_MERGE_C", "MULTICAST", "UTMALDG", "USETMAXREG", "STSM"),
-        lambda arch: len(tiles_of("sparse/sparse_linear_wide_fp8.cu")),
+        lambda arch, *finish: len(tiles_of("sparse/sparse_linear_wide_fp8.cu")),
     ),
     "gemm/linear_wide.cu": (
         (r"HGMMA\.64x128x16\.F32\.BF16", r"HGMMA\.64x32x16\.F32\s", r"UTMALDG\.2D \[", r"UTMALDG\.2D\.MULTICAST", "USETMAXREG"),
-        lambda arch: 2 * sum(len(tiles_of("gemm/linear_wide.cu", kind)) for kind in ("TILE", "SHARED", "ANY_K")),
+        lambda arch, *finish: 2 * sum(len(tiles_of("gemm/linear_wide.cu", kind)) for kind in ("TILE", "SHARED", "ANY_K", *(() if finish else ("STREAMED",)))),
     ),
     "gemm/linear_wide_fp8.cu": (
         (
@@ -60,23 +60,23 @@ SOURCES = {
             "USETMAXREG",
             "STSM",
         ),
-        lambda arch: len(tiles_of("gemm/linear_wide_fp8.cu")),
+        lambda arch, *finish: len(tiles_of("gemm/linear_wide_fp8.cu")),
     ),
     "moe/grouped_wide.cu": (
         (r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x32x16", r"HGMMA\.64x96x16\.F32\.BF16", "UBLKCP", r"UTMALDG\.2D", r"UTMALDG\.3D", "USETMAXREG", "LDGSTS"),
         # tiles x ((the first product in both forms, the second) x (K of a multiple of 256 or any), gather), one that gathers only, two routes, combine
-        lambda arch: 6 * (3 * 2 + 1) + 2 * 2 + 3,
+        lambda arch, *finish: 6 * (3 * 2 + 1) + 2 * 2 + 3,
     ),
     "moe/grouped_wide_fp8.cu": (
         (r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3", r"QGMMA\.64x256x32", "E4M3.F32", r"UTMALDG\.3D", r"UTMALDG\.2D\.MULTICAST", "USETMAXREG", "LDGSTS", "STSM"),
         # tiles x both products x (K of a multiple of 256 or any), rounding of tokens and of sorted rows of four lengths, route, combine
-        lambda arch: 4 * len(tiles_of("moe/grouped_wide_fp8.cu")) + 2 * 4 + 2,
+        lambda arch, *finish: 4 * len(tiles_of("moe/grouped_wide_fp8.cu")) + 2 * 4 + 2,
     ),
     "moe/decode_table.cu": (
         (r"HMMA\.16816\.F32\.BF16", r"HMMA\.SP\.16832\.F32\.BF16", "LDSM", "UBLKCP", r"UTMALDG\.3D"),
-        lambda arch: 2 * 2 * 3,  # one or two sets a warp x both products x (dense, of any K, 2:4-sparse)
+        lambda arch, *finish: 2 * 2 * 3,  # one or two sets a warp x both products x (dense, of any K, 2:4-sparse)
     ),
-    "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch: 2),
+    "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch, *finish: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
 COMPILED = [
@@ -126,8 +126,7 @@ def check_compiled(source, arch, folder, defines=()):
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
     early, wide = source in ("gemm/linear_table.cu", "sparse/sparse_linear_table.cu"), source.endswith(("linear_wide.cu", "linear_wide_fp8.cu"))
-    streams = 2 * len(tiles_of(source, "STREAMED")) if source == "gemm/linear_wide.cu" and not defines else 0
-    assert len(kernels) == (count(arch, *defines) if source == "gemm/linear_table.cu" else count(arch)) + streams
+    assert len(kernels) == count(arch, *defines)
     assert {int(stack) for _, _, stack in kernels} == {0}
     sass = subprocess.run([aot.tool("cuobjdump"), "-sass", str(library)], capture_output=True, text=True, check=True).stdout
     assert not re.search(r"\b(STL|LDL)\b", sass)
