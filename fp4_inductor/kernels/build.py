@@ -2,7 +2,8 @@
 
 The cache lies in ``$FP4_INDUCTOR_CACHE`` (default ``~/.cache/fp4_inductor``), mode 0700. A library's name holds the hash
 of its sources, flags, compiler, torch (for the binding) and processor (for C), so a changed byte never meets an old binary; it is
-written under a temporary name and renamed, so that concurrent processes never load half a file. What ``pip install`` built lies in
+written under a temporary name and renamed, so that concurrent processes never load half a file, and its length and
+hash are checked before it is loaded (``intact.py``). What ``pip install`` built lies in
 ``fp4_inductor/_lib`` under the hash of sources and flags, and needs no compiler at run time.
 """
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from .._sources import csrc_dir, prebuilt_dir
 from ..errors import KernelError
+from .intact import is_intact, publish
 
 
 def cache_dir() -> Path:
@@ -204,7 +206,7 @@ def _hash(inputs: tuple[Path, ...], flags: tuple[str, ...], *more: bytes) -> str
 def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], libraries: tuple[str, ...], machine: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     target = cache_dir() / f"{Path(source).stem}-{_hash(inputs, flags, version, machine.encode())}.so"
-    if target.exists():
+    if is_intact(target):
         return target
     handle, partial = tempfile.mkstemp(suffix=".so", dir=cache_dir())
     os.close(handle)
@@ -218,7 +220,7 @@ def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[st
                 limit="exit status 0",
                 remedy=f"Set {variable} to a newer compiler.",
             )
-        os.replace(partial, target)
+        publish(Path(partial), target)
     finally:
         Path(partial).unlink(missing_ok=True)
     return target

@@ -9,6 +9,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import warnings
 
 import pytest
 import torch
@@ -254,4 +255,28 @@ def test_four_processes_build_at_once(cache):
         assert worker.exitcode == 0
     assert len({name for name, _ in got}) == 1
     assert all(loads for _, loads in got)
-    assert [str(f) for f in cache.iterdir()] == [got[0][0]]  # no partial file is left
+    assert sorted(str(f) for f in cache.iterdir()) == [got[0][0], f"{got[0][0]}.sha256"]  # no partial file is left
+
+
+@pytest.mark.parametrize("damage", ["truncated", "a flipped byte", "no record", "a damaged record"])
+def test_a_damaged_library_is_built_again_before_it_is_loaded(cache, damage):
+    """Loading half a library would end the process with SIGBUS; one line says that it is built again, and the next process finds it whole."""
+    library = build.shared_library(SOURCE, ("-O1",))
+    whole, record = library.read_bytes(), library.with_name(f"{library.name}.sha256")
+    if damage == "truncated":
+        os.truncate(library, len(whole) // 2)
+    elif damage == "a flipped byte":
+        middle = len(whole) // 2
+        library.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    elif damage == "no record":
+        record.unlink()
+    else:
+        record.write_bytes(b"\xff\xfe")
+    with pytest.warns(RuntimeWarning, match="it is built again") as said:
+        assert build.shared_library(SOURCE, ("-O1",)) == library
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    assert library.read_bytes() == whole
+    assert ctypes.CDLL(str(library)).fp4_gemv is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build.shared_library(SOURCE, ("-O1",))
