@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -21,6 +18,7 @@ from ..models.plan import tensor_key
 from ..modules import FP4Experts, FP4Linear, SiblingWeight
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
+from .aside import as_path, publish, written_aside
 from .safetensors_file import DTYPES, crc32, read_header
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -45,37 +43,18 @@ def save(model: nn.Module, dir: str | os.PathLike, max_shard_size: int | str = "
     Raises:
         CheckpointError: a tensor has no values (meta), a foreign subclass or dtype, a module keeps non-tensor state,
             or the files cannot be written.
-        ConfigError: ``model`` is not a module.
+        ConfigError: ``model`` is not a module, ``dir`` no path.
     """
     limit = _size(max_shard_size)
+    directory = as_path(dir, "dir")
     if not isinstance(model, nn.Module):
         raise ConfigError("save() takes a module", value=type(model).__name__, limit="torch.nn.Module", remedy="Pass the model itself, not its state_dict.")
     model = getattr(model, "_orig_mod", model)
     stored, manifest = _collect(model)
-    directory = Path(dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".fp4_inductor-", dir=directory))
-    except OSError as error:
-        raise CheckpointError(
-            "the checkpoint cannot be written",
-            value=f"{error.strerror}: {directory}",
-            limit="a directory you may write to",
-            remedy="Choose another directory, or correct its permissions.",
-        ) from error
-    try:
+    with written_aside(directory, sum(t.numel() * t.element_size() for t in stored.values())) as aside:
         _write(stored, manifest, aside, limit)
-        _write_config(model, aside)
-        _publish(aside, directory)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            "the checkpoint cannot be written",
-            value=f"{type(error).__name__}: {error}",
-            limit=f"{sum(t.numel() * t.element_size() for t in stored.values())} bytes of tensors in {directory}",
-            remedy="Check the space and the permissions there, then save again.",
-        ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        write_config(model, aside, ("config", "generation_config"))
+        publish(aside, directory, mf.FILE, lambda name: bool(mf.SHARD.fullmatch(name)) or name == mf.INDEX)
 
 
 def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
@@ -196,8 +175,9 @@ def _owned(t: Tensor) -> Tensor:
     return t if t.untyped_storage().nbytes() == t.numel() * t.element_size() else t.clone()
 
 
-def _write_config(model: nn.Module, aside: Path) -> None:
-    for name in ("config", "generation_config"):
+def write_config(model: nn.Module, aside: Path, names: tuple[str, ...]) -> None:
+    """Write those configs of a transformers model that it has."""
+    for name in names:
         config = getattr(model, name, None)
         write = getattr(config, "save_pretrained", None)
         if callable(write):
@@ -212,21 +192,6 @@ def _write_config(model: nn.Module, aside: Path) -> None:
                     limit=f"what model.{name}.save_pretrained() writes",
                     remedy=f"Correct the options of model.{name} that it names.",
                 ) from error
-
-
-def _publish(aside: Path, directory: Path) -> None:
-    """Move the finished files into place. The manifest goes first and comes back last: without it nothing is a checkpoint."""
-    files = sorted(p.name for p in aside.iterdir() if p.is_file())
-    for name in files:
-        shutil.copymode(aside / mf.FILE, aside / name)  # safetensors writes 0600 whatever the umask says
-        with open(aside / name, "rb") as file:
-            os.fsync(file.fileno())
-    (directory / mf.FILE).unlink(missing_ok=True)
-    for old in directory.iterdir():
-        if (mf.SHARD.fullmatch(old.name) or old.name == mf.INDEX) and old.name not in files:
-            old.unlink()
-    for name in sorted(files, key=lambda n: n == mf.FILE):
-        os.replace(aside / name, directory / name)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
