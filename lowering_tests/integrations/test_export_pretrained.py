@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from fp4_inductor import FP4Linear, errors
 from fp4_inductor.checkpoint.reciprocal import is_exact, reciprocal
 from fp4_inductor.modules import FP4Experts
 from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, PLAIN, assert_same, bits, logits, raw, relative, reloaded
+
+SHARED = replace(PLAIN, siblings="shared")
 
 
 @pytest.mark.parametrize("path", [MODELOPT, MIXTRAL], ids=lambda p: p.name)
@@ -49,7 +52,7 @@ def test_compressed_tensors_decodes_the_export_to_the_same_weights(tiny, tmp_pat
     """With its own code (compressed_tensors.compressors), bit for bit in bfloat16, wherever the global scale has an exact reciprocal."""
     compressors = pytest.importorskip("compressed_tensors.compressors.nvfp4")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    model = fp4_inductor.quantize_model(tiny(family, torch.bfloat16), PLAIN, progress=False)
+    model = fp4_inductor.quantize_model(tiny(family, torch.bfloat16), SHARED, progress=False)
     fp4_inductor.export_pretrained(model, tmp_path, "compressed-tensors")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     [scheme] = quantization.QuantizationConfig.model_validate(config).config_groups.values()
@@ -65,7 +68,7 @@ def test_compressed_tensors_decodes_the_export_to_the_same_weights(tiny, tmp_pat
             exact += 1
         assert bool(((decoded.float() - want.float()).abs() <= 2.0**-7 * want.float().abs()).all()), name
     assert total >= 14 if family != "gpt2" else total == 8
-    assert exact >= 0.8 * total
+    assert exact >= 0.7 * total  # siblings share a scale: one without a partner counts two or three times
 
 
 def test_compressed_tensors_has_no_reader_for_sparse_nvfp4():
@@ -90,7 +93,7 @@ def ours(model, family: str) -> dict:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4"])
 def test_what_was_quantized_here_comes_back_from_modelopts_layout(tiny, tmp_path, family):
-    model = fp4_inductor.quantize_model(reloaded(tiny(family, torch.bfloat16), tmp_path / "dense"), PLAIN, progress=False)
+    model = fp4_inductor.quantize_model(reloaded(tiny(family, torch.bfloat16), tmp_path / "dense"), SHARED, progress=False)
     tmp_path = tmp_path / "export"
     fp4_inductor.export_pretrained(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -101,7 +104,7 @@ def test_what_was_quantized_here_comes_back_from_modelopts_layout(tiny, tmp_path
 
 
 def test_sharded(tiny, tmp_path):
-    model = fp4_inductor.quantize_model(tiny("mixtral", torch.bfloat16), PLAIN, progress=False)
+    model = fp4_inductor.quantize_model(tiny("mixtral", torch.bfloat16), SHARED, progress=False)
     fp4_inductor.export_pretrained(model, tmp_path, max_shard_size="30kB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert len(list(tmp_path.glob("*.safetensors"))) > 3

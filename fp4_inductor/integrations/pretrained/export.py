@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from ...checkpoint.aside import as_path, publish, written_aside
+from ...checkpoint.save import write_config
 from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
+from ...checkpoint.writers.fused import share_scales
 from ...errors import CheckpointError, ConfigError
 from ...models.experts import ExpertsSpec, describe_experts
 from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Weight
@@ -27,12 +31,32 @@ from ...tensors import NVFP4Tensor
 from ...tensors.base import FP4Tensor
 
 
-def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "modelopt", max_shard_size: int | str = "5GB") -> None:
+@dataclass(frozen=True)
+class ExportReport:
+    """What :func:`export_pretrained` wrote.
+
+    Args:
+        weights: how many are in FP4. rescaled: name on disk -> ``|W' - W| / |W|`` of a weight that was quantized again.
+    """
+
+    format: str
+    directory: Path
+    weights: int
+    rescaled: dict[str, float]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.weights} weights in FP4, {self.format}: {self.directory}", *(f"note: {note}" for note in self.notes)])
+
+
+def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "modelopt", max_shard_size: int | str = "5GB") -> ExportReport:
     """Write a quantized model for another library: vLLM, TensorRT-LLM, SGLang, compressed-tensors.
 
-    Codes and block scales are written bit for bit. A global scale that has to divide (compressed-tensors) is the float32
-    whose bfloat16 weights are the same; a warning says where there is none (see ``checkpoint/reciprocal.py``). Without
-    input scales the checkpoint says that activations are not quantized.
+    Codes and block scales are written bit for bit, except where layers that a server fuses into one product (q/k/v, gate/up)
+    have different global scales: all get the largest, and the others are quantized again under it.
+    A global scale that has to divide (compressed-tensors) is the float32 whose bfloat16 weights are the same; a remark says
+    where there is none (see ``checkpoint/reciprocal.py``). Without input scales the checkpoint says that activations are not
+    quantized. Files are written aside and renamed: nothing half-written is left, after Ctrl-C either.
 
     Args:
         model: a transformers model, quantized with :func:`fp4_inductor.quantize_model` or loaded here.
@@ -40,8 +64,11 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
         format: ``"modelopt"`` (``weight_scale_2``, hf_quant_config.json) or ``"compressed-tensors"`` (nvfp4-pack-quantized).
         max_shard_size: bytes, or text like ``"5GB"``.
 
+    Returns:
+        What was written, and the relative change of each weight that was quantized again; every remark is a warning too.
+
     Raises:
-        ConfigError: not a transformers model, an unknown format. CheckpointError: nothing in FP4, a layer that the layout
+        ConfigError: not a transformers model, an unknown format, no path. CheckpointError: nothing in FP4, a layer that the layout
             cannot describe (padded K), weights there already, or the files cannot be written.
     """
     layout = LAYOUTS.get(format)
@@ -55,7 +82,7 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
             limit="PreTrainedModel",
             remedy="Its names and config.json are what a server reads; fp4_inductor.save writes any module.",
         )
-    directory = Path(dir)
+    directory = as_path(dir, "dir")
     if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
         raise CheckpointError("the directory holds weights already", value=str(directory), limit="no *.safetensors", remedy="Choose an empty directory.")
     state, inputs, eight = _dense_names(model, hasattr(layout, "fp8_tensors"))
@@ -65,6 +92,8 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
         raise CheckpointError("nothing to export", value=f"{len(original)} tensors, none in FP4", limit=">= 1", remedy="Call quantize_model first.")
     activations = len(inputs) == sum(isinstance(t, NVFP4Tensor) for t in state.values())
     scales = _original_input_scales(model, state, inputs) if activations else {}
+    rescaled = share_scales(packed, scales)
+    original |= packed
     tensors: dict[str, Tensor] = {}
     for name, t in original.items():
         tensors |= layout.tensors(name, t, scales.get(name)) if isinstance(t, NVFP4Tensor) else {name: t}
@@ -76,13 +105,23 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     mixed = {"fp8": algorithms} if in_fp8 else {}
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations, **mixed)}
     config["architectures"] = [type(model).__name__]
-    _write(directory, tensors, {CONFIG: config, **layout.other_files(ignore, activations, **mixed)}, max_shard_size)
-    if remark := layout.remark(packed):
-        warnings.warn(f"export_pretrained: {remark}", stacklevel=2)
+    with written_aside(directory, sum(t.numel() * t.element_size() for t in tensors.values())) as aside:
+        _write(aside, tensors, {CONFIG: config, **layout.other_files(ignore, activations, **mixed)}, max_shard_size)
+        if model.can_generate():
+            write_config(model, aside, ("generation_config",))
+        publish(aside, directory, CONFIG)
+    notes = [remark] if (remark := layout.remark(packed)) else []
+    if rescaled:
+        worst = max(rescaled, key=rescaled.__getitem__)
+        notes.append(
+            f"{len(rescaled)} of {len(packed)} weights were quantized again under the global scale of the layers that a server fuses them with, "
+            f'which changed them by up to {rescaled[worst]:.2%} ({worst}); NVFP4Config(siblings="shared") shares that scale from the dense weights'
+        )
     if dense := [name for name, m in model.named_modules() if isinstance(m, FP8Linear) and f"{name}.weight" not in eight]:
-        warnings.warn(f"export_pretrained: FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(dense[:4])}", stacklevel=2)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
+        notes.append(f"FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(dense[:4])}")
+    for note in notes:
+        warnings.warn(f"export_pretrained: {note}", stacklevel=2)
+    return ExportReport(format, directory, len(packed), rescaled, tuple(notes))
 
 
 def _dense_names(model: PreTrainedModel, with_fp8: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, FP8Linear]]:
@@ -166,21 +205,12 @@ def _ignored(model: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:
     return sorted(name.removesuffix(".weight") for name in _original_names(model, weights) if name not in packed)
 
 
-def _write(directory: Path, tensors: dict[str, Tensor], files: Mapping[str, Any], max_shard_size: int | str) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        split = split_torch_state_dict_into_shards(tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size)
-        for file, names in split.filename_to_tensors.items():
-            save_file({n: tensors[n].detach().cpu().contiguous().clone() for n in names}, directory / file, metadata={"format": "pt"})
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for name, body in files.items():
-            (directory / name).write_text(json.dumps(body, indent=2) + "\n")
-    except OSError as error:
-        raise CheckpointError(
-            "the checkpoint cannot be written",
-            value=f"{error.strerror}: {directory}",
-            limit="a directory you may write to, with space",
-            remedy="Choose another directory, or correct its permissions.",
-        ) from error
+def _write(aside: Path, tensors: dict[str, Tensor], files: Mapping[str, Any], max_shard_size: int | str) -> None:
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        save_file({n: tensors[n].detach().cpu().contiguous().clone() for n in names}, aside / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (aside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for name, body in files.items():
+        (aside / name).write_text(json.dumps(body, indent=2) + "\n")
