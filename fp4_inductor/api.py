@@ -19,7 +19,7 @@ from .models.activation_cost import activation_cost
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, add_notes, record
 from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
-from .models.preflight import check_device, preflight
+from .models.preflight import check_device, nothing_to_quantize, preflight
 from .models.probe import Probe
 from .models.progress import bar
 from .models.scale_choice import choose
@@ -38,11 +38,11 @@ def quantize_model(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-    strict: bool = True,
+    strict: bool | None = None,
 ) -> nn.Module:
     """Replace the linear layers and experts of ``model`` by NVFP4 ones, dense or 2:4-sparse, in place, and print a report.
 
-    ``nn.Linear`` (and subclasses that keep its forward) and transformers' ``Conv1D`` become :class:`FP4Linear`; modules
+    ``nn.Linear`` (and subclasses whose forward computes the same) and transformers' ``Conv1D`` become :class:`FP4Linear`; modules
     that hold the weights of routed experts as 3-D Parameters become :class:`fp4_inductor.modules.FP4Experts`. Output
     heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
     reason in the report (``fp4_inductor.report(model)``). Linear layers that share one weight share the quantized one.
@@ -58,8 +58,9 @@ def quantize_model(
         device: quantize on this device and leave the whole model there. Each layer moves when its turn comes, so the
             dense model never has to fit there. None: every layer is quantized where it is.
         progress: show progress bars and print the report.
-        strict: raise if a linear or expert weight outside the skip list cannot be quantized. False keeps such weights
-            in high precision; the report's coverage says how much that is.
+        strict: True raises if a linear or expert weight outside the skip list cannot be quantized. None raises if such
+            weights are more than 5 % of those outside the skip list, and False does not raise. What is not quantized stays
+            in high precision, each weight with its reason in the report, whose coverage says how much it is.
 
     Returns:
         ``model`` (a new :class:`FP4Linear` if ``model`` itself is a linear layer).
@@ -97,12 +98,8 @@ def quantize_model(
     plan = make_plan(model, ignore, filter_fn, with_head=isinstance(config, NVFP4Config) and config.lm_head != "bf16")
     preflight(plan, strict)
     if not plan.groups and not plan.experts:
-        raise ConfigError(
-            "there is no layer to quantize",
-            value=f"{len(plan.existing)} layers in FP4 already, {len(plan.skipped)} parameters skipped",
-            limit="at least one linear layer outside the skip list and ignore",
-            remedy="Shorten ignore or widen filter_fn; report(model) names what was skipped and why.",
-        )
+        raise nothing_to_quantize(plan, model, ignore, filter_fn is not None)
+    strict = strict is not False  # from here on it is about calibration, which reaches every layer or says which it does not
     before = model_bytes(model)
     layers: list[LayerReport] = list(plan.existing)
     if isinstance(config, Sparse24Config):

@@ -22,6 +22,7 @@ OTHERS = {
     ("tensors/base.py", "IndexError"): "the protocol of iteration and negative indices",
     ("tensors/base.py", "_write_error"): "makes a typed error",
     ("checkpoint/build.py", "_not_a_module"): "makes a typed error",
+    ("api.py", "nothing_to_quantize"): "makes a typed error",
     ("models/preflight.py", "problems"): "a list of typed errors",
     ("models/preflight.py", "error"): "the typed error over several layers",
     ("models/hessian.py", "_ReachedError"): "ends a forward pass whose rest is not needed; caught by Watch.run",

@@ -423,7 +423,7 @@ def test_a_second_call_has_nothing_to_do_or_does_the_rest():
     assert quantized(model) == ALL
     assert model.blocks[0]["up"] is first
     assert len(fp4_inductor.report(model).layers) == 4
-    refused(errors.ConfigError, model, match="no layer to quantize")
+    refused(errors.ConfigError, model, match="in FP4 already")
 
 
 def test_a_weight_that_is_an_nvfp4_tensor_already_counts_as_covered():

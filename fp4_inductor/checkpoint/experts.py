@@ -52,16 +52,17 @@ def _misfit(module: nn.Module | None, entry: ExpertsEntry) -> str | None:
     if module is None:
         return "the model has no such module"
     if isinstance(module, FP4Experts):
-        shapes, spec = (module.first.shape, module.down_proj.shape), (module.first_name, module.first.bias is not None, module.dense)
+        shapes, spec = (module.first.shape, module.down_proj.shape), (module.first_name, module.first.bias is not None, module.dense, module.identity)
     else:
         found = describe_experts(module)
         if not isinstance(found, ExpertsSpec):
             return f"packed experts in the checkpoint, {found or type(module).__name__} in the model"
-        dense = (module.get_parameter(found.first), module.get_parameter("down_proj"))
+        down = module.get_parameter("down_proj")
+        dense = (module.get_parameter(found.first)[: len(down)], down)  # nothing is stored for experts that return their input
         shapes = tuple((p.shape[0], p.shape[2], p.shape[1]) if found.transposed else tuple(p.shape) for p in dense)  # type: ignore[assignment]
-        spec = (found.first, found.bias, found.dense)
+        spec = (found.first, found.bias, found.dense, found.identity)
     if shapes != (entry.gate_up, entry.down):
         return f"{entry.gate_up}, {entry.down} in the checkpoint, {shapes[0]}, {shapes[1]} in the model"
-    if spec != (entry.first, entry.bias, entry.dense):
-        return f"{(entry.first, entry.bias, entry.dense)} in the checkpoint, {spec} in the model"
+    if spec != (entry.first, entry.bias, entry.dense, entry.identity):
+        return f"{(entry.first, entry.bias, entry.dense, entry.identity)} in the checkpoint, {spec} in the model"
     return None

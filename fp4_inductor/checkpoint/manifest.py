@@ -47,7 +47,7 @@ REWRITE = "Save the model again with fp4_inductor.save()."
 MIXED = "Its files are of different saves, or were damaged on the way: copy the whole directory again."
 _JSON_LIMIT = 256_000_000
 _KEYS = {"format", "version", "checksum", "layers", "tensors", "derived", "aliases", "files", "report"}
-_OPTIONAL = {"storage", "storages"}
+_OPTIONAL = {"storage", "storages", "identity"}
 _DENSE_EXPERTS = (nvfp4.NAME, nvfp4.NAME)
 _LATER = {"experts"}  # absent in checkpoints written before there were any
 
@@ -77,7 +77,7 @@ class ExpertsEntry:
     """FP4Experts.
 
     ``first``: attribute of the first weight; ``gate_up`` and ``down``: ``[E, N, K]`` without padding, in the formats ``storages``;
-    ``input_scales``: the weights that have one.
+    ``input_scales``: the weights that have one; ``identity``: how many ids behind the last expert return their input.
     """
 
     first: str
@@ -90,6 +90,7 @@ class ExpertsEntry:
     large_m: str
     input_scales: tuple[str, ...] = ()
     storages: tuple[str, str] = _DENSE_EXPERTS
+    identity: int = 0
 
     def module(self) -> FP4Experts:
         """The module, on the meta device."""
@@ -102,7 +103,7 @@ class ExpertsEntry:
         for name, weight in ((self.first, first), ("down_proj", down)):
             if name in self.input_scales:
                 weight.input_scale = torch.ones(experts, dtype=torch.float32, device="meta")
-        return FP4Experts(first, down, Activation(**self.activation), first_name=self.first, dense=self.dense, large_m=self.large_m)
+        return FP4Experts(first, down, Activation(**self.activation), first_name=self.first, dense=self.dense, identity=self.identity, large_m=self.large_m)
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def write(manifest: Manifest) -> bytes:
     for entry in body.get("experts", {}).values():
         if entry["storages"] == _DENSE_EXPERTS:
             del entry["storages"]
+        if not entry["identity"]:
+            del entry["identity"]
     body["report"] = {"errors": body.pop("errors"), "kept": body.pop("kept")}
     for entry in body["files"].values():
         del entry["data_crc32"]
@@ -271,6 +274,8 @@ def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
     storages = v.get("storages", list(_DENSE_EXPERTS))
     right = isinstance(storages, list) and len(storages) == 2 and all(isinstance(s, str) and s in EXPERTS_BY_STORAGE for s in storages)
     _need(right, f"{what}.storages", storages, f"two of {list(EXPERTS_BY_STORAGE)}")
+    identity = v.get("identity", 0)
+    _need(type(identity) is int and 0 <= identity < 2**31, f"{what}.identity", identity, "a number of experts")
     _need(v["first"] in ("gate_up_proj", "up_proj"), f"{what}.first", v["first"], "gate_up_proj or up_proj")
     for key in ("gate_up", "down"):
         shape = v[key]

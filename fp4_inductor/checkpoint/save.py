@@ -128,6 +128,7 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
             m.large_m,
             tuple(part for part in (m.first_name, "down_proj") if getattr(m, part).input_scale is not None),
             (m.first.storage().name, m.down_proj.storage().name),
+            m.identity,
         )
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP4Experts)

@@ -6,9 +6,9 @@ import functools
 import importlib
 import pkgutil
 
-from .family import Experts, Family, Skip
+from .family import Experts, Family, Skip, Stack
 
-__all__ = ["Experts", "Family", "Skip", "families"]
+__all__ = ["Experts", "Family", "Skip", "Stack", "families"]
 
 
 @functools.cache

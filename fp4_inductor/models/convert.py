@@ -126,7 +126,7 @@ def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config
     weights, rows = {}, []
     for name in spec.parameters[:2]:
         channel_weight = None if statistics is None else statistics.first if name == spec.first else statistics.down
-        weights[name], error = quantize_expert_weight(target, module.get_parameter(name).detach(), config, pads[name], channel_weight, device)
+        weights[name], error = quantize_expert_weight(target, target.stack(name).detach(), config, pads[name], channel_weight, device)
         rows.append(experts_row(target, name, weights[name], error, statistics.notes if statistics else ()))
         del module._parameters[name]
     return install_experts(model, target, weights, pads, weight_only(config.large_m)), rows
@@ -166,7 +166,9 @@ def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, 
             parts, extra = pads[name]
             bias = module.get_parameter(f"{name}_bias").detach().to(packed.scale.device, packed.dtype)
             packed.bias = torch.cat([nn.functional.pad(p, (0, extra)) for p in bias.chunk(parts, -1)], -1)
-    new = FP4Experts(weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, large_m=large_m)
+    new = FP4Experts(
+        weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, large_m=large_m
+    )
     carry_over(module, new)
     target.module = new  # the last reference this package holds to the dense experts
     return replace_module(model, target.names, new)

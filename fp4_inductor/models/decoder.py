@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .family import Experts, Family, Skip
+from .family import Experts, Family, Skip, Stack
 
 
 def _narrow(module: nn.Module) -> bool:
@@ -16,7 +16,7 @@ def _narrow(module: nn.Module) -> bool:
 FAMILY = Family(
     name="decoder",
     skips=(
-        Skip(r"(^|\.)(lm_head|embed_out|output_projection)$", "output head: its error goes straight into the logits"),
+        Skip(r"(^|\.)(lm_head|embed_out|output_projection|codebooks_head)$", "output head: its error goes straight into the logits"),
         Skip(r"(^|\.)(score|classifier|qa_outputs)$", "task head: few weights, and its error goes straight into the answer", _narrow),
         Skip(
             r"(^|\.)(gate|router|wg|gate\.(wg|moe_statics)|router\.(layer|classifier|proj))$",
@@ -25,6 +25,10 @@ FAMILY = Family(
         ),
         Skip(r"(^|\.)(gate|router)\.moe_statics$", "router: balancing bias"),
         Skip(r"(^|\.)shared_expert_gate$", "router: gate of the shared expert"),
+    ),
+    stacks=(
+        # Gemma 4's and Kimi's vision towers: [2, positions, H], or a grid [height, width, H].
+        Stack(r".*", r"(.*_)?pos(ition(al)?)?(_.*|s)?", "position table: a lookup or a sum, no matrix product"),
     ),
     # The storage that transformers' @use_experts_implementation gives most families: mixtral, qwen2/3_moe, olmoe,
     # deepseek, glm4_moe, granitemoe, minimax, ernie4_5_moe, lfm2_moe, hunyuan_moe.

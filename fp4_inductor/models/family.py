@@ -17,11 +17,13 @@ class Skip:
         pattern: regular expression searched in the dotted name of the module that owns the weight.
         reason: one clause for the report.
         when: a further condition on the owning module; None means always.
+        part: the rule is for a part of a larger model, and does not apply to a model that would have nothing left to quantize.
     """
 
     pattern: str
     reason: str
     when: Callable[[nn.Module], bool] | None = None
+    part: bool = False
 
     def matches(self, name: str, module: nn.Module) -> bool:
         return re.search(self.pattern, name) is not None and (self.when is None or self.when(module))
@@ -46,6 +48,21 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """3-D Parameters that are no expert weights and stay in high precision.
+
+    Args:
+        owner: regular expression matched against the whole class name of the module whose forward uses the Parameter.
+        parameter: regular expression matched against the Parameter's whole name.
+        reason: one clause for the report.
+    """
+
+    owner: str
+    parameter: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family.
 
@@ -53,6 +70,7 @@ class Family:
         name: as in the report and in errors.
         skips: default skip rules; they apply to every model, so patterns must be specific.
         experts: 3-D expert Parameters of this family.
+        stacks: 3-D Parameters that are no experts; like ``skips``, they apply to every model.
         linears: ``(module path, class name)`` of linear layers that are no ``nn.Linear`` but hold ``weight [K, N]``
             and ``bias [N]`` and compute ``x @ weight + bias``.
         siblings: names, within one parent module, of linear layers that usually read the same input, in the order in
@@ -62,5 +80,6 @@ class Family:
     name: str
     skips: tuple[Skip, ...] = ()
     experts: tuple[Experts, ...] = ()
+    stacks: tuple[Stack, ...] = ()
     linears: tuple[tuple[str, str], ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()

@@ -15,10 +15,10 @@ from ..tensors.base import FP4Tensor
 from . import families
 from .coverage import LayerReport, Report, Skipped
 from .experts import ExpertsSpec, describe_experts
+from .kinds import expert_family, kept_stack, linear_kind, opaque_reason, stack_owner
 
 FilterFn = Callable[[nn.Module, str], bool]
 _HEADS = {"lm_head", "embed_out", "output_projection"}  # output heads by name, where the model does not say which it is
-_EXPERT_SIDE = 16  # a 3-D Parameter whose matrices are smaller than one scale block is no expert weight
 
 
 @dataclass
@@ -55,6 +55,11 @@ class ExpertsTarget:
     def name(self) -> str:
         return self.names[0]
 
+    def stack(self, parameter: str) -> Tensor:
+        """One of the module's Parameters: a matrix or a bias for each expert, without what is stored for identity experts and never used."""
+        p = self.module.get_parameter(parameter)
+        return p[: self.module.get_parameter("down_proj").shape[0]] if self.spec.identity else p
+
 
 @dataclass
 class Plan:
@@ -78,6 +83,14 @@ class Plan:
 
 def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None, with_head: bool = False) -> Plan:
     """Walk ``model`` once and decide. Changes nothing and reads no weight values. ``with_head``: the output head too."""
+    plan = _walked(model, ignore, filter_fn, with_head, towers=False)
+    if plan.groups or plan.experts or plan.existing or plan.uncovered:
+        return plan
+    # A vision tower by itself names its layers as it does inside a larger model, and there is nothing but the tower to quantize.
+    return _walked(model, ignore, filter_fn, with_head, towers=True)
+
+
+def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn | None, with_head: bool, towers: bool) -> Plan:
     paths: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(name)
@@ -96,7 +109,7 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             continue
         kind = linear_kind(module)
         head = with_head and (id(module) in heads or names[0].rpartition(".")[2] in _HEADS)
-        default = None if head else _default_skip(names[0], module, heads)
+        default = None if head else _default_skip(names[0], module, heads, towers)
         experts, unknown, tied = (None, None, None) if user or default else _experts(names, module, owners)
         if experts is not None:
             plan.experts.append(experts)
@@ -124,17 +137,18 @@ def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: 
             elif kind is not None and p.dim() == 2:
                 reason = user or default
                 if reason is None:
-                    plan.uncovered.append(Skipped(full, _once(p, covered_keys), _opaque_reason(kind, module)))
+                    plan.uncovered.append(Skipped(full, _once(p, covered_keys), opaque_reason(kind, module)))
                     continue
             else:
-                family = expert_family(module, pname, p)
+                owner = stack_owner(model, names[0], module)
+                family = expert_family(owner, pname, p)
                 if family is not None and user is None and default is None:
-                    missed = Skipped(full, _once(p, covered_keys), unknown or tied or f"expert weights ({family})")
+                    missed = Skipped(full, _once(p, covered_keys), unknown or tied or family)
                     plan.uncovered.append(missed)
                     if unknown:
                         plan.gating.append(missed)
                     continue
-                reason = user or default or _other_reason(module)
+                reason = user or default or kept_stack(owner, pname) or _other_reason(owner)
             plan.skipped.append(Skipped(full, _once(p, covered_keys), reason))
 
     # A linear layer whose bias is a plain vector is quantized with it: the bias is not a skipped parameter of its own.
@@ -181,11 +195,7 @@ def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict
     plan = make_plan(model)
     layers = [LayerReport(**{**vars(layer), "relative_error": errors.get(layer.name)}) for layer in plan.existing]
     left = [Skipped(f"{t.name}.weight", weight_count(t), "linear layer in high precision") for t in plan.targets]
-    left += [
-        Skipped(f"{t.name}.{p}".lstrip("."), t.module.get_parameter(p).numel(), "expert weights in high precision")
-        for t in plan.experts
-        for p in t.spec.parameters[:2]
-    ]
+    left += [Skipped(f"{t.name}.{p}".lstrip("."), t.stack(p).numel(), "expert weights in high precision") for t in plan.experts for p in t.spec.parameters[:2]]
     missed = left + plan.uncovered
     after = model_bytes(model)
     return Report(
@@ -217,22 +227,6 @@ def tensor_key(t: Tensor) -> tuple:
     if is_lazy(t) or t.device.type == "meta" or t.numel() == 0 or not t.untyped_storage().data_ptr():
         return (id(t),)
     return (t.device, t.untyped_storage().data_ptr(), t.storage_offset(), t.dtype, tuple(t.shape), t.stride())
-
-
-def expert_family(module: nn.Module, name: str, p: Tensor) -> str | None:
-    """The family whose experts ``module.name`` holds, ``"unknown family"`` for experts nobody described, or None.
-
-    Any 3-D floating-point Parameter ``[E > 1, >= 16, >= 16]`` outside a convolution counts: a linear-only quantizer
-    that misses experts misses 95% of such a model.
-    """
-    if p.dim() != 3 or not p.dtype.is_floating_point or isinstance(module, nn.modules.conv._ConvNd):
-        return None
-    if p.shape[0] < 2 or min(p.shape[1:]) < _EXPERT_SIDE:
-        return None
-    named = [f.name for f in families() for e in f.experts if re.fullmatch(e.owner, type(module).__name__) and name in dict(e.layouts)]
-    # The most specific description wins; "decoder" holds the layout most families share.
-    named.sort(key=lambda n: n == "decoder")
-    return (type(module).__name__ if named[0] == "decoder" else named[0]) if named else "unknown family"
 
 
 def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
@@ -284,34 +278,12 @@ def is_lazy(t: Tensor) -> bool:
 # --- classification ----------------------------------------------------------------------------------------------
 
 
-def linear_kind(module: nn.Module) -> str | None:
-    """``"linear"``, ``"transposed"``, or why a linear layer cannot be replaced (``"forward"``, ``"attention"``); None: not linear."""
-    cls = type(module)
-    qualified = {(c.__module__, c.__name__) for c in cls.__mro__}
-    if isinstance(module, (nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention)):
-        return "attention"  # reads its weights itself, past any forward
-    if isinstance(module, nn.Linear):
-        return "linear" if cls.forward is nn.Linear.forward else "forward"
-    if any(item in qualified for f in families() for item in f.linears):
-        return "transposed"
-    weight = getattr(module, "weight", None)
-    if cls.__name__.endswith("Linear") and isinstance(weight, Tensor) and weight.dim() == 2:
-        return "forward"
-    return None
-
-
-def _opaque_reason(kind: str, module: nn.Module) -> str:
-    if kind == "attention":
-        return "nn.MultiheadAttention reads this weight itself"
-    return f"{type(module).__name__} is a linear layer with its own forward"
-
-
-def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
+def _default_skip(name: str, module: nn.Module, heads: set[int], towers: bool) -> str | None:
     if id(module) in heads:
         return "output head: its error goes straight into the logits"
     for family in families():
         for skip in family.skips:
-            if skip.matches(name, module):
+            if not (towers and skip.part) and skip.matches(name, module):
                 return skip.reason
     return None
 
@@ -364,7 +336,7 @@ def _once(p: Tensor, seen: set[tuple]) -> int:
 def weight_count(t: Target | ExpertsTarget) -> int:
     """Weights of a target; 0 where they are computed or not there yet."""
     if isinstance(t, ExpertsTarget):
-        return sum(t.module.get_parameter(p).numel() for p in t.spec.parameters[:2])
+        return sum(t.stack(p).numel() for p in t.spec.parameters[:2])
     weight = t.module._parameters.get("weight")
     return 0 if weight is None or is_lazy(weight) else weight.numel()
 

@@ -9,12 +9,16 @@ from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Err
 from ..formats import nvfp4
 from .plan import ExpertsTarget, Plan, Target, is_lazy, weight_count
 
+# A call that does not say ``strict`` leaves up to this share of the linear and expert weights in high precision, each with its
+# reason in the report. At 5 % the quantized weights are an eighth larger than they could be; whoever has more at stake is asked.
+SMALL_SHARE = 0.05
 _OWN = {"weight", "bias"}
 
 
-def preflight(plan: Plan, strict: bool) -> None:
+def preflight(plan: Plan, strict: bool | None) -> None:
     """Raise one typed error that lists every problem of every layer, or return with nothing changed.
 
+    ``strict``: True refuses any linear or expert weight that would stay, None more than :data:`SMALL_SHARE` of them, False none.
     Problems of one kind raise that kind (``NonFiniteError``, ``DTypeError``, ...); mixed ones raise ``PreflightError``.
     """
     problems: list[FP4Error] = []
@@ -31,7 +35,7 @@ def preflight(plan: Plan, strict: bool) -> None:
         if not found:
             readable += [(f"{experts.name}.{n}".lstrip("."), experts.module.get_parameter(n)) for n in experts.spec.parameters]
     problems += _non_finite(readable)
-    if strict:
+    if strict or (strict is None and uncovered_share(plan) > SMALL_SHARE):
         problems += uncovered_errors(plan)
     if not problems:
         return
@@ -227,13 +231,54 @@ def _gating(plan: Plan) -> GatingError:
     )
 
 
-def _coverage(plan: Plan) -> CoverageError:
+def uncovered_share(plan: Plan) -> float:
+    """The share, 0 to 1, of the linear and expert weights outside the skip list that ``plan`` leaves in high precision."""
+    missed, total = _weights(plan)
+    return missed / max(total, 1)
+
+
+def _weights(plan: Plan) -> tuple[int, int]:
+    """Linear and expert weights outside the skip list: those that stay, and all of them."""
     missed = sum(s.params for s in plan.uncovered)
-    total = missed + sum(weight_count(t) for t in plan.targets) + sum(weight_count(t) for t in plan.experts) + sum(i.params for i in plan.existing)
+    return missed, missed + sum(weight_count(t) for t in plan.targets) + sum(weight_count(t) for t in plan.experts) + sum(i.params for i in plan.existing)
+
+
+def _coverage(plan: Plan) -> CoverageError:
+    missed, total = _weights(plan)
     names = bullets([f"{s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered])
     return CoverageError(
         f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}\n",
         value=f"{missed} of {total} weights",
-        limit="100% coverage with strict=True",
+        limit=f"{100 * SMALL_SHARE:.0f}% may stay by default, none with strict=True",
         remedy="Pass strict=False to quantize the rest and keep these, or name them in ignore=[...].",
     )
+
+
+def nothing_to_quantize(plan: Plan, model: nn.Module, ignore: object, filtered: bool) -> ConfigError:
+    """Why ``plan`` has no layer, and what to do about this reason.
+
+    Args:
+        ignore, filtered: what the caller passed as ``ignore``, and whether there was a ``filter_fn``.
+    """
+    chosen = [s for s in plan.skipped if s.reason.startswith("ignore=") or s.reason == "filter_fn"]
+    options = " and ".join(["ignore"] * bool(ignore) + ["filter_fn"] * filtered)
+    if plan.existing:
+        what, value = "every layer that can be quantized is in FP4 already", f"{len(plan.existing)} quantized layers"
+        limit, remedy = "a dense model", "Use the model as it is. For other options, load the dense model again and quantize that."
+    elif plan.uncovered:
+        reasons = dict.fromkeys(s.reason for s in plan.uncovered)
+        what, value = "no layer can be quantized", f"{len(plan.uncovered)} weights that cannot: {'; '.join(list(reasons)[:5])}"
+        limit, remedy = "at least one linear layer or module of experts that can", "Use the model as it is; fp4_inductor.report(model) names each weight."
+    elif chosen and options:
+        what, value = f"{options} left no layer to quantize", f"{len(chosen)} parameters left alone"
+        limit, remedy = "at least one linear layer", f"Shorten ignore, or return True for more modules: {options} took them all."
+        remedy = {"ignore": "Shorten ignore.", "filter_fn": "Let filter_fn return True for the layers to quantize."}.get(options, remedy)
+    else:
+        kinds = dict.fromkeys(s.reason for s in sorted(plan.skipped, key=lambda s: -s.params))
+        what = f"{type(model).__name__} has no linear layer to quantize"
+        value = "; ".join(list(kinds)[:5]) or "a model without parameters"
+        limit, remedy = (
+            "at least one linear layer or module of experts outside the skip list",
+            "Use the model as it is, or pass the part that has linear layers.",
+        )
+    return ConfigError(f"{what}; nothing was changed", value=value, limit=limit, remedy=remedy)

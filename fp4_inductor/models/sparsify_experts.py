@@ -79,9 +79,9 @@ def weight_name(target: ExpertsTarget, attribute: str) -> str:
     return f"{target.name}.{attribute}" if target.name else attribute
 
 
-def expert_weights(target: ExpertsTarget) -> dict[str, nn.Parameter]:
+def expert_weights(target: ExpertsTarget) -> dict[str, Tensor]:
     """Both weights by name."""
-    return {weight_name(target, a): target.module.get_parameter(a) for a in target.spec.parameters[:2]}
+    return {weight_name(target, a): target.stack(a) for a in target.spec.parameters[:2]}
 
 
 def matrix(target: ExpertsTarget, p: Tensor, e: int) -> Tensor:
@@ -168,7 +168,7 @@ def not_24(target: ExpertsTarget, p: Tensor) -> int:
 
 
 def _empty(kind: type[FP4ExpertWeight], target: ExpertsTarget, attribute: str, pad: tuple[int, int], device: torch.device | None) -> FP4ExpertWeight:
-    p = target.module.get_parameter(attribute)
+    p = target.stack(attribute)
     rows, columns = matrix(target, p, 0).shape
     k = columns + -columns % kind.storage().k_multiple
     options: dict[str, Any] = dict(rows=rows, columns=columns, dtype=p.dtype, device=p.device if device is None else device)

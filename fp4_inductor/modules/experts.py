@@ -80,6 +80,7 @@ class FP4Experts(nn.Module):
         first_name: attribute of the first weight: ``"gate_up_proj"``, or ``"up_proj"`` in models without a gate.
         dense: the call is ``forward(hidden_states [E * T, H])``, every expert's tokens one after the other (Llama 4), with zero rows
             for tokens it was not chosen for.
+        identity: ids from the number of experts on, as many as this, stand for experts that return their input (LongCat-Flash).
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
 
     Raises:
@@ -94,6 +95,7 @@ class FP4Experts(nn.Module):
         *,
         first_name: str = "gate_up_proj",
         dense: bool = False,
+        identity: int = 0,
         large_m: str = "auto",
     ):
         super().__init__()
@@ -107,7 +109,7 @@ class FP4Experts(nn.Module):
                 limit="[E, 2 * I or I, H] and [E, H, I] as stored",
                 remedy="Pad the rows of the first weight if K of the second was padded.",
             )
-        self.first_name, self.activation, self.dense, self.large_m = first_name, activation, dense, large_m
+        self.first_name, self.activation, self.dense, self.identity, self.large_m = first_name, activation, dense, identity, large_m
         self.num_experts, self.hidden_dim, self.intermediate_dim = first.num_experts, first.columns, down.columns
         self.add_module(first_name, first)
         self.down_proj = down
@@ -128,11 +130,17 @@ class FP4Experts(nn.Module):
             )
         else:
             ids, weights = top_k_index, top_k_weights
+        returned = None
+        if self.identity:
+            other = ids >= self.num_experts
+            returned = torch.where(other, weights, 0).float().sum(-1, keepdim=True) * rows.float()
+            ids = torch.where(other, -1, ids)
         first, down = self.first, self.down_proj
         if (padding := first.stored[2] - first.columns) != 0:
             rows = nn.functional.pad(rows, (0, padding))
         options = first.bias, down.bias, *self.activation.arguments(), False, None, self.large_m
         y = torch.ops.fp4.moe(*moe.arguments(rows, ids, weights, first.parts(), down.parts(), *options))
+        y = y if returned is None else (y.float() + returned).to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _routing_of_dense(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +151,8 @@ class FP4Experts(nn.Module):
         return ids, rows.new_ones(rows.shape[0], 1)
 
     def extra_repr(self) -> str:
-        return f"experts={self.num_experts}, {self.activation}, dense={self.dense}, large_m={self.large_m}"
+        identity = f", identity={self.identity}" if self.identity else ""
+        return f"experts={self.num_experts}, {self.activation}, dense={self.dense}{identity}, large_m={self.large_m}"
 
 
 def pack_experts(

@@ -171,6 +171,8 @@ def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: s
         return [f"{name}: quantized in the checkpoint, tied to another weight in the model"]
     *lead, n, k = (*old.shape[:-2], old.shape[-1], old.shape[-2]) if swapped else old.shape
     *stored_lead, stored_n, stored_k = (*t.qdata.shape[:-1], t.qdata.shape[-1] * 2)
+    if rows and isinstance(experts, ExpertsSpec):
+        lead = [lead[0] - experts.identity]  # nothing is stored for experts that return their input
     # K padded to whole blocks, and the rows of an expert's first product with it: only models quantized here are.
     fits = stored_k in (k, k + -k % nvfp4.GROUP) and (stored_n == n or (rows and stored_n > n and stored_n - n < 2 * nvfp4.GROUP))
     if stored_lead != lead or not fits:
@@ -220,12 +222,12 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
                 first = _empty_experts(old, spec, spec.first, cast(NVFP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
                 down = _empty_experts(old, spec, "down_proj", cast(NVFP4Tensor, t), dtype)
                 plan.replaced[owner] = old
-                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, large_m=weight_only(large_m))
+                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, large_m=weight_only(large_m))
                 _replace(model, owner, old, new)
 
 
 def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: NVFP4Tensor, dtype: torch.dtype) -> FP4ExpertWeight:
-    e, *dims = module.get_parameter(name).shape
+    e, (_, *dims) = module.get_parameter("down_proj").shape[0], module.get_parameter(name).shape
     rows, columns = reversed(dims) if spec.transposed else dims
     n, k = t.qdata.shape[1], t.qdata.shape[2] * 2
     return FP4ExpertWeight(e, n, k, rows=rows, columns=columns, bias=spec.bias, dtype=dtype, device="meta")

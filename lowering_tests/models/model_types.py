@@ -1,0 +1,174 @@
+"""Every model type of the installed Transformers against the default call of ``quantize_model``, on the meta device.
+
+    python -m lowering_tests.models.model_types [--json FILE] [TYPE ...]
+
+prints one line a type and a table of the refused ones with their reasons (about four minutes on one core). A type is judged
+by the model that a user would load: with a generating head where there is one, else the base model; where that has no linear
+layer (the trunk of a convolutional network), by the first of its other heads that has one. A model has its default size but
+six layers, so a share of a single layer is larger than in the real model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import inspect
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fp4_inductor.errors import FP4Error
+from fp4_inductor.models.plan import make_plan
+from fp4_inductor.models.preflight import nothing_to_quantize, preflight, uncovered_share
+
+LAYERS = 6
+_GENERATING = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM")
+_LAYER_COUNTS = {
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_layers", "decoder_layers"),
+    *("num_encoder_layers", "num_decoder_layers", "depth"),
+}
+_LAYER_LISTS = {"layer_types", "mlp_layer_types", "layers_block_type", "block_types"}
+# What a default configuration leaves open and its model needs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "autoformer": {"prediction_length": 24},
+    "informer": {"prediction_length": 24},
+    "time_series_transformer": {"prediction_length": 24},
+    "esm": {"vocab_size": 33, "pad_token_id": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+
+
+@dataclass
+class Verdict:
+    """What became of one model type.
+
+    Args:
+        status: ``"taken"``, ``"left"`` (taken, and some weights stay with a reason), ``"empty"`` (refused: no linear layer in any of its
+            models), ``"refused"``, or ``"not built"`` (no model class, a missing library, a default configuration that its own model refuses).
+        model: the class that was judged.
+        share: of the linear and expert weights that stay in high precision.
+        reasons: the reasons of those weights, or why it was refused or not built.
+    """
+
+    status: str
+    model: str = ""
+    share: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+
+
+def judged(model: torch.nn.Module) -> Verdict:
+    """The verdict of the default call on a model on the meta device."""
+    plan = make_plan(model)
+    name, share = type(model).__name__, uncovered_share(plan)
+    reasons = list(dict.fromkeys(s.reason for s in plan.uncovered))
+    try:
+        preflight(plan, None)
+    except FP4Error as error:
+        problems = [p for p in getattr(error, "problems", [error]) if "is on the meta device" not in str(p)]
+        if problems:
+            return Verdict("refused", name, share, reasons or [str(p).splitlines()[0] for p in problems])
+    if not (plan.groups or plan.experts):
+        error = nothing_to_quantize(plan, model, None, False)
+        return Verdict("refused" if plan.uncovered else "empty", name, share, [str(error).splitlines()[0]])
+    return Verdict("left" if plan.uncovered else "taken", name, share, reasons)
+
+
+def verdict(model_type: str) -> Verdict:
+    """The verdict on one key of ``CONFIG_MAPPING``."""
+    config_class = CONFIG_MAPPING[model_type]
+    failed, found = ["no model class"], Verdict("not built")
+    for cls in _classes(model_type, config_class):
+        try:
+            model = _built(cls, config_class, OPTIONS.get(model_type, {}))
+        except Exception as error:  # of any kind: it is the model that does not build, and the verdict says so
+            failed.append(f"{cls.__name__}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            continue
+        new = judged(model)
+        if found.status == "not built" or (found.status == "empty" and new.status != "empty"):
+            found = new
+        if found.status != "empty":
+            break
+    return found if found.status != "not built" else Verdict("not built", "", 0.0, failed[-1:])
+
+
+def _classes(model_type: str, config_class: type) -> Iterator[type]:
+    names = [f"MODEL_FOR_{n}_MAPPING" for n in _GENERATING] + ["MODEL_MAPPING"]
+    names += sorted(n for n in dir(modeling_auto) if n.startswith("MODEL_FOR") and n.endswith("_MAPPING") and n not in names)
+    seen: dict[type, None] = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # a class that needs a library which is not installed
+            listed = getattr(modeling_auto, name).get(config_class, ())
+            seen |= dict.fromkeys(listed if isinstance(listed, (tuple, list)) else (listed,))
+    if not seen:  # a part of a larger model: it has no auto class, but a class of its own
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+            own = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, transformers.PreTrainedModel)]
+            seen = dict.fromkeys(c for c in own if getattr(c, "config_class", None) is config_class and not c.__name__.endswith("PreTrainedModel"))
+    return iter(seen)
+
+
+def _built(cls: Any, config_class: type, options: dict[str, Any]) -> torch.nn.Module:
+    for small in (True, False):
+        config = config_class(**options)
+        if small:
+            _shrink(config, set())
+        try:
+            with torch.device("meta"):
+                return cls._from_config(config)
+        except Exception:
+            if not small:
+                raise
+    raise RuntimeError("not reached: the second attempt returns or raises")
+
+
+def _shrink(config: Any, seen: set[int]) -> None:
+    if id(config) in seen:
+        return
+    seen.add(id(config))
+    for key, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            _shrink(value, seen)
+        elif (key in _LAYER_COUNTS and type(value) is int and value > LAYERS) or (key in _LAYER_LISTS and isinstance(value, list)):
+            with contextlib.suppress(Exception):
+                setattr(config, key, value[:LAYERS] if isinstance(value, list) else LAYERS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="also write the verdicts to this file")
+    parser.add_argument("types", nargs="*", help="model types; all of them by default")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    found = {}
+    for name in arguments.types or sorted(CONFIG_MAPPING.keys()):
+        found[name] = v = verdict(name)
+        print(f"{name:36s} {v.status:10s} {v.model:44s} {100 * v.share:6.2f} %  {'; '.join(v.reasons)[:160]}", flush=True)
+        gc.collect()
+    counts = {s: sum(v.status == s for v in found.values()) for s in ("taken", "left", "empty", "refused", "not built")}
+    built = len(found) - counts["not built"]
+    taken = counts["taken"] + counts["left"]
+    linear = built - counts["empty"]
+    print(f"\n{counts}\nnot refused: {taken} of {linear} model types with a linear layer ({100 * taken / max(linear, 1):.1f} %),")
+    print(f"of all {built} that can be built here {100 * taken / max(built, 1):.1f} %\n")
+    for status in ("refused", "empty"):
+        print("\n".join(f"| {n} | {v.model} | {status} | {'; '.join(v.reasons)[:200]} |" for n, v in found.items() if v.status == status))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({n: asdict(v) for n, v in found.items()}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
