@@ -23,7 +23,7 @@ from ...checkpoint.save import write_config
 from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
 from ...checkpoint.writers.fused import share_scales
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.experts import ExpertsSpec, describe_experts
 from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Weight
 from ...modules.packed import PackedWeight
@@ -85,22 +85,24 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     directory = as_path(dir, "dir")
     if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
         raise CheckpointError("the directory holds weights already", value=str(directory), limit="no *.safetensors", remedy="Choose an empty directory.")
-    state, inputs, eight = _dense_names(model, hasattr(layout, "fp8_tensors"))
-    original = _original_names(model, state)
+    with torch.device("meta"):
+        dense = type(model)(copy.deepcopy(model.config))  # how this architecture stores its experts
+    state, inputs, eight = _dense_names(model, dense, hasattr(layout, "fp8_tensors"))
+    original = _original_names(dense, state)
     packed = {name: t for name, t in original.items() if isinstance(t, NVFP4Tensor)}
     if not packed:
         raise CheckpointError("nothing to export", value=f"{len(original)} tensors, none in FP4", limit=">= 1", remedy="Call quantize_model first.")
     activations = len(inputs) == sum(isinstance(t, NVFP4Tensor) for t in state.values())
-    scales = _original_input_scales(model, state, inputs) if activations else {}
+    scales = _original_input_scales(dense, state, inputs) if activations else {}
     rescaled = share_scales(packed, scales)
     original |= packed
     tensors: dict[str, Tensor] = {}
     for name, t in original.items():
         tensors |= layout.tensors(name, t, scales.get(name)) if isinstance(t, NVFP4Tensor) else {name: t}
-    in_fp8: dict[str, Any] = _original_names(model, {key: layer.scale[:1] for key, layer in eight.items()})
+    in_fp8: dict[str, Any] = _original_names(dense, {key: layer.scale[:1] for key, layer in eight.items()})
     for (name, scale), layer in zip(in_fp8.items(), eight.values(), strict=True):
         tensors |= layout.fp8_tensors(name, layer.qdata, scale, layer.input_scale)
-    ignore = _ignored(model, packed | in_fp8)
+    ignore = _ignored(model, dense, packed | in_fp8)
     algorithms = {name.removesuffix(".weight"): name in in_fp8 for name in (*packed, *in_fp8)} if in_fp8 else {}
     mixed = {"fp8": algorithms} if in_fp8 else {}
     config = json.loads(model.config.to_json_string(use_diff=False)) | {"quantization_config": layout.config(ignore, activations, **mixed)}
@@ -117,22 +119,20 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
             f"{len(rescaled)} of {len(packed)} weights were quantized again under the global scale of the layers that a server fuses them with, "
             f'which changed them by up to {rescaled[worst]:.2%} ({worst}); NVFP4Config(siblings="shared") shares that scale from the dense weights'
         )
-    if dense := [name for name, m in model.named_modules() if isinstance(m, FP8Linear) and f"{name}.weight" not in eight]:
-        notes.append(f"FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(dense[:4])}")
+    if high := [name for name, m in model.named_modules() if isinstance(m, FP8Linear) and f"{name}.weight" not in eight]:
+        notes.append(f"FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(high[:4])}")
     for note in notes:
         warnings.warn(f"export_pretrained: {note}", stacklevel=2)
     return ExportReport(format, directory, len(packed), rescaled, tuple(notes))
 
 
-def _dense_names(model: PreTrainedModel, with_fp8: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, FP8Linear]]:
+def _dense_names(model: PreTrainedModel, dense: PreTrainedModel, with_fp8: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, FP8Linear]]:
     """The state_dict a dense model would have, its quantized weights as NVFP4Tensor; the input scales by weight name; FP8 layers with one scale, if they can be
     written, which are left out of the first."""
     state: dict[str, Tensor] = {}
     eight: dict[str, FP8Linear] = {}
     inputs: dict[str, Tensor] = {}
     packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
-    with torch.device("meta"):
-        dense = type(model)(copy.deepcopy(model.config))  # how this architecture stores its experts
     for key, t in model.state_dict(keep_vars=True).items():
         owner, _, attribute = key.rpartition(".")
         if isinstance(t, FP4Tensor) and not isinstance(t, NVFP4Tensor):
@@ -178,23 +178,58 @@ def _is_transposed(dense: PreTrainedModel, name: str) -> bool:
     return isinstance(spec, ExpertsSpec) and spec.transposed
 
 
-def _original_names(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo what transformers renames, stacks and joins when it loads this architecture."""
-    used = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = None  # type: ignore[assignment]  # None: the rules of the architecture
+def _original_names(dense: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo what transformers renames, stacks and joins when it loads this architecture; experts that it leaves stacked come apart.
+
+    Args:
+        dense: the model on the meta device without packed layers: some rules look at its parameters.
+    """
     try:
-        return revert_weight_conversion(model, state)
-    finally:
-        model._weight_conversions = used  # type: ignore[assignment]
+        found = revert_weight_conversion(dense, state)
+    except FP4Error:
+        raise
+    except Exception as error:  # the rules are transformers' own code, and assume dense tensors
+        raise _cannot(f"{type(error).__name__}: {str(error)[:200]}") from error
+    before, after = (sum(t.numel() for t in tensors.values() if isinstance(t, NVFP4Tensor)) for tensors in (state, found))
+    if before != after:
+        raise _cannot(f"{before - after} weights left FP4")
+    apart: dict[str, Tensor] = {}
+    for name, t in found.items():
+        apart |= _one_by_one(name, t) if isinstance(t, NVFP4Tensor) else {name: t}
+    return apart
 
 
-def _original_input_scales(model: PreTrainedModel, state: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _cannot(value: str) -> CheckpointError:
+    return CheckpointError(
+        "transformers' rules for the names of this architecture cannot be undone on packed weights",
+        value=value,
+        limit="rules that rename, stack, join or transpose",
+        remedy="Use fp4_inductor.save or save_pretrained, which keep the model's own names.",
+    )
+
+
+def _one_by_one(name: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
+    """Experts ``[E, N, K]`` one by one, gate and up apart, as ModelOpt and llm-compressor write them; any other weight as it is."""
+    owner, _, attribute = name.rpartition(".")
+    if weight.dim() != 3 or weight.transposed or not owner.endswith("experts") or attribute not in ("gate_up_proj", "down_proj"):
+        return {name: weight}
+    out: dict[str, Tensor] = {}
+    for e in range(weight.shape[0]):
+        if attribute == "down_proj":
+            out[f"{owner}.{e}.down_proj.weight"] = weight[e]
+        else:
+            half = weight.shape[1] // 2
+            out |= {f"{owner}.{e}.gate_proj.weight": weight[e][:half], f"{owner}.{e}.up_proj.weight": weight[e][half:]}
+    return out
+
+
+def _original_input_scales(dense: PreTrainedModel, state: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The input scale of every weight by its name on disk: each travels through the same rules, in place of its weight's global scale."""
     carriers = {name: NVFP4Tensor(t.qdata, t.scale, inputs[name], t.logical_dtype, t.transposed) for name, t in state.items() if isinstance(t, NVFP4Tensor)}
-    return {name: t.global_scale for name, t in _original_names(model, dict(carriers)).items() if isinstance(t, NVFP4Tensor)}
+    return {name: t.global_scale for name, t in _original_names(dense, dict(carriers)).items() if isinstance(t, NVFP4Tensor)}
 
 
-def _ignored(model: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:
+def _ignored(model: PreTrainedModel, dense: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:
     """Linear layers and embeddings that are not in FP4, by the names of the files."""
     left = {
         f"{name}.weight": module
@@ -202,7 +237,7 @@ def _ignored(model: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:
         if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__.endswith(("Router", "Gate"))
     }
     weights = {key: module.weight for key, module in left.items() if isinstance(getattr(module, "weight", None), Tensor)}
-    return sorted(name.removesuffix(".weight") for name in _original_names(model, weights) if name not in packed)
+    return sorted(name.removesuffix(".weight") for name in _original_names(dense, weights) if name not in packed)
 
 
 def _write(aside: Path, tensors: dict[str, Tensor], files: Mapping[str, Any], max_shard_size: int | str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight
+from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight, native
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
 from ...config import LargeM, weight_only
@@ -74,7 +74,8 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     Raises:
         CheckpointError: names what is missing, unknown, of the wrong shape or dtype; the model is unchanged.
     """
-    found = format_of(config).find(shards, config)
+    reader = format_of(config)
+    found = reader.find(shards, config)
     if not any(weight.packed for weight in found.weights.values()):
         raise CheckpointError(
             "no quantized weight was found",
@@ -83,7 +84,7 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
             remedy="config.json and the weights are of different models: download the checkpoint again.",
         )
     dense = {name: e for name, e in shards.entries.items() if name not in found.used and name not in found.ignored}
-    assemblies, homeless = assemble(model, found.weights, dense)
+    assemblies, homeless = assemble(model, found.weights, dense, as_saved=reader is native)
     wrong, made = _check(model, assemblies, found, dtype)
     missing = _missing(model, made | set(config.get("dense", ())))
     unknown = [name for name in homeless if not _matches(name, model._keys_to_ignore_on_load_unexpected)]
