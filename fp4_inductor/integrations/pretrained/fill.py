@@ -57,6 +57,12 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
                     t = part_of(t, ranks.style(name.removesuffix(".weight")), ranks, name, _is_interleaved(model, name))
                 if not _place(model, name, t, input_scale, dtype):
                     kept_dense[name] = _refuse(name, t) if strict else t.to(device=_device(model, name), dtype=dtype)
+    for name, others in plan.followers.items():
+        for other in others:
+            if name in kept_dense:
+                kept_dense[other] = kept_dense[name]
+            else:
+                _follow(_packed_module(model, name), _packed_module(model, other))
     if ranks is not None:
         _finish_parts(model, plan, ranks)
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in kept_dense):
@@ -121,6 +127,15 @@ def _place(model: PreTrainedModel, name: str, t: Tensor | FP8Weight, input_scale
         module.input_scale = input_scale.to(where).expand(module.global_scale.shape).contiguous()
     unhide(module)
     return True
+
+
+def _follow(source: PackedWeight, follower: PackedWeight) -> None:
+    """Give ``follower`` the tensors of ``source``: the same ones on the same device."""
+    where = follower.qdata.device
+    follower.take(tuple(part.to(where) for part in source.parts()))
+    follower.bias = None if source.bias is None else source.bias.to(where)
+    follower.input_scale = None if source.input_scale is None else source.input_scale.to(where)
+    unhide(follower)
 
 
 def _refuse(name: str, t: Tensor) -> Tensor:

@@ -149,5 +149,5 @@ class _Sum:
 
 def shrink(module: PackedWeight) -> None:
     """Drop the full-size buffers of a layer to be filled with a part: transformers would allocate them on every rank."""
-    for part in NVFP4Tensor.PARTS:
+    for part in module.storage().names:
         setattr(module, part, getattr(module, part).new_empty(0))

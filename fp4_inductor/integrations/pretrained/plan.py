@@ -37,12 +37,14 @@ class LoadPlan:
     """What to read and where it goes.
 
     ``assemblies``: what this package reads, in the order of the files. ``replaced``: modules of experts that were replaced, by
-    path. ``dense``: names of the model's tensors that the checkpoint keeps in high precision.
+    path. ``followers``: a packed weight -> the weights of other layers that are tied to it and that no file stores.
+    ``dense``: names of the model's tensors that the checkpoint keeps in high precision.
     """
 
     assemblies: list[Assembly] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     replaced: dict[str, nn.Module] = field(default_factory=dict)
+    followers: dict[str, list[str]] = field(default_factory=dict)
     dense: list[str] = field(default_factory=list)
 
 
@@ -132,6 +134,7 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
     made: set[str] = set()
     known = model.state_dict()
     packed = {item.target for item in assemblies if item.packed}
+    stored = {item.target for item in assemblies}
     for item in assemblies:
         for name, t in shapes(item, model, dtype).items():
             made.add(name)
@@ -139,7 +142,7 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
             if old is None:
                 wrong.append(f"{name}: not in the model")
             elif item.packed:
-                wrong += _misfit(model, name, t, old, packed)
+                wrong += _misfit(model, name, t, old, packed) or _cannot_follow(model, name, t, stored - packed)
             elif tuple(t.shape) != tuple(old.shape) and not _padded_bias(model, name, t, old, assemblies):
                 wrong.append(f"{name}: shape {tuple(t.shape)} in the checkpoint, {tuple(old.shape)} in the model")
             elif t.dtype != old.dtype and not (t.dtype in _FLOATS and old.dtype in _FLOATS):
@@ -168,8 +171,6 @@ def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: s
     else:
         why = experts if isinstance(experts, str) else f"a parameter of {type(module).__name__} in the model"
         return [f"{name}: quantized in the checkpoint, {why}"]
-    if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
-        return [f"{name}: quantized in the checkpoint, tied to another weight in the model"]
     *lead, n, k = (*old.shape[:-2], old.shape[-1], old.shape[-2]) if swapped else old.shape
     *stored_lead, stored_n, stored_k = (*t.qdata.shape[:-1], t.qdata.shape[-1] * 2)
     if rows and isinstance(experts, ExpertsSpec):
@@ -181,13 +182,32 @@ def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: s
     return []
 
 
+def tied_to(model: PreTrainedModel, name: str) -> list[str]:
+    """The other names of the weight ``name``: transformers ties the Parameters of blocks that several layers share."""
+    tied = model.all_tied_weights_keys  # {follower: source}
+    source = tied.get(name, name)
+    return [other for other in (source, *(k for k, v in tied.items() if v == source)) if other != name]
+
+
+def _cannot_follow(model: PreTrainedModel, name: str, t: Tensor, dense: set[str]) -> list[str]:
+    """Why the layers whose weights are tied to the packed weight ``name`` cannot share it; empty if they can, or if there are none."""
+    others = tied_to(model, name)
+    kind = linear_kind(model.get_submodule(name.rpartition(".")[0]))
+    for other in others:
+        if other in dense:
+            return [f"{name}: quantized in the checkpoint, tied in the model to {other}, which is stored dense"]
+        if kind not in ("linear", "transposed") or not other.endswith(".weight") or linear_kind(model.get_submodule(other.removesuffix(".weight"))) != kind:
+            return [f"{name}: quantized in the checkpoint, tied in the model to {other}, which is no such layer"]
+    if others and is_parallel(model):
+        return [f"{name}: tied to {others[0]}; tensor parallelism does not divide a shared weight yet"]
+    return []
+
+
 def _misfit_fp8(model: PreTrainedModel, name: str, t: Tensor, old: Tensor) -> list[str]:
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     if linear_kind(module) != "linear" or attribute != "weight":
         return [f"{name}: FP8 in the checkpoint, which only linear layers can be here; a parameter of {type(module).__name__} in the model"]
-    if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
-        return [f"{name}: FP8 in the checkpoint, tied to another weight in the model"]
     if is_parallel(model):
         return [f"{name}: FP8 in the checkpoint, which tensor parallelism does not divide yet"]
     if tuple(t.shape) != tuple(old.shape):
@@ -216,7 +236,11 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
             layer = FP8Linear if t.dtype == fp8.DTYPE else FP4Linear
             path = weight_only(large_m) if layer is FP8Linear or old is model.get_output_embeddings() else large_m
-            _replace(model, owner, old, layer(k, n, bias=old.bias is not None, dtype=dtype, device="meta", large_m=path))
+            plan.followers[name] = [other for other in tied_to(model, name) if other not in made]
+            for at in (owner, *(other.rpartition(".")[0] for other in plan.followers[name])):
+                module = model.get_submodule(at)
+                _replace(model, at, module, layer(k, n, bias=module.bias is not None, dtype=dtype, device="meta", large_m=path))
+            _untie(model, name, plan.followers[name])
         elif attribute == "down_proj":
             spec = describe_experts(old)
             if isinstance(spec, ExpertsSpec):
@@ -225,6 +249,18 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
                 plan.replaced[owner] = old
                 new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, large_m=weight_only(large_m))
                 _replace(model, owner, old, new)
+
+
+def _untie(model: PreTrainedModel, name: str, followers: list[str]) -> None:
+    """Leave the weights and biases of packed layers to :func:`..fill.fill`: transformers ties Parameters, which they are not."""
+    for other in (name, *followers):
+        owner = other.rpartition(".")[0]
+        for key in (other, f"{owner}.bias"):
+            model.all_tied_weights_keys.pop(key, None)
+        if other != name:
+            module = cast(PackedWeight, model.get_submodule(owner))
+            shrink(module)
+            module._non_persistent_buffers_set |= {"bias"}
 
 
 def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: NVFP4Tensor, dtype: torch.dtype) -> FP4ExpertWeight:
