@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..formats import nvfp4
 from ..formats.storage import Storage
 from ..tensors import NVFP4Tensor
 from ..tensors.base import FP4Tensor
+from ..tensors.pickled import as_bytes, from_bytes
 
 # The integer dtype of the same width that stands for a buffer's bits.
 BITS = {1: torch.uint8, 4: torch.int32}
@@ -65,6 +66,17 @@ class BitBuffers(nn.Module):
                 self._buffers[name] = self._buffers[name].view(real)  # type: ignore[union-attr]
         self.dtype = dtype
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state["_buffers"] = {name: None if t is None else as_bytes(t) for name, t in self._buffers.items()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, real in self._bit_dtypes().items():
+            if (t := self._buffers.get(name)) is not None:
+                self._buffers[name] = from_bytes(t, real)
 
     def _probe(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
         """The dtype that ``fn`` turns ``dtype`` into."""

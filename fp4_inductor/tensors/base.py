@@ -19,6 +19,7 @@ from ..errors import DTypeError, UnsupportedOpError
 from ..formats.nvfp4 import HIGH_PRECISION
 from ..formats.storage import Storage
 from ..ops import cast_for_autocast
+from .pickled import as_bytes, rebuild
 
 aten = torch.ops.aten
 
@@ -120,6 +121,12 @@ class FP4Tensor(torch.Tensor):
         # requires_grad too: a graph compiled without the weight's gradient would be reused where one is wanted.
         layout = ";".join(f"{tuple(t.shape)}{tuple(t.stride())}{t.dtype}{t.device}" for t in self.parts())
         return f"{type(self).__qualname__}:{self.logical_dtype}:{self.transposed}:{self.requires_grad}:{layout}"
+
+    def __reduce_ex__(self, protocol):
+        own = {*self.ATTRIBUTES, "logical_dtype", "transposed"}
+        rest = {name: value for name, value in vars(self).items() if name not in own}
+        parts = tuple(as_bytes(part) for part in self.parts())
+        return rebuild, (type(self), parts, self.logical_dtype, self.transposed, self.requires_grad, rest)
 
     def __repr__(self, *, tensor_contents=None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, transposed={self.transposed})"

@@ -6,6 +6,8 @@ import warnings
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
+from .. import attention
+from .. import transformers as experts
 from .config import FP4InductorConfig, ModelOptConfig
 from .export import export_pretrained
 from .load import load_pretrained
@@ -15,7 +17,12 @@ __all__ = ["FP4InductorConfig", "ModelOptConfig", "export_pretrained", "load_pre
 
 
 def register() -> list[str]:
-    """Make ``from_pretrained`` know ``quant_method`` "modelopt" and "fp4_inductor"; returns those another library has taken."""
+    """Make ``from_pretrained`` know ``quant_method`` "modelopt" and "fp4_inductor"; returns those another library has taken.
+
+    The attention and experts implementations are registered too: a pickled model names them in its config.
+    """
+    attention.register()
+    experts.register()
     taken = []
     for method, config in (("fp4_inductor", FP4InductorConfig), ("modelopt", ModelOptConfig)):
         here = AUTO_QUANTIZER_MAPPING.get(method)
