@@ -17,6 +17,7 @@ from ..errors import DTypeError, ShapeError
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = MAGNITUDES + tuple(-v for v in MAGNITUDES)
 MAX = MAGNITUDES[-1]
+_EXPONENT, _ONE = 0x7F800000, 0x3F800000  # of a float32: the bits of its exponent, and of 1.0
 
 
 def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -52,11 +53,17 @@ def round_to_grid(x: Tensor) -> Tensor:
     Returns:
         float32 of the same shape.
     """
-    a = x.abs().clamp_(max=MAX)
-    # The grid's step is 1/2 below 2, 1 in [2, 4], 2 in [4, 6]. torch.round rounds half to even, which in
-    # units of the step is exactly "ties to the even code".
-    step = torch.where(a < 2.0, 0.5, torch.where(a < 4.0, 1.0, 2.0))
-    return torch.copysign(torch.round(a / step) * step, x)
+    return round_magnitude_(x.abs()).copysign_(x)
+
+
+def round_magnitude_(a: Tensor) -> Tensor:
+    """:func:`round_to_grid` in place, for a contiguous float32 ``a >= 0``."""
+    a.clamp_(max=MAX)
+    # The grid's step is 1/2 below 2, 1 in [2, 4], 2 in [4, 6]: half the power of two below a, or 1/2. 2^22 times that power has
+    # ulps of one step, so adding and subtracting it rounds to a multiple of the step, and to an even one at a tie, which is
+    # exactly "ties to the even code".
+    big = (a.view(torch.int32) & _EXPONENT).clamp_(min=_ONE).add_(22 << 23).view(torch.float32)
+    return a.add_(big).sub_(big)
 
 
 def encode(x: Tensor) -> Tensor:

@@ -72,27 +72,32 @@ def quantize(
     Raises:
         DTypeError, ShapeError, DeviceError, NonFiniteError, ConfigError.
     """
-    check_weight(w)
-    check_search(scale_search)
+    g, weight = checked_options(w, scale_search, global_scale, channel_weight)
     lead, (n, k) = tuple(w.shape[:-2]), w.shape[-2:]
-    amax = check_finite(w)
-    if global_scale is None:
-        g = global_scale_of(amax, scale_search)
-    else:
-        g = _checked_global_scale(global_scale, lead, w.device)
-    weight = _checked_channel_weight(channel_weight, k, w.device) if scale_search == "activation" else None
-
-    rows = w.flatten(0, -2)
-    row_scale = g.reshape(-1, 1).expand(-1, n).reshape(-1)
+    rows, row_scale = w.flatten(0, -2), scale_of_rows(g, n)
     qdata = torch.empty(rows.shape[0], k // 2, dtype=torch.uint8, device=w.device)
     scale = torch.empty(rows.shape[0], k // GROUP, dtype=SCALE_DTYPE, device=w.device)
-    for part in _row_chunks(rows.shape[0], k) if k else ():
+    for part in row_chunks(rows.shape[0], k) if k else ():
         blocks = rows[part].float().unflatten(-1, (-1, GROUP)) / row_scale[part, None, None]
         codes = choose_scale_codes(blocks, scale_search, weight)
         s = codes.view(SCALE_DTYPE).float()
         qdata[part] = e2m1.pack(e2m1.encode(_divide(blocks, s)).flatten(-2))
         scale[part] = codes.view(SCALE_DTYPE)
     return qdata.view(*lead, n, k // 2), scale.view(*lead, n, k // GROUP), g
+
+
+def checked_options(w: Tensor, scale_search: str, global_scale: Tensor | None, channel_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The global scale of each matrix (the leading shape of ``w``) and the weight of each channel that :func:`quantize` uses, or its errors."""
+    check_weight(w)
+    check_search(scale_search)
+    amax = check_finite(w)
+    g = global_scale_of(amax, scale_search) if global_scale is None else _checked_global_scale(global_scale, tuple(w.shape[:-2]), w.device)
+    return g, _checked_channel_weight(channel_weight, w.shape[-1], w.device) if scale_search == "activation" else None
+
+
+def scale_of_rows(g: Tensor, n: int) -> Tensor:
+    """``[E * n]``: the global scale of each row of matrices of ``n`` rows."""
+    return g.reshape(-1, 1).expand(-1, n).reshape(-1)
 
 
 def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -209,7 +214,8 @@ def _to_code(s: Tensor) -> Tensor:
 
 def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
     """E4M3 codes (uint8 ``[R, B]``) for blocks ``[R, B, 16]`` already divided by the global scale."""
-    amax = blocks.abs().amax(-1)
+    blocks = blocks.abs()
+    amax = blocks.amax(-1)
     base = _to_code(amax / torch.full_like(amax, e2m1.MAX))  # by a tensor: see global_scale_of
     if search == "amax":
         return base
@@ -228,10 +234,10 @@ def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Te
 
 
 def _error(blocks: Tensor, code: Tensor, weight: Tensor | None) -> Tensor:
+    """The squared error of each block of magnitudes."""
     s = code.view(SCALE_DTYPE).float()
-    d = torch.addcmul(blocks, e2m1.round_to_grid(_divide(blocks, s)), s.unsqueeze(-1), value=-1.0)
-    d = d.square()
-    d = d if weight is None else d * weight
+    d = torch.addcmul(blocks, e2m1.round_magnitude_(_divide(blocks, s)), s.unsqueeze(-1), value=-1.0).square_()
+    d = d if weight is None else d.mul_(weight)
     # Pairwise, in one order on every device, so that CPU and CUDA choose the same scales.
     for half in (8, 4, 2, 1):
         d = d[..., :half] + d[..., half:]
@@ -284,6 +290,7 @@ def _checked_channel_weight(weight: Tensor | None, k: int, device: torch.device)
     return weight.clamp_min(weight.mean() * 1e-4 + _TINY)
 
 
-def _row_chunks(rows: int, k: int) -> Iterator[slice]:
+def row_chunks(rows: int, k: int) -> Iterator[slice]:
+    """Slices of rows, of about as many weights as are handled at once."""
     step = max(1, _CHUNK // max(k, 1))
     return (slice(i, min(i + step, rows)) for i in range(0, rows, step))

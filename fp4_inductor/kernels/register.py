@@ -15,6 +15,7 @@ from ..ops import (
     linear_glu,
     linear_w4a4,
     moe,
+    quantize,
     quantize_glu_rows_fp8,
     quantize_rows_fp8,
     quantize_rows_nvfp4,
@@ -32,6 +33,7 @@ from .moe import (
     decode_table,  # noqa: F401  another of them
     grouped_wide,  # noqa: F401  another of them
 )
+from .quantize import cpu as quantize_cpu
 
 
 def _at_first_call(module: str, name: str) -> Callable:
@@ -53,6 +55,7 @@ linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "line
 linear_w4a4.CONTRACT.implement("CPU", linear_cpu.linear_w4a4)
 linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.launch", "linear_w4a4"))
 decode_attention.CONTRACT.implement("CUDA", _at_first_call(".decode_attention.launch", "decode_attention"))
+quantize.CONTRACT.implement("CPU", quantize_cpu.quantize)
 moe.CONTRACT.implement("CPU", by_expert.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))

@@ -17,7 +17,8 @@ MAX_M = 8
 _ADDRESS = ctypes.c_void_p
 
 
-def _openmp() -> tuple[str, ...]:
+def openmp() -> tuple[str, ...]:
+    """The compiler's flags for OpenMP."""
     # Torch brings its own libgomp; a second OpenMP runtime in the process would spin against its threads.
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return ("-fopenmp", f"-L{bundled[0].parent}", f"-l:{bundled[0].name}", f"-Wl,-rpath,{bundled[0].parent}") if bundled else ("-fopenmp",)
@@ -35,7 +36,7 @@ def opened(path: Path) -> ctypes.CDLL:
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str]:
     reasons = []
-    for flags in (("-march=native", *_openmp()), ("-march=native", "-fopenmp"), ("-fopenmp",)):
+    for flags in (("-march=native", *openmp()), ("-march=native", "-fopenmp"), ("-fopenmp",)):
         try:
             library = opened(shared_library("cpu/nvfp4.c", flags))
         except (KernelError, OSError) as error:
