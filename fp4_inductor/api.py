@@ -12,6 +12,7 @@ from . import checkpoint
 from .checkpoint import save
 from .config import Attention, NVFP4Config, Sparse24Config, check_attention
 from .errors import ConfigError
+from .formats import nvfp4
 from .integrations import describe_for_saving
 from .integrations.attention import use_attention_backend
 from .integrations.transformers import use_experts_backend
@@ -22,6 +23,7 @@ from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
 from .models.preflight import check_device, nothing_to_quantize, preflight
 from .models.probe import Probe
 from .models.progress import bar
+from .models.rounding_error import LOUD
 from .models.scale_choice import choose
 from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
@@ -154,6 +156,11 @@ def _finish(
     if config.large_m == "nvfp4":
         kl, notes, loud = activation_cost(model, probe)
         plan.notes += notes
+    loud += [
+        f"{row.name}: relative error {row.relative_error:.2f}. Single weights that are far larger than the others make those zero; repair or ignore the layer."
+        for row in layers
+        if row.relative_error is not None and row.relative_error >= LOUD and row.format == nvfp4.NAME
+    ]
     result = Report(
         layers=layers,
         skipped=plan.skipped,

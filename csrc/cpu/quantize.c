@@ -250,6 +250,49 @@ void fp4_quantize(const void* w, int bf16, int64_t rows, int64_t k, const float*
   }
 }
 
+// The value of a code's magnitude: from 2 on, the code counts exponents and first bits of the mantissa; 1 is 1/2, and 0 is 0.
+static inline float value_of(uint32_t magnitude) {
+  const uint32_t above = (magnitude + 252u) << 22;
+  return float_of(magnitude > 1 ? above : magnitude * 0x3F000000u);
+}
+
+// For each row of w [rows, k] and its quantized form with the global scale g: sums[row] = {|w - quantized|^2, |w|^2} in float64.
+// A row's sums do not depend on the number of threads.
+void fp4_rounding_error(const void* w, int bf16, int64_t rows, int64_t k, const uint8_t* q, const uint8_t* scale, float g, double (*sums)[2], int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    double error[GROUP] = {0}, norm[GROUP] = {0};
+    for (int64_t b = 0; b < k / GROUP; ++b) {
+      const uint8_t* from = q + row * (k / 2) + b * (GROUP / 2);
+      const float s = S[scale[row * (k / GROUP) + b] & 127];
+      float dense[GROUP];
+      uint32_t codes[GROUP];
+      if (bf16) {
+        for (int i = 0; i < GROUP; ++i) dense[i] = float_of((uint32_t)((const uint16_t*)w)[row * k + b * GROUP + i] << 16);
+      } else {
+        memcpy(dense, (const float*)w + row * k + b * GROUP, sizeof dense);
+      }
+      for (int i = 0; i < GROUP / 2; ++i) {
+        codes[2 * i] = from[i] & 15u;
+        codes[2 * i + 1] = from[i] >> 4;
+      }
+      for (int i = 0; i < GROUP; ++i) {
+        const float value = float_of(bits_of(value_of(codes[i] & 7u) * s * g) | (codes[i] & 8u) << 28);
+        const double d = (double)(value - dense[i]), x = (double)dense[i];
+        error[i] += d * d;
+        norm[i] += x * x;
+      }
+    }
+    for (int half = GROUP / 2; half; half /= 2)
+      for (int i = 0; i < half; ++i) {
+        error[i] += error[i + half];
+        norm[i] += norm[i + half];
+      }
+    sums[row][0] = error[0];
+    sums[row][1] = norm[0];
+  }
+}
+
 const char* fp4_quantize_isa(void) {
 #if defined(__AVX512F__)
   return "avx512";

@@ -184,7 +184,9 @@ def output_error(w: Tensor, q: Tensor, hessian: Tensor | None) -> float:
 def output_energy(w: Tensor, hessian: Tensor | None) -> float:
     """``tr(W H W^T)``: the squared outputs of ``w`` per row of the inputs behind ``hessian``; ``|W|^2`` if that is None."""
     w = w.float()
-    return max(0.0, float((w * w if hessian is None else (w @ hessian) * w).sum(dtype=torch.float64)))
+    if hessian is None:  # in float64, where the square of no float32 is zero or infinite
+        return float(torch.linalg.vector_norm(w, dtype=torch.float32 if w.device.type == "mps" else torch.float64)) ** 2
+    return max(0.0, float(((w @ hessian) * w).sum(dtype=torch.float64)))
 
 
 def _checked(w: Tensor, hessian: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from ..modules.experts import pack_experts
 from .calibrate_experts import Statistics
 from .coverage import LayerReport
 from .plan import ExpertsTarget, Target, existing_experts, existing_layer
+from .rounding_error import RoundingError, may_have_lost, relative_error
 
-_ERROR_CHUNK = 1 << 21  # weights compared at once
 _KL_ROWS = 64  # rows of logits compared at once
 _HOOKS = (
     "_forward_hooks",
@@ -182,13 +182,13 @@ def experts_row(target: ExpertsTarget, name: str, packed: FP4ExpertWeight, error
 
 def _experts_error(dense: Tensor, packed: FP4ExpertWeight, pad: tuple[int, int]) -> float:
     """As :func:`relative_error`, over all experts."""
-    error = norm = 0.0
+    sums, suspect = RoundingError(), may_have_lost(packed.scale)
     for e in range(packed.num_experts):
+        if not suspect and type(packed) is FP4ExpertWeight and sums.add_packed(dense[e], packed.qdata[e], packed.scale[e], packed.global_scale[e]):
+            continue
         d = unpadded(packed[e].dequantize(torch.float32), packed.columns, pad)
-        w = dense[e].to(d.device).float()
-        norm += float(torch.linalg.vector_norm(w)) ** 2
-        error += float(torch.linalg.vector_norm(d.sub_(w))) ** 2
-    return (error / norm) ** 0.5 if norm else 0.0
+        sums.add(dense[e].to(d.device).float(), d, suspect)
+    return sums.relative()
 
 
 def unpadded(w: Tensor, columns: int, pad: tuple[int, int]) -> Tensor:
@@ -221,20 +221,6 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     for name in _HOOKS:
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
-
-
-def relative_error(dense: Tensor, layer: FP4Linear) -> float:
-    """``|W - dequantized| / |W|``, Frobenius norms accumulated in float64; 0 for an all-zero weight."""
-    k = dense.shape[1]
-    error = norm = torch.zeros((), dtype=torch.float32 if dense.device.type == "mps" else torch.float64, device=layer.scale.device)
-    step = max(1, _ERROR_CHUNK // max(k, 1))
-    for start in range(0, dense.shape[0], step):
-        rows = slice(start, start + step)
-        w = dense[rows].float()
-        d = layer.dequantize(torch.float32, rows)
-        norm = norm + torch.linalg.vector_norm(w).to(norm.dtype).square()
-        error = error + torch.linalg.vector_norm(d.sub_(w)).to(norm.dtype).square()
-    return float((error / norm.clamp_min(torch.finfo(norm.dtype).tiny)).sqrt())
 
 
 def dense_weight(target: Target) -> Tensor:

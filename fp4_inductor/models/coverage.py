@@ -21,7 +21,8 @@ class LayerReport:
         shape: ``(out_features, in_features)``; ``(experts, out, in)`` for expert weights.
         params: weights.
         bytes_before, bytes_after: weight and bias.
-        relative_error: ``|W - dequantized| / |W|`` (Frobenius); None if the original weight was never seen (after load).
+        relative_error: ``|W - dequantized| / |W|`` (Frobenius), or the root of the share of nonzero blocks that became zero
+            if that is more; None if the original weight was never seen (after load).
         notes: e.g. that K was padded, or which other layers share this weight.
         format: ``"nvfp4"`` or ``"sparse24_nvfp4"``.
         bits_per_weight: of the codes, metadata and block scales.

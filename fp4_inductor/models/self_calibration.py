@@ -19,6 +19,8 @@ SEQUENCES, TOKENS = 16, 64
 # Writing is one pass over the weights per token: about a minute for this many on a desktop CPU.
 _CPU_PARAMETERS = 2_000_000_000
 _SEED = 0
+_TOP = 50
+_SMALLEST = 2.0**-24  # whose logarithms are finite, as are those of what is left of 1
 
 
 def why_not(model: Any) -> str | None:
@@ -39,7 +41,7 @@ def why_not(model: Any) -> str | None:
 def write(model: Any) -> list[dict[str, Tensor | bool]]:
     """One batch: ``input_ids`` int64 ``[16, 64]``, sampled from ``model`` at temperature 1 after its first token.
 
-    The same model gives the same text on the same device; the state of torch's random generators is restored.
+    The same model gives the same text on the same device, whatever other threads do; torch's own random generators are not used.
 
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
@@ -60,31 +62,44 @@ def write(model: Any) -> list[dict[str, Tensor | bool]]:
 
 
 def _sample(model: Any) -> Tensor:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
 
     device = next(model.parameters()).device
-    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda):
-        torch.random.default_generator.manual_seed(_SEED)
-        for index in cuda:
-            torch.cuda.default_generators[index].manual_seed(_SEED)
-        first = _first_tokens(model).to(device)
-        # Past its positions a model would read beyond a table.
-        new = min(TOKENS, getattr(model.config, "max_position_embeddings", None) or TOKENS) - 1
-        plain = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=50,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            pad_token_id=0,
-            cache_implementation="dynamic",  # a static cache would compile the dense model first
-            disable_compile=True,
-            remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
-        )
-        return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain)
+    first = _first_tokens(model).to(device)
+    # Past its positions a model would read beyond a table.
+    new = min(TOKENS, getattr(model.config, "max_position_embeddings", None) or TOKENS) - 1
+    plain = GenerationConfig(
+        do_sample=False,  # the largest score, which is a sample once Sampler has added its noise
+        repetition_penalty=1.0,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        pad_token_id=0,
+        cache_implementation="dynamic",  # a static cache would compile the dense model first
+        disable_compile=True,
+        remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
+    )
+    return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain, logits_processor=LogitsProcessorList([Sampler(_SEED)]))
+
+
+class Sampler:
+    """A logits processor after which the largest score is a sample at temperature 1 of the 50 most likely tokens.
+
+    It draws from a generator of its own. Torch's generators belong to the whole process: what other threads draw from them would
+    change what the model writes, and saving and restoring their state would make other threads draw the same numbers twice.
+    Source: Gumbel (1954); the largest of log p + Gumbel noise is distributed as p.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if scores.device not in self._generators:
+            self._generators[scores.device] = torch.Generator(scores.device).manual_seed(self.seed)
+        uniform = torch.rand(scores.shape, generator=self._generators[scores.device], device=scores.device, dtype=torch.float32)
+        noise = -torch.log(-torch.log(uniform.clamp(_SMALLEST, 1 - _SMALLEST)))
+        least = scores.topk(min(_TOP, scores.shape[-1]), -1).values[..., -1:]
+        return torch.where(scores < least, -float("inf"), scores.float() + noise)
 
 
 def _first_tokens(model: Any) -> Tensor:
@@ -94,7 +109,7 @@ def _first_tokens(model: Any) -> Tensor:
         begin = getattr(config, "bos_token_id", None)
         if isinstance(begin, int) and 0 <= begin < size:
             return torch.full((SEQUENCES, 1), begin)
-    return torch.randint(size, (SEQUENCES, 1))
+    return torch.randint(size, (SEQUENCES, 1), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _vocabulary(model: Any) -> int | None:

@@ -20,13 +20,14 @@ from .calibrate import batches_of, statistics
 from .calibrate_experts import ExpertsMeans, Statistics
 from .chain import Chain, find_chain, recording
 from .choose import Candidate, choose
-from .convert import dense_weight, install_group, relative_error
+from .convert import dense_weight, install_group
 from .coverage import LayerReport
 from .hessian import Moments
 from .plan import ExpertsTarget, Names, Plan
 from .probe import LOUD_KL, Probe
 from .progress import bar
 from .prune import PRUNERS, SEQUENTIAL, dense_layer, is_24, rows_needed, sparse_layer
+from .rounding_error import relative_error
 from .routed import RoutedInputs
 from .sparsify_experts import expert_weights, install_packed, not_24, put_dense, quantize_experts
 from .walk import Group, Item, walk

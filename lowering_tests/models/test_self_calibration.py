@@ -58,6 +58,31 @@ def test_writing_repeats_itself_and_leaves_no_trace(tiny):
     assert not model.model.layers[0].training
 
 
+def test_what_other_threads_draw_changes_nothing(tiny):
+    model = tiny("qwen3", torch.float32)
+    want = self_calibration.write(model)[0]["input_ids"]
+    before = torch.random.get_rng_state()
+    dense = model.forward
+
+    def forward(*args, **kwargs):
+        torch.rand(3)  # as another thread would between two steps
+        return dense(*args, **kwargs)
+
+    model.forward = forward
+    assert torch.equal(self_calibration.write(model)[0]["input_ids"], want)
+    assert not torch.equal(torch.random.get_rng_state(), before)  # what was drawn stays drawn
+
+
+def test_the_sampler_follows_the_probabilities():
+    scores = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).expand(20000, 4)
+    sampler = self_calibration.Sampler(0)
+    share = torch.bincount(sampler(None, scores).argmax(-1), minlength=4) / 20000
+    assert (share - scores[0].exp()).abs().max() < 0.02
+    many = torch.zeros(2000, 200)
+    many[:, :50] = 1.0
+    assert int(self_calibration.Sampler(0)(None, many).argmax(-1).max()) < 50
+
+
 def test_without_a_first_token_it_starts_at_random(tiny):
     model = tiny("llama", torch.float32)
     model.config.bos_token_id = model.generation_config.bos_token_id = None

@@ -11,7 +11,8 @@ from torch import nn
 
 from fp4_inductor import FP4Linear, Sparse24Linear, Sparse24NVFP4Tensor, errors, explain
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.models.convert import relative_error, share
+from fp4_inductor.models.convert import share
+from fp4_inductor.models.rounding_error import relative_error
 from fp4_inductor.modules import BY_STORAGE
 
 N, K = 64, 96

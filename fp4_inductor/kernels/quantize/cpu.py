@@ -34,6 +34,10 @@ def opened(path: Path) -> ctypes.CDLL:
     library.fp4_quantize.argtypes = (
         _ADDRESS, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, _ADDRESS, ctypes.c_int, _ADDRESS, _ADDRESS, _ADDRESS, ctypes.c_int,
     )  # fmt: skip
+    library.fp4_rounding_error.restype = None
+    library.fp4_rounding_error.argtypes = (
+        _ADDRESS, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, _ADDRESS, _ADDRESS, ctypes.c_float, _ADDRESS, ctypes.c_int,
+    )  # fmt: skip
     return library
 
 
@@ -69,3 +73,17 @@ def quantize(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None 
         )  # fmt: skip
     g = g.clone() if global_scale is not None else g
     return qdata.view(*lead, n, k // 2), scale.view(nvfp4.SCALE_DTYPE).view(*lead, n, k // nvfp4.GROUP), g
+
+
+def rounding_error(w: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[float, float] | None:
+    """``(|w - dequantized|^2, |w|^2)`` of a matrix ``[N, K]`` on the CPU, summed in float64; None if the C routine cannot read these tensors."""
+    tensors = (w, qdata, scale)
+    library = _library() if w.dtype in (torch.bfloat16, torch.float32) and w.numel() and w.shape == (len(qdata), 2 * qdata.shape[1]) else None
+    if library is None or any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+        return None
+    sums = torch.empty(w.shape[0], 2, dtype=torch.float64)
+    library.fp4_rounding_error(
+        w.data_ptr(), w.dtype == torch.bfloat16, *w.shape, qdata.data_ptr(), scale.data_ptr(), float(global_scale), sums.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    error, norm = sums.sum(0).tolist()
+    return error, norm
