@@ -33,6 +33,8 @@ OTHERS = {
     },
     **{(f"checkpoint/writers/{name}.py", "unsupported"): "makes a typed error" for name in ("compressed_tensors", "modelopt")},
     ("checkpoint/gguf_file.py", "wrong"): "makes a typed error",
+    ("checkpoint/shards.py", "_no_weights"): "makes a typed error",
+    ("integrations/pretrained/export.py", "_cannot"): "makes a typed error",
     ("integrations/pretrained/gguf.py", "unsupported"): "makes a typed error",
     ("models/calibrate.py", "non_finite"): "makes a typed error",
     **{

@@ -13,8 +13,9 @@ from ..errors import SHOWN, CheckpointError, SparsityError
 from ..formats import nvfp4, sparse24
 from ..formats.storage import Storage
 from . import manifest as mf
+from .aside import as_path
 from .safetensors_file import Entry, Header, data_crc32, parse_json, read_header
-from .shards import check_index
+from .shards import CONFIG, check_index
 
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
 _E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
@@ -30,7 +31,12 @@ class Checkpoint:
 
 def open_checkpoint(dir: str | os.PathLike) -> Checkpoint:
     """Prove the structure of a checkpoint directory without reading a weight."""
-    directory = Path(dir)
+    directory = as_path(dir, "dir")
+    if not directory.is_dir():
+        raise CheckpointError("there is no such folder", value=str(directory), limit="a folder that fp4_inductor.save() wrote", remedy="Correct the path.")
+    if not (directory / mf.FILE).exists() and (directory / CONFIG).exists():
+        remedy = "fp4_inductor.load_pretrained(folder) reads a quantized one; load a dense one with its own library and call quantize_model."
+        raise CheckpointError("fp4_inductor.save() did not write this folder", value=str(directory), limit=f"a folder with {mf.FILE}", remedy=remedy)
     manifest = mf.read(directory)
     if not manifest.files:
         raise CheckpointError(f"{mf.FILE} lists no file", value=0, limit=">= 1", remedy=mf.REWRITE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,89 @@ class Shards:
     metadata: dict[str, str]
 
 
-def open_shards(directory: str | os.PathLike) -> Shards:
+def variant_of(name: str, variant: str | None) -> str:
+    """``model.safetensors`` -> ``model.fp16.safetensors``, as transformers calls the files of a variant."""
+    stem, _, suffix = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{suffix}"
+
+
+def open_shards(directory: str | os.PathLike, variant: str | None = None) -> Shards:
     """Prove the headers of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
+
+    Where both are, transformers reads the single file, and so does this: an index whose shards are gone is a leftover.
+
+    Args:
+        variant: the ``variant=`` of ``from_pretrained``, which is a part of the file names.
 
     Raises:
         CheckpointError: no weights, a damaged or lying header, an index that disagrees with its shards or names a file
-            elsewhere, one name in two shards.
+            elsewhere, one name in two shards, a single file and a whole set of shards.
     """
     path = Path(directory)
-    if (path / INDEX).exists():
-        weight_map = _weight_map(path)
+    single, index = variant_of(SINGLE, variant), variant_of(INDEX, variant)
+    weight_map = None
+    if (path / single).exists():
+        files = [single]
+        shards = _shards_beside(path / index)
+        if shards and shards != files and all((path / name).exists() for name in shards):
+            raise CheckpointError(
+                "the folder holds two checkpoints",
+                value=f"{single}; {index} with {len(shards)} shards",
+                limit="one of them",
+                remedy="Remove the one that is not meant.",
+            )
+    elif (path / index).exists():
+        weight_map = _weight_map(path / index)
         files = sorted(set(weight_map.values()))
-    elif (path / SINGLE).exists():
-        weight_map, files = None, [SINGLE]
     else:
-        raise CheckpointError(
-            "there are no safetensors weights here",
-            value=str(path),
-            limit=f"a directory with {SINGLE} or {INDEX}",
-            remedy="Pickled weights (.bin, .pt) are never read: convert them to safetensors first.",
-        )
+        raise _no_weights(path, single, index)
     return collect({name: read_header(path / name) for name in files}, path, weight_map)
+
+
+def _shards_beside(index: Path) -> list[str]:
+    """The shards that an index beside a single file names; none if it is damaged, for nothing is read through it."""
+    try:
+        return sorted(set(_weight_map(index).values())) if index.exists() else []
+    except CheckpointError:
+        return []
+
+
+def _no_weights(path: Path, single: str, index: str) -> CheckpointError:
+    if not path.is_dir():
+        return CheckpointError("there is no such folder", value=str(path), limit="a folder with a checkpoint", remedy="Correct the path.")
+    remedy = "Pickled weights (.bin, .pt) are never read: convert them to safetensors first."
+    if (path / "fp4_inductor.json").exists():
+        remedy = "fp4_inductor.save() wrote this folder: read it with fp4_inductor.load(lambda: Model(config), folder)."
+    elif others := sorted(p.name for p in path.glob("model.*safetensors*") if p.name not in (SINGLE, INDEX))[:4]:
+        remedy = f"There is {', '.join(others)}: pass variant=, or name the folder that holds the rest."
+    return CheckpointError("there are no safetensors weights here", value=str(path), limit=f"a directory with {single} or {index}", remedy=remedy)
+
+
+def shards_of(files: Iterable[str | os.PathLike], base: Path | None = None) -> Shards:
+    """Prove the headers of exactly ``files``, and the index among their neighbours that names them, if there is one.
+
+    Args:
+        base: the folder that they have to lie in; None where nobody knows it.
+
+    Raises:
+        CheckpointError: as :func:`open_shards`; files of several folders, or outside ``base``.
+    """
+    paths = [Path(f) for f in files]
+    names = {p.name: p for p in paths}
+    directory = paths[0].parent
+    inside = base is None or Path(os.path.abspath(directory)).is_relative_to(os.path.abspath(base))
+    if len({p.parent for p in paths}) > 1 or not inside:
+        raise CheckpointError(
+            "weights outside of the checkpoint's folder",
+            value=", ".join(str(p) for p in paths)[:200],
+            limit=str(base or directory),
+            remedy="No writer makes an index that names such files: get the checkpoint from a source you trust.",
+        )
+    headers = {name: read_header(p) for name, p in names.items()}
+    for index in sorted(directory.glob("model.safetensors.index*.json")):
+        if len(names) > 1 and set((weight_map := _weight_map(index)).values()) == set(names):
+            return collect(headers, directory, weight_map)
+    return collect(headers, directory, None)
 
 
 def collect(headers: Mapping[str, Header], directory: Path, weight_map: Mapping[str, str] | None) -> Shards:
@@ -96,13 +158,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_json(path / INDEX).get("weight_map")
+    """Tensor -> file, as the index ``path`` says."""
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{INDEX} has no weight_map", value=repr(weight_map)[:80], limit="an object of names and files", remedy=_AGAIN)
+        raise CheckpointError(f"{path.name} has no weight_map", value=repr(weight_map)[:80], limit="an object of names and files", remedy=_AGAIN)
     for file in weight_map.values():
         if not isinstance(file, str) or not _NAME.fullmatch(file):
             raise CheckpointError(
-                f"{INDEX} names a file outside the checkpoint, or none",
+                f"{path.name} names a file outside the checkpoint, or none",
                 value=repr(file)[:200],
                 limit="a plain file name that ends in .safetensors",
                 remedy="No writer makes such an index: get the checkpoint from a source you trust.",

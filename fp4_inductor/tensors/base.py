@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -316,13 +317,46 @@ def _copy_(dst, src, non_blocking=False):
     return dst
 
 
+def _covered(p: Tensor) -> float:
+    """The share of its storage that ``p`` covers."""
+    return p.numel() * p.element_size() / max(p.untyped_storage().nbytes(), 1)
+
+
 def _covers_part_of_its_matrix(t) -> bool:
     """Is ``t`` a slice of rows or columns whose global scale belongs to the whole matrix?"""
+    return not t.is_meta and _covered(t.parts()[0]) < _covered(t.global_scale)
 
-    def covered(p: Tensor) -> float:
-        return p.numel() * p.element_size() / max(p.untyped_storage().nbytes(), 1)
 
-    return not t.is_meta and covered(t.parts()[0]) < covered(t.global_scale)
+@rule(aten.mul_.Tensor, aten.mul_.Scalar)
+def _mul_(t, other):
+    """By a positive number: the global scale takes it. RWKV rescales its layers so before it generates."""
+    factor = _factor(t, other)
+    return NotImplemented if factor is None else _scaled(t, t.global_scale * factor)
+
+
+@rule(aten.div_.Tensor, aten.div_.Scalar)
+def _div_(t, other):
+    factor = _factor(t, other)
+    return NotImplemented if factor is None else _scaled(t, t.global_scale / factor)
+
+
+def _factor(t, other) -> float | None:
+    """``other`` as a positive finite number; None if it is none, or if others share the global scale of ``t``."""
+    if not isinstance(t, FP4Tensor) or "global_scale" not in t.PARTS or t.is_meta or isinstance(other, FP4Tensor):
+        return None
+    if isinstance(other, Tensor) and (other.dim() or other.is_meta):
+        return None
+    if any(_covered(p) < 1 for p in (t.parts()[0], t.global_scale)):
+        return None
+    factor = float(other)
+    return factor if math.isfinite(factor) and factor > 0 else None
+
+
+def _scaled(t, global_scale: Tensor):
+    if not bool((torch.isfinite(global_scale) & (global_scale > 0)).all()):
+        return NotImplemented
+    t.global_scale.copy_(global_scale)
+    return t
 
 
 @rule(aten.empty_like.default)

@@ -118,7 +118,7 @@ def edit_header(directory: Path, edit: Callable[[dict], None], file: str = mf.SI
 
 def test_no_checkpoint(tmp_path):
     refused(tmp_path, "cannot be read")
-    refused(tmp_path / "nowhere", "cannot be read")
+    refused(tmp_path / "nowhere", "no such folder")
     (tmp_path / mf.FILE).mkdir()
     refused(tmp_path, "cannot be read")
 

@@ -247,7 +247,11 @@ def test_data_of_the_same_kind():
 D = torch.randn(N, K)
 WRITES = {
     "add_": lambda q: q.add_(1),
-    "mul_": lambda q: q.mul_(2),
+    "mul_ by a tensor": lambda q: q.mul_(D),
+    "mul_ by a negative number": lambda q: q.mul_(-2),
+    "mul_ by zero": lambda q: q.mul_(0),
+    "mul_ out of range": lambda q: q.mul_(1e39),
+    "div_ of some rows": lambda q: q[8:].div_(2),
     "zero_": lambda q: q.zero_(),
     "fill_": lambda q: q.fill_(1),
     "normal_": lambda q: nn.init.normal_(q),
@@ -283,6 +287,20 @@ def test_a_write_without_a_packed_form_is_refused_and_changes_nothing(case):
         WRITES[case](q)
     assert same(q, matrix())
     assert (q.shape, q.dtype) == ((N, K), torch.float32)
+
+
+@pytest.mark.parametrize("factor", [0.25, 3, torch.tensor(0.5)], ids=str)
+def test_a_positive_number_scales_in_place(factor):
+    """What RWKV does to its layers before it generates; the global scale takes it, in the tensors that a layer holds."""
+    q, want = matrix(), matrix()
+    parts = q.parts()
+    with torch.no_grad():
+        assert q.mul_(factor) is q
+        assert all(a is b for a, b in zip(q.parts(), parts, strict=True))
+        assert torch.equal(q.global_scale, want.global_scale * factor)
+        assert torch.equal(q.scale.view(torch.uint8), want.scale.view(torch.uint8))
+        q.div_(factor)
+    torch.testing.assert_close(q.global_scale, want.global_scale, rtol=2.0**-22, atol=0)
 
 
 # --- torch's cache key ------------------------------------------------------------------------------------------

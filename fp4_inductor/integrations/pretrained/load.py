@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...checkpoint.manifest import FILE as NATIVE
 from ...checkpoint.readers import modelopt
 from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
 from .config import FP4InductorConfig
 from .gguf import load_gguf
+from .native_folder import load_native
+from .place import find_checkpoint, hub_options
 from .plan import format_of
 
 if TYPE_CHECKING:
@@ -44,12 +47,13 @@ def load_pretrained(
     """Load a quantized model, its codes and scales bit for bit, and run it in FP4 on any device.
 
     Reads ModelOpt NVFP4, compressed-tensors ``nvfp4-pack-quantized`` and ``mxfp4-pack-quantized``, gpt-oss MXFP4, torchao
-    ``NVFP4Tensor``, GGUF files with NVFP4 or MXFP4 tensors (the architectures transformers reads), and what ``save_pretrained`` writes for models
-    quantized here: file by file, straight to ``device``.
+    ``NVFP4Tensor``, GGUF files with NVFP4 or MXFP4 tensors (the architectures transformers reads), and what ``save_pretrained`` or
+    :func:`fp4_inductor.save` write for models quantized here: file by file, straight to ``device``.
     No pickle is read and no code of the checkpoint is run.
 
     Args:
-        path_or_id: a directory, a ``.gguf`` file, or a hub id (``revision``, ``token``, ``cache_dir`` are passed on).
+        path_or_id: a directory, a ``.gguf`` file, or a hub id (``revision``, ``token``, ``cache_dir``, ``subfolder`` and
+            ``variant`` are passed on). Where the hub cannot be reached, what is in its cache is read.
         device: where the model goes; the CPU if None. ``device_map`` is passed on instead if given.
         dtype: of what is not quantized, and of activations; None takes what config.json says.
         strict: raise for tensors that are missing on either side, and for weights that NVFP4 cannot hold without loss.
@@ -74,7 +78,9 @@ def load_pretrained(
     if where is not None and options.get("device_map") is not None:
         raise ConfigError("device and device_map say the same", value=[str(where), options["device_map"]], limit="one of them", remedy="Leave out device.")
     auto = AutoModelForCausalLM if model_class is None else model_class
-    path = Path(path_or_id)
+    path, on_hub = find_checkpoint(path_or_id, options)
+    if on_hub:
+        options |= hub_options(str(path_or_id), options)
     hub: dict[str, Any] = {
         k: options[k] for k in ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download") if k in options
     }
@@ -83,8 +89,12 @@ def load_pretrained(
     options["dtype"] = "auto" if dtype is None else dtype
     if path.suffix == ".gguf" and path.is_file():
         return load_gguf(path, auto, large_m, strict, options, attention or "auto")
-    if path.is_dir():
-        check_config(read_json(path / CONFIG), open_shards(path))
+    if not on_hub and (path / NATIVE).exists():
+        config = _typed(lambda: AutoConfig.from_pretrained(path), path)
+        take_quantization_config(config)
+        return load_native(path, auto, config, where, strict, large_m, attention or "auto", options)
+    if not on_hub:
+        check_config(read_json(path / CONFIG), open_shards(path, options.get("variant")))
     config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
     source = take_quantization_config(config)
     if source is None or (str(source.get("quant_algo")).upper() == modelopt.MIXED and not modelopt.layers_of(source)):

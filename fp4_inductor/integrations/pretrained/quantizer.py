@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from ...checkpoint.safetensors_file import read_header
-from ...checkpoint.shards import INDEX, Shards, collect, open_shards
+from ...checkpoint.shards import Shards, shards_of
 from ...config import LargeM
 from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models import siblings
@@ -66,13 +65,15 @@ class FP4InductorQuantizer(HfQuantizer):
                 )
             self.on_load = QuantizeOnLoad(model, self.quantization_config)
             return
-        shards = self.source.get("shards") or self._shards(checkpoint_files or [])
+        named = model.config._name_or_path
+        base = Path(named) if named and Path(named).is_dir() else None
+        shards = self.source.get("shards") or self._shards(checkpoint_files or [], base)
         self.plan = make_load_plan(model, shards, self.source, self.dtype, self.strict)
         install_empty(model, self.plan, self.dtype, self.large_m)
         # Everything on disk was accounted for above; the packed tensors are not transformers' to place.
         model._keys_to_ignore_on_load_unexpected = {"."}
 
-    def _shards(self, files: list[str]) -> Shards:
+    def _shards(self, files: list[str], base: Path | None) -> Shards:
         if not files or not all(str(f).endswith(".safetensors") for f in files):
             raise CheckpointError(
                 "packed weights are read from safetensors files",
@@ -80,10 +81,7 @@ class FP4InductorQuantizer(HfQuantizer):
                 limit="*.safetensors",
                 remedy="Pickled weights are never read: convert them to safetensors first.",
             )
-        directory = Path(files[0]).parent
-        if (directory / INDEX).exists() and len(files) > 1:
-            return open_shards(directory)
-        return collect({Path(f).name: read_header(Path(f)) for f in files}, directory, None)
+        return shards_of(files, base)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         notes: list[str] = []
