@@ -26,7 +26,7 @@ OTHERS = {
     ("models/preflight.py", "problems"): "a list of typed errors",
     ("models/preflight.py", "error"): "the typed error over several layers",
     ("models/hessian.py", "_ReachedError"): "ends a forward pass whose rest is not needed; caught by Watch.run",
-    ("integrations/pretrained/on_the_fly.py", "uncovered_errors"): "makes typed errors",
+    ("integrations/pretrained/on_the_fly.py", "error"): "a typed error of the plan",
     **{
         (f"checkpoint/readers/{name}.py", "unsupported"): "makes a typed error"
         for name in ("compressed_tensors", "gguf", "modelopt", "native", "torchao", "weight")

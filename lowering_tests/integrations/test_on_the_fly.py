@@ -106,3 +106,16 @@ def test_registration_whichever_is_imported_first(order):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith(("FP4Linear", "SiblingLinear"))
+
+
+def test_a_small_share_stays_unless_strict(tmp_path):
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    config = SiglipVisionConfig(hidden_size=64, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=16)
+    path = saved(SiglipVisionModel(config), tmp_path)
+    report = fp4_inductor.report(SiglipVisionModel.from_pretrained(path, quantization_config=FP4InductorConfig()))
+    assert {s.reason for s in report.uncovered} == {"nn.MultiheadAttention reads this weight itself"}
+    assert 95 <= report.coverage < 100
+    with pytest.raises(errors.CoverageError, match="none with strict=True"):
+        SiglipVisionModel.from_pretrained(path, quantization_config=FP4InductorConfig(strict=True))
+    assert "strict" not in FP4InductorConfig().to_dict()

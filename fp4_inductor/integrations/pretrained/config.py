@@ -23,7 +23,8 @@ class FP4InductorConfig(QuantizationConfigMixin):
     Args:
         scale_search, large_m, attention: as in :class:`fp4_inductor.NVFP4Config`; ``"activation"`` needs data, so quantize after loading instead.
         ignore: layers to leave alone, as in :func:`fp4_inductor.quantize_model`.
-        strict: raise where a weight cannot be quantized, or a checkpoint does not fit its model.
+        strict: True raises if a weight cannot be quantized, or a checkpoint does not fit its model. False raises for neither. None
+            raises for a checkpoint that does not fit, and for weights that cannot be quantized if they are more than 5 % of all.
         source: the ``quantization_config`` of the checkpoint itself, where another library would claim it: :func:`fp4_inductor.load_pretrained` sets it.
     """
 
@@ -32,7 +33,7 @@ class FP4InductorConfig(QuantizationConfigMixin):
         scale_search: str = "four_over_six",
         large_m: str = "auto",
         ignore: Iterable[str] | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         source: Mapping[str, Any] | None = None,
         version: int = native.VERSION,
         quant_method: str = native.METHOD,
@@ -65,6 +66,8 @@ class FP4InductorConfig(QuantizationConfigMixin):
         kept.pop("source")  # where the weights came from, not what a saved model is
         if kept["attention"] == "auto":
             del kept["attention"]  # versions that do not know it can read what they could
+        if kept["strict"] is None:
+            del kept["strict"]  # versions that know only True and False take their default
         return kept
 
 

@@ -21,14 +21,14 @@ class QuantizeOnLoad(ConversionOps):
     """The operation transformers runs on each weight of the plan when its values arrive.
 
     Raises:
-        CoverageError: ``strict``, and a weight outside the skip list would stay in high precision.
+        CoverageError, GatingError: more weights outside the skip list would stay in high precision than ``strict`` allows.
     """
 
     def __init__(self, model: PreTrainedModel, config: Any):
         self.config = NVFP4Config(scale_search=config.scale_search, large_m=config.large_m)
         self.plan = make_plan(model, config.ignore)
-        if config.strict and self.plan.uncovered:
-            raise uncovered_errors(self.plan)[0]
+        for error in uncovered_errors(self.plan, config.strict):
+            raise error
         self.groups = {f"{group[0].name}.weight": group for group in self.plan.groups}
         self.experts = {f"{t.name}.{name}": t for t in self.plan.experts for name in t.spec.parameters[:2]}
         self.pads = {t.name: rows_to_pad(t) for t in self.plan.experts}
