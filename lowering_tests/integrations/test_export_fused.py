@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 import fp4_inductor
 from fp4_inductor.checkpoint.writers.fused import fused_families, share_scales
@@ -92,6 +93,25 @@ def test_the_loss_is_said(tiny, tmp_path):
     with pytest.warns(UserWarning, match=r"of 14 weights were quantized again under the global scale .* by up to \d\.\d\d%"):
         report = fp4_inductor.export_pretrained(model, tmp_path)
     assert "siblings=" in str(report)
+
+
+def test_a_family_that_is_quantized_in_part_is_said(tiny, tmp_path):
+    model = fp4_inductor.quantize_model(tiny("llama", torch.bfloat16), SHARED, ignore=["model.layers.1.self_attn.k_proj"], progress=False)
+    with pytest.warns(UserWarning, match=r"1 families of layers that servers fuse are in FP4 in part only \(model\.layers\.1\.self_attn\.q_proj"):
+        report = fp4_inductor.export_pretrained(model, tmp_path)
+    assert len(report.notes) == 1
+
+
+def test_after_save_pretrained_too(tmp_path):
+    """Saving leaves the name of a dtype in the config, and this architecture's constructor computes with it."""
+    config = transformers.ApertusConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, pad_token_id=0
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = fp4_inductor.quantize_model(model, SHARED, progress=False)
+    model.save_pretrained(tmp_path / "a")
+    fp4_inductor.export_pretrained(model, tmp_path / "b")
+    assert torch.equal(logits(fp4_inductor.load_pretrained(tmp_path / "b")), logits(model))
 
 
 def test_input_scales_and_weights_of_zeros():

@@ -22,7 +22,7 @@ from ...checkpoint.aside import as_path, publish, written_aside
 from ...checkpoint.save import write_config
 from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
-from ...checkpoint.writers.fused import share_scales
+from ...checkpoint.writers.fused import fused_families, share_scales
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.experts import ExpertsSpec, describe_experts
 from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Weight
@@ -86,7 +86,8 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     if any(directory.glob("*.safetensors")) or (directory / INDEX).exists():
         raise CheckpointError("the directory holds weights already", value=str(directory), limit="no *.safetensors", remedy="Choose an empty directory.")
     with torch.device("meta"):
-        dense = type(model)(copy.deepcopy(model.config))  # how this architecture stores its experts
+        # How this architecture stores its experts. Some constructors need a torch.dtype in the config, where saving leaves its name.
+        dense = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     state, inputs, eight = _dense_names(model, dense, hasattr(layout, "fp8_tensors"))
     original = _original_names(dense, state)
     packed = {name: t for name, t in original.items() if isinstance(t, NVFP4Tensor)}
@@ -118,6 +119,12 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
         notes.append(
             f"{len(rescaled)} of {len(packed)} weights were quantized again under the global scale of the layers that a server fuses them with, "
             f'which changed them by up to {rescaled[worst]:.2%} ({worst}); NVFP4Config(siblings="shared") shares that scale from the dense weights'
+        )
+    whole = {name: tuple(t.shape) for name, t in original.items()}
+    whole |= {name: (layer.out_features, layer.in_features) for name, layer in zip(in_fp8, eight.values(), strict=True)}
+    if parts := [names for names in fused_families(whole) if 0 < sum(name in packed for name in names) < len(names)]:
+        notes.append(
+            f"{len(parts)} families of layers that servers fuse are in FP4 in part only ({', '.join(parts[0])}; ...): vLLM refuses that; quantize all or none"
         )
     if high := [name for name, m in model.named_modules() if isinstance(m, FP8Linear) and f"{name}.weight" not in eight]:
         notes.append(f"FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(high[:4])}")
