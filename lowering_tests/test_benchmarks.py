@@ -166,3 +166,40 @@ def test_on_gpu(tmp_path, monkeypatch):
     assert [line.split()[:2] for line in summary] == [["good", "passed,"], ["bad", "failed"], ["long", "not"]]
     with tarfile.open(tmp_path / "on_gpu.tar.gz") as archive:
         assert {"good.log", "bad.log", "summary.txt"} <= set(archive.getnames())
+
+
+def test_on_gpu_without_test_packages(tmp_path, monkeypatch):
+    """A machine with torch and pytest only: what needs more is left out by name, and nothing is called a failure for it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import on_gpu
+
+    whole = on_gpu.tests()
+    assert whole.notes == ()
+    assert "lowering_tests/passes/test_idiom.py" in whole.command
+    monkeypatch.setattr(on_gpu, "is_missing", lambda module: module in ("expecttest", "hypothesis", "transformers"))
+    step = on_gpu.tests()
+    left_out = {note.split()[2].rstrip(":"): note.partition("pip install ")[2] for note in step.notes}
+    assert left_out["lowering_tests/passes/test_idiom.py"] == "expecttest"
+    assert left_out["lowering_tests/formats/test_nvfp4.py"] == "hypothesis"
+    assert {*whole.command} - {*step.command} == {*left_out}
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "lowering_tests" / "gpu").glob("test_*.py")} <= {*step.command}
+    fine = on_gpu.Step("fine", 1, ("-c", ""), notes=step.notes)
+    monkeypatch.setattr(on_gpu, "STEPS", (fine, on_gpu.Step("lacks", 1, ("-c", "raise SystemExit(3)"), needs=("transformers",))))
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--out", str(tmp_path)])
+    assert on_gpu.main() == 0
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "left out lowering_tests/passes/test_idiom.py: pip install expecttest" in summary
+    assert "skipped: pip install transformers" in summary
+
+
+def test_on_gpu_expects_what_decode_took(monkeypatch):
+    """The first calls alone, which compile, of the configurations that the step measures: as the data say."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import on_gpu
+
+    [step] = [s for s in on_gpu.STEPS if s.name == "decode"]
+    modes = step.command[step.command.index("--modes") + 1 :]
+    rows = [row for row in rows_of(BENCHMARKS / "results" / "decode.csv") if row["model"] == "qwen3-8b-shape x36 layers" and row["mode"] in modes]
+    first = {(row["gpu"], row["weights"], row["batch"], row["tokens"]): float(row["compile_s"]) for row in rows}
+    for gpu in {row["gpu"] for row in rows}:
+        assert sum(seconds for key, seconds in first.items() if key[0] == gpu) < step.seconds
