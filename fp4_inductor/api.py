@@ -27,6 +27,7 @@ from .models.rounding_error import LOUD
 from .models.scale_choice import choose
 from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
+from .models.stacks import convert_stack
 from .modules import FP4Experts, FP4Linear, pack_siblings
 
 __all__ = ["load", "quantize_model", "save"]
@@ -97,9 +98,10 @@ def quantize_model(
     compiled = model if isinstance(inner, nn.Module) else None
     model = inner if isinstance(inner, nn.Module) else model
     target_device = check_device(device)
-    plan = make_plan(model, ignore, filter_fn, with_head=isinstance(config, NVFP4Config) and config.lm_head != "bf16")
+    dense = isinstance(config, NVFP4Config)
+    plan = make_plan(model, ignore, filter_fn, with_head=dense and config.lm_head != "bf16", with_stacks=dense)  # type: ignore[union-attr]
     preflight(plan, strict)
-    if not plan.groups and not plan.experts:
+    if not (plan.groups or plan.experts or plan.stacks):
         raise nothing_to_quantize(plan, model, ignore, filter_fn is not None)
     strict = strict is not False  # from here on it is about calibration, which reaches every layer or says which it does not
     before = model_bytes(model)
@@ -126,6 +128,9 @@ def quantize_model(
             if family and len(converted) == len(family):
                 pack_siblings(converted)
         layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
+    layers += [
+        convert_stack(stack, scales.config.scale_search, target_device) for stack in bar(plan.stacks, "quantize", "stack", progress and bool(plan.stacks))
+    ]
     plan.notes += [] if scales.note is None else [scales.note]
     described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import GatingError
 from ..models.experts import ExpertsSpec, describe_experts
+from ..models.stacks import stack_of
 from ..modules import FP4Experts
 from ..ops import cast_for_autocast, moe
 from ..tensors.base import FP4Tensor
@@ -46,7 +47,7 @@ def use_experts_backend(model: Any) -> bool:
         return False
     packed = any(isinstance(m, FP4Experts) for m in model.modules())
     for name, module in model.named_modules():
-        if any(isinstance(p, FP4Tensor) and p.dim() == 3 for p in module._parameters.values()):
+        if any(isinstance(p, FP4Tensor) and p.dim() == 3 and stack_of((name,), module, n, p) is None for n, p in module._parameters.items()):
             setattr(module, _SPEC, _spec(module, name))
             packed = True
     if not packed:

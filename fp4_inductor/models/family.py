@@ -49,17 +49,20 @@ class Experts:
 
 @dataclass(frozen=True)
 class Stack:
-    """3-D Parameters that are no expert weights and stay in high precision.
+    """3-D Parameters that are no expert weights in transformers' layout.
 
     Args:
         owner: regular expression matched against the whole class name of the module whose forward uses the Parameter.
         parameter: regular expression matched against the Parameter's whole name.
-        reason: one clause for the report.
+        reason: one clause for the report: why it stays in high precision.
+        quantized: its dimensions, ``"[E, N, K]"`` or ``"[E, K, N]"``, if it is quantized: the module takes one matrix at a time,
+            by an integer index, and calls ``F.linear`` or ``matmul`` with it. Empty: it stays.
     """
 
     owner: str
     parameter: str
-    reason: str
+    reason: str = ""
+    quantized: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Family:
         name: as in the report and in errors.
         skips: default skip rules; they apply to every model, so patterns must be specific.
         experts: 3-D expert Parameters of this family.
-        stacks: 3-D Parameters that are no experts; like ``skips``, they apply to every model.
+        stacks: other 3-D Parameters; like ``skips``, they apply to every model.
         linears: ``(module path, class name)`` of linear layers that are no ``nn.Linear`` but hold ``weight [K, N]``
             and ``bias [N]`` and compute ``x @ weight + bias``.
         siblings: names, within one parent module, of linear layers that usually read the same input, in the order in

@@ -118,7 +118,7 @@ def kept_stack(owner: nn.Module, name: str) -> str | None:
     """Why the 3-D Parameter ``name`` of ``owner`` is no expert weight, if a family says so, or None."""
     for family in families():
         for kept in family.stacks:
-            if re.fullmatch(kept.owner, type(owner).__name__) and re.fullmatch(kept.parameter, name):
+            if kept.reason and re.fullmatch(kept.owner, type(owner).__name__) and re.fullmatch(kept.parameter, name):
                 return kept.reason
     return None
 

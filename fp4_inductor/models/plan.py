@@ -16,6 +16,7 @@ from . import families
 from .coverage import LayerReport, Report, Skipped
 from .experts import ExpertsSpec, describe_experts
 from .kinds import expert_family, kept_stack, linear_kind, opaque_reason, stack_owner
+from .stacks import StackTarget, stack_of
 
 FilterFn = Callable[[nn.Module, str], bool]
 _HEADS = {"lm_head", "embed_out", "output_projection"}  # output heads by name, where the model does not say which it is
@@ -74,6 +75,7 @@ class Plan:
     skipped: list[Skipped] = field(default_factory=list)
     uncovered: list[Skipped] = field(default_factory=list)
     gating: list[Skipped] = field(default_factory=list)
+    stacks: list[StackTarget] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -81,16 +83,23 @@ class Plan:
         return [t for group in self.groups for t in group]
 
 
-def make_plan(model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None, with_head: bool = False) -> Plan:
-    """Walk ``model`` once and decide. Changes nothing and reads no weight values. ``with_head``: the output head too."""
-    plan = _walked(model, ignore, filter_fn, with_head, towers=False)
-    if plan.groups or plan.experts or plan.existing or plan.uncovered:
+def make_plan(
+    model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None, with_head: bool = False, with_stacks: bool = False
+) -> Plan:
+    """Walk ``model`` once and decide. Changes nothing and reads no weight values.
+
+    Args:
+        with_head: the output head too.
+        with_stacks: the caller converts ``plan.stacks``; otherwise those weights are not covered.
+    """
+    plan = _walked(model, ignore, filter_fn, with_head, with_stacks, towers=False)
+    if plan.groups or plan.experts or plan.stacks or plan.existing or plan.uncovered:
         return plan
     # A vision tower by itself names its layers as it does inside a larger model, and there is nothing but the tower to quantize.
-    return _walked(model, ignore, filter_fn, with_head, towers=True)
+    return _walked(model, ignore, filter_fn, with_head, with_stacks, towers=True)
 
 
-def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn | None, with_head: bool, towers: bool) -> Plan:
+def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn | None, with_head: bool, with_stacks: bool, towers: bool) -> Plan:
     paths: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(name)
@@ -143,6 +152,10 @@ def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn 
                 owner = stack_owner(model, names[0], module)
                 family = expert_family(owner, pname, p)
                 if family is not None and user is None and default is None:
+                    stack = stack_of(names, owner, pname, p) if with_stacks and len(owners.get(tensor_key(p), ())) == len(names) else None
+                    if stack is not None:
+                        plan.stacks.append(stack)
+                        continue
                     missed = Skipped(full, _once(p, covered_keys), unknown or tied or family)
                     plan.uncovered.append(missed)
                     if unknown:
@@ -333,8 +346,10 @@ def _once(p: Tensor, seen: set[tuple]) -> int:
     return p.numel()
 
 
-def weight_count(t: Target | ExpertsTarget) -> int:
+def weight_count(t: Target | ExpertsTarget | StackTarget) -> int:
     """Weights of a target; 0 where they are computed or not there yet."""
+    if isinstance(t, StackTarget):
+        return t.weight.numel()
     if isinstance(t, ExpertsTarget):
         return sum(t.stack(p).numel() for p in t.spec.parameters[:2])
     weight = t.module._parameters.get("weight")

@@ -34,6 +34,10 @@ def preflight(plan: Plan, strict: bool | None) -> None:
         problems += found
         if not found:
             readable += [(f"{experts.name}.{n}".lstrip("."), experts.module.get_parameter(n)) for n in experts.spec.parameters]
+    for stack in plan.stacks:
+        found = _weight_problems(stack.name, stack.weight, 3)
+        problems += found
+        readable += [] if found else [(stack.name, stack.weight)]
     problems += _non_finite(readable)
     problems += uncovered_errors(plan, strict)
     if not problems:
@@ -241,7 +245,8 @@ def uncovered_share(plan: Plan) -> float:
 def _weights(plan: Plan) -> tuple[int, int]:
     """Linear and expert weights outside the skip list: those that stay, and all of them."""
     missed = sum(s.params for s in plan.uncovered)
-    return missed, missed + sum(weight_count(t) for t in plan.targets) + sum(weight_count(t) for t in plan.experts) + sum(i.params for i in plan.existing)
+    planned = sum(map(weight_count, plan.targets)) + sum(map(weight_count, plan.experts)) + sum(map(weight_count, plan.stacks))
+    return missed, missed + planned + sum(i.params for i in plan.existing)
 
 
 def _coverage(plan: Plan) -> CoverageError:

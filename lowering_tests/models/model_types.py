@@ -70,7 +70,7 @@ class Verdict:
 
 def judged(model: torch.nn.Module) -> Verdict:
     """The verdict of the default call on a model on the meta device."""
-    plan = make_plan(model)
+    plan = make_plan(model, with_stacks=True)
     name, share = type(model).__name__, uncovered_share(plan)
     reasons = list(dict.fromkeys(s.reason for s in plan.uncovered))
     try:
@@ -79,7 +79,7 @@ def judged(model: torch.nn.Module) -> Verdict:
         problems = [p for p in getattr(error, "problems", [error]) if "is on the meta device" not in str(p)]
         if problems:
             return Verdict("refused", name, share, reasons or [str(p).splitlines()[0] for p in problems])
-    if not (plan.groups or plan.experts):
+    if not (plan.groups or plan.experts or plan.stacks):
         error = nothing_to_quantize(plan, model, None, False)
         return Verdict("refused" if plan.uncovered else "empty", name, share, [str(error).splitlines()[0]])
     return Verdict("left" if plan.uncovered else "taken", name, share, reasons)

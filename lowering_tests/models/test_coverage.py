@@ -388,3 +388,84 @@ def test_longcat_flash_is_its_dequantized_twin():
     with torch.no_grad():
         got, want = model(ids).logits, dense(ids).logits
     assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+# --- stacks of matrices that a module takes one by one -------------------------------------------------------------
+
+
+def _stacked(name: str):
+    import transformers
+
+    base = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if name == "jetmoe":
+        sizes = {"num_key_value_heads": 2, "kv_channels": 32, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+        config = transformers.JetMoeConfig(**base, **sizes)
+    else:
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "moe_num_experts": 4, "moe_topk": 2}
+        config = transformers.AriaTextConfig(**base, **sizes, moe_num_shared_experts=1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        p.data.normal_(0, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", ["jetmoe", "aria_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_is_its_dequantized_twin_and_can_be_saved(name, dtype, tmp_path):
+    dense = _stacked(name).to(dtype)
+    names = [n for n, p in dense.named_parameters() if p.dim() == 3]
+    assert names
+    model = quantize_model(copy.deepcopy(dense), fp4_inductor.NVFP4Config(scale_search="mse"), strict=True, progress=False)
+    report = fp4_inductor.report(model)
+    assert report.coverage == 100.0
+    rows = {r.name: r for r in report.layers if r.name in names}
+    assert rows.keys() == set(names)
+    for n, row in rows.items():
+        w, q = dense.get_parameter(n).double(), model.get_parameter(n).dequantize(torch.float32).double()
+        assert row.relative_error == pytest.approx(float((w - q).norm() / w.norm()), rel=1e-3)
+        assert row.bytes_after < row.bytes_before / 3
+    modules = dict(dense.named_modules())
+    for n, layer in model.named_modules():
+        if isinstance(layer, FP4Linear):
+            modules[n].weight.data.copy_(layer.dequantize(dtype))
+    for n in names:
+        dense.get_parameter(n).data.copy_(model.get_parameter(n).dequantize(dtype))
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        got, want = model(ids).logits, dense(ids).logits
+        assert (got - want).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * want.norm()
+        fp4_inductor.save(model, tmp_path / "native")
+        assert torch.equal(fp4_inductor.load(_stacked(name).to(dtype), tmp_path / "native")(ids).logits, got)
+    with pytest.raises(Exception, match=r"serializ|save"):
+        model.save_pretrained(tmp_path / "transformers")
+
+
+def test_a_stack_is_quantized_with_the_default_options_too():
+    model = quantize_model(_stacked("jetmoe"), progress=False)
+    assert fp4_inductor.report(model).coverage == 100.0
+    assert any("one matrix at a time: unweighted scales" in n for r in fp4_inductor.report(model).layers for n in r.notes)
+
+
+def test_a_stack_that_cannot_be_quantized_is_named():
+    class JetMoeParallelExperts(nn.Module):
+        def __init__(self, k, value=0.0):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4, 32, k), value))
+
+    with pytest.raises(errors.CoverageError, match=r"weight .*expert weights"):
+        quantize_model(JetMoeParallelExperts(24), progress=False)
+    with pytest.raises(errors.NonFiniteError, match="weight holds NaN"):
+        quantize_model(JetMoeParallelExperts(32, float("nan")), progress=False)
+    shared = nn.ModuleList([JetMoeParallelExperts(32), JetMoeParallelExperts(32)])
+    shared[1].weight = shared[0].weight
+    with pytest.raises(errors.CoverageError, match="expert weights"):
+        quantize_model(shared, progress=False)
+    assert type(shared[0].weight) is nn.Parameter

@@ -17,6 +17,7 @@ from ...models import siblings
 from ...models.coverage import Report, record
 from ...models.plan import inspect
 from ...modules import FP8Linear, Sparse24Weight
+from ...tensors.base import FP4Tensor
 from ..attention import use_attention_backend
 from ..transformers import use_experts_backend
 from .fill import fill
@@ -141,6 +142,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, attention: str = "
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
     quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Weight, FP8Linear)) for m in model.modules())
+    quantizer.saveable = quantizer.saveable and not any(isinstance(p, FP4Tensor) for p in model.parameters())
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config
