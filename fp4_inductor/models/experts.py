@@ -108,7 +108,7 @@ def by_forward(module: nn.Module, first: str) -> ExpertsSpec | None:
     return None
 
 
-_SIDE, _TOKENS = 16, 96  # of the probe of a forward: hidden and inner size, tokens
+_SIDE, _TOKENS, _CHOSEN = 16, 96, 8  # of the probe of a forward: hidden and inner size, tokens, experts that they go to
 
 
 def _proved(module: nn.Module, first: str, experts: tuple[int, int], transposed: bool, gated: bool) -> Activation | None:
@@ -124,7 +124,8 @@ def _proved(module: nn.Module, first: str, experts: tuple[int, int], transposed:
         gate_up, down = random(ids, (1 + gated) * _SIDE, _SIDE) / _SIDE**0.5, random(own, _SIDE, _SIDE)
         x, weights = random(_TOKENS, _SIDE), random(_TOKENS, 2).abs()
         x *= torch.where(torch.arange(_TOKENS) < _TOKENS // 2, 1.5, 3.0 * max((abs(c) for c in constants), default=4.0))[:, None]
-        chosen = torch.randint(own, (_TOKENS, 2), generator=generator)
+        some = torch.linspace(0, own - 1, min(own, _CHOSEN)).long()  # of many experts a few, the first and the last among them
+        chosen = some[torch.randint(len(some), (_TOKENS, 2), generator=generator)]
         if ids > own:
             chosen[::3, 0] = torch.randint(own, ids, (len(chosen[::3]),), generator=generator)
         shell = copy.copy(module)
