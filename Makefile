@@ -1,7 +1,8 @@
 # make demo    quantize, compile and run a small language model that ships with the repository
-# make test    linters, type checker and tests
+# make test    linters, type checker, documentation and tests
+# make docs    the pages of docs/ and the API reference, into build/docs (index.html)
 #
-# Both make an environment in .venv first (once; again when pyproject.toml changes). To use another:
+# All make an environment in .venv first (once; again when pyproject.toml changes); demo needs the smaller part of it. To use another:
 #   PYTHON=python3.12     the Python to build it from; if that one has torch >= 2.11 (your CUDA build), it is used
 #   VENV=/some/where      where it lies; if it exists already and has torch >= 2.11, that one is used
 #   TORCH=torch==2.11.0   what to install when neither has one; pip's options may follow
@@ -15,30 +16,38 @@ TEST ?=
 DEMO ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
+TOOLS := $(VENV)/.fp4_tools
 
-.PHONY: demo test lint pytest readme support clean
+.PHONY: demo test lint pytest docs readme support clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
 
-test: lint pytest
+test: lint docs pytest
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-pytest: $(READY)
+pytest: $(TOOLS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST)
 
+docs: $(TOOLS)
+	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --fresh-env --quiet -b html docs build/docs
+
 $(READY): pyproject.toml setup.py .ci/environment.py .ci/constraints.txt
-	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)"
+	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)" models
 	@touch $@
 
-readme: $(READY)
+$(TOOLS): $(READY)
+	$(PYTHON) .ci/environment.py $(VENV) "$(TORCH)" models,test,docs,dev
+	@touch $@
+
+readme: $(TOOLS)
 	$(BIN)/python .ci/readme.py
 
-support: $(READY)
+support: $(TOOLS)
 	$(BIN)/python .ci/support.py
 
 clean:

@@ -1,7 +1,8 @@
 """Make the virtual environment that ``make test`` and ``make demo`` run in. Standard library only.
 
-    python .ci/environment.py VENV TORCH
+    python .ci/environment.py VENV TORCH EXTRAS
 
+EXTRAS are those of pyproject.toml: "models" is what the examples need, "models,test,docs,dev" what the whole check needs.
 torch comes from the first of: VENV itself, if it exists and has torch >= 2.11; the calling Python, if it has (a CUDA build,
 say); TORCH, a pip requirement, options allowed. It is settled before anything else is installed, because a bare
 "torch" pulled in by another requirement would be the registry's newest.
@@ -18,7 +19,6 @@ import venv
 from pathlib import Path
 
 OLDEST_TORCH = (2, 11)
-EXTRAS = "models,test,dev"
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 
@@ -40,7 +40,7 @@ def packages_here() -> list[str]:
     return [p for p in places if os.path.isdir(p)]
 
 
-def main(target: Path, torch: str) -> None:
+def main(target: Path, torch: str, extras: str) -> None:
     python = target / "bin" / "python"
     if not python.exists():
         venv.create(target, with_pip=True, symlinks=True)
@@ -64,9 +64,9 @@ def main(target: Path, torch: str) -> None:
     pins = [line for line in CONSTRAINTS.read_text().splitlines() if not (has_triton and line.startswith("triton"))]
     chosen = target / "fp4_constraints.txt"
     chosen.write_text("\n".join([*pins, f"torch=={version_of('torch', python)}"]) + "\n")
-    print(f"installing fp4_inductor[{EXTRAS}]", flush=True)
-    pip_install("--editable", f".[{EXTRAS}]", "--constraint", str(chosen.resolve()))
+    print(f"installing fp4_inductor[{extras}]", flush=True)
+    pip_install("--editable", f".[{extras}]", "--constraint", str(chosen.resolve()))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), sys.argv[2])
+    main(Path(sys.argv[1]).absolute(), *sys.argv[2:])

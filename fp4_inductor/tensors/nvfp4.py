@@ -52,7 +52,7 @@ class NVFP4Tensor(FP4Tensor):
             channel_weight: ``[K]`` float32 E[x^2] per input channel, for ``scale_search="activation"``.
 
         Raises:
-            DTypeError, ShapeError, NonFiniteError, ConfigError.
+            DTypeError, ShapeError, NonFiniteError, ConfigError
         """
         qdata, scale, g = fp4.quantize(w.detach(), scale_search, global_scale, channel_weight)
         return cls(qdata, scale, g, w.dtype)

@@ -89,7 +89,7 @@ class Sparse24NVFP4Tensor(FP4Tensor):
             scale_search, global_scale, channel_weight: as in :meth:`NVFP4Tensor.from_dense`.
 
         Raises:
-            SparsityError, DTypeError, ShapeError, NonFiniteError, ConfigError.
+            SparsityError, DTypeError, ShapeError, NonFiniteError, ConfigError
         """
         if pruning not in _PRUNING:
             raise ConfigError(
