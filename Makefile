@@ -1,5 +1,6 @@
 # make demo    quantize, compile and run a small language model that ships with the repository
 # make test    linters, type checker, documentation and tests
+# make test-slow   the same tests and those that take minutes: every instance, every broken kernel (make test tries one of a kind)
 # make docs    the pages of docs/ and the API reference, into build/docs (index.html)
 #
 # All make an environment in .venv first (once; again when pyproject.toml changes); demo needs the smaller part of it. To use another:
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 TOOLS := $(VENV)/.fp4_tools
 
-.PHONY: demo test lint pytest docs readme support clean
+.PHONY: demo test test-slow lint pytest docs readme support clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -32,6 +33,9 @@ lint: $(TOOLS)
 
 pytest: $(TOOLS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TEST)
+
+test-slow: $(TOOLS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow $(TEST)
 
 docs: $(TOOLS)
 	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --fresh-env --quiet -b html docs build/docs

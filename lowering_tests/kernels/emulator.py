@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,6 +36,20 @@ QUICK = ("-O0",)  # a further flag for what is compiled once and stops at its fi
 def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
     """Those that ``csrc/<source>`` compiles."""
     return [tuple(map(int, found.split(","))) for found in re.findall(rf"\b{macro}\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
+
+
+def one_of_each(broken: dict[str, tuple], *fields: int) -> list:
+    """The cases of ``broken`` as parameters, of which each combination of these fields is always tried once and the others are ``slow``.
+
+    The cases test the emulator: those whose fields (the source, the words of the check that finds it) are equal test one check of it.
+    """
+    seen: set[tuple] = set()
+    cases = []
+    for name, case in broken.items():
+        kind = tuple(case[i] for i in fields)
+        cases.append(pytest.param(name, marks=[pytest.mark.slow] if kind in seen else []))
+        seen.add(kind)
+    return cases
 
 
 class EmulatorError(Exception):

@@ -61,7 +61,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 0, 3))
 def test_a_missing_wait_is_caught(case, tmp_path):
     source, old, new, words = BROKEN[case]
     shutil.copytree(csrc_dir(), tmp_path / "csrc")

@@ -207,7 +207,7 @@ def check_broken(kernel, words, x, ids, w, parts, tile):
             run(kernel, x, ids, w, parts, tile=tile)
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
 def test_a_broken_kernel_is_caught(case, tmp_path):
     _, _, words, *tile = BROKEN[case]
     tile = tile[0] if tile else 8
@@ -215,7 +215,7 @@ def test_a_broken_kernel_is_caught(case, tmp_path):
     check_broken(broken(BROKEN[case], tile, tmp_path), words, x, torch.arange(80).view(40, 2) // 27, torch.rand(40, 2), parts, tile)
 
 
-@pytest.mark.parametrize("case", BROKEN_ROUTING)
+@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN_ROUTING, 2))
 def test_broken_routing_is_caught(case, tmp_path):
     x, ids, w = torch.randn(400, 64).to(BF16), torch.randint(0, 7, (400, 3)), torch.rand(400, 3)
     check_broken(broken(BROKEN_ROUTING[case], 129, tmp_path), BROKEN_ROUTING[case][2], x, ids, w, layer(7, 64, 64), 129)

@@ -153,7 +153,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
 def test_a_broken_kernel_is_caught(case, tmp_path):
     old, new, words, *tile = BROKEN[case]
     tile = tile[0] if tile else 64

@@ -111,7 +111,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
 def test_a_broken_kernel_is_caught(case, tmp_path):
     old, new, words = BROKEN[case]
     shutil.copytree(csrc_dir(), tmp_path / "csrc")
