@@ -86,8 +86,25 @@ def _register_with_transformers() -> None:
         )
 
 
+def _register_with(library: str, ours: str, without: str) -> None:
+    try:
+        importlib.import_module(ours, __name__)
+    except Exception as error:
+        # This runs inside somebody's import of the library.
+        warnings.warn(
+            f"fp4_inductor {__version__} could not register with this {library} ({type(error).__name__}: {error}). {without}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 when_inductor_loads(_register_with_inductor)
 when_loads("transformers.modeling_utils", _register_with_transformers)
+when_loads(
+    "transformers.trainer",
+    lambda: _register_with("transformers", ".integrations.trainer", "Trainer does not refuse to train a quantized model without adapters."),
+)
+when_loads("peft", lambda: _register_with("peft", ".integrations.peft", "It refuses adapters on quantized layers. Supported: peft 0.17 to 0.21."))
 
 
 class _Package(types.ModuleType):

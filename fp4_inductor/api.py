@@ -13,7 +13,7 @@ from .checkpoint import save
 from .config import Attention, NVFP4Config, Sparse24Config, check_attention
 from .errors import ConfigError
 from .formats import nvfp4
-from .integrations import describe_for_saving
+from .integrations import adopt_adapters, describe_for_saving
 from .integrations.attention import use_attention_backend
 from .integrations.transformers import use_experts_backend
 from .models.activation_cost import activation_cost
@@ -28,11 +28,13 @@ from .models.scale_choice import choose
 from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
 from .models.stacks import convert_stack
+from .models.training import Training, outside_inference_mode
 from .modules import FP4Experts, FP4Linear, pack_siblings
 
 __all__ = ["load", "quantize_model", "save"]
 
 
+@outside_inference_mode
 def quantize_model(
     model: nn.Module,
     config: NVFP4Config | Sparse24Config | None = None,
@@ -49,6 +51,12 @@ def quantize_model(
     that hold the weights of routed experts as 3-D Parameters become :class:`fp4_inductor.modules.FP4Experts`. Output
     heads, everything tied to an embedding, routers, convolutions and vision towers stay as they are, each with its
     reason in the report (``fp4_inductor.report(model)``). Linear layers that share one weight share the quantized one.
+
+    What is trained is left alone, each weight with its reason in the report: adapters (PEFT's layers, known by their base class, while
+    the frozen weights that they wrap are quantized), and weights that require a gradient in a model whose other weight matrices are
+    frozen. A model whose weights all require a gradient, as every freshly loaded model's do, is quantized whole; quantized weights
+    get no gradient, their inputs do. A bias that requires a gradient beside a frozen weight stays a Parameter and is trained.
+
     Every layer is checked before the first is changed; then they are replaced one by one, each dense weight being
     released before the next is touched, so peak memory is the model plus one layer.
 
@@ -98,6 +106,7 @@ def quantize_model(
     compiled = model if isinstance(inner, nn.Module) else None
     model = inner if isinstance(inner, nn.Module) else model
     target_device = check_device(device)
+    Training.of(model).refuse_merged()
     dense = isinstance(config, NVFP4Config)
     plan = make_plan(model, ignore, filter_fn, with_head=dense and config.lm_head != "bf16", with_stacks=dense)  # type: ignore[union-attr]
     preflight(plan, strict)
@@ -154,6 +163,7 @@ def _finish(
     if device is not None:
         model.to(device)
     use_experts_backend(model)
+    adopt_adapters(model)
     plan.notes += use_attention_backend(model, config.attention)
     describe_for_saving(model, config.large_m, config.attention)
     kl = outcome.measure(model) if outcome is not None else None
@@ -184,6 +194,7 @@ def _finish(
     return model if compiled is None else compiled
 
 
+@outside_inference_mode
 def load(
     model_or_factory: nn.Module | Callable[[], nn.Module],
     dir: str | os.PathLike,
@@ -215,6 +226,7 @@ def load(
     loaded = checkpoint.load(model_or_factory, dir, device, strict)
     model = getattr(loaded, "_orig_mod", loaded)  # torch.compile's wrapper
     use_experts_backend(model)
+    adopt_adapters(model)
     add_notes(model, use_attention_backend(model, attention))
     options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
     describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto", attention)  # experts and heads cannot have that one

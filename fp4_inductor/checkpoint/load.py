@@ -130,7 +130,7 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
             + ("; strict=False forgives names that are missing on one side." if strict and (missing or extra) else "."),
         )
     if missing or extra:
-        warnings.warn(f"load(strict=False): not in the checkpoint: {missing}; not in the model: {extra}", stacklevel=4)
+        warnings.warn(f"load(strict=False): not in the checkpoint: {missing}; not in the model: {extra}", stacklevel=5)
     return _Slots(plain, fp4, layers)
 
 

@@ -36,7 +36,7 @@ def activation_cost(model: nn.Module, probe: Probe | None) -> tuple[float | None
         f"NVFP4 weights and activations cost {kl:.2f} nats a token against the dense model (perplexity about x{math.exp(kl):.1f} on such text), "
         f'the weights alone {weights:.2f}: large_m="auto" keeps the activations'
     )
-    warnings.warn(text, QualityWarning, stacklevel=4)
+    warnings.warn(text, QualityWarning, stacklevel=5)
     return kl, notes, [text]
 
 

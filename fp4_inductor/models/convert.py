@@ -16,7 +16,10 @@ from .calibrate_experts import Statistics
 from .coverage import LayerReport
 from .plan import ExpertsTarget, Target, existing_experts, existing_layer
 from .rounding_error import RoundingError, may_have_lost, relative_error
+from .training import trainable_bias
 
+_MODULE_STATE = frozenset(vars(nn.Module()))
+_SAME = {"in_features", "out_features"}  # both kinds of layer have them
 _KL_ROWS = 64  # rows of logits compared at once
 _HOOKS = (
     "_forward_hooks",
@@ -101,11 +104,15 @@ def install_group(model: nn.Module, group: list[Target], layer: FP4Linear, error
         new = layer if i == 0 else share(layer)
         bias = target.module._parameters.get("bias")
         if bias is not None:
-            # Not cloned: a bias that other modules share stays shared.
-            new.bias = bias.detach().to(device=new.scale.device, dtype=new.dtype)
-        carry_over(target.module, new)
+            trained = trainable_bias(target.module)
+            # Not cloned: a bias that other modules share stays shared, and an optimizer that has it keeps it.
+            moved = bias.detach().to(device=new.scale.device, dtype=new.dtype)
+            moved = moved.clone() if moved.is_inference() else moved
+            new.bias = moved if trained is None else trained if moved.data_ptr() == trained.data_ptr() else nn.Parameter(moved)
+        lost = carry_over(target.module, new)
         model = replace_module(model, target.names, new)
-        rows.append(_row(group, i, new, error))
+        row = _row(group, i, new, error)
+        rows.append(replace(row, notes=(*row.notes, f"attributes not kept: {', '.join(lost)}")) if lost else row)
         target.module = new  # the last reference this package holds to the dense layer
     return model, rows
 
@@ -215,12 +222,25 @@ def replace_module(model: nn.Module, names: tuple[str, ...], new: nn.Module) -> 
     return model
 
 
-def carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Keep the mode and the hooks. The hook dictionaries themselves move, so that handles still remove them."""
+def carry_over(old: nn.Module, new: nn.Module) -> list[str]:
+    """Keep the mode, the hooks, and the attributes that somebody set on ``old``; returns the names of attributes that cannot be kept.
+
+    The hook dictionaries themselves move, so that handles still remove them.
+    """
     new.training = old.training
+    lost = []
+    for name, value in vars(old).items():
+        if name in _MODULE_STATE or name in _SAME:
+            continue
+        # The new module's own attribute of that name means something else; a method bound to the old module would compute with its weight.
+        if hasattr(new, name) or getattr(value, "__self__", None) is old:
+            lost.append(name)
+        else:
+            object.__setattr__(new, name, value)
     for name in _HOOKS:
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
+    return lost
 
 
 def dense_weight(target: Target) -> Tensor:

@@ -17,6 +17,7 @@ from .coverage import LayerReport, Report, Skipped
 from .experts import ExpertsSpec, describe_experts
 from .kinds import expert_family, kept_stack, linear_kind, opaque_reason, stack_owner
 from .stacks import StackTarget, stack_of
+from .training import Training, plain_name, unwrapped
 
 FilterFn = Callable[[nn.Module, str], bool]
 _HEADS = {"lm_head", "embed_out", "output_projection"}  # output heads by name, where the model does not say which it is
@@ -106,19 +107,20 @@ def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn 
     ignored = Names(ignore)
     heads = _output_heads(model)
     owners = _owners(model)
+    training = Training.of(model)
     plan = Plan()
     wanted: dict[tuple, list[Target]] = defaultdict(list)
     covered_keys: set[tuple] = set()
 
     for _, module in model.named_modules():
         names = tuple(paths[id(module)])
-        user = ignored.reason(names, module, filter_fn)
+        user = ignored.reason(names, module, filter_fn) or training.reason(module)
         if isinstance(module, (FP4Linear, FP4ExpertWeight)):
             plan.existing.append(existing_layer(names, module) if isinstance(module, FP4Linear) else existing_experts(names, module))
             continue
         kind = linear_kind(module)
-        head = with_head and (id(module) in heads or names[0].rpartition(".")[2] in _HEADS)
-        default = None if head else _default_skip(names[0], module, heads, towers)
+        head = with_head and (id(module) in heads or plain_name(names[0]).rpartition(".")[2] in _HEADS)
+        default = None if head else _default_skip(plain_name(names[0]), module, heads, towers)
         experts, unknown, tied = (None, None, None) if user or default else _experts(names, module, owners)
         if experts is not None:
             plan.experts.append(experts)
@@ -317,7 +319,7 @@ def _output_heads(model: nn.Module) -> set[int]:
         head = getter()
     except (NotImplementedError, AttributeError):  # transformers: models without a head raise either
         return set()
-    return set() if head is None else {id(head)}
+    return set() if head is None else {id(m) for m in unwrapped(head)}
 
 
 def _owners(model: nn.Module) -> dict[tuple, list[str]]:
@@ -399,7 +401,7 @@ class Names:
 
     def reason(self, names: tuple[str, ...], module: nn.Module, filter_fn: FilterFn | None) -> str | None:
         for entry in self.entries:
-            if any(self._matches(entry, n) for n in names):
+            if any(self._matches(entry, n) for name in names for n in {name, plain_name(name)}):
                 self.used.add(entry)
                 return f"{self.option}={entry!r}"
         if filter_fn is not None and next(module.parameters(recurse=False), None) is not None and not filter_fn(module, names[0]):

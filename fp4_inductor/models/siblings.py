@@ -14,6 +14,7 @@ from ..modules import FP4Linear, SiblingLinear, pack_siblings
 from . import families
 from .coverage import Report
 from .plan import Plan, Target, tensor_key
+from .training import plain_name, trainable_bias
 
 NOTE = "rows of one weight, one call where they read one input: {}"
 
@@ -22,7 +23,7 @@ def sets_of(names: Iterable[str]) -> list[list[str]]:
     """Sibling sets among dotted ``names``, each in its family's order."""
     parents: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
-        parent, _, last = name.rpartition(".")
+        parent, _, last = plain_name(name).rpartition(".")  # PEFT's wrappers stand between a parent and its layers
         parents[parent][last] = name
     found = []
     for children in parents.values():
@@ -36,15 +37,15 @@ def sets_of(names: Iterable[str]) -> list[list[str]]:
 def planned(model: nn.Module, plan: Plan) -> list[list[Target]]:
     """The targets of ``plan`` that will be packed together.
 
-    Left alone: a layer that shares its weight or its bias with another module (packing would give it a copy), and
-    siblings that differ in K, dtype or device.
+    Left alone: a layer that shares its weight or its bias with another module (packing would give it a copy), one whose bias is
+    trained by itself, and siblings that differ in K, dtype or device.
     """
     owners: dict[tuple, int] = defaultdict(int)
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[tensor_key(p)] += 1
 
     def alone(t: Target) -> bool:
-        return len(t.names) == 1 and all(owners[tensor_key(p)] == 1 for p in t.module.parameters(recurse=False))
+        return len(t.names) == 1 and trainable_bias(t.module) is None and all(owners[tensor_key(p)] == 1 for p in t.module.parameters(recurse=False))
 
     targets = {group[0].name: group[0] for group in plan.groups if len(group) == 1 and not group[0].head and alone(group[0])}
     found = []
@@ -74,7 +75,7 @@ def pack_model(model: nn.Module) -> None:
     owners: dict[tuple, int] = defaultdict(int)
     plain = {}
     for name, module in model.named_modules():
-        if type(module) is FP4Linear and paths[id(module)] == 1:
+        if type(module) is FP4Linear and paths[id(module)] == 1 and module._parameters.get("bias") is None:
             plain[name] = module
     for _, b in model.named_buffers(remove_duplicate=False):
         owners[tensor_key(b)] += 1

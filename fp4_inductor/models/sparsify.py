@@ -81,7 +81,7 @@ class Outcome:
         if kl is not None and self.config.max_kl is not None and kl > self.config.max_kl:
             found.append(f"KL is {kl:.4f}, above max_kl={self.config.max_kl}: pruning the chosen layers together cost more than predicted")
         for text in found:
-            warnings.warn(text, QualityWarning, stacklevel=4)
+            warnings.warn(text, QualityWarning, stacklevel=5)
         return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from .._torch import ddp
 from ..errors import DTypeError
 from ..formats import nvfp4
 from ..formats.storage import Storage
@@ -92,3 +93,18 @@ class BitBuffers(nn.Module):
                     f"{prefix}{name} in the state_dict has the wrong dtype", value=value.dtype, limit=dtype, remedy="Reinterpret bits with .view(dtype)."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _frozen(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """Every path of every packed tensor in ``model``, and what lies in memory for it."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = module._buffers if isinstance(module, BitBuffers) else {}
+        for name, t in held.items():
+            if t is not None:
+                yield f"{path}.{name}" if path else name, (t,)
+        for name, p in module._parameters.items():
+            if isinstance(p, FP4Tensor):
+                yield f"{path}.{name}" if path else name, p.parts()
+
+
+ddp.send_once(_frozen)

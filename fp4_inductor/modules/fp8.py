@@ -49,7 +49,7 @@ class FP8Linear(FP4Linear):
         return torch.ops.fp4.linear_fp8(x, self.qdata, self.scale, bias, self.large_m)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """The weight in :attr:`dtype`, decoded anew at each access."""
         return self.dequantize()
 

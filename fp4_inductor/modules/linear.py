@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..ops import cast_for_autocast
 from ..ops.linear import LARGE_M
-from ..tensors.base import FP4Tensor
 from .packed import PackedWeight
 
 
@@ -24,6 +23,8 @@ class FP4Linear(PackedWeight):
     Buffers (names as in the native checkpoint): ``qdata`` uint8 ``[N, K/2]``, ``scale`` float8_e4m3fn ``[N, K/16]``,
     ``global_scale`` float32 ``[]`` (multiplying), ``bias`` ``[N]`` or None. K is ``in_features`` padded with zero
     weights to a multiple of 16.
+
+    The bias is a Parameter if it is trained (:meth:`train_bias`).
 
     ``.to(dtype)``, ``.half()``, ``.bfloat16()`` cast the bias and set :attr:`dtype`; the codes and scales keep their
     bits. ``.to(device)``, ``deepcopy``, ``pin_memory``, ``state_dict`` work as for any module.
@@ -93,16 +94,20 @@ class FP4Linear(PackedWeight):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.large_m)
 
+    def train_bias(self) -> FP4Linear:
+        """Make the bias a Parameter that requires a gradient, in place; nothing happens to a layer without one. Returns the layer.
+
+        A layer among siblings gets buffers of its own: one call of all siblings would need one bias for all of them.
+        """
+        if self.bias is not None and not isinstance(self.bias, nn.Parameter):
+            self.bias = nn.Parameter(self.bias.detach().clone())
+        return self
+
     @property
-    def weight(self) -> FP4Tensor:
-        """The weight ``[N, K]`` as a tensor of class :attr:`TENSOR` that shares this layer's memory."""
+    def weight(self) -> Tensor:
+        """The weight ``[N, K]``: a tensor of class :attr:`TENSOR` that shares this layer's memory, or, if K is padded, decoded anew at each access."""
         if self.padding:
-            raise ShapeError(
-                f"this layer's K is padded, so its weight is not a {self.TENSOR.__name__} [N, K]",
-                value=self.in_features,
-                limit=f"in_features % {self.storage().k_multiple} == 0",
-                remedy="Use layer.dequantize(), or layer.parts() directly.",
-            )
+            return self.dequantize()
         return self.TENSOR(*self.parts(), self.dtype)  # type: ignore[abstract]
 
     def dequantize(self, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:

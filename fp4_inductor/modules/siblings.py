@@ -167,14 +167,16 @@ def pack_siblings(layers: Sequence[FP4Linear]) -> SiblingWeight:
     Every bit stays; peak memory is one more copy of these layers' packed weights.
 
     Raises:
-        ConfigError: fewer than two layers, one twice or already packed, or they differ in K, dtype, device or ``large_m``.
+        ConfigError: fewer than two layers, one twice, already packed or with a bias that is a Parameter, or they differ in K, dtype, device
+            or ``large_m``.
     """
     kinds = {(layer.in_features, layer.dtype, layer.qdata.device, layer.large_m) for layer in layers}
-    if len(layers) < 2 or len(kinds) != 1 or len({id(layer) for layer in layers}) != len(layers) or any(type(layer) is not FP4Linear for layer in layers):
+    plain = all(type(layer) is FP4Linear and layer._parameters.get("bias") is None for layer in layers)
+    if len(layers) < 2 or len(kinds) != 1 or len({id(layer) for layer in layers}) != len(layers) or not plain:
         raise ConfigError(
             "these layers cannot be packed into one weight",
             value=[f"{type(layer).__name__}({layer.extra_repr()})" for layer in layers],
-            limit="two or more different FP4Linear with one K, dtype, device and large_m",
+            limit="two or more different FP4Linear with one K, dtype, device and large_m, without trainable biases",
             remedy="Leave out those that differ.",
         )
     packed = SiblingWeight(layers)

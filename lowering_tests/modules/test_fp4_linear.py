@@ -113,9 +113,9 @@ def test_padding_with_calibration():
     assert (((layer.dequantize() - w) ** 2) * weight).sum() < (((plain.dequantize() - w) ** 2) * weight).sum()
 
 
-def test_a_padded_weight_is_refused_as_a_tensor():
-    with pytest.raises(errors.ShapeError, match=r"padded.*got 40; accepted: in_features % 16 == 0.*dequantize"):
-        _ = make(k=40).weight
+def test_a_padded_weight_is_decoded():
+    layer = make(k=40)
+    assert layer.weight.shape == (N, 40) and layer.weight.dtype == layer.dtype and torch.equal(layer.weight, layer.dequantize())
 
 
 # --- casts and moves --------------------------------------------------------------------------------------------

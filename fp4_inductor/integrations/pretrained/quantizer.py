@@ -119,7 +119,7 @@ class FP4InductorQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters beside packed weights are; integrations/trainer.py refuses to train without
 
 
 def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[str], errors: dict[str, float], kept: dict[str, str]) -> None:
