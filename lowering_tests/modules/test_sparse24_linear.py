@@ -79,8 +79,7 @@ def test_padding(k):
     torch.testing.assert_close(layer(x), F.linear(x, layer.dequantize(), b), rtol=1e-4, atol=1e-4)
     existing = Sparse24Linear.from_weight(w * mask, b)
     assert torch.equal(existing(x), layer(x))
-    with pytest.raises(errors.ShapeError, match=r"padded.*Sparse24NVFP4Tensor.*% 32 == 0"):
-        _ = layer.weight
+    assert torch.equal(layer.weight, layer.dequantize()) if layer.padding else isinstance(layer.weight, Sparse24NVFP4Tensor)
     calibrated = make(k=k, scale_search="activation", channel_weight=torch.rand(k) + 0.1)
     assert calibrated.dequantize().shape == (N, k)
 
