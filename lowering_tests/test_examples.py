@@ -15,6 +15,10 @@ RUNS = {
     "load_nvfp4_checkpoint.py": (["--tokens", "8", "--eager"], [r"coverage +100\.00 %", r"loaded [\d.]+ MB in", r"tokens/s"]),
     "generate_moe.py": (["--tokens", "4", "--eager"], [r"8 weights of routed experts in FP4: [89]\d\.\d %", r"tokens/s"]),
     "gpt_oss.py": (["--tokens", "4", "--eager"], [r"quantized +4 layers", r"tokens/s"]),
+    "finetune_lora.py": (
+        ["--steps", "8", "--batch", "4", "--windows", "2"],
+        [r"loss after: +[\d.]+ nats per byte \(-0\.", r"loaded again: KL to the trained model 0\.00"],
+    ),
     "quantize_and_export.py": (["--model", "austen_moe", "--out", "{out}"], [r"modelopt; read back, \d+ tensors are equal bit for bit and 0 are not"]),
 }
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from ..errors import ConfigError, bullets
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 ADAPTER = "adapter: trained beside the base weight, which it belongs to"
 TRAINABLE = "trainable, while other weights of the model are frozen: requires_grad_(False) lets it be quantized"
 # Names in PEFT's wrappers under which the wrapped module is found.

@@ -13,6 +13,7 @@ import fp4_inductor
 from fp4_inductor import NVFP4Config, Sparse24Config, errors
 from fp4_inductor.integrations.peft import FP4LoraLinear
 from fp4_inductor.modules import FP4Linear, FP8Linear, SiblingLinear, Sparse24Linear
+from fp4_inductor.passes.counters import matches, reset_matches
 from lowering_tests.integrations.dense_twin import dequantized
 from lowering_tests.models.conftest import build
 
@@ -255,3 +256,25 @@ def test_under_compile():
     eager = run(wrapped)
     torch.compiler.reset()
     assert distance(run(torch.compile(wrapped, fullgraph=True)), eager) < 1e-5
+
+
+def test_siblings_are_one_call_beside_adapters():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32, bias=False)
+
+        def forward(self, x):
+            return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+    torch.manual_seed(0)
+    wrapped = adapted(fp4_inductor.quantize_model(Block(), progress=False), target_modules=["q_proj", "k_proj", "v_proj"])
+    x = torch.randn(4, 64, requires_grad=True)
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph was rewritten when it was first compiled
+        reset_matches()
+        y = torch.compile(wrapped, fullgraph=True)(x)
+    assert matches()["siblings"] == 1
+    torch.testing.assert_close(y, wrapped(x), rtol=1e-4, atol=1e-4)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(wrapped(x).square().sum(), x)[0], rtol=1e-4, atol=1e-4)

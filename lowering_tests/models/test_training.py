@@ -170,7 +170,9 @@ def test_quantized_inside_inference_mode_it_can_still_be_trained(tmp_path):
         quantize(model)
         fp4_inductor.save(model, tmp_path)
         loaded = fp4_inductor.load(build("qwen2"), tmp_path)
-    for m in (model, loaded):
+        model.save_pretrained(tmp_path / "transformers")
+        read = fp4_inductor.load_pretrained(tmp_path / "transformers")
+    for m in (model, loaded, read):
         assert not any(t.is_inference() for t in (*m.buffers(), *m.parameters()))
         wrapped = get_peft_model(m, LoraConfig(target_modules=["q_proj", "down_proj"]))
         wrapped(input_ids=IDS, labels=IDS).loss.backward()

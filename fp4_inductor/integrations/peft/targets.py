@@ -26,7 +26,7 @@ def prepare(tuner: BaseTuner, model: nn.Module, adapter: str) -> None:
     Raises:
         ConfigError: the configuration names quantized layers that it cannot be used on; the model is unchanged.
     """
-    packed = {name: m for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4ExpertWeight, FP4Experts))}
+    packed: dict[str, nn.Module] = {name: m for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4ExpertWeight, FP4Experts))}
     if not packed:
         return
     config: Any = tuner.peft_config[adapter]
@@ -56,8 +56,10 @@ def prepare(tuner: BaseTuner, model: nn.Module, adapter: str) -> None:
 
 def _take_all_linear(config: Any, model: nn.Module) -> None:
     """PEFT's ``"all-linear"`` with the quantized layers, except the output head and what lies inside other adapters, as PEFT has it."""
-    found = set(_maybe_include_all_linear_layers(config, model).target_modules)
-    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
+    _maybe_include_all_linear_layers(config, model)
+    found: set[str] = set(config.target_modules)
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
     inside = {id(m) for wrapper in model.modules() if isinstance(wrapper, BaseTunerLayer) for m in wrapper.modules() if m is not wrapper}
     config.target_modules = found | {n for n, m in model.named_modules() if isinstance(m, FP4Linear) and m is not head and id(m) not in inside}
 
@@ -66,7 +68,7 @@ def _targets(tuner: BaseTuner, config: Any, model: nn.Module, packed: dict[str, 
     """Those of ``packed`` that the configuration names, by the names that they have without wrappers."""
     if not hasattr(config, "target_modules"):
         return {}
-    trial = tuner._prepare_adapter_config(copy.copy(config), tuner.get_model_config(model))
+    trial: Any = tuner._prepare_adapter_config(copy.copy(config), tuner.get_model_config(model))
     if not trial.target_modules:
         return {}
     found = {}

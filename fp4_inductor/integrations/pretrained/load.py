@@ -17,6 +17,7 @@ from ...checkpoint.readers import modelopt
 from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
+from ...models.training import outside_inference_mode
 from .config import FP4InductorConfig
 from .gguf import load_gguf
 from .native_folder import load_native
@@ -33,6 +34,7 @@ _HUB = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "prox
 _CODE = ("trust_remote_code", "code_revision")
 
 
+@outside_inference_mode
 def load_pretrained(
     path_or_id: str | os.PathLike,
     *,
