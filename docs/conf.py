@@ -35,7 +35,10 @@ napoleon_use_ivar = True  # "Args:" of a dataclass and its fields are one list, 
 
 nitpicky = True
 # Names of other libraries, whose references are not read (the build needs no network), and what is described by its source only.
-_OTHERS = r"(torch|nn|Tensor|Module|dtype|transformers|PreTrained|os|pathlib|collections|optional|callable|iterable|Iterable|Callable|Mapping|dict\[|list\[|tuple\[)"
+_OTHERS = (
+    r"(torch|nn|Tensor|Module|dtype|transformers|PreTrained|os|pathlib|collections|optional|callable|iterable|Iterable|Callable"
+    r"|Mapping|dict\[|list\[|tuple\[)"
+)
 nitpick_ignore_regex = [(r"py:.*", rf"{_OTHERS}.*"), (r"py:.*", r"fp4_inductor\.(ops|kernels)\..*")]
 
 

@@ -24,7 +24,7 @@ class FP4Linear(PackedWeight):
     ``global_scale`` float32 ``[]`` (multiplying), ``bias`` ``[N]`` or None. K is ``in_features`` padded with zero
     weights to a multiple of 16.
 
-    The bias is a Parameter if it is trained (:meth:`train_bias`).
+    The bias is a Parameter if it is trained (``train_bias()``).
 
     ``.to(dtype)``, ``.half()``, ``.bfloat16()`` cast the bias and set :attr:`dtype`; the codes and scales keep their
     bits. ``.to(device)``, ``deepcopy``, ``pin_memory``, ``state_dict`` work as for any module.
