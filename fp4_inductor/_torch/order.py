@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._inductor import ir
@@ -22,23 +23,63 @@ def why_not_early(activations: Sequence, weight: Sequence) -> str:
 
     Proven by two facts. A kernel of this graph made the ``activations``, so that the kernel before is one of this graph, whatever the scheduler's order. No
     kernel of this graph writes ``weight``: it is an input or a constant that nothing has changed so far, and what changes it later is ordered behind its
-    reader. Arguments are realised buffers, or views of them.
+    reader. A region (``torch.compiler.nested_compile_region``) is lowered once for all of its calls, so there each call has to pass a weight that is an
+    input or a constant of the graph around it and that nothing writes. Arguments are realised buffers, or views of them.
     """
     graph = V.graph
-    if isinstance(graph, SubgraphLowering):
-        return "inside a subgraph, whose inputs may be computed by the graph around it"
     if _has_streams():
         return "the graph has streams of its own"
     outside = {*graph.graph_inputs, *graph.constants}
     names = [t.get_name() for t in weight]
     if not outside.issuperset(names):
         return "its weight is computed by the graph"
+    if isinstance(graph, SubgraphLowering) and not _stay(graph, names):
+        return "inside a subgraph, and the graph around it may compute or change its weight"
     if not graph.mutated_buffers.isdisjoint(names):
         return "its weight is changed by the graph"
     device = weight[0].get_device()
     if not any(_by_a_kernel(graph.try_get_buffer(t.get_name()), device) for t in activations):
         return "no kernel of the graph is known to run before it: its activations are not computed by one"
     return ""
+
+
+_region = torch.ops.higher_order.invoke_subgraph
+_OPERANDS = 2  # of a call of a region: its graph and its name come first
+
+
+def _stay(graph: SubgraphLowering, names: Sequence[str]) -> bool:
+    """Is each of these inputs of a region, at every call of it, an input or a constant of the graph around it, and written by nothing?"""
+    here: Any = graph.parent.current_node
+    if here is None or here.target is not _region or isinstance(graph.parent, SubgraphLowering):  # of regions in regions nothing is known
+        return False
+    positions = {name: i for i, name in enumerate(graph.graph_inputs)}
+    calls = [node for node in here.graph.nodes if node.target is _region and node.args[0].target == here.args[0].target]
+    inputs = {call.args[_OPERANDS + positions[name]] for call in calls for name in names if name in positions}
+    return all(isinstance(node, torch.fx.Node) and node.op in ("placeholder", "get_attr") and not _is_written(node) for node in inputs)
+
+
+def _is_written(node: Any) -> bool:
+    """May something in its graph write this value, or a view of it?"""
+    return any(_writes(user, node) for user in node.users)
+
+
+def _writes(user: Any, node: Any) -> bool:
+    if user.op == "output":
+        return False
+    if user.target is _region:
+        region = getattr(user.graph.owning_module, user.args[0].target)
+        inputs = [n for n in region.graph.nodes if n.op == "placeholder"]
+        return any(_is_written(inputs[i]) for i, operand in enumerate(user.args[_OPERANDS:]) if operand is node)
+    if not isinstance(user.target, torch._ops.OpOverload):
+        return True  # not known
+    schema = user.target._schema
+    given = {**dict(zip((a.name for a in schema.arguments), user.args, strict=False)), **user.kwargs}
+    for argument in schema.arguments:
+        value = given.get(argument.name)
+        alias = argument.alias_info if value is node or (isinstance(value, (list, tuple)) and node in value) else None
+        if alias is not None and (alias.is_write or _is_written(user)):
+            return True
+    return False
 
 
 def _by_a_kernel(buffer, device: torch.device) -> bool:
