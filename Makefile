@@ -1,6 +1,7 @@
 # make demo    quantize, compile and run a small language model that ships with the repository
 # make test    linters, type checker, documentation and tests
 # make test-slow   the same tests and those that take minutes: every instance, every broken kernel (make test tries one of a kind)
+# make wheel   the wheel that users install, with compiled kernels for every architecture, into dist/ (needs nvcc 13; minutes)
 # make docs    the pages of docs/ and the API reference, into build/docs (index.html)
 #
 # All make an environment in .venv first (once; again when pyproject.toml changes); demo needs the smaller part of it. To use another:
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 TOOLS := $(VENV)/.fp4_tools
 
-.PHONY: demo test test-slow lint pytest docs readme support clean
+.PHONY: demo test test-slow lint pytest docs readme support wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -50,6 +51,9 @@ $(TOOLS): $(READY)
 
 readme: $(TOOLS)
 	$(BIN)/python .ci/readme.py
+
+wheel: $(TOOLS)
+	$(BIN)/python .ci/wheel.py
 
 support: $(TOOLS)
 	$(BIN)/python .ci/support.py

@@ -17,6 +17,7 @@ from .integrations import adopt_adapters, describe_for_saving
 from .integrations.attention import use_attention_backend
 from .integrations.transformers import use_experts_backend
 from .models.activation_cost import activation_cost
+from .models.compile_ahead import compile_ahead
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, add_notes, record
 from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
@@ -166,6 +167,7 @@ def _finish(
     adopt_adapters(model)
     plan.notes += use_attention_backend(model, config.attention)
     describe_for_saving(model, config.large_m, config.attention)
+    compile_ahead(model)
     kl = outcome.measure(model) if outcome is not None else None
     loud = outcome.verdict(kl) if outcome is not None else []
     if config.large_m == "nvfp4":
@@ -228,6 +230,7 @@ def load(
     use_experts_backend(model)
     adopt_adapters(model)
     add_notes(model, use_attention_backend(model, attention))
+    compile_ahead(model)
     options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
     describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto", attention)  # experts and heads cannot have that one
     return loaded

@@ -89,7 +89,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_C
             (interface, "synchronize", staticmethod(lambda d=None: None)),
             (interface, "is_bf16_supported", staticmethod(lambda including_emulation=False: True)),
             (driver, "_active", _FakeDriver(cc)),
-            (select, "csrc_status", lambda arch, op="": csrc),
+            (select, "csrc_status", lambda call: csrc),
             (select, "csrc_door", lambda name, arch: NOT_COMPILED),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (joint_graph, "lazy_init", lambda *a, **k: real_init(torch.device("cpu"))),

@@ -24,7 +24,7 @@ FLOORS = [
     {"models", "checkpoint", "integrations"},
     {"api", "explain", "report", "__init__"},
 ]
-SIDE = {"errors", "config", "_sources", "_journal"}
+SIDE = {"errors", "config", "_sources", "_journal", "_notice"}
 PRIVATE = "_torch"
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

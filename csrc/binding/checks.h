@@ -12,9 +12,6 @@
 #include <cstdint>
 #include <optional>
 
-// In libtorch_cuda; a torch without CUDA has none, and never gets here with a CUDA tensor.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
-
 namespace fp4 {
 
 using torch::headeronly::ScalarType;
@@ -36,14 +33,19 @@ inline int dtype_code(const Tensor& x, const char* op) {
   return type == ScalarType::Half;
 }
 
+// aoti_torch_get_current_cuda_stream of libtorch_cuda, null without one. Python hands it over (fp4_csrc_bind): the binding does not link
+// libtorch_cuda, so that one binary serves every build of torch.
+using CurrentStream = AOTITorchError(int32_t device_index, void** stream);
+inline CurrentStream* current_stream = nullptr;
+
 // The device of `x` is current while this lives; `stream` is its current stream. Nothing waits, nothing is read back.
 struct OnDevice {
   torch::stable::accelerator::DeviceGuard guard;
   void* stream = nullptr;
 
   explicit OnDevice(const Tensor& x, const char* op) : guard(x.get_device_index()) {
-    require(aoti_torch_get_current_cuda_stream != nullptr, op, "this torch has no CUDA");
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+    require(current_stream != nullptr, op, "this torch has no CUDA");
+    TORCH_ERROR_CODE_CHECK(current_stream(x.get_device_index(), &stream));
   }
 };
 

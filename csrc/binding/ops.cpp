@@ -9,6 +9,11 @@
 #include <tuple>
 #include <utility>
 
+// libstdc++ asks glibc 2.32 and later whether there is one thread only. This definition answers "no", so that the binding runs with older ones.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+
 namespace fp4 {
 
 using Resolver = void*(const char* name, int arch);
@@ -318,8 +323,11 @@ Tensor sparse_linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Ten
 }  // namespace
 }  // namespace fp4
 
-// Who is asked, once, for fp4_<name> of the kernel library for a compute capability (times ten); it answers null if there is none.
-extern "C" __attribute__((visibility("default"))) void fp4_csrc_resolver(fp4::Resolver* resolve) { fp4::resolver = resolve; }
+// resolve: who is asked, once, for fp4_<name> of the kernel library for a compute capability (times ten); it answers null if there is none.
+extern "C" __attribute__((visibility("default"))) void fp4_csrc_bind(fp4::Resolver* resolve, void* current_stream) {
+  fp4::resolver = resolve;
+  fp4::current_stream = (fp4::CurrentStream*)current_stream;
+}
 
 // The operators are defined where they are described to the compiler too (fp4_inductor/kernels/csrc.py).
 #define FP4_DENSE(name, Place)                                                        \

@@ -1,32 +1,34 @@
-"""Compile csrc/ sources: when the package is installed where that is possible, else at first use into a private, atomic cache.
+"""Compile the sources of ``csrc/`` at first use, into a private, atomic cache, unless this installation brought them compiled (``prebuilt.py``).
 
-The cache lies in ``$FP4_INDUCTOR_CACHE`` (default ``~/.cache/fp4_inductor``), mode 0700. A library's name holds the hash
-of its sources, flags, compiler, torch (for the binding) and processor (for C), so a changed byte never meets an old binary; it is
-written under a temporary name and renamed, so that concurrent processes never load half a file, and its length and
-hash are checked before it is loaded (``intact.py``). What ``pip install`` built lies in
-``fp4_inductor/_lib`` under the hash of sources and flags, and needs no compiler at run time.
+The cache lies in ``$FP4_INDUCTOR_CACHE`` (default ``~/.cache/fp4_inductor``), mode 0700. A library's name holds the hash of its
+sources, flags, compiler and, for C, processor, so that a changed byte never meets an old binary. It is written under a
+temporary name and renamed, so that concurrent processes never load half a file. Its length and hash are checked before it is
+loaded (``intact.py``).
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
-import shutil
+import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .._sources import csrc_dir, prebuilt_dir
+from .._sources import csrc_dir
 from ..errors import KernelError
+from . import compilers, prebuilt
+from .compilers import compiler, cxx, nvcc
 from .intact import is_intact, publish
 
 
@@ -50,34 +52,12 @@ def cache_dir() -> Path:
     return root
 
 
-@functools.cache
-def compiler() -> str | None:
-    """The C compiler: ``$CC``, else the first of cc, gcc, clang; None if there is none."""
-    named = os.environ.get("CC")
-    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     except OSError:
         return platform.processor()
-
-
-@functools.cache
-def nvcc() -> str | None:
-    """The CUDA compiler: ``$CUDACXX``, ``$CUDA_HOME/bin/nvcc``, or nvcc on the PATH; None if there is none."""
-    named = os.environ.get("CUDACXX")
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return shutil.which(named) if named else shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
-
-
-@functools.cache
-def cxx() -> str | None:
-    """The C++ compiler: ``$CXX``, else the first of c++, g++, clang++; None if there is none."""
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 def aligned(t: Tensor) -> Tensor:
@@ -103,15 +83,44 @@ def shared_library(source: str, flags: tuple[str, ...]) -> Path:
     return _build(cc, source, (csrc_dir() / source,), ("-O3", "-shared", "-fPIC", *flags), ("-lm",), _processor())
 
 
+def cuda_target(arch: int) -> str:
+    """nvcc's name of an architecture (compute capability times ten)."""
+    # From Hopper on, the architecture-specific target: wgmma and block-scaled MMA exist only there.
+    return f"{arch}a" if arch >= 90 else str(arch)
+
+
 def cuda_flags(arch: int) -> tuple[str, ...]:
     """nvcc's flags for one architecture (compute capability times ten)."""
-    # From Hopper on, the architecture-specific target: wgmma and block-scaled MMA exist only there.
-    name = f"{arch}a" if arch >= 90 else str(arch)
+    name = cuda_target(arch)
     return ("-O3", "-std=c++17", f"-gencode=arch=compute_{name},code=sm_{name}", f"-DFP4_ARCH={arch}", "-shared", "-Xcompiler", "-fPIC")
 
 
 def _with_headers(source: str, pattern: str) -> tuple[Path, ...]:
     return (csrc_dir() / source, *sorted(csrc_dir().rglob(pattern)))
+
+
+def _cuda(source: str, arch: int, defines: tuple[str, ...]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    return _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines)
+
+
+def cuda_identity(source: str, arch: int, defines: tuple[str, ...] = ()) -> str:
+    """The hash of the sources and the flags of a CUDA library."""
+    return _hash(*_cuda(source, arch, defines))
+
+
+def cuda_ready(source: str, arch: int, defines: tuple[str, ...] = ()) -> Path | None:
+    """The library if it needs no compiling: this installation brought it, or the cache holds it. None: it can be compiled.
+
+    Raises:
+        KernelError: it cannot: there is no nvcc, or no cache.
+    """
+    inputs, flags = _cuda(source, arch, defines)
+    found = prebuilt.find(_hash(inputs, flags))
+    return found or _intact(_cached(_nvcc(arch), source, inputs, flags, ""))
+
+
+def _intact(cached: Path) -> Path | None:
+    return cached if is_intact(cached) else None
 
 
 def cuda_library(source: str, arch: int, defines: tuple[str, ...] = ()) -> Path:
@@ -120,107 +129,156 @@ def cuda_library(source: str, arch: int, defines: tuple[str, ...] = ()) -> Path:
     Raises:
         KernelError: no nvcc, or the compiler's own message.
     """
-    inputs, flags = _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines)
-    ready = _prebuilt(source, inputs, flags)
-    return ready or _build(_nvcc(), source, inputs, flags, (), "")
+    inputs, flags = _cuda(source, arch, defines)
+    return prebuilt.find(_hash(inputs, flags)) or _build(_nvcc(arch), source, inputs, flags, library_folders(), "")
 
 
-def _nvcc() -> str:
+def compile_cuda(target: Path, source: str, arch: int, defines: tuple[str, ...], link: tuple[str, ...]) -> None:
+    """Compile a CUDA library to ``target``, past the cache."""
+    compile_to(target, _nvcc(), source, (*_cuda(source, arch, defines)[1], str(csrc_dir() / source), "-o", str(target), *link))
+
+
+def library_folders() -> tuple[str, ...]:
+    """Where the linker finds the CUDA runtime: nvcc's own settings do not name the folder that its pip packages use."""
+    home = cuda_home(_nvcc())
+    return tuple(f"-L{home / name}" for name in ("lib64", "lib") if (home / name).is_dir())
+
+
+@functools.cache
+def cuda_home(nvcc: str) -> Path:
+    """The folder of the toolkit that ``nvcc``, perhaps a script that calls the real one, belongs to, as it says itself."""
+    said = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+    top = next((line.split("TOP=")[1] for line in said.stderr.splitlines() if "TOP=" in line), None)
+    return Path(top).resolve() if top else Path(nvcc).resolve().parent.parent
+
+
+def _nvcc(arch: int | None = None) -> str:
     found = nvcc()
     if found is None:
+        brought = prebuilt.architectures()
+        without = f"; this installation has kernels for {', '.join(f'sm_{a}' for a in brought)}" if brought and arch not in brought else ""
         raise KernelError(
-            "no CUDA compiler", value="nvcc not found", limit="nvcc of CUDACXX, CUDA_HOME or the PATH", remedy="Install the CUDA toolkit, or set CUDA_HOME."
+            "no CUDA compiler" if arch is None else f"no CUDA kernels for sm_{arch}",
+            value=f"nvcc not found{without}",
+            limit="nvcc of CUDACXX, the PATH, CUDA_HOME or pip",
+            remedy=f"{compilers.PIP}, or install the CUDA toolkit.",
         )
     return found
 
 
 BINDING = "binding/ops.cpp"
-# The stable ABI of torch 2.11: a binding built with any later torch uses nothing newer.
+# The stable ABI of torch 2.11: a binding built with any later torch uses nothing newer, and one build serves them all.
 _STABLE_ABI = "0x020b000000000000"
+BINDING_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}")
 
 
-def binding_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The C++ compiler's flags for the torch that is installed, and what to link."""
+def binding_identity(extra: tuple[str, ...] = ()) -> str:
+    """The hash of the sources and the flags of the binding."""
+    return _hash(_with_headers(BINDING, "*.h"), (*BINDING_FLAGS, *extra))
+
+
+def _torch_libraries() -> tuple[str, ...]:
     root = Path(torch.__file__).parent
-    flags = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={_STABLE_ABI}", f"-DFP4_TORCH={torch.__version__}")
-    libraries = ["-Wl,--no-as-needed", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    if (root / "lib" / "libtorch_cuda.so").exists():
-        libraries.append("-ltorch_cuda")
-    return flags, (f"-I{root / 'include'}", *libraries)
+    return (f"-I{root / 'include'}", "-Wl,--no-as-needed", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
 
 
 def binding_library(extra: tuple[str, ...] = ()) -> Path:
-    """Path of ``torch.ops.fp4_csrc`` compiled for the torch that is installed, building it if needed (a few seconds).
+    """Path of ``torch.ops.fp4_csrc`` compiled with the headers of the torch that is installed, building it if needed (10 to 20 seconds).
 
     Raises:
         KernelError: no C++ compiler, or the compiler's own message.
     """
-    flags, libraries = binding_flags()
-    flags = (*flags, *extra)
-    inputs = _with_headers(BINDING, "*.h")
-    ready = _prebuilt(BINDING, inputs, flags)
-    if ready is not None:
-        return ready
+    found = prebuilt.find(binding_identity(extra))
+    return found or _build(_cxx(), BINDING, _with_headers(BINDING, "*.h"), (*BINDING_FLAGS, *extra), _torch_libraries(), "")
+
+
+def compile_binding(target: Path) -> None:
+    """Compile the binding to ``target``, past the cache."""
+    compile_to(target, _cxx(), BINDING, (*BINDING_FLAGS, str(csrc_dir() / BINDING), "-o", str(target), *_torch_libraries()))
+
+
+def binding_ready() -> Path | None:
+    """As :func:`cuda_ready`."""
+    found = prebuilt.find(binding_identity())
+    return found or _intact(_cached(_cxx(), BINDING, _with_headers(BINDING, "*.h"), BINDING_FLAGS, ""))
+
+
+def _cxx() -> str:
     compiler = cxx()
     if compiler is None:
         raise KernelError(
             "no C++ compiler", value="CXX, c++, g++ and clang++ not found", limit="g++, clang++ or what CXX names", remedy="Install one, or set CXX."
         )
-    return _build(compiler, BINDING, inputs, flags, libraries, "")
-
-
-def prebuild(folder: Path, sources: Iterable[tuple[str, int, tuple[str, ...]]]) -> list[Path]:
-    """Compile the binding, and every source for its architecture with its defines, into ``folder``, in parallel. For ``setup.py``.
-
-    Raises:
-        KernelError: as :func:`cuda_library` and :func:`binding_library`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs: list[tuple] = [
-        (source, _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines), cuda_library, (source, arch, defines)) for source, arch, defines in sources
-    ]
-    jobs.append((BINDING, _with_headers(BINDING, "*.h"), binding_flags()[0], binding_library, ()))
-
-    def run(job) -> Path:
-        source, inputs, flags, make, arguments = job
-        return Path(shutil.copy2(make(*arguments), folder / _prebuilt_name(source, inputs, flags)))
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, jobs))
-
-
-def _prebuilt_name(source: str, inputs: tuple[Path, ...], flags: tuple[str, ...]) -> str:
-    return f"{Path(source).stem}-{_hash(inputs, flags)}.so"
-
-
-def _prebuilt(source: str, inputs: tuple[Path, ...], flags: tuple[str, ...]) -> Path | None:
-    folder = prebuilt_dir()
-    path = folder / _prebuilt_name(source, inputs, flags) if folder else None
-    return path if path is not None and path.exists() else None
+    return compiler
 
 
 def _hash(inputs: tuple[Path, ...], flags: tuple[str, ...], *more: bytes) -> str:
     return hashlib.sha256(b"\0".join((*(p.read_bytes() for p in inputs), " ".join(flags).encode(), *more))).hexdigest()[:24]
 
 
+@functools.cache
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+
+
+def _cached(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], machine: str) -> Path:
+    return cache_dir() / f"{Path(source).stem}-{_hash(inputs, flags, _version(compiler), machine.encode())}.so"
+
+
 def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], libraries: tuple[str, ...], machine: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    target = cache_dir() / f"{Path(source).stem}-{_hash(inputs, flags, version, machine.encode())}.so"
-    if is_intact(target):
-        return target
-    handle, partial = tempfile.mkstemp(suffix=".so", dir=cache_dir())
+    target = _cached(compiler, source, inputs, flags, machine)
+    if not is_intact(target):
+        with _partial() as partial:
+            compile_to(partial, compiler, source, (*flags, str(csrc_dir() / source), "-o", str(partial), *libraries))
+            publish(partial, target)
+    return target
+
+
+@contextlib.contextmanager
+def _partial():
+    """A temporary file of the cache, removed unless it was renamed."""
+    if _ending.is_set():
+        raise KernelError("nothing is compiled any more", value="the program ends", limit="a running program", remedy="Start it again.")
+    handle, name = tempfile.mkstemp(suffix=".so", dir=cache_dir())
     os.close(handle)
     try:
-        run = subprocess.run([compiler, *flags, str(csrc_dir() / source), "-o", partial, *libraries], capture_output=True, text=True, check=False)
-        if run.returncode:
-            variable = {".cu": "CUDACXX", ".cpp": "CXX"}.get(Path(source).suffix, "CC")
-            raise KernelError(
-                f"{compiler} failed on csrc/{source}",
-                value=f"exit status {run.returncode}: {run.stderr.strip()[-800:]}",
-                limit="exit status 0",
-                remedy=f"Set {variable} to a newer compiler.",
-            )
-        publish(Path(partial), target)
+        yield Path(name)
     finally:
-        Path(partial).unlink(missing_ok=True)
-    return target
+        Path(name).unlink(missing_ok=True)
+
+
+_running: dict[subprocess.Popen, Path] = {}
+os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
+_ending = threading.Event()
+
+
+@atexit.register
+def _stop_compilers() -> None:
+    """A program that ends does not wait for the compilers that run in the background, and leaves none of their files."""
+    _ending.set()
+    for process, partial in list(_running.items()):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # nvcc's own children, too
+        partial.unlink(missing_ok=True)
+
+
+def compile_to(partial: Path, compiler: str, source: str, arguments: tuple[str, ...]) -> None:
+    """Run a compiler.
+
+    Raises:
+        KernelError: its own message.
+    """
+    process = subprocess.Popen([compiler, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
+    _running[process] = partial
+    try:
+        _, errors = process.communicate()
+    finally:
+        del _running[process]
+    if process.returncode:
+        variable = {".cu": "CUDACXX", ".cpp": "CXX"}.get(Path(source).suffix, "CC")
+        raise KernelError(
+            f"{compiler} failed on csrc/{source}",
+            value=f"exit status {process.returncode}: {errors.strip()[-800:]}",
+            limit="exit status 0",
+            remedy=f"Set {variable} to a newer compiler.",
+        )

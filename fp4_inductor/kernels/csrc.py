@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _notice
 from ..errors import DeviceError, KernelError
 from . import build
+from .background import Background, Compilation
 from .build import aligned, pointer
 from .linear.configs import Epilogue
 from .table import ROWS
@@ -132,21 +134,51 @@ def kernels_for(arch: int) -> list[str]:
     return [name for name in KERNELS if any(row.csrc == name and row.arch[0] <= arch <= row.arch[1] for row in ROWS)]
 
 
-def libraries_for(arch: int) -> list[tuple[str, int, tuple[str, ...]]]:
-    """``(source, arch, defines)`` of each of :func:`kernels_for`."""
-    return [(KERNELS[name].source, arch, KERNELS[name].defines) for name in kernels_for(arch)]
+def libraries_for(arch: int) -> dict[str, tuple[str, int, tuple[str, ...]]]:
+    """``{name: (source, arch, defines)}`` of each of :func:`kernels_for`."""
+    return {name: (KERNELS[name].source, arch, KERNELS[name].defines) for name in kernels_for(arch)}
+
+
+_libraries = Background()
+
+
+def start(names: Iterable[str], arch: int) -> None:
+    """Begin to compile these kernels, and the binding, in the background; those that are compiled cost nothing."""
+    here = [(name, arch) for name in names if name in kernels_for(arch)]
+    _libraries.start({key: _compilation(*key) for key in here}, f"{{}} CUDA kernels for sm_{build.cuda_target(arch)}")
+    if any(_libraries.error(key) is None for key in here):
+        _start_binding()
+
+
+_BINDING = ("binding", 0)
+
+
+def _start_binding() -> None:
+    _libraries.start({_BINDING: Compilation(build.binding_ready, build.binding_library)}, "the binding of the CUDA kernels")
+
+
+def _compilation(name: str, arch: int) -> Compilation:
+    library = (KERNELS[name].source, arch, KERNELS[name].defines)
+    return Compilation(lambda: build.cuda_ready(*library), lambda: build.cuda_library(*library))
 
 
 @functools.cache
 def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
     if name not in kernels_for(arch):
         return None, f"csrc/{KERNELS[name].source} is not written for sm_{arch}"
+    start([name], arch)
     try:
-        library = ctypes.CDLL(str(build.cuda_library(KERNELS[name].source, arch, KERNELS[name].defines)))
+        library = ctypes.CDLL(str(_libraries.result((name, arch))))
     except (KernelError, OSError) as error:
+        _tell(arch, str(error))
         return None, str(error)
     getattr(library, KERNELS[name].function).restype = ctypes.c_int
     return library, ""
+
+
+@functools.cache
+def _tell(arch: int, reason: str) -> None:
+    _notice.say(f"Triton kernels, which are slower, take the place of CUDA kernels on sm_{arch}: {reason}")
 
 
 def library(name: str, arch: int) -> ctypes.CDLL:
@@ -178,13 +210,20 @@ def _resolve(name: bytes, arch: int) -> int | None:
     return None if library is None else ctypes.cast(getattr(library, KERNELS[name.decode()].function), ctypes.c_void_p).value
 
 
+def _current_stream() -> int | None:
+    """The address of torch's function that tells the current CUDA stream; None of a torch without CUDA."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    return ctypes.cast(ctypes.CDLL(str(library)).aoti_torch_get_current_cuda_stream, ctypes.c_void_p).value if library.exists() else None
+
+
 @functools.cache
 def binding() -> str:
-    """Load the binding (building it takes a few seconds, once). Empty if it implements the operators from now on; else why not."""
+    """Load the binding (building it takes 10 to 20 seconds, once). Empty if it implements the operators from now on; else why not."""
     try:
-        path = str(build.binding_library())
+        _start_binding()
+        path = str(_libraries.result(_BINDING))
         torch.ops.load_library(path)
-        ctypes.CDLL(path).fp4_csrc_resolver(_resolve)
+        ctypes.CDLL(path).fp4_csrc_bind(_resolve, ctypes.c_void_p(_current_stream()))
     except (KernelError, OSError, RuntimeError) as error:
         return str(error)
     return ""

@@ -18,17 +18,6 @@ from .linear.configs import Epilogue
 from .table import LOST, REGIMES, ROWS, Row
 
 
-def csrc_status(arch: int, op: str = "linear") -> str:
-    """Empty if the CUDA kernels that serve ``op`` by default on ``arch`` are compiled (the first call compiles them, some seconds); else why not.
-
-    Where only candidates serve it, what is said of ``fp4.linear``.
-    """
-    from . import csrc
-
-    names = {row.csrc for row in ROWS if row.op == op and row.csrc and not row.off and row.arch[0] <= arch <= row.arch[1]}
-    return next(filter(None, (csrc.why_not(name, arch) for name in sorted(names or {"linear_small"}))), "")
-
-
 def csrc_door(name: str, arch: int) -> str:
     """How calls reach the kernel ``name`` of ``csrc/``: a torch operator, or ctypes and why."""
     from . import csrc
@@ -139,8 +128,36 @@ def describe_for(
     op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False
 ) -> Call:
     """As :func:`describe`, for the architecture of a device of this machine."""
-    csrc = csrc_status(arch, op) if any(row.csrc and row.arch[0] <= arch <= row.arch[1] for row in ROWS if row.op == op) else ""
-    return Call(op, arch, dtype, n, k, large_m, csrc, experts, triton_version() if arch else (99, 0), form, early)
+    call = Call(op, arch, dtype, n, k, large_m, "", experts, triton_version() if arch else (99, 0), form, early)
+    return replace(call, csrc=csrc_status(call))
+
+
+def csrc_names(call: Call) -> list[str]:
+    """The CUDA kernels that serve ``call`` by default, for some M. Where candidates alone serve its op there, what fp4.linear has."""
+    rows = [row for row in ROWS if row.op == call.op and row.csrc and row.arch[0] <= call.arch <= row.arch[1]]
+    if rows and all(row.off for row in rows):
+        return ["linear_small"]
+    return sorted({row.csrc for row in rows if not row.off and _refusal(row, call) is None})
+
+
+def csrc_status(call: Call) -> str:
+    """Empty if the CUDA kernels that serve ``call`` are compiled; else why not. They are compiled now, together, if they are not: some seconds, once."""
+    from . import csrc
+
+    names = csrc_names(call)
+    csrc.start(names, call.arch)
+    return next(filter(None, (csrc.why_not(name, call.arch) for name in names)), "")
+
+
+def compile_ahead(calls: Iterable[Call]) -> None:
+    """Begin to compile, in the background, the CUDA kernels that serve these calls."""
+    from . import csrc
+
+    names: dict[int, set[str]] = {}
+    for call in calls:
+        names.setdefault(call.arch, set()).update(csrc_names(call))
+    for arch, needed in names.items():
+        csrc.start(sorted(needed), arch)
 
 
 @dataclass(frozen=True)

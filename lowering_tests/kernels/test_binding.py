@@ -47,7 +47,7 @@ def ops():
         torch.ops.fp4_csrc.linear_small(torch.zeros(1, 64), torch.zeros(8, 32), torch.zeros(8, 4), torch.zeros(()), None, ARCH)
     path = str(build.binding_library(("-DFP4_EMULATED",)))
     torch.ops.load_library(path)
-    ctypes.CDLL(path).fp4_csrc_resolver(resolve)
+    ctypes.CDLL(path).fp4_csrc_bind(resolve, None)
     return torch.ops.fp4_csrc
 
 

@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from fp4_inductor import errors
-from fp4_inductor.kernels import build, csrc, select
+from fp4_inductor.kernels import build, csrc
 from lowering_tests.kernels import aot
 from lowering_tests.kernels.emulator import tiles_of
 
@@ -227,59 +225,6 @@ def test_a_register_that_is_overwritten_is_found(tmp_path):
     assert overwritten(sass)
 
 
-@needs_nvcc
-def test_the_compilers_own_message_is_shown(tmp_path, monkeypatch):
-    (tmp_path / "common").mkdir()
-    (tmp_path / "broken.cu").write_text("this is not CUDA")
-    monkeypatch.setattr(build, "csrc_dir", lambda: tmp_path)
-    with pytest.raises(errors.KernelError, match="broken.cu"):
-        build.cuda_library("broken.cu", 90)
-
-
-@needs_nvcc
-def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):
-    (tmp_path / "common").mkdir()
-    (tmp_path / "one.cu").write_text('#include "common/a.cuh"\nextern "C" int value() { return VALUE; }\n')
-    monkeypatch.setattr(build, "csrc_dir", lambda: tmp_path)
-    paths = []
-    for value in (1, 2, 1):
-        (tmp_path / "common" / "a.cuh").write_text(f"#define VALUE {value}\n")
-        paths.append(build.cuda_library("one.cu", 90))
-    assert paths[0] == paths[2] != paths[1]
-
-
-def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
-    """A library that failed to build must be known before a row that needs it is chosen, and candidates are not built unasked."""
-    asked = []
-    monkeypatch.setattr(csrc, "why_not", lambda name, arch: asked.append(name) or f"{name} is broken")
-    for op, arch, name in (
-        ("linear", 90, "linear_small"),
-        ("linear_glu", 90, "linear_small_glu"),
-        ("linear_epilogue", 90, "linear_small_pointwise"),
-        ("sparse_linear", 90, "sparse_linear_small"),
-        ("linear_glu", 80, "linear_small"),
-        ("linear_w4a4", 120, "linear_small"),
-        ("sparse_moe", 90, "moe_decode_table"),
-        ("moe", 90, "moe_decode_table"),
-    ):
-        assert select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc == f"{name} is broken"
-    assert set(asked) == {"linear_small", "linear_small_glu", "linear_small_pointwise", "sparse_linear_small", "moe_decode_table"}
-    assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
-
-
-def test_without_nvcc_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr(build, "nvcc", lambda: None)
-    csrc._library.cache_clear()
-    try:
-        assert "nvcc not found" in select.csrc_status(90)
-        assert select.csrc_status(0) == ""
-        assert "ctypes" in csrc.door("linear_small", 90) and "nvcc not found" in csrc.door("linear_small", 90)
-        with pytest.raises(errors.KernelError, match="nvcc not found"):
-            csrc._through_ctypes("linear_small", (torch.empty(1, 64),), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
-    finally:
-        csrc._library.cache_clear()
-
-
 def test_a_kernel_is_built_only_where_a_row_names_it():
     """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
     hopper = {name for name in csrc.KERNELS if name.startswith(("linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))}
@@ -291,29 +236,3 @@ def test_a_kernel_is_built_only_where_a_row_names_it():
         121: hopper,
     }
     assert csrc.why_not("linear_w4a4", 90) == "csrc/gemm/linear_w4a4.cu is not written for sm_90"
-
-
-def test_what_pip_built_needs_no_compiler(monkeypatch, tmp_path):
-    """``prebuild`` writes under the hash of sources and flags; a changed byte misses. The compilers are stand-ins."""
-    fake = tmp_path / "compiler"
-    fake.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && echo "$*" > "$2"; shift; done\n')
-    fake.chmod(0o700)
-    monkeypatch.setenv("FP4_INDUCTOR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "nvcc", lambda: str(fake))
-    monkeypatch.setattr(build, "cxx", lambda: str(fake))
-    tree = tmp_path / "csrc"
-    shutil.copytree(build.csrc_dir(), tree)
-    monkeypatch.setattr(build, "csrc_dir", lambda: tree)
-    sources = [library for arch in (90, 120) for library in csrc.libraries_for(arch)]
-    made = build.prebuild(tmp_path / "_lib", sources)
-    assert len(set(made)) == len(set(sources)) + 1 == len(sources) + 1
-    monkeypatch.setattr(build, "prebuilt_dir", lambda: tmp_path / "_lib")
-    monkeypatch.setattr(build, "nvcc", lambda: None)
-    monkeypatch.setattr(build, "cxx", lambda: None)
-    assert {build.cuda_library(*source) for source in sources} | {build.binding_library()} == set(made)
-    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(*sources[0])), (tree / "binding" / "checks.h", build.binding_library)):
-        changed.write_text(changed.read_text() + "\n")
-        with pytest.raises(errors.KernelError, match="compiler"):
-            call()
-    with pytest.raises(errors.KernelError, match="no CUDA compiler"):
-        build.cuda_library(sources[0][0], 80)  # not asked for when installing

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from ...checkpoint.load import load
 from ...errors import ConfigError
+from ...models.compile_ahead import compile_ahead
 from ...models.coverage import add_notes
 from ...modules import FP4Experts, FP4Linear
 from ..attention import use_attention_backend
@@ -45,6 +46,7 @@ def load_native(
         model.generation_config = GenerationConfig.from_pretrained(path)
     use_experts_backend(model)
     add_notes(model, use_attention_backend(model, attention))
+    compile_ahead(model)
     saved = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
     describe_for_saving(model, "nvfp4" if "nvfp4" in saved else saved[0] if saved else "auto", attention)
     return model

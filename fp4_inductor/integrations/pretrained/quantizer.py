@@ -14,6 +14,7 @@ from ...checkpoint.shards import Shards, shards_of
 from ...config import LargeM
 from ...errors import CheckpointError, ConfigError, DeviceError
 from ...models import siblings
+from ...models.compile_ahead import compile_ahead
 from ...models.coverage import Report, record
 from ...models.plan import inspect
 from ...modules import FP8Linear, Sparse24Weight
@@ -126,6 +127,7 @@ def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[
     """What is done after every kind of loading."""
     use_experts_backend(model)
     notes = [*notes, *use_attention_backend(model, quantizer.attention)]
+    compile_ahead(model)
     if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
         siblings.pack_model(model)
     describe_for_saving(model, quantizer.large_m, quantizer.attention, quantizer)

@@ -1,0 +1,256 @@
+"""How CUDA libraries get made: at first use, in the background, or in a wheel; and what is said where they cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp4_inductor import errors
+from fp4_inductor.kernels import background, build, compilers, csrc, make_wheel, prebuilt, select
+
+needs_nvcc = pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed: the CUDA sources are compiled by it")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No library is known yet, the cache is empty."""
+    monkeypatch.setenv("FP4_INDUCTOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(csrc, "_libraries", background.Background())
+    for cached in (csrc._library, csrc.binding, csrc._tell):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (csrc._library, csrc.binding, csrc._tell):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch, fresh):
+    """nvcc and c++ are a script that writes its arguments to the file behind -o, half a second later."""
+    script = fresh / "compiler"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 0.5\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && echo "$*" > "$2"; shift; done\n')
+    script.chmod(0o700)
+    for name in ("nvcc", "cxx"):
+        monkeypatch.setattr(build, name, lambda: str(script))
+    monkeypatch.setattr(build, "library_folders", lambda: ())
+    monkeypatch.setattr(make_wheel, "_shared_runtime", lambda: ())
+    return script
+
+
+@needs_nvcc
+def test_the_compilers_own_message_is_shown(tmp_path, monkeypatch):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "broken.cu").write_text("this is not CUDA")
+    monkeypatch.setattr(build, "csrc_dir", lambda: tmp_path)
+    with pytest.raises(errors.KernelError, match="broken.cu"):
+        build.cuda_library("broken.cu", 90)
+
+
+@needs_nvcc
+def test_a_changed_header_is_a_new_library(tmp_path, monkeypatch):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "one.cu").write_text('#include "common/a.cuh"\nextern "C" int value() { return VALUE; }\n')
+    monkeypatch.setattr(build, "csrc_dir", lambda: tmp_path)
+    paths = []
+    for value in (1, 2, 1):
+        (tmp_path / "common" / "a.cuh").write_text(f"#define VALUE {value}\n")
+        paths.append(build.cuda_library("one.cu", 90))
+    assert paths[0] == paths[2] != paths[1]
+
+
+def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
+    """A library that failed to build must be known before a row that needs it is chosen; candidates and kernels of other shapes are not built unasked."""
+    asked, begun = [], []
+    monkeypatch.setattr(csrc, "why_not", lambda name, arch: asked.append(name) or f"{name} is broken")
+    monkeypatch.setattr(csrc, "start", lambda names, arch: begun.append(sorted(names)))
+    for op, arch, n, k, names in (
+        ("linear", 90, 64, 64, ["linear_small", "linear_wide"]),
+        ("linear", 90, 4096, 4096, ["linear_table", "linear_wide", "linear_wide_fp8"]),
+        ("linear", 90, 4096, 2880, ["linear_small", "linear_wide"]),
+        ("linear_glu", 90, 64, 64, ["linear_small_glu", "linear_wide_glu"]),
+        ("linear_epilogue", 90, 64, 64, ["linear_small_pointwise", "linear_wide_pointwise"]),
+        ("sparse_linear", 90, 64, 64, ["sparse_linear_small"]),
+        ("linear_glu", 80, 64, 64, ["linear_small"]),
+        ("linear_w4a4", 120, 64, 64, ["linear_small"]),
+        ("moe", 90, 64, 64, ["moe_grouped_wide", "moe_grouped_wide_fp8"]),
+        ("moe", 90, 4096, 4096, ["moe_decode_table", "moe_grouped_wide", "moe_grouped_wide_fp8"]),
+    ):
+        begun.clear()
+        assert select.describe_for(op, arch, torch.bfloat16, n, k).csrc == f"{names[0]} is broken"
+        assert begun == [names], (op, n, k)
+    assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
+
+
+def test_without_nvcc_the_reason_is_told(fresh, monkeypatch, capfd):
+    monkeypatch.setattr(build, "nvcc", lambda: None)
+    call = select.describe_for("linear", 90, torch.bfloat16, 4096, 4096)
+    assert "nvcc not found" in call.csrc and 'pip install "fp4_inductor[nvcc]"' in call.csrc
+    assert select.describe_for("linear", 0, torch.bfloat16, 4096, 4096).csrc == ""
+    assert "ctypes" in csrc.door("linear_small", 90) and "nvcc not found" in csrc.door("linear_small", 90)
+    with pytest.raises(errors.KernelError, match="nvcc not found"):
+        csrc._through_ctypes("linear_small", (torch.empty(1, 64),), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and "Triton kernels" in said[0] and "sm_90" in said[0] and "compiling" not in said[0]
+
+
+def test_a_wheel_for_other_architectures_says_so_in_one_line(fresh, monkeypatch, capfd):
+    monkeypatch.setattr(build, "nvcc", lambda: None)
+    monkeypatch.setattr(prebuilt, "manifest", lambda: {f"linear_small.sm_{arch}.so": {"identity": "another"} for arch in (90, 80)} | {"binding.so": {}})
+    monkeypatch.setattr(prebuilt, "find", lambda identity: None)
+    call = select.describe_for("linear", 87, torch.bfloat16, 4096, 4096)
+    assert "no CUDA kernels for sm_87" in call.csrc and "this installation has kernels for sm_80, sm_90" in call.csrc
+    assert select.plan(call, select.DispatchConfig()).pick(8).kernel.startswith("triton")
+    [line] = capfd.readouterr().err.splitlines()
+    assert "Triton kernels" in line and "sm_87" in line
+
+
+def test_libraries_are_compiled_together_and_once(fresh, fake_compiler, monkeypatch, capfd):
+    """Four libraries of half a second take less than two one after the other; asking again compiles nothing."""
+    monkeypatch.setattr(background, "_free_core", threading.Semaphore(8))
+    runs = []
+    compile_to = build.compile_to
+    monkeypatch.setattr(build, "compile_to", lambda target, *rest: (runs.append(target), compile_to(target, *rest)))
+    names = [name for name in csrc.kernels_for(90)][:4]
+    begin = time.monotonic()
+    csrc.start(names, 90)
+    assert time.monotonic() - begin < 0.4, "start() waits for the compilers"
+    paths = [csrc._libraries.result((name, 90)) for name in names]
+    assert time.monotonic() - begin < 1.5
+    assert len(set(paths)) == 4 and all(path.exists() for path in paths)
+    csrc._libraries.result(csrc._BINDING)
+    assert len(runs) == 5
+    csrc.start(names, 90)
+    assert [csrc._libraries.result((name, 90)) for name in names] == paths and len(runs) == 5
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"fp4_inductor: compiling 4 CUDA kernels for sm_90a, once for this machine, about \d+ s", lines[0])
+    assert any(re.fullmatch(r"fp4_inductor: compiled 4 CUDA kernels for sm_90a in \d+ s", line) for line in lines)
+    monkeypatch.setattr(csrc, "_libraries", background.Background())
+    csrc.start(names, 90)  # another process: the cache has them
+    assert [csrc._libraries.result((name, 90)) for name in names] == paths and len(runs) == 5
+
+
+def test_what_the_compiler_says_reaches_whoever_waits(fresh, fake_compiler):
+    fake_compiler.write_text("#!/bin/sh\necho 'no such architecture' >&2\nexit 3\n")
+    csrc.start(["linear_small"], 90)
+    assert "exit status 3: no such architecture" in csrc.why_not("linear_small", 90)
+    assert not list((fresh / "cache").glob("*.so"))
+
+
+def test_a_child_process_compiles_what_its_parent_had_not_finished(fresh, fake_compiler):
+    csrc.start(["linear_small"], 90)
+    child = os.fork()
+    if child == 0:
+        try:
+            csrc.start(["linear_small"], 90)
+            os._exit(0 if csrc._libraries.result(("linear_small", 90)).exists() else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert csrc._libraries.result(("linear_small", 90)).exists()
+
+
+def test_a_program_that_ends_leaves_no_compiler_and_no_file(fresh):
+    script = fresh / "compiler"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 300\n')
+    script.chmod(0o700)
+    code = (
+        "import time; from fp4_inductor.kernels import build, csrc; build.library_folders = lambda: ();"
+        "csrc.start(['linear_small', 'linear_table'], 90); time.sleep(0.5); print(*(p.pid for p in build._running))"
+    )
+    env = {**os.environ, "CUDACXX": str(script), "CXX": str(script), "FP4_INDUCTOR_CACHE": str(fresh / "cache")}
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=True)
+    assert time.monotonic() - begin < 60
+    pids = done.stdout.split()
+    assert pids and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert not list((fresh / "cache").glob("*.so"))
+
+
+def test_a_wheel_needs_no_compiler(fresh, fake_compiler, monkeypatch):
+    """A library of the wheel is known by the hash of its sources and flags; a changed byte of either, or of itself, misses."""
+    tree, lib = fresh / "csrc", fresh / "_lib"
+    shutil.copytree(build.csrc_dir(), tree)
+    monkeypatch.setattr(build, "csrc_dir", lambda: tree)
+    names = make_wheel.make(lib, (90, 120))
+    libraries = [library for arch in (90, 120) for library in csrc.libraries_for(arch).values()]
+    assert len(names) == len(set(libraries)) + 1 == len(libraries) + 1
+    monkeypatch.setattr(prebuilt, "prebuilt_dir", lambda: lib)
+    prebuilt._read.cache_clear()
+    monkeypatch.setattr(build, "nvcc", lambda: None)
+    monkeypatch.setattr(build, "cxx", lambda: None)
+    found = [build.cuda_library(*library) for library in libraries] + [build.binding_library()]
+    assert sorted(path.name for path in found) == names and prebuilt.architectures() == [90, 120]
+    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(*libraries[0])), (tree / "binding" / "checks.h", build.binding_library)):
+        before = changed.read_text()
+        changed.write_text(before + "\n")
+        with pytest.raises(errors.KernelError, match="compiler|no CUDA kernels"):
+            call()
+        changed.write_text(before)
+    with pytest.raises(errors.KernelError, match="no CUDA kernels for sm_80"):
+        build.cuda_library(libraries[0][0], 80)
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink):
+        damage(found[0])
+        with pytest.warns(RuntimeWarning, match="Reinstall"), pytest.raises(errors.KernelError, match="nvcc not found"):
+            build.cuda_library(*libraries[0])
+    monkeypatch.setattr(build, "nvcc", lambda: str(fake_compiler))
+    with pytest.warns(RuntimeWarning, match="Reinstall"):
+        assert build.cuda_library(*libraries[0]).parent == fresh / "cache", "a damaged library of the wheel is compiled again where that is possible"
+    (lib / prebuilt.MANIFEST).write_text("{")
+    prebuilt._read.cache_clear()
+    with pytest.warns(RuntimeWarning, match="manifest cannot be read"):
+        assert prebuilt.manifest() == {}
+    prebuilt._read.cache_clear()
+
+
+@needs_nvcc
+def test_a_library_of_the_wheel_runs_on_old_systems(fresh):
+    """Compiled for real, one kernel for one architecture: it takes torch's CUDA runtime and no symbol of a glibc newer than 2.17."""
+    target = fresh / "linear_table.sm_90.so"
+    build.compile_cuda(target, *csrc.libraries_for(90)["linear_table"], make_wheel._shared_runtime())
+    build.compile_binding(fresh / "binding.so")
+    for library in (target, fresh / "binding.so"):
+        symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True).stdout
+        assert max(tuple(map(int, v.split("."))) for v in re.findall(r"\(GLIBC_([\d.]+)\)", symbols)) <= (2, 17)
+        needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        assert ("libcudart.so.13" in needed) == (library == target) and "libtorch_cuda" not in needed
+    assert target.stat().st_size < 400_000
+
+
+def test_nvcc_of_pip_is_found(fresh, monkeypatch):
+    """The layout of nvidia-cuda-nvcc 13; without one of the packages that it needs it is no compiler."""
+    home = fresh / "nvidia" / "cu13"
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "include/crt/host_config.h", "nvvm/bin/cicc"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("#!/bin/sh\n")
+        (home / name).chmod(0o700)
+    monkeypatch.syspath_prepend(str(fresh))
+    monkeypatch.setattr(compilers.shutil, "which", lambda name: None)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    compilers.nvcc.cache_clear()
+    try:
+        assert compilers.nvcc() == str(home / "bin" / "nvcc")
+        (home / "nvvm" / "bin" / "cicc").unlink()
+        compilers.nvcc.cache_clear()
+        assert compilers.nvcc() is None
+    finally:
+        compilers.nvcc.cache_clear()
+
+
+def test_the_extra_installs_what_nvcc_needs():
+    import tomllib
+
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {re.match(r"[\w-]+", requirement)[0] for requirement in extras["nvcc"]} >= {
+        "nvidia-cuda-nvcc",
+        "nvidia-nvvm",
+        "nvidia-cuda-crt",
+        "nvidia-cuda-runtime",
+    }
