@@ -70,7 +70,7 @@ def _remove_empty(directories: list[Path]) -> None:
 
 
 def publish(aside: Path, directory: Path, last: str, is_stale: Callable[[str], bool] = lambda name: False) -> None:
-    """Move the finished files of ``aside`` into ``directory``; Ctrl-C waits until that is done.
+    """Move the finished files of ``aside`` into ``directory``; Ctrl-C and SIGTERM wait until that is done.
 
     Args:
         last: the file without which nothing is a checkpoint: it goes first and comes back last.
@@ -84,7 +84,7 @@ def publish(aside: Path, directory: Path, last: str, is_stale: Callable[[str], b
     with _uninterrupted():
         (directory / last).unlink(missing_ok=True)
         for old in directory.iterdir():
-            if old.name not in files and is_stale(old.name):
+            if old.name not in files and not old.is_dir() and is_stale(old.name):
                 old.unlink()
         for name in sorted(files, key=lambda n: n == last):
             os.replace(aside / name, directory / name)
@@ -92,16 +92,19 @@ def publish(aside: Path, directory: Path, last: str, is_stale: Callable[[str], b
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold back SIGINT, which only a main thread receives, until the block is done."""
+    """Hold back SIGINT and SIGTERM, which only a main thread receives, until the block is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[tuple] = []
-    before = signal.signal(signal.SIGINT, lambda *received: held.append(received))
+    held: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda received, _: held.append(received)) for number in numbers}
     try:
         yield
     finally:
-        # None: a handler that was not installed from Python, which Python cannot put back.
-        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
-    if held and callable(before):
-        before(*held[0])
+        for number, handler in before.items():
+            # None: a handler that was not installed from Python, which Python cannot put back.
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, handler if handler is not None else default)
+    if held:
+        signal.raise_signal(held[0])

@@ -47,13 +47,16 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch, error,
         assert [p.name for p in directory.iterdir() if p.is_dir()] == []
 
 
-def test_ctrl_c_waits_until_the_files_are_in_place(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupt_waits_until_the_files_are_in_place(tmp_path, monkeypatch, request, number):
     """Between the removal of the old checkpoint and the last rename, an interrupt would leave neither."""
     fp4_inductor.save(quantized(), tmp_path)
+    before = signal.signal(number, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(number, before))
     real = aside.os.replace
 
     def interrupted(source, target):
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         real(source, target)
 
     monkeypatch.setattr(aside.os, "replace", interrupted)
