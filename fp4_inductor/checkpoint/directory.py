@@ -160,6 +160,16 @@ def check_data(checkpoint: Checkpoint, directory: Path) -> None:
             )
 
 
+def checked_names(checkpoint: Checkpoint) -> set[str]:
+    """Names on disk of the tensors that :func:`check_values` is for: scales of every kind, and 2:4 metadata."""
+    manifest, entries = checkpoint.manifest, checkpoint.entries
+    experts = {join(name, part): s for name, e in manifest.experts.items() for part, s in zip((e.first, "down_proj"), e.storages, strict=True)}
+    storages = {name: e.storage for weights in (manifest.layers, manifest.tensors) for name, e in weights.items()} | experts
+    checked = {join(name, part) for name in storages for part in ("scale", "global_scale", "input_scale")}
+    checked |= {join(name, "meta") for name, storage in storages.items() if storage == sparse24.NAME}
+    return {entries[name].name for name in checked if name in entries}  # an alias is checked under its own name
+
+
 def check_values(name: str, t: Tensor) -> None:
     """A block scale is not NaN or negative, a global scale is finite and positive, 2:4 metadata is legal. ``name``: of the tensor."""
     if t.dtype == nvfp4.SCALE_DTYPE:

@@ -74,6 +74,33 @@ def read_gguf(path: str | os.PathLike, sizes: Mapping[int, tuple[int, int]]) -> 
         raise CheckpointError(f"{path.name} cannot be opened", value=f"{error.strerror}: {path}", limit="a readable file", remedy=_REMEDY) from error
 
 
+def begins_as_gguf(path: Path) -> bool:
+    """The first bytes of a file are those of GGUF files."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be opened", value=f"{error.strerror}: {path}", limit="a readable file", remedy=_REMEDY) from error
+
+
+def block_sizes() -> dict[int, tuple[int, int]]:
+    """``{ggml type: (weights, bytes) of one block}`` of the types that the gguf package knows.
+
+    Raises:
+        CheckpointError: no gguf package.
+    """
+    try:
+        from gguf import GGML_QUANT_SIZES
+    except ImportError as error:
+        raise CheckpointError("reading GGUF needs the gguf package", value=str(error), limit="gguf >= 0.17", remedy="Run pip install gguf.") from error
+    return {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
+
+
+def open_gguf(path: str | os.PathLike) -> GGUFFile:
+    """:func:`read_gguf` with :func:`block_sizes`; raises what both raise."""
+    return read_gguf(path, block_sizes())
+
+
 class _Parser:
     def __init__(self, path: Path, stream: BufferedReader, size: int, sizes: Mapping[int, tuple[int, int]]):
         self.path, self.stream, self.size, self.sizes, self.at = path, stream, size, sizes, 0

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SHOWN, CheckpointError, bullets
-from ..formats import sparse24
 from ..models import siblings
 from ..models.convert import carry_over, replace_module, untie
 from ..models.coverage import record
@@ -24,7 +23,7 @@ from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .ahead import ahead
 from .build import build_empty, values_lost
-from .directory import Checkpoint, check_data, check_values, join, open_checkpoint
+from .directory import Checkpoint, check_data, check_values, checked_names, join, open_checkpoint
 from .experts import experts_in_place
 from .safetensors_file import Entry, Reader
 
@@ -162,14 +161,7 @@ def _read(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, device: torch
     """Every tensor on its device, read once and checked as it is read, however many names share it."""
     default = next((t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"), torch.device("cpu"))
     manifest, entries = checkpoint.manifest, checkpoint.entries
-    experts = [join(name, part) for name, e in manifest.experts.items() for part in (e.first, "down_proj")]
-    checked = {join(name, part) for name in (*manifest.layers, *experts, *manifest.tensors) for part in ("scale", "global_scale", "input_scale")}
-    sparse = [name for weights in (manifest.layers, manifest.tensors) for name, e in weights.items() if e.storage == sparse24.NAME]
-    sparse += [
-        join(name, part) for name, e in manifest.experts.items() for part, s in zip((e.first, "down_proj"), e.storages, strict=True) if s == sparse24.NAME
-    ]
-    checked |= {join(name, "meta") for name in sparse}
-    checked = {entries[name].name for name in checked if name in entries}  # an alias is checked under its own name
+    checked = checked_names(checkpoint)
     wanted: dict[Entry, list[torch.device]] = {}
     for name, place in _places(slots, device, default, checkpoint).items():
         places = wanted.setdefault(entries[name], [])

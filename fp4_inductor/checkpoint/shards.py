@@ -48,30 +48,37 @@ def open_shards(directory: str | os.PathLike, variant: str | None = None) -> Sha
             elsewhere, one name in two shards, a single file and a whole set of shards.
     """
     path = Path(directory)
+    files, weight_map = files_of(path, variant)
+    return collect({name: read_header(path / name) for name in files}, path, weight_map)
+
+
+def files_of(path: Path, variant: str | None = None) -> tuple[list[str], dict[str, str] | None]:
+    """``(names of the shards, tensor -> shard as the index says)`` of a folder; no index is read where one file holds everything.
+
+    Raises:
+        CheckpointError: no weights, a damaged index or one that names a file elsewhere, a single file and a whole set of shards.
+    """
     single, index = variant_of(SINGLE, variant), variant_of(INDEX, variant)
-    weight_map = None
     if (path / single).exists():
-        files = [single]
         shards = _shards_beside(path / index)
-        if shards and shards != files and all((path / name).exists() for name in shards):
+        if shards and shards != [single] and all((path / name).exists() for name in shards):
             raise CheckpointError(
                 "the folder holds two checkpoints",
                 value=f"{single}; {index} with {len(shards)} shards",
                 limit="one of them",
                 remedy="Remove the one that is not meant.",
             )
-    elif (path / index).exists():
-        weight_map = _weight_map(path / index)
-        files = sorted(set(weight_map.values()))
-    else:
+        return [single], None
+    if not (path / index).exists():
         raise _no_weights(path, single, index)
-    return collect({name: read_header(path / name) for name in files}, path, weight_map)
+    weight_map = weight_map_of(path / index)
+    return sorted(set(weight_map.values())), weight_map
 
 
 def _shards_beside(index: Path) -> list[str]:
     """The shards that an index beside a single file names; none if it is damaged, for nothing is read through it."""
     try:
-        return sorted(set(_weight_map(index).values())) if index.exists() else []
+        return sorted(set(weight_map_of(index).values())) if index.exists() else []
     except CheckpointError:
         return []
 
@@ -109,7 +116,7 @@ def shards_of(files: Iterable[str | os.PathLike], base: Path | None = None) -> S
         )
     headers = {name: read_header(p) for name, p in names.items()}
     for index in sorted(directory.glob("model.safetensors.index*.json")):
-        if len(names) > 1 and set((weight_map := _weight_map(index)).values()) == set(names):
+        if len(names) > 1 and set((weight_map := weight_map_of(index)).values()) == set(names):
             return collect(headers, directory, weight_map)
     return collect(headers, directory, None)
 
@@ -157,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(raw, path.name)
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def weight_map_of(path: Path) -> dict[str, str]:
     """Tensor -> file, as the index ``path`` says."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import fp4_inductor
 from fp4_inductor import errors
+from fp4_inductor.checkpoint.gguf_file import open_gguf
 from fp4_inductor.checkpoint.safetensors_file import read_header
 from fp4_inductor.checkpoint.shards import INDEX, Shards, open_shards
 from fp4_inductor.integrations.pretrained.load import take_quantization_config
@@ -425,13 +426,13 @@ def test_mutated_gguf(tmp_path):
     config = transformers.GptOssConfig(**options, num_attention_heads=2, num_key_value_heads=1, head_dim=32, layer_types=["full_attention"])
     write(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "good.gguf")
     pristine = (tmp_path / "good.gguf").read_bytes()
-    header = gguf.open_file(tmp_path / "good.gguf")
+    header = open_gguf(tmp_path / "good.gguf")
     end = min(t.start for t in header.tensors.values())
     config = gguf.config_of(header)
     skeleton = gguf.skeleton(transformers.GptOssForCausalLM, config)
 
     def found(path: Path) -> list:
-        weights, dense = gguf.match(gguf.open_file(path), skeleton, config)
+        weights, dense = gguf.match(open_gguf(path), skeleton, config)
         source = {"quant_method": "gguf", "found": weights, "dense": list(dense)}
         make_load_plan(skeleton, Shards(path.parent, {}, {}), source, torch.bfloat16, True)
         return sorted((n, w.shape, type(w).__name__) for n, w in weights.weights.items()) + sorted((n, t.shape) for n, t in dense.items())

@@ -77,6 +77,20 @@ def test_subfolder(folder):
         fp4_inductor.load_pretrained(folder.parent, subfolder="b")
 
 
+def test_a_native_folder_as_a_model_class(saved):
+    """A class of a model has no ``from_config``, which the auto classes have."""
+    model, folder = saved
+    loaded = fp4_inductor.load_pretrained(folder, model_class=type(model))
+    assert type(loaded) is type(model)
+    assert_same(loaded, model)
+
+
+def test_a_native_folder_of_a_model_that_is_not_transformers(tmp_path):
+    fp4_inductor.save(fp4_inductor.quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), progress=False), tmp_path)
+    with pytest.raises(errors.CheckpointError, match=r"does not say which model.*fp4_inductor\.load\(lambda"):
+        fp4_inductor.load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("how", ["load_pretrained", "from_pretrained"])
 def test_an_index_that_leads_outside(folder, how):
     """Through transformers too, which joins the folder and whatever the index says."""

@@ -60,7 +60,7 @@ def _linear(module: str, entries: Mapping[str, Entry]) -> StoredWeight:
     if scale is not None and scale.dtype == torch.uint8:
         packed_k(weight, group=mxfp4.GROUP)
         need(scale, scale.name, (n, k // mxfp4.GROUP), torch.uint8)
-        return StoredWeight(name, (n, k), (weight, scale), decode_mx, input_scale=of_input, input_scale_divides=True)
+        return StoredWeight(name, (n, k), (weight, scale), decode_mx, input_scale=of_input, input_scale_divides=True, format=mxfp4.NAME)
     scale = need(scale, f"{name}_scale", (n, k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
     whole = need(entries.get(f"{name}_global_scale"), f"{name}_global_scale", ((), (1,)), torch.float32)  # type: ignore[arg-type]
     return StoredWeight(name, (n, k), (weight, scale, whole), _divided, input_scale=of_input, input_scale_divides=True)

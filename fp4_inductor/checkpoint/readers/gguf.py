@@ -63,7 +63,7 @@ class Pieces:
         of_input = None if input_scale is None else _floats(self.path, input_scale, (1,))
         parts += [_floats(self.path, t, (1,), tuple(lead)) for t in self.scales]
         decode = _Decode(self.kind, len(self.weights), rows, self.interleaved)
-        return StoredWeight(name, (*lead, k, n) if transposed else (*lead, n, k), tuple(parts), decode, transposed, of_input)
+        return StoredWeight(name, (*lead, k, n) if transposed else (*lead, n, k), tuple(parts), decode, transposed, of_input, format=self.kind.lower())
 
 
 def stored_bias(name: str, path: Path, pieces: Sequence[GGUFTensor], interleaved: bool) -> StoredDense:

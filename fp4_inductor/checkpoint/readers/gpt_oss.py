@@ -34,7 +34,7 @@ def find(shards: Shards, config: Mapping[str, Any]) -> Found:
         need(entry, name, entry.shape if known else ("E", "N", "K/32", 16), torch.uint8)  # type: ignore[arg-type]
         e, n, groups, _ = entry.shape
         scales = need(shards.entries.get(base + _SCALES), base + _SCALES, (e, n, groups), torch.uint8)
-        found.add(StoredWeight(base, (e, groups * mxfp4.GROUP, n), (entry, scales), _flat, transposed=True))
+        found.add(StoredWeight(base, (e, groups * mxfp4.GROUP, n), (entry, scales), _flat, transposed=True, format=mxfp4.NAME))
     return found
 
 

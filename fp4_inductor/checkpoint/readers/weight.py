@@ -16,7 +16,7 @@ from ..safetensors_file import Entry, Reader
 from ..shards import Shards
 
 Decode = Callable[..., Any]  # of what each class below says
-_E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
+E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
 _E4M3_NAN = 0x7F
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 
@@ -34,6 +34,7 @@ class StoredWeight:
         transposed: the model keeps this weight as ``[..., K, N]``.
         input_scale: the activation scale that came with it (W4A4 checkpoints), and whether it divides.
         straight: ``decode`` computes nothing, so that its parts can be read on the device where they stay.
+        format: the number format on disk, ``"nvfp4"``, ``"mxfp4"`` or ``"fp8"``.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StoredWeight:
     input_scale: Entry | None = None
     input_scale_divides: bool = False
     straight: bool = False
+    format: str = nvfp4.NAME
     packed: ClassVar[bool] = True  # it goes into a module of its own, not into a Parameter of the model
 
     @property
@@ -83,7 +85,7 @@ class StoredWeight:
 
     def _check(self, scale: Tensor, global_scale: Tensor) -> None:
         largest = int(scale.view(torch.uint8).max()) if scale.numel() else 0
-        if largest > _E4M3_MAX_BYTE:
+        if largest > E4M3_MAX_BYTE:
             raise CheckpointError(f"{self.name} has a NaN or negative block scale", value=hex(largest), limit="0x00 .. 0x7e", remedy=_AGAIN)
         bad = global_scale[~(torch.isfinite(global_scale) & (global_scale > 0))]
         if bad.numel():
@@ -100,6 +102,8 @@ class FP8Weight(NamedTuple):
 @dataclass(frozen=True)
 class StoredFP8(StoredWeight):
     """An E4M3 weight ``[N, K]`` with one float32 scale, or one per row; ``decode`` gives ``(qdata, scale)``. For linear layers only."""
+
+    format: str = fp8.NAME
 
     def like_meta(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return torch.empty(self.shape, dtype=fp8.DTYPE, device="meta")

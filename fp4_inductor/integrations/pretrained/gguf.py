@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...checkpoint.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from ...checkpoint.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from ...checkpoint.readers import Found, gguf
 from ...errors import SHOWN, CheckpointError
 from ...models.experts import ExpertsSpec, describe_experts
@@ -33,7 +33,7 @@ _IGNORED = {"rope_freqs.weight": "rope_freqs.weight is ignored, as transformers 
 
 def load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any], attention: str = "auto") -> nn.Module:
     """See :func:`fp4_inductor.load_pretrained`."""
-    file = open_file(path)
+    file = open_gguf(path)
     config = config_of(file)
     mapping = getattr(auto, "_model_mapping", None)
     if mapping is not None and type(config) not in mapping:
@@ -53,15 +53,6 @@ def skeleton(model_class: Any, config: PretrainedConfig) -> PreTrainedModel:
     """The model without values."""
     with torch.device("meta"):
         return model_class(copy.deepcopy(config))
-
-
-def open_file(path: Path) -> GGUFFile:
-    """The proved header."""
-    try:
-        from gguf import GGML_QUANT_SIZES
-    except ImportError as error:
-        raise CheckpointError("reading GGUF needs the gguf package", value=str(error), limit="gguf >= 0.17", remedy="Run pip install gguf.") from error
-    return read_gguf(path, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
 
 
 def config_of(file: GGUFFile) -> PretrainedConfig:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...checkpoint.manifest import FILE as NATIVE
-from ...checkpoint.readers import modelopt
+from ...checkpoint.readers import format_of, modelopt
 from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
@@ -22,7 +22,6 @@ from .config import FP4InductorConfig
 from .gguf import load_gguf
 from .native_folder import load_native
 from .place import find_checkpoint, hub_options
-from .plan import format_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -92,19 +91,22 @@ def load_pretrained(
     if path.suffix == ".gguf" and path.is_file():
         return load_gguf(path, auto, large_m, strict, options, attention or "auto")
     if not on_hub and (path / NATIVE).exists():
-        config = _typed(lambda: AutoConfig.from_pretrained(path), path)
+        if not (path / CONFIG).exists():
+            remedy = "Build the model yourself: fp4_inductor.load(lambda: Model(...), folder)."
+            raise CheckpointError("the folder does not say which model it is of", value=str(path), limit=f"a folder with {CONFIG}", remedy=remedy)
+        config = typed(lambda: AutoConfig.from_pretrained(path), path)
         take_quantization_config(config)
         return load_native(path, auto, config, where, strict, large_m, attention or "auto", options)
     if not on_hub:
         check_config(read_json(path / CONFIG), open_shards(path, options.get("variant")))
-    config = _typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
+    config = typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
     source = take_quantization_config(config)
     if source is None or (str(source.get("quant_algo")).upper() == modelopt.MIXED and not modelopt.layers_of(source)):
         source = _hf_quant_config(path_or_id, hub) or source  # ModelOpt before 0.43 named the layers of a mixed checkpoint only there
     format_of(source)
     saved = source.get("attention") if source else None
     wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source, attention=attention or saved or "auto")
-    return _typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
+    return typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
 
 
 def check_config(config: Mapping[str, Any], shards: Shards) -> None:
@@ -115,7 +117,7 @@ def check_config(config: Mapping[str, Any], shards: Shards) -> None:
                 raise CheckpointError(f"config.json: {name}", value=value, limit=f"{len(shards.entries)} tensors in all", remedy="Download config.json again.")
 
 
-def _typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
+def typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
     """Run transformers' own code on files that may be damaged: what it raises about them becomes a CheckpointError."""
     try:
         return do()
@@ -126,7 +128,7 @@ def _typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
             f"transformers cannot load {Path(path).name}",
             value=f"{type(error).__name__}: {str(error)[:500]}",
             limit="a config.json that this version of transformers knows, and the weights that go with it",
-            remedy="Download the checkpoint again, or update transformers; the cause is in the traceback above.",
+            remedy="Download the checkpoint again, or update transformers.",
         ) from error
 
 

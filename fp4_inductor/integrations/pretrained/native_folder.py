@@ -39,7 +39,8 @@ def load_native(
             limit="device, dtype, strict, attention, model_class",
             remedy="Leave them out, or save the model with save_pretrained.",
         )
-    model = load(lambda: auto.from_config(config), path, device, strict)
+    make = getattr(auto, "from_config", None) or auto._from_config  # an auto class, or a model class
+    model = load(lambda: make(config), path, device, strict)
     if options["dtype"] != "auto":
         model.to(getattr(torch, options["dtype"]) if isinstance(options["dtype"], str) else options["dtype"])
     if (path / "generation_config.json").exists() and model.can_generate():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.readers import FORMATS, Format, Found, StoredWeight, native
+from ...checkpoint.readers import Found, StoredWeight, format_of, native
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
 from ...config import LargeM, weight_only
@@ -46,28 +46,6 @@ class LoadPlan:
     replaced: dict[str, nn.Module] = field(default_factory=dict)
     followers: dict[str, list[str]] = field(default_factory=dict)
     dense: list[str] = field(default_factory=list)
-
-
-def format_of(config: Mapping[str, Any] | None) -> Format:
-    """The reader of a ``quantization_config``, checked for variants it cannot read."""
-    method = config.get("quant_method") if isinstance(config, Mapping) else None
-    if isinstance(config, Mapping) and (method is None and _names_modelopt(config)):
-        method = "modelopt"
-    reader = FORMATS.get(str(getattr(method, "value", method)))
-    if config is None or reader is None:
-        raise CheckpointError(
-            "the checkpoint is not quantized, or in a format without a reader",
-            value=f"quant_method {method!r}",
-            limit=sorted(FORMATS),
-            remedy="fp4_inductor.quantize_model quantizes a loaded dense model; other formats: load them with the library that wrote them.",
-        )
-    reader.check(config)
-    return reader
-
-
-def _names_modelopt(config: Mapping[str, Any]) -> bool:
-    producer = config.get("producer")
-    return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
 
 
 def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, Any], dtype: torch.dtype, strict: bool) -> LoadPlan:
