@@ -26,6 +26,8 @@ _PUBLIC = {
     "load": ".api",
     "load_pretrained": ".integrations.pretrained",
     "export_pretrained": ".integrations.pretrained",
+    "inspect_checkpoint": ".checkpoint.inspection",
+    "evaluate": ".models.evaluate",
     "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
     "report": ".report",
@@ -46,9 +48,11 @@ __all__ = sorted(_PUBLIC)
 if TYPE_CHECKING:
     from . import errors
     from .api import load, quantize_model, save
+    from .checkpoint.inspection import inspect_checkpoint
     from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch
     from .explain import explain
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
+    from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear
     from .report import report
     from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
