@@ -21,6 +21,7 @@ OTHERS = {
     ("__init__.py", "AttributeError"): "the protocol of a module's __getattr__",
     ("tensors/base.py", "IndexError"): "the protocol of iteration and negative indices",
     ("tensors/base.py", "_write_error"): "makes a typed error",
+    ("cli/options.py", "ArgumentTypeError"): "the protocol of argparse's types",
     ("checkpoint/build.py", "_not_a_module"): "makes a typed error",
     ("api.py", "nothing_to_quantize"): "makes a typed error",
     ("models/preflight.py", "problems"): "a list of typed errors",

@@ -23,6 +23,7 @@ FLOORS = [
     {"passes", "lowerings"},
     {"models", "checkpoint", "integrations"},
     {"api", "explain", "report", "__init__"},
+    {"cli", "__main__"},
 ]
 SIDE = {"errors", "config", "_sources", "_journal", "_notice"}
 PRIVATE = "_torch"
@@ -35,6 +36,7 @@ NEIGHBOURS = {
     ("__init__", "api"),
     ("__init__", "explain"),
     ("__init__", "report"),
+    ("__main__", "cli"),
     ("checkpoint", "models"),
     ("integrations", "models"),
     ("integrations", "checkpoint"),
@@ -207,6 +209,7 @@ PLANTED = {
     "private torch by importlib": ("ops.bad", "import importlib\nimportlib.import_module('torch._inductor.ir')", "private torch"),
     "_torch knows us": ("_torch.bad", "from ..errors import FP4Error", "_torch imports nothing of ours"),
     "no floor": ("newroom.bad", "from ..formats import nvfp4", "has no floor"),
+    "the api knows the command line": ("explain.bad", "from ..cli import screen", "imports upward"),
     "assert": ("ops.bad", "def f(x):\n    assert x > 0", "assert is not validation"),
     "long file": ("ops.bad", "x = 1\n" * (LINES + 1), f"at most {LINES}"),
 }

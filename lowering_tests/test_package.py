@@ -41,6 +41,8 @@ def test_wheel_is_complete(wheel):
     assert sources
     assert (python | sources) - inside == set()
     assert {f for f in inside if not f.startswith(("fp4_inductor/", "fp4_inductor-"))} == set()
+    [commands] = [f for f in inside if f.endswith(".dist-info/entry_points.txt")]
+    assert "fp4-inductor = fp4_inductor.cli:main" in zipfile.ZipFile(wheel).read(commands).decode()
 
 
 def test_installed_wheel_finds_its_sources(wheel, tmp_path):
