@@ -13,7 +13,8 @@ import torch
 import fp4_inductor
 from fp4_inductor import cli
 from lowering_tests.cli.commands import DENSE, MOE, NOVEL, ROOT, SPARSE, inside
-from lowering_tests.foreign import MODELOPT, bits
+from lowering_tests.foreign import MODELOPT, bits, write_gguf
+from lowering_tests.models.conftest import build
 
 FORMATS = ("native", "transformers", "modelopt", "compressed-tensors")
 COMMANDS = ("quantize", "inspect", "verify", "export", "explain", "run")
@@ -103,6 +104,19 @@ def test_export_keeps_codes_and_scales(fp4, written, tmp_path):
     first, last = (fp4_inductor.load_pretrained(folder).state_dict() for folder in (written("modelopt"), tmp_path / "c"))
     assert first.keys() == last.keys()
     assert [name for name in first if not torch.equal(bits(first[name]), bits(last[name]))] == []
+
+
+def test_gguf_files(fp4, tmp_path):
+    """The file has no tokenizer that Transformers reads: that stops ``run``, while ``export`` says it and writes the weights."""
+    pytest.importorskip("gguf")
+    write_gguf(build("llama", torch.bfloat16), tmp_path / "m.gguf")
+    done = fp4("export", tmp_path / "m.gguf", tmp_path / "out", "--format", "native").must()
+    assert "warning: no tokenizer was written" in done.err
+    assert "out: native, 14 weights in FP4" in done.out
+    a, b = (fp4_inductor.load_pretrained(path).state_dict() for path in (tmp_path / "m.gguf", tmp_path / "out"))
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(bits(a[name]), bits(b[name]))] == []
+    assert "the tokenizer of m.gguf cannot be read" in fp4("run", tmp_path / "m.gguf", "--prompt", "x").must(2).err
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ...models.evaluate import windows_of
 from .load import typed
 from .place import find_checkpoint, hub_options
@@ -59,7 +60,7 @@ def load_tokenizer(path_or_id: str | os.PathLike, vocabulary: int | None = None,
     path, on_hub = find_checkpoint(path_or_id, hub)
     options = hub | (hub_options(str(path_or_id), hub) if on_hub else {}) | {"trust_remote_code": False}
     if not on_hub and path.is_file():
-        return typed(lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **options), path)
+        return _read(lambda: AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **options), path)
     if not on_hub and not _matching(path, _TOKENIZER):
         if vocabulary == 256:
             return ByteTokenizer()
@@ -69,17 +70,34 @@ def load_tokenizer(path_or_id: str | os.PathLike, vocabulary: int | None = None,
             limit="tokenizer.json or another tokenizer's files; none for a byte-level model (vocab_size 256)",
             remedy="Copy the tokenizer's files of the original model there.",
         )
-    return typed(lambda: AutoTokenizer.from_pretrained(path_or_id, **options), path_or_id)
+    return _read(lambda: AutoTokenizer.from_pretrained(path_or_id, **options), path_or_id)
+
+
+def _read(load: Callable[[], Any], path: str | os.PathLike) -> Any:
+    try:
+        return typed(load, path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the tokenizer of {Path(path).name} cannot be read",
+            value=error.value,
+            limit="a tokenizer that this version of transformers knows",
+            remedy="Copy the tokenizer's files of the original model to a folder with the weights, or update transformers.",
+        ) from error
 
 
 def copy_companions(path_or_id: str | os.PathLike, directory: Path, **hub: Any) -> list[str]:
     """Copy the files of the tokenizer and of the processor of a checkpoint into a folder, as they are; returns their names.
 
-    Those of a ``.gguf`` file are written by Transformers.
+    Those of a ``.gguf`` file are written by Transformers; a warning says if it cannot.
     """
     path, on_hub = find_checkpoint(path_or_id, hub)
     if not on_hub and path.is_file():
-        return [Path(name).name for name in load_tokenizer(path).save_pretrained(directory)]
+        try:
+            tokenizer = load_tokenizer(path)
+        except CheckpointError as error:
+            warnings.warn(f"no tokenizer was written: {error}", stacklevel=2)
+            return []
+        return [Path(name).name for name in tokenizer.save_pretrained(directory)]
     if on_hub:
         from huggingface_hub import snapshot_download
 
