@@ -15,6 +15,7 @@ from .errors import ConfigError
 from .formats import nvfp4
 from .integrations import adopt_adapters, describe_for_saving
 from .integrations.attention import use_attention_backend
+from .integrations.regions import use_regions
 from .integrations.transformers import use_experts_backend
 from .models.activation_cost import activation_cost
 from .models.compile_ahead import compile_ahead
@@ -168,6 +169,7 @@ def _finish(
     plan.notes += use_attention_backend(model, config.attention)
     describe_for_saving(model, config.large_m, config.attention)
     compile_ahead(model)
+    use_regions(model)
     kl = outcome.measure(model) if outcome is not None else None
     loud = outcome.verdict(kl) if outcome is not None else []
     if config.large_m == "nvfp4":
@@ -231,6 +233,7 @@ def load(
     adopt_adapters(model)
     add_notes(model, use_attention_backend(model, attention))
     compile_ahead(model)
+    use_regions(model)
     options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
     describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto", attention)  # experts and heads cannot have that one
     return loaded

@@ -128,11 +128,11 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
         compile_again(model, args, kwargs, fused)
     rows = []
-    for e in entries:
+    for e, module in [(entry, module) for entry in entries for module in entry.modules]:
         row = e.decision.row
         rows.append(
             ExplainRow(
-                e.op, e.module, e.m, e.n, e.k, e.dtype,
+                e.op, module, e.m, e.n, e.k, e.dtype,
                 row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
                 tuple(e.epilogue), _news(e.refused, e.arch),
                 _joined(e.note, _w4a4(row, e.arch, e.dtype, e.n, e.k), _note(row, e.arch, e.decision.note, e.experts)),

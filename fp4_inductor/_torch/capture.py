@@ -37,18 +37,25 @@ def _settings(model: Any) -> tuple[bool | None, dict[str, Any]]:
 def compile_again(model: Any, args: tuple, kwargs: dict, fused: Callable[[dict[str, list[str]]], None]) -> None:
     """Compile and run the original of ``model`` on the example inputs; ``fused`` gets ``{buffer: fused operations}`` of each graph."""
     dynamic, options = _settings(model)
-    codegen = GraphLowering.codegen
+    codegen, codegen_subgraph = GraphLowering.codegen, GraphLowering.codegen_subgraph
+    in_regions: dict[str, list[str]] = {}
 
     def watched(graph, *a, **k):
         result = codegen(graph, *a, **k)
-        fused(_fusions(graph))
+        fused({**in_regions, **_fusions(graph)})
+        in_regions.clear()
         return result
+
+    def watched_region(graph, *a, **k):
+        codegen_subgraph(graph, *a, **k)
+        in_regions.update(_fusions(graph))
 
     def backend(gm, example_inputs):
         return inductor.compile_fx(gm, example_inputs, config_patches=options)
 
     with (
         mock.patch.object(GraphLowering, "codegen", watched),
+        mock.patch.object(GraphLowering, "codegen_subgraph", watched_region),
         inductor_config.patch(force_disable_caches=True),  # a graph out of a cache would not be lowered
         # but kernels that the model's own compilation built are the same: no empty folder for them, which that setting brings along
         mock.patch.object(inductor, "with_fresh_cache_if_config", contextlib.nullcontext),

@@ -71,7 +71,7 @@ def in_one_mutation_region(nodes: Iterable[Node]) -> bool:
 def module_path(node: Node) -> str:
     """Path of the innermost module that ``node`` comes from, where torch knows it."""
     stack = node.meta.get("nn_module_stack") or {}
-    return re.sub(r"^L\['\w+'\]\.?", "", list(stack.values())[-1][0]) if stack else ""
+    return re.sub(r"^L\['\w+'\]\.?|\.forward\.__self__(?=\.|$)", "", list(stack.values())[-1][0]) if stack else ""
 
 
 def constant_of(node: Node) -> torch.Tensor | None:

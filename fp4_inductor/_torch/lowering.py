@@ -12,6 +12,7 @@ import torch
 from torch._guards import TracingContext
 from torch._inductor import ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
+from torch._inductor.graph import SubgraphLowering
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.pattern_matcher import get_mutation_region_id
 from torch._inductor.utils import sympy_product
@@ -279,6 +280,21 @@ def current_names() -> tuple[str, str]:
     """``(FX node name, innermost module path)`` of the node being lowered, for explain()."""
     node = V.graph.current_node
     return ("", "") if node is None else (node.name, module_path(node))
+
+
+def in_every_layer(path: str) -> list[str]:
+    """``path``, that of a module in the graph being lowered, and its like in the other layers for which this graph is called.
+
+    A region (``torch.compiler.nested_compile_region``) is lowered once; its paths are those of its first call.
+    """
+    around: Any = V.graph.parent.current_node if isinstance(V.graph, SubgraphLowering) else None
+    if around is None or around.target is not torch.ops.higher_order.invoke_subgraph:
+        return [path]
+    first = module_path(around)
+    calls = [node for node in around.graph.nodes if node.target is around.target and node.args[0].target == around.args[0].target]
+    if not first or not f"{path}.".startswith(f"{first}."):
+        return [path] * len(calls)
+    return [module_path(call) + path.removeprefix(first) for call in calls]
 
 
 def current_meta(key: str) -> Any:

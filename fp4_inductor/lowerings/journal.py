@@ -27,6 +27,7 @@ class Entry:
     refused: tuple[Refused, ...]
     arch: int
     experts: int = 1
+    modules: list[str] = field(default_factory=list)  # module, and its like in every layer that this graph stands for
     buffer: str | None = None
     epilogue: list[str] = field(default_factory=list)
     note: str = ""
@@ -49,4 +50,5 @@ def record(plan: Plan, decision: Decision, m: Any, *, refused: Sequence[Refused]
     op = "moe" if call.op == "sparse_moe" else call.op
     dtype = str(call.dtype).removeprefix("torch.")
     reasons = (*plan.refused, *refused)
-    return _journal.record(Entry(f"fp4.{op}", node, module or path, str(m), call.n, call.k, dtype, decision, reasons, call.arch, call.experts, note=note))
+    modules = inductor.in_every_layer(module or path)
+    return _journal.record(Entry(f"fp4.{op}", node, modules[0], str(m), call.n, call.k, dtype, decision, reasons, call.arch, call.experts, modules, note=note))

@@ -131,3 +131,92 @@ def test_the_kernel_of_one_row_is_chosen_by_whether_it_may_begin_early(layer, op
         assert kernel(k, n, lambda linear, x: layer(linear, x.relu()))[0] == []
     with dispatch(early="never"):
         assert kernel(*large, lambda linear, x: layer(linear, x.relu()))[0] == []
+
+
+def in_a_region(around, monkeypatch=None, m=M):
+    """As :func:`compiled`, of a layer in a region (``torch.compiler.nested_compile_region``) that ``around(region, layers, x)`` calls twice."""
+    from torch.compiler import nested_compile_region
+
+    def build():
+        layers = [FP4Linear(K, K, bias=False, dtype=BF16, device="cuda") for _ in range(2)]
+        region = nested_compile_region(lambda x, q, s, g: torch.ops.fp4.linear(x.relu(), q, s, g) + 1)
+        return lambda x: around(region, layers, x)
+
+    with listen() as entries:
+        code = generated_code(build, [((m, K), BF16)], csrc="")[0]
+    calls = re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", code)
+    return calls, [e.note for e in entries]
+
+
+def parts(layer):
+    return layer.qdata, layer.scale, layer.global_scale
+
+
+def test_a_region_whose_calls_pass_weights_of_the_graph_around_it():
+    calls, notes = in_a_region(lambda region, layers, x: region(region(x, *parts(layers[0])), *parts(layers[1])))
+    assert len(calls) == 1 and calls[0].endswith(", 1") and notes == ["begins while the kernel before it runs"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_region_that_gets_a_weight_which_is_computed_at_one_call(which):
+    """The region is lowered at its first call, for all of them."""
+
+    def around(region, layers, x):
+        for i, layer in enumerate(layers):
+            q, s, g = parts(layer)
+            x = region(x, q ^ 0x88 if i == which else q, s, g)
+        return x
+
+    calls, notes = in_a_region(around)
+    assert calls == [""] and notes == ["not begun early: inside a subgraph, and the graph around it may compute or change its weight"]
+
+
+def test_a_region_whose_weight_is_written_by_the_graph_around_it(monkeypatch):
+    """The stand-in for a GPU cannot trace a weight that is written, so the answer for the node is changed."""
+    written = set()
+    is_written = order._is_written
+    monkeypatch.setattr(order, "_is_written", lambda node: node.name in written or is_written(node))
+    calls, _ = in_a_region(lambda region, layers, x: region(region(x, *parts(layers[0])), *parts(layers[1])))
+    assert calls[0].endswith(", 1")
+    names = []
+    monkeypatch.setattr(order, "_is_written", lambda node: names.append(node.name) or len(names) > 3)
+    calls, notes = in_a_region(lambda region, layers, x: region(region(x, *parts(layers[0])), *parts(layers[1])))
+    assert calls == [""] and "may compute or change its weight" in notes[0] and len(names) == 4
+
+
+def test_what_writes_a_value():
+    """In place, through a view, and inside a region; what only reads, or copies, does not."""
+    aten = torch.ops.aten
+
+    def graph(build, in_region):
+        """The input of a graph in which ``build``'s node uses it, perhaps inside a region."""
+        inner = torch.fx.Graph()
+        value = inner.placeholder("value")
+        build(inner, value)
+        inner.output(())
+        if not in_region:
+            return value
+        outer = torch.fx.Graph(torch.nn.Module())
+        outer.owning_module.region = types.SimpleNamespace(graph=inner)
+        weight = outer.placeholder("weight")
+        outer.call_function(torch.ops.higher_order.invoke_subgraph, (outer.create_node("get_attr", "region"), "region", weight))
+        return weight
+
+    cases = {
+        True: (
+            lambda g, w: g.call_function(aten.add_.Tensor, (w, 1)),
+            lambda g, w: g.call_function(aten.copy_.default, (g.call_function(aten.slice.Tensor, (w, 0, 0, 1)), w)),
+            lambda g, w: g.call_function(aten.add_.Tensor, (g.call_function(aten.view.default, (g.call_function(aten.t.default, (w,)), [4])), 1)),
+            lambda g, w: g.call_function(len, (w,)),  # not known
+        ),
+        False: (
+            lambda g, w: g.call_function(aten.add.Tensor, (w, 1)),
+            lambda g, w: g.call_function(aten.add_.Tensor, (g.call_function(aten.clone.default, (w,)), 1)),
+            lambda g, w: g.call_function(aten.copy_.default, (g.call_function(aten.clone.default, (w,)), w)),
+            lambda g, w: g.call_function(aten.slice.Tensor, (w, 0, 0, 1)),
+        ),
+    }
+    for written, builds in cases.items():
+        for build in builds:
+            for in_region in (False, True):
+                assert order._is_written(graph(build, in_region)) is written, (written, builds.index(build), in_region)

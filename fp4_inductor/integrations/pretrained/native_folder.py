@@ -16,6 +16,7 @@ from ...models.compile_ahead import compile_ahead
 from ...models.coverage import add_notes
 from ...modules import FP4Experts, FP4Linear
 from ..attention import use_attention_backend
+from ..regions import use_regions
 from ..transformers import use_experts_backend
 from .quantizer import describe_for_saving
 
@@ -48,6 +49,7 @@ def load_native(
     use_experts_backend(model)
     add_notes(model, use_attention_backend(model, attention))
     compile_ahead(model)
+    use_regions(model)
     saved = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
     describe_for_saving(model, "nvfp4" if "nvfp4" in saved else saved[0] if saved else "auto", attention)
     return model

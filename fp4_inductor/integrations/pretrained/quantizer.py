@@ -20,6 +20,7 @@ from ...models.plan import inspect
 from ...modules import FP8Linear, Sparse24Weight
 from ...tensors.base import FP4Tensor
 from ..attention import use_attention_backend
+from ..regions import use_regions
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
@@ -128,6 +129,7 @@ def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[
     use_experts_backend(model)
     notes = [*notes, *use_attention_backend(model, quantizer.attention)]
     compile_ahead(model)
+    use_regions(model)
     if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
         siblings.pack_model(model)
     describe_for_saving(model, quantizer.large_m, quantizer.attention, quantizer)

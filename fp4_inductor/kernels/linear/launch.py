@@ -88,9 +88,13 @@ def large_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
 
 
 def wide_fp8(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.WideFP8Config | None = None) -> Tensor:
-    """As :func:`large_fp8` without a transient weight; see ``csrc/gemm/linear_wide_fp8.cu``. The bias is added in the kernel."""
+    """As :func:`large_fp8` without a transient weight; see ``csrc/gemm/linear_wide_fp8.cu``. The bias is added in the kernel.
+
+    The product may fetch weights while the kernel before it runs: that is the one that rounds, which writes none, and which
+    lets the product begin only after all kernels before it have ended.
+    """
     x8, x_scale = fp4.quantize_rows_fp8(x, True)
-    return csrc.call("linear_wide_fp8", (x8, x_scale), (qdata, scale), global_scale, bias, host.arch(x.device), astuple(tile) if tile else ())
+    return csrc.call("linear_wide_fp8", (x8, x_scale), (qdata, scale), global_scale, bias, host.arch(x.device), astuple(tile) if tile else (), early=True)
 
 
 def large_dense(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -64,9 +64,12 @@ def large_fp8(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_sca
 def wide_fp8(
     x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, tile: configs.WideFP8Config | None = None
 ) -> Tensor:
-    """As :func:`large_fp8` without a transient weight; see ``csrc/sparse/sparse_linear_wide_fp8.cu``. The bias is added in the kernel."""
-    rows = fp4.quantize_rows_fp8(x)
-    return csrc.call("sparse_linear_wide_fp8", rows, (values, meta, scale), global_scale, bias, host.arch(x.device), astuple(tile) if tile else ())
+    """As :func:`large_fp8` without a transient weight; see ``csrc/sparse/sparse_linear_wide_fp8.cu``. The bias is added in the kernel.
+
+    It begins early, as the dense layer's product does (``kernels/linear/launch.py``).
+    """
+    rows, parts = fp4.quantize_rows_fp8(x), (values, meta, scale)
+    return csrc.call("sparse_linear_wide_fp8", rows, parts, global_scale, bias, host.arch(x.device), astuple(tile) if tile else (), early=True)
 
 
 def large_dense(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:

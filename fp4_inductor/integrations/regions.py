@@ -1,0 +1,68 @@
+"""Decoder layers of one kind are traced, lowered and generated once, however many a model has (``torch.compiler.nested_compile_region``).
+
+``quantize_model`` and the loaders mark the decoder layers of a Transformers model. A marked layer is a region only while
+``torch.compile`` traces a call without gradients whose cache, if it has one, is a static one: there every family in
+``lowering_tests/integrations/test_regions.py`` compiles to the same kernels as without. All else runs the layer's own forward:
+eager calls, training, ``torch.export``, and a cache that grows, because a region may not replace a tensor that Python holds.
+``FP4_INDUCTOR_REGIONS=0`` marks nothing.
+
+Source: torch.compiler.nested_compile_region (torch 2.11 to 2.13); figures: benchmarks/results/first_use.csv.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import Counter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+LEAST = 4  # with fewer layers there is little to gain
+
+
+def use_regions(model: nn.Module) -> int:
+    """Mark the decoder layers of a Transformers model; returns how many are marked. May be called again."""
+    layers = decoder_layers(model) if os.environ.get("FP4_INDUCTOR_REGIONS") != "0" else []
+    kinds = Counter(map(type, layers))
+    chosen = [layer for layer in layers if kinds[type(layer)] >= LEAST]
+    for layer in chosen:
+        if "forward" not in layer.__dict__:  # else somebody else has wrapped it (accelerate's hooks)
+            layer.forward = MethodType(_forward_of(type(layer)), layer)  # type: ignore[method-assign, arg-type]
+    return len(chosen)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that a Transformers model calls its layers, as ``device_map`` knows them; empty for other modules."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return []
+    model_class = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    names = {name for m in model.modules() if isinstance(m, model_class) for name in m._no_split_modules or ()}
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return [layer for modules in lists for layer in modules if type(layer).__name__ in names]
+
+
+def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+@functools.cache
+def _forward_of(cls: type[nn.Module]) -> Any:
+    region = torch.compiler.nested_compile_region(_region)
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _is_region(kwargs.get("past_key_values")):
+            return region(self, *args, **kwargs)
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _is_region(cache: Any) -> bool:
+    if torch.compiler.is_exporting() or torch.is_grad_enabled():
+        return False
+    return cache is None or bool(getattr(cache, "is_compileable", False))
