@@ -487,7 +487,7 @@ def test_report_figures(capsys):
     assert capsys.readouterr().out == ""
     report = fp4_inductor.report(model)
     assert report.bytes_before == dense_bytes
-    seen = {t.data_ptr(): t.numel() * t.element_size() for t in model.state_dict().values()}
+    seen = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
     assert report.bytes_after == sum(seen.values())
     weights = 4 * 128 * 256
     assert report.params == weights

@@ -16,6 +16,7 @@ from ..errors import CheckpointError, ConfigError
 from ..models.coverage import recorded
 from ..models.plan import tensor_key
 from ..modules import FP4Experts, FP4Linear, SiblingWeight
+from ..modules.marker import markers_of
 from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .aside import as_path, publish, written_aside
@@ -68,7 +69,10 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
         for name in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(name)) is not None
     }
+    markers = markers_of(model)  # for readers of other files than these
     for name, t in {**model.state_dict(keep_vars=True), **derived}.items():
+        if name in markers:
+            continue
         if not isinstance(t, Tensor):
             raise CheckpointError(
                 f"{name} is not a tensor (a module's extra state)",

@@ -14,6 +14,7 @@ from ..ops.activation import Activation
 from ..ops.linear import WEIGHT_ONLY
 from ..tensors.base import FP4Tensor
 from .bits import BITS
+from .marker import Marked
 from .packed import PackedWeight
 
 
@@ -35,6 +36,9 @@ class FP4ExpertWeight(PackedWeight):
     ):  # fmt: skip
         super().__init__((experts,), n, k, bias, dtype, device)
         self.num_experts, self.rows, self.columns = experts, n if rows is None else rows, k if columns is None else columns
+
+    def _markers(self) -> tuple:
+        return ()  # the dense weight is called as this module is: FP4Experts writes it
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,7 +72,7 @@ class FP4ExpertWeight(PackedWeight):
         return f"{list(self.shape)}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}"
 
 
-class FP4Experts(nn.Module):
+class FP4Experts(Marked):
     """The routed experts of one layer in NVFP4, dense or 2:4-sparse; calls ``fp4.moe``.
 
     ``forward(hidden_states [..., H], top_k_index [T, k], top_k_weights [T, k]) -> [..., H]``, the call of transformers'
@@ -118,6 +122,9 @@ class FP4Experts(nn.Module):
     def first(self) -> FP4ExpertWeight:
         """The weight of the first product."""
         return getattr(self, self.first_name)
+
+    def _markers(self) -> tuple:
+        return (self.first_name, self.first), ("down_proj", self.down_proj)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None) -> Tensor:
         x, _ = cast_for_autocast(hidden_states)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .bits import BITS, BitBuffers
+from .marker import Marked
 
 
-class PackedWeight(BitBuffers):
+class PackedWeight(Marked, BitBuffers):
     """The components of one weight ``[..., N, K]`` of class :attr:`TENSOR` as buffers, and its ``bias`` ``[..., N]`` or None.
 
     Made with an all-zero weight. ``lead``: the leading dimensions, ``()`` or ``(E,)``. ``input_scale`` (float32, multiplying, the

@@ -44,7 +44,7 @@ def test_buffers(dtype):
         "global_scale": ((), torch.float32),
     }
     want["bias"] = ((N,), dtype)
-    assert {name: (tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()} == want
+    assert {name: (tuple(t.shape), t.dtype) for name, t in layer.named_buffers()} == want
     assert not list(layer.parameters())
     assert "sparse24_nvfp4" in repr(layer)
     assert isinstance(layer, FP4Linear)
