@@ -13,7 +13,7 @@ from .checkpoint import save
 from .config import Attention, NVFP4Config, Sparse24Config, check_attention
 from .errors import ConfigError
 from .formats import nvfp4
-from .integrations import adopt_adapters, describe_for_saving
+from .integrations import adopt_adapters, describe_for_saving, own_configs
 from .integrations.attention import use_attention_backend
 from .integrations.regions import use_regions
 from .integrations.transformers import use_experts_backend
@@ -164,6 +164,7 @@ def _finish(
     """Move the model, record and print its report."""
     if device is not None:
         model.to(device)
+    own_configs(model)
     use_experts_backend(model)
     adopt_adapters(model)
     plan.notes += use_attention_backend(model, config.attention)
@@ -229,6 +230,7 @@ def load(
     check_attention(attention)
     loaded = checkpoint.load(model_or_factory, dir, device, strict)
     model = getattr(loaded, "_orig_mod", loaded)  # torch.compile's wrapper
+    own_configs(model)
     use_experts_backend(model)
     adopt_adapters(model)
     add_notes(model, use_attention_backend(model, attention))

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
+
+
+def own_configs(model: Any) -> None:
+    """Give the Transformers models in ``model`` config objects of their own: another model may have been built from the same ones.
+
+    What is written into a config (the quantization, the attention and experts implementations) then stays with this model.
+    """
+    library = sys.modules.get("transformers.configuration_utils")
+    if library is None:
+        return
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, library.PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)  # one copy of each, wherever it is met
 
 
 def describe_for_saving(model: Any, large_m: str, attention: str = "auto") -> None:
