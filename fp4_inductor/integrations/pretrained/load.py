@@ -31,6 +31,8 @@ _COUNTS = re.compile(r"(num_.*(layers|experts)|n_layers?|n_routed_experts|.*_num
 _SLACK = 64
 _HUB = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download")
 _CODE = ("trust_remote_code", "code_revision")
+_NO_CODE = {"trust_remote_code": False}  # None would ask at the terminal
+_BUILD = "Build the model yourself, load its dense weights and call fp4_inductor.quantize_model."
 
 
 @outside_inference_mode
@@ -73,8 +75,7 @@ def load_pretrained(
     from transformers import AutoConfig, AutoModelForCausalLM  # not above: this module is imported while transformers is
 
     if refused := [name for name in _CODE if options.get(name)]:
-        remedy = "Build the model yourself, load its dense weights and call fp4_inductor.quantize_model."
-        raise ConfigError("load_pretrained runs no code of a checkpoint", value=refused, limit="none of them", remedy=remedy)
+        raise ConfigError("load_pretrained runs no code of a checkpoint", value=refused, limit="none of them", remedy=_BUILD)
     where = check_device(device)
     if where is not None and options.get("device_map") is not None:
         raise ConfigError("device and device_map say the same", value=[str(where), options["device_map"]], limit="one of them", remedy="Leave out device.")
@@ -85,6 +86,8 @@ def load_pretrained(
     hub: dict[str, Any] = {
         k: options[k] for k in ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download") if k in options
     }
+    for name in _CODE:
+        options.pop(name, None)
     if where is not None:
         options["device_map"] = {"": where}
     options["dtype"] = "auto" if dtype is None else dtype
@@ -94,19 +97,19 @@ def load_pretrained(
         if not (path / CONFIG).exists():
             remedy = "Build the model yourself: fp4_inductor.load(lambda: Model(...), folder)."
             raise CheckpointError("the folder does not say which model it is of", value=str(path), limit=f"a folder with {CONFIG}", remedy=remedy)
-        config = typed(lambda: AutoConfig.from_pretrained(path), path)
+        config = typed(lambda: AutoConfig.from_pretrained(path, **_NO_CODE), path)
         take_quantization_config(config)
-        return load_native(path, auto, config, where, strict, large_m, attention or "auto", options)
+        return typed(lambda: load_native(path, auto, config, where, strict, large_m, attention or "auto", options), path)
     if not on_hub:
         check_config(read_json(path / CONFIG), open_shards(path, options.get("variant")))
-    config = typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub), path_or_id)
+    config = typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub, **_NO_CODE), path_or_id)
     source = take_quantization_config(config)
     if source is None or (str(source.get("quant_algo")).upper() == modelopt.MIXED and not modelopt.layers_of(source)):
         source = _hf_quant_config(path_or_id, hub) or source  # ModelOpt before 0.43 named the layers of a mixed checkpoint only there
     format_of(source)
     saved = source.get("attention") if source else None
     wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source, attention=attention or saved or "auto")
-    return typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options), path_or_id)
+    return typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options, **_NO_CODE), path_or_id)
 
 
 def check_config(config: Mapping[str, Any], shards: Shards) -> None:
@@ -124,6 +127,13 @@ def typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
     except (FP4Error, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{Path(path).name} needs code that comes with it, and load_pretrained runs no code of a checkpoint",
+                value="auto_map in config.json",
+                limit="architectures that transformers has itself",
+                remedy=_BUILD,
+            ) from error
         raise CheckpointError(
             f"transformers cannot load {Path(path).name}",
             value=f"{type(error).__name__}: {str(error)[:500]}",

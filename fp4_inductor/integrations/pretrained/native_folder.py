@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def load_native(
             limit="device, dtype, strict, attention, model_class",
             remedy="Leave them out, or save the model with save_pretrained.",
         )
-    make = getattr(auto, "from_config", None) or auto._from_config  # an auto class, or a model class
+    # An auto class would ask at the terminal whether to run code of the checkpoint; a model class has no such option.
+    make = functools.partial(auto.from_config, trust_remote_code=False) if hasattr(auto, "from_config") else auto._from_config
     model = load(lambda: make(config), path, device, strict)
     if options["dtype"] != "auto":
         model.to(getattr(torch, options["dtype"]) if isinstance(options["dtype"], str) else options["dtype"])
