@@ -74,7 +74,7 @@ class FP4InductorConfig(QuantizationConfigMixin):
 class ModelOptConfig(QuantizationConfigMixin):
     """``quantization_config`` of a ModelOpt checkpoint, kept as it is."""
 
-    def __init__(self, quant_method: str = modelopt.METHOD, large_m: str = "auto", strict: bool = True, **rest: Any):
+    def __init__(self, quant_method: str = modelopt.METHOD, large_m: str = "auto", strict: bool | None = None, **rest: Any):
         self.quant_method, self.large_m, self.strict = quant_method, large_m, strict  # type: ignore[assignment]
         for name, value in rest.items():
             setattr(self, name, value)

@@ -60,7 +60,9 @@ def load_pretrained(
         device: where the model goes; the CPU if None. ``device_map`` is passed on instead if given.
         dtype: of what is not quantized, and of activations; None takes what config.json says.
         strict: raise for tensors that are missing on either side, and for weights that NVFP4 cannot hold without loss.
-            False names them in the report and keeps the latter in high precision.
+            False names them in the report and keeps the latter in high precision. If the checkpoint is of another task (a
+            language model read as a classifier), tensors that the model does not need are no error; nor is a head that is
+            not in the checkpoint, which transformers initialises, if ``model_class`` is given.
         large_m: as in :class:`fp4_inductor.NVFP4Config`.
         attention: as in :class:`fp4_inductor.NVFP4Config`; None takes what the model was saved with, else "auto".
         model_class: an auto class or model class of transformers; ``AutoModelForCausalLM`` if None.
@@ -108,7 +110,8 @@ def load_pretrained(
         source = _hf_quant_config(path_or_id, hub) or source  # ModelOpt before 0.43 named the layers of a mixed checkpoint only there
     format_of(source)
     saved = source.get("attention") if source else None
-    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source, attention=attention or saved or "auto")
+    strictly = None if strict and model_class is not None else strict  # whoever names a class may mean another task than the checkpoint's
+    wanted = FP4InductorConfig(large_m=large_m, strict=strictly, source=source, attention=attention or saved or "auto")
     return typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options, **_NO_CODE), path_or_id)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -29,6 +30,7 @@ from .parallel import is_parallel, shrink
 # Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
 NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
+_FORGIVES = "strict=False forgives names missing on one side"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -48,8 +50,13 @@ class LoadPlan:
     dense: list[str] = field(default_factory=list)
 
 
-def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, Any], dtype: torch.dtype, strict: bool) -> LoadPlan:
+def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, Any], dtype: torch.dtype, strict: bool | None) -> LoadPlan:
     """Match everything on disk with the model, and prove that it fits.
+
+    Args:
+        strict: of tensors that are missing on one side. False forgives them. None forgives what differs because the checkpoint is of
+            another task (a language model read as a classifier): what the model does not need, and a head that is not in the
+            checkpoint, which transformers initialises. True forgives the former only.
 
     Raises:
         CheckpointError: names what is missing, unknown, of the wrong shape or dtype; the model is unchanged.
@@ -68,17 +75,21 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     wrong, made = _check(model, assemblies, found, dtype)
     missing = _missing(model, made | set(config.get("dense", ())))
     unknown = [name for name in homeless if not _matches(name, model._keys_to_ignore_on_load_unexpected)]
-    if strict:
-        wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in unknown]
+    other_task = type(model).__name__ not in (model.config.architectures or [type(model).__name__])
+    if strict is not False:
+        wrong += [f"{name}: not in the checkpoint" for name in missing if strict or not other_task or not _is_of_a_task(model, name)]
+        wrong += [f"{name}: not in the model" for name in unknown if not other_task]
     if wrong:
         raise CheckpointError(
             f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{bullets(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture of config.json",
-            remedy="Use the config.json that came with the weights" + ("; strict=False forgives names missing on one side." if missing or unknown else "."),
+            remedy="Use the config.json that came with the weights" + (f"; {_FORGIVES}." if missing or unknown else "."),
         )
     notes = found.notes + [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
-    notes += [f"not in the checkpoint: {', '.join(missing[:SHOWN])}"] if missing else []
+    if missing:
+        notes.append(f"not in the checkpoint, newly initialized: {', '.join(missing[:SHOWN])}")
+        warnings.warn(f"{type(model).__name__}: {notes[-1]}", stacklevel=2)
     notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:SHOWN])}"] if unknown else []
     ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
     ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
@@ -197,6 +208,14 @@ def _missing(model: PreTrainedModel, made: set[str]) -> list[str]:
     tied = model.all_tied_weights_keys  # {follower: source}
     provided = made | {k for k, v in tied.items() if v in made} | {v for k, v in tied.items() if k in made}
     return [name for name in model.state_dict() if name not in provided and not _matches(name, model._keys_to_ignore_on_load_missing)]
+
+
+def _is_of_a_task(model: PreTrainedModel, name: str) -> bool:
+    """Does the tensor ``name`` belong to a head, or to a pooler, which the models of other tasks do not have?"""
+    prefix = model.base_model_prefix
+    inside = name.removeprefix(f"{prefix}.")
+    has_base = bool(prefix) and hasattr(model, prefix)
+    return (has_base and inside == name) or "pool" in inside.split(".")[0]
 
 
 def _matches(name: str, patterns: Any) -> bool:

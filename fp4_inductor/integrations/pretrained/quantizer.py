@@ -42,7 +42,7 @@ class FP4InductorQuantizer(HfQuantizer):
         self.pre_quantized = self.source is not None
         self.large_m: LargeM = getattr(config, "large_m", "auto")
         self.attention: str = getattr(config, "attention", "auto")
-        self.strict: bool = getattr(config, "strict", None) is not False  # of what is read; QuantizeOnLoad has its own limit
+        self.strict: bool | None = getattr(config, "strict", None)  # of what is read; QuantizeOnLoad has its own limit
         self.progress = True
         self.saveable = True  # not if each rank holds a part, nor with 2:4 layers: fp4_inductor.save writes those
         self.plan: LoadPlan | None = None
@@ -95,7 +95,7 @@ class FP4InductorQuantizer(HfQuantizer):
         elif self.plan is not None:
             kept = dict.fromkeys(self.plan.dense, "in high precision in the checkpoint")
             self.saveable = ranks_of(model) is None
-            notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict, progress=self.progress)
+            notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict is not False, progress=self.progress)
         finish(model, self, notes, errors, kept)
         self.plan = self.on_load = None
         return model
