@@ -108,7 +108,7 @@ class FP4Linear(PackedWeight):
         """The weight ``[N, K]``: a tensor of class :attr:`TENSOR` that shares this layer's memory, or, if K is padded, decoded anew at each access."""
         if self.padding:
             return self.dequantize()
-        return self.TENSOR(*self.parts(), self.dtype)  # type: ignore[abstract]
+        return self.TENSOR._of_parts(self.parts(), self.dtype, False)
 
     def dequantize(self, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> Tensor:
         """``rows`` of the weight, ``[.., in_features]``, in ``dtype`` (default: :attr:`dtype`)."""

@@ -18,6 +18,7 @@ from ...models.progress import bar
 from ...modules import FP4Experts, FP4Linear
 from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
+from ...tensors.base import FP4Tensor
 from .names import Assembly, Source
 from .parallel import Ranks, finish_experts, finish_layer, part_of, ranks_of
 from .plan import LoadPlan, parts_of, unhide
@@ -103,13 +104,13 @@ def _packed_module(model: PreTrainedModel, name: str) -> PackedWeight:
 
 
 def _device(model: PreTrainedModel, name: str) -> torch.device:
-    return _packed_module(model, name).qdata.device
+    return _packed_module(model, name).scale.device
 
 
 def _place(model: PreTrainedModel, name: str, t: Tensor | FP8Weight, input_scale: Tensor | None, dtype: torch.dtype) -> bool:
     """Give ``t`` to its module; False if it is a weight that NVFP4 cannot hold."""
     module = _packed_module(model, name)
-    where = module.qdata.device
+    where = module.scale.device
     if isinstance(t, FP8Weight):
         module.take(tuple(part.to(where) for part in t))
         module.input_scale = None if input_scale is None else input_scale.to(where).reshape(())
@@ -119,10 +120,9 @@ def _place(model: PreTrainedModel, name: str, t: Tensor | FP8Weight, input_scale
         padding = module.bias.shape[-1] - t.shape[-1] if module.bias is not None else 0
         module.bias = _pad_rows(t.to(device=where, dtype=dtype), padding)
         return True
-    if not isinstance(t, NVFP4Tensor):
+    if not isinstance(t, FP4Tensor):
         return False
-    for part in NVFP4Tensor.PARTS:
-        setattr(module, part, getattr(t, part).to(where))
+    module.take(tuple(part.to(where) for part in t.parts()))
     if input_scale is not None:
         module.input_scale = input_scale.to(where).expand(module.global_scale.shape).contiguous()
     unhide(module)
@@ -131,7 +131,7 @@ def _place(model: PreTrainedModel, name: str, t: Tensor | FP8Weight, input_scale
 
 def _follow(source: PackedWeight, follower: PackedWeight) -> None:
     """Give ``follower`` the tensors of ``source``: the same ones on the same device."""
-    where = follower.qdata.device
+    where = follower.scale.device
     follower.take(tuple(part.to(where) for part in source.parts()))
     follower.bias = None if source.bias is None else source.bias.to(where)
     follower.input_scale = None if source.input_scale is None else source.input_scale.to(where)

@@ -21,16 +21,17 @@ from ...formats import fp8, nvfp4
 from ...models.convert import carry_over, replace_module
 from ...models.experts import ExpertsSpec, describe_experts
 from ...models.plan import linear_kind
-from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
+from ...modules import BY_STORAGE, EXPERTS_BY_STORAGE, FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
 from ...modules.packed import PackedWeight
-from ...tensors import NVFP4Tensor
+from ...tensors.base import FP4Tensor
 from .names import Assembly, Source, assemble, shapes
 from .parallel import is_parallel, shrink
 
 # Some models initialise a child's weight from its parent (GPT-2's c_proj): a packed weight is never initialised, only read.
-NVFP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+FP4Tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 _FORGIVES = "strict=False forgives names missing on one side"
+_ROWS_PADDED = max(cls.storage().k_multiple for cls in EXPERTS_BY_STORAGE.values())  # fewer in each half of an expert's first product
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -71,6 +72,10 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
             remedy="config.json and the weights are of different models: download the checkpoint again.",
         )
     dense = {name: e for name, e in shards.entries.items() if name not in found.used and name not in found.ignored}
+    if twice := sorted(dense.keys() & found.weights.keys()):
+        raise CheckpointError(
+            f"{twice[0]} is stored twice, dense and quantized", value=f"{len(twice)} weights", limit="one form of each", remedy="Download the checkpoint again."
+        )
     assemblies, homeless = assemble(model, found.weights, dense, as_saved=reader is native)
     wrong, made = _check(model, assemblies, found, dtype)
     missing = _missing(model, made | set(config.get("dense", ())))
@@ -114,7 +119,7 @@ def _padded_bias(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, asse
     """The bias of experts whose rows were padded when they were quantized here."""
     if t.dim() != 2 or old.dim() != 2 or t.shape[0] != old.shape[0] or not _is_expert_bias(model, name, assemblies):
         return False
-    return 0 < t.shape[1] - old.shape[1] < 2 * nvfp4.GROUP
+    return 0 < t.shape[1] - old.shape[1] < 2 * _ROWS_PADDED
 
 
 def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dtype: torch.dtype) -> tuple[list[str], set[str]]:
@@ -144,8 +149,10 @@ def _check(model: PreTrainedModel, assemblies: list[Assembly], found: Found, dty
 def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: set[str]) -> list[str]:
     if t.dtype == fp8.DTYPE:
         return _misfit_fp8(model, name, t, old)
-    if not isinstance(t, NVFP4Tensor):
+    if not isinstance(t, FP4Tensor):
         return [f"{name}: the model's conversion rules rearrange it in a way that packed weights cannot follow"]
+    if t.STORAGE is not nvfp4.STORAGE and is_parallel(model):
+        return [f"{name}: {t.STORAGE.name} in the checkpoint, which tensor parallelism does not divide yet"]
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     kind = linear_kind(module)
@@ -161,11 +168,12 @@ def _misfit(model: PreTrainedModel, name: str, t: Tensor, old: Tensor, packed: s
         why = experts if isinstance(experts, str) else f"a parameter of {type(module).__name__} in the model"
         return [f"{name}: quantized in the checkpoint, {why}"]
     *lead, n, k = (*old.shape[:-2], old.shape[-1], old.shape[-2]) if swapped else old.shape
-    *stored_lead, stored_n, stored_k = (*t.qdata.shape[:-1], t.qdata.shape[-1] * 2)
+    *stored_lead, stored_n, stored_k = t.STORAGE.logical(t.parts()[0].shape)
     if rows and isinstance(experts, ExpertsSpec):
         lead = [lead[0] - experts.identity]  # nothing is stored for experts that return their input
     # K padded to whole blocks, and the rows of an expert's first product with it: only models quantized here are.
-    fits = stored_k in (k, k + -k % nvfp4.GROUP) and (stored_n == n or (rows and stored_n > n and stored_n - n < 2 * nvfp4.GROUP))
+    unit = t.STORAGE.k_multiple
+    fits = stored_k in (k, k + -k % unit) and (stored_n == n or (rows and stored_n > n and stored_n - n < 2 * _ROWS_PADDED))
     if stored_lead != lead or not fits:
         return [f"{name}: shape {(*stored_lead, stored_n, stored_k)} in the checkpoint, {(*lead, n, k)} in the model"]
     return []
@@ -231,8 +239,8 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
         if linear_kind(old) is not None:
             weight = old.get_parameter("weight")
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
-            layer = FP8Linear if t.dtype == fp8.DTYPE else FP4Linear
-            path = weight_only(large_m) if layer is FP8Linear or old is model.get_output_embeddings() else large_m
+            layer = BY_STORAGE[t.STORAGE.name] if isinstance(t, FP4Tensor) else FP8Linear
+            path = weight_only(large_m) if layer is not FP4Linear or old is model.get_output_embeddings() else large_m
             plan.followers[name] = [other for other in tied_to(model, name) if other not in made]
             for at in (owner, *(other.rpartition(".")[0] for other in plan.followers[name])):
                 module = model.get_submodule(at)
@@ -241,8 +249,8 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
         elif attribute == "down_proj":
             spec = describe_experts(old)
             if isinstance(spec, ExpertsSpec):
-                first = _empty_experts(old, spec, spec.first, cast(NVFP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
-                down = _empty_experts(old, spec, "down_proj", cast(NVFP4Tensor, t), dtype)
+                first = _empty_experts(old, spec, spec.first, cast(FP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
+                down = _empty_experts(old, spec, "down_proj", cast(FP4Tensor, t), dtype)
                 plan.replaced[owner] = old
                 new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, large_m=weight_only(large_m))
                 _replace(model, owner, old, new)
@@ -260,11 +268,11 @@ def _untie(model: PreTrainedModel, name: str, followers: list[str]) -> None:
             module._non_persistent_buffers_set |= {"bias"}
 
 
-def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: NVFP4Tensor, dtype: torch.dtype) -> FP4ExpertWeight:
+def _empty_experts(module: nn.Module, spec: ExpertsSpec, name: str, t: FP4Tensor, dtype: torch.dtype) -> FP4ExpertWeight:
     e, (_, *dims) = module.get_parameter("down_proj").shape[0], module.get_parameter(name).shape
     rows, columns = reversed(dims) if spec.transposed else dims
-    n, k = t.qdata.shape[1], t.qdata.shape[2] * 2
-    return FP4ExpertWeight(e, n, k, rows=rows, columns=columns, bias=spec.bias, dtype=dtype, device="meta")
+    _, n, k = t.STORAGE.logical(t.parts()[0].shape)
+    return EXPERTS_BY_STORAGE[t.STORAGE.name](e, n, k, rows=rows, columns=columns, bias=spec.bias, dtype=dtype, device="meta")
 
 
 def _replace(model: PreTrainedModel, path: str, old: nn.Module, new: nn.Module) -> None:

@@ -17,7 +17,6 @@ from ...models import siblings
 from ...models.compile_ahead import compile_ahead
 from ...models.coverage import Report, record
 from ...models.plan import inspect
-from ...modules import FP8Linear, Sparse24Weight
 from ...tensors.base import FP4Tensor
 from ..attention import use_attention_backend
 from ..regions import use_regions
@@ -44,7 +43,6 @@ class FP4InductorQuantizer(HfQuantizer):
         self.attention: str = getattr(config, "attention", "auto")
         self.strict: bool | None = getattr(config, "strict", None)  # of what is read; QuantizeOnLoad has its own limit
         self.progress = True
-        self.saveable = True  # not if each rank holds a part, nor with 2:4 layers: fp4_inductor.save writes those
         self.plan: LoadPlan | None = None
         self.on_load: QuantizeOnLoad | None = None
         self.dtype: torch.dtype = torch.bfloat16
@@ -94,7 +92,6 @@ class FP4InductorQuantizer(HfQuantizer):
             errors = {row.name: row.relative_error for row in self.on_load.finish(model) if row.relative_error is not None}
         elif self.plan is not None:
             kept = dict.fromkeys(self.plan.dense, "in high precision in the checkpoint")
-            self.saveable = ranks_of(model) is None
             notes = self.plan.notes + fill(model, self.plan, self.dtype, strict=self.strict is not False, progress=self.progress)
         finish(model, self, notes, errors, kept)
         self.plan = self.on_load = None
@@ -117,7 +114,17 @@ class FP4InductorQuantizer(HfQuantizer):
         return True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return self.saveable
+        return True  # the model at hand may still be refused, in words: get_state_dict_and_metadata is given it
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        """What ``save_pretrained`` writes besides the model's own state_dict.
+
+        Raises:
+            CheckpointError: nothing could read back what would be written.
+        """
+        if not getattr(model, "_hf_peft_config_loaded", False):  # then only adapters are written
+            check_saveable(model)
+        return None, {}
 
     @property
     def is_trainable(self) -> bool:
@@ -145,9 +152,25 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, attention: str = "
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]
-    quantizer.saveable = quantizer.saveable and not any(isinstance(m, (Sparse24Weight, FP8Linear)) for m in model.modules())
-    quantizer.saveable = quantizer.saveable and not any(isinstance(p, FP4Tensor) for p in model.parameters())
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config
     model._weight_conversions = []  # type: ignore[assignment]  # transformers would split what its rules joined, packed buffers included
+
+
+def check_saveable(model: PreTrainedModel) -> None:
+    """Raise CheckpointError for a model that ``save_pretrained`` has no form for."""
+    if (ranks := ranks_of(model)) is not None:
+        raise CheckpointError(
+            "each process holds a part of the packed weights, and save_pretrained cannot put them together",
+            value=f"{ranks.size} ranks of tensor parallelism",
+            limit="one process",
+            remedy="Load the checkpoint without tp_plan in one process, and save it there.",
+        )
+    if tensors := [name for name, p in model.named_parameters() if isinstance(p, FP4Tensor)]:
+        raise CheckpointError(
+            "save_pretrained cannot write weights that are tensors of this package in modules of the model's own",
+            value=f"{', '.join(tensors[:4])}{', ...' if len(tensors) > 4 else ''} ({len(tensors)} in all)",
+            limit="FP4Linear, Sparse24Linear, FP8Linear, FP4Experts",
+            remedy="Write the model with fp4_inductor.save(model, folder); fp4_inductor.load_pretrained(folder) reads that.",
+        )
