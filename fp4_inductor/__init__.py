@@ -108,6 +108,10 @@ when_loads(
     "transformers.trainer",
     lambda: _register_with("transformers", ".integrations.trainer", "Trainer does not refuse to train a quantized model without adapters."),
 )
+when_loads(
+    "huggingface_hub.hub_mixin",
+    lambda: _register_with("huggingface_hub", ".integrations.hub_mixin", "Its mixin writes packed layers that it does not read back."),
+)
 when_loads("peft", lambda: _register_with("peft", ".integrations.peft", "It refuses adapters on quantized layers. Supported: peft 0.17 to 0.21."))
 
 

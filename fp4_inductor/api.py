@@ -17,6 +17,7 @@ from .integrations import adopt_adapters, describe_for_saving, own_configs
 from .integrations.attention import use_attention_backend
 from .integrations.regions import use_regions
 from .integrations.transformers import use_experts_backend
+from .integrations.whole import large_m_of
 from .models.activation_cost import activation_cost
 from .models.compile_ahead import compile_ahead
 from .models.convert import convert_experts, convert_group
@@ -31,7 +32,7 @@ from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
 from .models.stacks import convert_stack
 from .models.training import Training, outside_inference_mode
-from .modules import FP4Experts, FP4Linear, pack_siblings
+from .modules import FP4Linear, pack_siblings
 
 __all__ = ["load", "quantize_model", "save"]
 
@@ -236,6 +237,5 @@ def load(
     add_notes(model, use_attention_backend(model, attention))
     compile_ahead(model)
     use_regions(model)
-    options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
-    describe_for_saving(model, "nvfp4" if "nvfp4" in options else options[0] if options else "auto", attention)  # experts and heads cannot have that one
+    describe_for_saving(model, large_m_of(model), attention)
     return loaded

@@ -21,6 +21,7 @@ from ..tensors.base import FP4Tensor
 from . import manifest as mf
 from .aside import as_path, publish, written_aside
 from .safetensors_file import DTYPES, crc32, read_header
+from .shards import INDEX, SINGLE
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -51,6 +52,13 @@ def save(model: nn.Module, dir: str | os.PathLike, max_shard_size: int | str = "
     if not isinstance(model, nn.Module):
         raise ConfigError("save() takes a module", value=type(model).__name__, limit="torch.nn.Module", remedy="Pass the model itself, not its state_dict.")
     model = getattr(model, "_orig_mod", model)
+    if callable(getattr(getattr(model, "config", None), "save_pretrained", None)) and any((directory / name).exists() for name in (SINGLE, INDEX)):
+        raise CheckpointError(
+            "the folder holds a checkpoint of another format, whose config.json would be overwritten",
+            value=str(directory),
+            limit=f"a folder without {SINGLE} and {INDEX}",
+            remedy="Choose another folder, or remove that checkpoint.",
+        )
     stored, manifest = _collect(model)
     with written_aside(directory, sum(t.numel() * t.element_size() for t in stored.values())) as aside:
         _write(stored, manifest, aside, limit)

@@ -12,6 +12,7 @@ from .config import FP4InductorConfig, ModelOptConfig
 from .export import export_pretrained
 from .load import load_pretrained
 from .quantizer import FP4InductorQuantizer
+from .saving import register as extend_save_pretrained
 
 __all__ = ["FP4InductorConfig", "ModelOptConfig", "export_pretrained", "load_pretrained", "register"]
 
@@ -23,6 +24,7 @@ def register() -> list[str]:
     """
     attention.register()
     experts.register()
+    extend_save_pretrained()
     taken = []
     for method, config in (("fp4_inductor", FP4InductorConfig), ("modelopt", ModelOptConfig)):
         here = AUTO_QUANTIZER_MAPPING.get(method)

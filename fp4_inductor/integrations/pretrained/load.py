@@ -14,7 +14,7 @@ from torch import nn
 
 from ...checkpoint.manifest import FILE as NATIVE
 from ...checkpoint.readers import format_of, modelopt
-from ...checkpoint.shards import CONFIG, Shards, open_shards, read_json
+from ...checkpoint.shards import CONFIG, INDEX, SINGLE, Shards, open_shards, read_json
 from ...errors import CheckpointError, ConfigError, FP4Error
 from ...models.preflight import check_device
 from ...models.training import outside_inference_mode
@@ -99,6 +99,9 @@ def load_pretrained(
         if not (path / CONFIG).exists():
             remedy = "Build the model yourself: fp4_inductor.load(lambda: Model(...), folder)."
             raise CheckpointError("the folder does not say which model it is of", value=str(path), limit=f"a folder with {CONFIG}", remedy=remedy)
+        if other := next((name for name in (SINGLE, INDEX) if (path / name).exists()), None):
+            remedy = "Remove the one that is not meant."
+            raise CheckpointError("the folder holds two checkpoints", value=f"{NATIVE}; {other}", limit="one of them", remedy=remedy)
         config = typed(lambda: AutoConfig.from_pretrained(path, **_NO_CODE), path)
         take_quantization_config(config)
         return typed(lambda: load_native(path, auto, config, where, strict, large_m, attention or "auto", options), path)

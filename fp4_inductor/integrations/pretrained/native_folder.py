@@ -15,10 +15,10 @@ from ...checkpoint.load import load
 from ...errors import ConfigError
 from ...models.compile_ahead import compile_ahead
 from ...models.coverage import add_notes
-from ...modules import FP4Experts, FP4Linear
 from ..attention import use_attention_backend
 from ..regions import use_regions
 from ..transformers import use_experts_backend
+from ..whole import large_m_of
 from .quantizer import describe_for_saving
 
 _READ = {"dtype", "device_map", "subfolder", "revision", "token", "cache_dir", "local_files_only", "proxies", "force_download"}
@@ -52,6 +52,5 @@ def load_native(
     add_notes(model, use_attention_backend(model, attention))
     compile_ahead(model)
     use_regions(model)
-    saved = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
-    describe_for_saving(model, "nvfp4" if "nvfp4" in saved else saved[0] if saved else "auto", attention)
+    describe_for_saving(model, large_m_of(model), attention)
     return model

@@ -155,6 +155,7 @@ def describe_for_saving(model: PreTrainedModel, large_m: str, attention: str = "
     model.is_quantized = False  # type: ignore[assignment]  # transformers would refuse .half() and .float(), which leave packed weights alone
     quantizer.quantization_config = config
     model.config.quantization_config = config
+    model.model_tags = [*(model.model_tags or []), *({config.quant_method} - set(model.model_tags or []))]  # of the card that push_to_hub makes
     model._weight_conversions = []  # type: ignore[assignment]  # transformers would split what its rules joined, packed buffers included
 
 
