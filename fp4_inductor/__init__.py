@@ -109,6 +109,12 @@ when_loads(
     lambda: _register_with("transformers", ".integrations.trainer", "Trainer does not refuse to train a quantized model without adapters."),
 )
 when_loads(
+    "diffusers.models.modeling_utils",
+    lambda: _register_with(
+        "diffusers", ".integrations.diffusers", "save_pretrained of its models is refused when it is read. Supported: diffusers 0.35 to 0.42."
+    ),
+)
+when_loads(
     "huggingface_hub.hub_mixin",
     lambda: _register_with("huggingface_hub", ".integrations.hub_mixin", "Its mixin writes packed layers that it does not read back."),
 )

@@ -23,7 +23,12 @@ def own_configs(model: Any) -> None:
 
 
 def describe_for_saving(model: Any, large_m: str, attention: str = "auto") -> None:
-    """Tell a transformers model that it is quantized, so that its ``save_pretrained`` writes what ``from_pretrained`` reads."""
+    """Tell a model of transformers or diffusers that it is quantized, so that its ``save_pretrained`` writes what ``from_pretrained`` reads."""
+    diffusers_models = sys.modules.get("diffusers.models.modeling_utils")
+    if diffusers_models is not None and isinstance(model, diffusers_models.ModelMixin):
+        from . import diffusers
+
+        diffusers.describe(model)
     if "transformers.modeling_utils" not in sys.modules:
         return
     from transformers import PreTrainedModel
