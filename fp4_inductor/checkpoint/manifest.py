@@ -33,7 +33,7 @@ from ..formats import fp8, nvfp4, sparse24
 from ..modules import EXPERTS_BY_STORAGE, FP4Experts
 from ..ops.activation import Activation
 from ..ops.linear import LARGE_M, WEIGHT_ONLY
-from .safetensors_file import parse_json
+from .safetensors_file import parse_json, require_file
 
 FILE = "fp4_inductor.json"
 FORMAT, VERSION = "fp4_inductor", 2
@@ -206,6 +206,7 @@ def read(directory: Path) -> Manifest:
 def read_small(path: Path) -> bytes:
     """The bytes of a JSON file, refused above 256 MB."""
     try:
+        require_file(path)
         size = path.stat().st_size
         if size > _JSON_LIMIT:
             raise CheckpointError(f"{path.name} is too large", value=size, limit=f"<= {_JSON_LIMIT} bytes", remedy=REWRITE)

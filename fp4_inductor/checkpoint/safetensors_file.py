@@ -105,6 +105,12 @@ def read_header(path: Path) -> Header:
     return Header(entries, metadata, size, hashlib.sha256(raw).hexdigest())
 
 
+def require_file(path: Path) -> None:
+    """Raise CheckpointError for a pipe or a device, which reading would wait for."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise CheckpointError(f"{path.name} is no file", value=str(path), limit="a regular file", remedy="Copy the checkpoint again.")
+
+
 def data_crc32(path: Path) -> int:
     """CRC-32 of everything behind the header of a file that :func:`read_header` accepts. Native checkpoints of version 1."""
     crc = 0
@@ -208,6 +214,7 @@ class Reader:
 @contextmanager
 def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
+        require_file(path)
         file = open(path, "rb")  # noqa: SIM115 - closed by the with below; only opening is translated
     except OSError as error:
         remedy = "Copy the missing file to the others, or correct its permissions."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SHOWN, CheckpointError
-from .safetensors_file import Entry, Header, parse_json, read_header
+from .safetensors_file import Entry, Header, parse_json, read_header, require_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -150,6 +150,7 @@ def check_index(what: str, weight_map: Mapping[str, str], entries: Mapping[str, 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of at most 256 MB, or CheckpointError."""
     try:
+        require_file(path)
         size = path.stat().st_size
         if size > _JSON_LIMIT:
             raise CheckpointError(f"{path.name} is too large", value=size, limit=f"<= {_JSON_LIMIT} bytes", remedy="No writer makes such a file: get it again.")

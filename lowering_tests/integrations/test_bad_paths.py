@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import time
 
@@ -133,6 +135,26 @@ def test_folders_that_are_no_checkpoint(saved, tmp_path):
         fp4_inductor.load(saved[0], tmp_path / "empty")
     with pytest.raises(errors.CheckpointError, match=r"did not write this folder.*load_pretrained"):
         fp4_inductor.load(saved[0], MODELOPT)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to nowhere", "link to itself"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "fp4_inductor.json", "fp4_inductor.safetensors"])
+def test_a_file_that_is_none(folder, saved, name, kind):
+    """A pipe would be waited for, for ever: the alarm ends that."""
+    path = folder if "model" in name or "config" in name else saved[1]
+    (path / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / name)
+    elif kind == "folder":
+        (path / name).mkdir()
+    else:
+        (path / name).symlink_to(name if "itself" in kind else "nowhere")
+    signal.alarm(20)
+    try:
+        with pytest.raises(errors.CheckpointError):
+            fp4_inductor.load_pretrained(path)
+    finally:
+        signal.alarm(0)
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere.gguf", "~/nowhere", "C:\\models"])

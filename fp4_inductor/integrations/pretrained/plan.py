@@ -80,7 +80,8 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
     wrong, made = _check(model, assemblies, found, dtype)
     missing = _missing(model, made | set(config.get("dense", ())))
     unknown = [name for name in homeless if not _matches(name, model._keys_to_ignore_on_load_unexpected)]
-    other_task = type(model).__name__ not in (model.config.architectures or [type(model).__name__])
+    named = model.config.architectures
+    other_task = isinstance(named, list) and bool(named) and type(model).__name__ not in named
     if strict is not False:
         wrong += [f"{name}: not in the checkpoint" for name in missing if strict or not other_task or not _is_of_a_task(model, name)]
         wrong += [f"{name}: not in the model" for name in unknown if not other_task]
