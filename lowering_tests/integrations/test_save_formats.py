@@ -75,6 +75,19 @@ def test_experts_without_a_gate(tiny, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_a_model_that_scales_its_weights_in_place(tmp_path):
+    """RWKV divides some of them by powers of two before it runs, and multiplies before it trains."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.RwkvConfig(vocab_size=128, rescale_every=1, **sizes)
+    model = fp4_inductor.quantize_model(transformers.RwkvForCausalLM._from_config(config, dtype=torch.bfloat16).eval(), PLAIN, progress=False)
+    model.save_pretrained(tmp_path)
+    again = AUTO.from_pretrained(tmp_path, dtype="auto")
+    before = again.rwkv.blocks[1].attention.output.global_scale.clone()
+    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(again.rwkv.blocks[1].attention.output.global_scale, before / 2)
+
+
 @pytest.mark.parametrize("inner", [40, 24])
 def test_experts_whose_sizes_are_padded(tmp_path, inner):
     """To multiples of 32 if they are 2:4."""
