@@ -82,3 +82,20 @@ sys.exit(0 if same and len(told) == 1 and "moved in a later torch" in told[0] el
 def test_a_torch_that_moved_is_told_and_compiles_all_the_same():
     done = _python(_UNREGISTERED)
     assert done.returncode == 0, done.stderr
+
+
+_PROBED = """
+import importlib.util, sys
+import fp4_inductor
+for name in ("peft", "transformers.modeling_utils", "torch._inductor.compile_fx"):
+    assert importlib.util.find_spec(name) is not None and name not in sys.modules, name
+import peft, transformers.modeling_utils
+for name in ("fp4_inductor.integrations.peft", "fp4_inductor.integrations.pretrained"):
+    assert name in sys.modules, name
+"""
+
+
+def test_a_library_that_asks_for_another_does_not_keep_us_from_registering():
+    """Transformers asks whether peft is installed, which finds the module and imports nothing."""
+    done = _python(_PROBED)
+    assert done.returncode == 0, done.stderr

@@ -10,27 +10,37 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 
 _TRIGGER = "torch._inductor.compile_fx"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the trigger module once, through the other finders, and wraps its loader's ``exec_module``."""
+    """Finds the trigger module through the other finders, and wraps its loader's ``exec_module``.
+
+    It stays until the module runs: a library that asks whether another is installed finds a module that it does not import.
+    """
 
     def __init__(self, trigger: str, callback: Callable[[], None]):
         self.trigger, self.callback = trigger, callback
+        self._own = threading.local()  # asking, in this thread
 
     def find_spec(self, fullname, path, target=None):
-        if fullname != self.trigger or self not in sys.meta_path:
+        if fullname != self.trigger or getattr(self._own, "asking", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._own.asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._own.asking = False
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
         def exec_module(module):
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             run(module)
             self.callback()
 
