@@ -103,15 +103,13 @@ def config_of(args: argparse.Namespace, batches: Any = None) -> NVFP4Config | Sp
         batches: of the calibration text; None before it is tokenized, when a placeholder stands for it.
     """
     data = batches if batches is not None else "self" if args.calibration == "self" else [] if args.calibration else None
-    if args.format == "transformers" and args.lm_head == "fp8":
-        raise ConfigError("save_pretrained has no form for FP8 weights", value="--lm-head fp8", limit="bf16, nvfp4", remedy="Write it with --format native.")
     if args.sparse is None:
         if given := [f"--{n.replace('_', '-')}" for n in ("bits", "max_kl", "max_error", "accept_loss") if getattr(args, n)]:
             raise ConfigError("options of 2:4 sparsity without --sparse", value=", ".join(given), limit="--sparse METHOD", remedy="Add --sparse METHOD.")
         siblings: Siblings = args.siblings or ("shared" if args.format in _FOREIGN else "packed")
         return NVFP4Config(args.scale_search or "auto", calibration=data, large_m=args.large_m, siblings=siblings, lm_head=args.lm_head)
-    if args.format != "native":
-        raise ConfigError("2:4-sparse weights have a native form only", value=args.format, limit="native", remedy="Leave --format out.")
+    if args.format in _FOREIGN:
+        raise ConfigError("no other library reads 2:4-sparse weights", value=args.format, limit="native, transformers", remedy="Leave --format out.")
     for name, default in (("lm_head", "bf16"), ("siblings", None)):
         if getattr(args, name) != default:
             raise ConfigError(f"--{name.replace('_', '-')} is for dense NVFP4", value=getattr(args, name), limit="no --sparse", remedy="Leave one of them out.")

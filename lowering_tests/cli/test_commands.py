@@ -81,8 +81,9 @@ def test_quantize_as_json(fp4, tmp_path):
     assert "scale_search=activation" in found["config"]
 
 
-def test_sparse_quantization(fp4, tmp_path):
-    fp4("quantize", SPARSE, tmp_path / "out", "--sparse", "existing", "-q").must()
+@pytest.mark.parametrize("format", ["native", "transformers"])
+def test_sparse_quantization(fp4, tmp_path, format):
+    fp4("quantize", SPARSE, tmp_path / "out", "--sparse", "existing", "-q", "--format", format).must()
     done = fp4("inspect", tmp_path / "out").must()
     assert re.search(r"quantized +35 tensors.* 3\.50 bits a weight", done.out)
     assert re.search(r"^ +5  sparse24_nvfp4  192x512 ", done.out, re.MULTILINE)

@@ -36,6 +36,8 @@ _AGAIN = "Download the checkpoint again, or quantize the model again."
 class StoredSparse24(StoredWeight):
     """A 2:4-sparse weight; ``decode`` gives ``(values, meta, scale, global_scale)``."""
 
+    format: str = sparse24.NAME
+
     def like_meta(self, dtype: torch.dtype) -> FP4Tensor:  # type: ignore[override]
         shapes = sparse24.STORAGE.shapes(self.shape)
         parts = [torch.empty(shapes[part.name], dtype=part.dtype, device="meta") for part in sparse24.STORAGE.parts]

@@ -135,7 +135,7 @@ def typed(do: Callable[[], Any], path: str | os.PathLike) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise CheckpointError(
-                f"{Path(path).name} needs code that comes with it, and load_pretrained runs no code of a checkpoint",
+                f"{Path(path).name} needs code that comes with it, and no code of a checkpoint is run here",
                 value="auto_map in config.json",
                 limit="architectures that transformers has itself",
                 remedy=_BUILD,

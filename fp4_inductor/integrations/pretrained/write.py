@@ -57,13 +57,6 @@ def write_model(
     if format != NATIVE and not isinstance(model, PreTrainedModel):
         limit = "a model of Transformers (PreTrainedModel)"
         raise ConfigError(f"{format} cannot hold this module", value=type(model).__name__, limit=limit, remedy='Write it with format="native".')
-    if format == TRANSFORMERS and not getattr(getattr(model, "hf_quantizer", None), "saveable", True):
-        raise ConfigError(
-            "save_pretrained cannot hold this model",
-            value="2:4-sparse weights, or weights in FP8",
-            limit="dense NVFP4 weights",
-            remedy='Write it with format="native".',
-        )
     with written_aside(directory, model_bytes(model)) as aside:
         if format == NATIVE:
             save(model, aside, max_shard_size)
