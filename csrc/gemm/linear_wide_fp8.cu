@@ -51,6 +51,8 @@ struct Dense {
   }
 };
 
+constexpr Costs kCosts{{0.77f, 1.0f, 1.23f, 1.52f}, 4.5f, 7.2f, 8.5f};
+
 cudaError_t by_tile(Tile tile, const Call<Dense>& p, void* scratch, Stream stream) {
 #define TILE(t, s) \
   if (tile.tokens == t && tile.splits == s) return run<Dense, t, s>(false, p, scratch, stream);
@@ -74,5 +76,5 @@ extern "C" int fp4_linear_wide_fp8(const void* x8, const void* x_scale, const vo
     return cudaErrorInvalidValue;
   const Call<Dense> p{(const uint8_t*)x8, (const float*)x_scale, {(const uint8_t*)q, (const uint8_t*)s}, (const float*)g, (const __nv_bfloat16*)bias, (__nv_bfloat16*)y,
                M, N, K, second ? second : INT32_MAX, third ? third : INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, 950, 330), p, scratch, {(cudaStream_t)stream, early != 0});
+  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, kCosts), p, scratch, {(cudaStream_t)stream, early != 0});
 }

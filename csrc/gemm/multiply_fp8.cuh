@@ -290,18 +290,29 @@ template <typename Weight, int TOKENS, int SPLITS> cudaError_t run(bool stream_k
                         tokens, p.x_scale, p.g, p.bias, p.y, partial, flags, p.M, p.N, p.K, p.second, p.third, places, tile_tokens, count, streamed);
 }
 
-// By times on an H200, whose 132 SMs hold 66 clusters, at M = 192, 256, 512, 1024 and 2048 for five shapes (benchmarks/NOTES.md, "Larger M"):
-// - K is split where tiles are few; K = 4096 and few tiles of 128 tokens prefer these to halves and quarters of 256: 16.7 us for 18.6.
-// - Equal shares pay where the last wave of whole tiles leaves more clusters idle, times steps, than two clusters' sums take to meet: `one_wave` where there
-//   is but one, else `waves`.
-inline Tile best_tile(int M, int N, int K, int one_wave, int waves) {
+// What a tile costs, in microseconds: `step` of 64, 128, 192 and 256 tokens for 256 k of 256 rows of W; what is added where two or four clusters share a
+// tile's K, and where clusters take equal shares. Fitted to times of five shapes and nine M (benchmarks/results/wide_fp8.csv).
+struct Costs {
+  float step[4], two, four, stream;
+};
+
+// The cheapest tile. Clusters that split K must all run at once. Equal shares: no cluster is idle in the last wave.
+inline Tile best_tile(int M, int N, int K, const Costs& costs) {
   const int steps = K / kWideK, rows = row_tiles_of(N), most = most_clusters();
-  if (M > 192 && steps <= 16 && places_of(M, 128) * rows <= most) return {128, 2 * places_of(M, 128) * rows <= most && steps >= 2 ? 2 : 1};
-  const int tokens = M <= 64 ? 64 : M <= 128 ? 128 : M <= 192 ? 192 : 256, count = places_of(M, tokens) * rows;
-  if (4 * count <= most && steps >= 4) return {tokens, 4};
-  if (2 * count <= most && steps >= 2) return {tokens, 2};
-  const int last = (count + most - 1) / most * most - count;
-  return {tokens, last * steps > (count <= most ? one_wave : waves) ? 0 : 1};
+  Tile best{};
+  float least = 0;
+  auto offer = [&](int tokens, int splits, float cost) {
+    if (!best.tokens || cost < least) best = {tokens, splits}, least = cost;
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int tokens = 64 * (i + 1), count = places_of(M, tokens) * rows;
+    const float step = costs.step[i];
+    offer(tokens, 1, (float)((count + most - 1) / most) * steps * step);
+    if (count % most) offer(tokens, 0, (float)count / most * steps * step + costs.stream);
+    if (2 * count <= most && steps >= 2) offer(tokens, 2, (steps + 1) / 2 * step + costs.two);
+    if (4 * count <= most && steps >= 4) offer(tokens, 4, (steps + 3) / 4 * step + costs.four);
+  }
+  return best;
 }
 
 }  // namespace fp4

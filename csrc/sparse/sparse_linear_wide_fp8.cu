@@ -104,6 +104,8 @@ struct Sparse {
   }
 };
 
+constexpr Costs kCosts{{0.67f, 0.84f, 1.02f, 1.21f}, 4.8f, 7.3f, 9.2f};
+
 cudaError_t by_tile(Tile tile, const Call<Sparse>& p, void* scratch, Stream stream) {
 #define TILE(t, s) \
   if (tile.tokens == t && tile.splits == s) return run<Sparse, t, s>(false, p, scratch, stream);
@@ -125,5 +127,5 @@ extern "C" int fp4_sparse_linear_wide_fp8(const void* x8, const void* x_scale, c
   if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype) return cudaErrorInvalidValue;
   const Call<Sparse> p{(const uint8_t*)x8, (const float*)x_scale, {(const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s}, (const float*)g,
                        (const __nv_bfloat16*)bias, (__nv_bfloat16*)y, M, N, K, INT32_MAX, INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, 950, 950), p, scratch, {(cudaStream_t)stream, early != 0});
+  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, kCosts), p, scratch, {(cudaStream_t)stream, early != 0});
 }
