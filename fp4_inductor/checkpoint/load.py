@@ -134,10 +134,9 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(attribute, tensor) of the parameters and buffers of this module only."""
-    for name, t in (*module._parameters.items(), *module._buffers.items()):
-        if t is not None:
-            yield name, t
+    """(attribute, tensor) of the parameters and buffers of this module only, as far as they are in a ``state_dict`` or could be."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from ((name, t) for name, t in module._buffers.items() if t is not None)
 
 
 def _misfit(module: nn.Module, layer: mf.LayerEntry) -> str | None:

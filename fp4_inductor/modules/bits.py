@@ -98,13 +98,16 @@ class BitBuffers(nn.Module):
 def _frozen(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """Every path of every packed tensor in ``model``, and what lies in memory for it."""
     for path, module in model.named_modules(remove_duplicate=False):
-        held = module._buffers if isinstance(module, BitBuffers) else {}
+        packed = isinstance(module, BitBuffers)
+        held = module._buffers if packed else {}
         for name, t in held.items():
             if t is not None:
                 yield f"{path}.{name}" if path else name, (t,)
         for name, p in module._parameters.items():
             if isinstance(p, FP4Tensor):
                 yield f"{path}.{name}" if path else name, p.parts()
+            elif packed and p is not None and not p.numel():  # a placeholder: never part of a graph, so DDP would wait for its gradient
+                yield f"{path}.{name}" if path else name, ()
 
 
 ddp.send_once(_frozen)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .bits import BITS, BitBuffers
 from .marker import Marked
+
+# Model code asks ``next(module.parameters())`` for the dtype and the device that a module computes in.
+PLACEHOLDER = "placeholder"
 
 
 class PackedWeight(Marked, BitBuffers):
@@ -17,6 +21,9 @@ class PackedWeight(Marked, BitBuffers):
     Made with an all-zero weight. ``lead``: the leading dimensions, ``()`` or ``(E,)``. ``input_scale`` (float32, multiplying, the
     leading shape, or None) is what a W4A4 checkpoint recorded for its activations: kept for export, not used by a forward pass
     (one that rounds its activations, ``large_m="nvfp4"``, takes each token's own maximum).
+
+    ``placeholder`` is a Parameter without elements, of the module's dtype and on its device: what ``next(module.parameters())`` finds
+    in a module whose weights are all packed. It is frozen, and in no ``state_dict``.
     """
 
     qdata: Tensor
@@ -34,6 +41,7 @@ class PackedWeight(Marked, BitBuffers):
         self._empty_weight()
         self.register_buffer("input_scale", None)
         self.register_buffer("bias", torch.zeros(*lead, n, dtype=dtype, device=device) if bias else None)
+        self.register_parameter(PLACEHOLDER, nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False))
 
     def _empty_weight(self) -> None:
         """Make the zero-filled buffers a legal weight, all zeros."""
@@ -47,3 +55,32 @@ class PackedWeight(Marked, BitBuffers):
         """Make ``parts`` the weight's buffers."""
         for name, part in zip(self.TENSOR.PARTS, parts, strict=True):
             setattr(self, name, part)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("scale", "dtype"):
+            self._move_placeholder()
+
+    def _move_placeholder(self) -> None:
+        """To the device of the weight and the dtype of the module, which are set one after the other while the module is made."""
+        held, scale = self.__dict__.get("_parameters", {}).get(PLACEHOLDER), getattr(self, "scale", None)
+        if held is not None and scale is not None and (held.device, held.dtype) != (scale.device, self.dtype):
+            self._parameters[PLACEHOLDER] = nn.Parameter(torch.empty(0, dtype=self.dtype, device=scale.device), requires_grad=False)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, but ``recurse=False``, by which tools ask what is in this module's part of a ``state_dict``, leaves the placeholder out."""
+        for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
+            if recurse or name.rpartition(".")[2] != PLACEHOLDER:
+                yield name, p
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + PLACEHOLDER]
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        held = self._parameters.pop(PLACEHOLDER)
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        finally:
+            self._parameters[PLACEHOLDER] = held
+            self._move_placeholder()

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..formats import nvfp4
 from .bits import BitBuffers
 from .linear import FP4Linear
+from .packed import PackedWeight
 
 PARTS = nvfp4.STORAGE.names
 # Every layer's rows start at a multiple of 16, so that its codes and scales are 16-byte aligned for any K.
@@ -124,13 +125,14 @@ class SiblingLinear(FP4Linear):
     def __setattr__(self, name: str, value) -> None:
         if (name in PARTS or name == "bias") and name not in self._buffers:
             self.unpack()
-        nn.Module.__setattr__(self, name, value)  # not super(): unpack() changed the class
+        PackedWeight.__setattr__(self, name, value)  # not super(): unpack() changed the class
 
     def _become_plain(self, own: dict[str, Tensor | None]) -> None:
         for name in ("packed", "index", "start", "has_bias"):
             delattr(self, name)
         self.__class__ = FP4Linear  # type: ignore[assignment]
         self._buffers.update(own)
+        self._move_placeholder()
 
     @contextmanager
     def _as_buffers(self) -> Iterator[dict[str, Tensor]]:

@@ -10,8 +10,6 @@ Source: peft 0.17 to 0.21, ``peft.tuners.tuners_utils``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner
@@ -33,8 +31,7 @@ def register() -> None:
     @functools.wraps(inject)
     def inject_adapter(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         prepare(self, model, adapter_name)
-        with _device_known(model):
-            inject(self, model, adapter_name, *args, **kwargs)
+        inject(self, model, adapter_name, *args, **kwargs)
 
     @functools.wraps(check)
     def check_merge_allowed(self: BaseTuner) -> None:
@@ -47,20 +44,6 @@ def register() -> None:
     inject_adapter._fp4_inductor = True  # type: ignore[attr-defined]
     BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
     BaseTuner._check_merge_allowed = check_merge_allowed  # type: ignore[method-assign]
-
-
-@contextmanager
-def _device_known(model: nn.Module) -> Iterator[None]:
-    """PEFT takes the device of the first Parameter, and a model of packed weights may have none: inside, ``hf_device_map`` says it."""
-    first = next((b for b in model.buffers()), None)
-    if first is None or hasattr(model, "hf_device_map") or next(model.parameters(), None) is not None:
-        yield
-        return
-    model.hf_device_map = {"": first.device}  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del model.hf_device_map
 
 
 register()
