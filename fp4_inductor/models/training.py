@@ -2,7 +2,8 @@
 
 ``requires_grad`` alone says nothing: every Parameter of a freshly loaded model has it. It says something once *some* weight matrices
 are frozen and others are not, because somebody decided that. So a trainable matrix beside a frozen one is left alone, and a model
-whose matrices are all trainable, or all frozen, is quantized whole. Adapters of PEFT are known by PEFT's own base classes, whatever
+whose matrices are all trainable, or all frozen, is quantized whole. So is a model whose constructor freezes a part and whose flags are
+still those that it set (:mod:`.as_built`). Adapters of PEFT are known by PEFT's own base classes, whatever
 ``requires_grad`` says: an adapter that was loaded for inference is frozen, and is still an adapter.
 """
 
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, bullets
+from .as_built import buildable, requires_grad_as_built
+from .kinds import expert_family, stack_owner
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -37,7 +40,7 @@ class Training:
     Args:
         reasons: module id -> the clause for the report, for modules inside PEFT's wrappers.
         merged: names of wrappers whose base weight has an adapter merged into it.
-        chosen: some weight matrices are frozen and some are not.
+        chosen: some weight matrices are frozen and some are not, and not by the constructor of the model.
     """
 
     reasons: dict[int, str] = field(default_factory=dict)
@@ -60,15 +63,15 @@ class Training:
                 for child, part in module.named_children():
                     if child != "base_model":
                         found._mark(part, ADAPTER)
-        flags = {m.requires_grad for m in found._matrices(model)}
-        found.chosen = len(flags) > 1
+        flags = {name: p.requires_grad for name, p in found._matrices(model)}
+        found.chosen = len(set(flags.values())) > 1 and not _by_constructors(model, flags)
         return found
 
     def reason(self, module: nn.Module) -> str | None:
         """Why the weight of ``module`` stays as it is, or None."""
         if id(module) in self.reasons:
             return self.reasons[id(module)]
-        if self.chosen and any(p.requires_grad for p in _own_matrices(module)):
+        if self.chosen and any(p.requires_grad for _, p in _own_matrices(module)):
             return TRAINABLE
         return None
 
@@ -103,20 +106,36 @@ class Training:
             elif base_reason is not None:
                 self.reasons[id(part)] = base_reason
 
-    def _matrices(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        for module in model.modules():
+    def _matrices(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        for path, module in model.named_modules():
             if id(module) not in self.reasons:
-                yield from _own_matrices(module)
+                owner = stack_owner(model, path, module)
+                yield from ((f"{path}.{name}" if path else name, p) for name, p in _own_matrices(module, owner))
 
 
-def _own_matrices(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What a quantizer could take: not embeddings and convolutions, which several models freeze by themselves, nor vectors."""
+def _own_matrices(module: nn.Module, owner: nn.Module | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+    """What a quantizer could take: not embeddings and convolutions, which several models freeze by themselves, nor position tables and vectors."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)):
         return
     linear = hasattr(module, "in_features") or type(module).__name__.endswith(("Linear", "Conv1D"))
-    for p in module._parameters.values():
-        if p is not None and type(p) is nn.Parameter and p.dtype.is_floating_point and (p.dim() == 2 if linear else p.dim() == 3):
-            yield p
+    for name, p in module._parameters.items():
+        if p is None or type(p) is not nn.Parameter or not p.dtype.is_floating_point:
+            continue
+        if linear if p.dim() == 2 else expert_family(owner or module, name, p) is not None:
+            yield name, p
+
+
+def _by_constructors(model: nn.Module, flags: dict[str, bool]) -> bool:
+    """Whether the constructors of Transformers' models in ``model`` account for all that differs in ``flags``."""
+    rest = dict(flags)
+    for path, part in buildable(model):
+        inside = {name: flag for name, flag in flags.items() if name.startswith(path)}
+        if len(set(inside.values())) < 2:
+            continue
+        built = requires_grad_as_built(part)
+        if built is not None and all(built.get(name.removeprefix(path)) == flag for name, flag in inside.items()):
+            rest = {name: flag for name, flag in rest.items() if name not in inside}
+    return len(set(rest.values())) < 2
 
 
 def plain_name(name: str) -> str:

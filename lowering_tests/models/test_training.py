@@ -12,6 +12,7 @@ from torch import nn
 import fp4_inductor
 from fp4_inductor import errors
 from fp4_inductor.integrations.peft import FP4LoraLinear
+from fp4_inductor.models.plan import make_plan
 from fp4_inductor.models.training import ADAPTER, TRAINABLE
 from fp4_inductor.modules import FP4Linear, SiblingLinear
 from lowering_tests.integrations.dense_twin import dequantized
@@ -132,6 +133,50 @@ def test_a_model_that_nobody_chose_parts_of_is_quantized_whole(flag):
     quantize(model)
     assert sum(isinstance(m, FP4Linear) for m in model.modules()) == 14
     assert TRAINABLE not in reasons(model).values()
+
+
+def _vit_mae():
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    return ViTMAEForPreTraining(ViTMAEConfig(**sizes, decoder_hidden_size=64, decoder_num_hidden_layers=1, decoder_num_attention_heads=2))
+
+
+def test_a_frozen_position_table_is_no_choice():
+    model = _vit_mae()
+    assert [n for n, p in model.named_parameters() if p.dim() == 3 and not p.requires_grad]
+    assert fp4_inductor.report(quantize(model)).coverage == 100.0
+    assert TRAINABLE not in reasons(model).values()
+
+
+class _InProject(nn.Module):
+    """A user's module around a model."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.backbone, self.head = model, nn.Linear(64, 64)
+
+
+@pytest.mark.parametrize("name", ["blt", "idefics"])
+@pytest.mark.parametrize("wrap", [lambda m: m, _InProject], ids=["alone", "inside"])
+def test_what_a_constructor_freezes_is_no_choice(name, wrap):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from lowering_tests.models import model_types
+
+    cls = next(model_types._classes(name, CONFIG_MAPPING[name]))
+    model = model_types._built(cls, CONFIG_MAPPING[name], {})
+    flags = [p.requires_grad for n, p in model.named_parameters() if n.endswith("proj.weight")]
+    assert len(set(flags)) == 2  # the constructor froze some
+    model = wrap(model)
+    before = torch.random.get_rng_state()
+    plan = make_plan(model)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not [s for s in plan.skipped if s.reason == TRAINABLE]
+    assert len(plan.targets) > len(flags) / 2
+    some = next(m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad)
+    some.requires_grad_(False)  # from here on somebody chose
+    assert [s for s in make_plan(model).skipped if s.reason == TRAINABLE]
 
 
 def test_a_trained_bias_stays_the_parameter_that_it_is():
