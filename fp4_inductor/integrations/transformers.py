@@ -4,7 +4,7 @@
 
 * ``FP4Experts`` (what ``quantize_model`` installs) call ``fp4.moe`` themselves;
 * an experts module of the model's own class that holds ``NVFP4Tensor`` or ``Sparse24NVFP4Tensor`` Parameters calls the same op through
-  this backend;
+  this backend, or, if that op does not compute what the module does, the products alone (:mod:`.experts`);
 * experts that were left in high precision run Transformers' ``grouped_mm``, as they would have without this package;
 * ``generate()`` leaves the name alone, so that prefill and decode are one implementation and one compiled graph.
 
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import GatingError
-from ..models.experts import ExpertsSpec, describe_experts
+from ..models.experts import ExpertsSpec, describe_experts, interface_weights
 from ..models.stacks import stack_of
 from ..modules import FP4Experts
 from ..ops import cast_for_autocast, moe
 from ..tensors.base import FP4Tensor
+from . import experts
 
 NAME = "fp4_inductor"
 _SPEC = "_fp4_experts_spec"
@@ -62,13 +63,15 @@ def use_experts_backend(model: Any) -> bool:
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Transformers' experts interface: hidden ``[T, H]``, ids and weights ``[T, k]`` -> ``[T, H]``."""
-    spec: ExpertsSpec | None = getattr(self, _SPEC, None)
+    spec: ExpertsSpec | tuple[str, str] | None = getattr(self, _SPEC, None)
     if spec is None:
         if not isinstance(self.down_proj, FP4Tensor):
             from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
             return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         spec = _spec(self, type(self).__name__)
+    if isinstance(spec, tuple):
+        return experts.forward(self, spec, hidden_states, top_k_index, top_k_weights)
     x, _ = cast_for_autocast(hidden_states)
     first, down = getattr(self, spec.first), self.down_proj
     # The layout these are stored in is [E, N, K]; gpt-oss presents it transposed.
@@ -76,15 +79,20 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return torch.ops.fp4.moe(*moe.arguments(x, top_k_index, top_k_weights, first.parts(), down.parts(), *biases, *spec.activation.arguments()))
 
 
-def _spec(module: nn.Module, name: str) -> ExpertsSpec:
-    spec = describe_experts(module)
-    weights = () if not isinstance(spec, ExpertsSpec) else (module.get_parameter(spec.first), module.get_parameter("down_proj"))
-    stored = all(isinstance(w, FP4Tensor) and w.transposed == spec.transposed for w in weights)  # type: ignore[union-attr]
-    if not isinstance(spec, ExpertsSpec) or spec.dense or not stored:
-        raise GatingError(
-            f"the experts of {name} cannot run as fp4.moe",
-            value=spec if isinstance(spec, str) else f"{type(module).__name__} {[type(w).__name__ for w in weights]}",
-            limit="Transformers' experts interface, both weights NVFP4Tensor or Sparse24NVFP4Tensor with K contiguous",
-            remedy="Let quantize_model pack them, or keep both weights dense.",
-        )
-    return spec
+def _spec(module: nn.Module, name: str) -> ExpertsSpec | tuple[str, str]:
+    """What ``fp4.moe`` computes for ``module``, or the names of its two weights if its own functions go on computing."""
+    spec, names = describe_experts(module), interface_weights(module)
+    held = (spec.first, "down_proj") if isinstance(spec, ExpertsSpec) else names or ()
+    weights = tuple(module.get_parameter(n) for n in held)
+    transposed = spec.transposed if isinstance(spec, ExpertsSpec) else bool(getattr(module, "is_transposed", False))
+    stored = len(weights) == 2 and all(isinstance(w, FP4Tensor) and w.transposed == transposed for w in weights)
+    if stored and isinstance(spec, ExpertsSpec) and not spec.dense:
+        return spec
+    if stored and names is not None and not isinstance(spec, ExpertsSpec):
+        return names
+    raise GatingError(
+        f"the experts of {name} cannot run packed",
+        value=spec if isinstance(spec, str) else f"{type(module).__name__} {[type(w).__name__ for w in weights]}",
+        limit="Transformers' experts interface, both weights NVFP4Tensor or Sparse24NVFP4Tensor with K contiguous",
+        remedy="Let quantize_model pack them, or keep both weights dense.",
+    )

@@ -69,6 +69,16 @@ def describe_experts(module: nn.Module) -> ExpertsSpec | str | None:
     return ExpertsSpec(first, _transposed(family, first), False, act, True) if act else _unknown(module, "act_fn")
 
 
+def interface_weights(module: nn.Module) -> tuple[str, str] | None:
+    """The two weights of a module with transformers' experts interface, whatever it computes between and behind the products; else None."""
+    first = next((n for n in ("gate_up_proj", "up_proj") if _is_stack(module, n)), None)
+    if first is None or not _is_stack(module, "down_proj") or not all(hasattr(module, name) for name in _INTERFACE):
+        return None
+    biases = {f"{n}_bias" for n in (first, "down_proj")} if module.has_bias else set()
+    own = {name for name, p in module._parameters.items() if p is not None}
+    return (first, "down_proj") if bool(module.has_gate) == (first == "gate_up_proj") and own == {first, "down_proj", *biases} else None
+
+
 def _by_interface(module: nn.Module, first: str) -> ExpertsSpec | str:
     gated = bool(module.has_gate)
     if getattr(module, "has_post_expert_norm", False):

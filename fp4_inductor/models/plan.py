@@ -14,9 +14,9 @@ from ..modules import FP4ExpertWeight, FP4Linear
 from ..tensors.base import FP4Tensor
 from . import families
 from .coverage import LayerReport, Report, Skipped
-from .experts import ExpertsSpec, describe_experts
+from .experts import ExpertsSpec, describe_experts, interface_weights
 from .kinds import expert_family, kept_stack, linear_kind, opaque_reason, stack_owner
-from .stacks import StackTarget, stack_of
+from .stacks import StackTarget, experts_stack_of, stack_of
 from .training import Training, plain_name, unwrapped
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -154,7 +154,7 @@ def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn 
                 owner = stack_owner(model, names[0], module)
                 family = expert_family(owner, pname, p)
                 if family is not None and user is None and default is None:
-                    stack = stack_of(names, owner, pname, p) if with_stacks and len(owners.get(tensor_key(p), ())) == len(names) else None
+                    stack = _stack(names, module, owner, pname, unknown is not None, owners) if with_stacks else None
                     if stack is not None:
                         plan.stacks.append(stack)
                         continue
@@ -197,6 +197,14 @@ def _experts(names: tuple[str, ...], module: nn.Module, owners: dict[tuple, list
         if foreign:
             return None, None, f"expert weights tied to {foreign[0]}"
     return ExpertsTarget(names, module, spec), None, None
+
+
+def _stack(names: tuple[str, ...], module: nn.Module, owner: nn.Module, name: str, unknown: bool, owners: dict[tuple, list[str]]) -> StackTarget | None:
+    """``module.name`` as a stack to be quantized, or None. ``unknown``: these are experts, and ``fp4.moe`` does not compute what they do."""
+    weights = interface_weights(module) or () if unknown else (name,)
+    if any(len(owners.get(tensor_key(module.get_parameter(w)), ())) != len(names) for w in weights):
+        return None
+    return experts_stack_of(names, module, name) if unknown else stack_of(names, owner, name, module.get_parameter(name))
 
 
 def inspect(model: nn.Module, errors: dict[str, float] | None = None, kept: dict[str, str] | None = None) -> Report:

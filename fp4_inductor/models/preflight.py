@@ -35,7 +35,7 @@ def preflight(plan: Plan, strict: bool | None) -> None:
         if not found:
             readable += [(f"{experts.name}.{n}".lstrip("."), experts.module.get_parameter(n)) for n in experts.spec.parameters]
     for stack in plan.stacks:
-        found = _weight_problems(stack.name, stack.weight, 3)
+        found = _weight_problems(stack.name, stack.weight, 3) + _instance_problems(stack.name.rpartition(".")[0], stack.module)
         problems += found
         readable += [] if found else [(stack.name, stack.weight)]
     problems += _non_finite(readable)

@@ -1,7 +1,10 @@
-"""Stacks of matrices whose module takes one matrix at a time and multiplies with it: the module stays, its Parameter becomes an NVFP4Tensor.
+"""Stacks of matrices whose module stays, and whose Parameter becomes an NVFP4Tensor. There are two kinds.
 
-The module's own forward indexes the tensor and calls ``F.linear`` or ``matmul`` with what it gets, and both take an NVFP4 matrix.
-Which modules do so is data (:attr:`.family.Family.stacks` with ``quantized``); each is held to its dequantized twin by a test.
+The module takes one matrix at a time: its own forward indexes the tensor and calls ``F.linear`` or ``matmul`` with what it gets, and both
+take an NVFP4 matrix. Which modules do so is data (:attr:`.family.Family.stacks` with ``quantized``).
+
+The module has transformers' experts interface, and ``fp4.moe`` does not know what it computes between the two products or behind
+them. Then its own functions compute that (:mod:`fp4_inductor.integrations.experts`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from ..formats import nvfp4
 from ..tensors import NVFP4Tensor
 from . import families
 from .coverage import LayerReport
+from .experts import interface_weights
 from .rounding_error import RoundingError
 
 fp4 = torch.ops.fp4
@@ -25,12 +29,18 @@ _UNWEIGHTED = "mse"
 
 @dataclass
 class StackTarget:
-    """One Parameter ``[E, N, K]`` (``[E, K, N]`` if ``transposed``) to be quantized. ``names``: every path its module has in the model."""
+    """One Parameter ``[E, N, K]`` (``[E, K, N]`` if ``transposed``) to be quantized.
+
+    Args:
+        names: every path its module has in the model.
+        note: what its module does with it, for the report.
+    """
 
     names: tuple[str, ...]
     module: nn.Module
     parameter: str
     transposed: bool
+    note: str = ""
 
     @property
     def name(self) -> str:
@@ -52,10 +62,20 @@ def stack_of(names: tuple[str, ...], module: nn.Module, name: str, p: Tensor) ->
     for family in families():
         for stack in family.stacks:
             if stack.quantized and re.fullmatch(stack.owner, type(module).__name__) and re.fullmatch(stack.parameter, name):
-                transposed = stack.quantized == "[E, K, N]"
-                k = p.shape[1 if transposed else 2]
-                return None if k % nvfp4.GROUP else StackTarget(names, module, name, transposed)
+                return _target(names, module, name, p, stack.quantized == "[E, K, N]", "multiplies with one matrix at a time")
     return None
+
+
+def experts_stack_of(names: tuple[str, ...], module: nn.Module, name: str) -> StackTarget | None:
+    """``module.name`` as a weight of experts whose own functions go on computing, or None: both weights of a module, or none."""
+    weights = interface_weights(module) or ()
+    transposed = bool(getattr(module, "is_transposed", False))
+    found = {n: _target(names, module, n, module.get_parameter(n), transposed, "computes what fp4.moe does not") for n in weights}
+    return found.get(name) if all(found.values()) else None
+
+
+def _target(names: tuple[str, ...], module: nn.Module, name: str, p: Tensor, transposed: bool, note: str) -> StackTarget | None:
+    return None if p.shape[1 if transposed else 2] % nvfp4.GROUP else StackTarget(names, module, name, transposed, note)
 
 
 def convert_stack(target: StackTarget, scale_search: str, device: torch.device | None) -> LayerReport:
@@ -77,7 +97,7 @@ def convert_stack(target: StackTarget, scale_search: str, device: torch.device |
         dense.numel() * dense.element_size(),
         sum(t.numel() * t.element_size() for t in packed.parts()),
         sums.relative(),
-        (f"{type(target.module).__name__} stays and multiplies with one matrix at a time" + (": unweighted scales" if weighted else ""),),
+        (f"{type(target.module).__name__} stays and {target.note}" + (": unweighted scales" if weighted else ""),),
     )
     setattr(target.module, target.parameter, nn.Parameter(packed.mT if target.transposed else packed, requires_grad=False))
     del old

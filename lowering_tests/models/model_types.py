@@ -119,6 +119,11 @@ def _classes(model_type: str, config_class: type) -> Iterator[type]:
     return iter(seen)
 
 
+def first_model(config: Any) -> torch.nn.Module:
+    """A model of the first of the classes by which ``config`` is judged, with its weights."""
+    return next(_classes(config.model_type, type(config)))._from_config(config)  # type: ignore[attr-defined]
+
+
 def _built(cls: Any, config_class: type, options: dict[str, Any]) -> torch.nn.Module:
     for small in (True, False):
         config = config_class(**options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp4_inductor
-from fp4_inductor import FP4Linear, NVFP4Config, errors
+from fp4_inductor import FP4Linear, NVFP4Config, Sparse24Config, errors
 from fp4_inductor.models import families
 from fp4_inductor.models.experts import recognise
 from fp4_inductor.modules import FP4Experts, FP4ExpertWeight
@@ -188,26 +188,30 @@ def test_activation_search_on_a_tiny_model(tiny, family):
 # --- experts whose computation is not known ----------------------------------------------------------------------
 
 
-def _refused(model, name):
+def _refused(model, name, config=None):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(errors.GatingError, match=name) as caught:
-        fp4_inductor.quantize_model(model, progress=False)
+        fp4_inductor.quantize_model(model, config, progress=False)
     assert "strict=False" in str(caught.value)
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) for k in before)
     experts = {n: p.numel() for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
-    report = fp4_inductor.report(fp4_inductor.quantize_model(model, strict=False, progress=False))
+    report = fp4_inductor.report(fp4_inductor.quantize_model(model, config, strict=False, progress=False))
     assert {s.name: s.params for s in report.uncovered} == experts
     assert report.coverage == pytest.approx(100.0 * report.params / (report.params + sum(experts.values())))
     assert not any(isinstance(m, FP4Experts) for m in model.modules())
+
+
+# Dense NVFP4 leaves such a module its own functions (test_experts_in_parts.py); 2:4-sparse experts are run by fp4.moe alone.
+SPARSE = Sparse24Config("magnitude", accept_loss=True)
 
 
 def test_an_unknown_activation_is_a_named_error(tiny):
     model = tiny("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts.act_fn = torch.nn.Mish()
-    _refused(model, "MixtralExperts._apply_gate is none of")
+    _refused(model, "MixtralExperts._apply_gate is none of", SPARSE)
 
 
 def test_an_unknown_gate_is_a_named_error(tiny, monkeypatch):
@@ -216,7 +220,7 @@ def test_an_unknown_gate_is_a_named_error(tiny, monkeypatch):
     monkeypatch.setattr(
         type(model.model.layers[0].mlp.experts), "_apply_gate", lambda self, z: self.act_fn(z.chunk(2, -1)[0]).clamp(max=0.7) * z.chunk(2, -1)[1]
     )
-    _refused(model, "OlmoeExperts._apply_gate is none of")
+    _refused(model, "OlmoeExperts._apply_gate is none of", SPARSE)
 
 
 def test_experts_without_the_interface_are_a_named_error():
