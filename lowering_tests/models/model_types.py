@@ -1,8 +1,9 @@
 """Every model type of the installed Transformers against the default call of ``quantize_model``, on the meta device.
 
-    python -m lowering_tests.models.model_types [--json FILE] [TYPE ...]
+    python -m lowering_tests.models.model_types [--json FILE] [--write] [TYPE ...]
 
-prints one line a type and a table of the refused ones with their reasons (about four minutes on one core). A type is judged
+prints one line a type and the counts (about four minutes on one core). ``--write`` puts them into docs/model_types.md, which
+test_model_types.py holds to what the installed Transformers gives. A type is judged
 by the model that a user would load: with a generating head where there is one, else the base model; where that has no linear
 layer (the trunk of a convolutional network), by the first of its other heads that has one. A model has its default size but
 six layers, so a share of a single layer is larger than in the real model.
@@ -16,9 +17,12 @@ import gc
 import importlib
 import inspect
 import json
+import re
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +85,7 @@ def judged(model: torch.nn.Module) -> Verdict:
             return Verdict("refused", name, share, reasons or [str(p).splitlines()[0] for p in problems])
     if not (plan.groups or plan.experts or plan.stacks):
         error = nothing_to_quantize(plan, model, None, False)
-        return Verdict("refused" if plan.uncovered else "empty", name, share, [str(error).splitlines()[0]])
+        return Verdict("refused", name, share, reasons) if plan.uncovered else Verdict("empty", name, share, [str(error).splitlines()[0]])
     return Verdict("left" if plan.uncovered else "taken", name, share, reasons)
 
 
@@ -150,11 +154,96 @@ def _shrink(config: Any, seen: set[int]) -> None:
                 setattr(config, key, value[:LAYERS] if isinstance(value, list) else LAYERS)
 
 
+# --- the page -----------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "model_types.md"
+BEGIN, END = "<!-- model types: begin (python -m lowering_tests.models.model_types --write) -->", "<!-- model types: end -->"
+# status -> heading of its table, and what the table says.
+_TABLES = {
+    "refused": ("Refused", "`quantize_model(model)` raises a `CoverageError`; `strict=False` quantizes the rest."),
+    "left": ("Taken, a small share stays", "These weights stay in high precision; `strict=True` refuses them."),
+    "empty": (
+        "No linear layer",
+        "Convolutions from end to end, or nothing but an output head besides: a `ConfigError` says that there is nothing to quantize.",
+    ),
+    "not built": ("Not judged", "The default configuration builds no model in an environment with Transformers alone."),
+}
+_ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \| ([\d.]+) % \| ([^|]*) \|$", re.MULTILINE)
+
+
+def by_auto_model() -> set[str]:
+    """The types of which ``AutoModel.from_config`` makes a model."""
+    return set(modeling_auto.MODEL_MAPPING_NAMES)
+
+
+def counts(found: dict[str, Verdict]) -> list[tuple[str, int, int]]:
+    """``(what, of all types, of those of AutoModel)``."""
+    auto = by_auto_model()
+
+    def number(*statuses: str) -> tuple[int, int]:
+        names = [n for n, v in found.items() if v.status in statuses]
+        return len(names), sum(n in auto for n in names)
+
+    lines = {"built": ("taken", "left", "empty", "refused"), "taken": ("taken", "left"), "refused": ("refused",), "without a linear layer": ("empty",)}
+    return [(what, *number(*statuses)) for what, statuses in lines.items()]
+
+
+def block(found: dict[str, Verdict]) -> str:
+    """The generated part of the page."""
+    lines = [BEGIN, f"Transformers {transformers.__version__}, `quantize_model(model)` without options:", ""]
+    lines += ["| model types | all | known to `AutoModel` |", "|---|---|---|", *(f"| {what} | {n} | {auto} |" for what, n, auto in counts(found))]
+    for status, (heading, text) in _TABLES.items():
+        rows = {n: v for n, v in found.items() if v.status == status}
+        lines += ["", f"## {heading}", "", text, ""]
+        if status in ("refused", "left"):
+            lines += ["| model type | judged by | stays | why |", "|---|---|---|---|"]
+            lines += [f"| `{n}` | {v.model} | {100 * v.share:.1f} % | {'; '.join(v.reasons)} |" for n, v in rows.items()]
+        else:
+            groups: dict[str, list[str]] = {}
+            for n, v in rows.items():
+                groups.setdefault("" if status == "empty" else _why_not_built(v.reasons), []).append(f"`{n}`")
+            lines += [_wrapped(f"{f'- {why}: ' if why else ''}{', '.join(names)}") for why, names in sorted(groups.items())]
+    return "\n".join([*lines, END])
+
+
+def _wrapped(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _why_not_built(reasons: list[str]) -> str:
+    needed = re.search(r"requires the (\w+) library", "; ".join(reasons))
+    if needed:
+        return f"needs {needed[1]}"
+    return (
+        "a part of a larger model, without a class of its own" if reasons == ["no model class"] else "the default configuration is not one that its model takes"
+    )
+
+
+def listed() -> dict[str, Verdict]:
+    """What the page says of the types that are refused or taken in part: shares rounded, reasons as one."""
+    text = PAGE.read_text()
+    found = {}
+    for status in ("refused", "left"):
+        section = text.split(f"## {_TABLES[status][0]}\n")[1].split("\n## ")[0]
+        found |= {name: Verdict(status, model, float(share) / 100, [why]) for name, model, share, why in _ROW.findall(section)}
+    return found
+
+
+def listed_empty() -> list[str]:
+    """The types that the page calls models without a linear layer."""
+    section = PAGE.read_text().split(f"## {_TABLES['empty'][0]}\n")[1].split("\n## ")[0]
+    return re.findall(r"`([\w-]+)`", section.replace(_TABLES["empty"][1], ""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="also write the verdicts to this file")
+    parser.add_argument("--write", action="store_true", help=f"write the counts and lists into {PAGE.relative_to(PAGE.parents[1])}; of all types only")
     parser.add_argument("types", nargs="*", help="model types; all of them by default")
     arguments = parser.parse_args()
+    if arguments.write and arguments.types:
+        parser.error("--write needs the verdicts on all types")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     found = {}
@@ -162,17 +251,15 @@ def main() -> None:
         found[name] = v = verdict(name)
         print(f"{name:36s} {v.status:10s} {v.model:44s} {100 * v.share:6.2f} %  {'; '.join(v.reasons)[:160]}", flush=True)
         gc.collect()
-    counts = {s: sum(v.status == s for v in found.values()) for s in ("taken", "left", "empty", "refused", "not built")}
-    built = len(found) - counts["not built"]
-    taken = counts["taken"] + counts["left"]
-    linear = built - counts["empty"]
-    print(f"\n{counts}\nnot refused: {taken} of {linear} model types with a linear layer ({100 * taken / max(linear, 1):.1f} %),")
-    print(f"of all {built} that can be built here {100 * taken / max(built, 1):.1f} %\n")
-    for status in ("refused", "empty"):
-        print("\n".join(f"| {n} | {v.model} | {status} | {'; '.join(v.reasons)[:200]} |" for n, v in found.items() if v.status == status))
+    print(f"\nTransformers {transformers.__version__}: all types, those known to AutoModel")
+    for what, n, auto in counts(found):
+        print(f"{what:24s} {n:5d} {auto:5d}")
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump({n: asdict(v) for n, v in found.items()}, file, indent=1)
+    if arguments.write:
+        text = PAGE.read_text()
+        PAGE.write_text(f"{text.split(BEGIN)[0]}{block(found)}{text.split(END)[1]}")
 
 
 if __name__ == "__main__":
