@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._torch.autograd import returns_no_view
 from ..errors import UnsupportedOpError
 
 LIBRARY = torch.library.Library("fp4", "FRAGMENT")
@@ -48,7 +49,7 @@ class OpContract:
 
     def implement(self, dispatch_key: str, fn: Callable) -> None:
         """Attach a kernel for one dispatch key (``"CPU"``, ``"CUDA"``, ``"CompositeExplicitAutograd"``)."""
-        LIBRARY.impl(self.name, fn, dispatch_key)
+        LIBRARY.impl(self.name, returns_no_view(fn), dispatch_key)
 
     def differentiate(self, backward: Callable, setup_context: Callable) -> None:
         """Register the gradient. Every op has one, if only to refuse: an op without would give None, silently."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import fp4_inductor  # noqa: F401
 from fp4_inductor import errors
 from fp4_inductor.formats import nvfp4
+from fp4_inductor.ops.contract import CONTRACTS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -70,6 +71,22 @@ def test_bmm(shape, dtype, device):
     upstream = torch.randn_like(y)
     y.backward(upstream)
     close(x.grad, upstream.float() @ nvfp4.dequantize(*w, torch.float32), dtype)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_fp8", "sparse_linear", "bmm", "moe"])
+def test_a_result_can_be_written_into(name):
+    """``y += residual`` and ``y[mask] = 0`` in training: to autograd a result is no view."""
+    contract = CONTRACTS[name]
+    for _, args in contract.inputs(torch.device("cpu")):
+        x = args[0].detach().clone().requires_grad_()
+        y = contract.op(x, *args[1:])
+        mask = torch.arange(y.shape[-1]) > 0
+        (want,) = torch.autograd.grad(((y + 1) * mask).sum(), x)
+        y = contract.op(x, *args[1:])
+        y += 1
+        y[..., :1] = 0
+        (got,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(got, want)
 
 
 def test_gradient_under_no_grad_and_inference_mode_is_not_recorded():

@@ -1,0 +1,24 @@
+"""What a kernel returns to autograd."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def returns_no_view(kernel: Callable) -> Callable:
+    """``kernel``, whose results are no views to autograd, however it made them.
+
+    A kernel computes ``[M, N]`` and reshapes that to ``[..., N]``. Autograd would record the reshape as a view made inside a function of its
+    own, and refuses to write into such a result: ``y += residual`` would fail in training.
+    """
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return kernel(*args, **kwargs)
+
+    return call
