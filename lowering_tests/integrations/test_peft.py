@@ -6,7 +6,20 @@ import copy
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    AdaLoraConfig,
+    HRAConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    RandLoraConfig,
+    VeraConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from torch import nn
 
 import fp4_inductor
@@ -190,6 +203,62 @@ def test_an_adapter_that_a_layer_cannot_take_is_refused_by_name():
     with pytest.raises(errors.ConfigError, match=r"LoRA cannot adapt[\s\S]*layers\.0\.mlp\.experts\.down_proj: FP4ExpertWeight[\s\S]*high precision"):
         get_peft_model(routed, LoraConfig(target_modules=["q_proj", "down_proj"]))
     gradients(adapted(routed, target_modules=["q_proj", "o_proj"]))
+
+
+METHODS = [VeraConfig, RandLoraConfig, LoHaConfig, LoKrConfig, OFTConfig, HRAConfig, AdaLoraConfig]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_methods_are_refused_by_name(method):
+    config = method(target_modules=["down_proj"], **({"total_step": 10} if method is AdaLoraConfig else {}))
+    model = quantized()
+    with pytest.raises(errors.ConfigError, match=rf"{config.peft_type.value} cannot adapt[\s\S]*layers\.1\.mlp\.down_proj: FP4Linear[\s\S]*exclude_modules"):
+        get_peft_model(model, config)
+    assert type(model.model.layers[0].mlp.down_proj) is FP4Linear
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "named"),
+    [
+        ("llama", {"modules_to_save": ["down_proj"]}, r"modules_to_save.*\n.*layers\.0\.mlp\.down_proj: FP4Linear"),
+        ("llama", {"modules_to_save": ["layers.1"]}, r"modules_to_save.*\n.*model\.layers\.1: LlamaDecoderLayer"),
+        ("llama", {"target_parameters": ["down_proj.weight"]}, r"target_parameters.*\n.*layers\.0\.mlp\.down_proj\.weight"),
+        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters.*\n.*layers\.0\.mlp\.experts\.down_proj"),
+        ("mixtral", {"modules_to_save": ["experts"]}, r"modules_to_save.*\n.*layers\.0\.mlp\.experts: FP4Experts"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(family, options, named):
+    model = quantized(family)
+    with pytest.raises(errors.ConfigError, match=rf"{named}[\s\S]*quantize_model\(model, ignore="):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"], **options))
+    assert isinstance(model.model.layers[0].self_attn.q_proj, SiblingLinear)
+
+
+def test_a_copy_of_what_was_quantized_under_its_wrapper_is_refused():
+    model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj", "lm_head"]))
+    fp4_inductor.quantize_model(model, progress=False)
+    with pytest.raises(errors.ConfigError, match=r"layers\.0\.self_attn\.o_proj: ModulesToSaveWrapper"):
+        model.add_adapter("other", LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"]))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))  # that one is dense
+
+
+def test_modules_in_high_precision_are_trained_beside_adapters():
+    wrapped = adapted(quantized(), target_modules=["q_proj"], modules_to_save=["lm_head", "norm"])
+    grads = gradients(wrapped)
+    assert any("lm_head.modules_to_save" in n for n in grads) and not any("placeholder" in n for n in grads)
+
+
+@pytest.mark.parametrize("options", [{"alora_invocation_tokens": [5]}, {"use_rslora": True}, {"lora_dropout": 0.5}, {"use_qalora": True}])
+def test_variants_that_leave_the_base_weight_alone(options):
+    gradients(adapted(quantized(), **options))
+
+
+def test_a_batch_of_several_adapters():
+    wrapped = adapted(quantized(), target_modules=["q_proj", "down_proj"]).eval()
+    both = wrapped(IDS, adapter_names=["default", "__base__"]).logits
+    assert torch.allclose(both[:1], wrapped(IDS[:1]).logits, atol=1e-5)
+    with wrapped.disable_adapter():
+        assert torch.allclose(both[1:], wrapped(IDS[1:]).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", ["lora_only", "all"])

@@ -1,7 +1,7 @@
 """PEFT: LoRA on quantized layers. Importing this imports peft; it registers itself when peft is imported.
 
 PEFT's custom-module hook (``LoraConfig._register_custom_module``) names a class for a type of layer, in one configuration. So the
-point where a configuration meets a model, ``BaseTuner.inject_adapter``, is where our layers are entered, where
+points where a configuration meets a model, ``BaseTuner.__init__`` and ``inject_adapter``, are where our layers are entered, where
 ``target_modules="all-linear"`` comes to mean them too, and where what cannot work is refused before the model is changed.
 
 Source: peft 0.17 to 0.21, ``peft.tuners.tuners_utils``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
@@ -24,13 +25,19 @@ __all__ = ["FP4LoraLinear", "adopt", "register"]
 
 def register() -> None:
     """Make PEFT know quantized layers. May be called again."""
-    inject, check = BaseTuner.inject_adapter, BaseTuner._check_merge_allowed
+    init, inject, check = BaseTuner.__init__, BaseTuner.inject_adapter, BaseTuner._check_merge_allowed
     if hasattr(inject, "_fp4_inductor"):
         return
 
+    @functools.wraps(init)
+    def tuner_init(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        # Several methods (VeRA, RandLora) look for their layers before they inject anything, and do not say which they did not take.
+        prepare(self, model, peft_config if isinstance(peft_config, PeftConfig) else peft_config[adapter_name])
+        init(self, model, peft_config, adapter_name, *args, **kwargs)
+
     @functools.wraps(inject)
     def inject_adapter(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        prepare(self, model, adapter_name)
+        prepare(self, model, self.peft_config[adapter_name])
         inject(self, model, adapter_name, *args, **kwargs)
 
     @functools.wraps(check)
@@ -42,6 +49,7 @@ def register() -> None:
         check(self)
 
     inject_adapter._fp4_inductor = True  # type: ignore[attr-defined]
+    BaseTuner.__init__ = tuner_init  # type: ignore[method-assign]
     BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
     BaseTuner._check_merge_allowed = check_merge_allowed  # type: ignore[method-assign]
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from peft import LoraConfig, PeftType
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers, check_target_module_exists
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from ...errors import ConfigError, bullets
 from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
+from ...tensors.base import FP4Tensor
 from .lora import FP4LoraLinear
 
 _ALL = "all-linear"
@@ -20,16 +22,21 @@ _INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 _READS_WEIGHT = ("use_dora", "velora_config", "monteclora_config", "kasa_config", "arrow_config", "use_bdlora")
 
 
-def prepare(tuner: BaseTuner, model: nn.Module, adapter: str) -> None:
-    """Called before ``tuner`` puts ``adapter`` into ``model``.
+_REMEDY = "keep them in high precision: quantize_model(model, ignore=[...])."
+
+
+def prepare(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
+    """Called before ``tuner`` puts the adapter of ``config`` into ``model``. May be called again.
 
     Raises:
         ConfigError: the configuration names quantized layers that it cannot be used on; the model is unchanged.
     """
     packed: dict[str, nn.Module] = {name: m for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4ExpertWeight, FP4Experts))}
+    tensors = {name for name, p in model.named_parameters() if isinstance(p, FP4Tensor)}
+    _refuse_parameters(config, packed, tensors)
+    _refuse_copies(config, model, packed, tensors)
     if not packed:
         return
-    config: Any = tuner.peft_config[adapter]
     if isinstance(getattr(config, "target_modules", None), str) and config.target_modules.lower() == _ALL:
         _take_all_linear(config, model)
     targets = _targets(tuner, config, model, packed)
@@ -41,7 +48,7 @@ def prepare(tuner: BaseTuner, model: nn.Module, adapter: str) -> None:
             f"{what} cannot adapt these quantized layers:\n{bullets(names)}\n",
             value=f"{len(names)} layers in target_modules",
             limit="LoRA, on quantized linear layers (not on experts)",
-            remedy="Leave them out of target_modules or name them in exclude_modules; or keep them in high precision: quantize_model(model, ignore=[...]).",
+            remedy=f"Leave them out of target_modules or name them in exclude_modules; or {_REMEDY}",
         )
     if not lora:
         return
@@ -52,6 +59,41 @@ def prepare(tuner: BaseTuner, model: nn.Module, adapter: str) -> None:
             if isinstance(module, FP4Linear):
                 module.train_bias()
     config._register_custom_module({FP4Linear: FP4LoraLinear})
+
+
+def _refuse_parameters(config: Any, packed: dict[str, nn.Module], tensors: set[str]) -> None:
+    """``target_parameters`` adds the product of two small matrices to a Parameter, which packed weights are not."""
+    weights = [name if isinstance(m, FP4ExpertWeight) else f"{name}.weight" for name, m in packed.items() if not isinstance(m, FP4Experts)]
+    weights = [*weights, *sorted(tensors)]
+    wanted = getattr(config, "target_parameters", None) or ()
+    found = [w for w in weights if any(w == t or w.endswith(f".{t}") for t in wanted)]
+    if found:
+        raise ConfigError(
+            f"target_parameters cannot adapt these quantized weights:\n{bullets(found)}\n",
+            value=f"{len(found)} weights in target_parameters",
+            limit="Parameters in high precision",
+            remedy=f"Name quantized linear layers in target_modules; leave experts out, or {_REMEDY}",
+        )
+
+
+def _refuse_copies(config: Any, model: nn.Module, packed: dict[str, nn.Module], tensors: set[str]) -> None:
+    """``modules_to_save`` trains a copy of a module, of whose quantized weights nothing can be trained."""
+    wanted = getattr(config, "modules_to_save", None) or ()
+    held = {*packed, *(name.rpartition(".")[0] for name in tensors)}
+    found = []
+    for name, module in model.named_modules() if wanted else ():
+        if isinstance(module, BaseTunerLayer) or not any(name.endswith(t) for t in wanted):
+            continue
+        copied = f"{name}.original_module" if isinstance(module, AuxiliaryTrainingWrapper) else name
+        if any(h == copied or h.startswith(f"{copied}.") for h in held):
+            found.append(f"{name}: {type(module).__name__}")
+    if found:
+        raise ConfigError(
+            f"modules_to_save cannot train these modules, whose weights are quantized:\n{bullets(found)}\n",
+            value=f"{len(found)} modules in modules_to_save",
+            limit="modules in high precision",
+            remedy=f"Put an adapter beside them (target_modules), or {_REMEDY}",
+        )
 
 
 def _take_all_linear(config: Any, model: nn.Module) -> None:
