@@ -118,7 +118,7 @@ when_loads(
     "huggingface_hub.hub_mixin",
     lambda: _register_with("huggingface_hub", ".integrations.hub_mixin", "Its mixin writes packed layers that it does not read back."),
 )
-when_loads("peft", lambda: _register_with("peft", ".integrations.peft", "It refuses adapters on quantized layers. Supported: peft 0.17 to 0.21."))
+when_loads("peft", lambda: _register_with("peft", ".integrations.peft", "It refuses adapters on quantized layers. Supported: peft 0.19 to 0.21."))
 
 
 class _Package(types.ModuleType):

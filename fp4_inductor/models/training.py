@@ -28,7 +28,7 @@ ADAPTER = "adapter: trained beside the base weight, which it belongs to"
 TRAINABLE = "trainable, while other weights of the model are frozen: requires_grad_(False) lets it be quantized"
 # Names in PEFT's wrappers under which the wrapped module is found.
 _WRAPPED = ("base_layer", "original_module")
-# Tuner layers of PEFT (0.17 to 0.21) whose forward only calls the wrapped linear layer: ``(module, class)``. All others read its weight.
+# Tuner layers of PEFT (0.19 to 0.21) whose forward only calls the wrapped linear layer: ``(module, class)``. All others read its weight.
 _CALLS_ITS_BASE = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.ia3.layer", "Linear"), ("peft.tuners.vera.layer", "Linear")}
 _CALLS_ITS_BASE |= {("peft.tuners.loha.layer", "Linear"), ("peft.tuners.lokr.layer", "Linear"), ("fp4_inductor.integrations.peft.lora", "FP4LoraLinear")}
 

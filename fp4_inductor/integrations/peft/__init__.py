@@ -4,7 +4,7 @@ PEFT's custom-module hook (``LoraConfig._register_custom_module``) names a class
 points where a configuration meets a model, ``BaseTuner.__init__`` and ``inject_adapter``, are where our layers are entered, where
 ``target_modules="all-linear"`` comes to mean them too, and where what cannot work is refused before the model is changed.
 
-Source: peft 0.17 to 0.21, ``peft.tuners.tuners_utils``.
+Source: peft 0.19 to 0.21, ``peft.tuners.tuners_utils``.
 """
 
 from __future__ import annotations
