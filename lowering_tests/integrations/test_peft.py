@@ -327,6 +327,21 @@ def test_under_compile():
     assert distance(run(torch.compile(wrapped, fullgraph=True)), eager) < 1e-5
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_under_compile(checkpointing):
+    """One graph; with checkpointing several, since Transformers' hook makes the embeddings require a gradient, which no graph can return."""
+    model = adapted(quantized(), target_modules="all-linear")
+    model.train()
+    eager = gradients(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=not checkpointing, backend="aot_eager")
+    model.zero_grad()
+    compiled(input_ids=IDS, labels=IDS).loss.backward()
+    assert distance({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, eager) < 1e-5
+
+
 def test_siblings_are_one_call_beside_adapters():
     class Block(nn.Module):
         def __init__(self):
