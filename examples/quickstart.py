@@ -40,12 +40,14 @@ def main(args: argparse.Namespace) -> int:
     small = isinstance(tokenizer, ByteTokenizer)
     windows, tokens = args.windows or (32 if small else 4), args.tokens or (200 if small else 64)
     how = "torch.compile" if args.compile else "eager"
+    speed = not small if args.speed is None else args.speed
+    calls = 3 if speed else 1
     print(f"{args.model} on {device_name(args.device)}, torch {torch.__version__}, {how}\n")
 
     # 1. The model as it is, in bfloat16.
-    print("bf16: scoring, compiling, generating ..." if args.compile else "bf16: scoring, generating ...", flush=True)
+    print("bf16: scoring, compiling, generating ..." if args.compile and speed else "bf16: scoring, generating ...", flush=True)
     nats_bf16, _, logits = score(model, tokenizer, text, windows)
-    said_bf16 = generate(model, tokenizer, prompt_ids, tokens, args.compile)
+    said_bf16 = generate(model, tokenizer, prompt_ids, tokens, args.compile and speed, calls)
 
     # 2. Every linear layer but the output head becomes NVFP4, in place. Then compile as before: nothing else changes.
     torch.compiler.reset()
@@ -62,17 +64,22 @@ def main(args: argparse.Namespace) -> int:
     label = "2:4 NVFP4" if args.sparse else "NVFP4"
     print(f"\n{label}: scoring, compiling, generating ...\n" if args.compile else f"\n{label}: scoring, generating ...\n", flush=True)
     nats_fp4, kl, _ = score(model, tokenizer, text, windows, reference=logits)
-    said_fp4 = generate(model, tokenizer, prompt_ids, tokens, args.compile)
+    said_fp4 = generate(model, tokenizer, prompt_ids, tokens, args.compile, calls)
 
     show("prompt", prompt)
     show("bf16", said_bf16.text)
     show(label, said_fp4.text)
     report = fp4_inductor.report(model)
-    print(f"{'':9} {'nats/byte':>10} {'KL':>8} {'tokens/s':>9} {'MB':>8} {'first call':>11}")
-    print(f"{'bf16':9} {nats_bf16:10.4f} {'':8} {said_bf16.tokens_per_s:9.1f} {report.bytes_before / 1e6:8.2f} {said_bf16.first_call_s:9.1f} s")
-    print(f"{label:9} {nats_fp4:10.4f} {kl:8.4f} {said_fp4.tokens_per_s:9.1f} {report.bytes_after / 1e6:8.2f} {said_fp4.first_call_s:9.1f} s")
+    rows = [("bf16", nats_bf16, "", report.bytes_before, said_bf16), (label, nats_fp4, f"{kl:.4f}", report.bytes_after, said_fp4)]
+    print(f"{'':9} {'nats/byte':>10} {'KL':>8} {'MB':>8}" + (f" {'tokens/s':>9} {'first call':>11}" if speed else ""))
+    for name, nats, divergence, size, said in rows:
+        timed = f" {said.tokens_per_s:9.1f} {said.first_call_s:9.1f} s" if speed else ""
+        print(f"{name:9} {nats:10.4f} {divergence:>8} {size / 1e6:8.2f}{timed}")
     print(f"\n{label} costs {nats_fp4 - nats_bf16:+.4f} nats per byte on {windows} x 512 tokens of held-out text.", end=" ")
-    print("tokens/s: batch 1, generate() under a StaticCache, best of two calls after the first; the first includes compilation.\n")
+    if speed:
+        print("tokens/s: batch 1, generate() under a StaticCache, best of two calls after the first; the first includes compilation.\n")
+    else:
+        print("Speed says nothing at this size: the weights fit into a cache. --speed shows it; benchmarks/README.md has large models.\n")
 
     # 4. What runs where: one decode step, and the prompt (which generate() runs eagerly).
     ids = torch.tensor([prompt_ids], device=model.device)
@@ -115,6 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dense", dest="sparse", action="store_false", help="dense NVFP4 (the default)")
     parser.add_argument("--compile", action="store_true", default=True, help="run under torch.compile (the default)")
     parser.add_argument("--eager", dest="compile", action="store_false", help="run without torch.compile")
+    parser.add_argument("--speed", action=argparse.BooleanOptionalAction, help="time generate(), bf16 compiled, too (default: not for the byte-level models)")
     parser.add_argument("--tokens", type=int, default=0, help="tokens to generate (default: 200 for the byte-level models, else 64)")
     parser.add_argument("--windows", type=int, default=0, help="windows of 512 held-out tokens to score (default: 32 for the byte-level models, else 4)")
     return parser.parse_args()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "quickstart.py"
-ROW = re.compile(r"^(bf16|NVFP4) +([\d.]+) +(?:([\d.]+) +)?([\d.]+) +([\d.]+) +([\d.]+) s$", re.MULTILINE)
+ROW = re.compile(r"^(bf16|NVFP4) +([\d.]+) +(?:(0\.\d+) +)?([\d.]+)(?: +([\d.]+) +([\d.]+) s)?$", re.MULTILINE)
 
 # austen_dense in bfloat16 on the first 32 x 512 bytes, as recorded when it was trained (examples/assets/README.md).
 BF16_NATS = 1.2144
@@ -40,12 +40,12 @@ def check_report(output: str) -> None:
 
 
 def check_figures(output: str) -> None:
-    rows = {name: dict(zip(("nats", "kl", "speed", "mb", "first"), (float(v or "nan") for v in values))) for name, *values in ROW.findall(output)}
+    rows = {name: dict(zip(("nats", "kl", "mb", "speed", "first"), (float(v or "nan") for v in values))) for name, *values in ROW.findall(output)}
     assert rows["bf16"]["nats"] == pytest.approx(BF16_NATS, rel=0.003)
     assert 0.0 < rows["NVFP4"]["nats"] - rows["bf16"]["nats"] <= MOST_ADDED_NATS
     assert rows["NVFP4"]["kl"] == pytest.approx(0.0142, rel=0.2)  # by the text that the model writes to calibrate on, which differs between versions of torch
     assert rows["bf16"]["mb"] / rows["NVFP4"]["mb"] == pytest.approx(3.34, rel=0.01)  # the embedding stays in bfloat16
-    assert min(rows["bf16"]["speed"], rows["NVFP4"]["speed"]) > 1.0
+    assert "Speed says nothing at this size" in output
 
 
 def check_text(said: str) -> None:
@@ -61,8 +61,10 @@ def check_explain(step: str) -> None:
 
 def test_sparse_run():
     """The model that was trained 2:4: quantized as it is, at little cost, by the sparse kernels."""
-    done = run("--sparse", "--eager", "--tokens", "4", "--windows", "8")
+    done = run("--sparse", "--eager", "--tokens", "4", "--windows", "8", "--speed")
     assert done.returncode == 0, done.stderr[-4000:]
+    speeds = re.findall(r"^(?:bf16|2:4 NVFP4) +[\d.]+ +(?:0\.\d+ +)?[\d.]+ +([\d.]+) +[\d.]+ s$", done.stdout, re.MULTILINE)
+    assert len(speeds) == 2 and min(map(float, speeds)) > 1.0
     assert re.search(r"quantized +35 layers", done.stdout)
     assert re.search(r"3\.5 bits sparse24_nvfp4 +35 layers", done.stdout)
     assert "!!" not in done.stdout
