@@ -105,6 +105,12 @@ def _register_with(library: str, ours: str, without: str) -> None:
 when_inductor_loads(_register_with_inductor)
 when_loads("transformers.modeling_utils", _register_with_transformers)
 when_loads(
+    "transformers.generation.continuous_batching.continuous_api",
+    lambda: _register_with(
+        "transformers", ".integrations.continuous_batching", 'generate_batch refuses a quantized model; NVFP4Config(attention="keep") avoids that.'
+    ),
+)
+when_loads(
     "transformers.trainer",
     lambda: _register_with("transformers", ".integrations.trainer", "Trainer does not refuse to train a quantized model without adapters."),
 )

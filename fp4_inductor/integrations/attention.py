@@ -7,6 +7,9 @@ it lies. Everything else, a prompt, a CPU, training, options that the op does no
 
 ``quantize_model`` selects it where ``"sdpa"`` was selected (``NVFP4Config(attention="keep")`` does not). The name is in no
 config.json: Transformers does not save the attention implementation.
+
+Transformers compares names in some places, and knows none of other libraries. There the model is given ``"sdpa"`` again: for
+continuous batching (``continuous_batching.py``), for context parallelism (``trainer.py``), and if its own code compares names.
 Source: transformers.integrations.sdpa_attention, transformers.masking_utils (5.17 to 5.23).
 """
 
@@ -44,6 +47,17 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
+def implementations(model: Any) -> dict[str, str]:
+    """The attention implementations of a Transformers model and of the direct parts of its config, as ``set_attn_implementation`` takes them."""
+    places = {"": model.config, **{key: getattr(model.config, key, None) for key in model.config.sub_configs}}
+    return {key: place._attn_implementation for key, place in places.items() if place is not None}
+
+
+def without_ours(names: dict[str, str]) -> dict[str, str]:
+    """``names`` with ``"sdpa"`` instead of ``"fp4_inductor"``."""
+    return {key: "sdpa" if name == NAME else name for key, name in names.items()}
+
+
 def use_attention_backend(model: Any, choice: str = "auto") -> list[str]:
     """Select it for the decoder of a Transformers model that runs ``"sdpa"``; what was done, or why nothing, for the report.
 
@@ -56,10 +70,10 @@ def use_attention_backend(model: Any, choice: str = "auto") -> list[str]:
         return []
     if choice == "keep":
         return ['attention: as it was (attention="keep")']
-    places = {"": model.config, **{key: getattr(model.config, key, None) for key in model.config.sub_configs}}
-    wanted, notes = {}, []
+    wanted: dict[str, str] = {}
+    notes = []
     for config in configs.values():
-        name = next((key for key, place in places.items() if place is config), None)
+        name = next((key for key in ("", *model.config.sub_configs) if (getattr(model.config, key, None) if key else model.config) is config), None)
         why = _why_not(model, config, name)
         if why:
             notes.append(f"attention: as it was, {why}")
@@ -67,7 +81,7 @@ def use_attention_backend(model: Any, choice: str = "auto") -> list[str]:
             wanted[name] = NAME
     register()
     if wanted:
-        model.set_attn_implementation({key: place._attn_implementation for key, place in places.items() if place is not None} | wanted)
+        model.set_attn_implementation(implementations(model) | wanted)
     if any(config._attn_implementation == NAME for config in configs.values()):
         notes.insert(0, 'attention: fp4.decode_attention for decode steps on CUDA, "sdpa" for all else')
     return notes

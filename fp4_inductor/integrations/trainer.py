@@ -1,8 +1,11 @@
-"""Transformers' Trainer: full fine-tuning of a quantized model is refused. Importing this imports transformers' trainer.
+"""Transformers' Trainer: full fine-tuning of a quantized model is refused, context parallelism is not. Importing this imports it.
 
 Packed weights are buffers, so an optimizer would be given the norms and the embeddings only, and say nothing. Transformers has a
 check for quantized models, ``validate_quantization_for_training``, which goes by ``model.is_quantized``; that attribute also makes
 ``.half()`` and ``.float()`` fail, which packed layers allow. So the check is extended instead.
+
+Context parallelism wants an attention implementation named ``"sdpa"``. That is what ``"fp4_inductor"`` runs in training, so the
+model is given that name.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from transformers import trainer
 from ..errors import ConfigError
 from ..models.training import Training
 from ..modules import FP4Experts, FP4Linear
+from .attention import NAME, implementations, without_ours
 
 _NAME = "validate_quantization_for_training"
+_CONTEXT_PARALLEL = "_prepare_context_parallel_inputs"
 
 
 def check_trainable(model: Any) -> None:
@@ -43,8 +48,8 @@ def check_trainable(model: Any) -> None:
 
 
 def register() -> None:
-    """Extend the check of ``transformers.trainer``. May be called again."""
-    check = getattr(trainer, _NAME)
+    """Extend the check, and what prepares context parallelism, of ``transformers.trainer``. May be called again."""
+    check, prepare = getattr(trainer, _NAME), getattr(trainer.Trainer, _CONTEXT_PARALLEL)
     if hasattr(check, "_fp4_inductor"):
         return
 
@@ -53,8 +58,16 @@ def register() -> None:
         check_trainable(model)
         check(model)
 
+    @functools.wraps(prepare)
+    def prepare_with_sdpa(self: Any, model: Any, inputs: Any) -> Any:
+        parallel = getattr(self.accelerator, "parallelism_config", None)
+        if parallel is not None and parallel.cp_enabled and getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME:
+            model.set_attn_implementation(without_ours(implementations(model)))
+        return prepare(self, model, inputs)
+
     validate._fp4_inductor = True  # type: ignore[attr-defined]
     setattr(trainer, _NAME, validate)
+    setattr(trainer.Trainer, _CONTEXT_PARALLEL, prepare_with_sdpa)
 
 
 register()
