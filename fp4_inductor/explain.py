@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ._text import join_names, tabulate, terminal_width, wrap
 from .config import dispatch_config
 from .errors import ConfigError
 from .formats import fp8, nvfp4, sparse24
@@ -15,6 +16,8 @@ from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
 from .passes.missed import Missed
+
+_NAMED = 6  # groups of modules beside one line of the table
 
 
 @dataclass(frozen=True)
@@ -61,29 +64,58 @@ class Explanation:
     missed: list[Missed] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return "\n".join([self._table(), *(f"left dense: {m}" for m in self.missed)])
+        return self.text()
 
-    def _table(self) -> str:
-        if not self.rows:
-            return "explain: no quantized call was reached."
+    def text(self, width: int | None = None) -> str:
+        """Table and remarks in lines of at most ``width`` columns; None: those of the terminal, 80 if the output is none.
+
+        Equal calls are one line with the modules that make them, repeated layers grouped; ``rows`` has each call. What was not
+        taken is counted only: see :meth:`not_taken`.
+        """
+        width = terminal_width() if width is None else width
+        lines = self._table(width) if self.rows else ["explain: no quantized call was reached."]
+        remarks = [("note", note) for note in sorted({r.note for r in self.rows if r.note})]
+        remarks += [("batch", f"{kernel}: {why}") for kernel, why in sorted({(r.kernel, r.batch) for r in self.rows if r.batch})]
+        if refused := {refusal for r in self.rows for refusal in r.refused}:
+            kernels, reasons = ({refusal[i] for refusal in refused} for i in (0, 1))
+            remarks.append(("not taken", f"{_counted(kernels, 'kernel')}, {_counted(reasons, 'reason')}: print(explanation.not_taken())"))
+        if self.matches:
+            remarks.append(("patterns", ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items()))))
+        left: dict[tuple[str, str], list[str]] = {}
+        for m in self.missed:
+            left.setdefault((m.shape, m.reason), []).append(m.node)
+        for (shape, reason), nodes in left.items():
+            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} weights {shape} ({join_names(nodes, _NAMED)}) are"
+            remarks.append(("left dense", f"{named} dequantized: {reason}"))
+        return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])
+
+    def not_taken(self, width: int | None = None) -> str:
+        """Which kernels were not taken, by reason, in lines of at most ``width`` columns (None: as :meth:`text`); empty: each was."""
+        width = terminal_width() if width is None else width
+        reasons: dict[str, dict[str, int]] = {}
+        for r in self.rows:
+            for kernel, reason in r.refused:
+                calls = reasons.setdefault(reason, {})
+                calls[kernel] = calls.get(kernel, 0) + 1
+        lines = []
+        for reason, kernels in sorted(reasons.items(), key=lambda item: (-max(item[1].values()), item[0])):
+            named = ", ".join(f"{kernel} ({calls})" for kernel, calls in sorted(kernels.items()))
+            lines += wrap(f"{reason}: {named}", width, "not taken: ", "    ")
+        return "\n".join([*lines, "In brackets: the calls that a kernel was not taken for."] if lines else lines)
+
+    def _table(self, width: int) -> list[str]:
         groups: dict[tuple, list[str]] = {}
         for r in self.rows:
-            key = (r.op, r.m, r.n, r.k, r.dtype, r.regime, r.kernel, r.decision, " ".join(r.epilogue) or "-", r.note)
+            key = (r.op, r.m, str(r.n), str(r.k), r.dtype, r.regime, r.kernel, r.decision, " ".join(r.epilogue) or "-", r.note)
             groups.setdefault(key, []).append(r.module)
-        header = ("calls", "op", "M", "N", "K", "dtype", "regime", "kernel", "decision", "epilogue", "first module")
-        table = [header]
-        for (op, m, n, k, dtype, regime, kernel, decision, epilogue, _), modules in groups.items():
-            table.append((str(len(modules)), op, m, str(n), str(k), dtype, regime, kernel, decision, epilogue, modules[0] or "-"))
-        widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        notes = sorted({r.note for r in self.rows if r.note})
-        lines += [f"note: {note}" for note in notes]
-        lines += [f"batch: {kernel}: {why}" for kernel, why in sorted({(r.kernel, r.batch) for r in self.rows if r.batch})]
-        refusals = sorted({refusal for r in self.rows for refusal in r.refused})
-        lines += [f"not taken: {kernel}: {reason}" for kernel, reason in refusals]
-        if self.matches:
-            lines.append("patterns: " + ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items())))
-        return "\n".join(lines)
+        header = ("calls", "op", "M", "N", "K", "dtype", "regime", "kernel", "decision", "epilogue", "modules")
+        table = [(str(len(modules)), *key[:-1], join_names(filter(None, modules), _NAMED) or "-") for key, modules in groups.items()]
+        optional = ("modules", "epilogue", "dtype", "decision", "regime", "M")
+        return tabulate(header, table, width, optional, right=("calls", "M", "N", "K"))
+
+
+def _counted(items: Collection[str], what: str) -> str:
+    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
 
 
 def explain(model: Any, *example_inputs: Any, **example_kwargs: Any) -> Explanation:

@@ -13,7 +13,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from fp4_inductor import FP4Linear, NVFP4Tensor, dispatch, explain
 from fp4_inductor._torch import capture
 from fp4_inductor.errors import ConfigError, FP4Error
-from fp4_inductor.explain import ExplainRow, Explanation
+from fp4_inductor.explain import Explanation
 from fp4_inductor.kernels.linear import cpu_native
 from fp4_inductor.kernels.table import ROWS
 from lowering_tests.fake_cuda import call, code_generation
@@ -156,21 +156,6 @@ def test_the_modules_own_error_is_raised_and_hooks_are_gone():
     with pytest.raises(FP4Error, match="K"):
         explain(model, torch.randn(3, 60))
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-
-
-def test_the_table():
-    rows = [
-        ExplainRow(
-            "fp4.linear", f"layers.{i}.up", "s0", 128, 64, "bfloat16", "mid", "triton_mid", "guard", ("silu",), (("fast", "K = 8"),), batch="the tile follows M"
-        )
-        for i in range(3)
-    ]
-    rows.append(ExplainRow("fp4.linear", "head", "1", 9, 64, "bfloat16", "gemv", "triton_gemv", "proven", (), (("fast", "K = 8"),), "a remark"))
-    lines = str(Explanation(rows, {"dequantize_mm": 2})).splitlines()
-    assert lines[0].split() == ["calls", "op", "M", "N", "K", "dtype", "regime", "kernel", "decision", "epilogue", "first", "module"]
-    assert lines[1].split() == ["3", "fp4.linear", "s0", "128", "64", "bfloat16", "mid", "triton_mid", "guard", "silu", "layers.0.up"]
-    assert lines[2].split() == ["1", "fp4.linear", "1", "9", "64", "bfloat16", "gemv", "triton_gemv", "proven", "-", "head"]
-    assert lines[3:] == ["note: a remark", "batch: triton_mid: the tile follows M", "not taken: fast: K = 8", "patterns: dequantize_mm x2"]
 
 
 # --- code generated for CUDA -------------------------------------------------------------------------------------

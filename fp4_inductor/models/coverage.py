@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from .._text import join_names, merge_alike, terminal_width, wrap
+
 _WORST = 5
 _KINDS = 12
+_NAMED = 6  # groups of names beside one reason
 
 
 @dataclass(frozen=True)
@@ -95,23 +98,34 @@ class Report:
         return sum(layer.params * layer.bits_per_weight for layer in self.layers) / self.params if self.params else 0.0
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The report in lines of at most ``width`` columns; None: those of the terminal, 80 if the output is none.
+
+        Repeated layers are grouped: ``model.layers.0-47.mlp.{up_proj,down_proj}`` are 96 layers. ``layers``, ``skipped`` and
+        ``uncovered`` have each of them.
+        """
+        width = terminal_width() if width is None else width
         ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
-        rows = [f"  !! {warning}" for warning in self.warnings]
+        rows = [_Row("  !! ", warning) for warning in merge_alike(self.warnings)]
         rows += [
-            f"fp4_inductor report{f' ({self.config})' if self.config else ''}",
-            f"  quantized   {len(self.layers):6d} layers  {_count(self.params):>8} weights  {_bytes(sum(i.bytes_before for i in self.layers)):>9}"
-            f" -> {_bytes(sum(i.bytes_after for i in self.layers))}",
-            f"  whole model                                  {_bytes(self.bytes_before):>9} -> {_bytes(self.bytes_after)} ({ratio:.2f}x smaller)",
-            f"  coverage    {self.coverage:6.2f} % of linear and expert weights outside the skip list",
+            _Row("", f"fp4_inductor report{f' ({self.config})' if self.config else ''}"),
+            _Row(
+                f"  quantized   {len(self.layers):5d} layers  {_count(self.params):>7} weights {_bytes(sum(i.bytes_before for i in self.layers)):>8}"
+                f" -> {_bytes(sum(i.bytes_after for i in self.layers))}",
+            ),
+            _Row(f"  whole model {'':29}{_bytes(self.bytes_before):>8} -> {_bytes(self.bytes_after)} ", f"({ratio:.2f}x smaller)"),
+            _Row(f"  coverage   {self.coverage:6.2f} % ", "of linear and expert weights outside the skip list"),
         ]
         rows += _grouped("not covered", self.uncovered) + _grouped("kept in high precision", self.skipped)
         rows += self._formats()
         known = sorted((i for i in self.layers if i.relative_error is not None), key=lambda i: -(i.relative_error or 0.0))
         if known:
-            rows.append("  largest relative errors")
-            rows += [f"    {i.relative_error:.4f}  {i.name} {list(i.shape)}" for i in known[:_WORST]]
+            rows.append(_Row("  largest relative errors"))
+            rows += [_Row(f"    {i.relative_error:.4f}  ", f"{i.name} {list(i.shape)}") for i in known[:_WORST]]
         rows += [
-            f"  output head {i.name}: relative error {i.relative_error:.4f}, KL {i.kl:.2e} nats per calibration token"
+            _Row("  output head ", f"{i.name}: relative error {i.relative_error:.4f}, KL {i.kl:.2e} nats per calibration token")
             for i in self.layers
             if i.kl is not None and i.relative_error is not None
         ]
@@ -119,21 +133,34 @@ class Report:
         for layer in self.layers:
             for note in layer.notes:
                 noted[note].append(layer.name)
-        rows += [f"  note: {note}: {_some(names)}" for note, names in noted.items()]
-        return "\n".join(rows + [f"  note: {note}" for note in self.notes])
+        notes = [f"{note}: {join_names([n for s in same for n in noted[s]], _NAMED)}" for note, same in merge_alike(noted).items()] + self.notes
+        rows += [_Row("  note: ", note) for note in notes]
+        return "\n".join(line for row in rows for line in row.lines(width))
 
-    def _formats(self) -> list[str]:
-        """Which layers have which format, where there is more than the dense one."""
-        names: dict[str, list[LayerReport]] = defaultdict(list)
+    def _formats(self) -> list[_Row]:
+        """Which layers have which format, if there is more than the dense one."""
+        groups: dict[str, list[LayerReport]] = defaultdict(list)
         for layer in self.layers:
-            names[layer.format].append(layer)
-        if set(names) <= {"nvfp4"}:
+            groups[layer.format].append(layer)
+        if set(groups) <= {"nvfp4"}:
             return []
-        rows = [f"  bits        {self.bits_per_weight:6.2f} a weight on average"]
-        rows += [
-            f"    {group[0].bits_per_weight} bits {name:15s} {len(group):4d} layers: {_kinds([i.name for i in group])}" for name, group in sorted(names.items())
-        ]
-        return rows + ([f"  KL          {self.kl:6.4f} nats a token from the dense model, on calibration batches"] if self.kl is not None else [])
+        rows = [_Row(f"  bits        {self.bits_per_weight:6.2f} a weight on average")]
+        for name, group in sorted(groups.items()):
+            rows.append(_Row(f"    {group[0].bits_per_weight} bits {name:15s} {len(group):4d} layers: ", _kinds([i.name for i in group])))
+        kl = f"  KL          {self.kl:6.4f} " if self.kl is not None else ""
+        return [*rows, *([_Row(kl, "nats a token from the dense model, on calibration batches")] if kl else [])]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One statement of a report: how its first line begins, figures in their columns; the text after that, which is wrapped; columns before its other lines."""
+
+    head: str
+    text: str = ""
+    margin: int = 8
+
+    def lines(self, width: int) -> list[str]:
+        return wrap(self.text, width, self.head, " " * self.margin)
 
 
 _RECORDED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
@@ -156,18 +183,16 @@ def add_notes(model: nn.Module, notes: list[str]) -> None:
         record(model, replace(found, notes=[*found.notes, *notes]))
 
 
-def _grouped(title: str, items: list[Skipped]) -> list[str]:
-    groups: dict[str, list[Skipped]] = defaultdict(list)
+def _grouped(title: str, items: list[Skipped]) -> list[_Row]:
+    by_reason: dict[str, list[Skipped]] = defaultdict(list)
     for item in items:
-        groups[item.reason].append(item)
-    rows = [f"  {title}"] if items else []
+        by_reason[item.reason].append(item)
+    groups = {reason: [item for s in same for item in by_reason[s]] for reason, same in merge_alike(by_reason).items()}
+    rows = [_Row(f"  {title}")] if items else []
     for reason, group in sorted(groups.items(), key=lambda g: -sum(i.params for i in g[1])):
-        rows.append(f"    {_count(sum(i.params for i in group)):>8} in {len(group):3d}: {reason}: {_some([i.name for i in group])}")
+        head = f"    {_count(sum(i.params for i in group)):>8} in {len(group):3d}: "
+        rows.append(_Row(head, f"{reason}: {join_names([i.name for i in group], _NAMED)}", 12))
     return rows
-
-
-def _some(names: list[str], limit: int = 3) -> str:
-    return ", ".join(names[:limit]) + (f", ... ({len(names) - limit} more)" if len(names) > limit else "")
 
 
 def _kinds(names: list[str]) -> str:
