@@ -6,9 +6,12 @@ All of them derive from :class:`FP4Error`, and also from the builtin a caller wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from ._text import join_names, merge_alike
 
 SHOWN = 20  # of a list in a message
+_VALUES = 4  # of one kind of error
 
 
 def bullets(items: Sequence[object]) -> str:
@@ -17,26 +20,65 @@ def bullets(items: Sequence[object]) -> str:
     return "\n".join(f"  - {i}" for i in items[:SHOWN]) + more
 
 
+def bullet_names(items: Iterable[str]) -> str:
+    """Of ``"name"`` or ``"name: what is wrong with it"``, a line for each thing that is wrong, repeated layers grouped."""
+    names: dict[str, list[str]] = {}
+    for item in items:
+        name, colon, problem = item.partition(": ")
+        names.setdefault(colon + problem, []).append(name)
+    return bullets([list_names(n for problem in same for n in names[problem]) + text for text, same in merge_alike(names, figures=False).items()])
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Names for a message: repeated layers grouped, at most ``SHOWN`` groups, then how many names more there are."""
+    return join_names(names, SHOWN)
+
+
 class FP4Error(Exception):
     """Base of every typed error.
 
     Args:
-        what: one clause saying what is wrong, naming the tensor, layer or field.
+        what: one clause saying what is wrong, naming the tensor, layer or field; with ``name`` only what follows the name.
         value: the offending value.
         limit: what would have been accepted.
         remedy: what the caller can do.
+        name: the tensor or layer that ``what`` is said of. An error that lists several says what they have in common once.
     """
 
-    def __init__(self, what: str, *, value: object = None, limit: object = None, remedy: str | None = None):
+    def __init__(self, what: str, *, value: object = None, limit: object = None, remedy: str | None = None, name: str = ""):
+        self.name, self.clause = name, what
+        what = f"{name} {what}" if name else what
         self.what, self.value, self.limit, self.remedy = what, value, limit, remedy
         self.problems: list[FP4Error] = []
-        clauses = [f"got {value}"] if value is not None else []
-        clauses += [f"accepted: {limit}"] if limit is not None else []
         # After a list of problems, one a line, the clauses start a line.
-        text = "; ".join([what, *clauses]) if not what.endswith("\n") else what + "; ".join(clauses)
-        if remedy is not None:
-            text += f". {remedy}"
-        super().__init__(text)
+        text = "; ".join([what, *_clauses(value, limit)]) if not what.endswith("\n") else what + "; ".join(_clauses(value, limit))
+        super().__init__(text if remedy is None else f"{text}. {remedy}")
+
+
+def _clauses(value: object, limit: object) -> list[str]:
+    return ([f"got {value}"] if value is not None else []) + ([f"accepted: {limit}"] if limit is not None else [])
+
+
+def bullet_errors(errors: Iterable[FP4Error]) -> str:
+    """A line for each kind of error: what is wrong, what would be accepted and the remedy once, for all layers that it is said of."""
+    kinds: dict[tuple, list[FP4Error]] = {}
+    for error in errors:
+        said = (type(error), error.clause, str(error.limit), error.remedy) if error.name else (id(error),)
+        kinds.setdefault(said, []).append(error)
+    return bullets([same[0] if len(same) == 1 else _of_each(same) for same in kinds.values()])
+
+
+def _of_each(errors: list[FP4Error]) -> str:
+    """``errors`` that differ in the layer, and perhaps in the value, as one."""
+    names: dict[str, list[str]] = {}
+    for error in errors:
+        names.setdefault(str(error.value), []).append(error.name)
+    subject, value = list_names(e.name for e in errors), next(iter(names))
+    if len(names) > _VALUES:
+        value = f"{', '.join(list(names)[:_VALUES])}, ... ({len(names)} in all)"
+    elif len(names) > 1:
+        subject, value = f"{len(errors)} layers", ", ".join(f"{got} ({list_names(named)})" for got, named in names.items())
+    return "; ".join([f"{subject}: each {errors[0].clause}", *_clauses(value, errors[0].limit)]) + f". {errors[0].remedy}"
 
 
 class ShapeError(FP4Error, ValueError):

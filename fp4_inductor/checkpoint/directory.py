@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import SHOWN, CheckpointError, SparsityError
+from ..errors import CheckpointError, SparsityError, list_names
 from ..formats import nvfp4, sparse24
 from ..formats.storage import Storage
 from . import manifest as mf
@@ -49,7 +49,7 @@ def open_checkpoint(dir: str | os.PathLike) -> Checkpoint:
             raise CheckpointError(f"{name}: the header was altered since it was saved", value=header.digest, limit=want.header_sha256, remedy=mf.MIXED)
         if want.data_crc32 is None and set(want.crc32) != set(header.entries):
             odd = sorted(set(want.crc32) ^ set(header.entries))
-            raise CheckpointError(f"{mf.FILE}: crc32 does not list the tensors of {name}", value=odd[:SHOWN], limit="each of them", remedy=mf.REWRITE)
+            raise CheckpointError(f"{mf.FILE}: crc32 does not list the tensors of {name}", value=list_names(odd), limit="each of them", remedy=mf.REWRITE)
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
         for name, entry in header.entries.items():
@@ -68,9 +68,7 @@ def open_checkpoint(dir: str | os.PathLike) -> Checkpoint:
     entries |= {alias: entries[name] for alias, name in manifest.aliases.items()}
     absent = sorted(set(manifest.derived) - set(entries))
     if absent:
-        raise CheckpointError(
-            f"{mf.FILE} lists buffers that are not stored", value=", ".join(absent[:SHOWN]), limit="names of stored tensors", remedy=mf.REWRITE
-        )
+        raise CheckpointError(f"{mf.FILE} lists buffers that are not stored", value=list_names(absent), limit="names of stored tensors", remedy=mf.REWRITE)
     _check_parts(manifest, entries)
     return Checkpoint(manifest, entries)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, bullet_names
 from ..models.convert import carry_over, replace_module
 from ..models.experts import ExpertsSpec, describe_experts
 from ..modules import FP4Experts
@@ -24,9 +24,8 @@ def experts_in_place(model: nn.Module, experts: dict[str, ExpertsEntry]) -> Iter
     modules = dict(model.named_modules(remove_duplicate=False))
     wrong = [f"{name}: {problem}" for name, entry in experts.items() if (problem := _misfit(modules.get(name), entry))]
     if wrong:
-        listed = "\n".join(f"  - {w}" for w in wrong[:20])
         raise CheckpointError(
-            f"the checkpoint's experts do not fit the model; nothing was changed:\n{listed}\n",
+            f"the checkpoint's experts do not fit the model; nothing was changed:\n{bullet_names(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture that was saved",
             remedy="Build the model from the configuration it was saved with.",

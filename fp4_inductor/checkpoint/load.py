@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..errors import SHOWN, CheckpointError, bullets
+from ..errors import CheckpointError, bullet_names, list_names
 from ..models import siblings
 from ..models.convert import carry_over, replace_module, untie
 from ..models.coverage import record
@@ -42,7 +42,7 @@ def load(model_or_factory: nn.Module | Callable[[], nn.Module], dir: str | os.Pa
     if lost:
         raise CheckpointError(
             "the model has tensors on the meta device that are in no checkpoint",
-            value=", ".join(lost[:SHOWN]),
+            value=list_names(lost),
             limit="tensors with values",
             remedy="Pass a function that builds the model: load(lambda: Model(config), dir).",
         )
@@ -122,14 +122,15 @@ def _match(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> _Slots:
         wrong += [f"{name}: not in the checkpoint" for name in missing] + [f"{name}: not in the model" for name in extra]
     if wrong:
         raise CheckpointError(
-            f"the checkpoint does not fit the model; nothing was changed:\n{bullets(wrong)}\n",
+            f"the checkpoint does not fit the model; nothing was changed:\n{bullet_names(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture that was saved",
             remedy="Build the model from the configuration it was saved with"
             + ("; strict=False forgives names that are missing on one side." if strict and (missing or extra) else "."),
         )
     if missing or extra:
-        warnings.warn(f"load(strict=False): not in the checkpoint: {missing}; not in the model: {extra}", stacklevel=5)
+        sides = {"not in the checkpoint": missing, "not in the model": extra}
+        warnings.warn("load(strict=False): " + "; ".join(f"{side}: {list_names(names) or 'none'}" for side, names in sides.items()), stacklevel=5)
     return _Slots(plain, fp4, layers)
 
 

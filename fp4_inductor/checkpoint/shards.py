@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SHOWN, CheckpointError
+from ..errors import CheckpointError, list_names
 from .safetensors_file import Entry, Header, parse_json, read_header, require_file
 
 SINGLE = "model.safetensors"
@@ -144,7 +144,7 @@ def check_index(what: str, weight_map: Mapping[str, str], entries: Mapping[str, 
             raise CheckpointError(f"{what}: {name} is not in {file}", value=there, limit=file, remedy=remedy)
     missing = sorted(set(entries) - set(weight_map))
     if missing:
-        raise CheckpointError(f"{what} misses tensors", value=", ".join(missing[:SHOWN]), limit="every stored tensor", remedy=remedy)
+        raise CheckpointError(f"{what} misses tensors", value=list_names(missing), limit="every stored tensor", remedy=remedy)
 
 
 def read_json(path: Path) -> dict[str, Any]:

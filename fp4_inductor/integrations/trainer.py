@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import trainer
 
-from ..errors import ConfigError
+from ..errors import ConfigError, list_names
 from ..models.training import Training
 from ..modules import FP4Experts, FP4Linear
 from .attention import NAME, implementations, without_ours
@@ -41,7 +41,7 @@ def check_trainable(model: Any) -> None:
         return
     raise ConfigError(
         "the quantized weights of this model cannot be trained, and nothing says what else should be",
-        value=f"{len(packed)} quantized layers; trainable: {len(trained)} tensors, {', '.join(trained[:4])}{', ...' if len(trained) > 4 else ''}",
+        value=f"{len(packed)} quantized layers; trainable: {len(trained)} tensors, {list_names(trained)}",
         limit="adapters, or a choice of what is trained",
         remedy="Add adapters: peft.get_peft_model(model, LoraConfig(...)). To train only norms or embeddings, freeze the rest with requires_grad_(False).",
     )

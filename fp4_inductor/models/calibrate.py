@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.pytree import tree_map_only
-from ..errors import CalibrationError
+from ..errors import CalibrationError, list_names
 from .calibrate_experts import ExpertsMeans, non_finite
 from .plan import ExpertsTarget, Target
 from .progress import bar
@@ -97,7 +97,7 @@ def statistics(
     if missed and strict:
         raise CalibrationError(
             f"{len(missed)} of {len(means)} layers were not reached by the calibration batches",
-            value=", ".join(missed[:20]) + (" ..." if len(missed) > 20 else ""),
+            value=list_names(missed),
             limit="every layer to be quantized",
             remedy="Add batches that exercise them, ignore them, or pass strict=False (unweighted scales for them).",
         )

@@ -5,8 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, CoverageError, DeviceError, DTypeError, FP4Error, GatingError, NonFiniteError, PreflightError, ShapeError, bullets
+from ..errors import (
+    ConfigError,
+    CoverageError,
+    DeviceError,
+    DTypeError,
+    FP4Error,
+    GatingError,
+    NonFiniteError,
+    PreflightError,
+    ShapeError,
+    bullet_errors,
+    bullets,
+    list_names,
+)
 from ..formats import nvfp4
+from .coverage import Skipped
 from .plan import ExpertsTarget, Plan, Target, is_lazy, weight_count
 
 # A call that does not say ``strict`` leaves up to this share of the linear and expert weights in high precision, each with its
@@ -47,7 +61,7 @@ def preflight(plan: Plan, strict: bool | None) -> None:
     kinds = {type(p) for p in problems}
     kind = kinds.pop() if len(kinds) == 1 else PreflightError
     error = kind(
-        f"{len(problems)} layers cannot be quantized; nothing was changed:\n{bullets(problems)}\n",
+        f"{len(problems)} layers cannot be quantized; nothing was changed:\n{bullet_errors(problems)}\n",
         value=f"{len(problems)} problems",
         limit="none",
         remedy="Do what each line says, or name the layers in ignore=[...].",
@@ -92,7 +106,8 @@ def _structure(target: Target) -> list[FP4Error]:
     if nn.utils.parametrize.is_parametrized(module):
         return [
             ConfigError(
-                f"{name} is parametrized",
+                "is parametrized",
+                name=name,
                 value=", ".join(module.parametrizations),  # type: ignore[arg-type, union-attr]
                 limit="plain Parameters",
                 remedy="Call torch.nn.utils.parametrize.remove_parametrizations first, or ignore the layer.",
@@ -101,23 +116,27 @@ def _structure(target: Target) -> list[FP4Error]:
     if weight is None:
         return [
             ConfigError(
-                f"{name}.weight is computed by a hook (weight_norm, pruning)",
+                "is computed by a hook (weight_norm, pruning)",
+                name=f"{name}.weight",
                 value=list(module._parameters),
                 limit="a Parameter called weight",
                 remedy="Remove the reparametrization first, or ignore the layer.",
             )
         ]
     if is_lazy(weight):
-        return [ShapeError(f"{name} is lazy and has no shape yet", value=type(weight).__name__, limit="[N, K]", remedy="Run the model once, then quantize it.")]
+        return [
+            ShapeError("is lazy and has no shape yet", name=name, value=type(weight).__name__, limit="[N, K]", remedy="Run the model once, then quantize it.")
+        ]
     found = _weight_problems(f"{name}.weight", weight, 2) + _instance_problems(name, module)
     others = (set(module._parameters) | set(module._buffers) | set(module._modules)) - _OWN
     if others:
-        found.append(ConfigError(f"{name} holds more than a weight and a bias", value=sorted(others), limit=sorted(_OWN), remedy="Ignore the layer."))
+        found.append(ConfigError("holds more than a weight and a bias", name=name, value=sorted(others), limit=sorted(_OWN), remedy="Ignore the layer."))
     bias = module._parameters.get("bias")
     if bias is not None and bias.device != weight.device:
         found.append(
             DeviceError(
-                f"{name}: weight and bias are on different devices",
+                "has weight and bias on different devices",
+                name=name,
                 value=f"{weight.device}, {bias.device}",
                 limit="one device",
                 remedy="Move the layer with .to(device), or ignore it.",
@@ -135,7 +154,8 @@ def _experts_structure(target: ExpertsTarget) -> list[FP4Error]:
     if len({p.device for p in weights}) > 1 or len({p.dtype for p in weights}) > 1:
         found.append(
             DeviceError(
-                f"{name}: the expert weights differ in device or dtype",
+                "has expert weights that differ in device or dtype",
+                name=name,
                 value=", ".join(f"{p.device} {p.dtype}" for p in weights),
                 limit="one device, one dtype",
                 remedy="Move and cast the module with .to(...), or ignore it.",
@@ -144,7 +164,7 @@ def _experts_structure(target: ExpertsTarget) -> list[FP4Error]:
     others = (set(module._parameters) | set(module._buffers)) - set(target.spec.parameters)
     if others:
         found.append(
-            ConfigError(f"{name} holds more than expert weights", value=sorted(others), limit=sorted(target.spec.parameters), remedy="Ignore the module.")
+            ConfigError("holds more than expert weights", name=name, value=sorted(others), limit=sorted(target.spec.parameters), remedy="Ignore the module.")
         )
     return found
 
@@ -153,7 +173,8 @@ def _weight_problems(name: str, weight: Tensor, dims: int) -> list[FP4Error]:
     if type(weight) is not nn.Parameter:
         return [
             DTypeError(
-                f"{name} is a tensor subclass (already quantized, or distributed)",
+                "is a tensor subclass (already quantized, or distributed)",
+                name=name,
                 value=type(weight).__name__,
                 limit="nn.Parameter",
                 remedy="Give the layer a plain dense weight (dequantized, gathered), or ignore it.",
@@ -162,14 +183,15 @@ def _weight_problems(name: str, weight: Tensor, dims: int) -> list[FP4Error]:
     found: list[FP4Error] = []
     if weight.dtype not in nvfp4.HIGH_PRECISION:
         remedy = "Cast the model with .float() first." if weight.dtype == torch.float64 else "This layer looks quantized already: dequantise it, or ignore it."
-        found.append(DTypeError(f"{name} is not in high precision", value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
+        found.append(DTypeError("is not in high precision", name=name, value=weight.dtype, limit=list(nvfp4.HIGH_PRECISION), remedy=remedy))
     if weight.dim() != dims:
         what, limit = ("matrix", "[N, K]") if dims == 2 else ("stack of matrices", "[E, N, K]")
-        found.append(ShapeError(f"{name} is not a {what}", value=tuple(weight.shape), limit=limit, remedy=f"Reshape it to {limit}, or ignore the layer."))
+        found.append(ShapeError(f"is not a {what}", name=name, value=tuple(weight.shape), limit=limit, remedy=f"Reshape it to {limit}, or ignore the layer."))
     if weight.device.type == "meta":
         found.append(
             DeviceError(
-                f"{name} is on the meta device",
+                "is on the meta device",
+                name=name,
                 value=weight.device,
                 limit="materialised weights",
                 remedy="Load the weights first (from_pretrained, to_empty + load_state_dict).",
@@ -183,7 +205,8 @@ def _instance_problems(name: str, module: nn.Module) -> list[FP4Error]:
     if "forward" in vars(module):
         found.append(
             ConfigError(
-                f"{name}.forward was replaced on the instance (accelerate offloading does that)",
+                "was replaced on the instance (accelerate offloading does that)",
+                name=f"{name}.forward",
                 value=repr(vars(module)["forward"])[:200],
                 limit=f"{type(module).__name__}.forward",
                 remedy="Remove the hooks first (accelerate.hooks.remove_hook_from_module), or ignore the layer.",
@@ -191,7 +214,7 @@ def _instance_problems(name: str, module: nn.Module) -> list[FP4Error]:
         )
     if module._state_dict_hooks or module._load_state_dict_pre_hooks:
         hooks = [getattr(h, "__qualname__", type(h).__name__) for h in (*module._state_dict_hooks.values(), *module._load_state_dict_pre_hooks.values())]
-        found.append(ConfigError(f"{name} has state_dict hooks", value=", ".join(hooks), limit="none", remedy="Remove them first, or ignore the layer."))
+        found.append(ConfigError("has state_dict hooks", name=name, value=", ".join(hooks), limit="none", remedy="Remove them first, or ignore the layer."))
     return found
 
 
@@ -208,7 +231,8 @@ def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
                 count = int((~torch.isfinite(t)).sum())
                 found.append(
                     NonFiniteError(
-                        f"{name} holds NaN or Inf",
+                        "holds NaN or Inf",
+                        name=name,
                         value=f"{count} of {t.numel()} elements",
                         limit="finite values",
                         remedy="Repair the weight, or ignore the layer.",
@@ -226,14 +250,21 @@ def uncovered_errors(plan: Plan, strict: bool | None) -> list[FP4Error]:
 
 
 def _gating(plan: Plan) -> GatingError:
-    reasons = dict.fromkeys(s.reason for s in plan.gating)
-    names = bullets([f"{s.name} ({s.params} weights)" for s in plan.gating])
     return GatingError(
-        f"what these experts compute is not known, and is not assumed; nothing was changed:\n{names}\n",
-        value="; ".join(reasons),
+        f"what these experts compute is not known, and is not assumed; nothing was changed:\n{_by_reason(plan.gating)}\n",
+        value=f"{len(plan.gating)} expert weights",
         limit="modules with transformers' experts interface and an activation of fp4.moe",
         remedy="Pass strict=False to keep them in high precision, name them in ignore=[...], or describe the family in fp4_inductor/models.",
     )
+
+
+def _by_reason(items: list[Skipped]) -> str:
+    """A line for each reason, that of the most weights first."""
+    groups: dict[str, list[Skipped]] = {}
+    for item in items:
+        groups.setdefault(item.reason, []).append(item)
+    ordered = sorted(groups.items(), key=lambda group: -sum(i.params for i in group[1]))
+    return bullets([f"{list_names(i.name for i in group)} ({sum(i.params for i in group)} weights): {reason}" for reason, group in ordered])
 
 
 def uncovered_share(plan: Plan) -> float:
@@ -251,9 +282,9 @@ def _weights(plan: Plan) -> tuple[int, int]:
 
 def _coverage(plan: Plan) -> CoverageError:
     missed, total = _weights(plan)
-    names = bullets([f"{s.name} ({s.params} weights): {s.reason}" for s in plan.uncovered])
+    share = f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights"
     return CoverageError(
-        f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights would stay in high precision; nothing was changed:\n{names}\n",
+        f"{share} would stay in high precision; nothing was changed:\n{_by_reason(plan.uncovered)}\n",
         value=f"{missed} of {total} weights",
         limit=f"{100 * SMALL_SHARE:.0f}% may stay by default, none with strict=True",
         remedy="Pass strict=False to quantize the rest and keep these, or name them in ignore=[...].",

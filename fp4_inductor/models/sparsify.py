@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullets
+from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullet_names
 from ..formats import pruning, sparse24
 from ..modules import FP4Linear
 from .calibrate import batches_of, statistics
@@ -126,7 +126,7 @@ def _check_existing(plan: Plan, allowed: set[str]) -> None:
     bad = [(g[0].name, str(list(w.shape))) for g in groups if not is_24(w := dense_weight(g[0]))]
     bad += [(name, f"{list(p.shape)} ({count} of {p.shape[0]} experts)") for e, name, p in weights if (count := not_24(e, p))]
     if bad:
-        shown = bullets([f"{name} {what}" for name, what in bad])
+        shown = bullet_names(f"{name}: {what}" for name, what in bad)
         raise SparsityError(
             f'{len(bad)} of {len(groups) + len(weights)} layers are not 2:4, which pruning="existing" needs; nothing was changed:\n{shown}\n',
             value=f"{len(bad)} dense layers",

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from ..errors import ConfigError, bullets
+from ..errors import ConfigError, bullet_names
 from .as_built import buildable, requires_grad_as_built
 from .kinds import expert_family, stack_owner
 
@@ -79,7 +79,7 @@ class Training:
         """Raise if a base weight has an adapter merged into it: rounded, it could not be unmerged again."""
         if self.merged:
             raise ConfigError(
-                f"adapters are merged into the weights of these layers:\n{bullets(self.merged)}\n",
+                f"adapters are merged into the weights of these layers:\n{bullet_names(self.merged)}\n",
                 value=f"{len(self.merged)} merged layers",
                 limit="adapters beside the weights, or none",
                 remedy="Call unmerge_adapter() to keep the adapters apart, or merge_and_unload() to make them part of the model.",

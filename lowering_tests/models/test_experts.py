@@ -299,7 +299,7 @@ def _tied(experts):
 
 BAD = {
     "NaN": (_nan, errors.NonFiniteError, r"layers\.1\.mlp\.experts\.down_proj.*1 of"),
-    "float64": (_cast, errors.DTypeError, r"layers\.1\.mlp\.experts\.(gate_up|down)_proj"),
+    "float64": (_cast, errors.DTypeError, r"layers\.1\.mlp\.experts\.(gate_up_proj|down_proj|\{gate_up_proj,down_proj\})"),
     "two dtypes": (_split, errors.DeviceError, r"layers\.1\.mlp\.experts.*bfloat16"),
     "offloaded": (_offloaded, errors.ConfigError, r"layers\.1\.mlp\.experts\.forward was replaced"),
     "a buffer": (_more, errors.ConfigError, r"layers\.1\.mlp\.experts holds more.*extra"),

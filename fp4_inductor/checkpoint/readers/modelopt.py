@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, list_names
 from ...formats import fp8, nvfp4
 from ..safetensors_file import Entry
 from ..shards import Shards
@@ -29,7 +29,6 @@ _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 _FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 _KV_CACHE = re.compile(r"\.(k_proj\.k_(scale|bias)|v_proj\.v_(scale|bias)|k_bmm_quantizer\..*|v_bmm_quantizer\..*)$")
 _IN_HIGH_PRECISION = "the cache stays in high precision here"
-_NAMED = 6
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -84,7 +83,7 @@ def _check_layers(body: Mapping[str, Any]) -> None:
             raise unsupported(f"modelopt: group_size of {name}", layer["group_size"], nvfp4.GROUP)
     if others:
         count = sum(map(len, others.values()))
-        named = "; ".join(f"{kind}: {', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}" for kind, names in others.items())
+        named = "; ".join(f"{kind}: {list_names(names)}" for kind, names in others.items())
         raise unsupported(f"modelopt: quant_algo of {count} of {len(layers)} layers ({named})", list(others), list(known))
 
 
@@ -131,7 +130,7 @@ def _agree(found: Found, entries: Mapping[str, Entry], layers: Mapping[str, Any]
         "have no weight under that name": [n for n in layers if f"{n}.weight" not in entries and n not in found.weights],
     }.items():
         if names:
-            found.notes.append(f"{len(names)} layers of quantized_layers {what}: {', '.join(names[:_NAMED])}")
+            found.notes.append(f"{len(names)} layers of quantized_layers {what}: {list_names(names)}")
 
 
 def _fp8(name: str, entries: Mapping[str, Entry]) -> StoredFP8:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from ...errors import UnsupportedOpError, bullets
+from ...errors import UnsupportedOpError, bullet_names
 from ...modules import FP4Linear
 
 # Ways to compute that need the input and the adapter only. The others (DoRA, KaSA, ...) compute with the base weight itself.
@@ -41,7 +41,7 @@ class FP4LoraLinear(Linear):
 def refuse_merge(names: list[str]) -> NoReturn:
     """Raise the error of every attempt to merge an adapter into the quantized weights of ``names``."""
     raise UnsupportedOpError(
-        f"an adapter cannot be merged into quantized weights: FP4 has no room for the small changes that it makes:\n{bullets(names)}\n",
+        f"an adapter cannot be merged into quantized weights: FP4 has no room for the small changes that it makes:\n{bullet_names(names)}\n",
         value=f"{len(names)} quantized layers",
         limit="adapters beside the weights",
         remedy="Keep the adapter beside the model, or load it onto the model in high precision, call merge_and_unload(), and quantize the result.",

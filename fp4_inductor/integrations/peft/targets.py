@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_a
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from ...errors import ConfigError, bullets
+from ...errors import ConfigError, bullet_names, bullets
 from ...modules import FP4Experts, FP4ExpertWeight, FP4Linear
 from ...tensors.base import FP4Tensor
 from .lora import FP4LoraLinear
@@ -45,7 +45,7 @@ def prepare(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         names = [f"{n}: {type(targets[n]).__name__}" for n in others]
         what = "LoRA" if lora else str(config.peft_type.value)
         raise ConfigError(
-            f"{what} cannot adapt these quantized layers:\n{bullets(names)}\n",
+            f"{what} cannot adapt these quantized layers:\n{bullet_names(names)}\n",
             value=f"{len(names)} layers in target_modules",
             limit="LoRA, on quantized linear layers (not on experts)",
             remedy=f"Leave them out of target_modules or name them in exclude_modules; or {_REMEDY}",

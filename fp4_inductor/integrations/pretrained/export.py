@@ -23,7 +23,7 @@ from ...checkpoint.save import write_config
 from ...checkpoint.shards import CONFIG, INDEX
 from ...checkpoint.writers import LAYOUTS
 from ...checkpoint.writers.fused import fused_families, share_scales
-from ...errors import CheckpointError, ConfigError, FP4Error
+from ...errors import CheckpointError, ConfigError, FP4Error, list_names
 from ...models.experts import ExpertsSpec, describe_experts
 from ...modules import FP4ExpertWeight, FP8Linear, Sparse24Weight
 from ...modules.packed import PackedWeight
@@ -124,10 +124,11 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     whole |= {name: (layer.out_features, layer.in_features) for name, layer in zip(in_fp8, eight.values(), strict=True)}
     if parts := [names for names in fused_families(whole) if 0 < sum(name in packed for name in names) < len(names)]:
         notes.append(
-            f"{len(parts)} families of layers that servers fuse are in FP4 in part only ({', '.join(parts[0])}; ...): vLLM refuses that; quantize all or none"
+            f"{len(parts)} families of layers that servers fuse are in FP4 in part only ({list_names(n for names in parts for n in names)}): "
+            "vLLM refuses that; quantize all or none"
         )
     if high := [name for name, m in model.named_modules() if isinstance(m, FP8Linear) and f"{name}.weight" not in eight]:
-        notes.append(f"FP8 layers go out in high precision, for this layout has no scale per row: {', '.join(high[:4])}")
+        notes.append(f"FP8 layers go out in high precision, for this layout has no scale per row: {list_names(high)}")
     for note in notes:
         warnings.warn(f"export_pretrained: {note}", stacklevel=2)
     return ExportReport(format, directory, len(packed), rescaled, tuple(notes))

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...checkpoint.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from ...checkpoint.readers import Found, gguf
-from ...errors import SHOWN, CheckpointError
+from ...errors import CheckpointError, list_names
 from ...models.experts import ExpertsSpec, describe_experts
 from ...models.plan import linear_kind
 from .config import FP4InductorConfig
@@ -148,7 +148,7 @@ class _Match:
             self.found.notes.append(_IGNORED[stored])
             del self.left[stored]
         if self.left:
-            value = ", ".join(list(self.left)[:SHOWN])
+            value = list_names(self.left)
             raise CheckpointError(f"{self.file.path.name} has tensors that the model has not", value=value, limit="none", remedy=_REMEDY)
         return self.found, self.dense
 

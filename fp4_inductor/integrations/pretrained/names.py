@@ -21,7 +21,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from ...checkpoint.readers import StoredWeight
 from ...checkpoint.safetensors_file import Entry
-from ...errors import CheckpointError, FP4Error
+from ...errors import CheckpointError, FP4Error, list_names
 
 Source = StoredWeight | Entry
 _OTHER_MODEL = "Use the config.json that came with the weights."
@@ -190,7 +190,7 @@ def _first_gap(names: Iterable[str]) -> str:
             numbers.setdefault(match[1] + "*" + match[3], set()).add(int(match[2]))
     largest = max((max(found) for found in numbers.values()), default=-1)
     gaps = [pattern.replace("*", str(i)) for pattern, found in numbers.items() for i in range(largest + 1) if i not in found]
-    return f"without {', '.join(gaps[:3])}" if gaps else "none of them missing by number"
+    return f"without {list_names(gaps)}" if gaps else "none of them missing by number"
 
 
 def _spellings(name: str, patterns: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
 from ...config import NVFP4Config, weight_only
-from ...errors import FP4Error, NonFiniteError
+from ...errors import FP4Error, NonFiniteError, list_names
 from ...models.convert import experts_row, install_experts, install_group, quantize_dense, quantize_expert_weight, rows_to_pad
 from ...models.coverage import LayerReport
 from ...models.plan import make_plan
@@ -66,7 +66,7 @@ class QuantizeOnLoad(ConversionOps):
         if self.failed:
             name, error = self.failed[0]
             raise NonFiniteError(
-                f"{name} cannot be quantized, and {len(self.failed) - 1} others: {error.what}",
+                f"{list_names(n for n, _ in self.failed)} cannot be quantized: {error.what}",
                 value=error.value,
                 limit=error.limit,
                 remedy=f"Repair the weight, or name its layer in ignore=[{name.removesuffix('.weight')!r}].",

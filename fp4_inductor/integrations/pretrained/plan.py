@@ -16,7 +16,7 @@ from ...checkpoint.readers import Found, StoredWeight, format_of, native
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
 from ...config import LargeM, weight_only
-from ...errors import SHOWN, CheckpointError, bullets
+from ...errors import CheckpointError, bullet_names, list_names
 from ...formats import fp8, nvfp4
 from ...models.convert import carry_over, replace_module
 from ...models.experts import ExpertsSpec, describe_experts
@@ -87,16 +87,16 @@ def make_load_plan(model: PreTrainedModel, shards: Shards, config: Mapping[str, 
         wrong += [f"{name}: not in the model" for name in unknown if not other_task]
     if wrong:
         raise CheckpointError(
-            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{bullets(wrong)}\n",
+            f"the checkpoint does not fit {type(model).__name__}; nothing was changed:\n{bullet_names(wrong)}\n",
             value=f"{len(wrong)} differences",
             limit="the architecture of config.json",
             remedy="Use the config.json that came with the weights" + (f"; {_FORGIVES}." if missing or unknown else "."),
         )
     notes = found.notes + [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors ignored" for reason in sorted(set(found.ignored.values()))]
     if missing:
-        notes.append(f"not in the checkpoint, newly initialized: {', '.join(missing[:SHOWN])}")
+        notes.append(f"not in the checkpoint, newly initialized: {list_names(missing)}")
         warnings.warn(f"{type(model).__name__}: {notes[-1]}", stacklevel=2)
-    notes += [f"in the checkpoint but not in the model: {', '.join(unknown[:SHOWN])}"] if unknown else []
+    notes += [f"in the checkpoint but not in the model: {list_names(unknown)}"] if unknown else []
     ours = [a for a in assemblies if a.packed or _is_expert_bias(model, a.target, assemblies)]
     ours.sort(key=lambda a: min((p.path.name, p.start) for _, _, source in a.sources for p in parts_of(source)))
     return LoadPlan(ours, notes, dense=[a.target for a in assemblies if not a.packed])
