@@ -55,7 +55,7 @@ def check_text(said: str) -> None:
 
 
 def check_explain(step: str) -> None:
-    rows = re.findall(r"^(\d+) +fp4\.linear +1 +\d+ +\d+ +bfloat16 +cpu +cpu +proven", step, re.MULTILINE)
+    rows = re.findall(r"^ *(\d+) +fp4\.linear +1 +\d+ +\d+ +bfloat16 +cpu +cpu +proven", step, re.MULTILINE)
     assert sum(map(int, rows)) == 35
 
 
@@ -70,7 +70,7 @@ def test_sparse_run():
     assert "!!" not in done.stdout
     assert 0.0 < float(re.search(r"2:4 NVFP4 costs ([+-][\d.]+) nats", done.stdout)[1]) <= 0.012
     step = done.stdout.split("explain: one decode step, eager\n")[1].split("\n\n")[0]
-    assert sum(map(int, re.findall(r"^(\d+) +fp4\.sparse_linear +1 ", step, re.MULTILINE))) == 35
+    assert sum(map(int, re.findall(r"^ *(\d+) +fp4\.sparse_linear +1 ", step, re.MULTILINE))) == 35
 
 
 @pytest.mark.parametrize(("arguments", "remedy"), [(["--device", "cuda"], "--device cpu")])
