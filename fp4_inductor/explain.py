@@ -66,11 +66,11 @@ class Explanation:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, width: int | None = None) -> str:
+    def text(self, width: int | None = None, hint: str = "print(explanation.not_taken())") -> str:
         """Table and remarks in lines of at most ``width`` columns; None: those of the terminal, 80 if the output is none.
 
         Equal calls are one line with the modules that make them, repeated layers grouped; ``rows`` has each call. What was not
-        taken is counted only: see :meth:`not_taken`.
+        taken is counted only, and ``hint`` says how to see it: :meth:`not_taken`.
         """
         width = terminal_width() if width is None else width
         lines = self._table(width) if self.rows else ["explain: no quantized call was reached."]
@@ -78,7 +78,7 @@ class Explanation:
         remarks += [("batch", f"{kernel}: {why}") for kernel, why in sorted({(r.kernel, r.batch) for r in self.rows if r.batch})]
         if refused := {refusal for r in self.rows for refusal in r.refused}:
             kernels, reasons = ({refusal[i] for refusal in refused} for i in (0, 1))
-            remarks.append(("not taken", f"{_counted(kernels, 'kernel')}, {_counted(reasons, 'reason')}: print(explanation.not_taken())"))
+            remarks.append(("not taken", f"{_counted(kernels, 'kernel')}, {_counted(reasons, 'reason')}: {hint}"))
         if self.matches:
             remarks.append(("patterns", ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items()))))
         left: dict[tuple[str, str], list[str]] = {}

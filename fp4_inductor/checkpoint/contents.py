@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .._text import COLUMNS, group_names, wrap
 from ..errors import FP4Error
 from ..models.coverage import _bytes, _count
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a name
 _SHOWN = 20
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class CheckpointContents:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, every: bool = False, width: int = _WIDTH) -> str:
-        """The table. ``every``: one line for each tensor; else tensors that differ in their layer or expert number share a line."""
+    def table(self, every: bool = False, width: int = COLUMNS) -> str:
+        """The table. ``every``: one line for each tensor; else tensors of one format and shape share a line if their names are those of repeated parts."""
         rest = [t for t in self.tensors if not t.quantized]
         lines = [
             str(self.path),
@@ -123,16 +121,20 @@ def _summary(tensors: list[StoredTensor]) -> str:
 
 def _rows(tensors: list[StoredTensor], every: bool, width: int) -> list[str]:
     """A line for each kind of tensor; a name that does not fit stands on a line of its own."""
-    groups: dict[tuple, int] = defaultdict(int)
+    names: dict[tuple, list[str]] = defaultdict(list)
     for t in sorted(tensors, key=lambda t: (not t.quantized, _natural(t.name))):
-        groups[t.format, t.shape, t.bytes, t.name if every else _NUMBER.sub("*", t.name)] += 1
-    cells = [(str(count), kind, "x".join(map(str, shape)) or "1", _bytes(size), name) for (kind, shape, size, name), count in groups.items()]
+        names[t.format, t.shape, t.bytes].append(t.name)
+    cells = []
+    for (kind, shape, size), alike in names.items():
+        groups = [(name, 1) for name in alike] if every else group_names(alike)
+        cells += [(str(count), kind, "x".join(map(str, shape)) or "1", _bytes(size), name) for name, count in groups]
     table = [("count", "format", "shape", "each", "name"), *cells]
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     lines = []
     for count, kind, shape, size, name in table:
         line = f"  {count:>{widths[0]}}  {kind:{widths[1]}}  {shape:{widths[2]}}  {size:>{widths[3]}}"
-        lines += [f"{line}  {name}"] if len(line) + 2 + len(name) <= width else [line, f"{'':{widths[0] + 4}}{name}"]
+        margin = " " * (widths[0] + 4)
+        lines += [f"{line}  {name}"] if len(line) + 2 + len(name) <= width else [line, *wrap(name, width, margin, margin)]
     return lines
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, list_names
 from ..formats import mxfp4
 from ..models.progress import bar
 from . import manifest as mf
@@ -116,7 +116,7 @@ def look_into(path: Path, what: Identity, read: bool, progress: bool) -> Checkpo
     sizes = _sizes(path, files)
     notes = list(found.notes) + [f"{reason}: {sum(r == reason for r in found.ignored.values())} tensors" for reason in sorted(set(found.ignored.values()))]
     if not what.quantized and (odd := [e.name for e in rest.values() if e.dtype in _CODES]):
-        notes.append(f"{len(odd)} tensors hold bytes or 8-bit floats ({odd[0]}, ...), and config.json does not say what they are")
+        notes.append(f"{len(odd)} tensors hold bytes or 8-bit floats ({list_names(odd)}), and config.json does not say what they are")
     if read:
         with Reader() as reader:
             for item in bar([*found.weights.values(), *rest.values()], "read", "tensor", progress):

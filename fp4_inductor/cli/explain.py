@@ -32,6 +32,7 @@ def add(subparsers: Any) -> None:
         metavar="M",
         help="tokens read at once: 1 is a decode step; a number, or several with commas; may be repeated",
     )
+    parser.add_argument("--not-taken", action="store_true", help="say for each reason which kernels do not serve the calls")
     parser.add_argument("--compile", action="store_true", help="as under torch.compile, where layers are merged and fused; takes longer")
     add_loading(parser)
 
@@ -46,9 +47,13 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
     with screen.working():
         explanations = _explain(args, screen, sizes)
     how = "compiled" if args.compile else "eager"
-    text = "\n\n".join(f"M = {m}, {how}, {device_of(args)}\n{found}" for m, found in explanations.items())
+    text = "\n\n".join(f"M = {m}, {how}, {device_of(args)}\n{_told(found, args.not_taken)}" for m, found in explanations.items())
     screen.result(text, {"model": args.model, "compiled": args.compile, "calls": [{"tokens": m, **vars(found)} for m, found in explanations.items()]})
     return OK
+
+
+def _told(found: Any, not_taken: bool) -> str:
+    return "\n".join(filter(None, [found.text(hint="--not-taken"), found.not_taken() if not_taken else ""]))
 
 
 def _explain(args: argparse.Namespace, screen: Screen, sizes: list[int]) -> dict[int, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...errors import list_names
 from ...formats import nvfp4
 from ...tensors import NVFP4Tensor
 from ..readers.weight import unsupported
@@ -31,7 +32,7 @@ def remark(weights: Mapping[str, NVFP4Tensor]) -> str | None:
     if not odd:
         return None
     return (
-        f"{len(odd)} of {len(weights)} weights ({odd[0]}, ...) have a global scale without an exact reciprocal: codes and scales are exact, but "
+        f"{len(odd)} of {len(weights)} weights ({list_names(odd)}) have a global scale without an exact reciprocal: codes and scales are exact, but "
         "values that lie between two bfloat16 numbers may round the other way in compressed-tensors' arithmetic; the modelopt layout has no reciprocal"
     )
 

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from ...checkpoint.identify import HF_QUANT_CONFIG, Identity, identify, identity_of, source_of
 from ...checkpoint.shards import CONFIG, read_json
-from ...errors import CheckpointError, bullets
+from ...errors import CheckpointError, bullet_names, list_names
 from ...models.preflight import check_device
 from .load import typed
 from .place import find_checkpoint, hub_options
@@ -85,11 +85,11 @@ def load_dense(
     model, found = typed(load, path_or_id)
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(
-            f"the checkpoint lacks weights of {type(model).__name__}, which would be random:\n{bullets(missing)}\n",
+            f"the checkpoint lacks weights of {type(model).__name__}, which would be random:\n{bullet_names(missing)}\n",
             value=f"{len(missing)} tensors missing",
             limit="every weight of the model",
             remedy="Download the checkpoint again, or load it as the model that it was saved from.",
         )
     if unused := sorted(found["unexpected_keys"]):
-        warnings.warn(f"{len(unused)} tensors of the checkpoint are not in {type(model).__name__}: {', '.join(unused[:4])}", stacklevel=2)
+        warnings.warn(f"{len(unused)} tensors of the checkpoint are not in {type(model).__name__}: {list_names(unused)}", stacklevel=2)
     return model.eval()
