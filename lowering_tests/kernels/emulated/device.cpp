@@ -19,6 +19,27 @@ double value(bool half, uint32_t pair, int i) {
   return half ? halves[bits] : emulated::from_bf16(bits);
 }
 
+double from_e4m3(uint8_t bits) {
+  static const std::vector<double> table = [] {
+    std::vector<double> all(256);
+    for (size_t v = 0; v < all.size(); ++v) all[v] = emulated::from_e4m3(v);
+    return all;
+  }();
+  return table[bits];
+}
+
+// sums[row][:] += a[row][k] * b[k][:] for k = 0, 1, ...: each sum is rounded as one number after the other is added. A compiler can do several columns at once.
+template <int K>
+void add_products(int depth, int columns, const double (&a)[16][K], const double* b, double* sums) {
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < depth; ++k) {
+      const double factor = a[row][k];
+      const double* from = b + k * columns;
+      double* to = sums + row * columns;
+      for (int n = 0; n < columns; ++n) to[n] += factor * from[n];
+    }
+}
+
 struct Operands {
   bool half;
   float* c;
@@ -30,17 +51,15 @@ struct Operands {
 // Registers of lane 4g + t (PTX ISA, "Matrix fragments for mma.m16n8k16"): B's register r holds k = 8 r + 2 t and the next one of
 // column g; C's register i row g + 8 (i / 2), column 2 t + i % 2.
 void accumulate(Operands** lanes, int k, const double (&a)[16][32]) {
-  double b[32][8];
+  double b[32][8], sums[16][8];
   for (int lane = 0; lane < 32; ++lane)
     for (int r = 0; r < k / 8; ++r)
       for (int i = 0; i < 2; ++i) b[8 * r + lane % 4 * 2 + i][lane / 4] = value(lanes[lane]->half, lanes[lane]->b[r], i);
   for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
-      double sum = lanes[lane]->c[i];
-      for (int j = 0; j < k; ++j) sum += a[row][j] * b[j][column];
-      lanes[lane]->c[i] = (float)sum;
-    }
+    for (int i = 0; i < 4; ++i) sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2] = lanes[lane]->c[i];
+  add_products(k, 8, a, b[0], sums[0]);
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) lanes[lane]->c[i] = (float)sums[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2];
 }
 
 unsigned ordered(unsigned nibble) {
@@ -71,8 +90,8 @@ void spread_e4m3(const uint32_t* const (&registers)[32], const uint32_t (&metas)
       for (int i = 0; i < 2; ++i) {
         const int row = lane / 4 + r % 2 * 8, group = lane % 4 * 2 + r / 2 * 8 + i;
         const unsigned nibble = ordered(metas[lane / 4 * 4 + row / 8 + group / 8 * 2] >> 4 * (group % 8) & 15);
-        a[row][4 * group + (nibble & 3)] = emulated::from_e4m3(registers[lane][r] >> (16 * i) & 255);
-        a[row][4 * group + (nibble >> 2)] = emulated::from_e4m3(registers[lane][r] >> (16 * i + 8) & 255);
+        a[row][4 * group + (nibble & 3)] = from_e4m3(registers[lane][r] >> (16 * i) & 255);
+        a[row][4 * group + (nibble >> 2)] = from_e4m3(registers[lane][r] >> (16 * i + 8) & 255);
       }
 }
 
@@ -88,7 +107,7 @@ uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b) {
 }
 
 void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high) {
-  auto half = [&](int i) { return (uint32_t)emulated::to_f16(emulated::from_e4m3(v >> (8 * i) & 255)); };
+  auto half = [&](int i) { return (uint32_t)emulated::to_f16(from_e4m3(v >> (8 * i) & 255)); };
   low = half(0) | half(1) << 16, high = half(2) | half(3) << 16;
 }
 
@@ -200,7 +219,7 @@ const uint8_t* chunk_of(const uint8_t* tile, int n, int c) {
 
 // Number i of a register: two of 16 bits, or four of 8.
 double number(Type type, uint32_t word, int i) {
-  if (type == kE4M3) return emulated::from_e4m3(word >> (8 * i) & 255);
+  if (type == kE4M3) return from_e4m3(word >> (8 * i) & 255);
   return value(type == kFloat16, word, i);
 }
 
@@ -251,14 +270,15 @@ void wgmma_wait_until(int open) {
           }
           const bool sparse = p.selector >= 0;
           const int per = p.type == kE4M3 ? 4 : 2, depth = 8 * per * (sparse ? 2 : 1);  // numbers a register, k a product
-          std::vector<double> b(depth * 8 * p.tiles);
+          const int columns = 8 * p.tiles;
+          std::vector<double> b(depth * columns), sums(16 * columns);
           for (int n = 0; n < 8 * p.tiles; ++n)
             for (int c = 0; c < depth / (4 * per); ++c) {
               const uint8_t* chunk = chunk_of(p.tile, n, c);
               emulated::check_published(chunk, 16);
               uint32_t words[4];
               memcpy(words, chunk, 16);
-              for (int i = 0; i < 4 * per; ++i) b[(4 * per * c + i) * 8 * p.tiles + n] = number(p.type, words[i / per], i % per);
+              for (int i = 0; i < 4 * per; ++i) b[(4 * per * c + i) * columns + n] = number(p.type, words[i / per], i % per);
             }
           for (int w = 0; w < 4; ++w) {
             double a[16][64];
@@ -275,13 +295,14 @@ void wgmma_wait_until(int open) {
                 for (int r = 0; r < 4; ++r)
                   for (int i = 0; i < per; ++i) a[lane / 4 + r % 2 * 8][(r / 2 * 4 + lane % 4) * per + i] = number(p.type, p.a[32 * w + lane][r], i);
             }
+            auto sum_of = [&](int lane, int j, int i) -> double& { return sums[(lane / 4 + 8 * (i / 2)) * columns + 8 * j + lane % 4 * 2 + i % 2]; };
             for (int lane = 0; lane < 32; ++lane)
               for (int j = 0; j < p.tiles; ++j)
-                for (int i = 0; i < 4; ++i) {
-                  double sum = p.d[32 * w + lane][j][i];
-                  for (int k = 0; k < depth; ++k) sum += a[lane / 4 + 8 * (i / 2)][k] * b[k * 8 * p.tiles + 8 * j + lane % 4 * 2 + i % 2];
-                  p.d[32 * w + lane][j][i] = (float)sum;
-                }
+                for (int i = 0; i < 4; ++i) sum_of(lane, j, i) = p.d[32 * w + lane][j][i];
+            add_products(depth, columns, a, b.data(), sums.data());
+            for (int lane = 0; lane < 32; ++lane)
+              for (int j = 0; j < p.tiles; ++j)
+                for (int i = 0; i < 4; ++i) p.d[32 * w + lane][j][i] = (float)sum_of(lane, j, i);
           }
         }
       },

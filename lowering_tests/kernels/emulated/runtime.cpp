@@ -234,7 +234,7 @@ void touch(Block& block, Word& word, size_t at, bool write, bool in_flight) {
   word.published = false;
 }
 
-void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
+void access_shared(const uint8_t* p, int bytes, bool write, bool in_flight) {
   for (auto& block : the->blocks) {
     if (p + bytes <= block->shared || p >= block->shared + kMaxShared) continue;
     const size_t at = p - block->shared;
@@ -242,7 +242,13 @@ void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
     for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i) touch(*block, block->words[i], 4 * i, write, in_flight);
     return;
   }
-  if (p < device || p >= device + kDevice) return;  // the fiber's own stack, constants
+}
+
+void access(const uint8_t* p, int bytes, bool write, bool in_flight) {
+  if (p < device || p >= device + kDevice) {
+    if (p + bytes <= shared_of(0) || p >= shared_of(kMaxBlocks)) return;  // the fiber's own stack, constants
+    return access_shared(p, bytes, write, in_flight);
+  }
   if (current->began_early && std::none_of(constants.begin(), constants.end(), [&](auto& c) { return !write && p >= c.first && p + bytes <= c.second; }))
     fail("%s of global memory before the previous kernel has finished", write ? "write" : "read");
   const uint8_t* of = valid + (p - device);
@@ -396,8 +402,8 @@ void publish_writes() {
 // Has warp b, once a barrier or a counter had separated it from a's writing at `time`, published what was written?
 bool published_behind(const Block& block, int warp_a, int warp_b, Time time) {
   for (const Barrier& b : block.named)
-    for (const auto& [completed, warps] : b.past)
-      if (completed > time && warps[warp_a] && warps[warp_b] && block.published[warp_b - block.first_warp] > completed) return true;
+    for (auto past = b.past.rbegin(); past != b.past.rend() && past->first > time; ++past)  // in the order of their times
+      if (past->second[warp_a] && past->second[warp_b] && block.published[warp_b - block.first_warp] > past->first) return true;
   for (const auto& [address, c] : block.counters)
     if (c.done.completed > time && c.published[warp_b])
       for (const auto& [warp, when] : c.arrived)
@@ -410,8 +416,11 @@ void check_published(const void* address, int bytes) {
   for (auto& block : the->blocks) {
     const size_t at = (const uint8_t*)address - block->shared;
     if ((const uint8_t*)address < block->shared || at >= (size_t)the->shared_bytes) continue;
+    const Word* before = nullptr;
     for (size_t i = at / 4; i <= (at + bytes - 1) / 4; ++i) {
       const Word& word = block->words[i];
+      if (before && before->writer == word.writer && before->written == word.written && !before->published) continue;  // the answer is the same
+      before = &word;
       for (int warp = current->warp / 4 * 4, end = warp + 4; !word.published && warp < end; ++warp)
         if (!published_behind(*block, the->fibers[word.writer]->warp_of_all(), block->first_warp + warp, word.written))
           fail("wgmma reads shared byte %zu, which was not published", 4 * i);
