@@ -1,17 +1,20 @@
 """Triton's interpreter, switched on and made quicker. Import this before anything imports Triton, in a process of its own (own_process.py).
 
 The interpreter replaces the language's functions again in every call of a device function, by far most of its time; here once a launch. Of what is left, most
-is types: blocks of a few shapes are described anew for every operation; here once a process.
+is types: blocks of a few shapes are described anew for every operation; here once a process. It also computes in 64 bits whether integers overflow, for an
+assertion that it then leaves out (``device_assert`` without ``debug``), and casts and broadcasts what has the type and shape already.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from triton import language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -66,5 +69,23 @@ def _describe_once() -> None:
     tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = block_once, describe_once, np_dtype_once
 
 
+def _leave_out_what_changes_nothing() -> None:
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
+
+    def cast_to_another(self, input, dst_ty, *args, **kwargs):
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *args, **kwargs)
+
+    def broadcast_to_another(self, lhs, rhs):
+        a, b = lhs.type, rhs.type
+        same = a.is_block() and b.is_block() and a.shape is b.shape  # blocks that are described once have one shape
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    TritonSemantic.cast, TritonSemantic.broadcast_impl_value = cast_to_another, broadcast_to_another
+
+
 _patch_once_a_launch()
 _describe_once()
+_leave_out_what_changes_nothing()
