@@ -11,7 +11,7 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
 from ...checkpoint.directory import check_values
-from ...errors import SHOWN, CheckpointError, ConfigError, DeviceError, bullets
+from ...errors import CheckpointError, ConfigError, DeviceError, bullet_names, list_names
 from ...models import siblings
 from ...models.convert import carry_over, replace_module
 from ...models.coverage import record
@@ -46,7 +46,7 @@ class FP4DiffusersConfig(QuantizationConfigMixin):
         wrong += [f"large_m {large_m!r}"] if large_m not in FP4Linear.ACCEPTED else []
         if wrong:
             raise CheckpointError(
-                "the quantization_config is not one that can be read", value=wrong[:SHOWN], limit=f"version {VERSION}; {list(BY_STORAGE)}", remedy=_AGAIN
+                "the quantization_config is not one that can be read", value=list_names(wrong), limit=f"version {VERSION}; {list(BY_STORAGE)}", remedy=_AGAIN
             )
         self.quant_method, self.version, self.large_m, self.layers = METHOD, version, large_m, dict(layers or {})
 
@@ -85,7 +85,10 @@ class FP4DiffusersQuantizer(DiffusersQuantizer):
         ]
         if wrong:
             raise CheckpointError(
-                f"the checkpoint does not fit {type(model).__name__}:\n{bullets(wrong)}\n", value=f"{len(wrong)} layers", limit="linear layers", remedy=_AGAIN
+                f"the checkpoint does not fit {type(model).__name__}:\n{bullet_names(wrong)}\n",
+                value=f"{len(wrong)} layers",
+                limit="linear layers",
+                remedy=_AGAIN,
             )
         for name, storage in self.quantization_config.layers.items():
             old = modules[name]
@@ -99,7 +102,7 @@ class FP4DiffusersQuantizer(DiffusersQuantizer):
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         if missing_keys:
             raise CheckpointError(
-                f"the checkpoint misses tensors of {type(model).__name__}:\n{bullets(sorted(missing_keys))}\n",
+                f"the checkpoint misses tensors of {type(model).__name__}:\n{bullet_names(sorted(missing_keys))}\n",
                 value=f"{len(missing_keys)} tensors",
                 limit="every tensor of the model",
                 remedy=_AGAIN,
@@ -136,7 +139,7 @@ class FP4DiffusersQuantizer(DiffusersQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         empty = [name for name, b in model.named_buffers() if b.is_meta]
         if empty:
-            raise CheckpointError("tensors of packed layers are not in the checkpoint", value=empty[:SHOWN], limit="all of them", remedy=_AGAIN)
+            raise CheckpointError("tensors of packed layers are not in the checkpoint", value=list_names(empty), limit="all of them", remedy=_AGAIN)
         model.is_quantized = False  # type: ignore[assignment]  # diffusers would refuse .half() and .to(dtype), which leave packed weights alone
         if len(set((getattr(model, "hf_device_map", None) or {}).values())) < 2:
             siblings.pack_model(model)

@@ -14,7 +14,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from ...checkpoint.aside import as_path
-from ...errors import CheckpointError, bullets
+from ...errors import CheckpointError, bullet_names
 from ...models.plan import linear_kind
 from ...modules import FP4Experts, FP4Linear
 from ...tensors.base import FP4Tensor
@@ -83,7 +83,7 @@ def check_saveable(model: Any, options: dict[str, Any]) -> None:
     wrong += _misfits(model)
     if wrong:
         raise CheckpointError(
-            f"from_pretrained could not read back what save_pretrained would write; nothing was written:\n{bullets(wrong)}\n",
+            f"from_pretrained could not read back what save_pretrained would write; nothing was written:\n{bullet_names(wrong)}\n",
             value=f"{len(wrong)} problems",
             limit="FP4Linear, Sparse24Linear and FP8Linear in place of the model's linear layers, safetensors",
             remedy="Write the model with fp4_inductor.save(model, folder), and read it with fp4_inductor.load(function_that_builds_it, folder).",

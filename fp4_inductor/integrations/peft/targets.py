@@ -69,7 +69,7 @@ def _refuse_parameters(config: Any, packed: dict[str, nn.Module], tensors: set[s
     found = [w for w in weights if any(w == t or w.endswith(f".{t}") for t in wanted)]
     if found:
         raise ConfigError(
-            f"target_parameters cannot adapt these quantized weights:\n{bullets(found)}\n",
+            f"target_parameters cannot adapt these quantized weights:\n{bullet_names(found)}\n",
             value=f"{len(found)} weights in target_parameters",
             limit="Parameters in high precision",
             remedy=f"Name quantized linear layers in target_modules; leave experts out, or {_REMEDY}",
@@ -89,7 +89,7 @@ def _refuse_copies(config: Any, model: nn.Module, packed: dict[str, nn.Module], 
             found.append(f"{name}: {type(module).__name__}")
     if found:
         raise ConfigError(
-            f"modules_to_save cannot train these modules, whose weights are quantized:\n{bullets(found)}\n",
+            f"modules_to_save cannot train these modules, whose weights are quantized:\n{bullet_names(found)}\n",
             value=f"{len(found)} modules in modules_to_save",
             limit="modules in high precision",
             remedy=f"Put an adapter beside them (target_modules), or {_REMEDY}",

@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.shards import Shards, shards_of
 from ...config import LargeM
-from ...errors import CheckpointError, ConfigError, DeviceError
+from ...errors import CheckpointError, ConfigError, DeviceError, list_names
 from ...models import siblings
 from ...models.compile_ahead import compile_ahead
 from ...models.coverage import Report, record
@@ -171,7 +171,7 @@ def check_saveable(model: PreTrainedModel) -> None:
     if tensors := [name for name, p in model.named_parameters() if isinstance(p, FP4Tensor)]:
         raise CheckpointError(
             "save_pretrained cannot write weights that are tensors of this package in modules of the model's own",
-            value=f"{', '.join(tensors[:4])}{', ...' if len(tensors) > 4 else ''} ({len(tensors)} in all)",
+            value=f"{list_names(tensors)} ({len(tensors)} in all)",
             limit="FP4Linear, Sparse24Linear, FP8Linear, FP4Experts",
             remedy="Write the model with fp4_inductor.save(model, folder); fp4_inductor.load_pretrained(folder) reads that.",
         )
