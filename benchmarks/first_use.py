@@ -54,9 +54,6 @@ def child(args: argparse.Namespace) -> dict:
         if args.device == "cuda":
             torch.cuda.synchronize()
     times["quantized"] = time.time()
-    if args.regions:
-        layer = type(model.model.layers[0])
-        layer.forward = torch.compiler.nested_compile_region(layer.forward)
     ids = torch.randint(0, 200, (1, PROMPT), device=args.device)
     options = dict(max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, cache_implementation="static")
 
@@ -108,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
         seconds, said = fresh([str(here.parent / "examples" / "quickstart.py"), "--device", args.device], args)
         rows.append({"what": "quickstart", "process_s": round(seconds, 1)})
         print(said[-1500:] if args.verbose else "", json.dumps(rows[-1]))
-    columns = dict(weights=args.weights, layers=args.layers or 36, label=args.label, regions=int(args.regions))
+    columns = dict(weights=args.weights, layers=args.layers or 36, label=args.label, regions=int(os.environ.get("FP4_INDUCTOR_REGIONS", "1")))
     keep = ("what", "process_s", "imported_s", "built_s", "quantized_s", "first_s", "again_s", "graphs", *PARTS)
     rows = [dict(machine(), **columns, **{name: row.get(name, "") for name in keep}) for row in rows]
     save(rows, "first_use.csv", args.out, args.smoke)
@@ -120,7 +117,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--package", help="a folder that holds fp4_inductor, put in front of sys.path")
     parser.add_argument("--weights", default="nvfp4", choices=["nvfp4", "bf16"])
     parser.add_argument("--layers", type=int, default=0, help="0: all")
-    parser.add_argument("--regions", action="store_true", help="compile decoder layers once (torch.compiler.nested_compile_region)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--label", default="", help="how the package was installed, for the table")
     parser.add_argument("--smoke", action="store_true", help="a tiny model")

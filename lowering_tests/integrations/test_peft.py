@@ -212,7 +212,7 @@ METHODS = [VeraConfig, RandLoraConfig, LoHaConfig, LoKrConfig, OFTConfig, HRACon
 def test_other_methods_are_refused_by_name(method):
     config = method(target_modules=["down_proj"], **({"total_step": 10} if method is AdaLoraConfig else {}))
     model = quantized()
-    with pytest.raises(errors.ConfigError, match=rf"{config.peft_type.value} cannot adapt[\s\S]*layers\.1\.mlp\.down_proj: FP4Linear[\s\S]*exclude_modules"):
+    with pytest.raises(errors.ConfigError, match=rf"{config.peft_type.value} cannot adapt[\s\S]*layers\.0-1\.mlp\.down_proj: FP4Linear[\s\S]*exclude_modules"):
         get_peft_model(model, config)
     assert type(model.model.layers[0].mlp.down_proj) is FP4Linear
 
