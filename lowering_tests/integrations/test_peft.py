@@ -220,11 +220,11 @@ def test_other_methods_are_refused_by_name(method):
 @pytest.mark.parametrize(
     ("family", "options", "named"),
     [
-        ("llama", {"modules_to_save": ["down_proj"]}, r"modules_to_save.*\n.*layers\.0\.mlp\.down_proj: FP4Linear"),
+        ("llama", {"modules_to_save": ["down_proj"]}, r"modules_to_save.*\n.*layers\.0-1\.mlp\.down_proj: FP4Linear"),
         ("llama", {"modules_to_save": ["layers.1"]}, r"modules_to_save.*\n.*model\.layers\.1: LlamaDecoderLayer"),
-        ("llama", {"target_parameters": ["down_proj.weight"]}, r"target_parameters.*\n.*layers\.0\.mlp\.down_proj\.weight"),
-        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters.*\n.*layers\.0\.mlp\.experts\.down_proj"),
-        ("mixtral", {"modules_to_save": ["experts"]}, r"modules_to_save.*\n.*layers\.0\.mlp\.experts: FP4Experts"),
+        ("llama", {"target_parameters": ["down_proj.weight"]}, r"target_parameters.*\n.*layers\.0-1\.mlp\.down_proj\.weight"),
+        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters.*\n.*layers\.0-1\.mlp\.experts\.down_proj"),
+        ("mixtral", {"modules_to_save": ["experts"]}, r"modules_to_save.*\n.*layers\.0-1\.mlp\.experts: FP4Experts"),
     ],
 )
 def test_what_would_train_nothing_is_refused(family, options, named):
@@ -237,7 +237,7 @@ def test_what_would_train_nothing_is_refused(family, options, named):
 def test_a_copy_of_what_was_quantized_under_its_wrapper_is_refused():
     model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj", "lm_head"]))
     fp4_inductor.quantize_model(model, progress=False)
-    with pytest.raises(errors.ConfigError, match=r"layers\.0\.self_attn\.o_proj: ModulesToSaveWrapper"):
+    with pytest.raises(errors.ConfigError, match=r"layers\.0-1\.self_attn\.o_proj: ModulesToSaveWrapper"):
         model.add_adapter("other", LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"]))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))  # that one is dense
 
