@@ -123,10 +123,10 @@ def _rows(tensors: list[StoredTensor], every: bool, width: int) -> list[str]:
     """A line for each kind of tensor; a name that does not fit stands on a line of its own."""
     names: dict[tuple, list[str]] = defaultdict(list)
     for t in sorted(tensors, key=lambda t: (not t.quantized, _natural(t.name))):
-        names[t.format, t.shape, t.bytes].append(t.name)
+        names[t.format, t.shape, t.bytes, t.name if every else ""].append(t.name)
     cells = []
-    for (kind, shape, size), alike in names.items():
-        groups = [(name, 1) for name in alike] if every else group_names(alike)
+    for (kind, shape, size, _), alike in names.items():
+        groups = group_names(alike)
         cells += [(str(count), kind, "x".join(map(str, shape)) or "1", _bytes(size), name) for name, count in groups]
     table = [("count", "format", "shape", "each", "name"), *cells]
     widths = [max(len(row[i]) for row in table) for i in range(4)]
