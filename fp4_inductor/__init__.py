@@ -35,6 +35,7 @@ _PUBLIC = {
     "Sparse24Config": ".config",
     "DispatchConfig": ".config",
     "dispatch": ".config",
+    "set_dispatch": ".config",
     "NVFP4Tensor": ".tensors",
     "Sparse24NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from . import errors
     from .api import load, quantize_model, save
     from .checkpoint.inspection import inspect_checkpoint
-    from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch
+    from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch, set_dispatch
     from .explain import explain
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate

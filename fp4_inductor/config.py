@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from contextlib import ContextDecorator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from .errors import ConfigError
 
@@ -236,34 +238,112 @@ class DispatchConfig:
         object.__setattr__(self, "candidates", tuple(sorted(set(self.candidates))))
 
 
-_dispatch = DispatchConfig()
+class _Blocks(NamedTuple):
+    """The :class:`dispatch` blocks around the running code, outermost first, and the config that they make of ``base``."""
+
+    entered: tuple[tuple[dispatch, dict[str, Any]], ...]
+    base: DispatchConfig
+    config: DispatchConfig
+
+
+_base = DispatchConfig()
+_blocks: ContextVar[_Blocks | None] = ContextVar("fp4_inductor_dispatch", default=None)
+_setting = threading.Lock()
 # Called after the config in force has changed. The passes put it into torch's cache keys from here.
 dispatch_observers: list[Callable[[], None]] = []
 
 
 def dispatch_config() -> DispatchConfig:
-    """The :class:`DispatchConfig` in force in this process."""
-    return _dispatch
+    """The :class:`DispatchConfig` in force: that of :func:`set_dispatch`, with what the :class:`dispatch` blocks around the caller replace."""
+    blocks = _blocks.get()
+    if blocks is None:
+        return _base
+    return blocks.config if blocks.base is _base else _merged(blocks.entered, _base)
 
 
-@contextmanager
-def dispatch(**fields: Any):
-    """Context manager: run with some fields of :class:`DispatchConfig` replaced.
+def set_dispatch(config: DispatchConfig | None = None, /, **fields: Any) -> DispatchConfig:
+    """Replace fields of :class:`DispatchConfig` for the whole process, in every thread, until the next call.
 
-    Artifacts in torch's compile caches are keyed by it. A graph already in memory keeps the config it was compiled under, as
-    with torch's own configs; ``torch.compiler.reset()`` drops it.
+    Inside a :class:`dispatch` block the fields that the block names keep its values. Calls of operators follow at once. A compiled graph that is
+    in memory keeps the config that it was compiled under, as with torch's own configs; ``torch.compiler.reset()`` drops it. Artifacts in torch's
+    compile caches are keyed by the config, and so is :func:`fp4_inductor.cache_salt`. Other processes (workers, ranks) have a config of their own.
+
+    Args:
+        config: the config whose other fields are taken; None: the one that was set before. ``set_dispatch(DispatchConfig())`` sets the defaults.
+        fields: those of :class:`DispatchConfig`.
+
+    Returns:
+        The config that was set before, for ``set_dispatch(before)``.
+
+    Raises:
+        fp4_inductor.errors.ConfigError: a field has a value that it does not take; nothing is changed.
+        TypeError: :class:`DispatchConfig` has no such field; nothing is changed.
     """
-    old = _dispatch
-    new = replace(old, **fields)
-    _put_in_force(new)
-    try:
-        yield new
-    finally:
-        _put_in_force(old)
+    global _base
+    if config is not None and not isinstance(config, DispatchConfig):
+        raise ConfigError(
+            "set_dispatch() got no DispatchConfig",
+            value=repr(config),
+            limit="a DispatchConfig",
+            remedy='Write fields by name: set_dispatch(unproven="runtime").',
+        )
+    with _setting:
+        before = _base
+        _base = replace(config or before, **fields)
+    _tell()
+    return before
 
 
-def _put_in_force(new: DispatchConfig) -> None:
-    global _dispatch
-    _dispatch = new
+class dispatch(ContextDecorator):  # noqa: N801  (a context manager, used like a function)
+    """Context manager: run with some fields of :class:`DispatchConfig` replaced, in this thread.
+
+    Blocks nest. Of the blocks that name a field the innermost counts, and each of them before :func:`set_dispatch`. Another thread does not see the
+    block, even if it is started inside (the block belongs to the current ``contextvars.Context``, so an asyncio task has its own).
+
+    Artifacts in torch's compile caches are keyed by the config in force. A graph already in memory keeps the config it was compiled under, as
+    with torch's own configs; ``torch.compiler.reset()`` drops it.
+
+    Raises:
+        fp4_inductor.errors.ConfigError: a field has a value that it does not take.
+        TypeError: :class:`DispatchConfig` has no such field.
+    """
+
+    def __init__(self, **fields: Any):
+        replace(_base, **fields)
+        self._fields = fields
+
+    def __enter__(self) -> DispatchConfig:
+        around = _blocks.get()
+        return _enter((*(around.entered if around else ()), (self, self._fields)))
+
+    def __exit__(self, *error: object) -> None:
+        around = _blocks.get()
+        entered = list(around.entered if around else ())
+        for i in reversed(range(len(entered))):
+            if entered[i][0] is self:
+                del entered[i]
+                break
+        _enter(tuple(entered))
+
+    def _recreate_cm(self) -> dispatch:
+        return dispatch(**self._fields)
+
+
+def _enter(entered: tuple[tuple[dispatch, dict[str, Any]], ...]) -> DispatchConfig:
+    base = _base
+    config = _merged(entered, base)
+    _blocks.set(_Blocks(entered, base, config) if entered else None)
+    _tell()
+    return config
+
+
+def _merged(entered: tuple[tuple[dispatch, dict[str, Any]], ...], base: DispatchConfig) -> DispatchConfig:
+    fields: dict[str, Any] = {}
+    for _, own in entered:
+        fields |= own
+    return replace(base, **fields)
+
+
+def _tell() -> None:
     for changed in dispatch_observers:
         changed()
