@@ -133,5 +133,24 @@ class KernelError(FP4Error, RuntimeError):
     """No kernel row accepts a call; the message lists every row and why it was refused."""
 
 
+class RowsError(FP4Error, ValueError):
+    """A compiled graph, or a kernel, got a number of activation rows M outside of the range that it serves.
+
+    A graph is compiled for a range of M where Dynamo guards one or :func:`fp4_inductor.compile_range` promises one. This is raised if it is called
+    with another M all the same, because its guards were dropped or the promise was broken. A C++ wrapper raises RuntimeError with the same words.
+    """
+
+    @classmethod
+    def outside(cls, m: int, low: int, high: int | None, what: str) -> RowsError:
+        """Of a graph that was compiled for ``low <= m <= high``, because of the kernels named in ``what``. Generated code calls it."""
+        return cls(
+            f"this graph was compiled for another number of activation rows ({what})",
+            value=f"M = {m}",
+            limit=f"M >= {low}" if high is None else f"M = {low} to {high}" if low else f"M <= {high}",
+            remedy="Nothing checks its guards. Compile it again for this M: with guards, in fp4_inductor.compile_range(low, high) with the M that it "
+            'will get, or with fp4_inductor.set_dispatch(unproven="runtime"), where one graph serves every M.',
+        )
+
+
 class QualityWarning(UserWarning):
     """Quantization or pruning cost a model more than a user may expect; the report has the figure."""

@@ -87,6 +87,13 @@ Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
   return y;
 }
 
+// The kernels refuse more rows, too, with cudaErrorInvalidValue, which says neither how many they serve nor why there are so many.
+void require_rows(const char* op, const Tensor& x, int64_t most) {
+  STD_TORCH_CHECK(x.dim() != 2 || x.size(0) <= most, "fp4_csrc::", op, " serves at most M = ", most, " activation rows, got M = ", x.size(0),
+                  ". A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
+                  "which serves every M.");
+}
+
 // What a library is compiled for: FP4_FINISH of common/epilogue.cuh.
 enum Variant { kPlain, kPointwise, kGlu };
 struct Names {
@@ -96,11 +103,15 @@ constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_
     kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
 
 using Optional = std::optional<Tensor>;
+// Most rows of a call, as most_rows() of csrc.py has them: of the kernels that split M, and where shared memory decides (kLargeSharedMemory of device.cuh).
+constexpr int64_t kManyRows = 1 << 20;
+constexpr bool large_shared_memory(int64_t arch) { return arch == 80 || arch == 87 || arch == 90 || (arch >= 100 && arch < 120); }
 
 template <typename Place, Variant VARIANT, typename... Tile>
-Tensor linear(const Names& names, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch,
-              int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, Tile... tile) {
+Tensor linear(const Names& names, int64_t most, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
+              int64_t arch, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, Tile... tile) {
   const char* op = names.of[VARIANT];
+  require_rows(op, x, most);
   auto* f = function<Linear<Tile...>>(op, arch);
   require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
   const Tensor q = dense(qdata), s = dense(scale);
@@ -118,7 +129,8 @@ Tensor linear(const Names& names, const Tensor& x, const Tensor& qdata, const Te
 template <typename Place, Variant VARIANT>
 Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
                     int64_t warps, int64_t stages, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
-  return linear<Place, VARIANT>(kSmall, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16, (int)warps, (int)stages);
+  return linear<Place, VARIANT>(kSmall, arch == 90 ? 32 : 16, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16,
+                                (int)warps, (int)stages);
 }
 
 // A kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
@@ -128,8 +140,8 @@ template <typename Place, Variant VARIANT>
 Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t sets,
                     int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t second, int64_t third, int64_t act, const Optional& mul,
                     const Optional& residual, int64_t early) {
-  return linear<Place, VARIANT>(kTable, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)sets,
-                                (int)sets_a_warp, (int)k_groups, (int)substeps);
+  return linear<Place, VARIANT>(kTable, VARIANT == kPlain ? 24 : 16, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual,
+                                begins(early, qdata, scale), (int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps);
 }
 
 // As scratch_bytes() of csrc.py: float32 sums of 132 blocks of 128 rows, and a flag each.
@@ -140,13 +152,14 @@ Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, co
                    int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual,
                    int64_t early) {
   const Tensor scratch = torch::stable::new_empty(x, {shared_sums(128) / 2});
-  return linear<Place, VARIANT>(kWide, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale), (int)rows,
-                               (int)tokens, (int)k_groups, (int)splits, scratch.data_ptr());
+  return linear<Place, VARIANT>(kWide, kManyRows, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale),
+                                (int)rows, (int)tokens, (int)k_groups, (int)splits, scratch.data_ptr());
 }
 
 template <typename Place, typename... Tile>
-Tensor sparse_linear(const char* op, const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
+Tensor sparse_linear(const char* op, int64_t most, const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
                      const Optional& bias, int64_t arch, Tile... tile) {
+  require_rows(op, x, most);
   auto* f = function<SparseLinear<Tile...>>(op, arch);
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
   return call<Place>(op, x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
@@ -157,21 +170,22 @@ Tensor sparse_linear(const char* op, const Tensor& x, const Tensor& values, cons
 template <typename Place>
 Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                            int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
-  return sparse_linear<Place>("sparse_linear_small", x, values, meta, scale, global_scale, bias, arch, (int)rows_16, (int)warps, (int)stages, (int)splits);
+  return sparse_linear<Place>("sparse_linear_small", large_shared_memory(arch) ? 32 : 16, x, values, meta, scale, global_scale, bias, arch, (int)rows_16,
+                              (int)warps, (int)stages, (int)splits);
 }
 
 template <typename Place>
 Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                            int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t early) {
-  return sparse_linear<Place>("sparse_linear_table", x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale), (int)sets,
+  return sparse_linear<Place>("sparse_linear_table", 16, x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale), (int)sets,
                               (int)sets_a_warp, (int)k_groups, (int)substeps);
 }
 
 template <typename Place>
 Tensor sparse_linear_wide(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                           int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits, int64_t early) {
-  return sparse_linear<Place>("sparse_linear_wide", x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale), (int)rows, (int)tokens,
-                              (int)k_groups, (int)splits);
+  return sparse_linear<Place>("sparse_linear_wide", kManyRows, x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale),
+                              (int)rows, (int)tokens, (int)k_groups, (int)splits);
 }
 
 // Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.
@@ -193,6 +207,7 @@ template <typename Place>
 Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& row_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale,
                    const Optional& bias, int64_t arch, int64_t half) {
   constexpr const char* op = "linear_w4a4";
+  require_rows(op, x_qdata, kManyRows);
   auto* f = function<LinearW4A4>(op, arch);
   require(x_qdata.dim() == 2 && qdata.dim() == 2, op, "codes are [M, K/2] and [N, K/2]");
   const int64_t m = x_qdata.size(0), n = qdata.size(0), k = x_qdata.size(1) * 2;
@@ -297,6 +312,7 @@ template <typename Place>
 Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
                        int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
   constexpr const char* op = "linear_wide_fp8";
+  require_rows(op, x8, kManyRows);
   auto* f = function<LinearWideFP8>(op, arch);
   require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
   const Tensor q = dense(qdata), s = dense(scale);
@@ -311,6 +327,7 @@ template <typename Place>
 Tensor sparse_linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
                               const Optional& bias, int64_t arch, int64_t tokens, int64_t splits, int64_t early) {
   constexpr const char* op = "sparse_linear_wide_fp8";
+  require_rows(op, x8, kManyRows);
   auto* f = function<SparseLinearWideFP8>(op, arch);
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
   const int64_t n = v.size(0);

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _notice
-from ..errors import DeviceError, KernelError
+from ..errors import DeviceError, KernelError, RowsError
 from . import build
 from .background import Background, Compilation
 from .build import aligned, pointer
@@ -127,6 +127,19 @@ def scratch_bytes(name: str) -> int:
     """Bytes that a call needs besides its result, as ops.cpp has them: sums of 132 blocks of 128 rows, and a flag each."""
     tokens = KERNELS[name].scratch
     return 132 * 4 * 128 * tokens + 1024 if tokens else 0
+
+
+def most_rows(name: str, arch: int) -> int:
+    """The most activation rows of one call, as the kernel itself and ops.cpp have it."""
+    large_shared_memory = arch in (80, 87, 90) or 100 <= arch < 120
+    kernel = KERNELS[name]
+    limits = {
+        "fp4_linear_small": 32 if arch == 90 else 16,
+        "fp4_linear_table": 24 if kernel.finish == "plain" else 16,
+        "fp4_sparse_linear_small": 32 if large_shared_memory else 16,
+        "fp4_sparse_linear_table": 16,
+    }
+    return limits.get(kernel.function, 1 << 20)
 
 
 def kernels_for(arch: int) -> list[str]:
@@ -288,6 +301,14 @@ def _through_ctypes(
     tile: Sequence[int] = (),
     more: Sequence[Any] = (),
 ) -> Tensor:
+    if x[0].shape[0] > most_rows(name, arch):
+        raise RowsError(
+            f"fp4_{name} got more activation rows than it serves",
+            value=f"M = {x[0].shape[0]}",
+            limit=f"M = 1 to {most_rows(name, arch)}",
+            remedy="A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
+            "which serves every M.",
+        )
     kernel, compiled = KERNELS[name], library(name, arch)
     first, *parts = (aligned(t) for t in (*x, *weight))
     bias = None if bias is None else aligned(bias)

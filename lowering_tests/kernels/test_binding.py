@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from fp4_inductor import FP4Linear, formats
-from fp4_inductor.errors import DeviceError, KernelError
+from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
+from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.linear_siblings import row_scales
@@ -191,10 +192,65 @@ def test_what_it_refuses(ops):
         "the bias is": (x, q, s, g, bias.float(), ARCH),
         "no kernel for sm_75": (x, q, s, g, None, 75),
         "cudaError 9": (x, q, s, g, None, ARCH, 3, 3, 3),
-        "cudaError 1 for M=33": (torch.zeros(33, 64, dtype=torch.bfloat16), q, s, g, None, ARCH),
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.linear_small(*args)
+
+
+def arguments_for(kernel: csrc.Kernel, m: int, n: int = 32, k: int = 256) -> tuple:
+    """Activations of ``m`` rows, which take no memory, and a weight that fits them."""
+    parts = {
+        "x": (k, torch.bfloat16), "x8": (k, torch.float8_e4m3fn), "x_scale": (1, torch.float32), "x_qdata": (k // 2, torch.uint8),
+        "row_scale": (1, torch.float32),
+    }  # fmt: skip
+    if kernel.codes:
+        parts["x_scale"] = (k // 16, nvfp4.SCALE_DTYPE)
+    x = (torch.zeros(1, columns).to(dtype).expand(m, columns) for columns, dtype in (parts[part] for part in kernel.activations))
+    scales = torch.ones(2) if kernel.finish == "glu" else torch.tensor(1.0)
+    w = sparse24.weight(n, k)[:3] if "meta" in kernel.weight else weight(n, k)[:2]
+    return *x, *w, scales
+
+
+LINEAR = [name for name, kernel in KERNELS.items() if kernel.weight]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_kernel_says_how_many_rows_it_serves(ops, monkeypatch, name):
+    """A graph whose guards nobody checks may bring any number of rows. Both ways to a kernel refuse before they touch it, and name both numbers."""
+    kernel, device = KERNELS[name], contextlib.nullcontext()
+    monkeypatch.setattr(torch.cuda, "device", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: 1 / 0)
+    for arch in (80, 86, 87, 89, 90, 100, 120):  # of which this machine can emulate one: it is not asked for a kernel
+        most = csrc.most_rows(name, arch)
+        args = arguments_for(kernel, most + 1)
+        with pytest.raises(RuntimeError, match=rf"fp4_csrc::{name} serves at most M = {most} activation rows, got M = {most + 1}\..*call torch.ops.fp4"):
+            getattr(ops, name)(*args, None, arch)
+        with pytest.raises(RowsError, match=rf"fp4_{name} got more .*got M = {most + 1}; accepted: M = 1 to {most}\..*call torch.ops.fp4"):
+            csrc._through_ctypes(name, args[: len(kernel.activations)], args[len(kernel.activations) : -1], args[-1], None, arch)
+
+
+@pytest.mark.parametrize("name", [name for name in LINEAR if csrc.most_rows(name, ARCH) <= 32])
+def test_that_is_how_many_rows_the_kernel_serves(ops, monkeypatch, name):
+    kernel, most = KERNELS[name], csrc.most_rows(name, ARCH)
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(KERNELS[name]), ""))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    args = arguments_for(kernel, most)
+    starts = (*[0] * len(kernel.tile), 16) if kernel.finish == "glu" else ()
+    y = getattr(ops, name)(*args, None, ARCH, *starts)
+    assert y.shape == (most, 16 if kernel.finish == "glu" else 32)
+    monkeypatch.setattr(csrc, "most_rows", lambda name, arch: most + 1)
+    x, w, g = arguments_for(kernel, most + 1)[:1], args[1:-1], args[-1]
+    with pytest.raises(KernelError, match=rf"cudaError 1 for M={most + 1}"):
+        csrc._through_ctypes(name, x, w, g, None, ARCH, (), starts[len(kernel.tile) :])
+
+
+def test_no_dispatch_row_gives_a_kernel_more_rows_than_it_serves():
+    for row in ROWS:
+        if row.csrc and KERNELS[row.csrc].weight:
+            for arch in {row.arch[0], row.arch[1]}:
+                assert (row.max_m or 0) <= csrc.most_rows(row.csrc, arch), row
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
