@@ -30,6 +30,7 @@ _PUBLIC = {
     "evaluate": ".models.evaluate",
     "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
+    "bounds": ".regimes",
     "report": ".report",
     "NVFP4Config": ".config",
     "Sparse24Config": ".config",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear
+    from .regimes import bounds
     from .report import report
     from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
 

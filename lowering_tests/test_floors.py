@@ -22,7 +22,7 @@ FLOORS = [
     {"tensors", "modules", "kernels"},
     {"passes", "lowerings"},
     {"models", "checkpoint", "integrations"},
-    {"api", "explain", "report", "__init__"},
+    {"api", "explain", "regimes", "report", "__init__"},
     {"cli", "__main__"},
 ]
 SIDE = {"_text", "errors", "config", "_sources", "_journal", "_notice"}
@@ -36,6 +36,7 @@ NEIGHBOURS = {
     ("__init__", "api"),
     ("__init__", "explain"),
     ("__init__", "report"),
+    ("__init__", "regimes"),
     ("__main__", "cli"),
     ("checkpoint", "models"),
     ("integrations", "models"),

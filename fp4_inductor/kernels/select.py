@@ -257,7 +257,18 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
                 chosen.append(replace(unlimited[0], max_m=row.min_m - 1))
             chosen.append(row)
     refused += [Refused(row, f"{unlimited[0].kernel} is preferred") for row in unlimited[1:]]
-    return Plan(call, tuple(chosen), tuple(refused))
+    return Plan(call, _merged(chosen), tuple(refused))
+
+
+def _merged(rows: list[Row]) -> tuple[Row, ...]:
+    """``rows`` without bounds at which nothing changes: a kernel of ``csrc/`` picks its tile by M itself."""
+    out: list[Row] = []
+    for row in rows:
+        before = out[-1] if out else None
+        if before and row.csrc and (before.regime, before.kernel, before.csrc, before.siblings) == (row.regime, row.kernel, row.csrc, row.siblings):
+            out.pop()
+        out.append(row)
+    return tuple(out)
 
 
 def _refusal(row: Row, call: Call) -> str | None:
