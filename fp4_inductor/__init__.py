@@ -30,6 +30,7 @@ _PUBLIC = {
     "evaluate": ".models.evaluate",
     "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
+    "decisions": ".explain",
     "bounds": ".regimes",
     "report": ".report",
     "NVFP4Config": ".config",
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from .api import load, quantize_model, save
     from .checkpoint.inspection import inspect_checkpoint
     from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch, set_dispatch
-    from .explain import explain
+    from .explain import decisions, explain
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear

@@ -1,13 +1,14 @@
-"""explain(): which quantized call runs which kernel, in which regime, decided how, and why nothing faster was taken."""
+"""explain() and decisions(): which quantized call runs which kernel, in which regime, decided how, and why nothing faster was taken."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from ._journal import LEFT_DENSE, LOWERED
 from ._text import join_names, tabulate, terminal_width, wrap
 from .config import dispatch_config
 from .errors import ConfigError
@@ -62,6 +63,7 @@ class Explanation:
     rows: list[ExplainRow] = field(default_factory=list)
     matches: dict[str, int] = field(default_factory=dict)
     missed: list[Missed] = field(default_factory=list)
+    nothing: ClassVar[str] = "explain: no quantized call was reached."
 
     def __str__(self) -> str:
         return self.text()
@@ -73,7 +75,7 @@ class Explanation:
         taken is counted only, and ``hint`` says how to see it: :meth:`not_taken`.
         """
         width = terminal_width() if width is None else width
-        lines = self._table(width) if self.rows else ["explain: no quantized call was reached."]
+        lines = self._table(width) if self.rows else [self.nothing]
         remarks = [("note", note) for note in sorted({r.note for r in self.rows if r.note})]
         remarks += [("batch", f"{kernel}: {why}") for kernel, why in sorted({(r.kernel, r.batch) for r in self.rows if r.batch})]
         if refused := {refusal for r in self.rows for refusal in r.refused}:
@@ -159,20 +161,60 @@ def _explain_compiled(model: Any, args: tuple, kwargs: dict) -> Explanation:
             done = len(entries)
 
         compile_again(model, args, kwargs, fused)
-    rows = []
-    for e, module in [(entry, module) for entry in entries for module in entry.modules]:
-        row = e.decision.row
-        rows.append(
-            ExplainRow(
-                e.op, module, e.m, e.n, e.k, e.dtype,
-                row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
-                tuple(e.epilogue), _news(e.refused, e.arch),
-                _joined(e.note, _w4a4(row, e.arch, e.dtype, e.n, e.k), _note(row, e.arch, e.decision.note, e.experts)),
-                row.batch if row else "",
-            )
-        )  # fmt: skip
+    rows = [row for entry in entries for row in _rows_of(entry)]
     rewritten = {name: count - before.get(name, 0) for name, count in matches().items() if count > before.get(name, 0)}
     return Explanation(rows, rewritten, left)
+
+
+def _rows_of(e: Any) -> Iterator[ExplainRow]:
+    """Of an entry of ``lowerings/journal.py``, one for each layer that it stands for."""
+    row = e.decision.row
+    for module in e.modules:
+        yield ExplainRow(
+            e.op, module, e.m, e.n, e.k, e.dtype,
+            row.regime if row else "any", row.kernel if row else "by M", e.decision.how,
+            tuple(e.epilogue), _news(e.refused, e.arch),
+            _joined(e.note, _w4a4(row, e.arch, e.dtype, e.n, e.k), _note(row, e.arch, e.decision.note, e.experts)),
+            row.batch if row else "",
+        )  # fmt: skip
+
+
+@dataclass
+class Decisions(Explanation):
+    """What :func:`fp4_inductor.decisions` returns: as of :class:`Explanation`, of all graphs; ``.dropped`` of the oldest calls are left out."""
+
+    dropped: int = 0
+    nothing: ClassVar[str] = "decisions: no quantized call was lowered in this process (a graph from a compile cache is not)."
+
+    def text(self, width: int | None = None, hint: str = "print(decisions.not_taken())") -> str:
+        """As :meth:`Explanation.text`, and how many of the oldest calls are left out."""
+        left_out = f"\n{self.dropped} earlier calls are left out." if self.dropped else ""
+        return super().text(width, hint) + left_out
+
+
+def decisions(clear: bool = False) -> Decisions:
+    """What was decided while graphs were compiled in this process: the quantized calls, in the order in which they were lowered.
+
+    It needs no model: a server that compiles in a worker process prints it there. Nothing has to be switched on, and a call costs no time when it
+    runs. The last 4,096 calls are kept, as they were lowered (a region that is compiled once for all layers is one). Not among them are calls
+    in eager code, and graphs that came out of a compile cache, which are not lowered. ``epilogue`` is empty, unless :func:`fp4_inductor.explain`
+    compiled the graph.
+
+    Args:
+        clear: forget them afterwards.
+
+    Returns:
+        :class:`fp4_inductor.explain.Decisions`: ``print`` it, or read ``.rows`` as those of :func:`fp4_inductor.explain`.
+    """
+    entries, left, dropped = list(LOWERED.kept), list(LEFT_DENSE.kept), LOWERED.dropped
+    if clear:
+        LOWERED.forget()
+        LEFT_DENSE.forget()
+    if not entries and not left:
+        return Decisions()
+    from .passes import matches
+
+    return Decisions([row for entry in entries for row in _rows_of(entry)], matches(), left, dropped)
 
 
 def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:

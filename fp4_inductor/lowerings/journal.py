@@ -1,12 +1,13 @@
-"""What the lowerings decided, for explain(): one entry per quantized call, appended while a graph is being lowered."""
+"""What the lowerings decided, for explain() and decisions(): one entry per quantized call, appended while a graph is being lowered."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._journal import Journal
+from .._journal import LOWERED
 from .._torch import lowering as inductor
 from ..kernels.select import Plan, Refused
 from .regime import Decision
@@ -33,8 +34,7 @@ class Entry:
     note: str = ""
 
 
-_journal: Journal[Entry] = Journal()
-listen = _journal.listen
+listen = LOWERED.listen
 
 
 def record(plan: Plan, decision: Decision, m: Any, *, refused: Sequence[Refused] = (), module: str = "", note: str = "") -> Entry:
@@ -49,6 +49,12 @@ def record(plan: Plan, decision: Decision, m: Any, *, refused: Sequence[Refused]
     node, path = inductor.current_names()
     op = "moe" if call.op == "sparse_moe" else call.op
     dtype = str(call.dtype).removeprefix("torch.")
-    reasons = (*plan.refused, *refused)
+    reasons = _shared((*plan.refused, *refused))
     modules = inductor.in_every_layer(module or path)
-    return _journal.record(Entry(f"fp4.{op}", node, modules[0], str(m), call.n, call.k, dtype, decision, reasons, call.arch, call.experts, modules, note=note))
+    return LOWERED.record(Entry(f"fp4.{op}", node, modules[0], str(m), call.n, call.k, dtype, decision, reasons, call.arch, call.experts, modules, note=note))
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(reasons: tuple[Refused, ...]) -> tuple[Refused, ...]:
+    """One object for equal reasons: entries are kept, and the layers of a model have the same."""
+    return reasons

@@ -1,4 +1,4 @@
-"""What the passes leave dense, for explain(): one entry per weight, noted while a graph is being compiled."""
+"""What the passes leave dense, for explain() and decisions(): one entry per weight, noted while a graph is being compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Node
 
-from .._journal import Journal
+from .._journal import LEFT_DENSE
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Missed:
         return f"{self.node} {self.shape} is dequantized: {self.reason}"
 
 
-_journal: Journal[Missed] = Journal()
-listen = _journal.listen
+listen = LEFT_DENSE.listen
 
 
 def missed(node: Node, dense: Tensor, reason: str) -> None:
-    """Note ``node`` if someone is listening."""
-    _journal.record(Missed(node.name, str(list(dense.shape)), reason))
+    """Note ``node``."""
+    LEFT_DENSE.record(Missed(node.name, str(list(dense.shape)), reason))
