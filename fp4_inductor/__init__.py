@@ -38,6 +38,9 @@ _PUBLIC = {
     "DispatchConfig": ".config",
     "dispatch": ".config",
     "set_dispatch": ".config",
+    "compile_range": ".ranges",
+    "add_range_provider": ".ranges",
+    "cache_salt": "._salt",
     "NVFP4Tensor": ".tensors",
     "Sparse24NVFP4Tensor": ".tensors",
     "FP4Linear": ".modules",
@@ -50,6 +53,7 @@ __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:
     from . import errors
+    from ._salt import cache_salt
     from .api import load, quantize_model, save
     from .checkpoint.inspection import inspect_checkpoint
     from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch, set_dispatch
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear
+    from .ranges import add_range_provider, compile_range
     from .regimes import bounds
     from .report import report
     from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor

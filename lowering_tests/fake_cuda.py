@@ -183,9 +183,20 @@ def generated_code(build, shapes, *, cc=(9, 0), mark=None, config=None, csrc=NOT
 _NOISE = re.compile(r"\s*(#|assert_|del |args\.clear|s\d+ = |arg.* = args|with torch.cuda|torch.cuda.set|\w*stream0 = |arg\d+_1 = copy_if)")
 
 
+# How a graph says which M it serves (fp4_inductor/_torch/holding.py).
+_HELD = re.compile(r"^ *if (.*):\n +import fp4_inductor\.errors\n +raise fp4_inductor\.errors\.RowsError\.outside\((.*)\)\n *(buf\d+) = None\n", re.M)
+
+
+def held(code: str) -> list[tuple[str, str]]:
+    """``(condition, arguments of the error)`` of each check of M in the wrapper; symbols renamed by first use."""
+    seen: dict[str, str] = {}
+    found = [f"{m[1]}\0{m[2]}" for m in _HELD.finditer(code)]
+    return [tuple(re.sub(r"\bs\d+\b", lambda m: seen.setdefault(m[0], f"s{len(seen)}"), text).split("\0")) for text in found]
+
+
 def call_body(code: str) -> str:
-    """The wrapper's ``call`` without what differs between torch releases; symbols renamed by first use."""
-    body = code[code.index("    def call(self, args):") :].split("\nrunner = ")[0]
+    """The wrapper's ``call`` without what differs between torch releases, and without checks of M (:func:`held`); symbols renamed by first use."""
+    body = _HELD.sub("", code[code.index("    def call(self, args):") :].split("\nrunner = ")[0])
     kept = []
     for line in body.splitlines()[1:]:
         line = line.split("  #")[0].rstrip()

@@ -15,6 +15,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .guards import guard_filter_of
+
 _VIEWS = {"view", "reshape", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "convert_element_type", "_to_copy", "unknown"}
 
 
@@ -63,7 +65,9 @@ def compile_again(model: Any, args: tuple, kwargs: dict, fused: Callable[[dict[s
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
-        torch.compile(original(model)[0], backend=backend, dynamic=dynamic)(*args, **kwargs)
+        keep = guard_filter_of(model)
+        filtered: dict[str, Any] = {} if keep is None else {"options": {"guard_filter_fn": keep}}
+        torch.compile(original(model)[0], backend=backend, dynamic=dynamic, **filtered)(*args, **kwargs)
 
 
 def _fusions(graph) -> dict[str, list[str]]:

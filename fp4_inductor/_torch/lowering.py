@@ -9,7 +9,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._guards import TracingContext
 from torch._inductor import ir
 from torch._inductor.codegen.subgraph import inline_subgraph_to_ir_nodes
 from torch._inductor.graph import SubgraphLowering
@@ -18,9 +17,11 @@ from torch._inductor.pattern_matcher import get_mutation_region_id
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V, ops
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from . import guards, holding
 from .fx import module_path
+from .symbols import Bounds, interval, size_of_graph
 
 aten = torch.ops.aten
 
@@ -41,6 +42,27 @@ def rows_of(x) -> sympy.Expr:
 class Symbols:
     """What is known of sizes in the graph being lowered. A pure interface, so that ``regime`` can be tested without a graph."""
 
+    def covered(self, m: sympy.Expr) -> bool:
+        """Is ``m`` a function of the graph's only dynamic size?"""
+        return bool(m.free_symbols) and m.free_symbols == {_only_size()}
+
+    def interval(self, m: sympy.Expr, given: Bounds | None) -> Bounds | None:
+        """``(least, largest)`` of ``m`` by ``given``, the range of the graph's only dynamic size; or by what is checked, where guards are not.
+
+        None: what torch knows counts (:meth:`at_most`, :meth:`above`).
+        """
+        if given is not None and self.covered(m):
+            return interval(m, dict.fromkeys(m.free_symbols, given))
+        if not m.free_symbols or V.graph.aot_mode or not _why_unchecked():
+            return None
+        marked = guards.promised(V.graph.sizevars.shape_env)
+        return interval(m, {s: marked.get(s) or self._checked(s) for s in m.free_symbols})
+
+    def _checked(self, s: sympy.Symbol) -> Bounds:
+        """What is known of ``s`` without guards: the range of an unbacked size, which ``torch._check`` gave it and the graph checks."""
+        of_torch = V.graph.sizevars.shape_env.var_to_range.get(s) if free_unbacked_symbols(s) else None
+        return (0, None) if of_torch is None else (of_torch.lower, of_torch.upper)
+
     def at_most(self, m: sympy.Expr, bound: int) -> bool:
         """Is ``m <= bound`` proven?"""
         return V.graph.sizevars.statically_known_leq(m, bound)
@@ -55,9 +77,13 @@ class Symbols:
             return "ahead-of-time compilation drops guards"
         if free_unbacked_symbols(m):
             return "M is unbacked (data-dependent)"
-        if _range_is_promised(m):
+        if any(high is not None and high < sympy.Integer(2) ** 62 for _, high in self._marked(m)):
             return "mark_dynamic(min, max) spans several regimes, and a guard inside a promised range is an error"
-        return None
+        return guards.why_no_more(V.graph.sizevars.shape_env) or None
+
+    def _marked(self, m: sympy.Expr) -> list[Bounds]:
+        marked = guards.promised(V.graph.sizevars.shape_env)
+        return [marked[s] for s in m.free_symbols if s in marked]
 
     def guard_at_most(self, m: sympy.Expr, bound: int) -> bool:
         """The truth of ``m <= bound`` for the example input, recorded as a guard of this graph."""
@@ -67,6 +93,16 @@ class Symbols:
     def guarded(self, m: sympy.Expr) -> bool:
         """Has this graph a guard from :meth:`guard_at_most` on ``m``?"""
         return m in V.graph.__dict__.get("fp4_guarded", ())
+
+    def hold(self, m: sympy.Expr, low: int, high: int | None, what: str) -> None:
+        """Let the compiled graph raise before it computes something for an ``m`` below ``low`` or above ``high``; nothing for a number.
+
+        ``what``: the kernel that this is for.
+        """
+        if V.graph.aot_mode and low <= 2:
+            low = 0  # torch.export takes 2 for the least value of a size, and lets the graph be called with 1: the kernels for two rows serve one
+        if m.free_symbols:
+            holding.hold(m, low, high, what)
 
     def hint(self, m: sympy.Expr, fallback: int) -> int:
         """A likely value of ``m``; no guard."""
@@ -80,15 +116,22 @@ class Symbols:
         return None if self.why_no_guard(value) else int(V.graph.sizevars.guard_int(value))
 
 
-def _range_is_promised(m: sympy.Expr) -> bool:
-    """Did the user give a bounded range of ``m`` with ``mark_dynamic(min=, max=)``? Dynamo refuses a guard that narrows it."""
-    tracing = TracingContext.try_get()
-    contexts = tracing.tensor_to_context.values() if tracing is not None else ()
-    strict = any(isinstance(c, StrictMinMaxConstraint) and not c.warn_only for context in contexts for c in getattr(context, "constraint_sizes", None) or ())
-    if not strict:
-        return False
-    ranges = V.graph.sizevars.shape_env.var_to_range
-    return any(s in ranges and ranges[s].upper < sympy.Integer(2) ** 62 for s in m.free_symbols)
+def _why_unchecked() -> str:
+    """:func:`guards.why_unchecked` of the graph being lowered."""
+    if "fp4_why_unchecked" not in V.graph.__dict__:
+        V.graph.__dict__["fp4_why_unchecked"] = guards.why_unchecked(V.graph.sizevars.shape_env)
+    return V.graph.__dict__["fp4_why_unchecked"]
+
+
+def _only_size() -> sympy.Symbol | None:
+    """The one symbol in the inputs of the whole graph; None if there are several, or none."""
+    graph = V.graph
+    while isinstance(graph, SubgraphLowering):
+        graph = graph.parent
+    # Of several, all but one may yet be found to be constants.
+    if graph.__dict__.get("fp4_only_size") is None:
+        graph.__dict__["fp4_only_size"] = size_of_graph(graph.graph)
+    return graph.__dict__["fp4_only_size"]
 
 
 def call_op(op, *args):

@@ -1,13 +1,50 @@
 """What is known of a size while a graph is traced."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["likely", "statically_known_true"]
+__all__ = ["interval", "likely", "only_size", "size_of_graph", "statically_known_true"]
+
+Bounds = tuple[Any, Any]  # (least, largest), both included; the largest None: no limit
 
 
-def likely(size: int | torch.SymInt, fallback: int) -> int:
-    """A likely value of ``size``, ``fallback`` where none is known; no guard."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else fallback
-    return size
+def likely(size: int | torch.SymInt, fallback: int, graph: Graph | None = None, given: Bounds | None = None) -> int:
+    """A likely value of ``size``, ``fallback`` where none is known; no guard. It is one that ``given``, the range of ``graph``'s only dynamic size, allows."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = int(size.node.hint) if size.node.has_hint() else fallback
+    m = size.node.expr
+    if graph is None or given is None or m.free_symbols != {size_of_graph(graph)}:
+        return hint
+    low, high = interval(m, dict.fromkeys(m.free_symbols, given))
+    return int(min(max(hint, low), high))
+
+
+def only_size(values: Iterable[Any]) -> sympy.Symbol | None:
+    """The symbol, if there is exactly one in sizes, strides and numbers of ``values``: tensors, SymInts, expressions."""
+    found: set[sympy.Symbol] = set()
+    for value in values:
+        if isinstance(value, (torch.Tensor, torch.SymInt, sympy.Expr)):
+            found |= free_symbols(value)
+    return found.pop() if len(found) == 1 else None
+
+
+def size_of_graph(graph: Graph) -> sympy.Symbol | None:
+    """:func:`only_size` of an FX graph's inputs."""
+    return only_size(node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+
+
+def interval(m: sympy.Expr, ranges: Mapping[sympy.Symbol, Bounds]) -> tuple[Any, Any]:
+    """``(least, largest)`` value of ``m``, whose symbols all have ranges; an end may be infinite."""
+    known = {s: ValueRanges(sympy.Integer(low), int_oo if high is None else sympy.sympify(high)) for s, (low, high) in ranges.items()}
+    found = bound_sympy(m, known)
+    return found.lower, found.upper

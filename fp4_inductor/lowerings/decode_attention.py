@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .._torch import lowering as inductor
@@ -11,7 +9,7 @@ from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.select import plan
 from .journal import record
-from .regime import Decision, decide
+from .regime import known
 
 fp4 = torch.ops.fp4
 _RUNTIME = "fp4.decode_attention picks its kernel at each call: no guard"
@@ -30,9 +28,7 @@ def lower(query, key, value, mask=None, scale=None):
         m = queries * (heads // kv_heads)
         call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=select.attention_form(d))
         options = plan(call, dispatch_config())
-        decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
-        decision = decision if decision.row is not None else Decision(None, "runtime", _RUNTIME)
-        record(options, decision, m, note=select.ATTENTION_NOTE)
+        record(options, known(options, m, symbols, _RUNTIME), m, note=select.ATTENTION_NOTE)
     # The layers of a model share one mask, and each would make it again.
     mask = None if mask is None else inductor.realized(mask)
     return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale)

@@ -26,6 +26,7 @@ from . import linear_w4a4
 from .journal import Entry, record
 from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
+from .regime import likely as likely_rows
 from .templates import arguments, bounds, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
@@ -207,7 +208,7 @@ def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
 
 
 def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
-    likely = min(inductor.Symbols().hint(m, HINT), row.max_m or HINT)
+    likely = min(likely_rows(m, inductor.Symbols(), HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)

@@ -13,7 +13,7 @@ from ..ops.linear_glu import ACTIVATIONS
 from ..passes.epilogue import MANY_ROWS
 from . import linear
 from .journal import record
-from .regime import decide, refusals
+from .regime import decide, likely, refusals
 
 fp4 = torch.ops.fp4
 
@@ -41,7 +41,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
         if residual is None:
             return y
         y = inductor.add(y, residual)
-        return inductor.realized(y) if symbols.hint(m, 0) >= MANY_ROWS else y
+        return inductor.realized(y) if likely(m, symbols, 0) >= MANY_ROWS else y
     entry = record(options, decision, m, note=f"in the kernel: {note}")
     lead = x.get_size()[:-1]
 

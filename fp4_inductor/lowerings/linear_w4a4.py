@@ -18,6 +18,7 @@ from ..ops.linear_siblings import row_scales
 from ..ops.linear_w4a4 import dequantized
 from .journal import record
 from .regime import Decision
+from .regime import likely as likely_rows
 from .templates import arguments, bounds, mid_grid
 
 fp4 = torch.ops.fp4
@@ -60,7 +61,7 @@ def product(x: tuple, weight: tuple, dtype: torch.dtype, m, n: int, k: int, rows
         return inductor.inline(both_dequantized, (*x, *weight))
     if row.kernel != "triton_w4a4":  # a CPU, or a kernel with no form inside generated code
         return inductor.call_op(fp4.linear_w4a4.default, *x, *weight, None, dtype)
-    likely = inductor.Symbols().hint(m, HINT)
+    likely = likely_rows(m, inductor.Symbols(), HINT)
     tiles = configs.choices(likely, n, select.arch_of(device))
     members = scale_bounds(bounds(rows))
     options = [dict(configs.constants(c, k, members), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles[: None if inductor.max_autotune() else 1]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .._torch import lowering as inductor
@@ -11,7 +9,7 @@ from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.select import plan
 from .journal import record
-from .regime import Decision, decide
+from .regime import known
 
 fp4 = torch.ops.fp4
 _RUNTIME = "fp4.moe picks its kernels at each call: no guard, one graph for every number of tokens"
@@ -36,9 +34,7 @@ def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate
             op, hidden.get_device(), hidden.get_dtype(), width, k, large_m, experts, _form(op, symbols, experts, gate_up_qdata, down_qdata, rest)
         )
         options = plan(call, dispatch_config())
-        decision = decide(options, m, symbols, replace(dispatch_config(), unproven="runtime"))
-        decision = decision if decision.row is not None else Decision(None, "runtime", _RUNTIME)
-        record(options, decision, m)
+        record(options, known(options, m, symbols, _RUNTIME), m)
     return inductor.call_op(fp4.moe.default, hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest)
 
 

@@ -15,6 +15,7 @@ from ..kernels.table import Row
 from ..ops.dequantize_fp8 import scaled_product
 from . import linear
 from .quantize_rows import quantized_rows
+from .regime import likely as likely_rows
 from .templates import arguments, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
@@ -62,7 +63,7 @@ def _mid_template() -> Template:
 
 
 def _mid(row: Row, x, values, meta, scale, global_scale, m, n, k):
-    likely = min(inductor.Symbols().hint(m, linear.HINT), row.max_m or linear.HINT)
+    likely = min(likely_rows(m, inductor.Symbols(), linear.HINT), row.max_m or linear.HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype()), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)

@@ -20,6 +20,7 @@ from .._torch.symbols import likely
 from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
+from ..ranges import range_in_force
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
@@ -63,7 +64,7 @@ def fuse(graph: Graph) -> None:
         if not any(row.csrc for row in options.rows):
             linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.row.csrc)
             continue
-        if _kernel_follows(found.last) and not (found.only_adds and likely(value(linear).shape[:-1].numel(), 0) >= MANY_ROWS):
+        if _kernel_follows(found.last) and not (found.only_adds and likely(value(linear).shape[:-1].numel(), 0, graph, range_in_force()) >= MANY_ROWS):
             linear.meta[LEFT_APART] = tuple(Refused(r, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc)
             continue
         act = name_of(linear, found.chain) if found.chain else ""

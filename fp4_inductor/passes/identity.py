@@ -1,28 +1,21 @@
-"""What a compiled artifact depends on beyond its graph: every byte of this package and the dispatch config in force.
+"""The keys of torch's compile caches: every byte of this package, the dispatch config and the compile range in force are a part of them.
 
 Lowerings and appended patterns are in no cache key of torch: a changed threshold would silently reuse the old artifact
 (shown on torch 2.11 to 2.15). ``torch.compiler.config.cache_key_tag`` is in the keys of the FX-graph cache, the
-AOTAutograd cache and the autotune cache; our element of it changes whenever one of ours does.
+AOTAutograd cache and the autotune cache; our element of it changes whenever one of ours does. What may differ between two compilations
+at one time (threads, ranges, whether guards are checked) is asked for whenever a key of the first two is made.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-from pathlib import Path
-
 import torch
 
 from .. import config
-from .._sources import csrc_dir
-from .._torch import cache
+from .._salt import PREFIX, cache_salt, salt, sources, sources_digest
+from .._torch import cache, guards
 from .._torch.fx_tables import before_autograd
-from ..errors import KernelError
 
-_PREFIX = "fp4:"
-_NO_SOURCES = {".pyc", ".so", ".o", ".pyd", ".md"}
-_PACKAGE = Path(__file__).resolve().parent.parent
+__all__ = ["key", "refresh", "register", "salt", "sources", "sources_digest"]
 
 
 def register() -> None:
@@ -36,36 +29,18 @@ def register() -> None:
         cache.keep_dequantized(op.default)
     if refresh not in config.dispatch_observers:
         config.dispatch_observers.append(refresh)
+    cache.in_every_key(key)
     cache.on_compile_start(refresh)
     before_autograd(lambda graph: refresh())
     refresh()
 
 
-def salt() -> str:
-    """``"fp4:<sha256 of the package's sources and of the dispatch config>"``."""
-    digest = hashlib.sha256(f"{sources_digest()}|{config.dispatch_config()!r}".encode()).hexdigest()
-    return _PREFIX + digest
-
-
 def refresh() -> None:
     """Put the present salt into torch's cache key tag, in place of an older one, leaving the user's own elements."""
-    others = [part for part in cache.key_tag().split(";") if part and not part.startswith(_PREFIX)]
+    others = [part for part in cache.key_tag().split(";") if part and not part.startswith(PREFIX)]
     cache.set_key_tag(";".join([*others, salt()]))
 
 
-@functools.cache
-def sources_digest() -> str:
-    """sha256 over the names and bytes of all source files of the package and of its ``csrc``."""
-    digest = hashlib.sha256()
-    for path in sources():
-        digest.update(f"{path.relative_to(_PACKAGE.parent).as_posix()}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def sources() -> list[Path]:
-    """The files whose bytes decide what a compiled artifact does, sorted."""
-    roots = [_PACKAGE]
-    with contextlib.suppress(KernelError):  # a copy without the C and CUDA sources has none that could change
-        roots.append(csrc_dir())
-    return sorted({p for root in roots for p in root.rglob("*") if p.is_file() and p.suffix not in _NO_SOURCES and "__pycache__" not in p.parts})
+def key() -> str:
+    """:func:`cache_salt`, and whether guards are checked in the graph that is being compiled: where they are not, none chooses a kernel."""
+    return f"{cache_salt()}{'' if guards.are_checked() else ', guards unchecked'}"

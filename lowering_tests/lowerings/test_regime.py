@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import sympy
@@ -25,13 +26,27 @@ PLAN = plan_of(4, 64, 256, None)
 
 @dataclass
 class Facts:
-    """M lies in [low, high] for all a graph knows; the example has ``hint``."""
+    """M lies in [low, high] for all a graph knows; the example has ``hint``. ``alone``: M is the graph's only dynamic size; ``trusted``: guards are checked."""
 
     low: float
     high: float
     hint: int = 0
     no_guard: str | None = None
     asked: list[int] = field(default_factory=list)
+    alone: bool = True
+    trusted: bool = True
+    held: list[tuple[int, int | None, str]] = field(default_factory=list)
+
+    def covered(self, m):
+        return self.alone
+
+    def interval(self, m, given):
+        if given is not None and self.alone:
+            return given.low, math.inf if given.high is None else given.high
+        return None if self.trusted else (0, math.inf)
+
+    def hold(self, m, low, high, what):
+        self.held.append((low, high, what))
 
     def at_most(self, m, bound):
         return self.high <= bound
@@ -127,17 +142,22 @@ def test_one_row_is_always_proven():
 
 
 def test_symbols_refuse_guards_that_would_be_dropped(monkeypatch):
+    from torch._dynamo.hooks import Hooks
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    from fp4_inductor._torch import guards
     from fp4_inductor._torch.lowering import Symbols
 
     class Graph:
         aot_mode = False
+        sizevars = SimpleNamespace(shape_env=ShapeEnv())
 
     unbacked = ShapeEnv().create_unbacked_symint().node.expr
     backed = sympy.Symbol("s0", integer=True, positive=True)
     with V.set_graph_handler(Graph()):
+        assert "Dynamo does not compile this graph" in Symbols().why_no_guard(backed)
+        monkeypatch.setattr(guards, "_hooks_of", lambda shape_env: Hooks())
         assert Symbols().why_no_guard(backed) is None
         assert Symbols().why_no_guard(backed * 7) is None
         assert "unbacked" in Symbols().why_no_guard(backed * unbacked)
