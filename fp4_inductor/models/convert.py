@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..config import NVFP4Config, weight_only
 from ..formats import nvfp4
 from ..modules import FP4Experts, FP4ExpertWeight, FP4Linear, FP8Linear
-from ..modules.experts import pack_experts
+from ..modules.experts import quantize_stack
 from .calibrate_experts import Statistics
 from .coverage import LayerReport
 from .plan import ExpertsTarget, Target, existing_experts, existing_layer
@@ -149,7 +149,7 @@ def quantize_expert_weight(
 ) -> tuple[FP4ExpertWeight, float]:
     """One weight of a module of experts, without bias, from its values as the module stores them; and its relative error."""
     transposed = target.spec.transposed
-    packed = pack_experts(dense, None, transposed=transposed, scale_search=config.scale_search, channel_weight=channel_weight, pad_rows=pad, device=device)
+    packed = quantize_stack(dense, None, transposed=transposed, scale_search=config.scale_search, channel_weight=channel_weight, pad_rows=pad, device=device)
     return packed, _experts_error(dense.mT if transposed else dense, packed, pad)
 
 

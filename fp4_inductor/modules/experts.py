@@ -162,7 +162,7 @@ class FP4Experts(Marked):
         return f"experts={self.num_experts}, {self.activation}, dense={self.dense}{identity}, large_m={self.large_m}"
 
 
-def pack_experts(
+def quantize_stack(
     weight: Tensor,
     bias: Tensor | None,
     *,

@@ -13,7 +13,7 @@ from fp4_inductor.formats import sparse24
 from fp4_inductor.kernels.moe import launch
 from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.modules import FP4Experts
-from fp4_inductor.modules.experts import pack_experts
+from fp4_inductor.modules.experts import quantize_stack
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops import router, topk
 from fp4_inductor.ops.activation import Activation
@@ -344,8 +344,8 @@ def test_rows_of_many_tokens_of_every_width(act, inner):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_is_one_graph_and_equals_eager(mode):
     experts = FP4Experts(
-        pack_experts(torch.randn(16, 256, 256, device=DEVICE).to(BF16), None),
-        pack_experts(torch.randn(16, 256, 128, device=DEVICE).to(BF16), None),
+        quantize_stack(torch.randn(16, 256, 256, device=DEVICE).to(BF16), None),
+        quantize_stack(torch.randn(16, 256, 128, device=DEVICE).to(BF16), None),
         Activation(),
     )
     compiled = torch.compile(experts, fullgraph=True, mode=mode, dynamic=mode == "default")

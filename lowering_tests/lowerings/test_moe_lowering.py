@@ -122,9 +122,9 @@ def test_explain_tells_kernel_and_refusals():
 
 def test_on_a_cpu_compiled_is_eager():
     torch.manual_seed(0)
-    from fp4_inductor.modules.experts import pack_experts
+    from fp4_inductor.modules.experts import quantize_stack
 
-    layer = FP4Experts(pack_experts(torch.randn(E, 2 * INNER, H), None), pack_experts(torch.randn(E, H, INNER), None), Activation())
+    layer = FP4Experts(quantize_stack(torch.randn(E, 2 * INNER, H), None), quantize_stack(torch.randn(E, H, INNER), None), Activation())
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for t in (5, 1, 0, 40):
         args = (torch.randn(t, H), torch.randint(-1, E + 1, (t, K)), torch.rand(t, K))

@@ -14,7 +14,7 @@ from fp4_inductor.formats import nvfp4
 from fp4_inductor.integrations.transformers import NAME, use_experts_backend
 from fp4_inductor.kernels.moe import by_expert
 from fp4_inductor.modules import FP4Experts
-from fp4_inductor.modules.experts import pack_experts
+from fp4_inductor.modules.experts import quantize_stack
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.models.doors import as_parameters
 
@@ -52,7 +52,7 @@ def test_padding_changes_nothing(h, inner, transposed, gated, interleaved):
     extra = -inner % 16
     pad = (1, 2 * extra) if interleaved else (2 if gated else 1, extra)
     stored = [t.mT.contiguous() if transposed else t for t in (first, down)]
-    packed = FP4Experts(pack_experts(stored[0], b1, transposed=transposed, pad_rows=pad), pack_experts(stored[1], b2, transposed=transposed), act)
+    packed = FP4Experts(quantize_stack(stored[0], b1, transposed=transposed, pad_rows=pad), quantize_stack(stored[1], b2, transposed=transposed), act)
     assert packed.first.shape == (3, rows, h)
     assert packed.down_proj.shape == (3, h, inner)
     x, ids, w = torch.randn(5, h), torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
@@ -74,22 +74,22 @@ def test_padding_changes_nothing(h, inner, transposed, gated, interleaved):
 
 def test_one_expert_at_a_time_is_all_at_once():
     w = torch.randn(5, 32, 48)
-    packed = pack_experts(w, None, scale_search="four_over_six")
+    packed = quantize_stack(w, None, scale_search="four_over_six")
     for e in range(5):
         qdata, scale, g = nvfp4.quantize(w[e], "four_over_six")
         assert torch.equal(packed.qdata[e], qdata)
         assert torch.equal(packed.scale[e].view(torch.uint8), scale.view(torch.uint8))
         assert torch.equal(packed.global_scale[e], g)
-    flat = pack_experts(w, None, scale_search="activation", channel_weight=torch.ones(5, 48))
-    assert torch.equal(flat.qdata, pack_experts(w, None, scale_search="mse").qdata)  # uniform weights: the same choice
+    flat = quantize_stack(w, None, scale_search="activation", channel_weight=torch.ones(5, 48))
+    assert torch.equal(flat.qdata, quantize_stack(w, None, scale_search="mse").qdata)  # uniform weights: the same choice
     skewed = torch.ones(5, 48)
     skewed[2, :16] = 1e4
-    other = pack_experts(w, None, scale_search="activation", channel_weight=skewed)
+    other = quantize_stack(w, None, scale_search="activation", channel_weight=skewed)
     assert torch.equal(other.qdata[[0, 1, 3, 4]], flat.qdata[[0, 1, 3, 4]])
 
 
 def test_index_select_and_slice_are_packed():
-    packed = pack_experts(torch.randn(6, 32, 48), None)
+    packed = quantize_stack(torch.randn(6, 32, 48), None)
     dense = packed.dequantize(torch.float32)
     ids = torch.tensor([4, 0, 4])
     for part, want in ((packed[3], dense[3]), (packed[1:4], dense[1:4]), (packed[ids], dense[ids]), (packed.weight.index_select(0, ids), dense[ids])):

@@ -9,7 +9,7 @@ from torch import nn
 import fp4_inductor
 from fp4_inductor import FP4Linear, NVFP4Config, quantize_model
 from fp4_inductor.models.rounding_error import LOUD, RoundingError, relative_error
-from fp4_inductor.modules.experts import pack_experts
+from fp4_inductor.modules.experts import quantize_stack
 
 SIZES = (1e-35, 1e-30, 1e-23, 1e-10, 1.0, 1e15, 1e30)
 
@@ -38,7 +38,7 @@ def test_the_error_of_experts_does_not_depend_on_the_size(size):
 
     for inner, pad in ((32, (1, 0)), (40, (2, 8))):
         w = torch.randn(3, 2 * inner, 64) * size
-        packed = pack_experts(w, None, pad_rows=pad)
+        packed = quantize_stack(w, None, pad_rows=pad)
         assert 0.05 < _experts_error(w, packed, pad) < 0.15
 
 
@@ -70,7 +70,7 @@ def test_an_outlier_among_experts_counts_too():
 
     w = torch.randn(3, 64, 64)
     w[1, 5, 7] = 1e9
-    assert 0.5 < _experts_error(w, pack_experts(w, None), (1, 0)) < 0.65  # one expert of three
+    assert 0.5 < _experts_error(w, quantize_stack(w, None), (1, 0)) < 0.65  # one expert of three
 
 
 def test_a_pruned_block_is_not_lost():

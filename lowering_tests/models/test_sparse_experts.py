@@ -20,7 +20,7 @@ from fp4_inductor.models.plan import make_plan
 from fp4_inductor.models.routed import RoutedInputs
 from fp4_inductor.models.sparsify_experts import quantize_experts
 from fp4_inductor.modules import FP4Experts, FP4ExpertWeight, Sparse24ExpertWeight
-from fp4_inductor.modules.experts import pack_experts
+from fp4_inductor.modules.experts import quantize_stack
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.models.doors import as_parameters
 
@@ -112,7 +112,7 @@ def test_weights_that_do_not_belong_together():
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_compiled_forward_is_the_eager_one(mixed):
-    first = pack_experts(torch.randn(4, 128, 64), None) if mixed else packed(n=128)[0]
+    first = quantize_stack(torch.randn(4, 128, 64), None) if mixed else packed(n=128)[0]
     experts = FP4Experts(first, packed(n=64, k=64)[0], Activation())
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
     for t in (2, 5):
