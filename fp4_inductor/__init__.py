@@ -47,6 +47,11 @@ _PUBLIC = {
     "FP4Experts": ".modules",
     "FP8Linear": ".modules",
     "Sparse24Linear": ".modules",
+    "pack_linear": ".formats.packing",
+    "pack_experts": ".formats.packing",
+    "PackedLinear": ".formats.packing",
+    "PackedExperts": ".formats.packing",
+    "reciprocal_scale": ".formats.reciprocal",
     "errors": ".errors",
 }
 __all__ = sorted(_PUBLIC)
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
     from .checkpoint.inspection import inspect_checkpoint
     from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch, set_dispatch
     from .explain import decisions, explain
+    from .formats.packing import PackedExperts, PackedLinear, pack_experts, pack_linear
+    from .formats.reciprocal import reciprocal_scale
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear

@@ -192,6 +192,11 @@ def unpack_meta(meta: Tensor) -> Tensor:
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
+def illegal_meta(meta: Tensor) -> Tensor:
+    """bool ``[meta.numel()]``: the bytes of which a nibble is illegal. Nothing is read back to the host."""
+    return ~_legal_bytes(meta.device).index_select(0, meta.reshape(-1).int())
+
+
 def validate_meta(meta: Tensor) -> None:
     """Raise SparsityError unless both nibbles of every metadata byte are legal (36 of the 256 bytes are). Reads the values."""
     if meta.dtype != torch.uint8:
@@ -200,7 +205,7 @@ def validate_meta(meta: Tensor) -> None:
         raise DeviceError(
             "metadata on the meta device has no values to validate", value=tuple(meta.shape), limit="a device with memory", remedy="Load it first."
         )
-    bad = ~_legal_bytes(meta.device).index_select(0, meta.reshape(-1).int())
+    bad = illegal_meta(meta)
     count = int(bad.sum())
     if count:
         flat = int(bad.to(torch.uint8).argmax())

@@ -11,7 +11,7 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import FP4Linear, errors
-from fp4_inductor.checkpoint.reciprocal import is_exact, reciprocal
+from fp4_inductor.formats.reciprocal import is_exact, reciprocal_scale
 from fp4_inductor.modules import FP4Experts
 from lowering_tests.foreign import COMPRESSED, MIXTRAL, MODELOPT, PLAIN, assert_same, bits, logits, raw, relative, reloaded
 
@@ -124,13 +124,13 @@ def test_the_warning_says_where_a_reciprocal_is_not_exact(tmp_path):
 def test_reciprocals():
     generator = torch.Generator().manual_seed(0)
     for g in torch.exp(torch.rand(300, generator=generator) * 20 - 4) * 2688:
-        other = reciprocal(g)
+        other = reciprocal_scale(g)
         assert is_exact(other, g)
         assert abs(float(other * g) - 1.0) < 2.0**-21
-    exact = [is_exact(g, reciprocal(g, dividing=False)) for g in (1 + torch.arange(128) / 128) * 2.0**-3 / 2688.0]
+    exact = [is_exact(g, reciprocal_scale(g, dividing=False)) for g in (1 + torch.arange(128) / 128) * 2.0**-3 / 2688.0]
     assert sum(exact) == 126  # two of the scales that a bfloat16 maximum gives have no exact partner
     for bad in (0.0, float("inf"), float("nan")):
-        reciprocal(torch.tensor(bad))  # refused by whoever checks the result
+        reciprocal_scale(torch.tensor(bad))  # refused by whoever checks the result
 
 
 def test_refusals(tiny, tmp_path):

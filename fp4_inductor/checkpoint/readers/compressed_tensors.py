@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...formats import mxfp4, nvfp4
-from ..reciprocal import reciprocal
 from ..safetensors_file import Entry
 from ..shards import Shards
-from .modelopt import need_packed
+from .modelopt import as_stored, need_packed
 from .mx import decode as decode_mx
 from .weight import Found, StoredWeight, check_groups, need, packed_k, unsupported
 
@@ -63,8 +61,4 @@ def _linear(module: str, entries: Mapping[str, Entry]) -> StoredWeight:
         return StoredWeight(name, (n, k), (weight, scale), decode_mx, input_scale=of_input, input_scale_divides=True, format=mxfp4.NAME)
     scale = need(scale, f"{name}_scale", (n, k // nvfp4.GROUP), nvfp4.SCALE_DTYPE)
     whole = need(entries.get(f"{name}_global_scale"), f"{name}_global_scale", ((), (1,)), torch.float32)  # type: ignore[arg-type]
-    return StoredWeight(name, (n, k), (weight, scale, whole), _divided, input_scale=of_input, input_scale_divides=True)
-
-
-def _divided(qdata: Tensor, scale: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return qdata, scale, reciprocal(whole.reshape(()))
+    return StoredWeight(name, (n, k), (weight, scale, whole), as_stored, input_scale=of_input, input_scale_divides=True, straight=True, divides=True)

@@ -152,7 +152,7 @@ def _linear(name: str, entries: Mapping[str, Entry]) -> StoredWeight:
     of_input = entries.get(f"{name.removesuffix('weight')}input_scale")
     if of_input is not None:
         need(of_input, of_input.name, ((), (1,)), torch.float32)  # type: ignore[arg-type]
-    return StoredWeight(name, (n, k), (weight, scale, second), _as_stored, input_scale=of_input, straight=True)
+    return StoredWeight(name, (n, k), (weight, scale, second), as_stored, input_scale=of_input, straight=True)
 
 
 def _fused(name: str, entries: Mapping[str, Entry]) -> StoredWeight:
@@ -175,7 +175,8 @@ def _as_it_is(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return weight, scale
 
 
-def _as_stored(qdata: Tensor, scale: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def as_stored(qdata: Tensor, scale: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of a matrix, none of which is changed."""
     return qdata, scale, second.reshape(())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, SparsityError
+from ...errors import CheckpointError
 from ...formats import fp8, nvfp4, sparse24
 from ...formats.storage import Storage
 from ...modules.marker import is_marker
@@ -43,13 +43,11 @@ class StoredSparse24(StoredWeight):
         parts = [torch.empty(shapes[part.name], dtype=part.dtype, device="meta") for part in sparse24.STORAGE.parts]
         return Sparse24NVFP4Tensor._of_parts(parts, dtype, False)
 
-    def read(self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None) -> FP4Tensor:  # type: ignore[override]
+    def read(  # type: ignore[override]
+        self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None, *, as_stored: bool = False
+    ) -> FP4Tensor:
         values, meta, scale, whole = self.decode(*(reader.read(part) for part in self.parts))
-        self._check(scale, whole)
-        try:
-            sparse24.validate_meta(meta)
-        except SparsityError as error:
-            raise CheckpointError(f"{self.name}: {error.what}", value=error.value, limit=error.limit, remedy=_AGAIN) from error
+        values, meta, scale, whole = self._packed(values, scale, whole, meta=meta)
         return Sparse24NVFP4Tensor(values, meta, scale, whole, dtype)
 
 

@@ -9,14 +9,16 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, NonFiniteError, SparsityError
 from ...formats import fp8, nvfp4
+from ...formats.packing import SCALE_MAX_BYTE, pack_experts, pack_linear
+from ...formats.reciprocal import reciprocal_scale
 from ...tensors import NVFP4Tensor
 from ..safetensors_file import Entry, Reader
 from ..shards import Shards
 
 Decode = Callable[..., Any]  # of what each class below says
-E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
+E4M3_MAX_BYTE = SCALE_MAX_BYTE
 _E4M3_NAN = 0x7F
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 
@@ -34,6 +36,7 @@ class StoredWeight:
         transposed: the model keeps this weight as ``[..., K, N]``.
         input_scale: the activation scale that came with it (W4A4 checkpoints), and whether it divides.
         straight: ``decode`` computes nothing, so that its parts can be read on the device where they stay.
+        divides: the global scale that ``decode`` gives divides.
         format: the number format on disk, ``"nvfp4"``, ``"mxfp4"`` or ``"fp8"``.
     """
 
@@ -45,6 +48,7 @@ class StoredWeight:
     input_scale: Entry | None = None
     input_scale_divides: bool = False
     straight: bool = False
+    divides: bool = False
     format: str = nvfp4.NAME
     packed: ClassVar[bool] = True  # it goes into a module of its own, not into a Parameter of the model
 
@@ -59,8 +63,11 @@ class StoredWeight:
         scale = torch.empty(*lead, n, k // nvfp4.GROUP, dtype=nvfp4.SCALE_DTYPE, device="meta")
         return NVFP4Tensor(qdata, scale, torch.empty(lead, dtype=torch.float32, device="meta"), dtype, self.transposed)
 
-    def read(self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def read(self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None, *, as_stored: bool = False) -> Tensor:
         """The weight on the CPU, or on ``device`` if it is ``straight``, bit for bit; an :class:`NVFP4Tensor`, or dense where NVFP4 cannot hold it.
+
+        Args:
+            as_stored: leave a global scale that ``divides`` as it is. Whoever stacks such weights inverts all scales at once (:func:`multiplying`).
 
         Raises:
             CheckpointError: a scale that is NaN, negative, infinite or zero where it must not be.
@@ -69,7 +76,7 @@ class StoredWeight:
         if isinstance(parts, Tensor):
             return parts.mT.to(dtype) if self.transposed else parts.to(dtype)
         qdata, scale, global_scale = parts
-        self._check(scale, global_scale)
+        qdata, scale, global_scale = self._packed(qdata, scale, global_scale, divides=self.divides and not as_stored)
         return NVFP4Tensor(qdata, scale, global_scale, dtype, self.transposed)
 
     def read_input_scale(self, reader: Reader) -> Tensor | None:
@@ -83,13 +90,22 @@ class StoredWeight:
             )
         return stored.reciprocal() if self.input_scale_divides else stored
 
-    def _check(self, scale: Tensor, global_scale: Tensor) -> None:
-        largest = int(scale.view(torch.uint8).max()) if scale.numel() else 0
-        if largest > E4M3_MAX_BYTE:
-            raise CheckpointError(f"{self.name} has a NaN or negative block scale", value=hex(largest), limit="0x00 .. 0x7e", remedy=_AGAIN)
-        bad = global_scale[~(torch.isfinite(global_scale) & (global_scale > 0))]
-        if bad.numel():
-            raise CheckpointError(f"{self.name} has a global scale that is not finite and positive", value=bad[:4].tolist(), limit="> 0", remedy=_AGAIN)
+    def _packed(self, codes: Tensor, scale: Tensor, global_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        """The parts in the order in which the ops take them, their values proved."""
+        pack = pack_linear if codes.dim() == 2 else pack_experts
+        try:
+            return pack(codes, scale, global_scale, name=self.name, **options).weight
+        except (NonFiniteError, SparsityError) as error:
+            raise CheckpointError(error.what, value=error.value, limit=error.limit, remedy=_AGAIN) from error
+
+
+def multiplying(t: NVFP4Tensor, name: str) -> NVFP4Tensor:
+    """``t``, whose global scales divide, with scales that multiply. ``name``: what an error calls it."""
+    g = reciprocal_scale(t.global_scale)
+    bad = g[~(torch.isfinite(g) & (g > 0))]
+    if bad.numel():
+        raise CheckpointError(f"{name} has a global scale without a reciprocal", value=bad[:4].tolist(), limit="finite and > 0", remedy=_AGAIN)
+    return t.with_parts((t.qdata, t.scale, g))
 
 
 class FP8Weight(NamedTuple):
@@ -108,7 +124,9 @@ class StoredFP8(StoredWeight):
     def like_meta(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return torch.empty(self.shape, dtype=fp8.DTYPE, device="meta")
 
-    def read(self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None) -> FP8Weight:  # type: ignore[override]
+    def read(  # type: ignore[override]
+        self, reader: Reader, dtype: torch.dtype, device: torch.device | None = None, *, as_stored: bool = False
+    ) -> FP8Weight:
         qdata, scale = self.decode(*(reader.read(part) for part in self.parts))
         if bool(((qdata.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN).any()):
             raise CheckpointError(f"{self.name} holds NaN", value="0x7f or 0xff", limit="finite E4M3", remedy=_AGAIN)

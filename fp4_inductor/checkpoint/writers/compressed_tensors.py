@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import list_names
 from ...formats import nvfp4
+from ...formats.reciprocal import is_exact, reciprocal_scale
 from ...tensors import NVFP4Tensor
 from ..readers.weight import unsupported
-from ..reciprocal import is_exact, reciprocal
 
 METHOD = "compressed-tensors"
 FORMAT = "nvfp4-pack-quantized"
 
 
 def tensors(name: str, weight: NVFP4Tensor, input_scale: Tensor | None) -> dict[str, Tensor]:
-    """``name``: of the dense weight, ``X.weight``. The global scale divides there: see :mod:`..reciprocal`."""
+    """``name``: of the dense weight, ``X.weight``. The global scale divides there: see :mod:`fp4_inductor.formats.reciprocal`."""
     if weight.dim() != 2:
         raise unsupported(f"compressed-tensors: {name}", f"experts stacked {tuple(weight.shape)}", "one file entry per expert")
-    whole = reciprocal(weight.global_scale.cpu(), dividing=False).reshape(1)
+    whole = reciprocal_scale(weight.global_scale.cpu(), dividing=False).reshape(1)
     out = {f"{name}_packed": weight.qdata, f"{name}_scale": weight.scale, f"{name}_global_scale": whole}
     return out if input_scale is None else out | {f"{name.removesuffix('weight')}input_global_scale": input_scale.reciprocal().reshape(1)}
 
 
 def remark(weights: Mapping[str, NVFP4Tensor]) -> str | None:
     """What is not exact about this layout for these weights, or None."""
-    odd = [n for n, w in weights.items() if not is_exact(g := w.global_scale.cpu(), reciprocal(g, dividing=False))]
+    g = torch.stack([w.global_scale.cpu().reshape(()) for w in weights.values()]) if weights else torch.empty(0)
+    odd = [n for n, exact in zip(weights, is_exact(g, reciprocal_scale(g, dividing=False)).tolist(), strict=True) if not exact]
     if not odd:
         return None
     return (

@@ -55,7 +55,7 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     Codes and block scales are written bit for bit, except where layers that a server fuses into one product (q/k/v, gate/up)
     have different global scales: all get the largest, and the others are quantized again under it.
     A global scale that has to divide (compressed-tensors) is the float32 whose bfloat16 weights are the same; a remark says
-    where there is none (see ``checkpoint/reciprocal.py``). Without input scales the checkpoint says that activations are not
+    where there is none (see ``formats/reciprocal.py``). Without input scales the checkpoint says that activations are not
     quantized. Files are written aside and renamed: nothing half-written is left, after Ctrl-C either.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.ahead import ahead
 from ...checkpoint.readers import StoredWeight
-from ...checkpoint.readers.weight import FP8Weight
+from ...checkpoint.readers.weight import FP8Weight, multiplying
 from ...checkpoint.safetensors_file import Reader
 from ...errors import CoverageError
 from ...models.convert import carry_over, replace_module
@@ -45,10 +47,10 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
         def read(item: Assembly) -> tuple[dict[str, Tensor], Tensor | None]:
             there = _device(model, item.target) if item.converter is None and item.packed and ranks is None else None
 
-            def get(source: Source) -> Tensor:
-                return source.read(reader, dtype, there) if isinstance(source, StoredWeight) else reader.read(source)
+            def get(source: Source, as_stored: bool = False) -> Tensor:
+                return source.read(reader, dtype, there, as_stored=as_stored) if isinstance(source, StoredWeight) else reader.read(source)
 
-            return item.make(model, get), _input_scale(item, reader)
+            return _made(model, item, get), _input_scale(item, reader)
 
         found = ahead(plan.assemblies, read, lambda item: sum(p.end - p.start for _, _, s in item.sources for p in parts_of(s)))
         for _, (made, input_scale) in bar(found, "load", "weight", progress, total=len(plan.assemblies)):
@@ -69,6 +71,15 @@ def fill(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, *, strict: 
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in kept_dense):
         _back_to_dense(model, owner, plan.replaced.get(owner), {n: t for n, t in kept_dense.items() if n.rpartition(".")[0] == owner}, dtype)
     return [f"{name} stays in high precision: {_WHY}" for name in kept_dense]
+
+
+def _made(model: PreTrainedModel, item: Assembly, get: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """What ``item`` makes, its global scales multiplying: of stacked experts they are inverted all at once."""
+    if item.weights and all(weight.divides for weight in item.weights):
+        made = item.make(model, functools.partial(get, as_stored=True))
+        if all(isinstance(t, NVFP4Tensor) for t in made.values()):  # else something was computed with them
+            return {name: multiplying(cast(NVFP4Tensor, t), name) for name, t in made.items()}
+    return item.make(model, get)
 
 
 def _is_interleaved(model: PreTrainedModel, name: str) -> bool:
