@@ -127,31 +127,32 @@ def metadata(*shape: int) -> torch.Tensor:
     return legal[codes(*shape).int() % len(legal)]
 
 
-def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int = 0) -> None:
+def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int = 0, starts: tuple[int, int] = (0, 0)) -> None:
     kernel = csrc.KERNELS[name]
 
     def arguments(memory: Memory, y):
         x, meta = activations(memory, name, m, k), metadata(n, k // 8)
-        weight = memory.of(codes(n, k // 4)), memory.of(meta), memory.of(scales(n, k // 16)), memory.of(torch.rand(1))
+        weight = memory.of(codes(n, k // 4)), memory.of(meta), memory.of(scales(n, k // 16)), memory.of(torch.rand(3))
         begins = (early,) if kernel.early else ()
         scratch = (memory.empty(csrc.scratch_bytes(name)),) if kernel.scratch else ()
-        return *x, *weight, memory.of(torch.randn(n).bfloat16()), y, m, n, k, 0, *begins, *(tile or (0,) * len(kernel.tile)), *scratch
+        return *x, *weight, memory.of(torch.randn(n).bfloat16()), y, m, n, k, 0, *starts, *begins, *(tile or (0,) * len(kernel.tile)), *scratch
 
-    run(name, f"M={m} N={n} K={k} tile={tile}", arguments, m, n)
+    run(name, f"M={m} N={n} K={k} tile={tile} starts={starts}", arguments, m, n)
 
 
 def moe(
     name: str, tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: tuple[int, ...], interleaved: int, biased: bool, kept: bool = False
 ) -> None:
     ids = torch.rand(tokens, experts - 1).topk(top_k).indices.int()  # the last expert has no tokens
-    few = name == decode_table.NAME
-    size = decode_table.workspace_bytes(tokens, top_k, inner) if few else grouped_wide.space(name, tokens, tokens * top_k, experts, k, inner, n, *tile)
+    one, two = name.removesuffix(csrc.SEVERAL_SCALES), name.endswith(csrc.SEVERAL_SCALES)  # global scales of an expert's first weight
+    few = one == decode_table.NAME
+    size = decode_table.workspace_bytes(tokens, top_k, inner) if few else grouped_wide.space(one, tokens, tokens * top_k, experts, k, inner, n, *tile)
 
     def arguments(memory: Memory, y):
         weights = [
             memory.of(t)
-            for rows, columns in ((2 * inner, k), (n, inner))
-            for t in (codes(experts, rows, columns // (4 if kept else 2)), scales(experts, rows, columns // 16), torch.rand(experts) / 64)
+            for rows, columns, each in ((2 * inner, k, 1 + two), (n, inner, 1))
+            for t in (codes(experts, rows, columns // (4 if kept else 2)), scales(experts, rows, columns // 16), torch.rand(experts, each) / 64)
         ]
         metas = [memory.of(metadata(experts, rows, columns // 8) if kept else None) for rows, columns in ((2 * inner, k), (n, inner))] if few else []
         biases = [memory.of(torch.randn(experts, rows).bfloat16() if biased else None) for rows in (2 * inner, n)]
@@ -197,6 +198,13 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(sparse, "sparse_linear_wide", tokens + 3, 650, 1280, (rows, tokens, groups, splits))
     for tile in ((), *tiles_of("sparse_linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("sparse_linear_wide_fp8", "STREAMED"))):
         yield case(sparse, "sparse_linear_wide_fp8", (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
+    yield case(sparse, "sparse_linear_wide_fp8", 700, 1290, 1280, (), starts=(512, 768))
+    for name, m in (("sparse_linear_small", 20), ("sparse_linear_table", 8), ("sparse_linear_wide", 50)):
+        yield case(sparse, name + csrc.SEVERAL_SCALES, m, 650, 1280, (), starts=(512, 600))
+    for name in (grouped_wide.NAME, grouped_wide.FP8, decode_table.NAME):
+        tile = decode_table.OWN_TILES if name == decode_table.NAME else (64,) if name == grouped_wide.FP8 else (32,)
+        yield case(moe, name + csrc.SEVERAL_SCALES, 8, 3, 9, 512, 256, 264, tile, 0, False)
+        yield case(moe, name + csrc.SEVERAL_SCALES, 8, 3, 9, 320, 192, 264, tile, 1, True)
     for name in (grouped_wide.NAME, grouped_wide.FP8):
         for (tile, *_), (k, inner, form) in itertools.product(tiles_of(name), ((512, 256, 0), (320, 192, 1))):
             yield case(moe, name, 150, 3, 9, k, inner, 264, (tile,), form, bool(form))

@@ -13,6 +13,7 @@ from ._text import join_names, tabulate, terminal_width, wrap
 from .config import dispatch_config
 from .errors import ConfigError
 from .formats import fp8, nvfp4, sparse24
+from .formats.packing import MOST_SCALES
 from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
@@ -228,8 +229,9 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         call = _described(op, op_args)
         if call is None:
             return
-        name, m, x, n, k, large_m, experts, form = call
-        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts, form), dispatch_config())
+        name, m, x, n, k, large_m, experts, form, scales = call
+        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts, form, scales=min(scales, MOST_SCALES)), dispatch_config())
+        remark = select.of_scales(scales, options.call.arch) if op is not torch.ops.fp4.moe.default else ""
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
         explanation.rows.append(
@@ -245,7 +247,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
                 "runtime",
                 (),
                 _news(options.refused, options.call.arch),
-                _joined(_w4a4(row, options.call.arch, dtype, n, k), _note(row, options.call.arch, experts=experts)),
+                _joined(remark, _w4a4(row, options.call.arch, dtype, n, k), _note(row, options.call.arch, experts=experts)),
                 row.batch,
             )
         )
@@ -263,14 +265,15 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     return explanation
 
 
-def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int, tuple[str, ...]] | None:
-    """``(op of the rows, M, activation, N, K, large_m, E, form)`` of a call that has dispatch rows, or None."""
+def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int, tuple[str, ...], int] | None:
+    """``(op of the rows, M, activation, N, K, large_m, E, form, global scales)`` of a call that has dispatch rows, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
         x, after_bias = args[0], len(storage.parts) + 2
         n, k = storage.logical(args[1].shape)
-        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1, ()
+        rows = args[after_bias + 1] if len(args) > after_bias + 1 else None
+        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1, (), len(rows or (0,))
     if op is torch.ops.fp4.moe.default:
         x, ids, gate_up, down = args[0], args[1], args[3], args[6]
         given = dict(enumerate(args))
@@ -279,10 +282,10 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         biases = (given[i].dtype for i in (9, 10) if given.get(i) is not None)
         moe_op = select.moe_op(*metas)
         form = select.moe_form(given.get(11, "silu"), gate_up.shape[1] != inner, inner, experts, given.get(15, False), biases, moe_op)
-        return moe_op, ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form
+        return moe_op, ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form, select.scales_of(args[5].shape)
     if op is torch.ops.fp4.decode_attention.default:
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
-        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d)
+        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d), 1
     return None
 
 

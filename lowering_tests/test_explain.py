@@ -14,6 +14,7 @@ from fp4_inductor import FP4Linear, NVFP4Tensor, dispatch, explain
 from fp4_inductor._torch import capture
 from fp4_inductor.errors import ConfigError, FP4Error
 from fp4_inductor.explain import Explanation
+from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.linear import cpu_native
 from fp4_inductor.kernels.table import ROWS
 from lowering_tests.fake_cuda import call, code_generation
@@ -84,6 +85,29 @@ def test_compiled_on_a_cpu():
     counters.clear()
     assert torch.equal(compiled(x), want)
     assert counters["stats"]["unique_graphs"] == 0, "explain must leave the compiled model's own graphs alone"
+
+
+class Merged(nn.Module):
+    """A weight of several layers, without a module of this package."""
+
+    def __init__(self, count):
+        super().__init__()
+        q, s, g = nvfp4.quantize(torch.randn(64, 64))
+        self.rows = [16 * i for i in range(count)]
+        for name, t in (("q", q), ("s", s), ("g", g * 2.0 ** torch.arange(count))):
+            self.register_buffer(name, t)
+
+    def forward(self, x):
+        return torch.ops.fp4.linear(x, self.q, self.s, self.g, None, "auto", self.rows)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_global_scales_are_told(count):
+    model, x = Merged(count), torch.randn(3, 64)
+    for asked in (model, torch.compile(model)):
+        (row,) = explain(asked, x).rows
+        assert (row.op, row.m, row.n, row.k) == ("fp4.linear", "3", 64, 64)
+        assert f"{count} global scales" in row.note
 
 
 def test_compiled_with_a_static_shape_shows_the_number():

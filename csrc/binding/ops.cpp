@@ -27,11 +27,11 @@ using Linear = int(const void* x, const void* q, const void* s, const void* g, c
 // The sparse ones likewise.
 template <typename... Tile>
 using SparseLinear = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                         int dtype, Tile... tile, void* stream);
+                         int dtype, int second, int third, Tile... tile, void* stream);
 using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
                           int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
 using SparseLinearWideFP8 = int(const void* x8, const void* x_scale, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y,
-                                int M, int N, int K, int dtype, int early, int tokens, int splits, void* scratch, void* stream);
+                                int M, int N, int K, int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
 using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
                        int M, int N, int K, int dtype, void* stream);
 using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
@@ -158,34 +158,37 @@ Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, co
 
 template <typename Place, typename... Tile>
 Tensor sparse_linear(const char* op, int64_t most, const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                     const Optional& bias, int64_t arch, Tile... tile) {
+                     const Optional& bias, int64_t arch, int64_t second, int64_t third, Tile... tile) {
   require_rows(op, x, most);
   auto* f = function<SparseLinear<Tile...>>(op, arch);
+  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
   return call<Place>(op, x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, tile..., stream);
+    return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)second, (int)third, tile..., stream);
   });
 }
 
-template <typename Place>
+// The kernels that take one global scale, and those of the libraries that take several.
+template <typename Place, bool SEVERAL>
 Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                           int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits) {
-  return sparse_linear<Place>("sparse_linear_small", large_shared_memory(arch) ? 32 : 16, x, values, meta, scale, global_scale, bias, arch, (int)rows_16,
+                           int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits, int64_t second, int64_t third) {
+  return sparse_linear<Place>(SEVERAL ? "sparse_linear_small_scales" : "sparse_linear_small", large_shared_memory(arch) ? 32 : 16, x, values, meta, scale,
+                              global_scale, bias, arch, second, third, (int)rows_16,
                               (int)warps, (int)stages, (int)splits);
 }
 
-template <typename Place>
+template <typename Place, bool SEVERAL>
 Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                           int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t early) {
-  return sparse_linear<Place>("sparse_linear_table", 16, x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale), (int)sets,
-                              (int)sets_a_warp, (int)k_groups, (int)substeps);
+                           int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t second, int64_t third, int64_t early) {
+  return sparse_linear<Place>(SEVERAL ? "sparse_linear_table_scales" : "sparse_linear_table", 16, x, values, meta, scale, global_scale, bias, arch, second,
+                              third, begins(early, values, meta, scale), (int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps);
 }
 
-template <typename Place>
+template <typename Place, bool SEVERAL>
 Tensor sparse_linear_wide(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                          int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits, int64_t early) {
-  return sparse_linear<Place>("sparse_linear_wide", kManyRows, x, values, meta, scale, global_scale, bias, arch, begins(early, values, meta, scale),
-                              (int)rows, (int)tokens, (int)k_groups, (int)splits);
+                          int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t early) {
+  return sparse_linear<Place>(SEVERAL ? "sparse_linear_wide_scales" : "sparse_linear_wide", kManyRows, x, values, meta, scale, global_scale, bias, arch,
+                              second, third, begins(early, values, meta, scale), (int)rows, (int)tokens, (int)k_groups, (int)splits);
 }
 
 // Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.
@@ -225,11 +228,11 @@ Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& r
 }
 
 // x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, of which those that are 2:4-sparse have metadata, biases [E, 2 I] and
-// [E, N]. tile: 0 for the kernel's own choice. workspace: bytes that the caller counted. run: calls the kernel with what it takes before y, metadata, y and the sizes, and what is last.
+// [E, N]. units: global scales of an expert's first weight, 1, or 2 of gate and up. tile: 0 for the kernel's own choice. workspace: bytes that the caller counted. run: calls the kernel with what it takes before y, metadata, y and the sizes, and what is last.
 template <typename Place, typename Run>
 Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
                  const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2,
-                 int64_t tile, const Tensor& workspace, Run run) {
+                 int64_t units, int64_t tile, const Tensor& workspace, Run run) {
   require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && q1.dim() == 3 && s1.dim() == 3 && q2.dim() == 3 && s2.dim() == 3, op, "tokens and their choices have two dimensions, weights three");
   const int64_t each1 = meta1 ? 4 : 2, each2 = meta2 ? 4 : 2;  // k for a byte of codes
   const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * each2, top_k = ids.size(1);
@@ -237,7 +240,7 @@ Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tenso
   for (const auto& [part, rows, per_byte, columns] : {std::tuple<Optional, int64_t, int64_t, int64_t>{q1, 2 * inner, each1, k}, {s1, 2 * inner, 16, k}, {meta1, 2 * inner, 8, k},
                                                       {q2, n, each2, inner}, {s2, n, 16, inner}, {meta2, n, 8, inner}})
     require(!part || (part->dim() == 3 && part->size(0) == e && part->size(1) == rows && part->size(2) * per_byte == columns), op, "a part of the weights does not fit");
-  require(g1.numel() == e && g2.numel() == e, op, "there is a global scale for each expert");
+  require(g1.numel() == units * e && g2.numel() == e, op, units == 2 ? "gate_up has two global scales for each expert, down one" : "there is a global scale for each expert");
   for (const auto& [b, rows] : {std::pair<Optional, int64_t>{bias, 2 * inner}, {down_bias, n}})
     require(!b || (b->dim() == 2 && b->size(0) == e && b->size(1) == rows && b->scalar_type() == ScalarType::BFloat16), op, "biases are bfloat16, a row for each expert");
   require(x.scalar_type() == ScalarType::BFloat16, op, "activations are bfloat16");
@@ -265,26 +268,27 @@ Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tenso
   return y;
 }
 
-template <typename Place, bool FP8>
+template <typename Place, bool FP8, bool SEVERAL>
 Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
                         const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
                         int64_t more, int64_t interleaved, int64_t tile, const Tensor& workspace, int64_t arch) {
-  constexpr const char* op = FP8 ? "moe_grouped_wide_fp8" : "moe_grouped_wide";
+  constexpr const char* op = FP8 ? SEVERAL ? "moe_grouped_wide_fp8_scales" : "moe_grouped_wide_fp8" : SEVERAL ? "moe_grouped_wide_scales" : "moe_grouped_wide";
   auto* f = function<MoeGroupedWide>(op, arch);
   const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved, (int)tile);
-  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, std::nullopt, std::nullopt, tile, workspace,
+  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, std::nullopt, std::nullopt, SEVERAL ? 2 : 1, tile,
+                          workspace,
                           [&](auto head, auto, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, sizes, form, rest)); });
 }
 
-template <typename Place>
+template <typename Place, bool SEVERAL>
 Tensor moe_decode_table(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
                         const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2, double alpha,
                         double limit, int64_t more, int64_t interleaved, const Tensor& workspace, int64_t arch) {
-  constexpr const char* op = "moe_decode_table";
+  constexpr const char* op = SEVERAL ? "moe_decode_table_scales" : "moe_decode_table";
   auto* f = function<MoeDecodeTable>(op, arch);
   const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved);
   const std::tuple<int, int, int, int, int, int, int> own_tiles{};
-  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, meta1, meta2, 0, workspace,
+  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, meta1, meta2, SEVERAL ? 2 : 1, 0, workspace,
                           [&](auto head, auto metas, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, metas, sizes, form, own_tiles, rest)); });
 }
 
@@ -325,15 +329,16 @@ Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qd
 
 template <typename Place>
 Tensor sparse_linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                              const Optional& bias, int64_t arch, int64_t tokens, int64_t splits, int64_t early) {
+                              const Optional& bias, int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
   constexpr const char* op = "sparse_linear_wide_fp8";
   require_rows(op, x8, kManyRows);
   auto* f = function<SparseLinearWideFP8>(op, arch);
+  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
   const Tensor v = dense(values), e = dense(meta), s = dense(scale);
   const int64_t n = v.size(0);
   return call_fp8<Place>(op, x8, x_scale, n, {{v, n, 4}, {e, n, 8}, {s, n, 16}}, bias, [&](auto* xp, auto* xsp, auto* bp, auto* yp, int m, int n, int k, void* scratch, void* stream) {
-    return f(xp, xsp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, 0, begins(early, values, meta, scale), (int)tokens,
-             (int)splits, scratch, stream);
+    return f(xp, xsp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, 0, (int)second, (int)third,
+             begins(early, values, meta, scale), (int)tokens, (int)splits, scratch, stream);
   });
 }
 
@@ -351,20 +356,25 @@ extern "C" __attribute__((visibility("default"))) void fp4_csrc_bind(fp4::Resolv
   m.impl(#name, TORCH_BOX((&fp4::name<Place, fp4::kPlain>)));                         \
   m.impl(#name "_pointwise", TORCH_BOX((&fp4::name<Place, fp4::kPointwise>)));        \
   m.impl(#name "_glu", TORCH_BOX((&fp4::name<Place, fp4::kGlu>)));
+#define FP4_BOTH(name, Place)                                                         \
+  m.impl(#name, TORCH_BOX((&fp4::name<Place, false>)));                               \
+  m.impl(#name "_scales", TORCH_BOX((&fp4::name<Place, true>)));
 #define FP4_IMPLEMENT(key, Place)                                               \
   STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                 \
     FP4_DENSE(linear_small, Place)                                              \
     FP4_DENSE(linear_table, Place)                                              \
     FP4_DENSE(linear_wide, Place)                                               \
     m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
-    m.impl("sparse_linear_small", TORCH_BOX(&fp4::sparse_linear_small<Place>)); \
-    m.impl("sparse_linear_table", TORCH_BOX(&fp4::sparse_linear_table<Place>)); \
-    m.impl("sparse_linear_wide", TORCH_BOX(&fp4::sparse_linear_wide<Place>));   \
+    FP4_BOTH(sparse_linear_small, Place)                                        \
+    FP4_BOTH(sparse_linear_table, Place)                                        \
+    FP4_BOTH(sparse_linear_wide, Place)                                         \
     m.impl("sparse_linear_wide_fp8", TORCH_BOX(&fp4::sparse_linear_wide_fp8<Place>)); \
     m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
-    m.impl("moe_grouped_wide", TORCH_BOX((&fp4::moe_grouped_wide<Place, false>)));    \
-    m.impl("moe_grouped_wide_fp8", TORCH_BOX((&fp4::moe_grouped_wide<Place, true>))); \
-    m.impl("moe_decode_table", TORCH_BOX(&fp4::moe_decode_table<Place>));             \
+    m.impl("moe_grouped_wide", TORCH_BOX((&fp4::moe_grouped_wide<Place, false, false>)));          \
+    m.impl("moe_grouped_wide_scales", TORCH_BOX((&fp4::moe_grouped_wide<Place, false, true>)));    \
+    m.impl("moe_grouped_wide_fp8", TORCH_BOX((&fp4::moe_grouped_wide<Place, true, false>)));       \
+    m.impl("moe_grouped_wide_fp8_scales", TORCH_BOX((&fp4::moe_grouped_wide<Place, true, true>))); \
+    FP4_BOTH(moe_decode_table, Place)                                                              \
   }
 FP4_IMPLEMENT(CUDA, fp4::OnDevice)
 #ifdef FP4_EMULATED

@@ -24,6 +24,12 @@ enum Finish { kPlain = 0, kPointwise = 1, kGlu = 2 };  // z; act(z) * mul + resi
 #endif
 constexpr Finish kFinish = (Finish)FP4_FINISH;
 
+// Does a library whose kernels take one global scale take several? The others carry nothing of it. Of an expert's first product: one of gate, one of up.
+#ifndef FP4_SEVERAL_SCALES
+#define FP4_SEVERAL_SCALES 0
+#endif
+constexpr bool kSeveralScales = FP4_SEVERAL_SCALES;
+
 enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };  // as in kernels/csrc.py
 
 __device__ __forceinline__ float activate(float z, int act) {
@@ -46,6 +52,8 @@ template <typename T> struct Epilogue {
   static __host__ __device__ Epilogue of(const void* mul, const void* residual, int second, int third, int act) {
     return {(const T*)mul, (const T*)residual, second ? second : INT32_MAX, third ? third : INT32_MAX, act};
   }
+  // Of a kernel with nothing but scales and bias behind its sums.
+  static __device__ Epilogue scales(int second, int third) { return kSeveralScales ? of(nullptr, nullptr, second, third, kNone) : of(nullptr, nullptr, 0, 0, kNone); }
   bool fits(Finish finish, int N) const {
     if (act < kNone || act > kRelu || second > third || second < 0 || third < 0) return false;
     return finish == kPlain ? !mul && !residual && !act : finish == kPointwise || (!mul && !residual && N % 2 == 0);
@@ -102,6 +110,9 @@ template <typename T> struct Result {
     return v;
   }
 };
+
+// Are these starts of a second and a third global scale that this library's sparse kernels take? 0: there is none.
+inline bool starts_fit(int second, int third) { return kSeveralScales ? second >= 0 && third >= 0 && (third == 0 || (second && second < third)) : !second && !third; }
 
 // Bytes of shared memory that sum_and_store needs.
 template <int R, int MT, int WARPS> constexpr int kSumBytes = WARPS * 8 * MT * (16 * R + 1) * (int)sizeof(float);

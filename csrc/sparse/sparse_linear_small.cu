@@ -20,7 +20,8 @@ constexpr int kTokenBytes = 2 * kStepK;
 template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     sparse_linear_small(const T* __restrict__ x, const uint8_t* __restrict__ values, const uint8_t* __restrict__ meta, const uint8_t* __restrict__ scale,
-                        const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K) {
+                        const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K,
+                        int second, int third) {
   constexpr int kRows = 16 * R, kMeta = kRows * 32, kScale = kRows * 48, kTokens = kRows * kRowBytes<ANY_K>, kStage = kTokens + 8 * MT * kTokenBytes;
   uint8_t* shared = dynamic_shared();
   const int splits = cluster_size();
@@ -130,13 +131,13 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   }
   copy_async_wait<0>();
   __syncthreads();
-  sum_and_store<T, R, MT, WARPS>(acc, shared, splits, n0, {y, global_scale, bias, M, N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
+  sum_and_store<T, R, MT, WARPS>(acc, shared, splits, n0, {y, global_scale, bias, M, N, Epilogue<T>::scales(second, third), *global_scale * kWeightUnit});
 }
 
 struct Call {
   const void *x, *values, *meta, *scale, *global_scale, *bias;
   void* y;
-  int M, N, K;
+  int M, N, K, second, third;
   cudaStream_t stream;
 };
 
@@ -146,7 +147,7 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K = false> 
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
   return launch(sparse_linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((c.N + 16 * R - 1) / (16 * R), 1, splits), 32 * WARPS, bytes, splits, c.stream,
                 (const T*)c.x, (const uint8_t*)c.values, (const uint8_t*)c.meta, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias,
-                (T*)c.y, c.M, c.N, c.K);
+                (T*)c.y, c.M, c.N, c.K, c.second, c.third);
 }
 
 struct Tile {
@@ -183,12 +184,12 @@ template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
 // metadata. (rows_16, warps, stages): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90; all 0 for best(); K % 64 != 0 has one tile of its own.
 // 1 <= M <= 32 (16 where a block has 99 KB of shared memory), K % 32 == 0; x and values 16-byte aligned, meta 8-byte, scale 4-byte
-// aligned; bias may be null.
+// aligned; bias may be null. second, third: the rows of W at which the second and the third global scale begin, 0 for none; FP4_SEVERAL_SCALES only.
 extern "C" int fp4_sparse_linear_small(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                       int K, int dtype, int rows_16, int warps, int stages, int splits, void* stream) {
-  if (M < 1 || M > 32 || N < 1 || K < 32 || K % 32) return cudaErrorInvalidValue;
+                                       int K, int dtype, int second, int third, int rows_16, int warps, int stages, int splits, void* stream) {
+  if (M < 1 || M > 32 || N < 1 || K < 32 || K % 32 || !starts_fit(second, third)) return cudaErrorInvalidValue;
   const Tile tile = rows_16 ? Tile{rows_16, warps, stages, splits} : best(M, N, K);
   if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
-  const Call call{x, values, meta, s, g, bias, y, M, N, K, (cudaStream_t)stream};
+  const Call call{x, values, meta, s, g, bias, y, M, N, K, second, third, (cudaStream_t)stream};
   return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
 }

@@ -36,7 +36,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS>
 __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
     sparse_linear_table(const __grid_constant__ TileMap values, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
                         const __grid_constant__ TileMap activations, const Layout layout, const float* __restrict__ global_scale, const T* __restrict__ bias,
-                        T* __restrict__ y, int M, int N, int K) {
+                        T* __restrict__ y, int M, int N, int K, int second, int third) {
   constexpr int kTiles = TOKENS / 8, kSharers = SUBSTEPS / 2, kStepK = 128 * SUBSTEPS, kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
   uint8_t* shared = dynamic_shared();
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kStepK, rows = layout.rows();
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
 
   barrier(1, threads);  // nobody reads the ring any more
   sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, row, k_group, layout.k_groups, threads, n0, ((int)blockIdx.x * rows - n0) & ~1,
-                                    {y, global_scale, bias, M, N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
+                                    {y, global_scale, bias, M, N, Epilogue<T>::scales(second, third), *global_scale * kWeightUnit});
 }
 
 template <typename T> struct Call {
@@ -107,7 +107,7 @@ template <typename T> struct Call {
   const float* global_scale;
   const T* bias;
   T* y;
-  int M, N, K;
+  int M, N, K, second, third;
   Stream stream;
 };
 
@@ -142,7 +142,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, x_rows, 128);
   if (status != cudaSuccess) return status;
   return launch(sparse_linear_table<T, TOKENS, R, SUBSTEPS>, dim3((c.N + layout.rows() - 1) / layout.rows()), 32 * (layout.warps() + 1), layout.bytes(), 1, c.stream,
-                values, metadata, scales, activations, layout, c.global_scale, c.bias, c.y, c.M, c.N, c.K);
+                values, metadata, scales, activations, layout, c.global_scale, c.bias, c.y, c.M, c.N, c.K, c.second, c.third);
 }
 
 template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& c) {
@@ -158,14 +158,14 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
 // metadata. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, of N rows or fewer, a multiple of sets_a_warp in {1, 2, 4}, in at most 16 warps,
 // sets / sets_a_warp * k_groups, 8 where sets_a_warp is 4; substeps in {2, 4}, of 128 k, k_groups even where they are 4; all 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, values, meta and scale 16-byte
-// aligned; bias may be null. early: as of linear_table.
+// aligned; bias may be null. early: as of linear_table; second, third: as of sparse_linear_small.
 extern "C" int fp4_sparse_linear_table(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                       int K, int dtype, int early, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
-  if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256) return cudaErrorInvalidValue;
+                                       int K, int dtype, int second, int third, int early, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
+  if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256 || !starts_fit(second, third)) return cudaErrorInvalidValue;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(N, K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, {(cudaStream_t)stream, early != 0}};
+    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, second, third, {(cudaStream_t)stream, early != 0}};
     return M <= 8 ? by_tile<T, 8>(tile, c) : by_tile<T, 16>(tile, c);
   };
   return dtype == 0 ? run(__nv_bfloat16()) : run(__half());

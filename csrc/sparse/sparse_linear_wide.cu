@@ -33,7 +33,8 @@ struct Maps {
 
 template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES>
 __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
-    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int tile_tokens, int M, int N, int K) {
+    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int tile_tokens, int M, int N, int K,
+                       int second_scale, int third_scale) {
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
@@ -178,13 +179,13 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   wgmma_sums(acc);
   if (SHARES) cluster_barrier();  // nobody leaves while the other arrives at its counters
   sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, splits, SHARES ? 0 : rank, n0, m0,
-                                                   Result<T>{y, global_scale, bias, min(M, m0 + tile_tokens), N, Epilogue<T>::of(nullptr, nullptr, 0, 0, kNone), *global_scale * kWeightUnit});
+                                                   Result<T>{y, global_scale, bias, min(M, m0 + tile_tokens), N, Epilogue<T>::scales(second_scale, third_scale), *global_scale * kWeightUnit});
 }
 
 struct Call {
   const void *x, *values, *meta, *scale, *global_scale, *bias;
   void* y;
-  int M, N, K;
+  int M, N, K, second, third;
   Stream stream;
 };
 
@@ -205,7 +206,7 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_
   if (status != cudaSuccess) return status;
   const int cluster = SHARES ? 2 : splits;
   return launch(sparse_linear_wide<T, ROWS, TOKENS, KGROUPS, SHARES>, dim3(SHARES ? (row_tiles + 1) / 2 : row_tiles, places, cluster), S::kThreads, S::kBytes,
-                cluster, c.stream, maps, (const float*)c.global_scale, (const T*)c.bias, (T*)c.y, tile_tokens, c.M, c.N, c.K);
+                cluster, c.stream, maps, (const float*)c.global_scale, (const T*)c.bias, (T*)c.y, tile_tokens, c.M, c.N, c.K, c.second, c.third);
 }
 
 // Measured on an H200 for five shapes, M = 16 to 128: nearly every SM has a block, two of a cluster share K where rows alone make too few, and activations where
@@ -233,12 +234,12 @@ template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 
 // Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
 // metadata. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0: two blocks share activations; all 0 for best().
-// M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned. early: as of linear_table.
+// M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned. early: as of linear_table; second, third: as of sparse_linear_small.
 extern "C" int fp4_sparse_linear_wide(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                      int K, int dtype, int early, int rows, int tokens, int k_groups, int splits, void* stream) {
-  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
+                                      int K, int dtype, int second, int third, int early, int rows, int tokens, int k_groups, int splits, void* stream) {
+  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || !starts_fit(second, third)) return cudaErrorInvalidValue;
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K);
   if (tile.splits < 0) return cudaErrorInvalidConfiguration;
-  const Call call{x, values, meta, s, g, bias, y, M, N, K, {(cudaStream_t)stream, early != 0}};
+  const Call call{x, values, meta, s, g, bias, y, M, N, K, second, third, {(cudaStream_t)stream, early != 0}};
   return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
 }

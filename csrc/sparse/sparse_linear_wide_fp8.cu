@@ -121,11 +121,14 @@ cudaError_t by_tile(Tile tile, const Call<Sparse>& p, void* scratch, Stream stre
 }  // namespace
 
 // Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3, x_scale [M]; values uint8 [N, K/4], meta uint8 [N, K/8], s E4M3
-// [N, K/16], all legal metadata. (tokens, splits), early, scratch and limits: as of linear_wide_fp8.
+// [N, K/16], all legal metadata. (tokens, splits), second, third, early, scratch and limits: as of linear_wide_fp8.
 extern "C" int fp4_sparse_linear_wide_fp8(const void* x8, const void* x_scale, const void* values, const void* meta, const void* s, const void* g, const void* bias,
-                                          void* y, int M, int N, int K, int dtype, int early, int tokens, int splits, void* scratch, void* stream) {
-  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype) return cudaErrorInvalidValue;
+                                          void* y, int M, int N, int K, int dtype, int second, int third, int early, int tokens, int splits, void* scratch,
+                                          void* stream) {
+  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype || !Epilogue<__nv_bfloat16>::of(nullptr, nullptr, second, third, 0).fits(kPlain, N))
+    return cudaErrorInvalidValue;
   const Call<Sparse> p{(const uint8_t*)x8, (const float*)x_scale, {(const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s}, (const float*)g,
-                       (const __nv_bfloat16*)bias, (__nv_bfloat16*)y, M, N, K, INT32_MAX, INT32_MAX};
+                       (const __nv_bfloat16*)bias, (__nv_bfloat16*)y, M, N, K, second ? second : INT32_MAX,
+                       third ? third : INT32_MAX};
   return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, kCosts), p, scratch, {(cudaStream_t)stream, early != 0});
 }

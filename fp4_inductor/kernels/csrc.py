@@ -23,7 +23,7 @@ from . import build
 from .background import Background, Compilation
 from .build import aligned, pointer
 from .linear.configs import Epilogue
-from .table import ROWS
+from .table import ONE_SCALE, ROWS, SEVERAL_SCALES
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Kernel:
         scratch: takes memory of the caller's, :func:`scratch_bytes`, for blocks of up to so many tokens that share sums; 0: none.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
             bfloat16 results.
-        siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
+        siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so. A library that is
+            not compiled for several refuses others than 0.
+        several: its library is compiled for several global scales, of an expert for two.
     """
 
     source: str
@@ -52,6 +54,7 @@ class Kernel:
     activations: tuple[str, ...] = ("x",)
     scratch: int = 0
     siblings: bool = False
+    several: bool = False
 
     @property
     def codes(self) -> bool:
@@ -72,7 +75,8 @@ class Kernel:
     @property
     def defines(self) -> tuple[str, ...]:
         """nvcc's flags besides those of the architecture."""
-        return (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
+        finish = (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
+        return (*finish, "-DFP4_SEVERAL_SCALES=1") if self.several else finish
 
     @property
     def function(self) -> str:
@@ -95,12 +99,14 @@ KERNELS = {
         scratch=256,
         siblings=True,
     ),
-    "sparse_linear_small": Kernel("sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None),
+    "sparse_linear_small": Kernel(
+        "sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None, siblings=True
+    ),
     "sparse_linear_table": Kernel(
-        "sparse/sparse_linear_table.cu", ("values", "meta", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", None, early=True
+        "sparse/sparse_linear_table.cu", ("values", "meta", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", None, early=True, siblings=True
     ),
     "sparse_linear_wide": Kernel(
-        "sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True
+        "sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True, siblings=True
     ),
     "sparse_linear_wide_fp8": Kernel(
         "sparse/sparse_linear_wide_fp8.cu",
@@ -111,6 +117,7 @@ KERNELS = {
         early=True,
         activations=("x8", "x_scale"),
         scratch=256,
+        siblings=True,
     ),
     "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
@@ -121,6 +128,13 @@ KERNELS["moe_grouped_wide_fp8"] = Kernel("moe/grouped_wide_fp8.cu", (), (), "wid
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
+# FP4_SEVERAL_SCALES of csrc/common/epilogue.cuh: libraries of their own, too, so that those for one scale carry nothing of it.
+KERNELS |= {name + SEVERAL_SCALES: replace(KERNELS[name], several=True) for name in ONE_SCALE}
+
+
+def for_scales(name: str, count: int) -> str:
+    """The kernel that takes ``count`` global scales where ``name`` takes one."""
+    return name + SEVERAL_SCALES if count > 1 and name in ONE_SCALE else name
 
 
 def scratch_bytes(name: str) -> int:
@@ -144,7 +158,8 @@ def most_rows(name: str, arch: int) -> int:
 
 def kernels_for(arch: int) -> list[str]:
     """The kernels that some row of the table names for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
-    return [name for name in KERNELS if any(row.csrc == name and row.arch[0] <= arch <= row.arch[1] for row in ROWS)]
+    named = {row.csrc for row in ROWS if row.csrc and row.arch[0] <= arch <= row.arch[1]}
+    return [name for name in KERNELS if name.removesuffix(SEVERAL_SCALES) in named]
 
 
 def libraries_for(arch: int) -> dict[str, tuple[str, int, tuple[str, ...]]]:

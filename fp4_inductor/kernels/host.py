@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import DispatchConfig, dispatch_config
 from . import csrc, select
 from .build import aligned as aligned
+from .linear.configs import Epilogue
 from .table import Row
 
 arch = functools.cache(select.arch_of)
@@ -26,19 +27,20 @@ def processors(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, form: tuple[str, ...], config: DispatchConfig
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, form: tuple[str, ...], scales: int, config: DispatchConfig
 ) -> select.Plan:
-    return select.plan(select.describe(op, device, dtype, n, k, large_m, experts, form), config)
+    return select.plan(select.describe(op, device, dtype, n, k, large_m, experts, form, scales=scales), config)
 
 
 def row_for(
-    op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = ()
-) -> Row:
+    op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = (),
+    scales: int = 1,
+) -> Row:  # fmt: skip
     """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
 
-    ``dtype``: of the activations, where x holds their codes. ``form``: of ``fp4.moe``, :func:`select.moe_form`.
+    ``dtype``: of the activations, where x holds their codes. ``form``: of ``fp4.moe``, :func:`select.moe_form`. ``scales``: as of :class:`select.Call`.
     """
-    return _plan(op, x.device, dtype or x.dtype, n, k, large_m, experts, form, dispatch_config()).pick(m)
+    return _plan(op, x.device, dtype or x.dtype, n, k, large_m, experts, form, scales, dispatch_config()).pick(m)
 
 
 forget_plans = _plan.cache_clear
@@ -57,11 +59,12 @@ def launched_early(pdl: bool) -> dict[str, bool]:
 def by_cuda(name: str) -> Callable[..., Tensor]:
     """The launcher of a kernel of ``csrc/``: ``(x [M, K], *parts of the weight, global_scale, bias)`` to ``[M, N]``; it adds the bias itself.
 
-    Its ``tile`` is one of the op's ``configs``; None: the kernel's choice.
+    Its ``tile`` is one of the op's ``configs``; None: the kernel's choice. ``bounds``: the rows at which the second and the third global scale begin.
     """
 
-    def launch(x: Tensor, *tensors: Any, tile: Any = None) -> Tensor:
+    def launch(x: Tensor, *tensors: Any, tile: Any = None, bounds: tuple[int, ...] = ()) -> Tensor:
         *weight, global_scale, bias = tensors
-        return csrc.call(name, x, weight, global_scale, bias, arch(x.device), astuple(tile) if tile else ())
+        own, then = csrc.for_scales(name, 1 + len(bounds)), Epilogue(starts=bounds)
+        return csrc.call(own, x, weight, global_scale, bias, arch(x.device), astuple(tile) if tile else (), then)
 
     return launch

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
+from ..formats.packing import MOST_SCALES
 from .linear.configs import Epilogue
-from .table import LOST, REGIMES, ROWS, Row
+from .table import LOST, ONE_SCALE, REGIMES, ROWS, SEVERAL_SCALES, Row
 
 
 def csrc_door(name: str, arch: int) -> str:
@@ -61,6 +63,21 @@ def moe_form(activation: str, gated: bool, inner: int, experts: int, on_input: b
     return tuple(what for what, is_asked in asked.items() if is_asked)
 
 
+def scales_of(global_scale: Sequence[Any]) -> int:
+    """How many global scales an expert's first weight has, from their shape: ``[E, 2]``, or one for each expert."""
+    return 2 if len(global_scale) == 2 else 1
+
+
+def of_scales(count: int, arch: int, apart: bool = False) -> str:
+    """How ``count`` global scales of one product are served, for ``explain()``; empty of one. ``apart``: the kernel does not take them together."""
+    if count < 2:
+        return ""
+    calls = -(-count // MOST_SCALES)
+    if arch == 0 or (calls == 1 and not apart):
+        return f"{count} global scales"
+    return f"{count} global scales: {calls} calls, whose results are put together" if calls > 1 else f"{count} global scales: a call each, put together"
+
+
 def attention_form(d: int) -> tuple[str, ...]:
     """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` rows serve."""
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
@@ -84,6 +101,7 @@ class Call:
         triton: the version of Triton here; (0, 0): there is none.
         form: of ``fp4.moe``, :func:`moe_form`; of ``fp4.decode_attention``, :func:`attention_form`.
         early: its kernel is proven to be able to begin while the one before it runs. Asked of calls of one row only.
+        scales: how many global scales the weight has; of ``fp4.moe`` an expert's first one.
     """
 
     op: str
@@ -97,6 +115,7 @@ class Call:
     triton: tuple[int, int] = (99, 0)
     form: tuple[str, ...] = ()
     early: bool = False
+    scales: int = 1
 
 
 @functools.cache
@@ -118,18 +137,25 @@ def arch_of(device: torch.device) -> int:
 
 
 def describe(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False
-) -> Call:
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False,
+    scales: int = 1,
+) -> Call:  # fmt: skip
     """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts, form, early)
+    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts, form, early, scales)
 
 
 def describe_for(
-    op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False
-) -> Call:
+    op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False,
+    scales: int = 1,
+) -> Call:  # fmt: skip
     """As :func:`describe`, for the architecture of a device of this machine."""
-    call = Call(op, arch, dtype, n, k, large_m, "", experts, triton_version() if arch else (99, 0), form, early)
+    call = Call(op, arch, dtype, n, k, large_m, "", experts, triton_version() if arch else (99, 0), form, early, scales)
     return replace(call, csrc=csrc_status(call))
+
+
+def csrc_of(row: Row, scales: int) -> str:
+    """The kernel of ``csrc/`` by which ``row`` serves a weight with so many global scales."""
+    return row.csrc + SEVERAL_SCALES if scales > 1 and row.csrc in ONE_SCALE else row.csrc
 
 
 def csrc_names(call: Call) -> list[str]:
@@ -137,7 +163,7 @@ def csrc_names(call: Call) -> list[str]:
     rows = [row for row in ROWS if row.op == call.op and row.csrc and row.arch[0] <= call.arch <= row.arch[1]]
     if rows and all(row.off for row in rows):
         return ["linear_small"]
-    return sorted({row.csrc for row in rows if not row.off and _refusal(row, call) is None})
+    return sorted({csrc_of(row, call.scales) for row in rows if not row.off and _refusal(row, call) is None})
 
 
 def csrc_status(call: Call) -> str:
@@ -226,6 +252,8 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
                 row = replace(row, max_m=overrides[row.regime])
                 if overrides[row.regime] < row.min_m:
                     why = f"serves M >= {row.min_m}, DispatchConfig.thresholds ends the regime before"
+        if call.scales > 1:
+            row = replace(row, csrc=csrc_of(row, call.scales))
         if why is None:
             accepted.append(row)
         else:
@@ -265,7 +293,7 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
     out: list[Row] = []
     for row in rows:
         before = out[-1] if out else None
-        if before and row.csrc and (before.regime, before.kernel, before.csrc, before.siblings) == (row.regime, row.kernel, row.csrc, row.siblings):
+        if before and row.csrc and (before.regime, before.kernel, before.csrc, before.one_scale) == (row.regime, row.kernel, row.csrc, row.one_scale):
             out.pop()
         out.append(row)
     return tuple(out)

@@ -31,6 +31,9 @@ REGIMES = (
     "attention",
     "library",
 )
+# Kernels of csrc/ whose library takes one global scale, of an expert one: another library of the same source, of this name besides, takes several, or two.
+ONE_SCALE = ("sparse_linear_small", "sparse_linear_table", "sparse_linear_wide")
+SEVERAL_SCALES = "_scales"
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,7 +65,7 @@ class Row:
         large_m: the values of ``large_m`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
         not_k_multiple: where K is a multiple of it another row is the better one; 0: nowhere.
-        siblings: serves several layers of one call, each with a global scale of its own; else they are called one by one.
+        one_scale: serves a weight with one global scale only; other rows also several layers of one call, each with a global scale of its own.
         csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         without: a regime; this row serves only calls that no row of that regime takes.
         min_m: fewer rows than that are left to the row without a limit, unless another row has them.
@@ -86,7 +89,7 @@ class Row:
     k_multiple: int = 16
     n_multiple: int = 1
     csrc: str = ""
-    siblings: bool = False
+    one_scale: bool = False
     without: str | None = None
     min_m: int = 1
     m_per_expert: float = 0.0
@@ -301,9 +304,9 @@ ROWS: tuple[Row, ...] = (
         "runs in CI",
         WEIGHT_ONLY,
     ),
-    *(Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, why, MEASURED, k_multiple=64, siblings=True, **when) for why, when in _GEMV_WEIGHTS),
-    Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run", siblings=True),
-    Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run", siblings=True),
+    *(Row("linear", "gemv", "triton_gemv", (90, 90), 1, HALF, why, MEASURED, k_multiple=64, **when) for why, when in _GEMV_WEIGHTS),
+    Row("linear", "gemv", "triton_gemv", (80, 89), 1, HALF, _GEMV, "compiled, not run"),
+    Row("linear", "gemv", "triton_gemv", (100, 129), 1, HALF, _GEMV, "compiled, not run"),
     Row(
         "linear",
         "gemv",
@@ -314,28 +317,22 @@ ROWS: tuple[Row, ...] = (
         "where no CUDA kernel takes the call: still faster than padding the rows to a tensor-core tile",
         "measured on H200",
         without="small",
-        siblings=True,
     ),
-    Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small", siblings=True),
-    Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small", siblings=True),
-    Row("linear", "small", "cuda_table", (90, 90), 24, HALF, _TABLE, MEASURED, k_multiple=256, csrc="linear_table", siblings=True),
-    *(
-        Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", siblings=True, **when)
-        for m, when in _SMALL_UNTIL
-    ),
-    Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
-    Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small", siblings=True),
-    *(Row("linear", "wide", "cuda_wide", (90, 90), m, BF16, _CUDA_WIDE, MEASURED, FP8, csrc="linear_wide", siblings=True, **when) for m, when in _WIDE_UNTIL),
-    Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide", siblings=True),
-    Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide", siblings=True),
-    Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide", siblings=True),
-    Row("linear", "small", "cuda_small_any_k", (90, 90), 32, HALF, _ANY_K, MEASURED, csrc="linear_small", siblings=True, not_k_multiple=64),
-    Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, MEASURED, without="wide", siblings=True),
-    Row(
-        "linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90, but there are no FP8 tensor cores to hand over to", "compiled, not run", siblings=True
-    ),
-    Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run", siblings=True),
-    Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run", siblings=True),
+    Row("linear", "gemv", "triton_gemv", (80, 89), 2, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small"),
+    Row("linear", "gemv", "triton_gemv", (100, 129), 4, HALF, "where no CUDA kernel takes the call", "compiled, not run", without="small"),
+    Row("linear", "small", "cuda_table", (90, 90), 24, HALF, _TABLE, MEASURED, k_multiple=256, csrc="linear_table"),
+    *(Row("linear", "small", "cuda_small", (90, 90), m, HALF, _SMALL_90, MEASURED, k_multiple=64, csrc="linear_small", **when) for m, when in _SMALL_UNTIL),
+    Row("linear", "small", "cuda_small", (80, 89), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
+    Row("linear", "small", "cuda_small", (100, 129), 16, HALF, _SMALL, "compiled, not run", k_multiple=64, csrc="linear_small"),
+    *(Row("linear", "wide", "cuda_wide", (90, 90), m, BF16, _CUDA_WIDE, MEASURED, FP8, csrc="linear_wide", **when) for m, when in _WIDE_UNTIL),
+    Row("linear", "wide", "cuda_wide", (90, 90), 64, HALF, _CUDA_WIDE, MEASURED, NVFP4, 64, csrc="linear_wide"),
+    Row("linear", "wide", "cuda_wide", (90, 90), 256, BF16, _UNTIL_256, MEASURED, ("bf16",), 64, csrc="linear_wide"),
+    Row("linear", "wide", "cuda_wide", (90, 90), 256, (torch.float16,), _UNTIL_256, MEASURED, WEIGHT_ONLY, 64, csrc="linear_wide"),
+    Row("linear", "small", "cuda_small_any_k", (90, 90), 32, HALF, _ANY_K, MEASURED, csrc="linear_small", not_k_multiple=64),
+    Row("linear", "mid", "triton_mid", (90, 90), 64, HALF, _MID, MEASURED, without="wide"),
+    Row("linear", "mid", "triton_mid", (80, 88), 256, HALF, "as on sm_90, but there are no FP8 tensor cores to hand over to", "compiled, not run"),
+    Row("linear", "mid", "triton_mid", (89, 89), 64, HALF, _MID, "compiled, not run"),
+    Row("linear", "mid", "triton_mid", (100, 129), 64, HALF, _MID, "compiled, not run"),
     Row("linear", "cpu", "cpu", (0, 0), 64, ANY, "few rows keep their activations as they are: the kernel of weight-only calls", "runs in CI", NVFP4),
     Row(
         "linear",
@@ -349,12 +346,12 @@ ROWS: tuple[Row, ...] = (
         NVFP4,
     ),
     Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (0, 0), None, ANY, _W4A4_EMULATED, "runs in CI", NVFP4),
-    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, RIGHT, NVFP4, siblings=True),
-    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4, siblings=True),
-    Row("linear", "wide_fp8", "cuda_wide_fp8", (90, 90), 8192, BF16, _WIDE_FP8, MEASURED, FP8, 256, 16, csrc="linear_wide_fp8", siblings=True),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", FP8, 16, 16, siblings=True),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", FP8, 16, 16, siblings=True),
-    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", FP8, 16, 16, siblings=True),
+    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (80, 99), None, ANY, _W4A4_EMULATED, RIGHT, NVFP4),
+    Row("linear", "large_nvfp4", "quantize_rows_nvfp4 + linear_w4a4", (100, 129), None, ANY, _W4A4, "compiled, not run", NVFP4),
+    Row("linear", "wide_fp8", "cuda_wide_fp8", (90, 90), 8192, BF16, _WIDE_FP8, MEASURED, FP8, 256, 16, csrc="linear_wide_fp8"),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (90, 90), None, BF16, _FP8, "measured on H200", FP8, 16, 16),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (89, 89), None, BF16, _FP8, "compiled, not run", FP8, 16, 16),
+    Row("linear", "large_fp8", "dequantize_fp8 + scaled_mm", (100, 129), None, BF16, _FP8, "compiled, not run", FP8, 16, 16),
     Row(
         "linear",
         "large_dense",
@@ -364,7 +361,6 @@ ROWS: tuple[Row, ...] = (
         ANY,
         "writes a transient weight in the activation's dtype, then calls the library's GEMM",
         "measured on H200",
-        siblings=True,
     ),
     Row(
         "linear_w4a4",
@@ -376,10 +372,22 @@ ROWS: tuple[Row, ...] = (
         "activations in float32 and the C kernel of fp4.linear: nothing is gained, it serves to judge quality",
         "runs in CI",
     ),
-    Row("linear_w4a4", "large_nvfp4", "cuda_w4a4", (120, 121), None, HALF, "mma.sync: " + _BLOCK_SCALED, EMULATED, k_multiple=64, csrc="linear_w4a4"),
-    Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (100, 120), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True),
-    Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", siblings=True, triton=(3, 8)),
-    Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, RIGHT, siblings=True),
+    Row(
+        "linear_w4a4",
+        "large_nvfp4",
+        "cuda_w4a4",
+        (120, 121),
+        None,
+        HALF,
+        "mma.sync: " + _BLOCK_SCALED,
+        EMULATED,
+        k_multiple=64,
+        csrc="linear_w4a4",
+        one_scale=True,
+    ),
+    Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (100, 120), None, HALF, _BLOCK_SCALED, "compiled, not run"),
+    Row("linear_w4a4", "large_nvfp4", "triton_w4a4", (121, 129), None, HALF, _BLOCK_SCALED, "compiled, not run", triton=(3, 8)),
+    Row("linear_w4a4", "large_dense", "dequantize both + mm", (80, 129), None, ANY, _W4A4_EMULATED, RIGHT),
     Row("linear_glu", "gemv", "triton_gemv_glu", (80, 129), 1, HALF, _GLU, EMULATED),
     *_with_epilogue("linear_glu", "glu", _PAIRED, _PAIRED_90, _PAIRED_WIDE, 32),
     Row(
@@ -396,38 +404,14 @@ ROWS: tuple[Row, ...] = (
     Row("linear_epilogue", "unfused", "linear, then pointwise", (0, 129), None, ANY, "fp4.linear by its own rows; Inductor fuses the rest", "runs in CI"),
     Row("linear_fp8", "cpu", "cpu", (0, 0), None, ANY, "float32 products of cached blocks: saves memory, not time", "runs in CI", k_multiple=1),
     Row("linear_fp8", "gemv", "triton_gemv_fp8", (80, 129), 1, HALF, "bandwidth-bound: half the bytes of bf16", RIGHT, k_multiple=1),
-    Row(
-        "linear_fp8",
-        "large_fp8",
-        "scaled_mm",
-        (89, 129),
-        None,
-        BF16,
-        "FP8 tensor cores; activations are rounded per row",
-        RIGHT,
-        FP8,
-        16,
-        16,
-    ),
+    Row("linear_fp8", "large_fp8", "scaled_mm", (89, 129), None, BF16, "FP8 tensor cores; activations are rounded per row", RIGHT, FP8, 16, 16),
     Row("linear_fp8", "large_dense", "cast + mm", (80, 129), None, ANY, "writes a transient weight in the activation's dtype", RIGHT, k_multiple=1),
     Row("sparse_linear", "cpu", "cpu", (0, 0), None, ANY, "C kernel: GEMV on the kept weights for M <= 8, else as dense", "runs in CI"),
     *(Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, why, MEASURED, **when) for why, when in _SPARSE_GEMV_WEIGHTS),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (90, 90), 1, HALF, _SPARSE_GEMV_90, "measured on H200", without="small"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (80, 89), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
     Row("sparse_linear", "gemv", "triton_sparse_gemv", (100, 129), 1, HALF, _SPARSE_GEMV, "compiled, not run"),
-    Row(
-        "sparse_linear",
-        "small",
-        "cuda_sparse_table",
-        (90, 90),
-        16,
-        HALF,
-        _SPARSE_TABLE,
-        MEASURED,
-        k_multiple=256,
-        csrc="sparse_linear_table",
-        n=(16, 2**31),
-    ),
+    Row("sparse_linear", "small", "cuda_sparse_table", (90, 90), 16, HALF, _SPARSE_TABLE, MEASURED, k_multiple=256, csrc="sparse_linear_table", n=(16, 2**31)),
     *(
         Row("sparse_linear", "small", "cuda_sparse_small", arch, m, HALF, why, status, k_multiple=32, csrc="sparse_linear_small", without=without)
         for arch, m, why, status, without in (
@@ -453,16 +437,7 @@ ROWS: tuple[Row, ...] = (
             ((100, 129), _SPARSE_FP8, COMPILED),
         )
     ),
-    Row(
-        "sparse_linear",
-        "large_dense",
-        "sparse_dequantize + mm",
-        (80, 129),
-        None,
-        ANY,
-        "as dense: a transient weight, then the library's GEMM",
-        RIGHT,
-    ),
+    Row("sparse_linear", "large_dense", "sparse_dequantize + mm", (80, 129), None, ANY, "as dense: a transient weight, then the library's GEMM", RIGHT),
     Row("moe", "cpu", "cpu", (0, 0), None, ANY, "expert by expert, only those with tokens, through the C kernels of fp4.linear", "runs in CI"),
     *(
         Row("moe", "decode", "triton_moe_decode", arch, 4, HALF, _DECODE, status, m_per_expert=3.0, without=without)
@@ -557,17 +532,7 @@ ROWS: tuple[Row, ...] = (
         for arch, why, status in (((90, 90), _SPARSE_DECODE_90, MEASURED), ((80, 89), _SPARSE_DECODE, COMPILED), ((100, 129), _SPARSE_DECODE, COMPILED))
     ),
     Row("sparse_moe", "grouped", "triton_sparse_moe_grouped", (80, 129), 64, HALF, _SPARSE_GROUPED, RIGHT, m_per_expert=32.0),
-    Row(
-        "sparse_moe",
-        "large_fp8",
-        "sparse_dequantize_fp8 + triton_grouped_fp8",
-        (90, 90),
-        None,
-        BF16,
-        _GROUPED_FP8,
-        "measured on H200",
-        FP8,
-    ),
+    Row("sparse_moe", "large_fp8", "sparse_dequantize_fp8 + triton_grouped_fp8", (90, 90), None, BF16, _GROUPED_FP8, "measured on H200", FP8),
     Row("sparse_moe", "large_dense", "sparse_dequantize + grouped_mm", (80, 129), None, BF16, _GROUPED_DENSE, RIGHT, n_multiple=16),
     Row(
         "sparse_moe",
@@ -579,16 +544,7 @@ ROWS: tuple[Row, ...] = (
         "as dense: float16 stays in this kernel, torch._grouped_mm takes bfloat16 only",
         RIGHT,
     ),
-    Row(
-        "sparse_moe",
-        "by_expert",
-        "by expert",
-        (80, 129),
-        None,
-        ANY,
-        "as dense: float32 and odd shapes; reads the ids back, so there is no CUDA graph",
-        RIGHT,
-    ),
+    Row("sparse_moe", "by_expert", "by expert", (80, 129), None, ANY, "as dense: float32 and odd shapes; reads the ids back, so there is no CUDA graph", RIGHT),
     # M: queries times the heads that share a KV head; N: heads; K: width of a head.
     *(
         Row("decode_attention", "attention", "triton_decode_attention", arch, 16, HALF, why, status, k_multiple=8, plain=True)

@@ -19,7 +19,8 @@ from ..kernels.select import plan
 from ..kernels.table import Row
 from ..ops.dequantize import dequantize_rows
 from ..ops.dequantize_fp8 import fp8_product
-from ..ops.linear_siblings import row_scales, spans
+from ..ops.linear_siblings import begins, spans
+from ..ops.members import row_scales
 from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
 from . import linear_w4a4
@@ -27,7 +28,7 @@ from .journal import Entry, record
 from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
 from .regime import likely as likely_rows
-from .templates import arguments, bounds, gemv_grid, mid_grid
+from .templates import arguments, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
 HINT = 64
@@ -38,9 +39,9 @@ def register() -> None:
     inductor.register(fp4.linear_siblings.default, lower_siblings)
 
 
-def lower(x, qdata, scale, global_scale, bias=None, large_m="auto", refused=()):
+def lower(x, qdata, scale, global_scale, bias=None, large_m="auto", rows=None, refused=()):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``refused``: what else explain() should say was not taken."""
-    return _call(x, (qdata, scale, global_scale), bias, large_m, refused=refused or inductor.current_meta(LEFT_APART) or ())
+    return _call(x, (qdata, scale, global_scale), bias, large_m, refused=refused or inductor.current_meta(LEFT_APART) or (), begin=rows)
 
 
 def _call(x, weight: tuple, bias, large_m: str, **remarks):
@@ -48,7 +49,7 @@ def _call(x, weight: tuple, bias, large_m: str, **remarks):
 
 
 def lower_siblings(x, qdata, scale, global_scale, bias, rows, large_m="auto"):
-    """Lowering of ``fp4.linear_siblings``: one call by all rows where the kernel of this M takes their global scales."""
+    """Lowering of ``fp4.linear_siblings``: views of one call by all rows where the kernel of this M takes their global scales."""
     return siblings(x, qdata, scale, global_scale, bias, rows, large_m)
 
 
@@ -78,24 +79,30 @@ def one_by_one(x, qdata, scale, global_scale, bias, rows, large_m, note="", refu
 
 def merged(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
     """The results of the members side by side, of one call; None where no kernel of this M takes their global scales."""
-    own_scales = len(global_scale.get_size()) == 1
-    if own_scales and not _serves_siblings(x, qdata, rows, large_m):
-        return None
-    extra = {"rows": tuple(rows)} if own_scales else {}
-    return _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, extra=extra)
+    begin = None
+    if len(global_scale.get_size()) == 1:
+        begin = begins(rows)
+        if begin is None or not _serves_siblings(x, qdata, begin, large_m):
+            return None
+    return _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, begin=begin)
 
 
-def _serves_siblings(x, qdata, rows, large_m) -> bool:
-    """Is M in a regime whose kernel takes one global scale per member?"""
+def _serves_siblings(x, qdata, begin, large_m) -> bool:
+    """Is M in a regime whose kernel takes one global scale per member, or known at run time only, where the operator finds one that does?"""
     symbols = inductor.Symbols()
     n, k = map(symbols.static_int, nvfp4.STORAGE.logical(qdata.get_size()))
-    if n is None or not k or len(rows) // 2 > configs.MAX_SCALES:
+    if n is None or not k or len(begin) > configs.MAX_SCALES:
         return False
     options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, inductor.rows_of(x), symbols, dispatch_config())
-    if decision.row is not None and decision.row.regime == "large_nvfp4":
-        return linear_w4a4.row_for(x.get_device(), x.get_dtype(), n, k).siblings
-    return decision.row is not None and decision.row.siblings
+    return options.call.arch != 0 and (decision.row is None or takes_scales(decision.row, x, n, k))
+
+
+def takes_scales(row: Row, x, n: int, k: int) -> bool:
+    """Does the kernel of ``row`` take several global scales?"""
+    if row.regime == "large_nvfp4":
+        return not linear_w4a4.row_for(x.get_device(), x.get_dtype(), n, k).one_scale
+    return not row.one_scale
 
 
 def together() -> str:
@@ -108,37 +115,43 @@ def join(*remarks: str) -> str:
     return "; ".join(filter(None, remarks))
 
 
-def product(
-    op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable], *, note="", refused=(), module="", extra: dict | None = None
-):
-    """IR of ``op(x, *weight, bias, large_m)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself.
+def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable], *, note="", refused=(), module="", begin=None):
+    """IR of ``op(x, *weight, bias, large_m, begin)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself.
 
     Args:
         note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
-        extra: keyword arguments of ``lowered[kernel]``.
+        begin: the rows at which those with a global scale each begin; None: there is one scale.
     """
+    begin = list(begin or ())
+    if len(begin) == 1:  # of all rows
+        begin, weight = [], (*weight[:-1], inductor.element(weight[-1], 0))
+    own = (begin,) if begin else ()  # behind the arguments that every call has
     symbols = inductor.Symbols()
     lead = x.get_size()[:-1]
     n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
     if n is None or k is None:
-        return inductor.call_op(op, x, *weight, bias, large_m)
+        return inductor.call_op(op, x, *weight, bias, large_m, *own)
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
-    name = op._opname
-    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m, early=may_begin_early(x, weight, m))
+    name, scales = op._opname, len(begin) if 1 < len(begin) <= configs.MAX_SCALES else 1
+    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m, early=may_begin_early(x, weight, m), scales=scales)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    entry = record(options, decision, m, refused=refused, module=module, note=note)
     row = decision.row
-    if row is None or call.arch == 0:
-        return inductor.call_op(op, x, *weight, bias, large_m)
+    by_itself = row is None or call.arch == 0 or bool(begin and (scales == 1 or not takes_scales(row, x, n, k)))
+    remark = select.of_scales(len(begin), call.arch, apart=by_itself and row is not None)
+    if note and remark.endswith("scales"):  # another remark says whose they are
+        remark = ""
+    entry = record(options, decision, m, refused=refused, module=module, note=join(note, remark))
+    if row is None or by_itself:
+        return inductor.call_op(op, x, *weight, bias, large_m, *own)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         parts = quantized_rows(rows, lane_order=row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else (rows,)
-        y = call_csrc(entry, row.csrc, parts, weight, bias, call.arch, configs.Epilogue(starts=bounds((extra or {}).get("rows", ()))))
+        y = call_csrc(entry, row.csrc, parts, weight, bias, call.arch, configs.Epilogue(starts=tuple(begin[1:])))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
-    y = lowered[row.kernel](row, rows, *weight, m, n, k, **(extra or {}))
+    y = lowered[row.kernel](row, rows, *weight, m, n, k, tuple(begin[1:]))
     entry.buffer = inductor.buffer_name(y)
     if bias is not None:
         y = inductor.add(y, bias)
@@ -199,46 +212,50 @@ def _mid_template() -> Template:
     return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, helpers, mid_grid)
 
 
-def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
+def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
-    options = [dict(configs.gemv_constants(c, n, k, arch, bounds(rows)), num_warps=c.num_warps, num_stages=2) for c in tiles]
+    options = [dict(configs.gemv_constants(c, n, k, arch, bounds), num_warps=c.num_warps, num_stages=2) for c in tiles]
     return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
-def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
+def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     likely = min(likely_rows(m, inductor.Symbols(), HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
-    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds(rows)), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
+    options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
 # --- many rows: plain operations around a transient weight --------------------------------------------------------
 
 
-def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
+def of_rows(global_scale, bounds, n):
+    """``[n]``, or the one scale that all rows have."""
+    return row_scales(global_scale, (0, *bounds), n) if bounds else global_scale
+
+
+def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     dtype = x.get_dtype()
 
     def large_fp8(x8, x_scale, qdata, scale, global_scale):
-        return fp8_product(x8, x_scale, qdata, scale, row_scales(global_scale, rows, n) if rows else global_scale, dtype)
+        return fp8_product(x8, x_scale, qdata, scale, of_rows(global_scale, bounds, n), dtype)
 
     return inductor.inline(large_fp8, (*quantized_rows(x), qdata, scale, global_scale))
 
 
-def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
+def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     dtype = x.get_dtype()
 
     def large_dense(x, qdata, scale, global_scale):
-        if not rows:
-            return x @ fp4.dequantize(qdata, scale, global_scale, dtype).t()
-        return x @ dequantize_rows(qdata, scale, row_scales(global_scale, rows, n), dtype).t()
+        w = dequantize_rows if bounds else fp4.dequantize
+        return x @ w(qdata, scale, of_rows(global_scale, bounds, n), dtype).t()
 
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
-def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, rows=()):
-    return linear_w4a4.product(nvfp4_rows(x), (qdata, scale, global_scale), x.get_dtype(), m, n, k, rows)
+def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
+    return linear_w4a4.product(nvfp4_rows(x), (qdata, scale, global_scale), x.get_dtype(), m, n, k, bounds)
 
 
 # Kernels with no form inside generated code: an operator is called.

@@ -7,7 +7,7 @@ import torch
 from .._torch import lowering as inductor
 from ..config import dispatch_config
 from ..kernels import select
-from ..kernels.linear.configs import Epilogue
+from ..kernels.linear.configs import MAX_SCALES, Epilogue
 from ..kernels.select import plan
 from ..ops.linear_glu import ACTIVATIONS
 from ..passes.epilogue import MANY_ROWS
@@ -22,34 +22,35 @@ def register() -> None:
     inductor.register(fp4.linear_epilogue.default, lower)
 
 
-def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=None, large_m="auto"):
+def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=None, large_m="auto", rows=None):
     """Lowering of ``fp4.linear_epilogue``: x ``[..., K]`` -> ``[..., N]``."""
     symbols = inductor.Symbols()
     n, half_k = map(symbols.static_int, qdata.get_size())
     m = inductor.rows_of(x)
     if n is None or half_k is None:
-        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
     early = linear.may_begin_early(x, (qdata, scale, global_scale), m)
     options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, large_m, early=early), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
-    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.csrc:
-        y = linear.lower(x, qdata, scale, global_scale, bias, large_m, refused=refusals(options, decision))
+    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.csrc or len(rows or ()) > MAX_SCALES:
+        y = linear.lower(x, qdata, scale, global_scale, bias, large_m, rows, refused=refusals(options, decision))
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
         if residual is None:
             return y
         y = inductor.add(y, residual)
         return inductor.realized(y) if likely(m, symbols, 0) >= MANY_ROWS else y
-    entry = record(options, decision, m, note=f"in the kernel: {note}")
+    several = f"{len(rows)} global scales" if len(rows or ()) > 1 else ""
+    entry = record(options, decision, m, note=linear.join(several, f"in the kernel: {note}"))
     lead = x.get_size()[:-1]
 
-    def rows(t):
+    def flat(t):
         return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
 
-    then = Epilogue(act=act, mul=_dense(rows(mul)), residual=_dense(rows(residual)))
-    y = linear.call_csrc(entry, decision.row.csrc, (rows(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
+    then = Epilogue(starts=tuple(rows or ())[1:], act=act, mul=_dense(flat(mul)), residual=_dense(flat(residual)))
+    y = linear.call_csrc(entry, decision.row.csrc, (flat(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 

@@ -14,12 +14,12 @@ from ..kernels.linear.configs import scale_bounds
 from ..kernels.linear_w4a4 import configs
 from ..kernels.select import plan
 from ..kernels.table import Row
-from ..ops.linear_siblings import row_scales
 from ..ops.linear_w4a4 import dequantized
+from ..ops.members import row_scales
 from .journal import record
 from .regime import Decision
 from .regime import likely as likely_rows
-from .templates import arguments, bounds, mid_grid
+from .templates import arguments, mid_grid
 
 fp4 = torch.ops.fp4
 HINT = 2048
@@ -49,21 +49,21 @@ def lower(x_qdata, x_scale, row_scale, qdata, scale, global_scale, bias, dtype):
     return y if bias is None else inductor.add(y, bias)
 
 
-def product(x: tuple, weight: tuple, dtype: torch.dtype, m, n: int, k: int, rows=()):
-    """IR of ``x @ W.T [m, n]`` from x's codes, scales and row scales. ``rows``: of the members, if the weight is of siblings with a global scale each."""
+def product(x: tuple, weight: tuple, dtype: torch.dtype, m, n: int, k: int, bounds=()):
+    """IR of ``x @ W.T [m, n]`` from x's codes, scales and row scales. ``bounds``: the rows at which the second and the third global scale begin."""
     device = weight[0].get_device()
     row = row_for(device, dtype, n, k)
     if row.kernel == "dequantize both + mm":
 
         def both_dequantized(x_qdata, x_scale, row_scale, qdata, scale, global_scale):
-            return dequantized(x_qdata, x_scale, row_scale, qdata, scale, row_scales(global_scale, rows, n) if rows else global_scale, None, dtype)
+            return dequantized(x_qdata, x_scale, row_scale, qdata, scale, row_scales(global_scale, (0, *bounds), n) if bounds else global_scale, None, dtype)
 
         return inductor.inline(both_dequantized, (*x, *weight))
     if row.kernel != "triton_w4a4":  # a CPU, or a kernel with no form inside generated code
         return inductor.call_op(fp4.linear_w4a4.default, *x, *weight, None, dtype)
     likely = likely_rows(m, inductor.Symbols(), HINT)
     tiles = configs.choices(likely, n, select.arch_of(device))
-    members = scale_bounds(bounds(rows))
+    members = scale_bounds(bounds)
     options = [dict(configs.constants(c, k, members), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles[: None if inductor.max_autotune() else 1]]
     return _template().lower(arguments(*x, *weight), [m, n], dtype, options)
 

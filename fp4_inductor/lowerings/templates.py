@@ -1,9 +1,8 @@
-"""What the lowerings of Triton templates share: operands as the kernels read them, grids, the rows where siblings begin."""
+"""What the lowerings of Triton templates share: operands as the kernels read them, grids."""
 
 from __future__ import annotations
 
 from .._torch import lowering as inductor
-from ..ops.linear_siblings import spans
 
 
 def arguments(*tensors):
@@ -17,8 +16,3 @@ def gemv_grid(m, n, meta, *, cdiv):
 
 def mid_grid(m, n, meta, *, cdiv):
     return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
-
-
-def bounds(rows) -> tuple[int, ...]:
-    """The rows at which the second and later members of a weight of siblings begin."""
-    return tuple(a for a, _ in spans(rows)[1:])

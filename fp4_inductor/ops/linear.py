@@ -1,11 +1,14 @@
-"""``fp4.linear(x, qdata, scale, global_scale, bias, large_m) -> x @ W.T + bias``, W an NVFP4 ``[N, K]``.
+"""``fp4.linear(x, qdata, scale, global_scale, bias, large_m, rows) -> x @ W.T + bias``, W an NVFP4 ``[N, K]``.
 
 The op dispatches itself by the number of rows of ``x`` wherever a compiler has not already done so.
+
+``rows`` makes W the rows of several layers, each with a global scale of its own, ``global_scale [S]``: they are the rows at which the
+layers begin, the first at 0. The result is theirs side by side. Without, ``global_scale`` is ``[]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import torch
@@ -16,21 +19,26 @@ from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
 from ..formats.storage import Storage
 from .contract import OpContract, refuse_gradient
+from .members import check_rows, dense, first_scale
 
 WEIGHT_ONLY: tuple[str, ...] = get_args(WeightOnly)
 LARGE_M: tuple[str, ...] = get_args(LargeM)  # also "nvfp4", which rounds the activations of many rows: linear layers with a dense NVFP4 weight only
 
 
-def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+def reference(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+) -> Tensor:
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, qdata, scale, global_scale, bias, large_m)
-    y = x.double() @ nvfp4.dequantize(qdata, scale, global_scale, torch.float32).double().mT
+    check(x, qdata, scale, global_scale, bias, large_m, rows)
+    y = x.double() @ dense(nvfp4.dequantize, (qdata, scale), global_scale, rows, torch.float32).double().mT
     return (y if bias is None else y + bias.double()).to(x.dtype)
 
 
-def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto") -> None:
+def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto", rows: Sequence[int] | None = None) -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
-    nvfp4.check_parts(qdata, scale, global_scale)
+    if rows:
+        check_rows("linear", rows, global_scale, qdata)
+    nvfp4.check_parts(qdata, scale, first_scale(global_scale, rows))
     check_product("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m, LARGE_M)
 
 
@@ -73,8 +81,10 @@ def check_product(
         )
 
 
-def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
-    check(x, qdata, scale, global_scale, bias, large_m)
+def fake(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+) -> Tensor:
+    check(x, qdata, scale, global_scale, bias, large_m, rows)
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
@@ -86,9 +96,9 @@ def without_products(x: Tensor, n: int, bias: Tensor | None) -> Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:
     refuse_gradient("linear", ctx, scale=2, global_scale=3)
-    _, qdata, scale, global_scale, bias, _ = inputs
+    _, qdata, scale, global_scale, bias, _, rows = inputs
     ctx.save_for_backward(qdata, scale, global_scale)
-    ctx.has_bias = bias is not None
+    ctx.has_bias, ctx.rows = bias is not None, rows
 
 
 def _backward(ctx, grad: Tensor):
@@ -96,10 +106,10 @@ def _backward(ctx, grad: Tensor):
     qdata, scale, global_scale = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.fp4.dequantize(qdata, scale, global_scale, grad.dtype)
+        grad_x = grad @ dense(torch.ops.fp4.dequantize, (qdata, scale), global_scale, ctx.rows, grad.dtype)
     if ctx.has_bias and ctx.needs_input_grad[4]:
         grad_bias = grad.flatten(0, -2).sum(0) if grad.dim() > 1 else grad
-    return grad_x, None, None, None, grad_bias, None
+    return grad_x, None, None, None, grad_bias, None, None
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -111,11 +121,28 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             x = torch.randn(*lead, k, device=device).to(dtype)
             bias = torch.randn(n, device=device).to(dtype) if i % 2 else None
             yield f"x {(*lead, k)} N {n} {dtype}", (x, *w, bias)
+    for lead, rows, n, k in SEVERAL:
+        for dtype in (torch.float32, torch.bfloat16):
+            q, s, g = nvfp4.quantize(torch.randn(n, k, device=device) / k**0.5)
+            x, bias = torch.randn(*lead, k, device=device).to(dtype), torch.randn(n, device=device).to(dtype)
+            yield f"x {(*lead, k)} rows {rows} of {n} {dtype}", (x, q, s, g * scales_apart(len(rows), device), bias if n % 2 else None, "auto", rows)
+
+
+# Of calls with several global scales: leading dims of x, the rows at which they begin, N, K.
+SEVERAL: tuple[tuple[tuple[int, ...], list[int], int, int], ...] = (
+    ((16,), [0, 32, 48], 64, 128), ((1,), [0, 7], 33, 48), ((0,), [0, 4], 8, 32), ((), [0, 1, 2], 5, 16), ((2, 3), [0], 17, 80),
+    ((33,), [0, 16, 24, 40, 41], 57, 64),
+)  # fmt: skip
+
+
+def scales_apart(count: int, device: torch.device) -> Tensor:
+    """Factors that make global scales differ: 1, 3, 9, ..."""
+    return 3.0 ** torch.arange(count, device=device)
 
 
 CONTRACT = OpContract(
     name="linear",
-    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str large_m="auto") -> Tensor',
+    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str large_m="auto", int[]? rows=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -1,12 +1,13 @@
-"""``fp4.linear_epilogue(x, qdata, scale, global_scale, bias, act, mul, residual, large_m) -> act(x @ W.T + bias) * mul + residual``.
+"""``fp4.linear_epilogue(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows) -> act(x @ W.T + bias) * mul + residual``.
 
-W is an NVFP4 ``[N, K]``; ``act`` is ``""`` or one of ``fp4.linear_glu``'s; ``mul`` and ``residual`` are ``[..., N]`` or None. Where one
-kernel does it all, everything up to the result is float32; else every step is rounded to ``x.dtype``, as in the model's own code.
+W is an NVFP4 ``[N, K]``, ``rows`` and ``global_scale`` as of ``fp4.linear``; ``act`` is ``""`` or one of ``fp4.linear_glu``'s; ``mul`` and
+``residual`` are ``[..., N]`` or None. Where one kernel does it all, everything up to the result is float32; else every step is rounded to
+``x.dtype``, as in the model's own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,15 +17,16 @@ from ..formats import nvfp4
 from . import linear
 from .contract import OpContract, no_gradient, refuse_gradient
 from .linear_glu import ACTIVATIONS
+from .members import dense
 
 
 def reference(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto",
+    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
-    y = x.double() @ nvfp4.dequantize(qdata, scale, global_scale, torch.float32).double().mT
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
+    y = x.double() @ dense(nvfp4.dequantize, (qdata, scale), global_scale, rows, torch.float32).double().mT
     y = y if bias is None else y + bias.double()
     return finish(y, act, None if mul is None else mul.double(), None if residual is None else residual.double()).to(x.dtype)
 
@@ -38,10 +40,10 @@ def finish(y: Tensor, act: str, mul: Tensor | None, residual: Tensor | None) -> 
 
 def check(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto",
+    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """As ``fp4.linear``, and a known activation, and operands of the result's shape and dtype."""
-    linear.check(x, qdata, scale, global_scale, bias, large_m)
+    linear.check(x, qdata, scale, global_scale, bias, large_m, rows)
     if act and act not in ACTIVATIONS:
         raise ConfigError("fp4.linear_epilogue: unknown activation", value=repr(act), limit=["", *ACTIVATIONS], remedy="Call fp4.linear and apply it yourself.")
     shape = (*x.shape[:-1], qdata.shape[0])
@@ -58,19 +60,19 @@ def check(
 
 def fake(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto",
+    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
 def in_steps(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto",
+    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """``fp4.linear``, then the rest: what every device can do."""
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m)
-    return finish(torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, large_m), act, mul, residual)
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
+    return finish(torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, large_m, rows), act, mul, residual)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -83,12 +85,17 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             act = ["", *ACTIVATIONS][i % (len(ACTIVATIONS) + 1)]
             chosen = (bias if i % 2 else None, act, mul if i % 3 else None, residual if i % 4 != 1 else None)
             yield f"x {(*lead, k)} N {n} {act or 'no act'} {dtype}", (x, *w, *chosen)
+    for lead, rows, n, k in linear.SEVERAL:
+        q, s, g = nvfp4.quantize(torch.randn(n, k, device=device) / k**0.5)
+        x, residual = (torch.randn(*size, device=device, dtype=torch.bfloat16) for size in ((*lead, k), (*lead, n)))
+        more = (None, "silu", None, residual, "auto", rows)
+        yield f"x {(*lead, k)} rows {rows} of {n}", (x, q, s, g * linear.scales_apart(len(rows), device), *more)
 
 
 CONTRACT = OpContract(
     name="linear_epilogue",
     schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str act="", Tensor? mul=None, Tensor? residual=None, '
-    'str large_m="auto") -> Tensor',
+    'str large_m="auto", int[]? rows=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

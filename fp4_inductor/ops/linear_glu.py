@@ -69,12 +69,10 @@ def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Te
 def in_two_steps(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
     """``fp4.linear``, then the product: what every device can do."""
     check(x, qdata, scale, global_scale, bias, act, large_m)
-    if global_scale.dim() == 0:
-        y = torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, large_m)
-        inner = y.shape[-1] // 2
-        return glu(y[..., :inner], y[..., inner:], act)
-    gate, up = torch.ops.fp4.linear_siblings(x, qdata, scale, global_scale, bias, halves(qdata), large_m)
-    return glu(gate, up, act)
+    inner = qdata.shape[0] // 2
+    rows = [0, inner] if global_scale.dim() and inner else None
+    y = torch.ops.fp4.linear(x, qdata, scale, global_scale if rows else global_scale.reshape(-1).select(0, 0), bias, large_m, rows)
+    return glu(y[..., :inner], y[..., inner:], act)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:

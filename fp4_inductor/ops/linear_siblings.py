@@ -32,11 +32,9 @@ def spans(rows: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(rows[::2], rows[1::2], strict=True))
 
 
-def row_scales(global_scale: Tensor, rows: Sequence[int], n: int) -> Tensor:
-    """``[n]``: the global scale of every row; padding takes that of the member before it."""
-    starts = [a for a, _ in spans(rows)]
-    ends = [*starts[1:], n]
-    return torch.cat([global_scale.select(0, i).expand(b - a) for i, (a, b) in enumerate(zip([0, *starts[1:]], ends, strict=True))])
+def begins(rows: Sequence[int]) -> list[int] | None:
+    """``rows`` as ``fp4.linear`` takes them: where the members begin, padding being the end of the one before it; None if one has no rows."""
+    return [0, *rows[2::2]] if all(a < b for a, b in spans(rows)) else None
 
 
 def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], large_m: str = "auto") -> list[Tensor]:

@@ -6,7 +6,7 @@ x ``[M, K]`` as :mod:`.quantize_rows_nvfp4` writes it, W ``[N, K]`` as ever. ``f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..formats import nvfp4
 from . import quantize_rows_nvfp4
 from .contract import OpContract, no_gradient, refuse_gradient
 from .dequantize import check_dtype, dequantize_rows
+from .members import members, spans
 
 
 def reference(
@@ -65,11 +66,15 @@ def fake(
     return x_qdata.new_empty((x_qdata.shape[0], qdata.shape[0]), dtype=dtype)
 
 
-def rounded(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [M, K]`` rounded to NVFP4 token by token, times the weight, in ``x.dtype``."""
+def rounded(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, rows: Sequence[int] | None = None) -> Tensor:
+    """``x [M, K]`` rounded to NVFP4 token by token, times the weight, in ``x.dtype``; ``rows``: as of ``fp4.linear``."""
     row_scale = quantize_rows_nvfp4.row_scales(x)
-    x_qdata, x_scale = torch.ops.fp4.quantize_rows_nvfp4(x, row_scale)
-    return torch.ops.fp4.linear_w4a4(x_qdata, x_scale, row_scale, qdata, scale, global_scale, bias, x.dtype)
+    codes = *torch.ops.fp4.quantize_rows_nvfp4(x, row_scale), row_scale
+    if not rows:
+        return torch.ops.fp4.linear_w4a4(*codes, qdata, scale, global_scale, bias, x.dtype)
+    biases = [None if bias is None else bias[a:b] for a, b in spans(rows, qdata.shape[0])]
+    parts = zip(members((qdata, scale), global_scale, rows), biases, strict=True)
+    return torch.cat([torch.ops.fp4.linear_w4a4(*codes, *part, b, x.dtype) for part, b in parts], -1)
 
 
 def dequantized(

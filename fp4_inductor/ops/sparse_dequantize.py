@@ -33,6 +33,11 @@ def _setup_context(ctx, inputs, output) -> None:
     refuse_gradient("sparse_dequantize", ctx, scale=2, global_scale=3)
 
 
+def sparse_dequantize_rows(values: Tensor, meta: Tensor, scale: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[R, K]`` from a matrix with a global scale for each row ``[R]``, as :func:`.dequantize.dequantize_rows`."""
+    return torch.ops.fp4.sparse_dequantize(values.unsqueeze(1), meta.unsqueeze(1), scale.unsqueeze(1), row_scale, dtype).squeeze(1)
+
+
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
     for i, shape in enumerate(((16, 32), (1, 32), (7, 96), (3, 5, 32), (2, 4, 64), (33, 32), (0, 32), (129, 160))):
         dtype = (torch.float32, torch.bfloat16)[i % 2]

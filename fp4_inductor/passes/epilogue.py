@@ -18,13 +18,14 @@ from torch.fx import Graph, Node
 from .._torch.fx import in_one_mutation_region
 from .._torch.symbols import likely
 from ..config import dispatch_config
+from ..formats.packing import MOST_SCALES
 from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
 from ..ranges import range_in_force
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
-from .layout import is_call, value
+from .layout import is_call, linear_arguments, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
@@ -75,12 +76,12 @@ def fuse(graph: Graph) -> None:
 
 
 def _plan_of(linear: Node) -> Plan | None:
-    args: Any = linear.args
-    x, qdata = value(args[0]), value(args[1])
-    n, half_k = qdata.shape
-    if x.device.type != "cuda" or linear.kwargs or type(n) is not int or type(half_k) is not int:
+    if linear.kwargs:
         return None
-    large_m = args[5] if len(args) > 5 else "auto"
+    x, qdata, *_, large_m, rows = linear_arguments(linear)
+    x, (n, half_k) = value(x), value(qdata).shape
+    if x.device.type != "cuda" or type(n) is not int or type(half_k) is not int or len(rows or ()) > MOST_SCALES:
+        return None
     return plan(select.describe("linear_epilogue", x.device, x.dtype, n, half_k * 2, large_m), dispatch_config())
 
 
@@ -139,9 +140,10 @@ def _other(node: Node, op: Any) -> tuple[Node, Node] | None:
 
 
 def _rewrite(graph: Graph, linear: Node, found: _Found, act: str) -> None:
-    args: tuple[Any, ...] = (*linear.args, *(None, "auto")[len(linear.args) - 4 :])
+    *args, large_m, rows = linear_arguments(linear)
+    several = (list(rows),) if rows else ()
     with graph.inserting_before(found.last):
-        new = emit(graph, torch.ops.fp4.linear_epilogue.default, (*args[:5], act, found.mul, found.residual, args[5]))
+        new = emit(graph, torch.ops.fp4.linear_epilogue.default, (*args, act, found.mul, found.residual, large_m, *several))
     new.meta = {**found.last.meta, **new.meta}
     if "nn_module_stack" in linear.meta:  # the call is still that of the linear layer, for explain()
         new.meta["nn_module_stack"] = linear.meta["nn_module_stack"]

@@ -1,7 +1,7 @@
 """``act(gate) * up`` of the two halves of one weight -> ``fp4.linear_glu``.
 
-The halves are slices of one ``fp4.linear`` (a fused gate_up weight, as Phi3 has it) or the two results of one
-``fp4.linear_siblings`` (gate and up of other models, after :mod:`.siblings`). What stands
+The halves are slices of one ``fp4.linear`` (a fused gate_up weight, as Phi3 has it, with one global scale or one for each half) or the two
+results of one ``fp4.linear_siblings`` (gate and up of other models, after :mod:`.siblings`). What stands
 between the gate and the product has as many spellings as torch has decompositions: it is evaluated on every value of the
 activation's dtype, and compared with the activations the kernels know.
 """
@@ -18,7 +18,7 @@ from .._torch.fx import in_one_mutation_region, without_modes
 from ..ops.linear_glu import ACTIVATIONS
 from .counters import matched
 from .emit import emit, erase
-from .layout import is_call, same, value
+from .layout import is_call, linear_arguments, same, value
 from .pointwise import is_elementwise
 from .siblings import MEMBERS
 
@@ -31,9 +31,9 @@ def fuse(graph: Graph) -> None:
     """Rewrite every such product in ``graph``."""
     for linear in graph.find_nodes(op="call_function", target=torch.ops.fp4.linear.default):
         halves = _halves(linear)
-        if halves is not None:
-            args: tuple[Any, ...] = (*linear.args, *(None, "auto")[len(linear.args) - 4 :])
-            _plan(graph, linear, *halves, args)
+        *args, rows = linear_arguments(linear)
+        if halves is not None and not linear.kwargs and (not rows or list(rows) == [0, value(linear).shape[-1] // 2]):
+            _plan(graph, linear, *halves, tuple(args))
     for linear in graph.find_nodes(op="call_function", target=torch.ops.fp4.linear_siblings.default):
         *parts, rows, large_m = (*linear.args, "auto")[:7]  # the last one has a default
         n = value(parts[1]).shape[0]

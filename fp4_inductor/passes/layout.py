@@ -92,6 +92,11 @@ def same(a: object, b: object) -> bool:
     return False
 
 
+def linear_arguments(linear: Node) -> tuple[Any, ...]:
+    """``(x, qdata, scale, global_scale, bias, large_m, rows)`` of a call of ``fp4.linear``."""
+    return (*linear.args, *(None, "auto", None)[len(linear.args) - 4 :])
+
+
 def is_call(node: object, target: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
 

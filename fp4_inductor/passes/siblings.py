@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from .._torch.fx import in_one_mutation_region, module_path
 from .counters import matched
 from .emit import emit, erase
-from .layout import is_call, value
+from .layout import is_call, linear_arguments, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 MEMBERS = "fp4_members"  # node.meta: module paths of the calls that were merged
@@ -72,8 +72,9 @@ def merge(graph: Graph) -> None:
 
 def _call(node: Node) -> tuple[tuple, _Call] | None:
     """``(what calls must have in common, the call)``; None if the weight is no row slice."""
-    args: tuple[Any, ...] = (*node.args, *(None, "auto")[len(node.args) - 4 :])
-    x, qdata, scale, global_scale, bias, large_m = args
+    x, qdata, scale, global_scale, bias, large_m, members = linear_arguments(node)
+    if members:
+        return None  # several layers already
     if node.kwargs or not all(isinstance(n, Node) for n in (x, qdata, scale, global_scale)):
         return None
     q, s = _rows(qdata), _rows(scale)

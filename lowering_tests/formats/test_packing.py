@@ -23,6 +23,17 @@ def relative(found: torch.Tensor, want: torch.Tensor) -> float:
     return float((found.double() - want).norm() / want.norm())
 
 
+def test_scales_apart_keep_their_rows():
+    codes, scale = parts()
+    g = torch.tensor([0.5, 0.25, 2.0])
+    packed = fp4_inductor.pack_linear(codes, scale, g, output_sizes=SIZES)
+    assert packed.rows == [0, 48, 64] and torch.equal(packed.global_scale, g)
+    assert packed.codes.data_ptr() == codes.data_ptr() and packed.scale.data_ptr() == scale.data_ptr()  # nothing is copied
+    x = torch.randn(3, 64)
+    dense = [nvfp4.dequantize(q, s, w, torch.float32).double() for q, s, w in zip(codes.split(SIZES), scale.split(SIZES), g, strict=True)]
+    assert relative(torch.ops.fp4.linear(x, *packed.weight, None, "auto", packed.rows), x.double() @ torch.cat(dense).T) < 2e-6
+
+
 @pytest.mark.parametrize("g", [torch.tensor(0.5), torch.tensor([0.5]), torch.full((3,), 0.5)], ids=["[]", "[1]", "equal"])
 def test_one_scale_where_one_does(g):
     codes, scale = parts()
@@ -58,6 +69,16 @@ def test_parameters_are_taken_and_stay_as_they_are():
     packed = fp4_inductor.pack_linear(codes, scale, g, output_sizes=SIZES, divides=True)
     assert g.tolist() == [4.0, 8.0, 16.0] and packed.global_scale.tolist() == [0.25, 0.125, 0.0625]
     assert not any(isinstance(t, torch.nn.Parameter) or t.requires_grad for t in packed.weight)
+
+
+def test_sparse_parts():
+    w = torch.randn(96, 64)
+    values, meta, scale, _ = sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w))
+    packed = fp4_inductor.pack_linear(values, scale, torch.tensor([1.0, 2.0, 3.0]), output_sizes=SIZES, meta=meta)
+    assert [t.data_ptr() for t in packed.weight[:3]] == [values.data_ptr(), meta.data_ptr(), scale.data_ptr()]
+    y = torch.ops.fp4.sparse_linear(torch.eye(64), *packed.weight, None, "auto", packed.rows)
+    of_row = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(torch.tensor(SIZES))
+    assert relative(y, (sparse24.dequantize_sparse24(values, meta, scale, torch.tensor(1.0), torch.float32).double() * of_row[:, None]).T) < 2e-6
 
 
 @pytest.mark.parametrize(("shape", "kept"), [((4,), (4,)), ((4, 1), (4,)), ((4, 1, 1), (4,)), ((4, 2), (4, 2))])

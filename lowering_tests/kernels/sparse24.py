@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from fp4_inductor.formats import e2m1, nvfp4
-from lowering_tests.kernels.emulator import Emulated, emulated
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
 
 LEGAL = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8)  # pos0 | pos1 << 2 with pos0 < pos1
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -33,11 +34,19 @@ def dense(values, meta, scale, g) -> torch.Tensor:
     return w.reshape(n, -1) * scale.double().repeat_interleave(16, 1) * g.double()
 
 
-def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants: Sequence[int] = WEIGHT) -> torch.Tensor:
-    """``x [M, K] @ w.T + bias``; ``constants``: what the kernel may read while the one before it runs, if it begins ``early``."""
+SEVERAL = ("-DFP4_SEVERAL_SCALES=1",)
+
+
+def run(
+    kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants: Sequence[int] = WEIGHT, starts: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """``x [M, K] @ w.T + bias``; ``constants``: what the kernel may read while the one before it runs, if it begins ``early``.
+
+    ``starts``: the rows at which the second and the third global scale of ``w`` begin.
+    """
     (m, k), n = x.shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    numbers = (m, n, k, int(x.dtype == torch.float16), *kernel.begin(early))
+    numbers = (m, n, k, int(x.dtype == torch.float16), *starts, *[0] * (2 - len(starts)), *kernel.begin(early))
     return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=constants if early else ())
 
 
@@ -53,6 +62,27 @@ def check(source: str, m: int, n: int, k: int, tile, dtype: torch.dtype, w=None)
     x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
     bias = torch.randn(n).to(dtype) if n % 2 else None
     assert error(run(emulated(source), x, w, bias, tile), x, w, bias) <= BOUND[dtype], (m, n, k, tile, dtype)
+
+
+def check_several_scales(source: str, tile, sizes: tuple[tuple[int, int, int], ...]) -> None:
+    """``(m, n, k)`` each with two and with three scales that differ by decades, against float64; and what the library for one scale says of them."""
+    kernel = emulated(source, 90, SEVERAL)
+    for i, (m, n, k) in enumerate(sizes):
+        starts = ((n // 3 + 1,), (n // 4, n - 1))[i % 2]
+        (*packed, _), dtype = weight(n, k), (torch.bfloat16, torch.float16)[i % 2]
+        x, bias, g = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype), torch.tensor([0.37, 2.9, 0.011])
+        of_row = g[sum((torch.arange(n) >= s).long() for s in starts)]
+        y = run(kernel, x, (*packed, g), bias, tile, starts=starts)
+        for scale in g[: len(starts) + 1]:  # each layer by itself: the largest does not hide the others
+            own = of_row == scale
+            r = (x.double() @ dense(*packed, torch.ones(())).T * of_row.double() + bias.double())[:, own]
+            assert ((y[:, own].double() - r).norm() / r.norm()).item() <= BOUND[dtype], (m, n, k, starts, scale)
+        assert torch.equal(run(kernel, x, (*packed, g), bias, tile), run(emulated(source), x, (*packed, g[0]), bias, tile))  # one scale: the same bits
+    for bad in ((5, 5), (6, 5), (0, 5), (-1, 0)):
+        with pytest.raises(EmulatorError, match="status"):
+            run(kernel, x, (*packed, g), bias, tile, starts=bad)
+    with pytest.raises(EmulatorError, match="status"):
+        run(emulated(source), x, (*packed, g), bias, tile, starts=(5,))
 
 
 def picks(k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

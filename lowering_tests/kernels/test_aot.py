@@ -153,6 +153,20 @@ def test_siblings_cost_no_registers(cc):
     assert three.registers <= one.registers + 8
 
 
+@pytest.mark.parametrize(("kind", "cc"), [("gemv", 80), ("gemv", 90), ("mid", 90)])
+def test_several_scales_of_a_sparse_weight_cost_no_registers(kind, cc):
+    """By row, as of a dense one: another last line."""
+    c = sparse_configs.gemv(6144, 4096) if kind == "gemv" else sparse_configs.mid(32, 6144, 4096)
+    common, stages = ((6144, 4096, cc), 2) if kind == "gemv" else ((6144, 4096, torch.bfloat16), c.num_stages)
+    kernel, constants = (sparse_gemv, sparse_configs.gemv_constants) if kind == "gemv" else (sparse_mid, sparse_configs.mid_constants)
+    one, three = (
+        compile_linear(kernel, constants(c, *common, bounds), cc, 1 if kind == "gemv" else 32, 6144, 4096, "bf16", c.num_warps, stages)
+        for bounds in ((), (4096, 5120))
+    )
+    assert_fits(three, c.num_warps, cc)
+    assert three.registers <= one.registers + 16
+
+
 @pytest.mark.parametrize(("cc", "n", "k"), [(80, 151936, 4096), (90, 151936, 4096), (100, 151936, 4096), (120, 151936, 4096), (90, 49153, 576)])
 def test_fp8_head(cc, n, k):
     c = configs_fp8.gemv(n, k)

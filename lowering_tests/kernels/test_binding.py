@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import itertools
 import types
 
 import pytest
@@ -21,7 +20,7 @@ from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
-from fp4_inductor.ops.linear_siblings import row_scales
+from fp4_inductor.ops.members import row_scales
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator, sparse24
 from lowering_tests.kernels.emulator import emulated
@@ -95,6 +94,22 @@ def test_sparse(ops, name):
     with pytest.raises(RuntimeError, match="cudaError 9"):
         op(x, *w, bias, ARCH, *tile[:3], 3)
     torch.library.opcheck(op, (x, *w, bias, ARCH), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@pytest.mark.parametrize("name", ["sparse_linear_small", "sparse_linear_table", "sparse_linear_wide"])
+def test_sparse_siblings(ops, name):
+    """A library of its own takes several global scales; the one for one scale refuses them."""
+    op, (*packed, _) = getattr(ops, f"{name}_scales"), sparse24.weight(70, 256)
+    g, x = torch.tensor([0.37, 1.9, 0.02]), torch.randn(5, 256).to(torch.bfloat16)
+    tile = (0,) * len(KERNELS[name].tile)
+    y = op(x, *packed, g, None, ARCH, *tile, 32, 48)
+    for i, (a, b) in enumerate(((0, 32), (32, 48), (48, 70))):
+        want = x.double() @ sparse24.dense(*(p[a:b] for p in packed), g[i]).T
+        assert error(y[:, a:b], want) <= sparse24.BOUND[torch.bfloat16]
+    assert torch.equal(op(x, *packed, g, None, ARCH), getattr(ops, name)(x, *packed, g, None, ARCH))
+    for words, other in {"fewer global scales": (op, g[:2].clone()), "cudaError 1 ": (getattr(ops, name), g)}.items():
+        with pytest.raises(RuntimeError, match=words):
+            other[0](x, *packed, other[1], None, ARCH, *tile, 32, 48)
 
 
 def test_siblings(ops):
@@ -281,7 +296,7 @@ def test_activations_in_e4m3(ops):
     for tile, starts in (((), ()), ((128, 1), (32,)), ((256, 0), (32, 48))):
         y = ops.linear_wide_fp8(quantize_rows_fp8.in_lane_order(x[0]), x[1], q, s, g, bias, ARCH, *(tile or ((0, 0) if starts else ())), *starts)
         assert y.dtype == torch.bfloat16
-        rows = row_scales(g, [v for pair in itertools.pairwise((0, *starts, 70)) for v in pair], 70).double()
+        rows = row_scales(g, (0, *starts), 70).double()
         want = (x[0].double() * x[1].double()) @ (w8 * rows[:, None]).T + bias.double()
         assert error(y, want) <= 2.5e-3, tile
     args = (*x, q, s, g[0])

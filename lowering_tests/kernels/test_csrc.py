@@ -97,7 +97,13 @@ COMPILED = [
 # is always compiled; of those with the most instances only with --slow, which compiles all.
 LARGE = [("sparse/sparse_linear_wide.cu", 90), ("sparse/sparse_linear_table.cu", 90), ("gemm/linear_wide.cu", 90)]
 # The libraries with more behind their products.
-VARIANTS = [(name, arch) for name, kernel in csrc.KERNELS.items() if kernel.defines for arch in (80, 90, 100, 120) if name in csrc.kernels_for(arch)]
+VARIANTS = [
+    pytest.param(name, arch, marks=[pytest.mark.slow] if kernel.several and arch != 90 else [])
+    for name, kernel in csrc.KERNELS.items()
+    if kernel.defines
+    for arch in (80, 90, 100, 120)
+    if name in csrc.kernels_for(arch)
+]
 DTYPES = pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bfloat16", "and float16"])
 
 
@@ -138,6 +144,7 @@ def compiled(source, arch, folder, defines, both) -> Path:
 
 def check_compiled(source, arch, folder, defines=(), both=True):
     wanted, count = SOURCES[source]
+    both = both or source.startswith("moe")  # bfloat16 alone as they are
     library = compiled(source, arch, folder, defines, both)
     usage = subprocess.run([aot.tool("cuobjdump"), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines

@@ -17,6 +17,7 @@ from lowering_tests.kernels.sparse24 import (
     check,
     check_every_code_with_every_scale,
     check_order_of_threads_and_neighbours,
+    check_several_scales,
     error,
     picks,
     run,
@@ -48,6 +49,10 @@ def test_its_own_choice_of_tile():
         check(SOURCE, m, n, k, (0, 0, 0, 0), BF16)
 
 
+def test_a_global_scale_for_each_of_up_to_three_layers():
+    check_several_scales(SOURCE, (2, 8, 2, 1), ((3, 70, 192), (8, 33, 96), (13, 130, 160)))
+
+
 @pytest.mark.parametrize("nibble", LEGAL.tolist())
 def test_one_pattern_everywhere(nibble):
     check(SOURCE, 3, 17, 256, (2, 8, 2, 1), FP16, weight(17, 256, torch.full((17, 64), nibble, dtype=torch.uint8)))
@@ -71,7 +76,7 @@ def test_order_of_threads_and_neighbouring_rows_change_nothing():
 def test_arguments_that_no_kernel_takes():
     for m, n, k, tile in ((0, 8, 64, (0,) * 4), (33, 8, 64, (0,) * 4), (1, 8, 80, (0,) * 4), (1, 8, 64, (2, 8, 2, 3)), (1, 8, 64, (9, 8, 2, 1))):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_small", (None,) * 6, torch.empty(1), m, n, k, 0, *tile)
+            emulated(SOURCE).call("fp4_sparse_linear_small", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, *tile)
     assert all(row.k_multiple == 32 and row.max_m <= 32 for row in ROWS if row.csrc == "sparse_linear_small")
 
 

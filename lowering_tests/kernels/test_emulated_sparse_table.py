@@ -17,6 +17,7 @@ from lowering_tests.kernels.sparse24 import (
     check,
     check_every_code_with_every_scale,
     check_order_of_threads_and_neighbours,
+    check_several_scales,
     error,
     picks,
     run,
@@ -88,6 +89,10 @@ def test_order_of_threads_rows_and_their_number_change_nothing():
         assert torch.equal(product(x[:m].clone(), w), y[:m]), "one order of summation for 1 to 16 rows"
 
 
+def test_a_global_scale_for_each_of_up_to_three_layers():
+    check_several_scales(SOURCE, (0, 0, 0, 0), ((3, 70, 512), (8, 33, 256), (13, 130, 512)))
+
+
 def test_arguments_that_no_kernel_takes():
     one = (1, 1, 1, 2)
     for m, n, k, tile in (
@@ -98,7 +103,7 @@ def test_arguments_that_no_kernel_takes():
         *((1, 512, 256, tile) for tile in ((17, 1, 1, 2), (3, 2, 1, 2), (2, 1, 9, 2), (4, 4, 9, 2), (1, 1, 0, 2), (4, 4, 1, 4), (1, 1, 1, 3))),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, 0, *tile)
+            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, 0, *tile)
     check(SOURCE, 1, 16, 256, one, BF16)
 
 

@@ -16,6 +16,7 @@ from lowering_tests.kernels.sparse24 import (
     check,
     check_every_code_with_every_scale,
     check_order_of_threads_and_neighbours,
+    check_several_scales,
     error,
     picks,
     run,
@@ -70,6 +71,10 @@ def test_order_of_threads_and_neighbouring_rows_change_nothing(splits):
     )
 
 
+def test_a_global_scale_for_each_of_up_to_three_layers():
+    check_several_scales(SOURCE, (64, 32, 4, 1), ((3, 70, 512), (20, 133, 256)))
+
+
 def test_arguments_that_no_kernel_takes():
     for m, n, k, tile in (
         (0, 8, 256, (0,) * 4),
@@ -82,7 +87,7 @@ def test_arguments_that_no_kernel_takes():
         (1, 8, 256, (64, 16, 2, 1)),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_wide", (None,) * 6, torch.empty(1), m, n, k, 0, 0, *tile)
+            emulated(SOURCE).call("fp4_sparse_linear_wide", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, 0, *tile)
 
 
 @pytest.mark.parametrize("tile", [(64, 16, 4, SHARES), (128, 32, 2, 2), (64, 64, 2, 1)], ids=str)

@@ -22,11 +22,11 @@ TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STR
 WEIGHT = (2, 3, 4)  # of x8, x_scale, values, meta, scale, global_scale, bias
 
 
-def run(x, w, bias, tile, seed: int = 0, kernel: Emulated | None = None, early: bool = False) -> torch.Tensor:
+def run(x, w, bias, tile, seed: int = 0, kernel: Emulated | None = None, early: bool = False, starts: tuple[int, ...] = ()) -> torch.Tensor:
     kernel = kernel or emulated(SOURCE, 90, NINE)
     (m, k), n = x[0].shape, w[0].shape[0]
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
-    numbers = (m, n, k, 0, int(early), *tile)
+    numbers = (m, n, k, 0, *starts, *[0] * (2 - len(starts)), int(early), *tile)
     return kernel.call(kernel.function, (*x, *w, bias), out, *numbers, seed=seed, constants=WEIGHT if early else (), scratch=kernel.scratch)
 
 
@@ -80,6 +80,15 @@ def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(
     assert torch.equal(run(x, w, bias, tile, early=True), run(x, w, bias, tile))
 
 
+def test_a_global_scale_for_each_of_up_to_three_layers():
+    for (m, n, k), starts, tile in (((20, 70, 512), (33,), (64, 1)), ((130, 290, 1024), (16, 289), (128, 0)), ((5, 40, 512), (8, 24), (64, 2))):
+        x, (*packed, _), bias, g = tokens(m, k), weight(n, k), torch.randn(n).bfloat16(), torch.tensor([0.37, 2.9, 0.011])
+        y = run(x, (*packed, g), bias, tile, starts=starts)
+        for scale, a, b in zip(g, (0, *starts), (*starts, n), strict=False):
+            own = slice(a, b)
+            assert error(y[:, own], x, (*(p[own] for p in packed), scale), bias[own]) <= TOLERANCE, (m, n, k, starts)
+
+
 def test_arguments_that_it_does_not_take():
     kernel = emulated(SOURCE, 90, NINE)
     for m, n, k, dtype, tile in (
@@ -92,7 +101,7 @@ def test_arguments_that_it_does_not_take():
         (1, 1300, 1024, 0, (256, 4)),  # not all clusters at once
     ):
         with pytest.raises(EmulatorError, match="status"):
-            kernel.call(kernel.function, (None,) * 7, torch.empty(1), m, n, k, dtype, 0, *tile, scratch=kernel.scratch)
+            kernel.call(kernel.function, (None,) * 7, torch.empty(1), m, n, k, dtype, 0, 0, 0, *tile, scratch=kernel.scratch)
 
 
 # --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------

@@ -100,3 +100,45 @@ def test_a_sparse_launcher_gives_its_kernel_every_argument_and_no_other(kind):
     positional, keywords = spy.__getitem__.return_value.call_args
     given = [*kernel.arg_names[: len(positional)], *keywords]
     assert sorted(given) == sorted([*kernel.arg_names, "num_warps", "num_stages"])
+
+
+def given(launched):
+    """``(weights' rows, global scales, bounds, bias)`` of each launch."""
+    found = []
+    for call in launched.mock_calls:
+        _, codes, *_, scales, bias = call.args
+        found.append((codes.shape[0], tuple(scales.shape), call.kwargs.get("bounds", ()), None if bias is None else len(bias)))
+    return found
+
+
+@pytest.mark.parametrize("op", ["linear", "sparse_linear"])
+def test_several_scales_are_one_launch_and_more_than_three_are_several(fake_gpu, op):
+    owner, launchers = (launch, launch._LAUNCHERS) if op == "linear" else (sparse_launch, sparse_launch.LAUNCHERS)
+    codes, scale, _ = parts(64, 64)
+    weight = (codes, scale) if op == "linear" else (codes.new_empty(64, 16), codes.new_empty(64, 8), scale)
+    launched = mock.Mock(side_effect=lambda x, *rest, **more: x.new_empty(x.shape[0], rest[0].shape[0]))
+    x, bias = torch.empty(5, 64, device="cuda", dtype=torch.float16), torch.empty(64, device="cuda", dtype=torch.float16)
+    with mock.patch.dict(launchers, dict.fromkeys(launchers, launched)):
+        for rows, want in (
+            ([0], [(64, (), (), 64)]),
+            ([0, 7], [(64, (2,), (7,), 64)]),
+            ([0, 32, 40], [(64, (3,), (32, 40), 64)]),
+            ([0, 7, 9, 40], [(40, (3,), (7, 9), 40), (24, (), (), 24)]),
+            ([0, 7, 9, 40, 50], [(40, (3,), (7, 9), 40), (24, (2,), (10,), 24)]),
+        ):
+            launched.reset_mock()
+            y = getattr(owner, op)(x, *weight, torch.empty(len(rows), device="cuda"), bias, "auto", rows)
+            assert tuple(y.shape) == (5, 64)
+            assert given(launched) == want, rows
+
+
+@pytest.mark.parametrize(("kind", "bounds"), [("gemv", (8,)), ("mid", (8, 24))])
+def test_a_triton_kernel_is_told_where_scales_begin(kind, bounds):
+    q, s, _ = nvfp4.quantize(torch.randn(40, 96))
+    weight = {launch: (q, s), sparse_launch: (torch.empty(40, 24, dtype=torch.uint8), torch.empty(40, 12, dtype=torch.uint8), s)}
+    for owner, name in ((launch, f"linear_{kind}"), (sparse_launch, f"sparse_{kind}")):
+        spy = mock.MagicMock()
+        with mock.patch.object(owner, name, spy), mock.patch.object(host, "arch", return_value=90):
+            getattr(owner, kind)(torch.randn(3, 96).half(), *weight[owner], torch.ones(3), bounds=bounds)
+        constants = spy.__getitem__.return_value.call_args.kwargs
+        assert (constants["B1"], constants["B2"]) == (8, 24 if len(bounds) > 1 else 2**31 - 1)

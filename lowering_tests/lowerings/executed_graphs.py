@@ -122,6 +122,26 @@ def sparse_cases() -> None:
     check("sparse dynamic M5", around(lambda f, x: f(x), kind=Sparse24Linear), (5, K), mark=dynamic, values=legal_meta)
 
 
+class Merged(nn.Module):
+    """One weight of three layers with a global scale each."""
+
+    def __init__(self, rows, sparse=False):
+        super().__init__()
+        linear = layer(kind=Sparse24Linear if sparse else FP4Linear)
+        self.op, self.rows = torch.ops.fp4.sparse_linear if sparse else torch.ops.fp4.linear, rows
+        for i, t in enumerate(linear.weight.parts()[:-1]):
+            self.register_buffer(f"part{i}", t)
+        self.register_buffer("scales", torch.empty(len(rows), device="cuda"))
+
+    def forward(self, x):
+        return torch.relu(self.op(x, *self.buffers(), None, "auto", self.rows))
+
+
+def scales_cases() -> None:
+    for m, rows, sparse in ((1, [0, 32, 48], False), (3, [0, 7], False), (40, [0, 79], False), (1, [0, 33, 34], True), (40, [0, 16, 79], True)):
+        check(f"scales M{m} {rows} sparse {sparse}", lambda rows=rows, sparse=sparse: Merged(rows, sparse), (m, K), values=legal_meta)
+
+
 def head_cases() -> None:
     check("fp8 head M1", lambda: FP8Linear(K, 130, dtype=FP16, device="cuda"), (1, K))
 
@@ -146,7 +166,7 @@ def main() -> None:
     for owner, name in ((configs, "gemv"), (configs, "mid"), (glu_configs, "gemv"), (sparse_configs, "gemv"), (sparse_configs, "mid")):
         constants = getattr(owner, f"{name}_constants")
         mock.patch.object(owner, f"{name}_constants", lambda *a, constants=constants: {**constants(*a), "ASM": False}).start()
-    for cases in (dense_cases, epilogue_cases, sibling_cases, glu_cases, sparse_cases, head_cases, w4a4_cases):
+    for cases in (dense_cases, epilogue_cases, sibling_cases, glu_cases, sparse_cases, scales_cases, head_cases, w4a4_cases):
         cases()
 
 

@@ -41,8 +41,8 @@ def test_a_kernel_of_the_graph_made_the_activations():
 
 def test_a_sparse_layer():
     for m in (M, 64):
-        assert compiled(lambda linear, x: linear(x.relu()), m=m, layer=Sparse24Linear) == ([0, 0, 0, 0, 1], "begins while the kernel before it runs")
-    assert compiled(lambda linear, x: linear(x.relu()), m=300, layer=Sparse24Linear)[0] == [0, 0, 1]
+        assert compiled(lambda linear, x: linear(x.relu()), m=m, layer=Sparse24Linear) == ([0, 0, 0, 0, 0, 0, 1], "begins while the kernel before it runs")
+    assert compiled(lambda linear, x: linear(x.relu()), m=300, layer=Sparse24Linear)[0] == [0, 0, 0, 0, 1]
     assert compiled(lambda linear, x: linear(x), layer=Sparse24Linear)[0] == []
     part = lambda linear, x: torch.ops.fp4.sparse_linear(x.relu(), linear.values, linear.meta ^ 0, linear.scale, linear.global_scale)  # noqa: E731
     assert compiled(part, layer=Sparse24Linear) == ([], "not begun early: its weight is computed by the graph")

@@ -69,7 +69,7 @@ def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
 
 
 def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
-    rows = tuple(replace(row, siblings=False) if row.kernel == "cuda_table" else row for row in table.ROWS)
+    rows = tuple(replace(row, one_scale=True) if row.kernel == "cuda_table" else row for row in table.ROWS)
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, rows))
     code, entries = compiled(8, csrc="")
     assert [e.n for e in entries if e.decision.row.kernel == "cuda_table"] == [N, KV, KV]
@@ -269,7 +269,7 @@ def test_silu_times_up_is_rounded_in_the_kernel_that_computes_it(monkeypatch):
     exponential = ("tl_math.exp", "tl.sigmoid", "libdevice.exp")
     assert not any(name in source for source in triton_sources(code).values() for name in exponential), "the product itself is computed nowhere else"
 
-    apart = tuple(replace(row, siblings=False) for row in table.ROWS)
+    apart = tuple(replace(row, one_scale=True) for row in table.ROWS)
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, apart))
     code, _ = compiled(4096, build=lambda: Block("fp8"))
     [source] = [s for s in triton_sources(code).values() if "float8e4nv" in s and "rsqrt" not in s]

@@ -47,8 +47,14 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 def dense(name: str, args) -> torch.Tensor:
     """The matmul ops in float64, never rounded."""
     if name == "linear":
-        x, qdata, scale, g, bias, *_ = (*args, None)
-        y = x.double() @ nvfp4.dequantize(qdata, scale, g, torch.float32).double().mT
+        x, qdata, scale, g, bias, _, rows = (*args, *(None, "auto", None)[len(args) - 4 :])
+        if rows:  # a matrix of its own for each row
+            ends = torch.tensor([*rows[1:], qdata.shape[0]])
+            g = g[torch.bucketize(torch.arange(qdata.shape[0]), ends, right=True).to(g.device)]
+            w = nvfp4.dequantize(qdata[:, None], scale[:, None], g, torch.float32)[:, 0]
+        else:
+            w = nvfp4.dequantize(qdata, scale, g, torch.float32)
+        y = x.double() @ w.double().mT
         return y if bias is None else y + bias.double()
     x, qdata, scale, g = args
     return x.double() @ nvfp4.dequantize(qdata, scale, g, torch.float32).double().mT
@@ -136,13 +142,8 @@ def test_meta_tensors_give_shapes(name):
 
 def _strided(t: torch.Tensor) -> torch.Tensor:
     """The same values behind an offset, a row pitch and a column stride of two."""
-    store = torch.zeros(
-        *t.shape[:-1],
-        2 * t.shape[-1] + 3,
-        dtype=torch.float32 if t.dtype.itemsize == 4 else torch.int16 if t.dtype.itemsize == 2 else torch.uint8,
-        device=t.device,
-    )
-    store = store.view(t.dtype)
+    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.float32, 8: torch.int64}
+    store = torch.zeros(*t.shape[:-1], 2 * t.shape[-1] + 3, dtype=of_size[t.dtype.itemsize], device=t.device).view(t.dtype)
     view = store[..., 3::2]
     view.copy_(t)
     assert torch.equal(bits(view), bits(t))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4_inductor
+from fp4_inductor.formats import nvfp4
 from fp4_inductor.passes import matches, reset_matches
 
 BF16 = torch.bfloat16
@@ -133,3 +134,38 @@ def test_symbolic_rows_and_explain():
     assert found.matches == {"siblings": 1, "linear_glu": 1}
     assert "silu(gate) * up is pointwise work behind it" in str(found)
     assert {row.module for row in found.rows} == {"gate_proj", "up_proj"}
+
+
+ROWS = {"halves": ([0, INNER], {"linear_glu": 1}), "other members": ([0, 32], {}), "three": ([0, INNER, 2 * INNER - 16], {})}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_weight_with_several_global_scales(compiled, case):
+    """fp4.linear with a scale for each half is a gated product; with scales of other rows it is not."""
+    rows, found = ROWS[case]
+    q, s, g = nvfp4.quantize(torch.randn(2 * INNER, K) / 8)
+    scales = g * torch.tensor([1.0, 3.0, 0.3])[: len(rows)]
+
+    def model(x):
+        gate, up = torch.ops.fp4.linear(x, q, s, scales, None, "auto", rows).chunk(2, -1)
+        return F.silu(gate) * up
+
+    x = torch.randn(5, K).to(BF16)
+    c = compiled(model, x)
+    assert c.matches == found
+    assert distance(c.result, model(x)) < 8e-3
+
+
+def test_products_with_several_global_scales_are_no_siblings(compiled):
+    """They are several layers already; a slice of such a weight would take another member's scale."""
+    q, s, g = nvfp4.quantize(torch.randn(4 * INNER, K) / 8)
+    scales = g * torch.tensor([1.0, 3.0])
+
+    def model(x):
+        half = 2 * INNER
+        return [torch.ops.fp4.linear(x, q[a : a + half], s[a : a + half], scales, None, "auto", [0, 16]) for a in (0, half)]
+
+    x = torch.randn(5, K).to(BF16)
+    c = compiled(model, x)
+    assert c.matches == {}
+    assert all(torch.equal(a, b) for a, b in zip(c.result, model(x), strict=True))

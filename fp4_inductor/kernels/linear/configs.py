@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...formats.packing import MOST_SCALES as MAX_SCALES
 from ...ops.linear_glu import ACTIVATIONS
 
 
@@ -117,9 +118,6 @@ def mid_constants(c: MidConfig, n: int, k: int, dtype: torch.dtype, bounds: tupl
     even = n % c.block_n == 0 and k % c.block_k == 0
     constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n, BF16=dtype == torch.bfloat16, ASM=True)
     return {**constants, **scale_bounds(bounds)}
-
-
-MAX_SCALES = 3
 
 
 def scale_bounds(bounds: tuple[int, ...]) -> dict[str, int]:

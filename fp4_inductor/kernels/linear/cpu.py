@@ -7,6 +7,7 @@ same with one table gather per byte: right, and five to ten times slower; ``expl
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ...ops import linear_w4a4 as w4a4_contract
 from ...ops import quantize_rows_nvfp4
 from ...ops import sparse_dequantize as sparse_dequantize_contract
 from ...ops import sparse_linear as sparse_contract
+from ...ops.members import members
 from .. import host
 from . import cpu_native
 
@@ -27,15 +29,17 @@ _KEPT_VIEWS = 64
 _CHUNK = 1 << 22  # activations dequantised at once: 16 MB of float32
 
 
-def linear(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+def linear(
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+) -> Tensor:
     """``x [..., K] @ W.T + bias``, accumulated in float32; one rounding to ``x.dtype`` for M <= 8."""
-    contract.check(x, qdata, scale, global_scale, bias, large_m)
+    contract.check(x, qdata, scale, global_scale, bias, large_m, rows)
     n, k = qdata.shape[0], x.shape[-1]
     m = x.shape[:-1].numel()
     # Only this option lets M decide what is computed on a CPU, so only it asks the table.
     if large_m == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, large_m).kernel != "cpu":
-        return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias).view(*x.shape[:-1], n)
-    return _product(x, (qdata,), scale, global_scale, bias)
+        return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias, rows).view(*x.shape[:-1], n)
+    return _product(x, (qdata,), scale, global_scale, bias, rows)
 
 
 def linear_w4a4(
@@ -55,10 +59,13 @@ def linear_w4a4(
     return out
 
 
-def sparse_linear(x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+def sparse_linear(
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto",
+    rows: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """As :func:`linear`, W 2:4-sparse. Illegal metadata is a SparsityError here: the C kernels read it anyway."""
-    sparse_contract.check(x, values, meta, scale, global_scale, bias, large_m)
-    return _product(x, (values, meta), scale, global_scale, bias)
+    sparse_contract.check(x, values, meta, scale, global_scale, bias, large_m, rows)
+    return _product(x, (values, meta), scale, global_scale, bias, rows)
 
 
 def dequantize(qdata: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,13 +85,17 @@ def sparse_dequantize(values: Tensor, meta: Tensor, scale: Tensor, global_scale:
     return _dequantized((values, meta), scale, global_scale, dtype)
 
 
-def _product(x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int] | None = None) -> Tensor:
     """``packed``: ``(qdata,)`` or ``(values, meta)``."""
     n, k = packed[0].shape[0], x.shape[-1]
     m = x.shape[:-1].numel()
     if m == 0 or n == 0 or k == 0:
         return contract.without_products(x, n, bias)
-    y = product(x.reshape(m, k).contiguous(), tuple(t.contiguous() for t in packed), scale.contiguous(), float(global_scale))
+    x_rows, packed, scale = x.reshape(m, k).contiguous(), tuple(t.contiguous() for t in packed), scale.contiguous()
+    if rows:
+        y = torch.cat([product(x_rows, tuple(own), s, float(g)) for *own, s, g in members((*packed, scale), global_scale, rows)], -1)
+    else:
+        y = product(x_rows, packed, scale, float(global_scale))
     if bias is not None:
         y += bias
     return y.to(x.dtype).view(*x.shape[:-1], n)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..linear import configs as dense
 from ..linear.configs import MidConfig, WideFP8Config
 
@@ -81,10 +79,10 @@ def gemv_choices(n: int, k: int) -> list[GemvConfig]:
     return [default, *[c for c in others if c != default]]
 
 
-def gemv_constants(c: GemvConfig, n: int, k: int, arch: int) -> dict[str, object]:
-    """Constexpr arguments of ``sparse_gemv`` for one shape and architecture."""
+def gemv_constants(c: GemvConfig, n: int, k: int, arch: int, bounds: tuple[int, ...] = ()) -> dict[str, object]:
+    """Constexpr arguments of ``sparse_gemv`` for one shape and architecture; ``bounds``: see :func:`.linear.configs.scale_bounds`."""
     even = n % c.block_n == 0 and (k // 16) % c.block_w == 0
-    return dict(BLOCK_M=1, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True)
+    return dict(BLOCK_M=1, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True, **dense.scale_bounds(bounds))
 
 
 def mid(m: int, n: int, k: int) -> MidConfig:
@@ -101,7 +99,4 @@ def mid_choices(m: int, n: int, k: int) -> list[MidConfig]:
     return [default, *[c for c in others if c != default]]
 
 
-def mid_constants(c: MidConfig, n: int, k: int, dtype: torch.dtype) -> dict[str, object]:
-    """Constexpr arguments of ``sparse_mid`` for one shape. (The dense kernel's have siblings' bounds besides.)"""
-    even = n % c.block_n == 0 and k % c.block_k == 0
-    return dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=even, GROUP_N=c.group_n, BF16=dtype == torch.bfloat16, ASM=True)
+mid_constants = dense.mid_constants

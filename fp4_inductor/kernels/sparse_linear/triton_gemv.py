@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_gemv import dot8, half2_dot, pack_half2  # noqa: F401  (half2_dot: called by dot8, a template needs its source)
-from ..triton_common import e4m3_to_f32, store_output
+from ..triton_common import e4m3_to_f32, global_scale_of, store_output
 
 
 @triton.jit
@@ -121,7 +121,8 @@ def kept_dot(w, m, s, a0, a1, a2, a3, b0, b1, b2, b3, undo, BLOCK_N: tl.constexp
 
 @triton.jit
 def sparse_gemv(
-    X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, B, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr
+    X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, B, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr,
+    B1: tl.constexpr = 0, B2: tl.constexpr = 0,
 ):  # fmt: skip
     words = VALUES.to(tl.pointer_type(tl.int32), bitcast=True)
     metas = META.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -146,6 +147,6 @@ def sparse_gemv(
         acc += kept_dot(w, m, s, a0, a1, a2, a3, b0, b1, b2, b3, undo, BLOCK_N, BLOCK_W, CVT, ASM)
     idx_m = row + tl.arange(0, BLOCK_M)[:, None]
     idx_n = rn[None, :]
-    y = tl.sum(acc, 1)[None, :] * tl.load(GLOBAL_SCALE)
+    y = tl.sum(acc, 1)[None, :] * global_scale_of(GLOBAL_SCALE, idx_n, B1, B2)
     mask = (idx_m < M) & (idx_n < N)
     store_output(Y, idx_m, idx_n, y, mask, N)

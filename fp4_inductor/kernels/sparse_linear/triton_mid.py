@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_mid import decode_bytes, scale_of_bytes, tile_of
-from ..triton_common import decompressed, store_output
+from ..triton_common import decompressed, global_scale_of, store_output
 
 
 @triton.jit
 def sparse_mid(
-    X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+    X, VALUES, META, SCALE, GLOBAL_SCALE, Y, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP_N: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr,
+    B1: tl.constexpr = 0, B2: tl.constexpr = 0,
 ):  # fmt: skip
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     pid_m, pid_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_N)
@@ -39,6 +40,6 @@ def sparse_mid(
         acc = tl.dot(tl.reshape(tl.join(lo, hi), (BLOCK_N, BLOCK_K)), tl.trans(x), acc)
     idx_m = rm[:, None]
     idx_n = rn[None, :]
-    y = tl.trans(acc) * (tl.load(GLOBAL_SCALE) * 256.0)
+    y = tl.trans(acc) * (global_scale_of(GLOBAL_SCALE, idx_n, B1, B2) * 256.0)
     mask = (idx_m < M) & (idx_n < N)
     store_output(Y, idx_m, idx_n, y, mask, N)

@@ -299,6 +299,8 @@ def _fp4_bmm(sums, node, at):
 @expands(fp4.linear.default, fp4.sparse_linear.default)
 def _fp4_linear(sums, node, at):
     after = 4 if node.target is fp4.linear.default else 5
+    if argument(node, after + 2, "rows"):
+        return None  # several global scales: no expert has them
     x, *parts = node.args[:after]
     k, bound = sums.variable(shape_of(x)[-1], "k", node)
     product = Term([sums.weight(tuple(parts), (), at[-1], k), sums.read(x, (*at[:-1], k))], list(bound), matmuls=[node])
