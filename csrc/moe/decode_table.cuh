@@ -36,7 +36,7 @@ template <bool SPARSE, bool SHIFTED> struct TableLayout : Parts<SPARSE, SHIFTED>
   __host__ __device__ int counters() const { return zeros() + 512; }
   __host__ __device__ int routed() const { return counters() + 16 * stages + 48; }
   __host__ __device__ int factors() const { return routed() + 16 * ((pairs * 12 + 4 + 15) / 16); }
-  __host__ __device__ int sums() const { return factors() + 16 * ((pairs * (kTableTokens + 1) * 4 + 15) / 16); }  // up
+  __host__ __device__ int sums() const { return factors() + 16 * ((pairs * (kTableTokens + kUnits) * 4 + 15) / 16); }  // up
   __host__ __device__ int sums_bytes() const { return k_groups * tokens * (rows() + 4) * 4; }
   int bytes(bool up) const { return up ? sums() + 2 * sums_bytes() : factors(); }
 };
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     for (int i = thread; i < count * kTableTokens; i += 32 * kFinishers) {
       const int m = i % kTableTokens;
       const int2 of = distinct.list[i / kTableTokens];
-      if (m == 0) units[i / kTableTokens] = load_float(global_scale + of.x) * kWeightUnit;
+      if (m == 0 || (kSeveralScales && m == 1)) units[i / kTableTokens * kUnits + m] = load_float(global_scale + of.x * kUnits + m) * kWeightUnit;
       if (!(of.y >> m & 1)) continue;
       float sum = 0.f;
       for (int j = 0; j < top_k; ++j)
@@ -237,11 +237,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
           const float2 a = *(const float2*)from, b = *(const float2*)(from + outputs);
           gate.x += a.x, gate.y += a.y, up.x += b.x, up.y += b.y;
         }
-        const float unit = units[slot], factor = factors[slot * kTableTokens + m];
+        const float unit = units[slot * kUnits], up_unit = kSeveralScales ? units[slot * kUnits + kUnits - 1] : unit, factor = factors[slot * kTableTokens + m];
         uint8_t* to = h + (size_t)(slot * tokens + m) * steps_down * 512;
         auto place = [&](int n) { return to + n / kWideK * 512 + n / 64 % 4 * 128 + ((n / 8 % 8) ^ m) * 16 + n % 8 * 2; };
-        *(__nv_bfloat162*)place(n) = __floats2bfloat162_rn(between(fmaf(gate.x, unit, bias[0][0]), fmaf(up.x, unit, bias[0][1])) * factor,
-                                                           between(fmaf(gate.y, unit, bias[1][0]), fmaf(up.y, unit, bias[1][1])) * factor);
+        *(__nv_bfloat162*)place(n) = __floats2bfloat162_rn(between(fmaf(gate.x, unit, bias[0][0]), fmaf(up.x, up_unit, bias[0][1])) * factor,
+                                                           between(fmaf(gate.y, unit, bias[1][0]), fmaf(up.y, up_unit, bias[1][1])) * factor);
         if (n0 + outputs == I)
           for (int behind = I + column / 2 * 8; behind < steps_down * kWideK; behind += pairs * 8) *(uint4*)place(behind) = uint4{};
       }

@@ -267,8 +267,11 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   Place<X_STAGES> at;
   using Bias = std::conditional_t<kByWarp<TOKENS>, Late, float>;
   while (items.advance()) {
-    // The global scale and biases arrive while the sums are made.
-    float unit = load_float(global_scale + items.expert);
+    // Global scales and biases arrive while the sums are made.
+    constexpr int kOwn = UP ? kUnits : 1;
+    float units[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) units[i] = load_float(global_scale + items.expert * kOwn + i);
     Bias bias[SETS][2];
     const __nv_bfloat16* biases = UP ? between.bias : between.down_bias;
 #pragma unroll
@@ -309,8 +312,12 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
       for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
       if (frees) counter_arrive(last_half);
     }
-    needed(unit);
-    unit *= kWeightUnit;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      needed(units[i]);
+      units[i] *= kWeightUnit;
+    }
+    const float unit = units[0], up_unit = units[kOwn - 1];
     if constexpr (UP) {
       const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // of 256 outputs; of eight in each 64 of them
       const bool live = block * 256 + 64 * quarter < N, second = g & (kByWarp<TOKENS> ? 1 : 4);
@@ -319,8 +326,8 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) {
-          const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], unit, bias[r][1])) : 0.f;
-          const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], unit, bias[r][1])) : 0.f;
+          const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], up_unit, bias[r][1])) : 0.f;
+          const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], up_unit, bias[r][1])) : 0.f;
           // Lanes of a pair of outputs, n and n + 4, or neighbours for decode_by_table(), swap, so that each holds both of one token.
           const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> ? 4 : 16);
           const int m = 8 * i + 2 * t + second;

@@ -93,7 +93,7 @@ template <int TOKENS, int W_STAGES, int X_STAGES> struct StagesFP8 {
 // act(gate) * up of a warpgroup's 32 outputs n0 .. n0 + 31 of `count` tokens, the tile's first being row m0 of h [., N]; the caller's warp has eight of them, and
 // a lane's rows g are gates, g + 8 ups. staging: 8192 bytes of the warpgroup's, barrier `id` its own.
 template <int TILES>
-__device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], float unit, const float (&bias)[2], const float* token_scales, const Between& between,
+__device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], float unit, float up_unit, const float (&bias)[2], const float* token_scales, const Between& between,
                                                 uint8_t* staging, int id, __nv_bfloat16* __restrict__ h, int m0, int count, int n0, int N) {
   const int lane = threadIdx.x & 31, t = lane & 3, quarter = threadIdx.x >> 5 & 3;
   // Rows of 64 bytes, a token each; chunk c of token m lies at c ^ m / 2 % 4, so that eight rows lie in different banks.
@@ -110,8 +110,8 @@ __device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], fl
         const int tile = i0 + i + d;
         if (tile >= TILES) break;
         const float *s = token_scales + 8 * tile + 2 * t, *v = acc[tile];
-        const float u0 = unit * s[0], u1 = unit * s[1];
-        const __nv_bfloat162 two = __floats2bfloat162_rn(between(fmaf(v[0], u0, bias[0]), fmaf(v[2], u0, bias[1])), between(fmaf(v[1], u1, bias[0]), fmaf(v[3], u1, bias[1])));
+        const float u0 = unit * s[0], u1 = unit * s[1], w0 = up_unit * s[0], w1 = up_unit * s[1];
+        const __nv_bfloat162 two = __floats2bfloat162_rn(between(fmaf(v[0], u0, bias[0]), fmaf(v[2], w0, bias[1])), between(fmaf(v[1], u1, bias[0]), fmaf(v[3], w1, bias[1])));
         pairs[d] = *(const uint32_t*)&two;
       }
       store_matrices_transposed(to + i * 512, pairs);
@@ -222,7 +222,10 @@ __global__ void __launch_bounds__(384, 1)
       constexpr int kTokens = decltype(size)::value;
       const int first = items.first, count = items.count, n0 = (items.group * S::kBlocks + rank) * kColumns;
       // Scales and biases arrive while the sums are made.
-      float unit = load_float(global_scale + items.expert), mine[(kTokens + 127) / 128], bias[2];
+      constexpr int kOwn = UP ? kUnits : 1;
+      float units[kOwn], mine[(kTokens + 127) / 128], bias[2];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) units[i] = load_float(global_scale + items.expert * kOwn + i);
       const int thread = threadIdx.x & 127;
 #pragma unroll
       for (int i = 0; i < (kTokens + 127) / 128; ++i) mine[i] = 128 * i + thread < count ? __ldcg(x_scale + first + 128 * i + thread) : 0.f;
@@ -264,18 +267,21 @@ __global__ void __launch_bounds__(384, 1)
       wgmma_wait<0>();
       wgmma_sums(acc);
       if (frees) counter_arrive_at(last_half, lane);
-      needed(unit);
-      unit *= 1.f / kFactor;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        needed(units[i]);
+        units[i] *= 1.f / kFactor;
+      }
       barrier(1 + set, 128);  // nobody reads the scales of the item before any more
 #pragma unroll
       for (int i = 0; i < (kTokens + 127) / 128; ++i)
         if (128 * i + thread < kTokens) token_scales[128 * i + thread] = mine[i];
       barrier(1 + set, 128);
       if constexpr (UP) {
-        store_activated(acc, unit, bias, token_scales, between, staging, 1 + set, out, first, count, n0 + 32 * set, N);
+        store_activated(acc, units[0], units[kOwn - 1], bias, token_scales, between, staging, 1 + set, out, first, count, n0 + 32 * set, N);
       } else {
-        const float units[2] = {unit, unit};
-        store_tokens<0, kTokens / 8>(acc, units, bias, token_scales, staging, out, first, first + count, n0 + local, N);
+        const float both[2] = {units[0], units[0]};
+        store_tokens<0, kTokens / 8>(acc, both, bias, token_scales, staging, out, first, first + count, n0 + local, N);
       }
     });
   __syncwarp();

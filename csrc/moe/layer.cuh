@@ -1,8 +1,10 @@
 // The arguments of an MoE layer.
 #pragma once
-#include "../common/nvfp4.cuh"
+#include "../common/epilogue.cuh"
 
 namespace fp4 {
+
+constexpr int kUnits = kSeveralScales ? 2 : 1;  // global scales of an expert's first product: one, or the gate's and up's
 
 constexpr int kMostExperts = 1024;
 
@@ -62,7 +64,7 @@ struct Layer {
   Ids ids, map;
   Factors weights;
   const uint8_t *codes[2], *scale[2];  // of gate_up [E, 2 I, K] and down [E, N, I]
-  const float* global_scale[2];
+  const float* global_scale[2];  // [E, kUnits] and [E]
   __nv_bfloat16* y;
   int tokens, top_k, E, K, I, N, map_size;
   Between between;

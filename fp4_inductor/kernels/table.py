@@ -32,7 +32,7 @@ REGIMES = (
     "library",
 )
 # Kernels of csrc/ whose library takes one global scale, of an expert one: another library of the same source, of this name besides, takes several, or two.
-ONE_SCALE = ("sparse_linear_small", "sparse_linear_table", "sparse_linear_wide")
+ONE_SCALE = ("sparse_linear_small", "sparse_linear_table", "sparse_linear_wide", "moe_decode_table", "moe_grouped_wide", "moe_grouped_wide_fp8")
 SEVERAL_SCALES = "_scales"
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)

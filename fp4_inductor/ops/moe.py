@@ -5,7 +5,9 @@
     hidden           [T, H]       bfloat16, float16 or float32
     expert_ids       [T, k]       int32 or int64
     expert_weights   [T, k]       bfloat16, float16 or float32
-    gate_up_*        qdata [E, G, H/2], scale [E, G, H/16], global_scale [E];  G = 2 * I with a gate, I without
+    gate_up_*        qdata [E, G, H/2], scale [E, G, H/16], global_scale [E];  G = 2 * I with a gate, I without. Where gate and up
+                     of an expert have a global scale each, global_scale [E, 2]: of the gate's rows and of up's (the halves of G,
+                     or, interleaved, the even and the odd rows)
     down_*           qdata [E, N, I/2], scale [E, N, I/16], global_scale [E];  N = H in every model known
     gate_up_bias     [E, G] or None,  down_bias [E, N] or None
     activation, alpha, limit, interleaved: see :class:`fp4_inductor.ops.activation.Activation`
@@ -28,7 +30,7 @@ Metadata of 2:4-sparse experts is not checked per call on a GPU, as in :mod:`.sp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ def reference(
         token, slot = torch.where(local == e)
         x, w = hidden[token].double(), weights[token, slot, None]
         x = x * w if weight_on_input else x
-        z = x @ _exact(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta).mT
+        z = x @ _exact(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta, interleaved).mT
         h = act(z if gate_up_bias is None else z + gate_up_bias[e].double(), columns(down_qdata, down_meta))
         y = h @ _exact(e, down_qdata, down_scale, down_global_scale, down_meta).mT
         y = y if down_bias is None else y + down_bias[e].double()
@@ -76,10 +78,41 @@ def columns(codes: Tensor, meta: Tensor | None) -> int:
     return codes.shape[-1] * (2 if meta is None else 4)
 
 
-def _exact(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> Tensor:
+def has_two_scales(global_scale: Tensor) -> bool:
+    """Is this ``[E, 2]``, of gate and of up?"""
+    return global_scale.dim() == 2
+
+
+def scale_of_rows(global_scale: Tensor, n: int, interleaved: bool) -> Tensor:
+    """``[E, n]``: the global scale of every row, from ``[E, 2]``."""
+    e, half = global_scale.shape[0], n // 2
+    pairs = global_scale[:, None].expand(e, half, 2) if interleaved else global_scale[:, :, None].expand(e, 2, half)
+    return pairs.reshape(e, n)
+
+
+def dense_expert(
+    decode: Callable[..., Tensor],
+    e: int,
+    codes: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    meta: Tensor | None,
+    dtype: torch.dtype,
+    interleaved: bool = False,
+) -> Tensor:
+    """``[N, K]`` of one expert; ``decode(*packed, scale, global_scale, dtype)`` of dense codes, or with metadata of 2:4-sparse ones."""
+    packed = tuple(t[e] for t in (codes, meta, scale) if t is not None)
+    if not has_two_scales(global_scale):
+        return decode(*packed, global_scale.reshape(-1)[e], dtype)
+    halves = [t.unflatten(0, (-1, 2)).transpose(0, 1) if interleaved else t.unflatten(0, (2, -1)) for t in packed]  # of gate and of up
+    both = decode(*halves, global_scale[e], dtype)
+    return (both.transpose(0, 1) if interleaved else both).flatten(0, 1)
+
+
+def _exact(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None, interleaved: bool = False) -> Tensor:
     """float64 ``[N, K]`` of one expert."""
-    qdata = codes[e] if meta is None else sparse24.decompress(codes[e], meta[e])
-    return nvfp4.dequantize(qdata, scale[e], global_scale.reshape(-1)[e], torch.float32).double()
+    decode = nvfp4.dequantize if meta is None else sparse24.dequantize_sparse24
+    return dense_expert(decode, e, codes, scale, global_scale, meta, torch.float32, interleaved).double()
 
 
 def codes_and_meta(parts: Sequence[Any]) -> tuple[tuple[Any, Any, Any], Any]:
@@ -136,7 +169,7 @@ def check(
 ) -> None:  # fmt: skip
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     act = Activation(activation, alpha, limit, interleaved)
-    _check_weight(gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta)
+    _check_weight(gate_up_qdata, gate_up_scale, _one_each(gate_up_qdata, gate_up_global_scale), gate_up_meta)
     _check_weight(down_qdata, down_scale, down_global_scale, down_meta)
     _check_dtypes(hidden, expert_ids, expert_weights, gate_up_bias, down_bias, expert_map)
     if hidden.dim() != 2 or expert_ids.dim() != 2 or expert_ids.shape != expert_weights.shape or expert_ids.shape[0] != hidden.shape[0]:
@@ -169,6 +202,13 @@ def check(
             limit=" or ".join(map(str, rows)) + " rows",
             remedy="gate_up has 2 * I rows with a gate and I without; pad I with zero rows if down's K was padded.",
         )
+    if has_two_scales(gate_up_global_scale) and gate_up_qdata.shape[1] != 2 * inner:
+        raise ShapeError(
+            "fp4.moe: two global scales an expert without a gate",
+            value=f"gate_up_global_scale {tuple(gate_up_global_scale.shape)}, {gate_up_qdata.shape[1]} rows",
+            limit=f"({experts},), or {2 * inner} rows",
+            remedy="Layers without a gate have one global scale an expert.",
+        )
     for name, bias, n in (("gate_up_bias", gate_up_bias, gate_up_qdata.shape[1]), ("down_bias", down_bias, down_qdata.shape[1])):
         if bias is not None and tuple(bias.shape) != (experts, n):
             raise ShapeError(
@@ -187,6 +227,11 @@ def check(
             limit="one device",
             remedy="Move the layer, the tokens or the routing with .to(device).",
         )
+
+
+def _one_each(codes: Tensor, global_scale: Tensor) -> Tensor:
+    """Of two global scales an expert one; others as they are, for the checks of a weight."""
+    return global_scale[:, 0] if codes.dim() == 3 and tuple(global_scale.shape) == (codes.shape[0], 2) else global_scale
 
 
 def _check_weight(codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> None:
@@ -262,6 +307,23 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             weights = torch.rand(t, k, device=device)
             yield f"T{t} H{h} I{inner} E{e} k{k} {act} {dtype}", (x, ids, weights, *gate_up, *down, *biases, *act.arguments(), i == 6, expert_map)
     yield from _sparse_inputs(device)
+    yield from _inputs_with_two_scales(device)
+
+
+def _inputs_with_two_scales(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (T, H, I, E, k, interleaved, 2:4-sparse)
+    for t, h, inner, e, k, interleaved, sparse in ((4, 64, 32, 3, 2, False, False), (1, 48, 16, 2, 1, True, False), (0, 32, 16, 2, 2, False, False),
+                                                   (11, 96, 48, 3, 2, False, True), (33, 32, 64, 2, 1, True, False)):  # fmt: skip
+        for dtype in (torch.float32, torch.bfloat16):
+            w = torch.randn(e, 2 * inner, h, device=device) / h**0.5
+            *packed, g = sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w)) if sparse else nvfp4.quantize(w)
+            first = (*packed, g[:, None] * torch.tensor([1.0, 3.0], device=device))
+            down = nvfp4.quantize(torch.randn(e, h, inner, device=device) / inner**0.5)
+            ids = torch.randint(-1, e, (t, k), device=device)
+            x = torch.randn(t, h, device=device).to(dtype)
+            act = Activation(interleaved=interleaved)
+            args = arguments(x, ids, torch.rand(t, k, device=device), first, down, None, None, *act.arguments())
+            yield f"two scales T{t} H{h} I{inner} E{e} k{k} {act} 2:4 {sparse} {dtype}", args
 
 
 def _sparse_inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:

@@ -38,7 +38,7 @@ def reference(
     for e in moe.used_experts(local):
         token, slot = torch.where(local == e)
         x, w, g = hidden[token].float(), weights[token, slot, None], grad[token].float()
-        gate_up = _dense(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta)
+        gate_up = _dense(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta, interleaved)
         down = _dense(e, down_qdata, down_scale, down_global_scale, down_meta)
         z = (x * w if weight_on_input else x) @ gate_up.t()
         z = z if gate_up_bias is None else z + gate_up_bias[e].float()
@@ -55,12 +55,10 @@ def reference(
     return grad_hidden.to(hidden.dtype), grad_weights.to(expert_weights.dtype)
 
 
-def _dense(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> Tensor:
+def _dense(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None, interleaved: bool = False) -> Tensor:
     """float32 ``[N, K]`` of one expert, by the device's kernels."""
-    g = global_scale.reshape(-1)[e]
-    if meta is None:
-        return torch.ops.fp4.dequantize(codes[e], scale[e], g, torch.float32)
-    return torch.ops.fp4.sparse_dequantize(codes[e], meta[e], scale[e], g, torch.float32)
+    decode = torch.ops.fp4.dequantize if meta is None else torch.ops.fp4.sparse_dequantize
+    return moe.dense_expert(decode, e, codes, scale, global_scale, meta, torch.float32, interleaved)
 
 
 def fake(grad: Tensor, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest) -> tuple[Tensor, Tensor]:

@@ -56,18 +56,24 @@ def weight(e, n, k, pattern=None):
     return contract.codes_and_meta(sparse24.quantize_sparse24(w, sparse24.mask_of(sparse24.pack_meta(torch.tensor(sparse24.NIBBLES)[index].to(torch.uint8)))))
 
 
-def layer(t, h, inner, e, k, act=None, dtype=torch.float32, gated=True, biased=False, on_input=False, table=None, width=None, ids=None, sparse=(None, None)):
+def layer(
+    t, h, inner, e, k, act=None, dtype=torch.float32, gated=True, biased=False, on_input=False, table=None, width=None, ids=None, sparse=(None, None), two=False
+):
+    """``two``: gate and up of an expert have a global scale each, a decade apart."""
     act = act or Activation()
     rows = 2 * inner if gated else inner
     biases = (torch.randn(e, rows), torch.randn(e, width or h)) if biased else (None, None)
     ids = torch.randint(0, e, (t, k), dtype=torch.int32) if ids is None else ids
     (up, up_meta), (down, down_meta) = weight(e, rows, h, sparse[0]), weight(e, width or h, inner, sparse[1])
+    if two:
+        up = (*up[:2], (up[2][:, None] * torch.tensor([0.5, 5.0])).flatten())
     return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), up, down, biases, act, on_input, table, (up_meta, down_meta))
 
 
 def exact(c: launch.Layer) -> torch.Tensor:
     wide = c.x.double() if c.x.dtype != torch.float32 else c.x
-    return contract.reference(wide.float(), c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map, "auto", *c.metas)
+    gate_up = (*c.gate_up[:2], c.gate_up[2].view(-1, 2)) if c.two_scales else c.gate_up
+    return contract.reference(wide.float(), c.ids, c.weights, *gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map, "auto", *c.metas)
 
 
 def both(name: str, c: launch.Layer, decode=True, tiles=TILES, rows=32) -> None:
@@ -221,7 +227,11 @@ def many_tokens():
         x, row_scale = rows
         codes, scale, g, meta = weight
         out = x.new_full((x.shape[0], codes.shape[1]), float("nan"))  # torch._grouped_mm leaves rows without an expert unwritten
-        w = nvfp4.dequantize(codes if meta is None else sparse24.decompress(codes, meta), scale, g, torch.float32)
+        codes = codes if meta is None else sparse24.decompress(codes, meta)
+        if g.dim() == 2:  # of rows
+            w = nvfp4.dequantize(codes.unsqueeze(2), scale.unsqueeze(2), g, torch.float32).squeeze(2)
+        else:
+            w = nvfp4.dequantize(codes, scale, g, torch.float32)
         start = 0
         for e, end in enumerate(routing.ends.tolist()):
             mine = slice(start, end)
@@ -233,8 +243,10 @@ def many_tokens():
         return out
 
     mapped = torch.tensor([-1, 0, 3, 2, -1, 1, 4, 99])
-    for act, gated, biased, on_input, sparse, table in (
+    for act, gated, biased, on_input, sparse, table, *two in (
         (ACTS["silu"], True, False, False, (None, None), None),
+        (ACTS["silu"], True, False, False, (None, None), None, True),
+        (ACTS["gpt_oss"], True, True, False, ("mixed", None), mapped, True),
         (ACTS["gpt_oss"], True, True, False, ("mixed", None), None),
         (ACTS["concatenated gpt_oss"], True, True, False, (None, None), mapped),
         (ACTS["silu"], True, True, True, ("mixed", "mixed"), mapped),
@@ -242,14 +254,14 @@ def many_tokens():
     ):
         for fp8, limit, block in ((False, 1 << 30, 0), (True, 4096, 16), (True, 1 << 30, 0)):  # whole; in parts, and every loop over a row
             inner = 48 if sparse[1] is None else 64
-            c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table)
+            more = dict(ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table, two=bool(two))
+            c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, **more)
             c.weights[(c.ids < 0) | (c.ids > 4)] = float("nan") if table is None else 0.5
             steps = mock.patch.object(configs, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
             with interpreted(), steps, mock.patch.object(configs, "TRANSIENT_BYTES", limit):
                 got = launch._many(c, product, fp8)
-            report(
-                f"many {act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} fp8 {fp8}", distance(got, exact(c)), 4e-6
-            )
+            form = f"{act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} two scales {bool(two)}"
+            report(f"many {form} fp8 {fp8}", distance(got, exact(c)), 4e-6)
     c = layer(6, 64, 48, 5, 2, ids=torch.randint(0, 5, (6, 2)))
     with interpreted():
         clean = launch._many(c, product, False)
@@ -269,7 +281,7 @@ def products_of_tiles():
         (3, 80, 208, 9, 1, configs.ManyConfig(16, 64, 32, 4, 2, 8)),
     ):
         c = layer(t, h, 48, e, k, ids=torch.randint(-1, e + 1, (t, k)))
-        w, g = torch.randn(e, inner, h), torch.rand(e)
+        w, g = torch.randn(e, inner, h), torch.rand(e, inner) if inner == 40 else torch.rand(e)  # of rows, too
         with interpreted():
             routing = launch.route(c, tile.block_m)
             x, row_scale = launch.sorted_rows(c, routing, True)
@@ -282,10 +294,28 @@ def products_of_tiles():
         report(f"product {(t, h, inner, e, k)} {tile}", distance(y[: ends[-1]], want) if left_alone else 1.0, 2e-6)
 
 
+def two_scales():
+    """Gate and up of an expert under a global scale each: halves, interleaved rows, 2:4, the transient weight and its product."""
+    for name, sparse, on_input in (("silu", (None, None), False), ("gpt_oss", (None, None), True), ("silu", ("mixed", None), False)):
+        c = layer(3, 96, 48, 4, 2, ACTS[name], biased=on_input, on_input=on_input, sparse=sparse, two=True)
+        both(f"two scales {name} 2:4 {sparse}", c, tiles=TILES[:1])
+    both("two scales, a tail", layer(1, 272, 16, 3, 2, two=True), tiles=TILES[1:])
+    for interleaved in (False, True):
+        c = layer(4, 64, 48, 5, 2, ids=torch.tensor([[1, 3]] * 4), two=True)
+        codes, scale, g = c.gate_up
+        rows = contract.scale_of_rows(g.view(-1, 2), 96, interleaved)
+        with interpreted(), mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
+            routing = launch.route(c, 16)
+            w = launch._transient((codes, scale, rows, None), rows, torch.float32, routing.ends)
+        want = nvfp4.dequantize(codes.unsqueeze(2), scale.unsqueeze(2), rows, torch.float32).squeeze(2)
+        wrong = float((w[[1, 3]] != want[[1, 3]]).sum() + (~w[[0, 2, 4]].isnan()).sum())  # of experts without tokens nothing is written
+        report(f"two scales, transient weight, interleaved {interleaved}", wrong, 0.0)
+
+
 _whole_row = configs.whole_row
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, products_of_tiles, sparse_experts):
+    for cases in (formulas, shapes, routings, metadata, rows_stay_apart, many_tokens, products_of_tiles, sparse_experts, two_scales):
         cases()

@@ -51,12 +51,13 @@ def compile_kernel(kernel, constants: dict, cc: int, layer: str, dtype: str = "b
 
 def decode_up(
     cc: int, layer: str, act: Activation = SILU, *, gated: bool = True, biased: bool = False, mapped: bool = False, dtype: str = "bf16",
-    sparse: bool = False, tokens: int = 1,
+    sparse: bool = False, tokens: int = 1, two: bool = False,
 ):  # fmt: skip
     h, inner = LAYERS[layer][:2]
     c = configs.decode_up(h, tokens)
     constants = {
         **activation(act, gated),
+        "TWO": two,
         "INNER": inner,
         "ON_INPUT": False,
         "HAS_MAP": mapped,
@@ -80,9 +81,12 @@ def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = Fal
     return compile_kernel(moe_decode_down, constants, cc, layer, dtype, c.num_warps, H="*fp16"), c.num_warps
 
 
-def grouped_up(cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False):
+def grouped_up(
+    cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False,
+    two: bool = False,
+):  # fmt: skip
     c = configs.grouped(pairs, LAYERS[layer][2], gated)
-    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype], sparse)}
+    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, "TWO": two, **configs.grouped_constants(c, DTYPES[dtype], sparse)}
     return compile_kernel(moe_grouped_up, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 

@@ -16,6 +16,7 @@ from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.sparse24 import SEVERAL
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/grouped_wide.cu"
@@ -35,6 +36,11 @@ def layer(e=4, h=256, inner=256, biased=False, width=None):
     width = width or h
     biases = (torch.randn(e, 2 * inner).to(BF16), torch.randn(e, width).to(BF16)) if biased else (None, None)
     return (*experts(e, 2 * inner, h), *experts(e, width, inner), *biases)
+
+
+def two_scales(parts):
+    """Gate and up of every expert under a global scale each, a decade apart."""
+    return (*parts[:2], parts[2][:, None] * torch.tensor([0.4, 4.0]), *parts[3:])
 
 
 def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=8, seed=0, space=None) -> torch.Tensor:
@@ -86,6 +92,18 @@ def test_a_layer_of_gpt_oss(tile):
     """Biases, clamp, interleaved rows, K of no multiple of 256 in both products."""
     t = tile // 2 + 3
     check(torch.randn(t, 320).to(BF16) * 3, *routed(t, 2, 3), layer(3, 320, 192, biased=True), GPT_OSS, tile=tile)
+
+
+@pytest.mark.parametrize("tile", [8, 9, 32])
+def test_gate_and_up_with_a_global_scale_each(tile):
+    """By another library of the same source: each form of the first product, halves and interleaved rows; two equal scales are one, bit for bit."""
+    several = emulated(SOURCE, 90, SEVERAL)
+    for t, h, inner, biased, act in ((tile + 3, 256, 256, False, SILU), (5, 320, 192, True, GPT_OSS)):
+        x, (ids, w), parts = torch.randn(t, h).to(BF16), routed(t, 2, 3), layer(3, h, inner, biased=biased)
+        apart = two_scales(parts)
+        assert error(run(several, x, ids, w, apart, act, tile=tile), x, ids, w, apart, act) <= 4e-3
+        equal = (*parts[:2], parts[2][:, None].repeat(1, 2), *parts[3:])
+        assert torch.equal(run(several, x, ids, w, equal, act, tile=tile), run(emulated(SOURCE), x, ids, w, parts, act, tile=tile))
 
 
 @pytest.mark.parametrize("act", [Activation("silu", 1.702, 0.5), Activation("swiglu_oai", 1.702), Activation("silu", interleaved=True)], ids=str)

@@ -18,7 +18,8 @@ from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from fp4_inductor.ops.dequantize_fp8 import reference as e4m3_weight
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
-from lowering_tests.kernels.test_emulated_moe import BF16, CODE, GPT_OSS, SILU, layer, routed
+from lowering_tests.kernels.sparse24 import SEVERAL
+from lowering_tests.kernels.test_emulated_moe import BF16, CODE, GPT_OSS, SILU, layer, routed, two_scales
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/grouped_wide_fp8.cu"
@@ -45,10 +46,16 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 def expected(x, ids, w, parts, act) -> torch.Tensor:
     """Of pairs that all have an expert: float64 sums of E4M3 operands."""
     up, down, (bias, down_bias) = parts[:3], parts[3:6], parts[6:]
+    if contract.has_two_scales(up[2]):
+        up = (*up[:2], contract.scale_of_rows(up[2], up[0].shape[1], act.interleaved))
     y = torch.zeros(x.shape[0], down[0].shape[1], dtype=torch.float64)
     for e in range(up[0].shape[0]):
         token, choice = torch.nonzero(ids == e, as_tuple=True)
-        product = lambda rows, q, s, g, b: rows @ (e4m3_weight(q[e], s[e]).double() * (g[e].double() / WEIGHT_FACTOR)).T + (0 if b is None else b[e].double())  # noqa: B023, E731
+
+        def product(rows, q, s, g, b, e=e):
+            w = e4m3_weight(q[e], s[e]).double() * (g[e].double().reshape(-1, 1) / WEIGHT_FACTOR)
+            return rows @ w.T + (0 if b is None else b[e].double())
+
         z = product(rounded(x[token]), *up, bias)
         h = rounded(act(z, down[0].shape[2] * 2).to(BF16))
         y.index_add_(0, token, product(h, *down, down_bias) * w[token, choice].double()[:, None])
@@ -80,6 +87,18 @@ def test_a_layer(tile):
 def test_a_layer_of_gpt_oss(tile):
     """Biases, clamp, interleaved rows, K of no multiple of 256 in both products."""
     check(torch.randn(tile // 2 + 3, 320).to(BF16) * 3, *routed(tile // 2 + 3, 2, 3), layer(3, 320, 192, biased=True), GPT_OSS, tile=tile)
+
+
+@pytest.mark.parametrize("tile", [64, 256])
+def test_gate_and_up_with_a_global_scale_each(tile):
+    """By another library of the same source: halves and interleaved rows; two equal scales are one, bit for bit."""
+    several = emulated(SOURCE, 90, SEVERAL)
+    for t, h, inner, biased, act in ((tile + 3, 256, 192, False, SILU), (9, 320, 192, True, GPT_OSS)):
+        x, (ids, w), parts = torch.randn(t, h).to(BF16), routed(t, 2, 3), layer(3, h, inner, biased=biased)
+        apart = two_scales(parts)
+        assert error(run(several, x, ids, w, apart, act, tile=tile), expected(x, ids, w, apart, act)) <= TOLERANCE
+        equal = (*parts[:2], parts[2][:, None].repeat(1, 2), *parts[3:])
+        assert torch.equal(run(several, x, ids, w, equal, act, tile=tile), run(emulated(SOURCE), x, ids, w, parts, act, tile=tile))
 
 
 @pytest.mark.parametrize("act", [Activation("silu", 1.702, 0.5), Activation("swiglu_oai", 1.702), Activation("silu", interleaved=True)], ids=str)

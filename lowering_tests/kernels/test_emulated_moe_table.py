@@ -13,8 +13,8 @@ from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
-from lowering_tests.kernels.sparse24 import LEGAL
-from lowering_tests.kernels.test_emulated_moe import CODE, GPT_OSS, SILU, awkward, experts, routed
+from lowering_tests.kernels.sparse24 import LEGAL, SEVERAL
+from lowering_tests.kernels.test_emulated_moe import CODE, GPT_OSS, SILU, awkward, experts, routed, two_scales
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/decode_table.cu"
@@ -87,6 +87,18 @@ def test_a_layer_of_gpt_oss(tile):
     """Biases, clamp, interleaved rows, K of no multiple of 256 in both products."""
     for t, h, inner in ((1, 320, 192), (5, 192, 320), (8, 576, 64)):
         check(torch.randn(t, h).to(BF16) * 3, *routed(t, 2, 3), layer(3, h, inner, biased=True), GPT_OSS, tile=tile)
+
+
+@pytest.mark.parametrize("kinds", [(experts, experts), (sparse, sparse)], ids=["dense", "sparse"])
+def test_gate_and_up_with_a_global_scale_each(kinds):
+    """By another library of the same source: halves and interleaved rows; two equal scales are one, bit for bit."""
+    several = emulated(SOURCE, 90, SEVERAL)
+    for t, h, inner, biased, act, tile in ((1, 256, 256, False, SILU, OWN), (8, 512, 256, True, GPT_OSS, OWN), (5, 256, 512, False, SILU, TILES[3])):
+        x, (ids, w), parts = torch.randn(t, h).to(BF16), routed(t, 3, 5), layer(5, h, inner, biased=biased, kinds=kinds)
+        apart = two_scales(parts)
+        assert error(run(several, x, ids, w, apart, act, tile=tile), x, ids, w, apart, act) <= 4e-3
+        equal = (*parts[:2], parts[2][:, None].repeat(1, 2), *parts[3:])
+        assert torch.equal(run(several, x, ids, w, equal, act, tile=tile), run(emulated(SOURCE), x, ids, w, parts, act, tile=tile))
 
 
 @pytest.mark.parametrize("act", [Activation("silu", 1.702, 0.5), Activation("swiglu_oai", 1.702), Activation("silu", interleaved=True)], ids=str)

@@ -32,7 +32,7 @@ def assert_operands_stay_in_their_threads(done):
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 44, "grouped": 42, "route": 5, "apart": 8, "many": 16, "product": 3}, kinds
+    assert kinds == {"decode": 48, "grouped": 46, "route": 5, "apart": 8, "many": 22, "product": 3, "two": 2}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
@@ -98,6 +98,15 @@ def test_sparse_grouped(cc, pairs):
         assert_fits(done, warps, cc)
         assert tensor_core_instructions(done) > 0, done.opcodes()
         assert not global_atomics(done)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_two_scales_cost_no_registers(sparse):
+    """One of gate and one of up: the measured kernels with another last line."""
+    for compile_one, at in ((moe_aot.decode_up, ("gpt_oss", GPT_OSS)), (moe_aot.decode_up, ("qwen3_30b",)), (moe_aot.grouped_up, ("qwen3_30b", 256))):
+        (one, warps), (two, _) = (compile_one(90, *at, sparse=sparse, two=two) for two in (False, True))
+        assert_fits(two, warps, 90)
+        assert two.registers <= one.registers + 8
 
 
 @pytest.mark.parametrize("cc", [80, 90])

@@ -53,10 +53,11 @@ def sparse_decompress(values: Tensor, meta: Tensor) -> Tensor:
     return out
 
 
-def transient(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype, ends: Tensor | None = None) -> Tensor:
+def transient(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype, ends: Tensor | None = None, parts: int = 1) -> Tensor:
     """Dense ``[..., N, K]`` of ``packed``: ``(qdata,)`` or ``(values, meta)``; without a global scale in units of ``WEIGHT_FACTOR``.
 
-    ``ends``: of stacked matrices, int32, past the last row that each will be multiplied with; a matrix without rows may stay unwritten.
+    ``ends``: of stacked matrices, int32, past the last row that each will be multiplied with; a matrix without rows may stay unwritten. So may
+    one whose ``parts`` are matrices here.
     """
     lead, k = scale.shape[:-1], scale.shape[-1] * 16
     out = torch.empty(*lead, k, dtype=dtype, device=scale.device)
@@ -69,7 +70,7 @@ def transient(packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | 
     with torch.cuda.device(scale.device):
         dequantize_rows[(-(-units // (_BLOCK * _STEPS)),)](
             codes, scale.view(torch.uint8), None if global_scale is None else global_scale.contiguous(), out, units, a_matrix,
-            BATCHED=batched, **constants(unit, a_matrix), META=meta[0] if meta else None, ENDS=ends, num_warps=_BLOCK // 32,
+            BATCHED=batched, **constants(unit, a_matrix), META=meta[0] if meta else None, ENDS=ends, PARTS=parts, num_warps=_BLOCK // 32,
         )  # fmt: skip
     return out
 

@@ -134,14 +134,14 @@ def matrix_of(first, inside, at, UNITS_PER_MATRIX, SMALL: tl.constexpr):
 @triton.jit
 def dequantize_rows(
     QDATA, SCALE, GLOBAL_SCALE, OUT, UNITS, UNITS_PER_MATRIX, BATCHED: tl.constexpr, SMALL: tl.constexpr, UNIT: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    META=None, ENDS=None
+    META=None, ENDS=None, PARTS: tl.constexpr = 1
 ):  # fmt: skip
     """OUT = e2m1 * scale * global_scale, rounded to float32 and then to OUT's dtype; without GLOBAL_SCALE: e2m1 * scale * FACTOR in E4M3.
 
     UNIT: codes a thread takes at a time: 16 to E4M3, 8 to 16-bit floats, 4 to float32 (and, in Triton's interpreter, to anything).
     BATCHED: several matrices, a global scale for each; SMALL: of fewer than BLOCK * STEPS units.
     META: None, or the metadata of a 2:4-sparse weight whose values QDATA then holds.
-    ENDS: None, or past the last row that each matrix will be multiplied with: what none needs stays unwritten.
+    ENDS: None, or past the last row that each matrix (PARTS of them) will be multiplied with: what none needs stays unwritten.
     """
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
     start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
@@ -152,7 +152,8 @@ def dequantize_rows(
         inside = start - first * UNITS_PER_MATRIX
         if ENDS is not None:
             last = matrix_of(first, inside, left - 1, UNITS_PER_MATRIX, SMALL)
-            wanted = tl.load(ENDS + last) > tl.load(ENDS + first - 1, mask=first > 0, other=0)
+            whole = first // PARTS
+            wanted = tl.load(ENDS + last // PARTS) > tl.load(ENDS + whole - 1, mask=whole > 0, other=0)
     if wanted:
         at = tl.arange(0, BLOCK)
         w0, w1, scale = load_unit(QDATA, META, scales, start, at, left, UNIT)

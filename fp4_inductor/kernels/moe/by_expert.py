@@ -30,7 +30,7 @@ def moe(
     act = Activation(activation, alpha, limit, interleaved)
     inner, columns = contract.columns(down_qdata, down_meta), down_qdata.shape[1]
     local = contract.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias, large_m)
+    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias, large_m, interleaved)
     down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias, large_m)
     out = hidden.new_zeros((hidden.shape[0], columns), dtype=torch.float32)
     for e, token, w in _by_expert(local, expert_weights.float()):
@@ -57,20 +57,29 @@ def _by_expert(local: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Te
 class _Experts:
     """One stack of weights, dense or 2:4-sparse: checked once, multiplied expert by expert."""
 
-    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str):
+    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str, interleaved: bool = False):
         self.packed = tuple(t.contiguous() for t in (codes, meta) if t is not None)
-        self.scale, self.bias, self.large_m = scale.contiguous(), bias, large_m
-        self.global_scale = global_scale.reshape(-1).tolist() if codes.device.type == "cpu" else global_scale.reshape(-1)
+        self.scale, self.bias, self.large_m, self.interleaved = scale.contiguous(), bias, large_m, interleaved
+        g = global_scale if contract.has_two_scales(global_scale) else global_scale.reshape(-1)
+        self.global_scale = g.tolist() if codes.device.type == "cpu" else g
 
     def product(self, e: int, x: Tensor) -> Tensor:
         """``x [M, K] @ W[e].T + bias``, in ``x.dtype``."""
         if 0 in (*x.shape, self.scale.shape[1]):
             y = x.new_zeros(x.shape[0], self.scale.shape[1])
         else:
-            y = self._multiply(x.contiguous(), tuple(t[e] for t in self.packed), self.scale[e], self.global_scale[e])
+            y = self._product(x.contiguous(), tuple(t[e] for t in self.packed), self.scale[e], self.global_scale[e])
         if self.bias is not None:
             y += self.bias[e].to(x.dtype)
         return y.to(x.dtype)
+
+    def _product(self, x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | float | list[float]) -> Tensor:
+        if isinstance(global_scale, float) or (isinstance(global_scale, Tensor) and global_scale.dim() == 0):
+            return self._multiply(x, packed, scale, global_scale)
+        half = scale.shape[0] // 2
+        rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
+        both = [self._multiply(x, tuple(t[r].contiguous() for t in packed), scale[r].contiguous(), g) for r, g in zip(rows, global_scale, strict=True)]
+        return torch.stack(both, -1).flatten(-2) if self.interleaved else torch.cat(both, -1)
 
     def _multiply(self, x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | float) -> Tensor:
         if isinstance(global_scale, float):  # on a CPU

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops.activation import Activation
+from .. import csrc
 from . import on_csrc
 
 NAME = "moe_decode_table"
@@ -30,7 +31,9 @@ def call(
     """
     inner = down[0].shape[2] * (2 if metas[1] is None else 4)
     workspace = hidden.new_empty(workspace_bytes(expert_ids.shape[0], expert_ids.shape[1], inner), dtype=torch.uint8)
-    return on_csrc.call(NAME, (hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *metas), act, workspace, arch)
+    operator = csrc.for_scales(NAME, gate_up[2].numel() // max(gate_up[0].shape[0], 1))
+    return on_csrc.call(operator, (hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *metas), act, workspace, arch)
 
 
 on_csrc.define(NAME, sparse=True, own_tile=OWN_TILES)
+on_csrc.define(NAME + csrc.SEVERAL_SCALES, sparse=True, own_tile=OWN_TILES)

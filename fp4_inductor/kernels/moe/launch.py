@@ -27,7 +27,8 @@ from .triton_route import moe_route
 class Layer:
     """The arguments of one call, contiguous and aligned; names as in :mod:`fp4_inductor.ops.moe`.
 
-    ``gate_up``, ``down``: codes, scales and global scales; ``metas``: the metadata of both where they are 2:4-sparse.
+    ``gate_up``, ``down``: codes, scales and global scales, one for each expert, or two, of gate and of up, one behind the other; ``metas``: the
+    metadata of both where they are 2:4-sparse.
     """
 
     x: Tensor
@@ -48,6 +49,10 @@ class Layer:
     @property
     def experts(self) -> int:
         return self.gate_up[0].shape[0]
+
+    @property
+    def two_scales(self) -> bool:
+        return self.gate_up[2].numel() != self.experts
 
     @property
     def inner(self) -> int:
@@ -95,7 +100,8 @@ def moe(
     biases = (b.dtype for b in (gate_up_bias, down_bias) if b is not None)
     op = select.moe_op(gate_up_meta, down_meta)
     form = select.moe_form(activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases, op)
-    row = host.row_for(op, hidden, expert_ids.numel(), width, k, large_m, experts, form=form)
+    scales = select.scales_of(gate_up_global_scale.shape)
+    row = host.row_for(op, hidden, expert_ids.numel(), width, k, large_m, experts, form=form, scales=scales)
     if row.kernel == BY_EXPERT:
         return by_expert.moe(*args)
     layer = Layer(
@@ -136,7 +142,8 @@ def decode_up(layer: Layer, down: configs.DecodeConfig, tile: configs.DecodeConf
     moe_decode_up[(-(-layer.inner // c.block_n) * layer.pairs,)](
         layer.x, ids, layer.weights, table, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, factor, ids.shape[1], layer.pairs,
         layer.experts, table_size, h.shape[1], (down.block_k // 32).bit_length() - 1, INNER=layer.inner, **layer.activation(),
-        HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None, SPARSE_DOWN=sparse_down, **constants, **_launch(c, constants),
+        HAS_MAP=table is not None, HAS_BIAS=layer.biases[0] is not None, SPARSE_DOWN=sparse_down, TWO=layer.two_scales, **constants,
+        **_launch(c, constants),
     )  # fmt: skip
     return h, factor
 
@@ -195,7 +202,7 @@ def grouped(layer: Layer, tile: configs.GroupedConfig | None = None) -> Tensor:
     launch = dict(num_warps=c.num_warps, num_stages=c.num_stages)
     moe_grouped_up[(-(-layer.inner // c.block_n) * n_slots,)](
         layer.x, layer.weights, *shared, *_bytes(layer.gate_up, layer.metas[0]), layer.biases[0], h, layer.ids.shape[1], layer.inner, layer.x.shape[1],
-        **layer.activation(), HAS_BIAS=layer.biases[0] is not None, **up, **launch,
+        **layer.activation(), HAS_BIAS=layer.biases[0] is not None, TWO=layer.two_scales, **up, **launch,
     )  # fmt: skip
     moe_grouped_down[(-(-layer.width // c.block_n) * n_slots,)](
         h, *shared, *_bytes(layer.down, layer.metas[1]), layer.biases[1], out, layer.width, layer.inner,
@@ -238,7 +245,7 @@ def combine(layer: Layer, out: Tensor, place: Tensor | None, bias: Tensor | None
 
 
 Rows = tuple[Tensor, Tensor | None]  # pairs sorted by expert, and of E4M3 their scales
-Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales, metadata
+Weight = tuple[Tensor, Tensor, Tensor, Tensor | None]  # codes, scales, global scales of experts [E] or of their rows [E, n], metadata
 Product = Callable[[Rows, Weight, Routing, torch.dtype], Tensor]
 
 
@@ -259,7 +266,10 @@ def large_fp8(layer: Layer, tile: configs.ManyConfig | None = None) -> Tensor:
 
 def _many(layer: Layer, product: Product, fp8: bool, block_m: int = 64) -> Tensor:
     routing = route(layer, block_m)
-    z = _in_parts(sorted_rows(layer, routing, fp8), (*layer.gate_up, layer.metas[0]), routing, layer.x.dtype, product)
+    codes, scale, g = layer.gate_up
+    if layer.two_scales:
+        g = contract.scale_of_rows(g.view(-1, 2), codes.shape[1], layer.act.interleaved)
+    z = _in_parts(sorted_rows(layer, routing, fp8), (codes, scale, g, layer.metas[0]), routing, layer.x.dtype, product)
     h = activated_rows(layer, routing, z, fp8)
     return combine(layer, _in_parts(h, (*layer.down, layer.metas[1]), routing, layer.x.dtype, product), routing.place, layer.biases[1])
 
@@ -306,7 +316,8 @@ def _in_parts(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dtype, 
     out = torch.empty(rows[0].shape[0], n, dtype=dtype, device=codes.device)
     for start in range(0, n, step):
         part = slice(start, start + step)
-        out[:, part] = product(rows, (codes[:, part], scale[:, part], global_scale, None if meta is None else meta[:, part]), routing, dtype)
+        g = global_scale[:, part].contiguous() if global_scale.dim() == 2 else global_scale
+        out[:, part] = product(rows, (codes[:, part], scale[:, part], g, None if meta is None else meta[:, part]), routing, dtype)
     return out
 
 
@@ -316,7 +327,13 @@ def _bf16_product(rows: Rows, weight: Weight, routing: Routing, dtype: torch.dty
 
 def _transient(weight: Weight, global_scale: Tensor | None, dtype: torch.dtype, ends: Tensor) -> Tensor:
     codes, scale, _, meta = weight
-    return dequantize.transient((codes,) if meta is None else (codes, meta), scale, global_scale, dtype, ends)
+    packed = (codes,) if meta is None else (codes, meta)
+    if global_scale is None or global_scale.dim() == 1:
+        return dequantize.transient(packed, scale, global_scale, dtype, ends)
+    experts, n = global_scale.shape  # every row is a matrix
+    rows = (t.reshape(experts * n, 1, -1) for t in (*packed, scale))
+    *packed_rows, scale_rows = rows
+    return dequantize.transient(tuple(packed_rows), scale_rows, global_scale.reshape(-1), dtype, ends, n).view(experts, n, -1)
 
 
 def transient_fp8(weight: Weight, ends: Tensor) -> Tensor:
@@ -331,7 +348,7 @@ def multiply_fp8(rows: Rows, w8: Tensor, global_scale: Tensor, routing: Routing,
     moe_many_product[(-(-n // tile.block_n) * slots,)](
         TensorDescriptor.from_tensor(x8, [tile.block_m, tile.block_k]), row_scale, routing.ends, routing.tile_expert, routing.tile_start,
         TensorDescriptor.from_tensor(w8.view(experts * n, k), [tile.block_n, tile.block_k]), global_scale, out, n, k, slots, 1.0 / WEIGHT_FACTOR,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, EXACT=tile.exact,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, EXACT=tile.exact, OF_ROWS=global_scale.dim() == 2,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

@@ -61,7 +61,7 @@ def activation(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.const
 def moe_decode_up(
     X, IDS, WEIGHTS, MAP, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, FACTOR, TOP_K, PAIRS, E, MAP_SIZE, LENGTH, LOG_L, INNER: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, SPARSE_DOWN: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr,
-    EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr
+    EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TWO: tl.constexpr = False
 ):  # fmt: skip
     """h = act(x[token] @ gate_up[expert].T + bias) of every pair, as H (float16) times FACTOR (float32, one for 16)."""
     if PDL:  # what came before is complete for both kernels once this one goes on
@@ -112,7 +112,10 @@ def moe_decode_up(
                 acc = add_lanes(acc, w, m, s, h, factor, FIRST, SPARSE, CVT, ASM)
                 w, m, s = wn, mn, sn
         z = tl.sum(acc, 0) if FIRST else tl.trans(tl.sum(acc, 2))
-        scale = tl.load(GLOBAL_SCALE + e)
+        if TWO:  # of gate and of up, which lie side by side
+            scale = tl.load(GLOBAL_SCALE + e * 2 + row % 2)[None, :]
+        else:
+            scale = tl.load(GLOBAL_SCALE + e)
         if ON_INPUT:
             scale = scale * tl.load(WEIGHTS + pair).to(tl.float32)
         z = z * scale

@@ -37,7 +37,8 @@ def decoded(
 @triton.jit
 def moe_grouped_up(
     X, WEIGHTS, ORDER, ENDS, TILE_EXPERT, TILE_START, CODES, META, SCALE, GLOBAL_SCALE, BIAS, H, TOP_K, INNER, K, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+    INTERLEAVED: tl.constexpr, ON_INPUT: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr,
+    TWO: tl.constexpr = False
 ):  # fmt: skip
     """H[place in ORDER, i] = act(x[token] @ gate_up[expert].T + bias)"""
     scales = SCALE.to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -62,9 +63,13 @@ def moe_grouped_up(
             a = tl.dot(decoded(CODES, META, scales, gate_rows, ok, k, K, x.dtype, SPARSE, BLOCK_N, BLOCK_K, BF16, ASM), x, a)
             if GATED:
                 b = tl.dot(decoded(CODES, META, scales, up_rows, ok, k, K, x.dtype, SPARSE, BLOCK_N, BLOCK_K, BF16, ASM), x, b)
-        factor = tl.load(GLOBAL_SCALE + e) * 256.0
-        gate = a * factor
-        up = b * factor
+        if TWO:
+            gate = a * (tl.load(GLOBAL_SCALE + e * 2) * 256.0)
+            up = b * (tl.load(GLOBAL_SCALE + e * 2 + 1) * 256.0)
+        else:
+            factor = tl.load(GLOBAL_SCALE + e) * 256.0
+            gate = a * factor
+            up = b * factor
         if ON_INPUT:
             w = tl.load(WEIGHTS + pair, mask=live, other=0.0).to(tl.float32)
             gate = gate * w[None, :]

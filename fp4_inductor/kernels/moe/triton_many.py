@@ -126,13 +126,13 @@ def moe_many_between(
 @triton.jit
 def moe_many_product(
     ROWS, ROW_SCALE, ENDS, TILE_EXPERT, TILE_START, WEIGHT, GLOBAL_SCALE, OUT, N, K, SLOTS, INVERSE_FACTOR, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    EXACT: tl.constexpr
+    EXACT: tl.constexpr, OF_ROWS: tl.constexpr = False
 ):  # fmt: skip
     """OUT[row, n] = ROWS[row] . WEIGHT[expert of the row, n] * ROW_SCALE[row] * GLOBAL_SCALE[expert] * INVERSE_FACTOR
 
     ROWS and WEIGHT: tensor descriptors ``[P, K]`` and ``[E * N, K]`` of E4M3 by tiles. A tile's rows of the next expert, its outputs past N and
     what lies past K are multiplied as they come (past the ends: zeros) and not stored. EXACT: the most k that the tensor cores sum up in their
-    own, shorter, accumulators.
+    own, shorter, accumulators. OF_ROWS: GLOBAL_SCALE is of outputs, ``[E, N]``.
     """
     blocks = tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * blocks) * GROUP  # GROUP slots take turns at one block of outputs: its weights are read from L2
@@ -148,5 +148,9 @@ def moe_many_product(
         rows = start + tl.arange(0, BLOCK_M)
         live = rows < tl.load(ENDS + e)
         rn = n + tl.arange(0, BLOCK_N)
-        scale = tl.load(ROW_SCALE + rows, mask=live, other=0.0) * (tl.load(GLOBAL_SCALE + e) * INVERSE_FACTOR)
-        tl.store(OUT + rows.to(tl.int64)[:, None] * N + rn[None, :], (acc * scale[:, None]).to(OUT.dtype.element_ty), mask=live[:, None] & (rn < N)[None, :])
+        row_scale = tl.load(ROW_SCALE + rows, mask=live, other=0.0)
+        if OF_ROWS:
+            scale = row_scale[:, None] * (tl.load(GLOBAL_SCALE + e.to(tl.int64) * N + rn, mask=rn < N, other=0.0) * INVERSE_FACTOR)[None, :]
+        else:
+            scale = (row_scale * (tl.load(GLOBAL_SCALE + e) * INVERSE_FACTOR))[:, None]
+        tl.store(OUT + rows.to(tl.int64)[:, None] * N + rn[None, :], (acc * scale).to(OUT.dtype.element_ty), mask=live[:, None] & (rn < N)[None, :])
