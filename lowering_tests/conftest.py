@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(config, items):
         for name, skip in skips:
             if item.get_closest_marker(name):  # not item.keywords: that holds the folder's name too
                 item.add_marker(skip)
+
+
+def pytest_configure():
+    # A shell's background job ignores Ctrl-C, and so do the processes that tests start, unless this one does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session):

@@ -26,6 +26,7 @@ OTHERS = {
     ("api.py", "nothing_to_quantize"): "makes a typed error",
     ("models/preflight.py", "problems"): "a list of typed errors",
     ("models/preflight.py", "error"): "the typed error over several layers",
+    ("formats/packing.py", "type"): "the typed error of the format, with the weight's name before it",
     ("models/hessian.py", "_ReachedError"): "ends a forward pass whose rest is not needed; caught by Watch.run",
     ("integrations/pretrained/on_the_fly.py", "error"): "a typed error of the plan",
     **{

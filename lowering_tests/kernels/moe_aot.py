@@ -119,9 +119,9 @@ def many_between(cc: int, layer: str, fp8: bool, act: Activation = SILU, *, gate
     return compile_kernel(moe_many_between, constants, cc, layer, warps=warps, H="*fp8e4nv" if fp8 else "*bf16"), warps
 
 
-def many_product(cc: int, layer: str, pairs: int):
+def many_product(cc: int, layer: str, pairs: int, of_rows: bool = False):
     c = configs.many(pairs, LAYERS[layer][2])
-    constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group, EXACT=c.exact)
+    constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group, EXACT=c.exact, OF_ROWS=of_rows)
     tiles = {"ROWS": f"tensordesc<fp8e4nv[{c.block_m},{c.block_k}]>", "WEIGHT": f"tensordesc<fp8e4nv[{c.block_n},{c.block_k}]>"}
     return compile_kernel(
         moe_many_product, constants, cc, layer, warps=c.num_warps, stages=c.num_stages, OUT="*bf16", INVERSE_FACTOR="fp32", **tiles

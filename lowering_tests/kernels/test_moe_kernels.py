@@ -132,9 +132,9 @@ def test_rows_of_many_tokens(cc, fp8, layer):
 
 
 @pytest.mark.parametrize(("cc", "instruction"), [(90, "QGMMA"), (100, "UTC")])
-@pytest.mark.parametrize("pairs", [4096, 32768])
-def test_products_of_tiles(cc, instruction, pairs):
-    done, warps = moe_aot.many_product(cc, "qwen3_30b", pairs)
+@pytest.mark.parametrize(("pairs", "of_rows"), [(4096, False), (32768, False), (4096, True)])
+def test_products_of_tiles(cc, instruction, pairs, of_rows):
+    done, warps = moe_aot.many_product(cc, "qwen3_30b", pairs, of_rows)
     assert_fits(done, warps, cc)
     assert done.count(instruction) > 0, done.opcodes()
     assert done.count("UTMALDG") > 0
