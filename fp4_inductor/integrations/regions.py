@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch.export import is_exporting
+
 LEAST = 4  # with fewer layers there is little to gain
 
 
@@ -63,6 +65,6 @@ def _forward_of(cls: type[nn.Module]) -> Any:
 
 
 def _is_region(cache: Any) -> bool:
-    if torch.compiler.is_exporting() or torch.is_grad_enabled():
+    if is_exporting() or torch.is_grad_enabled():
         return False
     return cache is None or bool(getattr(cache, "is_compileable", False))

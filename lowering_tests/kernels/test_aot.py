@@ -250,7 +250,7 @@ def dequantize(cc: int, out: str, batched: bool = False, sparse: bool = False, e
         "ENDS": "*i32",
     }
     absent = [name for name, there in (("GLOBAL_SCALE", out != "fp8e4nv"), ("META", sparse), ("ENDS", ends)) if not there]
-    constants = {"BATCHED": batched, **launch_dequantize.constants(UNITS[out], 1 << 20), **dict.fromkeys(absent)}
+    constants = {"BATCHED": batched, "PARTS": 1, **launch_dequantize.constants(UNITS[out], 1 << 20), **dict.fromkeys(absent)}
     signature = {name: kind for name, kind in types.items() if name not in absent}
     done = aot.compile_kernel(dequantize_rows, signature, constants, cc, 4, 2, tuple(name for name, kind in signature.items() if kind[0] == "*"))
     count = sum(n for op, n in done.opcodes().items() if op != "NOP")
