@@ -37,6 +37,7 @@ OTHERS = {
     ("checkpoint/gguf_file.py", "wrong"): "makes a typed error",
     ("checkpoint/shards.py", "_no_weights"): "makes a typed error",
     ("integrations/pretrained/export.py", "_cannot"): "makes a typed error",
+    ("integrations/vllm/engine.py", "AttributeError"): "how a module says that it has no such name",
     ("integrations/pretrained/gguf.py", "unsupported"): "makes a typed error",
     ("models/calibrate.py", "non_finite"): "makes a typed error",
     **{

@@ -27,6 +27,7 @@ FLOORS = [
 ]
 SIDE = {"_text", "errors", "config", "ranges", "_salt", "_sources", "_journal", "_notice"}
 PRIVATE = "_torch"
+VLLM_DOOR = f"{PACKAGE}.integrations.vllm.engine"
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 # Within a floor only these pairs know each other.
@@ -135,6 +136,8 @@ def violations(sources: Sources) -> list[str]:
         for line, name in imports(module, source, known):
             if is_private_torch(name) and not in_torch_room:
                 found.append(f"{module}:{line}: private torch ({name}) is imported only in {PACKAGE}/_torch")
+            if name.split(".")[0] == "vllm" and module != VLLM_DOOR:
+                found.append(f"{module}:{line}: names of vLLM come from {VLLM_DOOR} only")
             if name.split(".")[0] == PACKAGE:
                 rule = why_forbidden(module, name)
                 if rule:
@@ -193,6 +196,7 @@ def test_the_package_keeps_the_rules():
 
 
 PLANTED = {
+    "vLLM elsewhere": ("integrations.vllm.bad", "def f():\n    from vllm.config import VllmConfig", "names of vLLM come from"),
     "upward": ("formats.bad", "from ..ops import linear", "imports upward"),
     "upward inside a function": ("ops.bad", "def f():\n    from fp4_inductor.kernels import register", "imports upward"),
     "tensors know kernels": ("tensors.bad", "from ..kernels import register", "do not know each other"),

@@ -89,7 +89,7 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
         # How this architecture stores its experts. Some constructors need a torch.dtype in the config, where saving leaves its name.
         dense = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     state, inputs, eight = _dense_names(model, dense, hasattr(layout, "fp8_tensors"))
-    original = _original_names(dense, state)
+    original = original_names(dense, state)
     packed = {name: t for name, t in original.items() if isinstance(t, NVFP4Tensor)}
     if not packed:
         raise CheckpointError("nothing to export", value=f"{len(original)} tensors, none in FP4", limit=">= 1", remedy="Call quantize_model first.")
@@ -100,7 +100,7 @@ def export_pretrained(model: nn.Module, dir: str | os.PathLike, format: str = "m
     tensors: dict[str, Tensor] = {}
     for name, t in original.items():
         tensors |= layout.tensors(name, t, scales.get(name)) if isinstance(t, NVFP4Tensor) else {name: t}
-    in_fp8: dict[str, Any] = _original_names(dense, {key: layer.scale[:1] for key, layer in eight.items()})
+    in_fp8: dict[str, Any] = original_names(dense, {key: layer.scale[:1] for key, layer in eight.items()})
     for (name, scale), layer in zip(in_fp8.items(), eight.values(), strict=True):
         tensors |= layout.fp8_tensors(name, layer.qdata, scale, layer.input_scale)
     ignore = _ignored(model, dense, packed | in_fp8)
@@ -186,7 +186,7 @@ def _is_transposed(dense: PreTrainedModel, name: str) -> bool:
     return isinstance(spec, ExpertsSpec) and spec.transposed
 
 
-def _original_names(dense: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def original_names(dense: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo what transformers renames, stacks and joins when it loads this architecture; experts that it leaves stacked come apart.
 
     Args:
@@ -234,7 +234,7 @@ def _one_by_one(name: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
 def _original_input_scales(dense: PreTrainedModel, state: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The input scale of every weight by its name on disk: each travels through the same rules, in place of its weight's global scale."""
     carriers = {name: NVFP4Tensor(t.qdata, t.scale, inputs[name], t.logical_dtype, t.transposed) for name, t in state.items() if isinstance(t, NVFP4Tensor)}
-    return {name: t.global_scale for name, t in _original_names(dense, dict(carriers)).items() if isinstance(t, NVFP4Tensor)}
+    return {name: t.global_scale for name, t in original_names(dense, dict(carriers)).items() if isinstance(t, NVFP4Tensor)}
 
 
 def _ignored(model: PreTrainedModel, dense: PreTrainedModel, packed: Mapping[str, Any]) -> list[str]:
@@ -245,7 +245,7 @@ def _ignored(model: PreTrainedModel, dense: PreTrainedModel, packed: Mapping[str
         if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__.endswith(("Router", "Gate"))
     }
     weights = {key: module.weight for key, module in left.items() if isinstance(getattr(module, "weight", None), Tensor)}
-    return sorted(name.removesuffix(".weight") for name in _original_names(dense, weights) if name not in packed)
+    return sorted(name.removesuffix(".weight") for name in original_names(dense, weights) if name not in packed)
 
 
 def _write(aside: Path, tensors: dict[str, Tensor], files: Mapping[str, Any], max_shard_size: int | str) -> None:
