@@ -1,6 +1,7 @@
 # make demo    quantize, compile and run a small language model that ships with the repository
 # make test    linters, type checker, documentation and tests
 # make test-slow   the same tests and those that take minutes: every instance, every broken kernel (make test tries one of a kind)
+# make vllm    the tests inside vLLM, in an environment of their own in .venv-vllm, over that of .venv (SLOW=--slow: the soak test too)
 # make wheel   the wheel that users install, with compiled kernels for every architecture, into dist/ (needs nvcc 13; minutes)
 # make docs    the pages of docs/ and the API reference, into build/docs (index.html)
 #
@@ -16,11 +17,14 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 TEST ?=
 DEMO ?=
+VLLM_VENV ?= .venv-vllm
+VLLM ?= 0.32.0
+VLLM_TEST ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 TOOLS := $(VENV)/.fp4_tools
 
-.PHONY: demo test test-slow lint pytest docs readme support wheel clean
+.PHONY: demo test test-slow lint pytest vllm docs readme support wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -37,6 +41,13 @@ pytest: $(TOOLS)
 
 test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow $(TEST)
+
+vllm: $(VLLM_VENV)/.fp4_ready
+	OMP_NUM_THREADS=2 $(VLLM_VENV)/bin/python -m pytest lowering_tests/vllm $(SLOW) $(VLLM_TEST)
+
+$(VLLM_VENV)/.fp4_ready: pyproject.toml .ci/vllm.py $(TOOLS)
+	$(PYTHON) .ci/vllm.py $(VLLM_VENV) $(BIN)/python $(VLLM)
+	@touch $@
 
 docs: $(TOOLS)
 	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --fresh-env --quiet -b html docs build/docs
@@ -59,4 +70,4 @@ support: $(TOOLS)
 	$(BIN)/python .ci/support.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

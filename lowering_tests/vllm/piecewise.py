@@ -1,0 +1,82 @@
+"""vLLM's piecewise compilation on a CPU as on a GPU, and three kernels by M where a CPU has one, to see which of them runs at which M."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+BOUNDS = {"gemv": 1, "mid": 16}
+SPAN = {"gemv": (1, 1), "mid": (2, 16), "cpu": (17, 1 << 62)}
+_LIBRARY = torch.library.Library("fp4_probe", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor q, Tensor s, Tensor g, Tensor? bias, str large_m, int[]? rows, str regime) -> Tensor")
+_RAN: collections.Counter[tuple[str, int]] = collections.Counter()
+
+
+def _run(x, q, s, g, bias, large_m, rows, regime):
+    _RAN[regime, x.numel() // x.shape[-1]] += 1
+    return torch.ops.fp4.linear(x, q, s, g, bias, large_m, rows)
+
+
+_LIBRARY.impl("linear", _run, "CPU")
+torch.library.register_fake("fp4_probe::linear", lambda x, q, s, g, bias, large_m, rows, regime: x.new_empty(*x.shape[:-1], q.shape[0]), lib=_LIBRARY)
+
+
+@contextmanager
+def kept(monkeypatch: Any) -> Iterator[None]:
+    """vLLM's CPU platform leaves the compilation mode alone, where it would replace the piecewise one."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep(cls, vllm_config):
+        compilation = vllm_config.compilation_config
+        mode, backend = compilation.mode, compilation.backend
+        update(cls, vllm_config)
+        compilation.mode, compilation.backend = mode, backend
+        compilation.compile_sizes = compilation.compile_sizes or []  # as where CUDA graphs are
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
+        yield
+
+
+@contextmanager
+def three_kernels(monkeypatch: Any) -> Iterator[tuple[collections.Counter, list]]:
+    """(how often each (regime, M) ran, decisions) of ``fp4.linear`` in graphs that are compiled inside."""
+    from fp4_inductor.integrations.vllm import compiling
+    from fp4_inductor.lowerings import linear
+
+    plan, decide, call_op = linear.plan, linear.decide, linear.inductor.call_op
+    decisions: list = []
+
+    def three(call, config):
+        found = plan(call, config)
+        return replace(found, rows=(*(replace(found.rows[-1], regime=r, max_m=m) for r, m in BOUNDS.items()), found.rows[-1]))
+
+    def decided(options, m, symbols, config):
+        decisions.append(decide(options, m, symbols, config))
+        return decisions[-1]
+
+    def called(op, *args):
+        if op is not torch.ops.fp4.linear.default or not decisions:
+            return call_op(op, *args)
+        row = decisions[-1].row
+        x, q, s, g, bias, large_m, rows = (*args, *(None, "auto", None)[len(args) - 4 :])
+        return call_op(torch.ops.fp4_probe.linear.default, x, q, s, g, bias, large_m, rows, "runtime" if row is None else row.regime)
+
+    _RAN.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "plan", three)
+        patch.setattr(linear, "decide", decided)
+        patch.setattr(linear.inductor, "call_op", called)
+        patch.setattr(compiling, "plan", three)
+        compiling._bounds.cache_clear()
+        try:
+            yield _RAN, decisions
+        finally:
+            compiling._bounds.cache_clear()

@@ -1,0 +1,83 @@
+"""vLLM compiles a graph for each range of tokens and drops guards: the kernel that runs is the one for its M; its cache knows our sources."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import fp4_inductor
+from fp4_inductor import passes
+from fp4_inductor.integrations.vllm import compiling
+from lowering_tests.vllm import piecewise
+from lowering_tests.vllm.served import PROMPTS, engine, in_process
+
+INSIDE = pytest.mark.skipif(not in_process(), reason="the worker is another process")
+PIECEWISE = {
+    "enforce_eager": False,
+    # of the passes that fuse vLLM's own FP8 operators some have no such operator on a CPU
+    "compilation_config": {"mode": 3, "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False, "eliminate_noops": True}},
+}
+
+
+@pytest.fixture
+def caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
+    for name in ("VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE", "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING"):
+        monkeypatch.setenv(name, "1")  # so that it is put back
+        monkeypatch.delenv(name)
+    return tmp_path / "vllm"
+
+
+def hashes(cache) -> set[str]:
+    """Folders of vLLM's compile cache: one for each key."""
+    return {p.name for p in cache.glob("torch_compile_cache/*") if p.name != "torch_aot_compile"} | {
+        p.name for p in cache.glob("torch_compile_cache/torch_aot_compile/*")
+    }
+
+
+@INSIDE
+def test_each_call_runs_the_kernel_of_its_rows(folders, monkeypatch, caches):
+    folder = folders("llama-modelopt-nvfp4")
+    fp4_inductor.decisions(clear=True)
+    with piecewise.kept(monkeypatch), piecewise.three_kernels(monkeypatch) as (ran, decisions):
+        with engine(folder, quantization="fp4_inductor", **PIECEWISE) as llm:
+            compilation = llm.llm.llm_engine.vllm_config.compilation_config
+            assert 1 in compilation.compile_sizes
+            assert compilation.compile_ranges_endpoints == [16, 96]
+            assert os.environ["VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE"] == "0"
+            got = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
+        assert {(decision.how, decision.note) for decision in decisions if decision.how != "proven"} == set()
+        assert {(regime, m) for regime, m in ran if not piecewise.SPAN[regime][0] <= m <= piecewise.SPAN[regime][1]} == set()
+        assert ran["gemv", 1]
+        assert ran["mid", len(PROMPTS[2])]
+        assert ran["cpu", 96]  # the largest batch, which vLLM runs once at the start
+    with engine(folder, quantization="fp4_inductor") as llm:
+        want = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
+    assert sum(a[0] == b[0] for a, b in zip(got, want, strict=True)) >= 3
+
+
+@INSIDE
+def test_cache_knows_sources_and_options(folders, monkeypatch, caches):
+    """The same again loads what was compiled; another source of this package, or another dispatch, compiles anew."""
+    folder = folders("llama-modelopt-nvfp4")
+
+    def lowered() -> tuple[int, set[str]]:
+        fp4_inductor.decisions(clear=True)
+        before = hashes(caches)
+        with engine(folder, quantization="fp4_inductor", **PIECEWISE) as llm:
+            llm.ask([[5, 6, 7]], 2)
+        return len(fp4_inductor.decisions().rows), hashes(caches) - before
+
+    with piecewise.kept(monkeypatch):
+        first, made = lowered()
+        assert first > 0
+        assert made
+        again, more = lowered()
+        assert (again, more) == (0, set())
+        monkeypatch.setattr(compiling, "cache_salt", lambda: "another source")
+        third, new = lowered()
+        assert third > 0
+        assert new
+    assert passes.matches().get("linear_glu", 0) > 0
