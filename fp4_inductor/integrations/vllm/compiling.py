@@ -70,8 +70,8 @@ def add_experts(settings: Settings) -> None:
 class Ends:
     """Where the ranges of one engine end: ``given`` by vLLM, and at bounds since the last of which a third of the weights change kernels.
 
-    Each range is compiled on its own, which takes seconds. Where a range holds a bound of a few layers, these layers are left to the
-    op, which chooses at each call; under a CUDA graph that costs nothing.
+    Each end is at least twice the one before it. Each range is compiled on its own, which takes seconds. Where a range holds a bound
+    of a few layers, these layers are left to the op, which chooses at each call; under a CUDA graph that costs nothing.
     """
 
     def __init__(self, given: list[int]):
@@ -88,7 +88,7 @@ class Ends:
         kept, since = [], 0
         for bound, weights in sorted(self.changing.items()):
             since += weights
-            if 3 * since >= self.weights:
+            if 3 * since >= self.weights and (not kept or bound >= 2 * kept[-1]):
                 kept.append(bound)
                 since = 0
         return kept
@@ -112,14 +112,17 @@ def _add(layers: list[tuple[str, int, int]], weights: int, settings: Settings) -
 
 @functools.lru_cache(maxsize=64)
 def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.dtype, large_m: str) -> tuple[int, ...]:
-    """The numbers of tokens at which one of ``layers`` changes its kernel, as :func:`fp4_inductor.bounds` finds them for a GPU that is here."""
-    place, found = torch.device(device), set()
-    for op, n, k in layers:
+    """The numbers of tokens at which a layer changes its kernel, ascending; ``layers``: the calls that it may become.
+
+    As :func:`fp4_inductor.bounds` for a GPU that is here, and for kernels that begin while the one before them runs, as most of a model's do.
+    """
+    place, found = torch.device(device), [0]
+    for op, n, k in sorted(layers, key=lambda layer: layer[0] != "linear_glu"):  # the product alone counts from where it is not fused
         if op == "linear_glu" and select.arch_of(place) == 0:  # it is made for CUDA only
             continue
-        call = select.describe(op, place, dtype, n, k, large_m)
-        found |= {bound for bound in plan(call, dispatch_config()).bounds if bound > 0}
-    return tuple(sorted(found))
+        call = select.describe(op, place, dtype, n, k, large_m, early=True)
+        found += [bound for bound in plan(call, dispatch_config()).bounds if bound > found[-1]]
+    return tuple(found[1:])
 
 
 def set_ranges(compilation: Any, given: Iterable[int], bounds: Iterable[int]) -> None:
