@@ -34,6 +34,17 @@ def test_modelopt_in_modelopt_out(path, tmp_path):
     assert (old["quant_algo"], old["quant_method"], sorted(old["ignore"])) == (new["quant_algo"], new["quant_method"], new["ignore"])
 
 
+@pytest.mark.filterwarnings("ignore:export_pretrained")
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_a_head_in_fp8_goes_out_in_high_precision_and_is_said_to(layout, tmp_path):
+    """A reader that is not told takes it for one in FP4."""
+    model = fp4_inductor.load_pretrained(MODELOPT)
+    fp4_inductor.quantize_model(model, replace(PLAIN, lm_head="fp8"), progress=False)
+    fp4_inductor.export_pretrained(model, tmp_path, layout)
+    assert raw(tmp_path)["lm_head.weight"].dtype == torch.bfloat16
+    assert "lm_head" in json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+
+
 def test_compressed_tensors_in_and_out(tmp_path):
     fp4_inductor.export_pretrained(fp4_inductor.load_pretrained(COMPRESSED), tmp_path, "compressed-tensors")
     want, got = raw(COMPRESSED), raw(tmp_path)

@@ -242,9 +242,10 @@ def _ignored(model: PreTrainedModel, dense: PreTrainedModel, packed: Mapping[str
     left = {
         f"{name}.weight": module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Embedding)) or type(module).__name__.endswith(("Router", "Gate"))
+        if isinstance(module, (nn.Linear, nn.Embedding, FP8Linear)) or type(module).__name__.endswith(("Router", "Gate"))
     }
-    weights = {key: module.weight for key, module in left.items() if isinstance(getattr(module, "weight", None), Tensor)}
+    found = {key: getattr(module, "qdata" if isinstance(module, FP8Linear) else "weight", None) for key, module in left.items()}
+    weights = {key: weight for key, weight in found.items() if isinstance(weight, Tensor)}
     return sorted(name.removesuffix(".weight") for name in original_names(dense, weights) if name not in packed)
 
 
