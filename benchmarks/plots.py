@@ -5,6 +5,7 @@
 ``decode.svg``     tokens per second of a whole model
 ``sparse.svg``     time of 2:4-sparse layers over that of dense ones, by M
 ``moe.svg``        time of MoE layers by tokens, with other libraries (``moe_peers.csv``)
+``serve.svg``      time of vLLM with this package's plugin over that with Marlin
 ``sparse_quality_*.svg``  what bits a weight cost, of models that mix sparse and dense layers
 
 Each title says on what and from which commit and date its figures are; nothing is drawn that was not measured.
@@ -192,6 +193,28 @@ def moe(rows: list[dict], peers: list[dict], out: Path) -> Path | None:
     return _save(figure, out, "moe.svg")
 
 
+def serve(rows: list[dict], out: Path) -> Path | None:
+    """Time of vLLM with the plugin over that with its own kernels, one bar a row; the start, which is no answer to a request, is left out."""
+    rows = [row for row in rows if row["row"] != "start"]
+    names = list(dict.fromkeys((row["model"], row["row"]) for row in rows if row["ratio"]))
+    if not names:
+        return None
+    ms = {(row["model"], row["row"], row["who"]): float(row["ms"]) for row in rows}
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(names)))
+    ratios = [ms[(*name, OURS)] / ms[(*name, "marlin")] for name in names]
+    bars = axes.barh([f"{model}, {row}" for model, row in names], ratios)
+    axes.bar_label(
+        bars, [f" {ratio:.2f} ({ms[(*name, OURS)]:.4g} ms, {ms[(*name, 'marlin')]:.4g} ms)" for name, ratio in zip(names, ratios, strict=True)], fontsize=7
+    )
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(1.0, *ratios) * 1.25)
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel("time / time with Marlin (below 1: faster)", fontsize=8)
+    axes.set_title(f"vLLM {rows[0]['vllm']} with the plugin against vLLM with Marlin\n{provenance(rows)}", fontsize=9)
+    return _save(figure, out, "serve.svg")
+
+
 def quality(path: Path, out: Path) -> Path | None:
     """KL by bits a weight of the rows of ``sparse_quality_*.csv``; None if a model has too few."""
     rows = [row for row in read_csv(path) if row["weights"] != "bf16"]
@@ -224,9 +247,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    data = {name: read_csv(args.results / f"{name}.csv") for name in ("dense", "decode", "sparse", "moe", "moe_peers")}
+    data = {name: read_csv(args.results / f"{name}.csv") for name in ("dense", "decode", "sparse", "moe", "moe_peers", "serve")}
     drawn = [roofline(data["dense"], args.out), speedup(data["dense"], args.out), decode(data["decode"], args.out), sparse(data["sparse"], args.out)]
-    drawn += [moe(data["moe"], data["moe_peers"], args.out), *(quality(path, args.out) for path in sorted(args.results.glob("sparse_quality_*.csv")))]
+    drawn += [moe(data["moe"], data["moe_peers"], args.out), serve(data["serve"], args.out)]
+    drawn += [*(quality(path, args.out) for path in sorted(args.results.glob("sparse_quality_*.csv")))]
     for path in drawn:
         print(f"wrote {path}" if path else "no data for one plot")
 
