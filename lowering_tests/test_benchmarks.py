@@ -65,9 +65,8 @@ def test_plots(tmp_path):
         assert drawn and all(row["commit"] in text for row in drawn), "a plot says of which commit it is"
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (BENCHMARKS / "results").glob("*.svg")}, "every plot has its script"
     assert "humming" in (tmp_path / "moe.svg").read_text()
-    assert "NVIDIA H100" in (served := (tmp_path / "serve.svg").read_text()) and all(
-        row["commit"] in served for row in rows_of(BENCHMARKS / "results" / "serve.csv")
-    )
+    served = (tmp_path / "serve.svg").read_text()
+    assert "NVIDIA H100" in served and all(row["commit"] in served for row in rows_of(BENCHMARKS / "results" / "serve.csv"))
 
 
 def test_floor_and_comparison(monkeypatch):

@@ -85,7 +85,8 @@ class Ends:
             self.changing[bound] += weights
 
     def kept(self) -> list[int]:
-        kept, since = [], 0
+        kept: list[int] = []
+        since = 0
         for bound, weights in sorted(self.changing.items()):
             since += weights
             if 3 * since >= self.weights and (not kept or bound >= 2 * kept[-1]):
