@@ -43,7 +43,7 @@ test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --slow $(TEST)
 
 vllm: $(VLLM_VENV)/.fp4_ready
-	OMP_NUM_THREADS=2 $(VLLM_VENV)/bin/python -m pytest lowering_tests/vllm $(SLOW) $(VLLM_TEST)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal lowering_tests/vllm $(SLOW) $(VLLM_TEST)
 
 $(VLLM_VENV)/.fp4_ready: pyproject.toml .ci/vllm.py $(TOOLS)
 	$(PYTHON) .ci/vllm.py $(VLLM_VENV) $(BIN)/python $(VLLM)
