@@ -146,6 +146,8 @@ def test_what_the_compiler_says_reaches_whoever_waits(fresh, fake_compiler):
     fake_compiler.write_text("#!/bin/sh\necho 'no such architecture' >&2\nexit 3\n")
     csrc.start(["linear_small"], 90)
     assert "exit status 3: no such architecture" in csrc.why_not("linear_small", 90)
+    with pytest.raises(errors.KernelError, match="no such architecture"):
+        csrc._libraries.result(csrc._BINDING)  # compiled beside it
     assert not list((fresh / "cache").glob("*.so"))
 
 
