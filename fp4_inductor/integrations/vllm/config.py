@@ -58,6 +58,16 @@ class Common:
         return settings_of(vllm_config), str(getattr(load, "load_format", "")) == "dummy"
 
 
+class Foreign(Common):
+    """What the configs of other libraries' checkpoints do besides, before vLLM's own config of the format in their bases."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        made = super().from_config(config)  # type: ignore[misc]
+        made.source = config
+        return made
+
+
 def nvfp4_linear(layer: Any, names: Any, prefix: str, begun: tuple[Settings, bool]) -> Any:
     from .linear import FP4LinearMethod
 
@@ -70,14 +80,8 @@ def nvfp4_experts(layer: Any, names: Any, prefix: str, begun: tuple[Settings, bo
     return FP4MoEMethod(layer.moe_config, names, prefix, *begun)
 
 
-class ModelOptConfig(Common, ModelOptNvFp4Config):
+class ModelOptConfig(Foreign, ModelOptNvFp4Config):
     """ModelOpt NVFP4 and W4A16_NVFP4. get_name() stays vLLM's: its models ask for it."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        made = super().from_config(config)
-        made.source = config
-        return made
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         from .linear import MODELOPT
@@ -98,14 +102,8 @@ def _is_vision(prefix: str) -> bool:
     return "vision_tower" in prefix or "vision_model" in prefix
 
 
-class MixedConfig(Common, ModelOptMixedPrecisionConfig):
+class MixedConfig(Foreign, ModelOptMixedPrecisionConfig):
     """ModelOpt MIXED_PRECISION: NVFP4 layers are ours, all others (FP8) run as vLLM runs them."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        made = super().from_config(config)
-        made.source = config
-        return made
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         from .linear import MODELOPT, FP8LinearMethod
@@ -122,14 +120,8 @@ class MixedConfig(Common, ModelOptMixedPrecisionConfig):
         return super().get_quant_method(layer, prefix)
 
 
-class CompressedConfig(Common, CompressedTensorsConfig):
+class CompressedConfig(Foreign, CompressedTensorsConfig):
     """compressed-tensors: the layers in nvfp4-pack-quantized are ours, all others run as vLLM runs them."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        made = super().from_config(config)
-        made.source = config
-        return made
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         from .linear import COMPRESSED

@@ -24,6 +24,5 @@ def fill_dummy(codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor 
     global_scale.fill_(1 / _GLOBAL if divides else _GLOBAL)
     if meta is not None:
         legal = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=meta.device)
-        which = torch.empty((2, *meta.shape), dtype=torch.uint8, device=meta.device).random_(0, len(legal), generator=generator)
-        low, high = legal[which.int()]
-        meta.copy_(low | high << 4)
+        which = torch.empty((*meta.shape[:-1], 2 * meta.shape[-1]), dtype=torch.uint8, device=meta.device).random_(0, len(legal), generator=generator)
+        meta.copy_(sparse24.pack_meta(legal[which.int()]))

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from .engine import QuantizationConfig
+from .named import Named
 from .refusals import ACTIVATIONS, check_format, kind_of
 from .settings import KEY
 
 
-class FP4Config(QuantizationConfig):
+class FP4Config(Named):
     """What is registered. :meth:`from_config` returns the config of the checkpoint's format; without one, :class:`.own.OwnConfig`."""
 
     def __new__(cls) -> Any:
@@ -42,19 +43,5 @@ class FP4Config(QuantizationConfig):
         made: Any = {"modelopt": formats.ModelOptConfig, "mixed": formats.MixedConfig, "compressed-tensors": formats.CompressedConfig}[kind]
         return made.from_config(config)
 
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    def get_name(self) -> str:
-        return KEY
-
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return ACTIVATIONS
-
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        return None

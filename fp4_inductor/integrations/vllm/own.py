@@ -11,15 +11,15 @@ from ...formats import fp8, nvfp4, sparse24
 from ...models import families
 from . import weights
 from .config import Common
-from .engine import Attention, BaseKVCacheMethod, LinearBase, MLAAttention, ParallelLMHead, QuantizationConfig, RoutedExperts, UnquantizedLinearMethod
-from .settings import KEY
+from .engine import Attention, BaseKVCacheMethod, LinearBase, MLAAttention, ParallelLMHead, RoutedExperts, UnquantizedLinearMethod
+from .named import Named
 
 # Layers that one merged layer of vLLM stands for, where its model does not say.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _GPT_OSS = "gpt_oss"
 
 
-class OwnConfig(Common, QuantizationConfig):
+class OwnConfig(Common, Named):
     """``stored`` is what is in the folder (:class:`.weights.Stored`); None: the weights are dense and are quantized while they load."""
 
     def __init__(self, source: dict[str, Any] | None = None):
@@ -28,13 +28,6 @@ class OwnConfig(Common, QuantizationConfig):
         self.stored: weights.Stored | None = None
         self.formats: dict[str, str] = {}
         self.model_type = ""
-
-    def get_name(self) -> str:
-        return KEY
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OwnConfig:
@@ -61,7 +54,7 @@ class OwnConfig(Common, QuantizationConfig):
         settings, _ = begun = self.begin()
         if isinstance(layer, (Attention, MLAAttention)):
             return BaseKVCacheMethod(self)
-        if not isinstance(layer, (LinearBase, ParallelLMHead, QuantizationConfig, RoutedExperts)):
+        if not isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
             return None
         dense = UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if self.stored is None:

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from ...errors import ConfigError
 from . import engine
+from .named import Named
 from .settings import KEY
 
 
@@ -20,7 +21,7 @@ def config_that_refuses(version: str, anyway: str) -> type:
             remedy=f"Install one of these, or set {anyway}=1 to try: its internal names may have moved.",
         )
 
-    class Untested(engine.QuantizationConfig):  # type: ignore[name-defined]
+    class Untested(Named):
         @classmethod
         def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> str | None:
             if user_quant == KEY or str((hf_quant_cfg or {}).get("quant_method", "")).lower() == KEY:
@@ -34,21 +35,7 @@ def config_that_refuses(version: str, anyway: str) -> type:
         def from_config(cls, config: dict[str, Any]) -> Any:
             refuse()
 
-        @staticmethod
-        def get_config_filenames() -> list[str]:
-            return []
-
-        @classmethod
-        def get_min_capability(cls) -> int:
-            return 0
-
-        def get_name(self) -> str:
-            return KEY
-
         def get_supported_act_dtypes(self) -> list:
             return []
-
-        def get_quant_method(self, layer: Any, prefix: str) -> None:
-            return None
 
     return Untested
