@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp4_inductor.config import dispatch_config
-from fp4_inductor.formats import nvfp4
+from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels.linear import launch
 from fp4_inductor.kernels.select import Plan, plan
 from fp4_inductor.ops import linear
@@ -22,6 +22,14 @@ def weight(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=DEVICE)
     s = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, device=DEVICE).view(nvfp4.SCALE_DTYPE)
     return q, s, torch.full((), 0.3 / k**0.5, device=DEVICE)
+
+
+def sparse_weight(n: int, k: int, pattern: int | None = None) -> sparse24.Sparse24Parts:
+    """Every code; scales as in :func:`weight`; one pattern everywhere, or all mixed."""
+    _, scale, g = weight(n, k)
+    index = torch.randint(0, 6, (n, k // 4), device=DEVICE) if pattern is None else torch.full((n, k // 4), pattern, device=DEVICE)
+    nibble = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=DEVICE)[index]
+    return sparse24.Sparse24Parts(torch.randint(0, 256, (n, k // 4), dtype=torch.uint8, device=DEVICE), sparse24.pack_meta(nibble), scale, g)
 
 
 def exact(x: Tensor, q: Tensor, s: Tensor, g: Tensor, bias: Tensor | None = None) -> Tensor:

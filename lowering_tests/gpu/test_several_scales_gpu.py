@@ -22,11 +22,8 @@ FACTORS = (1.0, 0.04, 7.0, 0.3)  # of the global scales: one member's in place o
 
 
 def weight(n: int, k: int, sparse: bool) -> tuple[torch.Tensor, ...]:
-    q, s, _ = helpers.weight(n, k)
-    if not sparse:
-        return q, s
-    nibbles = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=DEVICE)[torch.randint(0, 6, (n, k // 4), device=DEVICE)]
-    return q[:, : k // 4].contiguous(), sparse24.pack_meta(nibbles), s
+    """The parts without the global scale."""
+    return (helpers.sparse_weight if sparse else helpers.weight)(n, k)[:-1]
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "2:4"])

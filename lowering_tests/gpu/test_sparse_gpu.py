@@ -12,19 +12,11 @@ from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import sparse24
 from fp4_inductor.kernels.select import describe, plan
 from fp4_inductor.ops import sparse_linear as contract
-from lowering_tests.gpu import helpers
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, FP32, error
+from lowering_tests.gpu.helpers import sparse_weight as weight
 
 pytestmark = pytest.mark.gpu
 fp4 = torch.ops.fp4
-
-
-def weight(n: int, k: int, pattern: int | None = None) -> sparse24.Sparse24Parts:
-    """Every code; scales as in :func:`helpers.weight`; one pattern everywhere, or all mixed."""
-    _, scale, g = helpers.weight(n, k)
-    index = torch.randint(0, 6, (n, k // 4), device=DEVICE) if pattern is None else torch.full((n, k // 4), pattern, device=DEVICE)
-    nibble = torch.tensor(sparse24.NIBBLES, dtype=torch.uint8, device=DEVICE)[index]
-    return sparse24.Sparse24Parts(torch.randint(0, 256, (n, k // 4), dtype=torch.uint8, device=DEVICE), sparse24.pack_meta(nibble), scale, g)
 
 
 def exact(x, parts, bias=None):
