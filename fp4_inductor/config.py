@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from .errors import ConfigError
 
@@ -241,11 +241,12 @@ class DispatchConfig:
 class _Blocks(NamedTuple):
     """The :class:`dispatch` blocks around the running code, outermost first, and the config that they make of ``base``."""
 
-    entered: tuple[tuple[dispatch, dict[str, Any]], ...]
+    entered: tuple[dispatch, ...]
     base: DispatchConfig
     config: DispatchConfig
 
 
+_Block = TypeVar("_Block")
 _base = DispatchConfig()
 _blocks: ContextVar[_Blocks | None] = ContextVar("fp4_inductor_dispatch", default=None)
 _setting = threading.Lock()
@@ -313,23 +314,29 @@ class dispatch(ContextDecorator):  # noqa: N801  (a context manager, used like a
         self._fields = fields
 
     def __enter__(self) -> DispatchConfig:
-        around = _blocks.get()
-        return _enter((*(around.entered if around else ()), (self, self._fields)))
+        return _enter((*_entered(), self))
 
     def __exit__(self, *error: object) -> None:
-        around = _blocks.get()
-        entered = list(around.entered if around else ())
-        for i in reversed(range(len(entered))):
-            if entered[i][0] is self:
-                del entered[i]
-                break
-        _enter(tuple(entered))
+        _enter(without(_entered(), self))
 
     def _recreate_cm(self) -> dispatch:
         return dispatch(**self._fields)
 
 
-def _enter(entered: tuple[tuple[dispatch, dict[str, Any]], ...]) -> DispatchConfig:
+def without(entered: tuple[_Block, ...], block: _Block) -> tuple[_Block, ...]:
+    """``entered``, outermost first, without its innermost ``block``: blocks may end in another order than they began."""
+    for i in reversed(range(len(entered))):
+        if entered[i] is block:
+            return entered[:i] + entered[i + 1 :]
+    return entered
+
+
+def _entered() -> tuple[dispatch, ...]:
+    blocks = _blocks.get()
+    return blocks.entered if blocks else ()
+
+
+def _enter(entered: tuple[dispatch, ...]) -> DispatchConfig:
     base = _base
     config = _merged(entered, base)
     _blocks.set(_Blocks(entered, base, config) if entered else None)
@@ -337,10 +344,10 @@ def _enter(entered: tuple[tuple[dispatch, dict[str, Any]], ...]) -> DispatchConf
     return config
 
 
-def _merged(entered: tuple[tuple[dispatch, dict[str, Any]], ...], base: DispatchConfig) -> DispatchConfig:
+def _merged(entered: tuple[dispatch, ...], base: DispatchConfig) -> DispatchConfig:
     fields: dict[str, Any] = {}
-    for _, own in entered:
-        fields |= own
+    for block in entered:
+        fields |= block._fields
     return replace(base, **fields)
 
 

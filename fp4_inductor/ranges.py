@@ -12,6 +12,7 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from .config import without
 from .errors import ConfigError
 
 
@@ -66,12 +67,7 @@ class compile_range(ContextDecorator):  # noqa: N801  (a context manager, used l
         return self._range
 
     def __exit__(self, *error: object) -> None:
-        entered = list(_blocks.get())
-        for i in reversed(range(len(entered))):
-            if entered[i] is self:
-                del entered[i]
-                break
-        _blocks.set(tuple(entered))
+        _blocks.set(without(_blocks.get(), self))
 
     def _recreate_cm(self) -> compile_range:
         return compile_range(*self._range)
