@@ -13,7 +13,7 @@ from ._text import join_names, tabulate, terminal_width, wrap
 from .config import dispatch_config
 from .errors import ConfigError
 from .formats import fp8, nvfp4, sparse24
-from .formats.packing import MOST_SCALES
+from .formats.packing import MAX_SCALES
 from .kernels import select
 from .kernels.select import Refused, describe, plan
 from .kernels.table import Row
@@ -230,7 +230,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         if call is None:
             return
         name, m, x, n, k, large_m, experts, form, scales = call
-        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts, form, scales=min(scales, MOST_SCALES)), dispatch_config())
+        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts, form, scales=min(scales, MAX_SCALES)), dispatch_config())
         remark = select.of_scales(scales, options.call.arch) if op is not torch.ops.fp4.moe.default else ""
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")

@@ -18,7 +18,6 @@ from .safetensors_file import Entry, Header, data_crc32, parse_json, read_header
 from .shards import CONFIG, check_index
 
 _DAMAGED = "The weights are damaged: copy the checkpoint again, or quantize the model again."
-_E4M3_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def check_values(name: str, t: Tensor) -> None:
     """A block scale is not NaN or negative, a global scale is finite and positive, 2:4 metadata is legal. ``name``: of the tensor."""
     if t.dtype == nvfp4.SCALE_DTYPE:
         largest = int(t.view(torch.uint8).max()) if t.numel() else 0
-        if largest > _E4M3_MAX_BYTE:
+        if largest > nvfp4.SCALE_MAX_BYTE:
             raise CheckpointError(f"{name} holds a NaN or negative scale", value=hex(largest), limit="0x00 .. 0x7e", remedy=_DAMAGED)
         return
     if t.dtype == torch.uint8:

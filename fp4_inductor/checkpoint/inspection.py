@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, list_names
-from ..formats import mxfp4
+from ..formats import mxfp4, nvfp4
 from ..models.progress import bar
 from . import manifest as mf
 from .aside import as_path
@@ -23,7 +23,6 @@ from .directory import Checkpoint, check_data, check_values, checked_names, join
 from .gguf_file import GGUFTensor, block_sizes, read_gguf
 from .identify import GGUF, HF_QUANT_CONFIG, NATIVE, Identity, identify
 from .readers import Found, StoredWeight, format_of, gguf
-from .readers.weight import E4M3_MAX_BYTE
 from .safetensors_file import Entry, Header, Reader, read_header
 from .shards import CONFIG, INDEX, SINGLE, Shards, collect, files_of, read_json, weight_map_of
 
@@ -256,7 +255,7 @@ def _look_at_gguf(path: Path, t: GGUFTensor, kind: str, reader: Reader) -> None:
         _, block, front = gguf.TYPES[kind]
         raw = reader.read(Entry(t.name, torch.uint8, (t.end - t.start,), path, t.start, t.end))
         largest = int(raw.view(-1, block)[:, :front].max()) if raw.numel() else 0
-        limit = E4M3_MAX_BYTE if kind == "NVFP4" else mxfp4.SCALE_NAN - 1
+        limit = nvfp4.SCALE_MAX_BYTE if kind == "NVFP4" else mxfp4.SCALE_NAN - 1
         if largest > limit:
             raise CheckpointError(f"{t.name} holds a block scale that is no number", value=hex(largest), limit=f"0x00 .. {hex(limit)}", remedy=_AGAIN)
 

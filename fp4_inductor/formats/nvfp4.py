@@ -34,7 +34,8 @@ STORAGE = Storage(NAME, (Part("qdata", torch.uint8, 2), *SCALES), GROUP, BITS_PE
 _TOP = {"amax": SCALE_MAX, "four_over_six": 256.0, "mse": 256.0, "activation": 256.0}
 SCALE_SEARCHES = tuple(_TOP)
 _SWEEP = range(-7, 8)  # E4M3 codes around amax/6: a factor 0.55 to 1.83; weighted sums go all the way down (outliers in idle channels)
-_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX = 1, 0x7E
+SCALE_MAX_BYTE = 0x7E  # of a block scale: 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
+_SCALE_MIN_BYTE = 1  # of one that is not zero
 _TINY = torch.finfo(torch.float32).tiny
 _LOAD_FIRST = "Load the weights (to_empty, then load_state_dict) before quantizing."
 _CHUNK = 1 << 22  # weights handled at once: bounds the temporaries to about 100 MB
@@ -209,7 +210,7 @@ def _divide(blocks: Tensor, s: Tensor) -> Tensor:
 def _to_code(s: Tensor) -> Tensor:
     """float32 >= 0 -> E4M3 code (uint8), saturating; a positive scale never becomes zero."""
     code = s.clamp(max=SCALE_MAX).to(SCALE_DTYPE).view(torch.uint8)
-    return torch.where(s > 0, code.clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), torch.zeros_like(code))
+    return torch.where(s > 0, code.clamp(_SCALE_MIN_BYTE, SCALE_MAX_BYTE), torch.zeros_like(code))
 
 
 def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Tensor:
@@ -223,7 +224,7 @@ def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Te
         candidates = [base, _to_code(amax / 4.0)]
     else:
         wide = base.to(torch.int16)
-        candidates = [torch.where(amax > 0, (wide + d).clamp(_ONE_E4M3_CODE_MIN, _E4M3_CODE_MAX), wide).to(torch.uint8) for d in _SWEEP if d]
+        candidates = [torch.where(amax > 0, (wide + d).clamp(_SCALE_MIN_BYTE, SCALE_MAX_BYTE), wide).to(torch.uint8) for d in _SWEEP if d]
     w = None if weight is None else weight.unflatten(-1, (-1, GROUP))
     best, best_error = base, _error(blocks, base, w)
     for code in candidates:

@@ -17,8 +17,7 @@ from ..errors import DeviceError, DTypeError, FP4Error, NonFiniteError, ShapeErr
 from . import nvfp4, sparse24
 from .reciprocal import reciprocal_scale
 
-MOST_SCALES = 3  # that one call of a CUDA kernel takes
-SCALE_MAX_BYTE = 0x7E  # 0x7F is NaN; from 0x80 on the sign bit is set, which no scale has
+MAX_SCALES = 3  # that one call of a CUDA kernel takes
 _AGAIN = "Load the whole checkpoint: a tensor that was not loaded is NaN. If it holds such values, download it or quantize the model again."
 
 
@@ -112,12 +111,12 @@ def pack_linear(
     g = reciprocal_scale(g.reshape(-1)) if divides else g.reshape(-1)
     alike = g[1:] == g[:-1]
     repeated = _check_values(name, scale, g, meta, alike)
-    kept = _contiguous(codes), _contiguous(scale)
-    metas = None if meta is None else _contiguous(meta)
+    kept = codes.contiguous(), scale.contiguous()
+    metas = None if meta is None else meta.contiguous()
     if all(repeated):
         return PackedLinear(*kept, g[0].clone(), None, metas)
     begins = [0, *accumulate(sizes[:-1])]
-    if count > MOST_SCALES:
+    if count > MAX_SCALES:
         first = [i for i in range(count) if i == 0 or not repeated[i - 1]]
         g, begins = torch.stack([g[i] for i in first]), [begins[i] for i in first]
     return PackedLinear(*kept, g.clone(), begins, metas)
@@ -156,7 +155,7 @@ def pack_experts(
     g = reciprocal_scale(g) if divides else g
     repeated = _check_values(name, scale, g, meta, (g[:, :1] == g).all(0)[1:])
     g = g[:, 0] if all(repeated) else g
-    return PackedExperts(_contiguous(codes), _contiguous(scale), g.clone(memory_format=torch.contiguous_format), None if meta is None else _contiguous(meta))
+    return PackedExperts(codes.contiguous(), scale.contiguous(), g.clone(memory_format=torch.contiguous_format), None if meta is None else meta.contiguous())
 
 
 def _in_order(codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor) -> tuple[Tensor, ...]:
@@ -171,11 +170,6 @@ def _bytes_of(codes: Tensor) -> Tensor:
 def _scales_of(scale: Tensor) -> Tensor:
     """float8_e4m3fn, a view."""
     return scale.detach().view(nvfp4.SCALE_DTYPE) if scale.dtype == torch.uint8 else scale.detach()
-
-
-def _contiguous(t: Tensor) -> Tensor:
-    """``t`` itself where it is contiguous."""
-    return t.contiguous()
 
 
 def _check_dtype(name: str, global_scale: Tensor) -> None:
@@ -212,7 +206,7 @@ def _check_values(name: str, scale: Tensor, g: Tensor, meta: Tensor | None, alik
     sound = (torch.isfinite(g) & (g > 0)).all()
     illegal = torch.zeros_like(sound) if meta is None else sparse24.illegal_meta(meta).any()
     byte, good, corrupt, *rest = torch.cat((*(t.reshape(1).int() for t in (largest, sound, illegal)), alike.int())).tolist()
-    if byte > SCALE_MAX_BYTE:
+    if byte > nvfp4.SCALE_MAX_BYTE:
         raise NonFiniteError(f"{name} has a NaN or negative block scale", value=hex(byte), limit="0x00 .. 0x7e", remedy=_AGAIN)
     if not good:
         bad = g[~(torch.isfinite(g) & (g > 0))]

@@ -132,11 +132,6 @@ KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel 
 KERNELS |= {name + SEVERAL_SCALES: replace(KERNELS[name], several=True) for name in ONE_SCALE}
 
 
-def for_scales(name: str, count: int) -> str:
-    """The kernel that takes ``count`` global scales where ``name`` takes one."""
-    return name + SEVERAL_SCALES if count > 1 and name in ONE_SCALE else name
-
-
 def scratch_bytes(name: str) -> int:
     """Bytes that a call needs besides its result, as ops.cpp has them: sums of 132 blocks of 128 rows, and a flag each."""
     tokens = KERNELS[name].scratch

@@ -14,7 +14,7 @@ from ..config import DispatchConfig, dispatch_config
 from . import csrc, select
 from .build import aligned as aligned
 from .linear.configs import Epilogue
-from .table import Row
+from .table import Row, for_scales
 
 arch = functools.cache(select.arch_of)
 
@@ -64,7 +64,7 @@ def by_cuda(name: str) -> Callable[..., Tensor]:
 
     def launch(x: Tensor, *tensors: Any, tile: Any = None, bounds: tuple[int, ...] = ()) -> Tensor:
         *weight, global_scale, bias = tensors
-        own, then = csrc.for_scales(name, 1 + len(bounds)), Epilogue(starts=bounds)
+        own, then = for_scales(name, 1 + len(bounds)), Epilogue(starts=bounds)
         return csrc.call(own, x, weight, global_scale, bias, arch(x.device), astuple(tile) if tile else (), then)
 
     return launch

@@ -15,9 +15,9 @@ import torch
 
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
-from ..formats.packing import MOST_SCALES
+from ..formats.packing import MAX_SCALES
 from .linear.configs import Epilogue
-from .table import LOST, ONE_SCALE, REGIMES, ROWS, SEVERAL_SCALES, Row
+from .table import LOST, REGIMES, ROWS, Row, for_scales
 
 
 def csrc_door(name: str, arch: int) -> str:
@@ -72,7 +72,7 @@ def of_scales(count: int, arch: int, apart: bool = False) -> str:
     """How ``count`` global scales of one product are served, for ``explain()``; empty of one. ``apart``: the kernel does not take them together."""
     if count < 2:
         return ""
-    calls = -(-count // MOST_SCALES)
+    calls = -(-count // MAX_SCALES)
     if arch == 0 or (calls == 1 and not apart):
         return f"{count} global scales"
     return f"{count} global scales: {calls} calls, whose results are put together" if calls > 1 else f"{count} global scales: a call each, put together"
@@ -153,17 +153,12 @@ def describe_for(
     return replace(call, csrc=csrc_status(call))
 
 
-def csrc_of(row: Row, scales: int) -> str:
-    """The kernel of ``csrc/`` by which ``row`` serves a weight with so many global scales."""
-    return row.csrc + SEVERAL_SCALES if scales > 1 and row.csrc in ONE_SCALE else row.csrc
-
-
 def csrc_names(call: Call) -> list[str]:
     """The CUDA kernels that serve ``call`` by default, for some M. Where candidates alone serve its op there, what fp4.linear has."""
     rows = [row for row in ROWS if row.op == call.op and row.csrc and row.arch[0] <= call.arch <= row.arch[1]]
     if rows and all(row.off for row in rows):
         return ["linear_small"]
-    return sorted({csrc_of(row, call.scales) for row in rows if not row.off and _refusal(row, call) is None})
+    return sorted({for_scales(row.csrc, call.scales) for row in rows if not row.off and _refusal(row, call) is None})
 
 
 def csrc_status(call: Call) -> str:
@@ -253,7 +248,7 @@ def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan
                 if overrides[row.regime] < row.min_m:
                     why = f"serves M >= {row.min_m}, DispatchConfig.thresholds ends the regime before"
         if call.scales > 1:
-            row = replace(row, csrc=csrc_of(row, call.scales))
+            row = replace(row, csrc=for_scales(row.csrc, call.scales))
         if why is None:
             accepted.append(row)
         else:

@@ -49,6 +49,11 @@ RIGHT: Status = "right on H200, not timed; elsewhere compiled"  # lowering_tests
 COMPILED: Status = "compiled, not run"
 
 
+def for_scales(name: str, count: int) -> str:
+    """The kernel of ``csrc/`` that takes ``count`` global scales where ``name`` takes one."""
+    return name + SEVERAL_SCALES if count > 1 and name in ONE_SCALE else name
+
+
 @dataclass(frozen=True)
 class Row:
     """One way to serve one op in one regime.

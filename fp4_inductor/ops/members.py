@@ -21,7 +21,7 @@ def spans(rows: Sequence[int], n: int) -> list[tuple[int, int]]:
 def check_rows(op: str, rows: Sequence[int], global_scale: Tensor, codes: Tensor) -> None:
     """Raise unless ``rows`` says where each of the global scales ``[S]`` begins in the weight whose ``codes`` are ``[N, ...]``."""
     n = codes.shape[0] if codes.dim() else 0
-    ascending = all(a < b for a, b in zip(rows, [*rows[1:], n], strict=True))
+    ascending = all(a < b for a, b in spans(rows, n))
     if tuple(global_scale.shape) != (len(rows),) or rows[0] != 0 or not ascending:
         raise ShapeError(
             f"fp4.{op}: global scales and rows do not fit",

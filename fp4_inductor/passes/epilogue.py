@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from .._torch.fx import in_one_mutation_region
 from .._torch.symbols import likely
 from ..config import dispatch_config
-from ..formats.packing import MOST_SCALES
+from ..formats.packing import MAX_SCALES
 from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
 from ..ranges import range_in_force
@@ -80,7 +80,7 @@ def _plan_of(linear: Node) -> Plan | None:
         return None
     x, qdata, *_, large_m, rows = linear_arguments(linear)
     x, (n, half_k) = value(x), value(qdata).shape
-    if x.device.type != "cuda" or type(n) is not int or type(half_k) is not int or len(rows or ()) > MOST_SCALES:
+    if x.device.type != "cuda" or type(n) is not int or type(half_k) is not int or len(rows or ()) > MAX_SCALES:
         return None
     return plan(select.describe("linear_epilogue", x.device, x.dtype, n, half_k * 2, large_m), dispatch_config())
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ...errors import CheckpointError, NonFiniteError, SparsityError
 from ...formats import fp8, nvfp4
-from ...formats.packing import SCALE_MAX_BYTE, pack_experts, pack_linear
+from ...formats.packing import pack_experts, pack_linear
 from ...formats.reciprocal import reciprocal_scale
 from ...tensors import NVFP4Tensor
 from ..safetensors_file import Entry, Reader
 from ..shards import Shards
 
 Decode = Callable[..., Any]  # of what each class below says
-E4M3_MAX_BYTE = SCALE_MAX_BYTE
 _E4M3_NAN = 0x7F
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...formats.packing import MOST_SCALES as MAX_SCALES
+from ...formats.packing import MAX_SCALES
 from ...ops.linear_glu import ACTIVATIONS
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...ops.activation import Activation
 from .. import csrc
+from ..table import for_scales
 from . import on_csrc
 
 NAME = "moe_decode_table"
@@ -31,7 +32,7 @@ def call(
     """
     inner = down[0].shape[2] * (2 if metas[1] is None else 4)
     workspace = hidden.new_empty(workspace_bytes(expert_ids.shape[0], expert_ids.shape[1], inner), dtype=torch.uint8)
-    operator = csrc.for_scales(NAME, gate_up[2].numel() // max(gate_up[0].shape[0], 1))
+    operator = for_scales(NAME, gate_up[2].numel() // max(gate_up[0].shape[0], 1))
     return on_csrc.call(operator, (hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map, *metas), act, workspace, arch)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...ops.activation import Activation
 from .. import csrc
+from ..table import for_scales
 from . import on_csrc
 
 NAME, FP8 = "moe_grouped_wide", "moe_grouped_wide_fp8"
@@ -64,7 +65,7 @@ def call(
     """
     pairs, experts, inner = expert_ids.numel(), gate_up[0].shape[0], down[0].shape[2] * 2
     (rows, k), n, name = hidden.shape, down[0].shape[1], FP8 if fp8 else NAME
-    operator = csrc.for_scales(name, gate_up[2].numel() // max(experts, 1))
+    operator = for_scales(name, gate_up[2].numel() // max(experts, 1))
     tokens = tokens or (tile_fp8(pairs, experts) if fp8 else tile(pairs, experts, k, inner))
     workspace = hidden.new_empty(space(name, rows, pairs, experts, k, inner, n, tokens), dtype=torch.uint8)
     return on_csrc.call(operator, (hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map), act, tokens, workspace, arch)

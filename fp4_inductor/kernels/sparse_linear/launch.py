@@ -15,6 +15,7 @@ from ...ops.sparse_dequantize import sparse_dequantize_rows
 from .. import csrc, host
 from ..linear.configs import Epilogue
 from ..linear.launch import Bounds, by_rows, of_rows
+from ..table import for_scales
 from . import configs
 from .triton_gemv import sparse_gemv
 from .triton_mid import sparse_mid
@@ -77,7 +78,7 @@ def wide_fp8(
     It begins early, as the dense layer's product does (``kernels/linear/launch.py``).
     """
     rows, parts, then = fp4.quantize_rows_fp8(x), (values, meta, scale), Epilogue(starts=bounds)
-    name = csrc.for_scales("sparse_linear_wide_fp8", 1 + len(bounds))
+    name = for_scales("sparse_linear_wide_fp8", 1 + len(bounds))
     return csrc.call(name, rows, parts, global_scale, bias, host.arch(x.device), astuple(tile) if tile else (), then, early=True)
 
 
