@@ -70,6 +70,9 @@ def decide(plan: Plan, m: Any, symbols: SymbolFacts, config: DispatchConfig) -> 
         # A graph's second call finds M proven by the guard that its first call added.
         how: How = "guard" if symbols.guarded(m) and not by_range else "proven"
         return _held(plan, first, m, symbols, Decision(plan.rows[first], how, str(given) if by_range and plan.bounds else ""))
+    if by_range and _narrow(within := symbols.interval(m, given)):
+        note = f"{given}: one kernel for the whole range, of {', '.join(row.kernel for row in plan.rows[first : last + 1])}"
+        return _held(plan, last, m, symbols, Decision(plan.rows[last], "proven", note), within[0])
     if config.unproven == "runtime":
         return Decision(None, "runtime", 'DispatchConfig(unproven="runtime")')
     refusal = symbols.why_no_guard(m)
@@ -97,9 +100,19 @@ def _open(plan: Plan, m: Any, symbols: SymbolFacts, given: Range | None) -> tupl
     return first, max(first, last)
 
 
-def _held(plan: Plan, i: int, m: Any, symbols: SymbolFacts, decision: Decision) -> Decision:
-    """``decision``, for row ``i``, which the graph will say at each call that it needs. On a CPU the operator that is called decides by itself."""
+def _narrow(within: tuple[Any, Any] | None) -> bool:
+    """Is the largest M less than twice the least? There the kernel of the largest one loses less at the least than a choice at run time costs:
+    an operator that chooses has no fused epilogue and does not begin while the kernel before it runs."""
+    return within is not None and within[0] > 0 and within[1] is not None and bool(within[1] < 2 * within[0])
+
+
+def _held(plan: Plan, i: int, m: Any, symbols: SymbolFacts, decision: Decision, least: Any = None) -> Decision:
+    """``decision``, for row ``i``, which the graph will say at each call that it needs, from ``least`` rows on if that is less than the row's own.
+
+    On a CPU the operator that is called decides by itself.
+    """
     ends = (0, *(bound + 1 for bound in plan.bounds)), (*plan.bounds, None)
     if plan.bounds and plan.call.arch:
-        symbols.hold(m, ends[0][i], ends[1][i], f"{plan.rows[i].kernel} of fp4.{plan.call.op}, N = {plan.call.n}, K = {plan.call.k}")
+        low = ends[0][i] if least is None else min(int(least), ends[0][i])
+        symbols.hold(m, low, ends[1][i], f"{plan.rows[i].kernel} of fp4.{plan.call.op}, N = {plan.call.n}, K = {plan.call.k}")
     return decision
