@@ -57,7 +57,6 @@ def serves(row: Row) -> str:
         between("N", *row.n),
         between("N K", row.min_weights, row.max_weights or 2**31),
         "plain" if row.plain else "",
-        "" if row.early is None else "begun early" if row.early else "not begun early",
         "nvcc" if row.csrc else "",
         f"no {row.without} kernel" if row.without else "",
         f"Triton {row.triton[0]}.{row.triton[1]}" if any(row.triton) else "",

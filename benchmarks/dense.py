@@ -76,7 +76,7 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
         xs = {m: torch.randn(m, k, device=device, dtype=torch.bfloat16) for m in m_list}
         timings = [lambda x=x, calls=calls: time_us(lambda i: calls[i](x), copies if len(x) <= 512 else min(copies, 8)) for x in xs.values()]
         for (m, x), us in zip(xs.items(), lower_of_two(timings), strict=True):
-            kernel = row_for("linear", x, n, large_m, early=on_gpu and name == OURS[0]).kernel if name in OURS else name
+            kernel = row_for("linear", x, n, large_m).kernel if name in OURS else name
             e = error(calls[0](x), reference(x, q[0], s[0], g)) if name in (*OURS, *peers.EXACT) else float("nan")
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
             rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
@@ -87,13 +87,13 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     return rows
 
 
-def row_for(op: str, x, n: int, large_m: str, early: bool):
-    return plan(describe(op, x.device, x.dtype, n, x.shape[1], large_m, early=early), dispatch_config()).pick(x.shape[0])
+def row_for(op: str, x, n: int, large_m: str):
+    return plan(describe(op, x.device, x.dtype, n, x.shape[1], large_m), dispatch_config()).pick(x.shape[0])
 
 
 def in_a_graph(x, weight: tuple, g, large_m: str = "auto", op: str = "linear"):
     """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do. ``weight``: its parts."""
-    row = row_for(op, x, weight[0].shape[0], large_m, early=x.is_cuda)
+    row = row_for(op, x, weight[0].shape[0], large_m)
     if not (row.csrc and csrc.KERNELS[row.csrc].early):
         return getattr(torch.ops.fp4, op)(x, *weight, g, None, large_m)
     parts = torch.ops.fp4.quantize_rows_fp8(x, row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else x

@@ -100,7 +100,6 @@ class Call:
         experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
         triton: the version of Triton here; (0, 0): there is none.
         form: of ``fp4.moe``, :func:`moe_form`; of ``fp4.decode_attention``, :func:`attention_form`.
-        early: its kernel is proven to be able to begin while the one before it runs. Asked of calls of one row only.
         scales: how many global scales the weight has; of ``fp4.moe`` an expert's first one.
     """
 
@@ -114,7 +113,6 @@ class Call:
     experts: int = 1
     triton: tuple[int, int] = (99, 0)
     form: tuple[str, ...] = ()
-    early: bool = False
     scales: int = 1
 
 
@@ -137,19 +135,17 @@ def arch_of(device: torch.device) -> int:
 
 
 def describe(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False,
-    scales: int = 1,
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
 ) -> Call:  # fmt: skip
     """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts, form, early, scales)
+    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts, form, scales)
 
 
 def describe_for(
-    op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), early: bool = False,
-    scales: int = 1,
+    op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
 ) -> Call:  # fmt: skip
     """As :func:`describe`, for the architecture of a device of this machine."""
-    call = Call(op, arch, dtype, n, k, large_m, "", experts, triton_version() if arch else (99, 0), form, early, scales)
+    call = Call(op, arch, dtype, n, k, large_m, "", experts, triton_version() if arch else (99, 0), form, scales)
     return replace(call, csrc=csrc_status(call))
 
 
@@ -318,10 +314,6 @@ def _refusal(row: Row, call: Call) -> str | None:
         return f"N * K = {call.n * call.k} is more than {row.max_weights}"
     if call.n * call.k < row.min_weights:
         return f"N * K = {call.n * call.k} is less than {row.min_weights}"
-    if row.early is True and not call.early:
-        return "serves M = 1 only where it may begin while the kernel before it runs"
-    if row.early is False and call.early:
-        return "another row is ahead where a kernel may begin while the one before it runs"
     if call.n % row.n_multiple:
         return f"N = {call.n} is not a multiple of {row.n_multiple}"
     return None

@@ -78,7 +78,6 @@ class Row:
         n: the fewest and the most outputs; with others another row is the better one.
         triton: the oldest Triton that compiles it.
         plain: takes only calls whose ``form`` is empty: of ``fp4.moe`` ``select.moe_form``, of ``fp4.decode_attention`` ``select.attention_form``.
-        early: only calls whose kernel is proven to be able to begin while the one before it runs (True), only others (False), or both (None).
         m_per_expert: with E experts the row serves M = T * k up to this times E, if that is more than ``max_m``.
     """
 
@@ -104,7 +103,6 @@ class Row:
     n: tuple[int, int] = (1, 2**31)
     not_k_multiple: int = 0
     plain: bool = False
-    early: bool | None = None
 
     @property
     def off(self) -> bool:
@@ -199,11 +197,9 @@ _SPARSE_GEMV = "reads kept codes and gathers their activations: 22% fewer bytes 
 _SPARSE_GEMV_90 = (
     "reads kept codes, 22% fewer bytes, and gathers activations: 5.4 us at N = K = 4096, where cuda_sparse_small takes 6.3, but 20.1 for 16.1 at N = K = 8192"
 )
-_SPARSE_GEMV_LARGE = "serves 2^24 weights and more only where cuda_sparse_table may not begin early: 5.4 us at N = K = 4096, cuda_sparse_table begun early 4.2; from 2^25 on that one is ahead anyway"
 _SPARSE_GEMV_WEIGHTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (_SPARSE_GEMV_90, {"max_weights": 2**24 - 1}),
     (_SPARSE_GEMV_90, {"min_weights": 2**24, "max_weights": 2**26 - 1, "not_k_multiple": 256}),
-    (_SPARSE_GEMV_LARGE, {"min_weights": 2**24, "max_weights": 2**25 - 1, "early": False}),
 )
 _SPARSE_SMALL_90 = "kept codes straight into mma.sp, half the decoding, 22% fewer bytes: 16.1 us at N = K = 8192, M = 1 to 8, where the Triton kernel takes 57 to 60 and bf16 cuBLAS 35"
 _SPARSE_SMALL_ELSEWHERE = (

@@ -23,7 +23,6 @@ from ..ops.linear_siblings import begins, spans
 from ..ops.members import row_scales
 from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
-from ..ranges import range_in_force
 from . import linear_w4a4
 from .journal import Entry, record
 from .quantize_rows import nvfp4_rows, quantized_rows
@@ -33,7 +32,6 @@ from .templates import arguments, gemv_grid, mid_grid
 
 fp4 = torch.ops.fp4
 HINT = 64
-FEW = 32  # up to so many rows no kernel of a GPU that begins early reads rounded activations
 
 
 def register() -> None:
@@ -137,7 +135,7 @@ def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered:
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
     name, scales = op._opname, len(begin) if 1 < len(begin) <= configs.MAX_SCALES else 1
-    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m, early=may_begin_early(x, weight, m), scales=scales)
+    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m, scales=scales)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     row = decision.row
@@ -169,22 +167,6 @@ def call_csrc(entry: Entry, name: str, parts: tuple, weight: tuple, bias, arch: 
         early = not why_not
         entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
     return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(name, then, early))
-
-
-def may_begin_early(x, weight: tuple, m) -> bool:
-    """Of a call that may have one row: may its kernel begin while the one before it runs? That chooses the kernel.
-
-    Of more rows it does not: they are left unrealised, for their producer to fuse with what may be done to them first. A promised range that begins
-    at one row and ends at few counts as one row, for up to :data:`FEW` rows nothing is done to them.
-    """
-    if x.get_device().type != "cuda" or (m != 1 and not _one_to_few(m)):
-        return False
-    return not _why_not_early(arguments(x, *weight), 1)
-
-
-def _one_to_few(m) -> bool:
-    within = None if (given := range_in_force()) is None else inductor.Symbols().interval(m, given)
-    return within is not None and bool(within[0] <= 1) and within[1] is not None and bool(within[1] <= FEW)
 
 
 def _why_not_early(given: tuple, activations: int) -> str:

@@ -29,8 +29,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
     m = inductor.rows_of(x)
     if n is None or half_k is None:
         return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
-    early = linear.may_begin_early(x, (qdata, scale, global_scale), m)
-    options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, large_m, early=early), dispatch_config())
+    options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, large_m), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.

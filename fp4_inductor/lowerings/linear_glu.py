@@ -35,8 +35,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
     if n is None or half_k is None:
         return inductor.call_op(fp4.linear_glu.default, x, qdata, scale, global_scale, bias, act, large_m)
     k = half_k * 2
-    early = linear.may_begin_early(x, (qdata, scale, global_scale), m)
-    options = plan(select.describe("linear_glu", x.get_device(), x.get_dtype(), n, k, large_m, early=early), dispatch_config())
+    options = plan(select.describe("linear_glu", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
     row = decision.row

@@ -70,7 +70,8 @@ def decide(plan: Plan, m: Any, symbols: SymbolFacts, config: DispatchConfig) -> 
         # A graph's second call finds M proven by the guard that its first call added.
         how: How = "guard" if symbols.guarded(m) and not by_range else "proven"
         return _held(plan, first, m, symbols, Decision(plan.rows[first], how, str(given) if by_range and plan.bounds else ""))
-    if by_range and _narrow(within := symbols.interval(m, given)):
+    within = symbols.interval(m, given) if by_range else None
+    if within is not None and _narrow(*within):
         note = f"{given}: one kernel for the whole range, of {', '.join(row.kernel for row in plan.rows[first : last + 1])}"
         return _held(plan, last, m, symbols, Decision(plan.rows[last], "proven", note), within[0])
     if config.unproven == "runtime":
@@ -100,10 +101,10 @@ def _open(plan: Plan, m: Any, symbols: SymbolFacts, given: Range | None) -> tupl
     return first, max(first, last)
 
 
-def _narrow(within: tuple[Any, Any] | None) -> bool:
+def _narrow(least: Any, largest: Any) -> bool:
     """Is the largest M less than twice the least? There the kernel of the largest one loses less at the least than a choice at run time costs:
     an operator that chooses has no fused epilogue and does not begin while the kernel before it runs."""
-    return within is not None and within[0] > 0 and within[1] is not None and bool(within[1] < 2 * within[0])
+    return bool(least > 0) and largest is not None and bool(largest < 2 * least)
 
 
 def _held(plan: Plan, i: int, m: Any, symbols: SymbolFacts, decision: Decision, least: Any = None) -> Decision:

@@ -346,7 +346,7 @@ def test_one_row_of_a_sparse_weight_goes_by_its_size():
     gemv, mid = "triton_sparse_gemv", "triton_sparse_mid"
     small, table, wide = (f"cuda_sparse_{size}" for size in ("small", "table", "wide"))
     for arch, csrc, n, kernels in (
-        (90, "", 4096, [gemv, table, wide, wide]),
+        (90, "", 4096, [table, table, wide, wide]),
         (90, "", 8192, [table, table, wide, wide]),
         (90, "", 4160, [gemv, small, small, mid]),
         (90, "no nvcc", 8192, [gemv, mid, mid, mid]),
@@ -355,20 +355,17 @@ def test_one_row_of_a_sparse_weight_goes_by_its_size():
     ):
         found = plan(Call("sparse_linear", arch, torch.bfloat16, n, n, csrc=csrc), DEFAULT)
         assert [found.pick(m).kernel for m in (1, 2, 32, 33)] == kernels, (arch, csrc, n)
-    for n, k, apart, early in (
-        (4096, 4096, gemv, table),  # 2^24 weights
-        (4096, 4096 - 256, gemv, gemv),
-        (4096, 4096 + 64, gemv, gemv),
-        (8192, 4096 - 256, gemv, table),
-        (8192, 4096, table, table),
-        (8192, 4096 + 64, gemv, gemv),
-        (8, 2**22, small, small),  # fewer rows than the table's kernel takes
+    for n, k, kernel in (
+        (4096, 4096, table),  # 2^24 weights
+        (4096, 4096 - 256, gemv),
+        (4096, 4096 + 64, gemv),
+        (8192, 4096, table),
+        (8192, 4096 + 64, gemv),
+        (8, 2**22, small),  # fewer rows than the table's kernel takes
     ):
-        kernels = [plan(Call("sparse_linear", 90, torch.bfloat16, n, k, early=begins), DEFAULT).pick(1).kernel for begins in (False, True)]
-        assert kernels == [apart, early], (n, k)
-    for early in (False, True):
-        off = plan(Call("sparse_linear", 90, torch.bfloat16, 8192, 8192, early=early), DispatchConfig(thresholds={"small": 0}))
-        assert off.pick(1).kernel == gemv
+        assert plan(Call("sparse_linear", 90, torch.bfloat16, n, k), DEFAULT).pick(1).kernel == kernel, (n, k)
+    off = plan(Call("sparse_linear", 90, torch.bfloat16, 8192, 8192), DispatchConfig(thresholds={"small": 0}))
+    assert off.pick(1).kernel == gemv
 
 
 # Kernels that do not exist, off as one that lost is.

@@ -70,20 +70,6 @@ def test_one_token_by_a_range():
     assert lowered(given=compile_range(2, 24), options=dict(DROP))[0][:2] == ("proven", "cuda_table")
 
 
-def two_layers() -> torch.nn.Module:
-    """The second layer's kernel may begin while the kernel before it runs; the first one reads the graph's input."""
-    first, second = (FP4Linear(k, 4096, dtype=BF16, device="cuda") for k in (K, 4096))
-    return torch.nn.Sequential(first, torch.nn.RMSNorm(4096, elementwise_affine=False), second)
-
-
-def test_from_one_row_to_few_one_kernel_serves_all_where_it_begins_early():
-    found = lowered(build=two_layers, given=compile_range(1, 16), options=dict(DROP))
-    assert [row[:2] for row in found] == [("runtime", "by M"), ("proven", "cuda_table")]
-    with fp4_inductor.dispatch(early="never"):
-        found = lowered(build=two_layers, given=compile_range(1, 16), options=dict(DROP))
-    assert [row[:2] for row in found] == [("runtime", "by M")] * 2
-
-
 def test_a_range_of_less_than_twice_its_least_has_one_kernel():
     """17 to 32 rows: a kernel that serves 17 to 24 would be chosen at run time, without what may be fused into it."""
     ((how, kernel, note),) = lowered(given=compile_range(17, 32), options=dict(DROP))

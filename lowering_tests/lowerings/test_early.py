@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import types
 
@@ -99,38 +98,6 @@ def test_switched_off():
 def test_a_fused_epilogue(m):
     arguments, note = compiled(lambda linear, x: torch.nn.functional.silu(linear(x.relu())), m=m)
     assert arguments[-1] == 1 and "begins while" in note
-
-
-@pytest.mark.parametrize(
-    ("layer", "op"),
-    [
-        (lambda linear, x: linear(x), "linear_table"),
-        (lambda linear, x: linear(x), "sparse_linear_table"),
-        (lambda linear, x: torch.nn.functional.silu(linear(x)), "linear_table_pointwise"),
-        (lambda linear, x: torch.ops.fp4.linear_glu(x, linear.qdata, linear.scale, linear.global_scale), "linear_table_glu"),
-    ],
-    ids=["plain", "sparse", "silu", "glu"],
-)
-def test_the_kernel_of_one_row_is_chosen_by_whether_it_may_begin_early(layer, op):
-    """Of large weights: the table's kernel where it may, the GEMV where it may not, or where the table's kernel has no form."""
-    make = Sparse24Linear if op == "sparse_linear_table" else FP4Linear
-
-    def kernel(k, n, f):
-        with listen() as entries:
-            code = generated_code(lambda: functools.partial(f, make(k, n, bias=False, dtype=BF16, device="cuda")), [((1, k), BF16)], csrc="")[0]
-        called = re.findall(r"fp4_csrc\.(\w+)\.default", call_body(code))
-        assert [e.decision.row.csrc for e in entries if e.decision.row.csrc] == called
-        return called, entries[-1].note
-
-    large, small, odd = (4096, 4096), (4096, 4096 - 16), (4096 + 64, 8192)
-    called, note = kernel(*large, lambda linear, x: layer(linear, x.relu()))
-    assert called == [op]
-    assert "begins while the kernel before it runs" in note
-    assert kernel(*large, layer)[0] == []
-    for k, n in (small, odd):
-        assert kernel(k, n, lambda linear, x: layer(linear, x.relu()))[0] == []
-    with dispatch(early="never"):
-        assert kernel(*large, lambda linear, x: layer(linear, x.relu()))[0] == []
 
 
 def in_a_region(around, monkeypatch=None, m=M):

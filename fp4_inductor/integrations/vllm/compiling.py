@@ -115,13 +115,13 @@ def _add(layers: list[tuple[str, int, int]], weights: int, settings: Settings) -
 def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.dtype, large_m: str) -> tuple[int, ...]:
     """The numbers of tokens at which a layer changes its kernel, ascending; ``layers``: the calls that it may become.
 
-    As :func:`fp4_inductor.bounds` for a GPU that is here, and for kernels that begin while the one before them runs, as most of a model's do.
+    As :func:`fp4_inductor.bounds` for a GPU that is here.
     """
     place, found = torch.device(device), [0]
     for op, n, k in sorted(layers, key=lambda layer: layer[0] != "linear_glu"):  # the product alone counts from where it is not fused
         if op == "linear_glu" and select.arch_of(place) == 0:  # it is made for CUDA only
             continue
-        call = select.describe(op, place, dtype, n, k, large_m, early=True)
+        call = select.describe(op, place, dtype, n, k, large_m)
         found += [bound for bound in plan(call, dispatch_config()).bounds if bound > found[-1]]
     return tuple(found[1:])
 
