@@ -135,23 +135,23 @@ def write_mxfp4_pack(model, directory: Path, span: int = 9) -> dict[str, Tensor]
     return dense
 
 
-def write_mixed(directory: Path, *, kv_cache: bool = True) -> dict[str, str]:
-    """A ModelOpt MIXED_PRECISION checkpoint; returns the algorithm of every layer that has one.
+def write_mixed(directory: Path, *, kv_cache: bool = True, high: str = "q_proj") -> dict[str, str]:
+    """A ModelOpt MIXED_PRECISION checkpoint, ``high`` in bfloat16; returns the algorithm of every layer that has one.
 
-    No real export was at hand: the NVFP4 fixture, whose o_proj and down_proj are made FP8 and whose q_proj bfloat16 as modelopt 0.47's
+    No real export was at hand: the NVFP4 fixture, whose o_proj and down_proj are made FP8 and whose ``high`` bfloat16 as modelopt 0.47's
     source does it (quant_utils.to_quantized_weight, process_layer_quant_config; convert_hf_config for config.json).
     """
     state, algorithms = load_file(MODELOPT / "model.safetensors"), {}
     for name in [n.removesuffix(".weight_scale_2") for n in state if n.endswith(".weight_scale_2")]:
         last = name.rpartition(".")[2]
-        algorithms[name] = {"o_proj": "FP8", "down_proj": "FP8", "q_proj": ""}.get(last, "NVFP4")
+        algorithms[name] = {"o_proj": "FP8", "down_proj": "FP8", high: ""}.get(last, "NVFP4")
         if algorithms[name] == "NVFP4":
             continue
         parts = [state.pop(f"{name}.{part}") for part in ("weight", "weight_scale", "weight_scale_2")]
         dense = torch.ops.fp4.dequantize(*parts, torch.bfloat16)
         state[f"{name}.weight"] = dense
         of_input = state.pop(f"{name}.input_scale")
-        if last != "q_proj":
+        if last != high:
             scale = dense.abs().amax().float() / 448
             state[f"{name}.weight"], state[f"{name}.weight_scale"] = (dense / scale).to(torch.float8_e4m3fn), scale
             state[f"{name}.input_scale"] = of_input * 6  # amax / 448 where NVFP4 has amax / (6 * 448)

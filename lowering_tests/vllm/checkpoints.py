@@ -25,11 +25,11 @@ def quantized(name: str, assets: Path, **options: Any) -> Any:
 
 
 def write(name: str, assets: Path, target: Path) -> None:
-    """``name``: model, a hyphen, format (``modelopt``, ``compressed``, ``native``, ``transformers``); ``-head`` in between quantizes the head."""
+    """``name``: model, a hyphen, format (``modelopt``, ``compressed``, ``native``, ``transformers``); in between ``-fp8`` or ``-nvfp4`` for the head."""
     import fp4_inductor
 
     model, *head, form = name.split("-")
-    packed = quantized(model, assets, **({"lm_head": "fp8"} if head else {}))
+    packed = quantized(model, assets, **({"lm_head": head[0]} if head else {}))
     if form == "native":
         fp4_inductor.save(packed, target)
     elif form == "transformers":

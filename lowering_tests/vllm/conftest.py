@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """``folders(name)``: a checkpoint, made when it is first asked for."""
+    from lowering_tests.foreign import write_mixed
     from lowering_tests.vllm import checkpoints
 
     work = tmp_path_factory.mktemp("checkpoints")
@@ -40,6 +41,9 @@ def folders(tmp_path_factory):
         if not target.exists():
             if (FIXTURES / name).exists():
                 shutil.copytree(FIXTURES / name, target)
+            elif name == "llama-mixed":
+                write_mixed(target, kv_cache=False, high="")
+            if name.startswith(("llama", "mixtral")):
                 config = json.loads((target / "config.json").read_text()) | WIDE_HEADS
                 (target / "config.json").write_text(json.dumps(config))
             else:

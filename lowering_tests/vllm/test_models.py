@@ -32,6 +32,7 @@ ASKED = {"quantization": "fp4_inductor"}
     [
         ("llama-modelopt-nvfp4", ASKED),
         ("llama-compressed-tensors-nvfp4", ASKED),
+        ("llama-mixed", ASKED),  # o_proj and down_proj in FP8
         ("mixtral-modelopt-nvfp4", ASKED),
         ("dense-compressed", ASKED),
         ("moe-modelopt", ASKED),
@@ -39,7 +40,10 @@ ASKED = {"quantization": "fp4_inductor"}
         ("sparse-transformers", {}),
         ("sparse-native", ASKED),
         ("moe_sparse-transformers", {}),
-        ("dense-head-transformers", {}),
+        ("dense-fp8-transformers", {}),
+        ("dense-nvfp4-transformers", {}),
+        ("dense-nvfp4-modelopt", ASKED),
+        ("dense-nvfp4-compressed", ASKED),
     ],
 )
 def test_tokens_are_those_of_transformers(folders, name, options):

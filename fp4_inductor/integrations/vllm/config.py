@@ -106,7 +106,7 @@ class MixedConfig(Foreign, ModelOptMixedPrecisionConfig):
     """ModelOpt MIXED_PRECISION: NVFP4 layers are ours, all others (FP8) run as vLLM runs them."""
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        from .linear import MODELOPT, FP8LinearMethod
+        from .linear import MODELOPT, ModelOptFP8LinearMethod
 
         begun = self.begin()
         if isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)) and not self.is_layer_excluded(prefix):
@@ -114,7 +114,7 @@ class MixedConfig(Foreign, ModelOptMixedPrecisionConfig):
             if algorithm in NVFP4:
                 return (nvfp4_experts if isinstance(layer, RoutedExperts) else nvfp4_linear)(layer, MODELOPT, prefix, begun)
             if algorithm == "FP8" and not isinstance(layer, RoutedExperts) and current_platform.is_cpu():
-                return FP8LinearMethod(prefix, *begun)  # vLLM has no such kernel for a CPU
+                return ModelOptFP8LinearMethod(prefix, *begun)  # vLLM has no such kernel for a CPU
         elif isinstance(layer, ParallelLMHead):
             return None
         return super().get_quant_method(layer, prefix)
@@ -137,9 +137,19 @@ class CompressedConfig(Foreign, CompressedTensorsConfig):
         return super().get_quant_method(layer, prefix)
 
     def _is_ours(self, layer: Any, prefix: str) -> bool:
+        if isinstance(layer, ParallelLMHead):
+            if _has_tied_head():
+                return False
+            layer = torch.nn.Linear(1, 1, device="meta")  # which the format's "targets" mean; vLLM's class has another name
         try:
             scheme = self.get_scheme_dict(layer, prefix)
-        except ValueError:  # no group has this layer: vLLM's answer for a head that is not quantized
+        except ValueError:  # no group has this layer
             return False
         weights = (scheme or {}).get("weights")
         return weights is not None and self._is_nvfp4_format(weights)
+
+
+def _has_tied_head() -> bool:
+    """Is the output head the embedding? vLLM makes it, then puts the embedding in its place."""
+    model = getattr(get_current_vllm_config_or_none(), "model_config", None)
+    return bool(getattr(getattr(model, "hf_text_config", None), "tie_word_embeddings", False))

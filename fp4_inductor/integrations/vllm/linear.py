@@ -235,6 +235,28 @@ class FP8LinearMethod(_Linear):
 
 
 @register_weight_loader_v2_supported_method
+class ModelOptFP8LinearMethod(FP8LinearMethod):
+    """ModelOpt's FP8 layers, in E4M3 with one scale for each merged layer; activations stay in high precision, so input scales are dropped."""
+
+    def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], *sizes: Any, **extra: Any) -> None:
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *sizes, **extra)
+        loader = _load_whole if isinstance(layer, ParallelLMHead) else extra.get("weight_loader")
+        del layer.weight_scale
+        for name in ("weight_scale", "input_scale"):
+            layer.register_parameter(name, PerTensorScaleParameter(data=nan(len(output_partition_sizes)), weight_loader=loader))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not hasattr(layer, "input_scale"):
+            return  # vLLM may ask again
+        scale = layer.weight_scale.data
+        scale = torch.ones_like(scale) if self.dummy else loaded_scales(scale, self.prefix, whole=True)
+        widths = torch.tensor(layer.logical_widths if len(scale) > 1 else [sum(layer.logical_widths)], device=scale.device)
+        del layer.input_scale, layer.weight_scale
+        layer.weight_scale = frozen(scale.repeat_interleave(widths)[:, None])
+        super().process_weights_after_loading(layer)
+
+
+@register_weight_loader_v2_supported_method
 class OnlineLinearMethod(_Linear):
     """A bf16 weight that is quantized as soon as all of it is loaded; vLLM holds no other layer's bf16 weight then.
 
