@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from timing import copies_for, eager_us, graph_us, lower_of_two, machine, save, write_csv
 
-from fp4_inductor.config import dispatch, dispatch_config
+from fp4_inductor.config import dispatch
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import csrc
-from fp4_inductor.kernels.select import arch_of, describe, plan
+from fp4_inductor.kernels import csrc, host
+from fp4_inductor.kernels.select import arch_of
 
 OURS = ("fp4_inductor", "fp4_inductor_eager")
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))  # (K, N)
@@ -76,7 +76,7 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
         xs = {m: torch.randn(m, k, device=device, dtype=torch.bfloat16) for m in m_list}
         timings = [lambda x=x, calls=calls: time_us(lambda i: calls[i](x), copies if len(x) <= 512 else min(copies, 8)) for x in xs.values()]
         for (m, x), us in zip(xs.items(), lower_of_two(timings), strict=True):
-            kernel = row_for("linear", x, n, large_m).kernel if name in OURS else name
+            kernel = host.row_for("linear", x, m, n, k, large_m).kernel if name in OURS else name
             e = error(calls[0](x), reference(x, q[0], s[0], g)) if name in (*OURS, *peers.EXACT) else float("nan")
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
             rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
@@ -87,13 +87,9 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     return rows
 
 
-def row_for(op: str, x, n: int, large_m: str):
-    return plan(describe(op, x.device, x.dtype, n, x.shape[1], large_m), dispatch_config()).pick(x.shape[0])
-
-
 def in_a_graph(x, weight: tuple, g, large_m: str = "auto", op: str = "linear"):
     """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do. ``weight``: its parts."""
-    row = row_for(op, x, weight[0].shape[0], large_m)
+    row = host.row_for(op, x, len(x), weight[0].shape[0], x.shape[1], large_m)
     if not (row.csrc and csrc.KERNELS[row.csrc].early):
         return getattr(torch.ops.fp4, op)(x, *weight, g, None, large_m)
     parts = torch.ops.fp4.quantize_rows_fp8(x, row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else x

@@ -51,8 +51,11 @@ def test_each_member_by_itself(sparse, n, k, rows, dtype):
         want = x.double() @ dense.T
         y, biased = op(x, *packed, g, None, "auto", rows), op(x, *packed, g, bias, "auto", rows)
         row = host.row_for(name, x, m, n, k, scales=min(len(rows), 3))
-        few = 1 + 3 / (min(b - a for a, b in spans) * m) ** 0.5  # a handful of errors do not average
-        bound = few * (FP8_BOUND if "fp8" in row.regime else {BF16: 8e-3, FP16: 1e-3, FP32: 1e-5}[dtype])
+        count = min(b - a for a, b in spans) * m  # a handful of errors do not average
+        if "fp8" in row.regime:
+            bound = FP8_BOUND * min(3, 1 + 3 / count**0.5)
+        else:
+            bound = {BF16: 8e-3, FP16: 1e-3, FP32: 1e-5}[dtype] * (3 if count < 64 else 1)
         assert max(error(y[:, a:b], want[:, a:b]) for a, b in spans) <= bound, (m, row.kernel)
         assert error(biased, want + bias.double()) <= bound, (m, row.kernel)
 

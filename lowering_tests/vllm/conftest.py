@@ -39,15 +39,15 @@ def folders(tmp_path_factory):
     def folder(name: str) -> Path:
         target = work / name
         if not target.exists():
-            if (FIXTURES / name).exists():
-                shutil.copytree(FIXTURES / name, target)
-            elif name == "llama-mixed":
-                write_mixed(target, kv_cache=False, high="")
-            if name.startswith(("llama", "mixtral")):
-                config = json.loads((target / "config.json").read_text()) | WIDE_HEADS
-                (target / "config.json").write_text(json.dumps(config))
-            else:
+            if not name.startswith(("llama", "mixtral")):
                 checkpoints.write(name, ASSETS, target)
+                return target
+            if name == "llama-mixed":
+                write_mixed(target, kv_cache=False, high="")
+            else:
+                shutil.copytree(FIXTURES / name, target)
+            config = json.loads((target / "config.json").read_text()) | WIDE_HEADS
+            (target / "config.json").write_text(json.dumps(config))
         return target
 
     return folder

@@ -115,7 +115,7 @@ def _add(layers: list[tuple[str, int, int]], weights: int, settings: Settings) -
 def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.dtype, large_m: str) -> tuple[int, ...]:
     """The numbers of tokens at which a layer changes its kernel, ascending; ``layers``: the calls that it may become.
 
-    As :func:`fp4_inductor.bounds` for a GPU that is here.
+    As :func:`fp4_inductor.bounds`, which stands on a floor above, for a device that is here.
     """
     place, found = torch.device(device), [0]
     for op, n, k in sorted(layers, key=lambda layer: layer[0] != "linear_glu"):  # the product alone counts from where it is not fused
