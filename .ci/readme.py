@@ -50,7 +50,7 @@ def serves(row: Row) -> str:
     what = [
         rows_served(row),
         "" if row.dtypes == HALF else "any dtype" if len(row.dtypes) == 3 else " or ".join(DTYPES[d] for d in row.dtypes),
-        f"`large_m` {' or '.join(row.large_m)}" if len(row.large_m) < 3 else "",
+        f"`prefill` {' or '.join(row.prefill)}" if len(row.prefill) < 3 else "",
         f"K % {row.k_multiple} = 0" if row.k_multiple > 16 else "",
         f"K % {row.not_k_multiple} > 0" if row.not_k_multiple else "",
         f"N % {row.n_multiple} = 0" if row.n_multiple > 1 else "",

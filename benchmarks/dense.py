@@ -62,7 +62,7 @@ def error(y, r) -> float:
     return float((y[: len(r)].double() - r).norm() / r.norm())
 
 
-def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, large_m: str = "auto") -> list[dict]:
+def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, prefill: str = "auto") -> list[dict]:
     """Rows of one shape: every contender at every M, weights prepared once."""
     on_gpu = device == "cuda"
     time_us = graph_us if on_gpu else eager_us
@@ -72,14 +72,14 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     rows: list[dict] = []
     for name in who:
         copies = min(count, copies_for(n * k * 2)) if on_gpu and name == "bf16" else count
-        calls = contender(name, q, s, g, copies, large_m)
+        calls = contender(name, q, s, g, copies, prefill)
         xs = {m: torch.randn(m, k, device=device, dtype=torch.bfloat16) for m in m_list}
         timings = [lambda x=x, calls=calls: time_us(lambda i: calls[i](x), copies if len(x) <= 512 else min(copies, 8)) for x in xs.values()]
         for (m, x), us in zip(xs.items(), lower_of_two(timings), strict=True):
-            kernel = host.row_for("linear", x, m, n, k, large_m).kernel if name in OURS else name
+            kernel = host.row_for("linear", x, m, n, k, prefill).kernel if name in OURS else name
             e = error(calls[0](x), reference(x, q[0], s[0], g)) if name in (*OURS, *peers.EXACT) else float("nan")
             ratio = round(us / floor_us(k, n, m), 3) if "H200" in machine()["gpu"] else ""
-            rows.append(dict(machine(), k=k, n=n, m=m, large_m=large_m, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
+            rows.append(dict(machine(), k=k, n=n, m=m, prefill=prefill, who=name, kernel=kernel, us=round(us, 2), floor_ratio=ratio, error=f"{e:.1e}"))
             print(f"K={k:5} N={n:5} M={m:5} {name:14} {kernel:26} {us:9.2f} us  floor x{ratio}  error {e:.1e}", flush=True)
         del calls, timings
         if on_gpu:
@@ -87,21 +87,21 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, larg
     return rows
 
 
-def in_a_graph(x, weight: tuple, g, large_m: str = "auto", op: str = "linear"):
+def in_a_graph(x, weight: tuple, g, prefill: str = "auto", op: str = "linear"):
     """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do. ``weight``: its parts."""
-    row = host.row_for(op, x, len(x), weight[0].shape[0], x.shape[1], large_m)
+    row = host.row_for(op, x, len(x), weight[0].shape[0], x.shape[1], prefill)
     if not (row.csrc and csrc.KERNELS[row.csrc].early):
-        return getattr(torch.ops.fp4, op)(x, *weight, g, None, large_m)
+        return getattr(torch.ops.fp4, op)(x, *weight, g, None, prefill)
     parts = torch.ops.fp4.quantize_rows_fp8(x, row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else x
     return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), early=True)
 
 
-def contender(name: str, q, s, g, copies: int, large_m: str):
+def contender(name: str, q, s, g, copies: int, prefill: str):
     """``copies`` functions of x, each with a weight of its own."""
     if name == OURS[0]:
-        return [functools.partial(in_a_graph, weight=(q[i], s[i]), g=g, large_m=large_m) for i in range(copies)]
+        return [functools.partial(in_a_graph, weight=(q[i], s[i]), g=g, prefill=prefill) for i in range(copies)]
     if name == OURS[1]:
-        return [lambda x, i=i: torch.ops.fp4.linear(x, q[i], s[i], g, None, large_m) for i in range(copies)]
+        return [lambda x, i=i: torch.ops.fp4.linear(x, q[i], s[i], g, None, prefill) for i in range(copies)]
     if name == "bf16":
         dense = torch.randn(copies, q.shape[1], q.shape[2] * 2, device=q.device, dtype=torch.bfloat16)
         return [lambda x, w=w: F.linear(x, w) for w in dense]
@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--m", type=int, nargs="+", help="rows of the activation; default: the sweep 1..512 and the large ones")
     parser.add_argument("--who", nargs="+", help=f"default: {', '.join(OURS)}, bf16 and every peer that can be imported")
-    parser.add_argument("--large-m", default="auto", choices=("auto", "fp8", "bf16", "nvfp4"))
+    parser.add_argument("--prefill", default="auto", choices=("auto", "fp8", "bf16", "nvfp4"))
     parser.add_argument("--thresholds", nargs="+", default=[], metavar="REGIME=M", help="as DispatchConfig(thresholds=...)")
     parser.add_argument("--tune", choices=("gemv", "small", "mid"), help="search the tiles of one kernel instead")
     parser.add_argument("--jobs", type=int, default=14)
@@ -197,7 +197,7 @@ def main() -> None:
     # Small M of every shape first: clocks fall behind large products.
     parts = [part for part in ([m for m in m_list if m <= 32], [m for m in m_list if 32 < m <= 512], [m for m in m_list if m > 512]) if part]
     with dispatch(thresholds={regime: int(m) for regime, m in (t.split("=") for t in args.thresholds)}):
-        rows = [row for part in parts for k, n in shapes for row in measure(k, n, part, who, device, args.large_m)]
+        rows = [row for part in parts for k, n in shapes for row in measure(k, n, part, who, device, args.prefill)]
     rows.sort(key=lambda row: shapes.index((row["k"], row["n"])))
     save(rows, "dense.csv", args.out, args.smoke)
 

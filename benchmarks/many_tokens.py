@@ -82,7 +82,7 @@ def dense_linear() -> Iterator[dict]:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
         x8, x_scale = torch.ops.fp4.quantize_rows_fp8(x)
         for what, call in (
-            ("fp4.linear, large_m fp8", lambda i, x=x: torch.ops.fp4.linear(x, *copies[i], None, "fp8")),
+            ("fp4.linear, prefill fp8", lambda i, x=x: torch.ops.fp4.linear(x, *copies[i], None, "fp8")),
             ("quantize_rows_fp8", lambda i, x=x: torch.ops.fp4.quantize_rows_fp8(x)),
             ("scaled_mm", lambda i, x8=x8, s=x_scale: dequantize_fp8.scaled_product(x8, s, w8[i], g, torch.bfloat16)),
         ):

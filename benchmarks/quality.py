@@ -72,9 +72,9 @@ def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4
     """(weights, calibration text, config)"""
     plain = [(search, "", NVFP4Config(search)) for search in ("amax", "four_over_six", "mse")]
     plain += [(f"four_over_six, {head} head", "", NVFP4Config("four_over_six", lm_head=head)) for head in ("fp8", "nvfp4")]
-    plain.append(("amax, w4a4", "", NVFP4Config("amax", large_m="nvfp4")))
+    plain.append(("amax, w4a4", "", NVFP4Config("amax", prefill="nvfp4")))
     plain += [
-        (name, "itself", NVFP4Config("activation", calibration="self", large_m=path)) for name, path in (("activation", "auto"), ("activation, w4a4", "nvfp4"))
+        (name, "itself", NVFP4Config("activation", calibration="self", prefill=path)) for name, path in (("activation", "auto"), ("activation, w4a4", "nvfp4"))
     ]
     return plain + [("activation", name, NVFP4Config("activation", calibration=list(batch[:, :-1].split(4)))) for name, batch in calibration.items()]
 

@@ -17,7 +17,7 @@ from .integrations import adopt_adapters, describe_for_saving, own_configs
 from .integrations.attention import use_attention_backend
 from .integrations.regions import use_regions
 from .integrations.transformers import use_experts_backend
-from .integrations.whole import large_m_of
+from .integrations.whole import prefill_of
 from .models.activation_cost import activation_cost
 from .models.compile_ahead import compile_ahead
 from .models.convert import convert_experts, convert_group
@@ -121,7 +121,7 @@ def quantize_model(
     if isinstance(config, Sparse24Config):
         outcome = sparsify(model, plan, config, target_device, strict, progress)
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
-        described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, large_m={config.large_m}"
+        described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, prefill={config.prefill}"
         return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, outcome)
     scales = choose(model, plan, config, strict=strict, progress=progress)
     together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
@@ -144,7 +144,7 @@ def quantize_model(
         convert_stack(stack, scales.config.scale_search, target_device) for stack in bar(plan.stacks, "quantize", "stack", progress and bool(plan.stacks))
     ]
     plan.notes += [] if scales.note is None else [scales.note]
-    described = f"NVFP4, scale_search={scales.config.scale_search}, large_m={config.large_m}"
+    described = f"NVFP4, scale_search={scales.config.scale_search}, prefill={config.prefill}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
     return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, probe=scales.probe)
 
@@ -169,12 +169,12 @@ def _finish(
     use_experts_backend(model)
     adopt_adapters(model)
     plan.notes += use_attention_backend(model, config.attention)
-    describe_for_saving(model, config.large_m, config.attention)
+    describe_for_saving(model, config.prefill, config.attention)
     compile_ahead(model)
     use_regions(model)
     kl = outcome.measure(model) if outcome is not None else None
     loud = outcome.verdict(kl) if outcome is not None else []
-    if config.large_m == "nvfp4":
+    if config.prefill == "nvfp4":
         kl, notes, loud = activation_cost(model, probe)
         plan.notes += notes
     loud += [
@@ -237,5 +237,5 @@ def load(
     add_notes(model, use_attention_backend(model, attention))
     compile_ahead(model)
     use_regions(model)
-    describe_for_saving(model, large_m_of(model), attention)
+    describe_for_saving(model, prefill_of(model), attention)
     return loaded

@@ -9,11 +9,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+from ._renamed import has_old_names
 from .errors import ConfigError
 
 ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
 WeightOnly = Literal["auto", "fp8", "bf16"]
-LargeM = Literal["auto", "fp8", "bf16", "nvfp4"]
+Prefill = Literal["auto", "fp8", "bf16", "nvfp4"]
 Siblings = Literal["packed", "shared", "separate"]
 Head = Literal["bf16", "nvfp4", "fp8"]
 Attention = Literal["auto", "keep"]
@@ -34,6 +35,7 @@ def _one_of(config: Any, name: str, literal: Any) -> None:
         )
 
 
+@has_old_names
 @dataclass(frozen=True)
 class NVFP4Config:
     """How :func:`fp4_inductor.quantize_model` turns weights into NVFP4.
@@ -52,7 +54,7 @@ class NVFP4Config:
         calibration: for ``"activation"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
             tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword
             arguments) of the model's forward.
-        large_m: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
+        prefill: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
             cores, activations rounded to E4M3 per token. ``"bf16"``: transient weight in the activation's dtype.
             ``"auto"``: FP8 where the GPU has FP8 tensor cores and the activations are bfloat16, else bf16.
             ``"nvfp4"`` (W4A4; never chosen by "auto", for it costs more than the weights do: the report says how much):
@@ -74,14 +76,14 @@ class NVFP4Config:
 
     scale_search: ScaleSearch = "auto"
     calibration: Iterable[Any] | Literal["self"] | None = field(default=None, repr=False, compare=False)
-    large_m: LargeM = "auto"
+    prefill: Prefill = "auto"
     siblings: Siblings = "packed"
     lm_head: Head = "bf16"
     attention: Attention = "auto"
 
     def __post_init__(self) -> None:
         _one_of(self, "scale_search", ScaleSearch)
-        _one_of(self, "large_m", LargeM)
+        _one_of(self, "prefill", Prefill)
         _one_of(self, "siblings", Siblings)
         _one_of(self, "lm_head", Head)
         _one_of(self, "attention", Attention)
@@ -101,6 +103,7 @@ class NVFP4Config:
             )
 
 
+@has_old_names
 @dataclass(frozen=True)
 class Sparse24Config:
     """How :func:`fp4_inductor.quantize_model` turns weights into 2:4-sparse NVFP4: 3.5 bits a weight instead of 4.5.
@@ -128,7 +131,7 @@ class Sparse24Config:
         max_kl: as many layers as possible become sparse, the cheapest first, while KL from the dense model, in nats per
             token on calibration data, stays at most this. At most one of the three; None of them: all layers.
         accept_loss: required by ``pruning="magnitude"``, which nothing keeps from ruining a model.
-        large_m: as in :class:`NVFP4Config`, but for "nvfp4".
+        prefill: as in :class:`NVFP4Config`, but for "nvfp4".
         attention: as in :class:`NVFP4Config`.
     """
 
@@ -140,12 +143,12 @@ class Sparse24Config:
     bits: float | None = None
     max_kl: float | None = None
     accept_loss: bool = False
-    large_m: WeightOnly = "auto"
+    prefill: WeightOnly = "auto"
     attention: Attention = "auto"
 
     def __post_init__(self) -> None:
         _one_of(self, "pruning", Pruning)
-        _one_of(self, "large_m", WeightOnly)
+        _one_of(self, "prefill", WeightOnly)
         _one_of(self, "attention", Attention)
         if self.scale_search is not None:
             _one_of(self, "scale_search", ScaleSearch)
@@ -188,9 +191,9 @@ def check_attention(attention: str) -> None:
     NVFP4Config(attention=attention)  # type: ignore[arg-type]
 
 
-def weight_only(large_m: LargeM) -> WeightOnly:
-    """``large_m`` for weights whose activations are never rounded to NVFP4: experts, and the output head."""
-    return "auto" if large_m == "nvfp4" else large_m
+def weight_only(prefill: Prefill) -> WeightOnly:
+    """``prefill`` for weights whose activations are never rounded to NVFP4: experts, and the output head."""
+    return "auto" if prefill == "nvfp4" else prefill
 
 
 def _is_threshold(item: object) -> bool:

@@ -229,8 +229,8 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         call = _described(op, op_args)
         if call is None:
             return
-        name, m, x, n, k, large_m, experts, form, scales = call
-        options = plan(describe(name, x.device, x.dtype, n, k, large_m, experts, form, scales=min(scales, MAX_SCALES)), dispatch_config())
+        name, m, x, n, k, prefill, experts, form, scales = call
+        options = plan(describe(name, x.device, x.dtype, n, k, prefill, experts, form, scales=min(scales, MAX_SCALES)), dispatch_config())
         remark = select.of_scales(scales, options.call.arch) if op is not torch.ops.fp4.moe.default else ""
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
@@ -266,7 +266,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int, tuple[str, ...], int] | None:
-    """``(op of the rows, M, activation, N, K, large_m, E, form, global scales)`` of a call that has dispatch rows, or None."""
+    """``(op of the rows, M, activation, N, K, prefill, E, form, global scales)`` of a call that has dispatch rows, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
@@ -291,7 +291,7 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
 
 def _news(refused: Collection[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     """``(kernel, reason)`` of each refusal; no news are rows of other architectures, and rows that only a request for them would take."""
-    unasked = {r for r in refused if r.reason.startswith("large_m=") and "auto" not in r.row.large_m}
+    unasked = {r for r in refused if r.reason.startswith("prefill=") and "auto" not in r.row.prefill}
     return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1] and r not in unasked)
 
 

@@ -10,22 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._renamed import takes_old_names
 from .config import dispatch_config
 from .errors import ConfigError
 from .kernels import select
 from .kernels.select import Call, plan
-from .ops.linear import LARGE_M
+from .ops.linear import PREFILL
 
 # Operators that a graph calls once for each weight, and whose kernel the graph chooses. fp4.moe and fp4.decode_attention choose at each call.
 OPS = ("linear", "linear_glu", "linear_epilogue", "sparse_linear", "linear_fp8")
 
 
+@takes_old_names
 def bounds(
     layers: nn.Module | Iterable[tuple[int, int] | tuple[str, int, int]],
     *,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
-    large_m: str | None = None,
+    prefill: str | None = None,
 ) -> list[int]:
     """The numbers of activation rows M (tokens) at which a kernel of these layers gives way to another.
 
@@ -41,7 +43,7 @@ def bounds(
         device: ``"cuda"`` or a :class:`torch.device`, with the kernels that are built there; an architecture, with all kernels that this
             package has for it, without a GPU: ``"sm_90"``, or ``90``; ``"cpu"``. None: the current GPU, else the CPU.
         dtype: of the activations. None: that of each layer of a model, bfloat16 for weights.
-        large_m: as in :class:`fp4_inductor.NVFP4Config`. None: that of each layer of a model, ``"auto"`` for weights.
+        prefill: as in :class:`fp4_inductor.NVFP4Config`. None: that of each layer of a model, ``"auto"`` for weights.
 
     Returns:
         Ascending, each at least 1, without duplicates. Empty if one kernel serves every M.
@@ -56,7 +58,7 @@ def bounds(
         [1, 16, 24, 32, 64, 128, 8192]
     """
     arch, place = _place(device)
-    calls = _of_model(layers, arch, dtype, large_m) if isinstance(layers, nn.Module) else _of_shapes(layers, arch, dtype, large_m)
+    calls = _of_model(layers, arch, dtype, prefill) if isinstance(layers, nn.Module) else _of_shapes(layers, arch, dtype, prefill)
     found: set[int] = set()
     for call in set(calls):
         built = call if place is None else replace(call, csrc=select.csrc_status(call), triton=select.triton_version())
@@ -88,28 +90,28 @@ def _place(device: torch.device | str | int | None) -> tuple[int, torch.device |
     return select.arch_of(place), place if place.type == "cuda" else None
 
 
-def _of_model(model: nn.Module, arch: int, dtype: torch.dtype | None, large_m: str | None) -> Iterator[Call]:
+def _of_model(model: nn.Module, arch: int, dtype: torch.dtype | None, prefill: str | None) -> Iterator[Call]:
     from .models.compile_ahead import calls_of
 
     for module in model.modules():
         for call in calls_of(module, arch):
             if call.op in OPS:
-                yield _checked(replace(call, dtype=dtype or call.dtype, large_m=large_m or call.large_m, triton=(99, 0)))
+                yield _checked(replace(call, dtype=dtype or call.dtype, prefill=prefill or call.prefill, triton=(99, 0)))
 
 
-def _of_shapes(layers: Iterable[Any], arch: int, dtype: torch.dtype | None, large_m: str | None) -> Iterator[Call]:
+def _of_shapes(layers: Iterable[Any], arch: int, dtype: torch.dtype | None, prefill: str | None) -> Iterator[Call]:
     for layer in layers:
         op, n, k = layer if len(layer) == 3 else ("linear", *layer) if len(layer) == 2 else ("", 0, 0)
         if op not in OPS or type(n) is not int or type(k) is not int or n < 1 or k < 1:
             raise ConfigError(
                 "not the shape of a layer", value=repr(layer), limit=f"(N, K) or (op, N, K) with op one of {OPS}", remedy="Pass a model, or such tuples."
             )
-        yield _checked(Call(op, arch, dtype or torch.bfloat16, n, k, large_m or "auto"))
+        yield _checked(Call(op, arch, dtype or torch.bfloat16, n, k, prefill or "auto"))
 
 
 def _checked(call: Call) -> Call:
-    if call.large_m not in LARGE_M:
-        raise ConfigError("large_m is not a known choice", value=repr(call.large_m), limit=list(LARGE_M), remedy="NVFP4Config describes them.")
+    if call.prefill not in PREFILL:
+        raise ConfigError("prefill is not a known choice", value=repr(call.prefill), limit=list(PREFILL), remedy="NVFP4Config describes them.")
     if call.arch == 0 and call.op in ("linear_glu", "linear_epilogue"):  # the passes make them for CUDA only
         return replace(call, op="linear")
     return call

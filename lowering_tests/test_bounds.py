@@ -27,7 +27,7 @@ def test_an_8b_model_on_an_h100():
     assert bounds(QWEN3_8B, device="sm_90") == [1, 16, 24, 32, 64, 128, 8192]
     assert bounds(QWEN3_8B, device=90) == bounds(list(reversed(QWEN3_8B)) * 2, device="sm_90a")
     assert bounds([(4096, 4096)], device="sm_90", dtype=torch.float16) != bounds([(4096, 4096)], device="sm_90")
-    assert bounds([(4096, 4096)], device="sm_90", large_m="bf16") == [1, 24, 256]
+    assert bounds([(4096, 4096)], device="sm_90", prefill="bf16") == [1, 24, 256]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
@@ -56,7 +56,7 @@ def test_it_follows_the_config_in_force():
 
 def test_a_cpu_has_one_kernel():
     assert bounds(QWEN3_8B, device="cpu") == bounds(QWEN3_8B, device=torch.device("cpu")) == []
-    assert bounds([(4096, 4096)], device="cpu", large_m="nvfp4") != []
+    assert bounds([(4096, 4096)], device="cpu", prefill="nvfp4") != []
 
 
 class Block(nn.Module):
@@ -72,16 +72,16 @@ class Block(nn.Module):
 def test_a_model_is_asked_for_all_that_its_layers_may_become():
     shapes = [("linear", 4096, 4096), ("linear_epilogue", 4096, 4096), ("sparse_linear", 4096, 4096 // 32 * 32), ("linear_fp8", 151936, 4096)]
     assert bounds(Block(), device="sm_90") == bounds(shapes, device="sm_90")
-    assert bounds(Block(), device="sm_90", large_m="bf16") == bounds(shapes, device="sm_90", large_m="bf16")
+    assert bounds(Block(), device="sm_90", prefill="bf16") == bounds(shapes, device="sm_90", prefill="bf16")
     assert bounds(nn.Linear(4, 4), device="sm_90") == []
 
 
-def test_siblings_are_merged_and_their_own_large_m_counts():
-    layers = [FP4Linear(256, 512, dtype=BF16, large_m="bf16") for _ in range(2)]
+def test_siblings_are_merged_and_their_own_prefill_counts():
+    layers = [FP4Linear(256, 512, dtype=BF16, prefill="bf16") for _ in range(2)]
     model = nn.ModuleList(layers)
     pack_siblings(layers)
     shapes = [(op, n, 256) for n in (512, 1024) for op in ("linear", "linear_epilogue")] + [("linear_glu", 1024, 256)]
-    assert bounds(model, device="sm_90") == bounds(shapes, device="sm_90", large_m="bf16")
+    assert bounds(model, device="sm_90") == bounds(shapes, device="sm_90", prefill="bf16")
     assert 256 in bounds(model, device="sm_90") and 8192 not in bounds(model, device="sm_90")
 
 
@@ -101,7 +101,7 @@ def test_experts_choose_at_each_call():
         ([(64, 64)], {"device": 900}, "no such architecture"),
         ([(64, 64)], {"device": "xpu"}, 'no kernels for this device; got .xpu.. accepted: "cpu", "cuda"'),
         ([(64, 64)], {"device": "h100"}, "no kernels for this device"),
-        ([(64, 64)], {"device": "sm_90", "large_m": "fp4"}, "large_m is not a known choice"),
+        ([(64, 64)], {"device": "sm_90", "prefill": "fp4"}, "prefill is not a known choice"),
     ],
 )
 def test_what_it_refuses(layers, options, message):

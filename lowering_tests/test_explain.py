@@ -245,7 +245,7 @@ def test_cuda_refused_rows_say_why_and_only_of_this_architecture():
 def test_rows_that_nobody_asked_for_are_no_news():
     for row in explain(Chain(), torch.randn(3, 64)).rows:
         assert row.refused == ()
-    asked = FP4Linear.from_weight(torch.randn(64, 64), large_m="nvfp4")
+    asked = FP4Linear.from_weight(torch.randn(64, 64), prefill="nvfp4")
     (row,) = explain(asked, torch.randn(100, 64)).rows
     assert row.regime == "large_nvfp4"
     (row, *_) = explain_cuda(lambda: Net(dtype=BF16), (4096, 1024)).rows

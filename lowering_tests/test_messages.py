@@ -119,7 +119,7 @@ def report_of(model: nn.Module) -> Report:
     uncovered = [Skipped(f"model.layers.{i}.other.weight", 4096, f"shares its weight with model.layers.{i - 1}.other") for i in range(1, 48)]
     warnings = [f"{layer.name}: relative error {0.5 + i / 999:.2f}. Single weights are far larger." for i, layer in enumerate(layers[::3])]
     before = sum(2 * p.numel() for p in model.parameters())
-    config = "2:4-sparse NVFP4, pruning=sparsegpt, scale_search=activation, large_m=auto"
+    config = "2:4-sparse NVFP4, pruning=sparsegpt, scale_search=activation, prefill=auto"
     return Report(layers, plan.skipped, uncovered, before, sum(i.bytes_after for i in layers), config, ["a remark " * 20], 0.1, warnings)
 
 

@@ -87,9 +87,9 @@ def test_the_default_is_four_over_six_and_options_reach_the_layers():
     model[0].weight.data.copy_(weight)
     layer = quantize_model(copy.deepcopy(model), progress=False)[0]
     assert torch.equal(layer.qdata, FP4Linear.from_weight(weight, scale_search="four_over_six").qdata)
-    layer = quantize_model(copy.deepcopy(model), NVFP4Config("amax", large_m="bf16"), progress=False)[0]
+    layer = quantize_model(copy.deepcopy(model), NVFP4Config("amax", prefill="bf16"), progress=False)[0]
     assert torch.equal(layer.qdata, FP4Linear.from_weight(weight, scale_search="amax").qdata)
-    assert layer.large_m == "bf16"
+    assert layer.prefill == "bf16"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

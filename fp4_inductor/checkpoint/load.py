@@ -224,7 +224,7 @@ def _install(model: nn.Module, checkpoint: Checkpoint, slots: _Slots, tensors: d
     for names, module in slots.layers:
         layer = checkpoint.manifest.layers[names[0]]
         old = _weight_of(module)
-        new = BY_STORAGE[layer.storage](layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", large_m=layer.large_m)
+        new = BY_STORAGE[layer.storage](layer.in_features, layer.out_features, dtype=layer.torch_dtype, device="meta", prefill=layer.prefill)
         new.take(tuple(get(join(names[0], part), old) for part in _parts(layer)))
         new.bias = get(join(names[0], "bias"), old) if layer.bias else None
         new.input_scale = get(join(names[0], "input_scale"), old) if layer.input_scale else None

@@ -2,9 +2,9 @@
 
 ::
 
-    {"format": "fp4_inductor", "version": 2, "checksum": "<sha256 of the rest>",
-     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "large_m", "input_scale", "storage"}},
-     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "large_m", "input_scales",
+    {"format": "fp4_inductor", "version": 3, "checksum": "<sha256 of the rest>",
+     "layers":  {"model.layers.0.mlp.up_proj": {"in_features", "out_features", "dtype", "bias", "prefill", "input_scale", "storage"}},
+     "experts": {"model.layers.0.mlp.experts": {"first", "gate_up", "down", "dtype", "bias", "activation", "dense", "prefill", "input_scales",
                  "storages"}},
      "tensors": {"<parameter that is an FP4Tensor>": {"dtype", "transposed", "storage"}},
      "derived": ["<buffer that is not persistent: kept because a cast of the model rounded it, dropped if the model has it not>"],
@@ -28,16 +28,17 @@ from typing import Any
 
 import torch
 
+from .._renamed import current
 from ..errors import CheckpointError, ConfigError
 from ..formats import fp8, nvfp4, sparse24
 from ..modules import EXPERTS_BY_STORAGE, FP4Experts
 from ..ops.activation import Activation
-from ..ops.linear import LARGE_M, WEIGHT_ONLY
+from ..ops.linear import PREFILL, WEIGHT_ONLY
 from .safetensors_file import parse_json, require_file
 
 FILE = "fp4_inductor.json"
-FORMAT, VERSION = "fp4_inductor", 2
-_FIRST = 1  # one CRC over the data of a file, "data_crc32", and no input scales; still read
+FORMAT, VERSION = "fp4_inductor", 3
+_FIRST = 1  # as 2, with one CRC over the data of a file, "data_crc32", and no input scales. 2: "prefill" has its old name. Both are still read
 STEM = "fp4_inductor"
 SINGLE = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
@@ -63,7 +64,7 @@ class LayerEntry:
     out_features: int
     dtype: str
     bias: bool
-    large_m: str
+    prefill: str
     input_scale: bool = False
     storage: str = nvfp4.NAME
 
@@ -87,7 +88,7 @@ class ExpertsEntry:
     bias: bool
     activation: dict[str, Any]
     dense: bool
-    large_m: str
+    prefill: str
     input_scales: tuple[str, ...] = ()
     storages: tuple[str, str] = _DENSE_EXPERTS
     identity: int = 0
@@ -103,7 +104,7 @@ class ExpertsEntry:
         for name, weight in ((self.first, first), ("down_proj", down)):
             if name in self.input_scales:
                 weight.input_scale = torch.ones(experts, dtype=torch.float32, device="meta")
-        return FP4Experts(first, down, Activation(**self.activation), first_name=self.first, dense=self.dense, identity=self.identity, large_m=self.large_m)
+        return FP4Experts(first, down, Activation(**self.activation), first_name=self.first, dense=self.dense, identity=self.identity, prefill=self.prefill)
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ def read(directory: Path) -> Manifest:
         remedy = "Load it with the library that wrote it; fp4_inductor.load() reads what fp4_inductor.save() writes."
         raise CheckpointError(f"{FILE} is of another format", value=repr(body.get("format"))[:80], limit=repr(FORMAT), remedy=remedy)
     version = body.get("version")
-    if type(version) is not int or version not in (_FIRST, VERSION):
-        raise CheckpointError(f"{FILE} has an unknown version", value=repr(version)[:80], limit=f"{_FIRST}, {VERSION}", remedy="Update fp4_inductor.")
+    if type(version) is not int or not _FIRST <= version <= VERSION:
+        raise CheckpointError(f"{FILE} has an unknown version", value=repr(version)[:80], limit=f"{_FIRST} to {VERSION}", remedy="Update fp4_inductor.")
     if set(body) - _LATER != _KEYS:
         raise CheckpointError(f"{FILE} has missing or unknown fields", value=sorted((set(body) - _LATER) ^ _KEYS)[:20], limit=sorted(_KEYS), remedy=REWRITE)
     try:
@@ -250,6 +251,7 @@ def _number(what: str, value: Any) -> float:
 
 def _fields(what: str, value: Any, cls: type[LayerEntry] | type[ExpertsEntry] | type[TensorEntry] | type[FileEntry], without: str = "") -> dict[str, Any]:
     names = {f.name for f in fields(cls)} - {without}
+    value = current(value) if isinstance(value, dict) else value
     _need(isinstance(value, dict) and names - _OPTIONAL <= set(value) <= names, what, value, sorted(names))
     return value
 
@@ -261,8 +263,8 @@ def _layer(name: str, value: Any, version: int) -> LayerEntry:
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"layers[{name!r}].dtype", v["dtype"], list(DTYPE_NAMES))
     for key in ("bias", "input_scale"):
         _need(type(v.get(key, False)) is bool, f"layers[{name!r}].{key}", v.get(key), "true or false")
-    accepted = LARGE_M if v.get("storage", nvfp4.NAME) == nvfp4.NAME else WEIGHT_ONLY
-    _need(isinstance(v["large_m"], str) and v["large_m"] in accepted, f"layers[{name!r}].large_m", v["large_m"], list(accepted))
+    accepted = PREFILL if v.get("storage", nvfp4.NAME) == nvfp4.NAME else WEIGHT_ONLY
+    _need(isinstance(v["prefill"], str) and v["prefill"] in accepted, f"layers[{name!r}].prefill", v["prefill"], list(accepted))
     _storage(f"layers[{name!r}]", v)
     return LayerEntry(**v)
 
@@ -285,7 +287,7 @@ def _experts(name: str, value: Any, version: int) -> ExpertsEntry:
     _need(experts == others and rows in (inner, 2 * inner), f"{what}.gate_up", v["gate_up"], f"[{others}, {inner} or {2 * inner}, K]")
     _need(isinstance(v["dtype"], str) and v["dtype"] in DTYPE_NAMES, f"{what}.dtype", v["dtype"], list(DTYPE_NAMES))
     _need(type(v["bias"]) is bool and type(v["dense"]) is bool, f"{what}.bias and .dense", (v["bias"], v["dense"]), "true or false")
-    _need(isinstance(v["large_m"], str) and v["large_m"] in WEIGHT_ONLY, f"{what}.large_m", v["large_m"], list(WEIGHT_ONLY))
+    _need(isinstance(v["prefill"], str) and v["prefill"] in WEIGHT_ONLY, f"{what}.prefill", v["prefill"], list(WEIGHT_ONLY))
     act = v["activation"]
     right = (
         isinstance(act, dict) and set(act) == {"name", "alpha", "limit", "interleaved"} and isinstance(act["name"], str) and type(act["interleaved"]) is bool

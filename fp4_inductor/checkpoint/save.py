@@ -124,7 +124,7 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
         else:
             aliases[name] = origin
     layers = {
-        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.large_m, m.input_scale is not None, m.storage().name)
+        name: mf.LayerEntry(m.in_features, m.out_features, _dtype_name(m.dtype), m.bias is not None, m.prefill, m.input_scale is not None, m.storage().name)
         for name, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, FP4Linear)
     }
@@ -137,7 +137,7 @@ def _collect(model: nn.Module) -> tuple[dict[str, Tensor], mf.Manifest]:
             m.first.bias is not None,
             asdict(m.activation),
             m.dense,
-            m.large_m,
+            m.prefill,
             tuple(part for part in (m.first_name, "down_proj") if getattr(m, part).input_scale is not None),
             (m.first.storage().name, m.down_proj.storage().name),
             m.identity,

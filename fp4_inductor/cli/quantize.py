@@ -7,7 +7,8 @@ import io
 from contextlib import redirect_stdout
 from typing import Any, get_args
 
-from ..config import Head, LargeM, NVFP4Config, Pruning, ScaleSearch, Siblings, Sparse24Config
+from .._renamed import OLD_NAMES, replaced
+from ..config import Head, NVFP4Config, Prefill, Pruning, ScaleSearch, Siblings, Sparse24Config
 from ..errors import ConfigError
 from . import models
 from .options import add_loading, add_writing, command, device_of, hub_of, positive, read_text
@@ -24,6 +25,11 @@ tokenizer. OUT is complete, or it is not there: after an error or Ctrl-C nothing
 _EXAMPLE = """\
   fp4-inductor quantize Qwen/Qwen3-8B qwen3-8b-nvfp4 --device cuda
   fp4-inductor quantize Qwen/Qwen3-8B for-vllm --format modelopt"""
+
+
+def option(name: str) -> str:
+    """``--name``, as it is written on the command line."""
+    return "--" + name.replace("_", "-")
 
 
 def add(subparsers: Any) -> None:
@@ -45,7 +51,9 @@ def add(subparsers: Any) -> None:
     how.add_argument("--calibration-tokens", type=positive, default=8192, metavar="N", help="how much of FILE is used (default: %(default)s)")
     how.add_argument("--lm-head", choices=get_args(Head), default="bf16", help="the output head (default: %(default)s)")
     how.add_argument("--siblings", choices=get_args(Siblings), help="q/k/v and gate/up (default: packed; shared for modelopt and compressed-tensors)")
-    how.add_argument("--large-m", choices=get_args(LargeM), default="auto", help="arithmetic of prompts (default: %(default)s)")
+    for name in ("prefill", *OLD_NAMES):
+        help = "arithmetic of prompts (default: auto)" if name == "prefill" else argparse.SUPPRESS
+        how.add_argument(option(name), choices=get_args(Prefill), default=argparse.SUPPRESS, help=help)
     how.add_argument("--ignore", action="append", metavar="NAME", help='a layer to leave alone: its name, its last part, or "re:..."; may be repeated')
     how.add_argument(
         "--strict",
@@ -73,6 +81,7 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
 
 
 def _run(args: argparse.Namespace, screen: Screen) -> int:
+    args = with_defaults(args, screen)
     config = config_of(args)  # its mistakes come before the model is loaded
     text = None if args.calibration in (None, "self") else read_text(args.calibration)
     from .. import quantize_model, report
@@ -96,6 +105,12 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     return OK
 
 
+def with_defaults(args: argparse.Namespace, screen: Screen) -> argparse.Namespace:
+    """``args`` with what they leave out, options under today's names; a warning says which old name was used."""
+    given = replaced(vars(args), "quantize", spelled=option, warn=lambda text: screen.error(text, "warning"))
+    return argparse.Namespace(**{"prefill": "auto"} | given)
+
+
 def config_of(args: argparse.Namespace, batches: Any = None) -> NVFP4Config | Sparse24Config:
     """The config that the options ask for.
 
@@ -104,15 +119,15 @@ def config_of(args: argparse.Namespace, batches: Any = None) -> NVFP4Config | Sp
     """
     data = batches if batches is not None else "self" if args.calibration == "self" else [] if args.calibration else None
     if args.sparse is None:
-        if given := [f"--{n.replace('_', '-')}" for n in ("bits", "max_kl", "max_error", "accept_loss") if getattr(args, n)]:
+        if given := [option(n) for n in ("bits", "max_kl", "max_error", "accept_loss") if getattr(args, n)]:
             raise ConfigError("options of 2:4 sparsity without --sparse", value=", ".join(given), limit="--sparse METHOD", remedy="Add --sparse METHOD.")
         siblings: Siblings = args.siblings or ("shared" if args.format in _FOREIGN else "packed")
-        return NVFP4Config(args.scale_search or "auto", calibration=data, large_m=args.large_m, siblings=siblings, lm_head=args.lm_head)
+        return NVFP4Config(args.scale_search or "auto", calibration=data, prefill=args.prefill, siblings=siblings, lm_head=args.lm_head)
     if args.format in _FOREIGN:
         raise ConfigError("no other library reads 2:4-sparse weights", value=args.format, limit="native, transformers", remedy="Leave --format out.")
     for name, default in (("lm_head", "bf16"), ("siblings", None)):
         if getattr(args, name) != default:
-            raise ConfigError(f"--{name.replace('_', '-')} is for dense NVFP4", value=getattr(args, name), limit="no --sparse", remedy="Leave one of them out.")
+            raise ConfigError(f"{option(name)} is for dense NVFP4", value=getattr(args, name), limit="no --sparse", remedy="Leave one of them out.")
     if args.sparse in _NEED_DATA and args.calibration in (None, "self"):
         raise ConfigError(f"--sparse {args.sparse} needs calibration text", value=args.calibration, limit="--calibration FILE", remedy="Name a text file.")
     if args.sparse == "magnitude" and not args.accept_loss:
@@ -122,5 +137,5 @@ def config_of(args: argparse.Namespace, batches: Any = None) -> NVFP4Config | Sp
             limit="--accept-loss",
             remedy="--sparse sparsegpt --calibration FILE costs far less; or add --accept-loss.",
         )
-    options = {"bits": args.bits, "max_kl": args.max_kl, "max_error": args.max_error, "accept_loss": args.accept_loss, "large_m": args.large_m}
+    options = {"bits": args.bits, "max_kl": args.max_kl, "max_error": args.max_error, "accept_loss": args.accept_loss, "prefill": args.prefill}
     return Sparse24Config(args.sparse, args.scale_search, calibration=data, **options)

@@ -22,7 +22,7 @@ def own_configs(model: Any) -> None:
                 vars(module)[name] = copy.deepcopy(value, copies)  # one copy of each, wherever it is met
 
 
-def describe_for_saving(model: Any, large_m: str, attention: str = "auto") -> None:
+def describe_for_saving(model: Any, prefill: str, attention: str = "auto") -> None:
     """Tell a model of transformers or diffusers that it is quantized, so that its ``save_pretrained`` writes what ``from_pretrained`` reads."""
     diffusers_models = sys.modules.get("diffusers.models.modeling_utils")
     if diffusers_models is not None and isinstance(model, diffusers_models.ModelMixin):
@@ -38,7 +38,7 @@ def describe_for_saving(model: Any, large_m: str, attention: str = "auto") -> No
     if isinstance(model, PreTrainedModel):
         from .pretrained import quantizer
 
-        quantizer.describe_for_saving(model, large_m, attention)
+        quantizer.describe_for_saving(model, prefill, attention)
 
 
 def adopt_adapters(model: Any) -> None:

@@ -19,9 +19,9 @@ def is_packed(model: nn.Module) -> bool:
     return any(isinstance(m, (FP4Linear, FP4Experts)) for m in model.modules()) or any(isinstance(p, FP4Tensor) for p in model.parameters())
 
 
-def large_m_of(model: nn.Module) -> str:
-    """The ``large_m`` of the model's linear layers; experts and heads cannot have every one of its values."""
-    options = [m.large_m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
+def prefill_of(model: nn.Module) -> str:
+    """The ``prefill`` of the model's linear layers; experts and heads cannot have every one of its values."""
+    options = [m.prefill for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
     return "nvfp4" if "nvfp4" in options else options[0] if options else "auto"
 
 

@@ -27,20 +27,20 @@ def processors(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str, experts: int, form: tuple[str, ...], scales: int, config: DispatchConfig
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str, experts: int, form: tuple[str, ...], scales: int, config: DispatchConfig
 ) -> select.Plan:
-    return select.plan(select.describe(op, device, dtype, n, k, large_m, experts, form, scales=scales), config)
+    return select.plan(select.describe(op, device, dtype, n, k, prefill, experts, form, scales=scales), config)
 
 
 def row_for(
-    op: str, x: Tensor, m: int, n: int, k: int, large_m: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = (),
+    op: str, x: Tensor, m: int, n: int, k: int, prefill: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = (),
     scales: int = 1,
 ) -> Row:  # fmt: skip
     """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
 
     ``dtype``: of the activations, where x holds their codes. ``form``: of ``fp4.moe``, :func:`select.moe_form`. ``scales``: as of :class:`select.Call`.
     """
-    return _plan(op, x.device, dtype or x.dtype, n, k, large_m, experts, form, scales, dispatch_config()).pick(m)
+    return _plan(op, x.device, dtype or x.dtype, n, k, prefill, experts, form, scales, dispatch_config()).pick(m)
 
 
 forget_plans = _plan.cache_clear

@@ -95,7 +95,7 @@ class Call:
         arch: compute capability times ten, 0 for CPU.
         dtype: activation dtype.
         n, k: weight shape; of ``fp4.decode_attention`` the number of heads and their width.
-        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        prefill: as in :class:`fp4_inductor.NVFP4Config`.
         csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
         experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
         triton: the version of Triton here; (0, 0): there is none.
@@ -108,7 +108,7 @@ class Call:
     dtype: torch.dtype
     n: int
     k: int
-    large_m: str = "auto"
+    prefill: str = "auto"
     csrc: str = ""
     experts: int = 1
     triton: tuple[int, int] = (99, 0)
@@ -135,17 +135,17 @@ def arch_of(device: torch.device) -> int:
 
 
 def describe(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
 ) -> Call:  # fmt: skip
     """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    return describe_for(op, arch_of(device), dtype, n, k, large_m, experts, form, scales)
+    return describe_for(op, arch_of(device), dtype, n, k, prefill, experts, form, scales)
 
 
 def describe_for(
-    op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
+    op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
 ) -> Call:  # fmt: skip
     """As :func:`describe`, for the architecture of a device of this machine."""
-    call = Call(op, arch, dtype, n, k, large_m, "", experts, triton_version() if arch else (99, 0), form, scales)
+    call = Call(op, arch, dtype, n, k, prefill, "", experts, triton_version() if arch else (99, 0), form, scales)
     return replace(call, csrc=csrc_status(call))
 
 
@@ -296,8 +296,8 @@ def _refusal(row: Row, call: Call) -> str | None:
         return "needs a CPU" if high == 0 else f"needs sm_{low} to sm_{high}, this is {'a CPU' if call.arch == 0 else f'sm_{call.arch}'}"
     if call.dtype not in row.dtypes:
         return f"takes {', '.join(str(d).removeprefix('torch.') for d in row.dtypes)} activations, these are {str(call.dtype).removeprefix('torch.')}"
-    if call.large_m not in row.large_m:
-        return f'large_m="{call.large_m}"'
+    if call.prefill not in row.prefill:
+        return f'prefill="{call.prefill}"'
     if row.csrc and call.csrc:
         return call.csrc
     if row.plain and call.form:

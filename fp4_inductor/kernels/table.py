@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..ops.linear import LARGE_M, WEIGHT_ONLY
+from ..ops.linear import PREFILL, WEIGHT_ONLY
 
 REGIMES = (
     "gemv",
@@ -67,7 +67,7 @@ class Row:
         dtypes: activation dtypes.
         reason: one sentence, at most 200 characters: the measurement or the hardware fact behind the row; more figures stand in ``benchmarks/NOTES.md``.
         status: what has been run.
-        large_m: the values of ``large_m`` under which the row applies.
+        prefill: the values of ``prefill`` under which the row applies.
         k_multiple, n_multiple: divisibility the kernel needs.
         not_k_multiple: where K is a multiple of it another row is the better one; 0: nowhere.
         one_scale: serves a weight with one global scale only; other rows also several layers of one call, each with a global scale of its own.
@@ -89,7 +89,7 @@ class Row:
     dtypes: tuple[torch.dtype, ...]
     reason: str
     status: Status
-    large_m: tuple[str, ...] = LARGE_M
+    prefill: tuple[str, ...] = PREFILL
     k_multiple: int = 16
     n_multiple: int = 1
     csrc: str = ""
@@ -217,8 +217,8 @@ _SPARSE_WIDE_UNTIL: tuple[tuple[int, tuple[torch.dtype, ...], tuple[str, ...], d
     (256, BF16, FP8, {"max_weights": 2**25 - 1}),
     (64, BF16, FP8, {"min_weights": 2**25, "max_weights": 2**26}),
     (32, BF16, FP8, {"min_weights": 2**26 + 1}),
-    (384, BF16, tuple(large for large in LARGE_M if large not in FP8), {}),
-    (384, (torch.float16,), LARGE_M, {}),
+    (384, BF16, tuple(large for large in PREFILL if large not in FP8), {}),
+    (384, (torch.float16,), PREFILL, {}),
 )
 _SPARSE_FP8 = "as the dense FP8 path, the transient weight written from 3.5 bits instead of 4.5"
 _SPARSE_FP8_90 = "as the dense FP8 path, the transient weight written from 3.5 bits instead of 4.5, in 0.83 to 0.93 of its time: 524 us at N = K = 8192, M = 4096, bf16 cuBLAS 753"
@@ -231,7 +231,7 @@ _SPARSE_MOE_TABLE = "reads and decodes an expert once for eight tokens, by cuda_
 _MOE_WIDE = "pairs sorted by expert, each weight decoded in registers once for up to 128 of them: Qwen3-30B, 32 and 1024 tokens, 94 and 223 us, 161 and 481 without; FP8 products serve more pairs an expert"
 # Up to how many pairs an expert it serves.
 _MOE_WIDE_UNTIL: tuple[tuple[int, tuple[str, ...], dict[str, Any]], ...] = (
-    (192, tuple(large_m for large_m in LARGE_M if large_m not in FP8), {"k_multiple": 64}),
+    (192, tuple(prefill for prefill in PREFILL if prefill not in FP8), {"k_multiple": 64}),
     (14, FP8, {"k_multiple": 256}),
     (24, FP8, {"k_multiple": 64, "not_k_multiple": 256}),
 )
@@ -272,8 +272,8 @@ def _with_epilogue(op: str, finish: str, reason: str, measured: str, wide: str, 
         *(Row(op, "small", f"cuda_small_{finish}", (90, 90), m, HALF, measured, MEASURED, **common, **when) for m, when in hopper),
         *(Row(op, "small", f"cuda_small_{finish}", a, m, HALF, why, s, **common) for a, m, why, s in small),
         *(
-            Row(op, "wide", f"cuda_wide_{finish}", (90, 90), m, dtypes, wide, MEASURED, large_m, csrc=f"linear_wide_{finish}", min_m=2, **when)
-            for m, dtypes, large_m, when in (
+            Row(op, "wide", f"cuda_wide_{finish}", (90, 90), m, dtypes, wide, MEASURED, prefill, csrc=f"linear_wide_{finish}", min_m=2, **when)
+            for m, dtypes, prefill, when in (
                 (128, (torch.float16,), WEIGHT_ONLY, {"k_multiple": 64}),
                 (128, BF16, ("bf16",), {"k_multiple": 64}),
                 *((m, BF16, FP8, when) for m, when in _WIDE_UNTIL),
@@ -469,14 +469,14 @@ ROWS: tuple[Row, ...] = (
             BF16,
             _MOE_WIDE,
             MEASURED,
-            large_m,
+            prefill,
             n_multiple=8,
             csrc="moe_grouped_wide",
             m_per_expert=float(until),
             plain=True,
             **when,
         )
-        for until, large_m, when in _MOE_WIDE_UNTIL
+        for until, prefill, when in _MOE_WIDE_UNTIL
     ),
     Row(
         "moe",

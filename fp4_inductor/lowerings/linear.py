@@ -39,23 +39,23 @@ def register() -> None:
     inductor.register(fp4.linear_siblings.default, lower_siblings)
 
 
-def lower(x, qdata, scale, global_scale, bias=None, large_m="auto", rows=None, refused=()):
+def lower(x, qdata, scale, global_scale, bias=None, prefill="auto", rows=None, refused=()):
     """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``refused``: what else explain() should say was not taken."""
-    return _call(x, (qdata, scale, global_scale), bias, large_m, refused=refused or inductor.current_meta(LEFT_APART) or (), begin=rows)
+    return _call(x, (qdata, scale, global_scale), bias, prefill, refused=refused or inductor.current_meta(LEFT_APART) or (), begin=rows)
 
 
-def _call(x, weight: tuple, bias, large_m: str, **remarks):
-    return product(fp4.linear.default, nvfp4.STORAGE, x, weight, bias, large_m, _LOWER, **remarks)
+def _call(x, weight: tuple, bias, prefill: str, **remarks):
+    return product(fp4.linear.default, nvfp4.STORAGE, x, weight, bias, prefill, _LOWER, **remarks)
 
 
-def lower_siblings(x, qdata, scale, global_scale, bias, rows, large_m="auto"):
+def lower_siblings(x, qdata, scale, global_scale, bias, rows, prefill="auto"):
     """Lowering of ``fp4.linear_siblings``: views of one call by all rows where the kernel of this M takes their global scales."""
-    return siblings(x, qdata, scale, global_scale, bias, rows, large_m)
+    return siblings(x, qdata, scale, global_scale, bias, rows, prefill)
 
 
-def siblings(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
+def siblings(x, qdata, scale, global_scale, bias, rows, prefill, note="", refused=()):
     """The results of the members of one weight, views of one result or one each."""
-    call = (x, qdata, scale, global_scale, bias, rows, large_m, note, refused)
+    call = (x, qdata, scale, global_scale, bias, rows, prefill, note, refused)
     y = merged(*call)
     return one_by_one(*call) if y is None else members(y, rows)
 
@@ -65,7 +65,7 @@ def members(y, rows):
     return [inductor.part(y, len(y.get_size()) - 1, a, b) for a, b in spans(rows)]
 
 
-def one_by_one(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
+def one_by_one(x, qdata, scale, global_scale, bias, rows, prefill, note="", refused=()):
     """The results of the members, of a call each."""
     paths = inductor.current_meta(MEMBERS) or [""] * (len(rows) // 2)
     alone = join("siblings one by one: the kernel of this M takes one global scale", note)
@@ -73,27 +73,27 @@ def one_by_one(x, qdata, scale, global_scale, bias, rows, large_m, note="", refu
     for i, (a, b) in enumerate(spans(rows)):
         weight = (inductor.part(qdata, 0, a, b), inductor.part(scale, 0, a, b), inductor.element(global_scale, i))
         own_bias = None if bias is None else inductor.part(bias, 0, a, b)
-        out.append(_call(x, weight, own_bias, large_m, note=alone, refused=refused, module=paths[i]))
+        out.append(_call(x, weight, own_bias, prefill, note=alone, refused=refused, module=paths[i]))
     return out
 
 
-def merged(x, qdata, scale, global_scale, bias, rows, large_m, note="", refused=()):
+def merged(x, qdata, scale, global_scale, bias, rows, prefill, note="", refused=()):
     """The results of the members side by side, of one call; None where no kernel of this M takes their global scales."""
     begin = None
     if len(global_scale.get_size()) == 1:
         begin = begins(rows)
-        if begin is None or not _serves_siblings(x, qdata, begin, large_m):
+        if begin is None or not _serves_siblings(x, qdata, begin, prefill):
             return None
-    return _call(x, (qdata, scale, global_scale), bias, large_m, note=join(together(), note), refused=refused, begin=begin)
+    return _call(x, (qdata, scale, global_scale), bias, prefill, note=join(together(), note), refused=refused, begin=begin)
 
 
-def _serves_siblings(x, qdata, begin, large_m) -> bool:
+def _serves_siblings(x, qdata, begin, prefill) -> bool:
     """Is M in a regime whose kernel takes one global scale per member, or known at run time only, where the operator finds one that does?"""
     symbols = inductor.Symbols()
     n, k = map(symbols.static_int, nvfp4.STORAGE.logical(qdata.get_size()))
     if n is None or not k or len(begin) > configs.MAX_SCALES:
         return False
-    options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
+    options = plan(select.describe("linear", x.get_device(), x.get_dtype(), n, k, prefill), dispatch_config())
     decision = decide(options, inductor.rows_of(x), symbols, dispatch_config())
     return options.call.arch != 0 and (decision.row is None or takes_scales(decision.row, x, n, k))
 
@@ -115,8 +115,8 @@ def join(*remarks: str) -> str:
     return "; ".join(filter(None, remarks))
 
 
-def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered: dict[str, Callable], *, note="", refused=(), module="", begin=None):
-    """IR of ``op(x, *weight, bias, large_m, begin)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself.
+def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, lowered: dict[str, Callable], *, note="", refused=(), module="", begin=None):
+    """IR of ``op(x, *weight, bias, prefill, begin)``: ``lowered[kernel](row, rows of x, *weight, m, n, k)`` of the kernel that serves M, or the op itself.
 
     Args:
         note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
@@ -130,12 +130,12 @@ def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered:
     lead = x.get_size()[:-1]
     n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
     if n is None or k is None:
-        return inductor.call_op(op, x, *weight, bias, large_m, *own)
+        return inductor.call_op(op, x, *weight, bias, prefill, *own)
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
     name, scales = op._opname, len(begin) if 1 < len(begin) <= configs.MAX_SCALES else 1
-    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, large_m, scales=scales)
+    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, prefill, scales=scales)
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     row = decision.row
@@ -145,7 +145,7 @@ def product(op, storage: Storage, x, weight: tuple, bias, large_m: str, lowered:
         remark = ""
     entry = record(options, decision, m, refused=refused, module=module, note=join(note, remark))
     if row is None or by_itself:
-        return inductor.call_op(op, x, *weight, bias, large_m, *own)
+        return inductor.call_op(op, x, *weight, bias, prefill, *own)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.csrc:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         parts = quantized_rows(rows, lane_order=row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else (rows,)

@@ -22,19 +22,19 @@ def register() -> None:
     inductor.register(fp4.linear_epilogue.default, lower)
 
 
-def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=None, large_m="auto", rows=None):
+def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=None, prefill="auto", rows=None):
     """Lowering of ``fp4.linear_epilogue``: x ``[..., K]`` -> ``[..., N]``."""
     symbols = inductor.Symbols()
     n, half_k = map(symbols.static_int, qdata.get_size())
     m = inductor.rows_of(x)
     if n is None or half_k is None:
-        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
-    options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, large_m), dispatch_config())
+        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
+    options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, prefill), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
     if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.csrc or len(rows or ()) > MAX_SCALES:
-        y = linear.lower(x, qdata, scale, global_scale, bias, large_m, rows, refused=refusals(options, decision))
+        y = linear.lower(x, qdata, scale, global_scale, bias, prefill, rows, refused=refusals(options, decision))
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
         if residual is None:

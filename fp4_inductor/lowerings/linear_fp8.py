@@ -25,18 +25,18 @@ def register() -> None:
     inductor.register(fp4.linear_fp8.default, lower)
 
 
-def lower(x, weight, weight_scale, bias=None, large_m="auto"):
+def lower(x, weight, weight_scale, bias=None, prefill="auto"):
     """Lowering of ``fp4.linear_fp8``: x ``[..., K]`` -> ``[..., N]``."""
     symbols = inductor.Symbols()
     n, k = map(symbols.static_int, weight.get_size())
     m = inductor.rows_of(x)
     if n is None or k is None or m == 0 or n == 0 or k == 0:
-        return inductor.call_op(fp4.linear_fp8.default, x, weight, weight_scale, bias, large_m)
-    options = plan(select.describe("linear_fp8", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
+        return inductor.call_op(fp4.linear_fp8.default, x, weight, weight_scale, bias, prefill)
+    options = plan(select.describe("linear_fp8", x.get_device(), x.get_dtype(), n, k, prefill), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     entry = record(options, decision, m)
     if decision.row is None or decision.row.kernel not in _LOWER:
-        return inductor.call_op(fp4.linear_fp8.default, x, weight, weight_scale, bias, large_m)
+        return inductor.call_op(fp4.linear_fp8.default, x, weight, weight_scale, bias, prefill)
     lead = x.get_size()[:-1]
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     y = _LOWER[decision.row.kernel](rows, weight, weight_scale, m, n, k)

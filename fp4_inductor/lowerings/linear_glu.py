@@ -27,22 +27,22 @@ def register() -> None:
     inductor.register(fp4.linear_glu.default, lower)
 
 
-def lower(x, qdata, scale, global_scale, bias=None, act="silu", large_m="auto"):
+def lower(x, qdata, scale, global_scale, bias=None, act="silu", prefill="auto"):
     """Lowering of ``fp4.linear_glu``: x ``[..., K]`` -> ``[..., N / 2]``."""
     symbols = inductor.Symbols()
     n, half_k = map(symbols.static_int, qdata.get_size())
     m = inductor.rows_of(x)
     if n is None or half_k is None:
-        return inductor.call_op(fp4.linear_glu.default, x, qdata, scale, global_scale, bias, act, large_m)
+        return inductor.call_op(fp4.linear_glu.default, x, qdata, scale, global_scale, bias, act, prefill)
     k = half_k * 2
-    options = plan(select.describe("linear_glu", x.get_device(), x.get_dtype(), n, k, large_m), dispatch_config())
+    options = plan(select.describe("linear_glu", x.get_device(), x.get_dtype(), n, k, prefill), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
     row = decision.row
     if m == 0 or n == 0 or k == 0 or row is None or not (row.csrc or row.kernel in _LOWER):
         note = f"{act}(gate) * up is pointwise work behind it"
         rows = [0, n // 2, n // 2, n]
-        call = (x, qdata, scale, global_scale, bias, rows, large_m, note, refusals(options, decision))
+        call = (x, qdata, scale, global_scale, bias, rows, prefill, note, refusals(options, decision))
         both = linear.merged(*call)
         if both is None:
             return inductor.inline(_glu(act), linear.one_by_one(*call))

@@ -27,11 +27,11 @@ def lower(hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate
     if experts is not None and stored is not None and width is not None:
         _, top_k = expert_ids.get_size()
         m = inductor.rows_of(expert_ids) * top_k
-        large_m = rest[10] if len(rest) > 10 else "auto"
+        prefill = rest[10] if len(rest) > 10 else "auto"
         metas = [rest[i] if len(rest) > i else None for i in (11, 12)]
         op, k = select.moe_op(*metas), stored * (2 if metas[0] is None else 4)
         form, scales = _form(op, symbols, experts, gate_up_qdata, down_qdata, rest), select.scales_of(gate_up_global_scale.get_size())
-        call = select.describe(op, hidden.get_device(), hidden.get_dtype(), width, k, large_m, experts, form, scales=scales)
+        call = select.describe(op, hidden.get_device(), hidden.get_dtype(), width, k, prefill, experts, form, scales=scales)
         options = plan(call, dispatch_config())
         record(options, known(options, m, symbols, _RUNTIME), m)
     return inductor.call_op(fp4.moe.default, hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, *rest)

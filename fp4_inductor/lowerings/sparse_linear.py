@@ -27,9 +27,9 @@ def register() -> None:
     inductor.register(fp4.sparse_linear.default, lower)
 
 
-def lower(x, values, meta, scale, global_scale, bias=None, large_m="auto", rows=None):
+def lower(x, values, meta, scale, global_scale, bias=None, prefill="auto", rows=None):
     """Lowering of ``fp4.sparse_linear``: x ``[..., K]`` -> ``[..., N]``."""
-    return linear.product(fp4.sparse_linear.default, sparse24.STORAGE, x, (values, meta, scale, global_scale), bias, large_m, LOWER, begin=rows)
+    return linear.product(fp4.sparse_linear.default, sparse24.STORAGE, x, (values, meta, scale, global_scale), bias, prefill, LOWER, begin=rows)
 
 
 @functools.cache

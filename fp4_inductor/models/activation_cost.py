@@ -1,4 +1,4 @@
-"""What rounding the activations costs a model quantized with ``large_m="nvfp4"``, beside what its weights cost."""
+"""What rounding the activations costs a model quantized with ``prefill="nvfp4"``, beside what its weights cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..modules import FP4Linear
 from .probe import LOUD_KL, Probe
 
 _ELSEWHERE = "SmolLM2-135M: KL 0.09 -> 0.26 nats a token, perplexity x1.07 -> x1.27"  # benchmarks/results/quality_smollm2.csv
-_WHERE = 'large_m="nvfp4": few rows, experts and the output head keep their activations'
+_WHERE = 'prefill="nvfp4": few rows, experts and the output head keep their activations'
 
 
 def activation_cost(model: nn.Module, probe: Probe | None) -> tuple[float | None, list[str], list[str]]:
@@ -34,7 +34,7 @@ def activation_cost(model: nn.Module, probe: Probe | None) -> tuple[float | None
         return kl, notes, []
     text = (
         f"NVFP4 weights and activations cost {kl:.2f} nats a token against the dense model (perplexity about x{math.exp(kl):.1f} on such text), "
-        f'the weights alone {weights:.2f}: large_m="auto" keeps the activations'
+        f'the weights alone {weights:.2f}: prefill="auto" keeps the activations'
     )
     warnings.warn(text, QualityWarning, stacklevel=5)
     return kl, notes, [text]
@@ -42,11 +42,11 @@ def activation_cost(model: nn.Module, probe: Probe | None) -> tuple[float | None
 
 @contextmanager
 def _activations_kept(model: nn.Module) -> Iterator[None]:
-    layers = [m for m in model.modules() if isinstance(m, FP4Linear) and m.large_m == "nvfp4"]
+    layers = [m for m in model.modules() if isinstance(m, FP4Linear) and m.prefill == "nvfp4"]
     for layer in layers:
-        layer.large_m = "bf16"
+        layer.prefill = "bf16"
     try:
         yield
     finally:
         for layer in layers:
-            layer.large_m = "nvfp4"
+            layer.prefill = "nvfp4"

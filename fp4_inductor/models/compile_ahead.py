@@ -33,10 +33,10 @@ def calls_of(module: nn.Module, arch: int | None = None) -> Iterator[Call]:
     elif isinstance(module, FP4Linear):
         n, k = module.storage().logical(module.parts()[0].shape)
         ops = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else ("linear", "linear_epilogue")
-        yield from (_call(op, arch, module.dtype, n, k, module.large_m) for op in ops)
+        yield from (_call(op, arch, module.dtype, n, k, module.prefill) for op in ops)
         if isinstance(module, SiblingLinear):
             ops = ("linear", "linear_glu") if len(module.packed.starts) == 2 else ("linear",)
-            yield from (_call(op, arch, module.dtype, module.packed.qdata.shape[0], k, module.large_m) for op in ops)
+            yield from (_call(op, arch, module.dtype, module.packed.qdata.shape[0], k, module.prefill) for op in ops)
 
 
 def _experts(module: FP4Experts, arch: int) -> Call:
@@ -46,8 +46,8 @@ def _experts(module: FP4Experts, arch: int) -> Call:
     op, inner = select.moe_op(*metas), down.stored[2]
     biases = (weight.bias.dtype for weight in (first, down) if weight.bias is not None)
     form = select.moe_form(module.activation.name, rows != inner, inner, experts, False, biases, op)
-    return _call(op, arch, first.dtype, down.stored[1], k, module.large_m, experts, form)
+    return _call(op, arch, first.dtype, down.stored[1], k, module.prefill, experts, form)
 
 
-def _call(op: str, arch: int, dtype: torch.dtype, n: int, k: int, large_m: str = "auto", experts: int = 1, form: tuple[str, ...] = ()) -> Call:
-    return Call(op, arch, dtype, n, k, large_m, "", experts, select.triton_version(), form)
+def _call(op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = ()) -> Call:
+    return Call(op, arch, dtype, n, k, prefill, "", experts, select.triton_version(), form)

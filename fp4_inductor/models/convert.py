@@ -54,9 +54,9 @@ def convert_group(
     if device is not None:
         dense = dense.to(device)
     if group[0].head:
-        config = replace(config, large_m=weight_only(config.large_m))
+        config = replace(config, prefill=weight_only(config.prefill))
     if group[0].head and config.lm_head == "fp8":
-        layer: FP4Linear = FP8Linear.from_weight(dense, large_m=config.large_m)
+        layer: FP4Linear = FP8Linear.from_weight(dense, prefill=config.prefill)
         error = relative_error(dense, layer)
     else:
         layer, error = quantize_dense(dense, config, channel_weight, global_scale)
@@ -72,7 +72,7 @@ def quantize_dense(dense: Tensor, config: NVFP4Config, channel_weight: Tensor | 
     """A layer over ``dense`` ``[N, K]``, without bias, and its relative error."""
     if global_scale is not None:
         global_scale = global_scale.to(dense.device)
-    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, global_scale=global_scale, large_m=config.large_m)
+    layer = FP4Linear.from_weight(dense, scale_search=config.scale_search, channel_weight=channel_weight, global_scale=global_scale, prefill=config.prefill)
     return layer, relative_error(dense, layer)
 
 
@@ -136,7 +136,7 @@ def convert_experts(model: nn.Module, target: ExpertsTarget, config: NVFP4Config
         weights[name], error = quantize_expert_weight(target, target.stack(name).detach(), config, pads[name], channel_weight, device)
         rows.append(experts_row(target, name, weights[name], error, statistics.notes if statistics else ()))
         del module._parameters[name]
-    return install_experts(model, target, weights, pads, weight_only(config.large_m)), rows
+    return install_experts(model, target, weights, pads, weight_only(config.prefill)), rows
 
 
 def quantize_expert_weight(
@@ -165,7 +165,7 @@ def rows_to_pad(target: ExpertsTarget, k_multiple: int = nvfp4.GROUP) -> dict[st
     return {spec.first: (1, halves * extra) if spec.activation.interleaved or halves == 1 else (halves, extra), "down_proj": (1, 0)}
 
 
-def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, FP4ExpertWeight], pads: dict[str, tuple[int, int]], large_m: str) -> nn.Module:
+def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, FP4ExpertWeight], pads: dict[str, tuple[int, int]], prefill: str) -> nn.Module:
     """Put FP4Experts over ``weights`` in place of the module, whose biases they keep; returns the model."""
     module, spec = target.module, target.spec
     for name, packed in weights.items():
@@ -174,7 +174,7 @@ def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, 
             bias = module.get_parameter(f"{name}_bias").detach().to(packed.scale.device, packed.dtype)
             packed.bias = torch.cat([nn.functional.pad(p, (0, extra)) for p in bias.chunk(parts, -1)], -1)
     new = FP4Experts(
-        weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, large_m=large_m
+        weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, prefill=prefill
     )
     carry_over(module, new)
     target.module = new  # the last reference this package holds to the dense experts
@@ -207,7 +207,7 @@ def unpadded(w: Tensor, columns: int, pad: tuple[int, int]) -> Tensor:
 
 def share(layer: FP4Linear) -> FP4Linear:
     """Another FP4Linear over the same weight buffers, without bias."""
-    new = type(layer)(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", large_m=layer.large_m)
+    new = type(layer)(layer.in_features, layer.out_features, dtype=layer.dtype, device="meta", prefill=layer.prefill)
     new.take(layer.parts())
     return new
 

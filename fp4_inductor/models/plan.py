@@ -258,7 +258,7 @@ def existing_layer(names: tuple[str, ...], layer: FP4Linear) -> LayerReport:
     weights = layer.out_features * layer.in_features
     notes = [f"K padded to a multiple of {layer.storage().k_multiple} ({layer.in_features} -> {layer.in_features + layer.padding})"] if layer.padding else []
     notes += ["one module under several names"] if len(names) > 1 else []
-    notes += ['large_m="nvfp4": activations of many rows are rounded to NVFP4'] if layer.large_m == "nvfp4" else []
+    notes += ['prefill="nvfp4": activations of many rows are rounded to NVFP4'] if layer.prefill == "nvfp4" else []
     return LayerReport(
         names[0],
         (layer.out_features, layer.in_features),

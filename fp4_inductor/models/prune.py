@@ -20,7 +20,7 @@ def sparse_layer(w: Tensor, config: Sparse24Config, moments: Moments | None = No
     """``w`` pruned as ``config`` says, without bias. ``square``: E[x^2] per input channel, where ``moments`` are not needed."""
     square = None if square is None else square.to(w.device)
     if config.pruning in PRUNERS and moments is not None and (hessian := moments.mean()) is not None:
-        layer = Sparse24Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", large_m=config.large_m)
+        layer = Sparse24Linear(w.shape[1], w.shape[0], dtype=w.dtype, device="meta", prefill=config.prefill)
         pad = (0, layer.padding)
         wanted = nn.functional.pad(moments.target(w) if config.pruning in SEQUENTIAL else w.float(), pad)
         layer.take(PRUNERS[config.pruning](wanted, nn.functional.pad(hessian.to(w.device), pad + pad), config.search))
@@ -28,7 +28,7 @@ def sparse_layer(w: Tensor, config: Sparse24Config, moments: Moments | None = No
     mask = None
     if config.pruning != "existing":
         mask = sparse24.mask_of_scores(nn.functional.pad(w.abs(), (0, -w.shape[1] % 4)))[:, : w.shape[1]]
-    return Sparse24Linear.from_weight(w, mask=mask, scale_search=_search(config, square), channel_weight=square, large_m=config.large_m)
+    return Sparse24Linear.from_weight(w, mask=mask, scale_search=_search(config, square), channel_weight=square, prefill=config.prefill)
 
 
 def dense_layer(w: Tensor, config: Sparse24Config, moments: Moments | None = None, square: Tensor | None = None) -> FP4Linear:
@@ -37,7 +37,7 @@ def dense_layer(w: Tensor, config: Sparse24Config, moments: Moments | None = Non
     if moments is not None and moments.rows:
         square = moments.mean().diagonal().to(w.device)  # type: ignore[union-attr]
         w = moments.target(w).to(w.dtype)
-    return FP4Linear.from_weight(w, scale_search=_search(config, square), channel_weight=square, large_m=config.large_m)
+    return FP4Linear.from_weight(w, scale_search=_search(config, square), channel_weight=square, prefill=config.prefill)
 
 
 def rows_needed(config: Sparse24Config, k: int) -> int:

@@ -29,7 +29,7 @@ class ScaleChoice:
             :class:`.calibrate_experts.Statistics`, or None where no token came.
         note: how ``"auto"`` was decided.
         head_inputs: by the name of an output head: some of its inputs.
-        probe: for ``large_m="nvfp4"``, where there is calibration data: the dense model's logits.
+        probe: for ``prefill="nvfp4"``, where there is calibration data: the dense model's logits.
     """
 
     config: NVFP4Config
@@ -62,7 +62,7 @@ def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, p
     if config.scale_search != "activation":
         return ScaleChoice(config)
     batches: Any = self_calibration.write(model) if config.calibration == "self" else config.calibration
-    rounds = config.large_m == "nvfp4"
+    rounds = config.prefill == "nvfp4"
     if rounds:
         batches = list(batches_of(batches))  # read twice
     means = statistics(model, plan.targets, batches, strict=strict and config.calibration != "self", progress=progress, experts=plan.experts)

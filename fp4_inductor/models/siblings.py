@@ -84,7 +84,7 @@ def pack_model(model: nn.Module) -> None:
         kinds: dict[tuple, list[FP4Linear]] = defaultdict(list)
         for layer in map(plain.__getitem__, names):
             if layer.qdata.device.type != "meta":
-                kinds[layer.in_features, layer.dtype, layer.qdata.device, layer.large_m].append(layer)
+                kinds[layer.in_features, layer.dtype, layer.qdata.device, layer.prefill].append(layer)
         for layers in kinds.values():
             if len(layers) > 1:
                 pack_siblings(layers)

@@ -248,7 +248,7 @@ def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, s
             here = place
         if isinstance(item, ExpertsTarget):
             both = quantize_experts(item, config, sparse, device, _routed(found), data.experts.get(item.name), sequential)
-            pending.append(partial(install_packed, both=both, large_m=config.large_m))
+            pending.append(partial(install_packed, both=both, prefill=config.prefill))
             if needs_moments and sequential:
                 put_dense(both)
             continue

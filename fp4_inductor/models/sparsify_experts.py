@@ -148,11 +148,11 @@ def quantize_experts(
     ]  # fmt: skip
 
 
-def install_packed(model: nn.Module, both: list[PackedExperts], large_m: str) -> tuple[nn.Module, list[LayerReport]]:
+def install_packed(model: nn.Module, both: list[PackedExperts], prefill: str) -> tuple[nn.Module, list[LayerReport]]:
     """Put FP4Experts in place of the module; returns the model and the report's rows."""
     target = both[0].target
     rows = [replace(experts_row(target, p.attribute, p.weight, p.error, p.notes), output_error=p.output) for p in both]
-    return install_experts(model, target, {p.attribute: p.weight for p in both}, {p.attribute: p.pad for p in both}, large_m), rows
+    return install_experts(model, target, {p.attribute: p.weight for p in both}, {p.attribute: p.pad for p in both}, prefill), rows
 
 
 def put_dense(both: list[PackedExperts]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._renamed import has_old_names
 from ..errors import ConfigError, ShapeError
 from ..formats import nvfp4
 from ..ops import cast_for_autocast, moe
@@ -72,6 +73,7 @@ class FP4ExpertWeight(PackedWeight):
         return f"{list(self.shape)}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}"
 
 
+@has_old_names
 class FP4Experts(Marked):
     """The routed experts of one layer in NVFP4, dense or 2:4-sparse; calls ``fp4.moe``.
 
@@ -85,7 +87,7 @@ class FP4Experts(Marked):
         dense: the call is ``forward(hidden_states [E * T, H])``, every expert's tokens one after the other (Llama 4), with zero rows
             for tokens it was not chosen for.
         identity: ids from the number of experts on, as many as this, stand for experts that return their input (LongCat-Flash).
-        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        prefill: as in :class:`fp4_inductor.NVFP4Config`.
 
     Raises:
         ShapeError, ConfigError: the parts do not belong together.
@@ -100,11 +102,11 @@ class FP4Experts(Marked):
         first_name: str = "gate_up_proj",
         dense: bool = False,
         identity: int = 0,
-        large_m: str = "auto",
+        prefill: str = "auto",
     ):
         super().__init__()
-        if large_m not in WEIGHT_ONLY:
-            raise ConfigError("FP4Experts: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
+        if prefill not in WEIGHT_ONLY:
+            raise ConfigError("FP4Experts: unknown prefill", value=repr(prefill), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
         inner = down.stored[2]
         if first.num_experts != down.num_experts or first.stored[1] not in (inner, 2 * inner):
             raise ShapeError(
@@ -113,7 +115,7 @@ class FP4Experts(Marked):
                 limit="[E, 2 * I or I, H] and [E, H, I] as stored",
                 remedy="Pad the rows of the first weight if K of the second was padded.",
             )
-        self.first_name, self.activation, self.dense, self.identity, self.large_m = first_name, activation, dense, identity, large_m
+        self.first_name, self.activation, self.dense, self.identity, self.prefill = first_name, activation, dense, identity, prefill
         self.num_experts, self.hidden_dim, self.intermediate_dim = first.num_experts, first.columns, down.columns
         self.add_module(first_name, first)
         self.down_proj = down
@@ -145,7 +147,7 @@ class FP4Experts(Marked):
         first, down = self.first, self.down_proj
         if (padding := first.stored[2] - first.columns) != 0:
             rows = nn.functional.pad(rows, (0, padding))
-        options = first.bias, down.bias, *self.activation.arguments(), False, None, self.large_m
+        options = first.bias, down.bias, *self.activation.arguments(), False, None, self.prefill
         y = torch.ops.fp4.moe(*moe.arguments(rows, ids, weights, first.parts(), down.parts(), *options))
         y = y if returned is None else (y.float() + returned).to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -159,7 +161,7 @@ class FP4Experts(Marked):
 
     def extra_repr(self) -> str:
         identity = f", identity={self.identity}" if self.identity else ""
-        return f"experts={self.num_experts}, {self.activation}, dense={self.dense}{identity}, large_m={self.large_m}"
+        return f"experts={self.num_experts}, {self.activation}, dense={self.dense}{identity}, prefill={self.prefill}"
 
 
 def quantize_stack(

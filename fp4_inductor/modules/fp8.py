@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .._renamed import takes_old_names
 from ..formats import fp8
 from ..formats.storage import Storage
 from ..ops.linear import WEIGHT_ONLY
@@ -40,13 +41,14 @@ class FP8Linear(FP4Linear):
         self.qdata, self.scale = parts
 
     @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, large_m: str = "auto") -> FP8Linear:  # type: ignore[override]
+    @takes_old_names
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, prefill: str = "auto") -> FP8Linear:  # type: ignore[override]
         """Round ``weight`` ``[N, K]`` (bf16, fp16 or fp32) to E4M3, one scale per output. The inputs are not modified."""
-        layer, weight, _ = cls._prepare(weight, bias, None, large_m)
+        layer, weight, _ = cls._prepare(weight, bias, None, prefill)
         return layer._fill(quantize_weight(weight), bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.fp4.linear_fp8(x, self.qdata, self.scale, bias, self.large_m)
+        return torch.ops.fp4.linear_fp8(x, self.qdata, self.scale, bias, self.prefill)
 
     @property
     def weight(self) -> Tensor:

@@ -11,12 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from .._renamed import has_old_names, takes_old_names
 from ..errors import ConfigError, DeviceError, ShapeError
 from ..ops import cast_for_autocast
-from ..ops.linear import LARGE_M
+from ..ops.linear import PREFILL
 from .packed import PackedWeight
 
 
+@has_old_names
 class FP4Linear(PackedWeight):
     """``y = x @ W.T + bias`` with W in NVFP4.
 
@@ -32,16 +34,17 @@ class FP4Linear(PackedWeight):
     A subclass stores the weight in another format: it names the tensor class, whose components become the buffers.
     """
 
-    ACCEPTED: ClassVar[tuple[str, ...]] = LARGE_M
+    ACCEPTED: ClassVar[tuple[str, ...]] = PREFILL
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, large_m: str = "auto"):
-        if large_m not in self.ACCEPTED:
-            raise ConfigError(f"{type(self).__name__}: unknown large_m", value=repr(large_m), limit=list(self.ACCEPTED), remedy="NVFP4Config describes them.")
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, *, dtype: torch.dtype = torch.bfloat16, device=None, prefill: str = "auto"):
+        if prefill not in self.ACCEPTED:
+            raise ConfigError(f"{type(self).__name__}: unknown prefill", value=repr(prefill), limit=list(self.ACCEPTED), remedy="NVFP4Config describes them.")
         padding = -in_features % self.storage().k_multiple
         super().__init__((), out_features, in_features + padding, bias, dtype, device)
-        self.in_features, self.out_features, self.large_m, self.padding = in_features, out_features, large_m, padding
+        self.in_features, self.out_features, self.prefill, self.padding = in_features, out_features, prefill, padding
 
     @classmethod
+    @takes_old_names
     def from_weight(
         cls,
         weight: Tensor,
@@ -50,14 +53,14 @@ class FP4Linear(PackedWeight):
         scale_search: str = "amax",
         channel_weight: Tensor | None = None,
         global_scale: Tensor | None = None,
-        large_m: str = "auto",
+        prefill: str = "auto",
     ) -> FP4Linear:
         """Quantize ``weight`` ``[N, K]`` (bf16, fp16 or fp32; any K: padded to a multiple of 16). The inputs are not modified."""
-        layer, weight, channel_weight = cls._prepare(weight, bias, channel_weight, large_m)
+        layer, weight, channel_weight = cls._prepare(weight, bias, channel_weight, prefill)
         return layer._fill(torch.ops.fp4.quantize(weight, scale_search, global_scale, channel_weight), bias)
 
     @classmethod
-    def _prepare(cls, weight: Tensor, bias: Tensor | None, channel_weight: Tensor | None, large_m: str):
+    def _prepare(cls, weight: Tensor, bias: Tensor | None, channel_weight: Tensor | None, prefill: str):
         """``(a layer without values, the weight and channel_weight padded)``; raises for shapes that are no linear layer."""
         if weight.dim() != 2:
             raise ShapeError(
@@ -70,7 +73,7 @@ class FP4Linear(PackedWeight):
             raise DeviceError(
                 f"{cls.__name__}: weight and bias on different devices", value=bias.device, limit=weight.device, remedy="Move both with .to(device)."
             )
-        layer = cls(k, n, dtype=weight.dtype, device="meta", large_m=large_m)
+        layer = cls(k, n, dtype=weight.dtype, device="meta", prefill=prefill)
         weight = weight.detach()
         if layer.padding:
             weight = nn.functional.pad(weight, (0, layer.padding))
@@ -92,7 +95,7 @@ class FP4Linear(PackedWeight):
         return self._product(x, bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.large_m)
+        return torch.ops.fp4.linear(x, self.qdata, self.scale, self.global_scale, bias, self.prefill)
 
     def train_bias(self) -> FP4Linear:
         """Make the bias a Parameter that requires a gradient, in place; nothing happens to a layer without one. Returns the layer.
@@ -119,4 +122,4 @@ class FP4Linear(PackedWeight):
         return torch.ops.fp4.dequantize(self.qdata[rows], self.scale[rows], self.global_scale, dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}, large_m={self.large_m}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.storage().name}, dtype={self.dtype}, prefill={self.prefill}"

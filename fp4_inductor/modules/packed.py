@@ -20,7 +20,7 @@ class PackedWeight(Marked, BitBuffers):
 
     Made with an all-zero weight. ``lead``: the leading dimensions, ``()`` or ``(E,)``. ``input_scale`` (float32, multiplying, the
     leading shape, or None) is what a W4A4 checkpoint recorded for its activations: kept for export, not used by a forward pass
-    (one that rounds its activations, ``large_m="nvfp4"``, takes each token's own maximum).
+    (one that rounds its activations, ``prefill="nvfp4"``, takes each token's own maximum).
 
     ``placeholder`` is a Parameter without elements, of the module's dtype and on its device: what ``next(module.parameters())`` finds
     in a module whose weights are all packed. It is frozen, and in no ``state_dict``.

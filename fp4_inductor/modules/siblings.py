@@ -29,7 +29,7 @@ class SiblingWeight(BitBuffers):
     """The rows of several layers: ``qdata [R, K/2]``, ``scale [R, K/16]``, ``global_scale [S]``, ``bias [R]`` or None.
 
     Args:
-        layers: S FP4Linear with the same K, dtype, device and ``large_m``; unchanged.
+        layers: S FP4Linear with the same K, dtype, device and ``prefill``; unchanged.
 
     The buffers are not persistent: each layer writes its own rows to a ``state_dict``. ``shared`` says that all global
     scales are equal, which lets even kernels that take one scale have all rows. Rows of a layer without bias hold -0.0,
@@ -114,7 +114,7 @@ class SiblingLinear(FP4Linear):
             bias = packed.bias.narrow(0, start, n).to(x.dtype)
         # One element for all siblings where they are equal: the graph shows that.
         global_scale = packed.global_scale.select(0, 0 if packed.shared else self.index)
-        return torch.ops.fp4.linear(x, packed.qdata.narrow(0, start, n), packed.scale.narrow(0, start, n), global_scale, bias, self.large_m)
+        return torch.ops.fp4.linear(x, packed.qdata.narrow(0, start, n), packed.scale.narrow(0, start, n), global_scale, bias, self.prefill)
 
     def unpack(self) -> FP4Linear:
         """Give this layer buffers of its own (copies); its siblings stay as they are."""
@@ -170,15 +170,15 @@ def pack_siblings(layers: Sequence[FP4Linear]) -> SiblingWeight:
 
     Raises:
         ConfigError: fewer than two layers, one twice, already packed or with a bias that is a Parameter, or they differ in K, dtype, device
-            or ``large_m``.
+            or ``prefill``.
     """
-    kinds = {(layer.in_features, layer.dtype, layer.qdata.device, layer.large_m) for layer in layers}
+    kinds = {(layer.in_features, layer.dtype, layer.qdata.device, layer.prefill) for layer in layers}
     plain = all(type(layer) is FP4Linear and layer._parameters.get("bias") is None for layer in layers)
     if len(layers) < 2 or len(kinds) != 1 or len({id(layer) for layer in layers}) != len(layers) or not plain:
         raise ConfigError(
             "these layers cannot be packed into one weight",
             value=[f"{type(layer).__name__}({layer.extra_repr()})" for layer in layers],
-            limit="two or more different FP4Linear with one K, dtype, device and large_m, without trainable biases",
+            limit="two or more different FP4Linear with one K, dtype, device and prefill, without trainable biases",
             remedy="Leave out those that differ.",
         )
     packed = SiblingWeight(layers)

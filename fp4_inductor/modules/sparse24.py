@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from .._renamed import takes_old_names
 from ..formats import sparse24
 from ..ops.linear import WEIGHT_ONLY
 from ..tensors import Sparse24NVFP4Tensor
@@ -54,6 +55,7 @@ class Sparse24Linear(Sparse24Weight, FP4Linear):
     """
 
     @classmethod
+    @takes_old_names
     def from_weight(  # type: ignore[override]
         cls,
         weight: Tensor,
@@ -63,7 +65,7 @@ class Sparse24Linear(Sparse24Weight, FP4Linear):
         scale_search: str = "amax",
         channel_weight: Tensor | None = None,
         global_scale: Tensor | None = None,
-        large_m: str = "auto",
+        prefill: str = "auto",
     ) -> Sparse24Linear:
         """Quantize ``weight`` ``[N, K]`` (bf16, fp16 or fp32; any K: padded to a multiple of 32). The inputs are not modified.
 
@@ -73,13 +75,13 @@ class Sparse24Linear(Sparse24Weight, FP4Linear):
         Raises:
             SparsityError: the mask, or the weight without one, is not 2:4. Otherwise as :meth:`FP4Linear.from_weight`.
         """
-        layer, weight, channel_weight = cls._prepare(weight, bias, channel_weight, large_m)
+        layer, weight, channel_weight = cls._prepare(weight, bias, channel_weight, prefill)
         if mask is not None and layer.padding:
             mask = sparse24.complete_mask(nn.functional.pad(mask, (0, layer.padding)))
         return layer._fill(torch.ops.fp4.sparse_quantize(weight, mask, scale_search, global_scale, channel_weight), bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.fp4.sparse_linear(x, self.values, self.meta, self.scale, self.global_scale, bias, self.large_m)
+        return torch.ops.fp4.sparse_linear(x, self.values, self.meta, self.scale, self.global_scale, bias, self.prefill)
 
     def _dense(self, rows: slice, dtype: torch.dtype) -> Tensor:
         return torch.ops.fp4.sparse_dequantize(self.values[rows], self.meta[rows], self.scale[rows], self.global_scale, dtype)

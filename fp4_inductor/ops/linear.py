@@ -1,4 +1,4 @@
-"""``fp4.linear(x, qdata, scale, global_scale, bias, large_m, rows) -> x @ W.T + bias``, W an NVFP4 ``[N, K]``.
+"""``fp4.linear(x, qdata, scale, global_scale, bias, prefill, rows) -> x @ W.T + bias``, W an NVFP4 ``[N, K]``.
 
 The op dispatches itself by the number of rows of ``x`` wherever a compiler has not already done so.
 
@@ -14,7 +14,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ..config import LargeM, WeightOnly
+from ..config import Prefill, WeightOnly
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
 from ..formats.storage import Storage
@@ -22,30 +22,30 @@ from .contract import OpContract, refuse_gradient
 from .members import check_rows, dense, first_scale
 
 WEIGHT_ONLY: tuple[str, ...] = get_args(WeightOnly)
-LARGE_M: tuple[str, ...] = get_args(LargeM)  # also "nvfp4", which rounds the activations of many rows: linear layers with a dense NVFP4 weight only
+PREFILL: tuple[str, ...] = get_args(Prefill)  # also "nvfp4", which rounds the activations of many rows: linear layers with a dense NVFP4 weight only
 
 
 def reference(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None
 ) -> Tensor:
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, qdata, scale, global_scale, bias, large_m, rows)
+    check(x, qdata, scale, global_scale, bias, prefill, rows)
     y = x.double() @ dense(nvfp4.dequantize, (qdata, scale), global_scale, rows, torch.float32).double().mT
     return (y if bias is None else y + bias.double()).to(x.dtype)
 
 
-def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto", rows: Sequence[int] | None = None) -> None:
+def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, prefill: str = "auto", rows: Sequence[int] | None = None) -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     if rows:
         check_rows("linear", rows, global_scale, qdata)
     nvfp4.check_parts(qdata, scale, first_scale(global_scale, rows))
-    check_product("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m, LARGE_M)
+    check_product("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, prefill, PREFILL)
 
 
 def check_product(
-    op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, large_m: str, accepted: tuple[str, ...] = WEIGHT_ONLY
+    op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, prefill: str, accepted: tuple[str, ...] = WEIGHT_ONLY
 ) -> None:
-    """What every ``fp4.<op>(x, *weight, bias, large_m)`` asks of its arguments, the parts of the weight being in order."""
+    """What every ``fp4.<op>(x, *weight, bias, prefill)`` asks of its arguments, the parts of the weight being in order."""
     first = storage.parts[0]
     shape = storage.logical(weight[0].shape)
     if len(shape) != 2:
@@ -69,8 +69,8 @@ def check_product(
             raise ShapeError(f"fp4.{op}: bias does not fit N", value=tuple(bias.shape), limit=f"({shape[0]},)", remedy="The bias has one entry per output.")
         if bias.dtype != x.dtype:
             raise DTypeError(f"fp4.{op}: bias dtype", value=bias.dtype, limit=x.dtype, remedy="Cast the module with .to(dtype).")
-    if large_m not in accepted:
-        raise ConfigError(f"fp4.{op}: unknown large_m", value=repr(large_m), limit=list(accepted), remedy="NVFP4Config describes them.")
+    if prefill not in accepted:
+        raise ConfigError(f"fp4.{op}: unknown prefill", value=repr(prefill), limit=list(accepted), remedy="NVFP4Config describes them.")
     devices = {t.device for t in (x, *weight, bias) if t is not None}
     if len(devices) > 1:
         raise DeviceError(
@@ -82,9 +82,9 @@ def check_product(
 
 
 def fake(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None
 ) -> Tensor:
-    check(x, qdata, scale, global_scale, bias, large_m, rows)
+    check(x, qdata, scale, global_scale, bias, prefill, rows)
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
@@ -142,7 +142,7 @@ def scales_apart(count: int, device: torch.device) -> Tensor:
 
 CONTRACT = OpContract(
     name="linear",
-    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str large_m="auto", int[]? rows=None) -> Tensor',
+    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str prefill="auto", int[]? rows=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

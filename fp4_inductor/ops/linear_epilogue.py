@@ -1,4 +1,4 @@
-"""``fp4.linear_epilogue(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows) -> act(x @ W.T + bias) * mul + residual``.
+"""``fp4.linear_epilogue(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows) -> act(x @ W.T + bias) * mul + residual``.
 
 W is an NVFP4 ``[N, K]``, ``rows`` and ``global_scale`` as of ``fp4.linear``; ``act`` is ``""`` or one of ``fp4.linear_glu``'s; ``mul`` and
 ``residual`` are ``[..., N]`` or None. Where one kernel does it all, everything up to the result is float32; else every step is rounded to
@@ -22,10 +22,10 @@ from .members import dense
 
 def reference(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
+    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
     y = x.double() @ dense(nvfp4.dequantize, (qdata, scale), global_scale, rows, torch.float32).double().mT
     y = y if bias is None else y + bias.double()
     return finish(y, act, None if mul is None else mul.double(), None if residual is None else residual.double()).to(x.dtype)
@@ -40,10 +40,10 @@ def finish(y: Tensor, act: str, mul: Tensor | None, residual: Tensor | None) -> 
 
 def check(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
+    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """As ``fp4.linear``, and a known activation, and operands of the result's shape and dtype."""
-    linear.check(x, qdata, scale, global_scale, bias, large_m, rows)
+    linear.check(x, qdata, scale, global_scale, bias, prefill, rows)
     if act and act not in ACTIVATIONS:
         raise ConfigError("fp4.linear_epilogue: unknown activation", value=repr(act), limit=["", *ACTIVATIONS], remedy="Call fp4.linear and apply it yourself.")
     shape = (*x.shape[:-1], qdata.shape[0])
@@ -60,19 +60,19 @@ def check(
 
 def fake(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
+    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
 
 
 def in_steps(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None,
+    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """``fp4.linear``, then the rest: what every device can do."""
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, rows)
-    return finish(torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, large_m, rows), act, mul, residual)
+    check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
+    return finish(torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, prefill, rows), act, mul, residual)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -95,7 +95,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 CONTRACT = OpContract(
     name="linear_epilogue",
     schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str act="", Tensor? mul=None, Tensor? residual=None, '
-    'str large_m="auto", int[]? rows=None) -> Tensor',
+    'str prefill="auto", int[]? rows=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -1,6 +1,6 @@
-"""``fp4.linear_fp8(x, weight, weight_scale, bias, large_m) -> x @ (weight * weight_scale[:, None]).T + bias``, weight E4M3 ``[N, K]``.
+"""``fp4.linear_fp8(x, weight, weight_scale, bias, prefill) -> x @ (weight * weight_scale[:, None]).T + bias``, weight E4M3 ``[N, K]``.
 
-Few rows: the activation stays in its dtype. Many rows with ``large_m`` other than ``"bf16"``: FP8 tensor cores, the
+Few rows: the activation stays in its dtype. Many rows with ``prefill`` other than ``"bf16"``: FP8 tensor cores, the
 activation rounded to E4M3 per row (:mod:`.quantize_rows_fp8`).
 """
 
@@ -35,14 +35,14 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return w, scale
 
 
-def reference(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+def reference(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto") -> Tensor:
     """float64 arithmetic, rounded once to ``x.dtype``."""
-    check(x, weight, weight_scale, bias, large_m)
+    check(x, weight, weight_scale, bias, prefill)
     y = x.double() @ (weight.double() * weight_scale.double()[:, None]).T
     return (y if bias is None else y + bias.double()).to(x.dtype)
 
 
-def check(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, large_m: str = "auto") -> None:
+def check(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, prefill: str = "auto") -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     if weight.dtype != torch.float8_e4m3fn or weight_scale.dtype != torch.float32:
         raise DTypeError(
@@ -63,8 +63,8 @@ def check(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, 
             limit="x [..., K], weight [N, K], weight_scale [N], bias [N]",
             remedy="FP8Linear.from_weight makes the last three.",
         )
-    if large_m not in WEIGHT_ONLY:
-        raise ConfigError("fp4.linear_fp8: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
+    if prefill not in WEIGHT_ONLY:
+        raise ConfigError("fp4.linear_fp8: unknown prefill", value=repr(prefill), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
     devices = {t.device for t in (x, weight, weight_scale, bias) if t is not None}
     if len(devices) > 1:
         raise DeviceError(
@@ -72,8 +72,8 @@ def check(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, 
         )
 
 
-def fake(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
-    check(x, weight, weight_scale, bias, large_m)
+def fake(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto") -> Tensor:
+    check(x, weight, weight_scale, bias, prefill)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -88,9 +88,9 @@ def scaled(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     return rowwise_product(x8, x_scale, weight, weight_scale.unsqueeze(0), x.dtype)
 
 
-def by_blocks(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+def by_blocks(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto") -> Tensor:
     """On a CPU: float32 products of blocks of rows that fit the cache."""
-    check(x, weight, weight_scale, bias, large_m)
+    check(x, weight, weight_scale, bias, prefill)
     (n, k), m = weight.shape, x.shape[:-1].numel()
     if m == 0 or n == 0 or k == 0:
         return without_products(x, n, bias)
@@ -135,7 +135,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 CONTRACT = OpContract(
     name="linear_fp8",
-    schema='(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, str large_m="auto") -> Tensor',
+    schema='(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None, str prefill="auto") -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -1,4 +1,4 @@
-"""``fp4.linear_glu(x, qdata, scale, global_scale, bias, act, large_m) -> act(gate) * up``, gate and up the halves of ``x @ W.T + bias``.
+"""``fp4.linear_glu(x, qdata, scale, global_scale, bias, act, prefill) -> act(gate) * up``, gate and up the halves of ``x @ W.T + bias``.
 
 W is an NVFP4 ``[2 I, K]``: rows 0 .. I make the gate, rows I .. 2 I what it is multiplied with; ``global_scale`` is ``[]``,
 or ``[2]`` for one each. Where one kernel does it
@@ -40,9 +40,9 @@ def halves(qdata: Tensor) -> list[int]:
     return [0, inner, inner, 2 * inner]
 
 
-def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
+def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", prefill: str = "auto") -> Tensor:
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, qdata, scale, global_scale, bias, act, large_m)
+    check(x, qdata, scale, global_scale, bias, act, prefill)
     gate, up = (
         x.double() @ nvfp4.dequantize(q, s, g, torch.float32).double().mT + (0.0 if b is None else b.double())
         for q, s, g, b in members(qdata, scale, global_scale, bias, halves(qdata))
@@ -50,28 +50,28 @@ def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bia
     return (ACTIVATIONS[act](gate) * up).to(x.dtype)
 
 
-def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str = "silu", large_m: str = "auto") -> None:
+def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str = "silu", prefill: str = "auto") -> None:
     """As ``fp4.linear``, and two halves, and a known activation."""
     if global_scale.dim() and tuple(global_scale.shape) != (2,):
         raise ShapeError("fp4.linear_glu: global scales do not fit", value=tuple(global_scale.shape), limit="() or (2,)", remedy="One each, or one for both.")
-    linear.check(x, qdata, scale, global_scale.select(0, 0) if global_scale.dim() else global_scale, bias, large_m)
+    linear.check(x, qdata, scale, global_scale.select(0, 0) if global_scale.dim() else global_scale, bias, prefill)
     if qdata.shape[0] % 2:
         raise ShapeError("fp4.linear_glu takes gate and up", value=tuple(qdata.shape), limit="qdata [2 I, K/2]", remedy="Concatenate gate and up along N.")
     if act not in ACTIVATIONS:
         raise ConfigError("fp4.linear_glu: unknown activation", value=repr(act), limit=list(ACTIVATIONS), remedy="Call fp4.linear and apply it yourself.")
 
 
-def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
-    check(x, qdata, scale, global_scale, bias, act, large_m)
+def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", prefill: str = "auto") -> Tensor:
+    check(x, qdata, scale, global_scale, bias, act, prefill)
     return x.new_empty((*x.shape[:-1], qdata.shape[0] // 2))
 
 
-def in_two_steps(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
+def in_two_steps(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", prefill: str = "auto") -> Tensor:
     """``fp4.linear``, then the product: what every device can do."""
-    check(x, qdata, scale, global_scale, bias, act, large_m)
+    check(x, qdata, scale, global_scale, bias, act, prefill)
     inner = qdata.shape[0] // 2
     rows = [0, inner] if global_scale.dim() and inner else None
-    y = torch.ops.fp4.linear(x, qdata, scale, global_scale if rows else global_scale.reshape(-1).select(0, 0), bias, large_m, rows)
+    y = torch.ops.fp4.linear(x, qdata, scale, global_scale if rows else global_scale.reshape(-1).select(0, 0), bias, prefill, rows)
     return glu(y[..., :inner], y[..., inner:], act)
 
 
@@ -90,7 +90,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 CONTRACT = OpContract(
     name="linear_glu",
-    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str act="silu", str large_m="auto") -> Tensor',
+    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias=None, str act="silu", str prefill="auto") -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

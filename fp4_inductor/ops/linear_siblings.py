@@ -1,4 +1,4 @@
-"""``fp4.linear_siblings(x, qdata, scale, global_scale, bias, rows, large_m) -> [x @ W[a:b].T + bias[a:b], ...]``.
+"""``fp4.linear_siblings(x, qdata, scale, global_scale, bias, rows, prefill) -> [x @ W[a:b].T + bias[a:b], ...]``.
 
 Several linear layers of one activation whose weights are rows of one NVFP4 ``[R, K]``. Member i is rows ``rows[2 i] ..
 rows[2 i + 1]``, ascending; rows outside every member are padding. ``global_scale`` is ``[]``, or ``[S]`` with one for
@@ -37,13 +37,13 @@ def begins(rows: Sequence[int]) -> list[int] | None:
     return [0, *rows[2::2]] if all(a < b for a, b in spans(rows)) else None
 
 
-def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], large_m: str = "auto") -> list[Tensor]:
+def reference(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], prefill: str = "auto") -> list[Tensor]:
     """Each member as the reference of ``fp4.linear``."""
-    check(x, qdata, scale, global_scale, bias, rows, large_m)
-    return [linear.reference(x, *part, large_m) for part in members(qdata, scale, global_scale, bias, rows)]
+    check(x, qdata, scale, global_scale, bias, rows, prefill)
+    return [linear.reference(x, *part, prefill) for part in members(qdata, scale, global_scale, bias, rows)]
 
 
-def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], large_m: str = "auto") -> None:
+def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], prefill: str = "auto") -> None:
     """As ``fp4.linear``, and rows that lie in the weight, one behind the other."""
     ascending = list(rows) == sorted(rows) and len(rows) >= 2 and len(rows) % 2 == 0
     if qdata.dim() != 2 or not ascending or rows[0] < 0 or rows[-1] > qdata.shape[0]:
@@ -57,18 +57,18 @@ def check(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: T
         raise ShapeError(
             "fp4.linear_siblings: global scales do not fit", value=tuple(global_scale.shape), limit=f"() or ({len(rows) // 2},)", remedy="One for each member."
         )
-    linear.check(x, qdata, scale, global_scale.select(0, 0) if global_scale.dim() else global_scale, bias, large_m)
+    linear.check(x, qdata, scale, global_scale.select(0, 0) if global_scale.dim() else global_scale, bias, prefill)
 
 
-def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], large_m: str = "auto") -> list[Tensor]:
-    check(x, qdata, scale, global_scale, bias, rows, large_m)
+def fake(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], prefill: str = "auto") -> list[Tensor]:
+    check(x, qdata, scale, global_scale, bias, rows, prefill)
     return [x.new_empty((*x.shape[:-1], b - a)) for a, b in spans(rows)]
 
 
-def one_by_one(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], large_m: str = "auto") -> list[Tensor]:
+def one_by_one(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, rows: Sequence[int], prefill: str = "auto") -> list[Tensor]:
     """One ``fp4.linear`` per member: what every device can do."""
-    check(x, qdata, scale, global_scale, bias, rows, large_m)
-    return [torch.ops.fp4.linear(x, *part, large_m) for part in members(qdata, scale, global_scale, bias, rows)]
+    check(x, qdata, scale, global_scale, bias, rows, prefill)
+    return [torch.ops.fp4.linear(x, *part, prefill) for part in members(qdata, scale, global_scale, bias, rows)]
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -89,7 +89,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 CONTRACT = OpContract(
     name="linear_siblings",
-    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias, int[] rows, str large_m="auto") -> Tensor[]',
+    schema='(Tensor x, Tensor qdata, Tensor scale, Tensor global_scale, Tensor? bias, int[] rows, str prefill="auto") -> Tensor[]',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -1,6 +1,6 @@
 """``fp4.linear_w4a4(x_qdata, x_scale, row_scale, qdata, scale, global_scale, bias, dtype) -> x @ W.T + bias``, both NVFP4.
 
-x ``[M, K]`` as :mod:`.quantize_rows_nvfp4` writes it, W ``[N, K]`` as ever. ``fp4.linear`` with ``large_m="nvfp4"`` is
+x ``[M, K]`` as :mod:`.quantize_rows_nvfp4` writes it, W ``[N, K]`` as ever. ``fp4.linear`` with ``prefill="nvfp4"`` is
 :func:`rounded` where M is large.
 """
 

@@ -13,7 +13,7 @@
     activation, alpha, limit, interleaved: see :class:`fp4_inductor.ops.activation.Activation`
     weight_on_input  the router's weight multiplies x instead of the expert's output (Llama 4)
     expert_map       [number of global experts] int32 or int64 or None: global id -> local id, negative for "not here"
-    large_m          path for many tokens, as in :class:`fp4_inductor.NVFP4Config`
+    prefill          path for many tokens, as in :class:`fp4_inductor.NVFP4Config`
     gate_up_meta     uint8 [E, G, H/8] where gate_up is 2:4-sparse, and down_meta [E, N, I/8] where down is; None: dense.
                      ``*_qdata`` is then the kept codes, [E, G, H/4] or [E, N, I/4], as in :mod:`fp4_inductor.formats.sparse24`
     result           [T, N] in hidden's dtype
@@ -50,12 +50,12 @@ def reference(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """float64 arithmetic on the dequantised experts, rounded once to ``hidden.dtype``."""
     check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
     )  # fmt: skip
     act = Activation(activation, alpha, limit, interleaved)
     local = local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
@@ -126,7 +126,7 @@ def arguments(hidden: Any, ids: Any, weights: Any, gate_up: Sequence[Any], down:
 
     Args:
         gate_up, down: of each, ``(qdata, scale, global_scale)`` or ``(values, meta, scale, global_scale)``.
-        rest: from ``gate_up_bias`` to at most ``large_m``.
+        rest: from ``gate_up_bias`` to at most ``prefill``.
     """
     (first, first_meta), (second, second_meta) = codes_and_meta(gate_up), codes_and_meta(down)
     args = (hidden, ids, weights, *first, *second, *rest)
@@ -135,7 +135,7 @@ def arguments(hidden: Any, ids: Any, weights: Any, gate_up: Sequence[Any], down:
     return (*args, *_DEFAULTS[len(rest) :], first_meta, second_meta)
 
 
-_DEFAULTS = (None, None, *Activation().arguments(), False, None, "auto")  # from gate_up_bias to large_m
+_DEFAULTS = (None, None, *Activation().arguments(), False, None, "auto")  # from gate_up_bias to prefill
 
 
 def local_ids(expert_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
@@ -165,7 +165,7 @@ def check(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     act = Activation(activation, alpha, limit, interleaved)
@@ -216,8 +216,8 @@ def check(
             )
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("fp4.moe: expert_map", value=tuple(expert_map.shape), limit="[global experts]", remedy="It gives the local id of each global id.")
-    if large_m not in WEIGHT_ONLY:
-        raise ConfigError("fp4.moe: unknown large_m", value=repr(large_m), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
+    if prefill not in WEIGHT_ONLY:
+        raise ConfigError("fp4.moe: unknown prefill", value=repr(prefill), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
     tensors = (hidden, expert_ids, expert_weights, gate_up_qdata, down_qdata, gate_up_bias, down_bias, expert_map)
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
@@ -259,11 +259,11 @@ def fake(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
     )  # fmt: skip
     return hidden.new_empty((hidden.shape[0], down_qdata.shape[1]))
 
@@ -346,7 +346,7 @@ CONTRACT = OpContract(
     "Tensor gate_up_qdata, Tensor gate_up_scale, Tensor gate_up_global_scale, Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, "
     "Tensor? gate_up_bias=None, Tensor? down_bias=None, "
     'str activation="silu", float alpha=1.0, float? limit=None, bool interleaved=False, '
-    'bool weight_on_input=False, Tensor? expert_map=None, str large_m="auto", Tensor? gate_up_meta=None, Tensor? down_meta=None) -> Tensor',
+    'bool weight_on_input=False, Tensor? expert_map=None, str prefill="auto", Tensor? gate_up_meta=None, Tensor? down_meta=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -62,7 +62,7 @@ def _dense(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Ten
 
 
 def fake(grad: Tensor, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    # fp4.moe has large_m between expert_map and the metadata
+    # fp4.moe has prefill between expert_map and the metadata
     moe.check(hidden, expert_ids, expert_weights, *rest[:14], *(("auto", *rest[14:]) if len(rest) > 14 else ()))
     return hidden.new_empty(hidden.shape), expert_weights.new_empty(expert_weights.shape)
 
@@ -74,7 +74,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 CONTRACT = OpContract(
     name="moe_backward",
-    schema="(Tensor grad, " + moe.CONTRACT.schema.removeprefix("(").replace(', str large_m="auto"', "").removesuffix("Tensor") + "(Tensor, Tensor)",
+    schema="(Tensor grad, " + moe.CONTRACT.schema.removeprefix("(").replace(', str prefill="auto"', "").removesuffix("Tensor") + "(Tensor, Tensor)",
     reference=reference,
     fake=fake,
     inputs=inputs,

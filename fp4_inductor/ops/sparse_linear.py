@@ -1,4 +1,4 @@
-"""``fp4.sparse_linear(x, values, meta, scale, global_scale, bias, large_m, rows) -> x @ W.T + bias``, W a 2:4-sparse NVFP4 ``[N, K]``.
+"""``fp4.sparse_linear(x, values, meta, scale, global_scale, bias, prefill, rows) -> x @ W.T + bias``, W a 2:4-sparse NVFP4 ``[N, K]``.
 
 ``rows``: as of ``fp4.linear``, for several layers with a global scale each.
 
@@ -25,30 +25,30 @@ from .members import check_rows, dense, first_scale
 
 
 def reference(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto",
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto",
     rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, values, meta, scale, global_scale, bias, large_m, rows)
+    check(x, values, meta, scale, global_scale, bias, prefill, rows)
     y = x.double() @ dense(sparse24.dequantize_sparse24, (values, meta, scale), global_scale, rows, torch.float32).double().mT
     return (y if bias is None else y + bias.double()).to(x.dtype)
 
 
 def check(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str = "auto", rows: Sequence[int] | None = None
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, prefill: str = "auto", rows: Sequence[int] | None = None
 ) -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     if rows:
         check_rows("sparse_linear", rows, global_scale, values)
     sparse24.check_parts(values, meta, scale, first_scale(global_scale, rows))
-    check_product("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, large_m)
+    check_product("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, prefill)
 
 
 def fake(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto",
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto",
     rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    check(x, values, meta, scale, global_scale, bias, large_m, rows)
+    check(x, values, meta, scale, global_scale, bias, prefill, rows)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
@@ -92,7 +92,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
 
 CONTRACT = OpContract(
     name="sparse_linear",
-    schema='(Tensor x, Tensor values, Tensor meta, Tensor scale, Tensor global_scale, Tensor? bias=None, str large_m="auto", int[]? rows=None) -> Tensor',
+    schema='(Tensor x, Tensor values, Tensor meta, Tensor scale, Tensor global_scale, Tensor? bias=None, str prefill="auto", int[]? rows=None) -> Tensor',
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -78,11 +78,11 @@ def fuse(graph: Graph) -> None:
 def _plan_of(linear: Node) -> Plan | None:
     if linear.kwargs:
         return None
-    x, qdata, *_, large_m, rows = linear_arguments(linear)
+    x, qdata, *_, prefill, rows = linear_arguments(linear)
     x, (n, half_k) = value(x), value(qdata).shape
     if x.device.type != "cuda" or type(n) is not int or type(half_k) is not int or len(rows or ()) > MAX_SCALES:
         return None
-    return plan(select.describe("linear_epilogue", x.device, x.dtype, n, half_k * 2, large_m), dispatch_config())
+    return plan(select.describe("linear_epilogue", x.device, x.dtype, n, half_k * 2, prefill), dispatch_config())
 
 
 def _kernel_follows(node: Node) -> bool:
@@ -140,10 +140,10 @@ def _other(node: Node, op: Any) -> tuple[Node, Node] | None:
 
 
 def _rewrite(graph: Graph, linear: Node, found: _Found, act: str) -> None:
-    *args, large_m, rows = linear_arguments(linear)
+    *args, prefill, rows = linear_arguments(linear)
     several = (list(rows),) if rows else ()
     with graph.inserting_before(found.last):
-        new = emit(graph, torch.ops.fp4.linear_epilogue.default, (*args, act, found.mul, found.residual, large_m, *several))
+        new = emit(graph, torch.ops.fp4.linear_epilogue.default, (*args, act, found.mul, found.residual, prefill, *several))
     new.meta = {**found.last.meta, **new.meta}
     if "nn_module_stack" in linear.meta:  # the call is still that of the linear layer, for explain()
         new.meta["nn_module_stack"] = linear.meta["nn_module_stack"]

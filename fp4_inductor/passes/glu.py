@@ -35,12 +35,12 @@ def fuse(graph: Graph) -> None:
         if halves is not None and not linear.kwargs and (not rows or list(rows) == [0, value(linear).shape[-1] // 2]):
             _plan(graph, linear, *halves, tuple(args))
     for linear in graph.find_nodes(op="call_function", target=torch.ops.fp4.linear_siblings.default):
-        *parts, rows, large_m = (*linear.args, "auto")[:7]  # the last one has a default
+        *parts, rows, prefill = (*linear.args, "auto")[:7]  # the last one has a default
         n = value(parts[1]).shape[0]
         if list(rows) == [0, n // 2, n // 2, n]:  # type: ignore[arg-type]
             by_index = {u.args[1]: u for u in linear.users}
             if set(by_index) == {0, 1} and len(linear.users) == 2:
-                _plan(graph, linear, by_index[0], by_index[1], (*parts, large_m))
+                _plan(graph, linear, by_index[0], by_index[1], (*parts, prefill))
 
 
 def _halves(linear: Node) -> tuple[Node, Node] | None:
@@ -76,7 +76,7 @@ def _span(part: Node, of: Node) -> tuple[int, int] | None:
 
 
 def _plan(graph: Graph, linear: Node, gate: Node, up: Node, args: tuple[Any, ...]) -> None:
-    """Rewrite ``act(gate) * up`` if it is that; ``args``: (x, qdata, scale, global_scale, bias, large_m)."""
+    """Rewrite ``act(gate) * up`` if it is that; ``args``: (x, qdata, scale, global_scale, bias, prefill)."""
     product = next(iter(up.users))
     if len(up.users) != 1 or not is_call(product, aten.mul.Tensor) or product.args[0] is product.args[1]:
         return

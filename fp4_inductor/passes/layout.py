@@ -93,7 +93,7 @@ def same(a: object, b: object) -> bool:
 
 
 def linear_arguments(linear: Node) -> tuple[Any, ...]:
-    """``(x, qdata, scale, global_scale, bias, large_m, rows)`` of a call of ``fp4.linear``."""
+    """``(x, qdata, scale, global_scale, bias, prefill, rows)`` of a call of ``fp4.linear``."""
     return (*linear.args, *(None, "auto", None)[len(linear.args) - 4 :])
 
 

@@ -72,7 +72,7 @@ def merge(graph: Graph) -> None:
 
 def _call(node: Node) -> tuple[tuple, _Call] | None:
     """``(what calls must have in common, the call)``; None if the weight is no row slice."""
-    x, qdata, scale, global_scale, bias, large_m, members = linear_arguments(node)
+    x, qdata, scale, global_scale, bias, prefill, members = linear_arguments(node)
     if members:
         return None  # several layers already
     if node.kwargs or not all(isinstance(n, Node) for n in (x, qdata, scale, global_scale)):
@@ -84,7 +84,7 @@ def _call(node: Node) -> tuple[tuple, _Call] | None:
     if bias is not None and (b is None or (b.start, b.stop) != (q.start, q.stop)):
         return None
     base = None if b is None else b.base
-    common = (_same(x), q.base, s.base, base, large_m)
+    common = (_same(x), q.base, s.base, base, prefill)
     picked = is_call(global_scale, aten.select.int) and value(global_scale.args[0]).dim() == 1 and type(global_scale.args[2]) is int
     g, index = (global_scale.args[0], global_scale.args[2]) if picked else (global_scale, None)
     return common, _Call(node, q, s.base, g, index, base)
@@ -138,7 +138,7 @@ def _rewrite(graph: Graph, run: list[_Call]) -> None:
     start, stop = run[0].qdata.start, run[-1].qdata.stop
     place = {node: i for i, node in enumerate(graph.nodes)}
     first = min((c.node for c in run), key=place.__getitem__)
-    large_m = first.args[5] if len(first.args) > 5 else "auto"
+    prefill = first.args[5] if len(first.args) > 5 else "auto"
     spans = [bound - start for c in run for bound in (c.qdata.start, c.qdata.stop)]
 
     def rows(base: Node | None, start: int = start, stop: int = stop) -> Node | None:
@@ -150,7 +150,7 @@ def _rewrite(graph: Graph, run: list[_Call]) -> None:
         g: Any = first.args[3]
         if run[0].index is not None and run[0].index != run[1].index:
             g = rows(run[0].global_scale, run[0].index, run[0].index + len(run))
-        arguments = (first.args[0], rows(run[0].qdata.base), rows(run[0].scale), g, rows(run[0].bias), spans, large_m)
+        arguments = (first.args[0], rows(run[0].qdata.base), rows(run[0].scale), g, rows(run[0].bias), spans, prefill)
         merged = emit(graph, torch.ops.fp4.linear_siblings.default, arguments)
         merged.meta = {**first.meta, **merged.meta, MEMBERS: [module_path(c.node) for c in run]}
         for i, call in enumerate(run):

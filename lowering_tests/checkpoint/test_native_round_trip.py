@@ -185,7 +185,7 @@ def test_what_is_on_disk(tmp_path):
     assert torch.equal(stored["up.qdata"], model.up.qdata)
     manifest = json.loads((tmp_path / "fp4_inductor.json").read_text())
     assert manifest["aliases"] == {"lm_head.weight": "embed.weight"}
-    assert manifest["layers"]["odd"] == {"in_features": 70, "out_features": 64, "dtype": "bfloat16", "bias": False, "large_m": "auto", "input_scale": False}
+    assert manifest["layers"]["odd"] == {"in_features": 70, "out_features": 64, "dtype": "bfloat16", "bias": False, "prefill": "auto", "input_scale": False}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fp4_inductor.json", "fp4_inductor.safetensors"]
     (tmp_path / "plain").write_text("")
     assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1  # the umask's, not 0600

@@ -63,7 +63,7 @@ def test_what_is_on_disk(tmp_path):
     saved(tmp_path)
     body = json.loads((tmp_path / mf.FILE).read_text())
     assert body["layers"]["sparse"] == {
-        "in_features": 96, "out_features": 64, "dtype": "float32", "bias": True, "large_m": "auto", "input_scale": False, "storage": "sparse24_nvfp4"
+        "in_features": 96, "out_features": 64, "dtype": "float32", "bias": True, "prefill": "auto", "input_scale": False, "storage": "sparse24_nvfp4"
     }  # fmt: skip
     assert "storage" not in body["layers"]["dense"]
     assert body["tensors"]["w"] == {"dtype": "float32", "transposed": True, "storage": "sparse24_nvfp4"}

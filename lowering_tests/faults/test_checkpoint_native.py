@@ -394,7 +394,7 @@ def test_one_name_in_two_shards(sharded):
 
 
 def test_an_altered_manifest(single):
-    put_manifest(single, lambda b: b["layers"]["up"].update(large_m="bf16"), resign=False)
+    put_manifest(single, lambda b: b["layers"]["up"].update(prefill="bf16"), resign=False)
     refused(single, "checksum")
 
 
@@ -424,8 +424,8 @@ def test_an_altered_manifest(single):
         (lambda b: b["layers"]["up"].update(dtype=["bfloat16"]), "dtype is not valid"),
         (lambda b: b["layers"]["up"].update(bias=False), r"up\.bias"),
         (lambda b: b["layers"]["down"].update(bias=True), r"down\.bias"),
-        (lambda b: b["layers"]["up"].update(large_m="fp64"), "large_m is not valid"),
-        (lambda b: b["layers"]["up"].pop("large_m"), "layers"),
+        (lambda b: b["layers"]["up"].update(prefill="fp64"), "prefill is not valid"),
+        (lambda b: b["layers"]["up"].pop("prefill"), "layers"),
         (lambda b: b["layers"].pop("up"), r"up\.weight: not in the checkpoint"),
         (lambda b: b["layers"].update(ghost=b["layers"]["up"]), r"ghost\.qdata is missing"),
         (lambda b: b["layers"].update(embed=b["layers"].pop("up")), r"embed\.qdata is missing"),

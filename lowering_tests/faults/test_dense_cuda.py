@@ -39,7 +39,7 @@ def test_a_weight_of_more_than_2_31_elements(m):
 def test_an_output_or_activation_of_more_than_2_31_elements(shape):
     m, n, k = shape
     assert m * max(n, k) > 2**31
-    layer = FP4Linear(k, n, device="cuda", large_m="bf16")
+    layer = FP4Linear(k, n, device="cuda", prefill="bf16")
     layer.qdata, layer.scale, layer.global_scale = random_parts(n, k)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     got, rows = layer(x), slice(m - 8, m)
@@ -49,7 +49,7 @@ def test_an_output_or_activation_of_more_than_2_31_elements(shape):
 
 @pytest.mark.parametrize("m", [1, 4, 64])
 def test_graph_replay_has_the_bits_of_eager(m):
-    layer, x = layer_of(large_m="bf16"), torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+    layer, x = layer_of(prefill="bf16"), torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         layer(x)
     graph = torch.cuda.CUDAGraph()
@@ -63,7 +63,7 @@ def test_graph_replay_has_the_bits_of_eager(m):
 
 @pytest.mark.parametrize("m", [1, 4, 64])
 def test_the_current_stream_is_used(m):
-    layer, x = layer_of(large_m="bf16"), torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+    layer, x = layer_of(prefill="bf16"), torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
     want = layer(x)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -94,5 +94,5 @@ def test_pinned_and_offloaded_weights_keep_their_bits():
 
 @pytest.mark.parametrize("m", [1, 4, 64])
 def test_a_hundred_runs_have_one_hash(m):
-    layer, x = layer_of(large_m="bf16"), torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+    layer, x = layer_of(prefill="bf16"), torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
     assert len({layer(x).view(torch.uint8).cpu().numpy().tobytes() for _ in range(100)}) == 1

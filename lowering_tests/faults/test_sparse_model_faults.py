@@ -115,7 +115,7 @@ def test_max_kl_without_logits(model):
     [
         ({"pruning": "random"}, "pruning is not a known choice"),
         ({"scale_search": "best"}, "scale_search is not a known choice"),
-        ({"large_m": "int8"}, "large_m is not a known choice"),
+        ({"prefill": "int8"}, "prefill is not a known choice"),
         ({"pruning": "wanda"}, "pruning='wanda' needs calibration data"),
         ({"scale_search": "activation"}, "scale_search='activation' needs calibration data"),
         ({"max_kl": 0.1}, "max_kl=0.1 needs calibration data"),

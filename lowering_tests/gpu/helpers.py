@@ -45,14 +45,14 @@ def error(y: Tensor, r: Tensor) -> float:
     return ((y.double() - r).norm() / r.norm().clamp_min(1e-300)).item() if y.numel() else 0.0
 
 
-def plan_of(x: Tensor, q: Tensor, large_m: str = "auto") -> Plan:
-    return plan(launch.call_of(x, q, large_m), dispatch_config())
+def plan_of(x: Tensor, q: Tensor, prefill: str = "auto") -> Plan:
+    return plan(launch.call_of(x, q, prefill), dispatch_config())
 
 
-def bound_of(x: Tensor, q: Tensor, large_m: str = "auto", fused: bool = False) -> float:
+def bound_of(x: Tensor, q: Tensor, prefill: str = "auto", fused: bool = False) -> float:
     """The contract's tolerance, or that of the FP8 path where it serves the call."""
     m = x.shape[:-1].numel()
-    if m and plan_of(x, q, large_m).pick(m).regime in ("large_fp8", "wide_fp8"):
+    if m and plan_of(x, q, prefill).pick(m).regime in ("large_fp8", "wide_fp8"):
         return FP8_BOUND
     few = 2 if m * q.shape[0] < 32 else 1  # a handful of roundings do not average
     accumulated = 6e-8 * x.shape[-1] ** 0.5  # float32 sums over K
@@ -60,7 +60,7 @@ def bound_of(x: Tensor, q: Tensor, large_m: str = "auto", fused: bool = False) -
     return linear.CONTRACT.tolerance[x.dtype] * few * (2 if fused else 1) + accumulated
 
 
-def one_m_per_regime(x_dtype: torch.dtype, q: Tensor, large_m: str = "auto") -> list[int]:
+def one_m_per_regime(x_dtype: torch.dtype, q: Tensor, prefill: str = "auto") -> list[int]:
     """The first and the last M of every regime."""
-    found = plan_of(torch.empty(1, q.shape[1] * 2, dtype=x_dtype, device=DEVICE), q, large_m)
+    found = plan_of(torch.empty(1, q.shape[1] * 2, dtype=x_dtype, device=DEVICE), q, prefill)
     return sorted({m for bound in (0, *found.bounds) for m in (bound, bound + 1) if m})

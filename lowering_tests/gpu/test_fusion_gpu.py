@@ -110,7 +110,7 @@ def test_fp8_head(m, n, k):
 
 def test_fused_rounding_has_the_bits_of_the_op():
     """RMSNorm, then the FP8 path: codes and scales of the compiled graph against fp4.quantize_rows_fp8 of the rounded activation."""
-    layer = FP4Linear.from_weight(torch.randn(256, 1024, device=DEVICE).to(BF16), large_m="fp8")
+    layer = FP4Linear.from_weight(torch.randn(256, 1024, device=DEVICE).to(BF16), prefill="fp8")
     x = torch.randn(512, 1024, device=DEVICE, dtype=BF16)
     x[3] = 0
     x[5] *= 1e-30

@@ -208,9 +208,9 @@ def test_fp8_path_against_the_bf16_path():
     x = torch.randn(1024, 2048, device=DEVICE).to(BF16)
     assert plan_of(x, layer.qdata).pick(1024).regime in ("large_fp8", "wide_fp8")
     r = exact(x, layer.qdata, layer.scale, layer.global_scale)
-    layer.large_m = "bf16"
+    layer.prefill = "bf16"
     assert error(layer(x), r) <= 4e-3
-    layer.large_m = "fp8"
+    layer.prefill = "fp8"
     rounded = error(layer(x), r)
     assert 4e-3 < rounded <= FP8_BOUND, "not the FP8 path, or a worse one"
 
@@ -304,10 +304,10 @@ def test_more_than_two_to_the_31_bytes_of_codes():
     q, s, g = weight(n, k)
     ends = torch.cat([torch.arange(64), torch.arange(n - 64, n)]).to(DEVICE)
     for m in (1, 2, 8, 40, 300):
-        for large_m in ("auto", "bf16") if m == 300 else ("auto",):
+        for prefill in ("auto", "bf16") if m == 300 else ("auto",):
             x = torch.randn(m, k, device=DEVICE).to(BF16)
-            y = fp4.linear(x, q, s, g, None, large_m)
-            assert error(y[:, ends], exact(x, q[ends], s[ends], g)) <= bound_of(x, q, large_m), (m, large_m)
+            y = fp4.linear(x, q, s, g, None, prefill)
+            assert error(y[:, ends], exact(x, q[ends], s[ends], g)) <= bound_of(x, q, prefill), (m, prefill)
             del y
     torch.cuda.empty_cache()
 
@@ -328,17 +328,17 @@ def test_more_than_two_to_the_31_results(mid):
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("large_m", ["auto", "bf16"])
-def test_memory_of_many_rows(large_m):
+@pytest.mark.parametrize("prefill", ["auto", "bf16"])
+def test_memory_of_many_rows(prefill):
     """A call holds its activations, one transient weight, and its result; nothing is kept."""
     m, n, k = 4096, 8192, 8192
     w, x = weight(n, k), torch.randn(m, k, device=DEVICE).to(BF16)
-    fp4.linear(x, *w, None, large_m)  # the library's workspace is allocated once
+    fp4.linear(x, *w, None, prefill)  # the library's workspace is allocated once
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    y = fp4.linear(x, *w, None, large_m)
-    fp8 = plan_of(x, w[0], large_m).pick(m).regime == "large_fp8"
+    y = fp4.linear(x, *w, None, prefill)
+    fp8 = plan_of(x, w[0], prefill).pick(m).regime == "large_fp8"
     transient = n * k + m * k if fp8 else 2 * n * k
     library = 40 << 20  # cuBLASLt's workspace, allocated per call
     assert torch.cuda.max_memory_allocated() - before <= transient + 2 * m * n + library

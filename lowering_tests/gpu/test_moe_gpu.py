@@ -293,7 +293,7 @@ def test_kernels_agree_where_two_could_serve():
     with dispatch(thresholds={"wide": 0}):
         assert error(moe(x, ids, w, *parts), grouped.double()) < 8e-3
     with dispatch(thresholds={"decode": 0, "wide": 0, "grouped": 0}):
-        dense = moe(x, ids, w, *parts, large_m="bf16")
+        dense = moe(x, ids, w, *parts, prefill="bf16")
     assert error(decode, grouped.double()) < 8e-3
     assert error(dense, grouped.double()) < 8e-3
 
@@ -308,18 +308,18 @@ def test_more_than_two_to_the_31_bytes_of_codes():
         check(torch.randn(t, h, device=DEVICE).to(BF16), ids, torch.rand(t, 2, device=DEVICE), parts)
 
 
-@pytest.mark.parametrize("large_m", ["fp8", "bf16"])
-def test_the_transient_weights_are_bounded(monkeypatch, large_m):
+@pytest.mark.parametrize("prefill", ["fp8", "bf16"])
+def test_the_transient_weights_are_bounded(monkeypatch, prefill):
     """And in parts the result is the same."""
     parts = layer(64, 2048, 1024)
     x, (ids, w) = torch.randn(4096, 2048, device=DEVICE).to(BF16), routed(4096, 2, 64)
     with dispatch(thresholds={"wide": 0, "wide_fp8": 0, "grouped": 0}):
-        whole = moe(x, ids, w, *parts, large_m=large_m)
+        whole = moe(x, ids, w, *parts, prefill=prefill)
         monkeypatch.setattr(launch.configs, "TRANSIENT_BYTES", 32 << 20)
-        moe(x, ids, w, *parts, large_m=large_m)
+        moe(x, ids, w, *parts, prefill=prefill)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        in_parts = moe(x, ids, w, *parts, large_m=large_m)
+        in_parts = moe(x, ids, w, *parts, prefill=prefill)
     rows = ids.numel() * 2 * (2048 + 2 * 2048 + 1024 + 2048)  # x, the first product and a part of it, h, the second product
     assert torch.cuda.max_memory_allocated() - before < 2 * launch.configs.TRANSIENT_BYTES + rows + (16 << 20)
     assert error(in_parts, whole.double()) < 4e-3
@@ -336,8 +336,8 @@ def test_rows_of_many_tokens_of_every_width(act, inner):
     x, ids, w = torch.randn(700, 272, device=DEVICE).to(BF16), torch.randint(-1, 5, (700, 2), device=DEVICE), torch.rand(700, 2, device=DEVICE)
     with dispatch(thresholds={"decode": 0, "wide": 0, "grouped": 0}):
         for on_input in (False, True):
-            for large_m, bound in (("auto", 0.12 if act.name == "relu2" else FP8_TWICE), ("bf16", BOUND[BF16])):  # a square doubles the first error
-                args = (ids, w, *parts, *biases, *act.arguments(), on_input, table, large_m)
+            for prefill, bound in (("auto", 0.12 if act.name == "relu2" else FP8_TWICE), ("bf16", BOUND[BF16])):  # a square doubles the first error
+                args = (ids, w, *parts, *biases, *act.arguments(), on_input, table, prefill)
                 assert error(moe(x, *args), contract.reference(x.float(), *args).double()) <= bound
 
 

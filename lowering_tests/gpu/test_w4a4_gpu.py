@@ -54,7 +54,7 @@ def test_every_tile(dtype):
 
 
 def test_compiled_replayed_and_explained():
-    layer = FP4Linear.from_weight(torch.randn(512, 1024) / 32, torch.randn(512), large_m="nvfp4").to(DEVICE, BF16)
+    layer = FP4Linear.from_weight(torch.randn(512, 1024) / 32, torch.randn(512), prefill="nvfp4").to(DEVICE, BF16)
     compiled = torch.compile(lambda x: F.relu(layer(F.rms_norm(x, (1024,)))), fullgraph=True, dynamic=True)
     with torch.no_grad():
         for m in (1, 64, 65, 2048):

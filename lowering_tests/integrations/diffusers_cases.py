@@ -118,11 +118,11 @@ def two_of_four():
     assert torch.equal(run(again), run(model))
 
 
-def large_m():
-    model, path = quantize(make(), NVFP4Config("four_over_six", large_m="bf16")), folder()
+def prefill():
+    model, path = quantize(make(), NVFP4Config("four_over_six", prefill="bf16")), folder()
     model.save_pretrained(path)
     again = Denoiser.from_pretrained(path, torch_dtype=torch.bfloat16)
-    assert {m.large_m for m in again.modules() if isinstance(m, FP4Linear)} == {"bf16"}
+    assert {m.prefill for m in again.modules() if isinstance(m, FP4Linear)} == {"bf16"}
     again.save_pretrained(path)
     assert_same(Denoiser.from_pretrained(path, torch_dtype=torch.bfloat16), model)
 
@@ -242,7 +242,7 @@ def damage():
         ("conv_in: Conv1d in the model", lambda s, c: c["layers"].update({"conv_in": "nvfp4"})),
         ("not one that can be read", lambda s, c: c["layers"].update({layer: "int4"})),
         ("not one that can be read", lambda s, c: c.update(version=2)),
-        ("not one that can be read", lambda s, c: c.update(large_m="fp9")),
+        ("not one that can be read", lambda s, c: c.update(prefill="fp9")),
         ("not one that can be read", lambda s, c: c.update(layers=[layer])),
         ("not one that can be read", lambda s, c: c.update(more=1)),
     ]
@@ -270,7 +270,7 @@ def a_process_without_this_package():
 CASES = [
     round_trips,
     two_of_four,
-    large_m,
+    prefill,
     a_part_that_was_quantized,
     a_dense_model_is_saved_as_ever,
     whole_or_not_there,

@@ -250,11 +250,11 @@ def test_llm_compressor_calls_mixtrals_experts_otherwise(tmp_path):
 
 
 def test_dtype_device_and_options():
-    model = load(MODELOPT, dtype=torch.float32, device="cpu", large_m="bf16")
+    model = load(MODELOPT, dtype=torch.float32, device="cpu", prefill="bf16")
     assert model.dtype == torch.float32
     layer = model.model.layers[0].mlp.up_proj
     assert layer.dtype == torch.float32
-    assert layer.large_m == "bf16"
+    assert layer.prefill == "bf16"
     with pytest.raises(errors.DeviceError):
         load(MODELOPT, device="meta")
     with pytest.raises(errors.ConfigError, match="runs no code"):

@@ -38,11 +38,11 @@ def test_ignore_and_options(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
     path = saved(tiny("llama", torch.bfloat16), tmp_path)
-    config = FP4InductorConfig(scale_search="amax", large_m="bf16", ignore=["mlp.down_proj"])
+    config = FP4InductorConfig(scale_search="amax", prefill="bf16", ignore=["mlp.down_proj"])
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", quantization_config=config)
     layer = model.model.layers[0].mlp
     assert type(layer.down_proj) is torch.nn.Linear
-    assert layer.up_proj.large_m == "bf16"
+    assert layer.up_proj.prefill == "bf16"
     want = FP4Linear.from_weight(tiny("llama", torch.bfloat16).model.layers[0].mlp.up_proj.weight, scale_search="amax")
     assert torch.equal(layer.up_proj.qdata, want.qdata)
 
@@ -58,7 +58,7 @@ def test_a_weight_that_cannot_be_quantized_is_named(tiny, tmp_path):
     AutoModelForCausalLM.from_pretrained(path, dtype="auto", quantization_config=FP4InductorConfig(ignore=["layers.1.mlp.up_proj"]))
 
 
-@pytest.mark.parametrize("options", [{"scale_search": "activation"}, {"scale_search": "auto"}, {"scale_search": "best"}, {"large_m": "int8"}, {"unknown": 1}])
+@pytest.mark.parametrize("options", [{"scale_search": "activation"}, {"scale_search": "auto"}, {"scale_search": "best"}, {"prefill": "int8"}, {"unknown": 1}])
 def test_bad_options(options):
     with pytest.raises(errors.ConfigError):
         FP4InductorConfig(**options)

@@ -131,11 +131,11 @@ class _Layers(nn.Module):
     ("config", "k", "kind"),
     [
         (NVFP4Config(), 40, FP4Linear),
-        (NVFP4Config(large_m="fp8"), 64, FP4Linear),
+        (NVFP4Config(prefill="fp8"), 64, FP4Linear),
         (Sparse24Config("magnitude", accept_loss=True), 64, Sparse24Linear),
         ("fp8", 64, FP8Linear),
     ],
-    ids=["padded", "large_m", "sparse", "fp8"],
+    ids=["padded", "prefill", "sparse", "fp8"],
 )
 def test_every_kind_of_layer(config, k, kind):
     torch.manual_seed(0)

@@ -170,7 +170,7 @@ def test_pairs_against_experts_decide_where_the_cuda_kernel_is(experts, pairs, k
     assert kernels(90, torch.bfloat16, experts, pairs) == [kernel]
     most = max(192, 192 * experts)
     exact = kernel if kernel == "triton_moe_decode" else "cuda_moe_wide" if pairs <= most else "dequantize + grouped_mm"
-    assert kernels(90, torch.bfloat16, experts, pairs, large_m="bf16") == [exact]
+    assert kernels(90, torch.bfloat16, experts, pairs, prefill="bf16") == [exact]
 
 
 def test_where_k_is_no_multiple_of_256_fp8_takes_over_later():
@@ -209,7 +209,7 @@ def test_the_cuda_kernel_says_what_it_does_not_take():
     ):
         form = moe_form(**{**plain, **changed})
         options = plan(Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128, form=form), DispatchConfig())
-        assert {r.reason for r in options.refused if r.row.kernel.startswith("cuda_moe_wide") and r.reason != 'large_m="auto"'} == {f"does not take {words}"}
+        assert {r.reason for r in options.refused if r.row.kernel.startswith("cuda_moe_wide") and r.reason != 'prefill="auto"'} == {f"does not take {words}"}
         assert [options.pick(pairs).kernel for pairs in (384, 385, 4097)] == ["triton_moe_decode", "triton_moe_grouped", "dequantize_fp8 + triton_grouped_fp8"]
     for fields in (dict(csrc=NO_NVCC), dict(k=2080), dict(n=2052)):
         call = Call(**{**dict(op="moe", arch=90, dtype=torch.bfloat16, n=2048, k=2048, experts=128), **fields})
@@ -219,7 +219,7 @@ def test_the_cuda_kernel_says_what_it_does_not_take():
 def test_what_other_machines_and_dtypes_take():
     many = 10**6
     assert kernels(80, torch.bfloat16, 128, 8, many) == ["triton_moe_decode", "dequantize + grouped_mm"]
-    assert kernels(90, torch.bfloat16, 128, many, large_m="bf16") == ["dequantize + grouped_mm"]
+    assert kernels(90, torch.bfloat16, 128, many, prefill="bf16") == ["dequantize + grouped_mm"]
     assert kernels(90, torch.float16, 128, 8, many) == ["triton_moe_decode", "triton_moe_grouped"]
     assert kernels(90, torch.float32, 128, 8, many) == ["by expert", "by expert"]
     assert kernels(0, torch.float32, 128, 8, many) == ["cpu", "cpu"]

@@ -16,12 +16,12 @@ from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.table import ANY, BATCH, COMPILED, EMULATED, HALF, LOST, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
-LARGE_M = ("auto", "fp8", "bf16", "nvfp4")
+PREFILL = ("auto", "fp8", "bf16", "nvfp4")
 SHAPES = ((4096, 4096), (4095, 48), (1, 16), (33, 1040), (7, 2048), (8192, 8192))  # N, K; FP8 GEMMs want both in multiples of 16
 CSRC = ("", "no CUDA compiler")  # the CUDA sources are compiled for this GPU, or why not
 CALLS = [
     Call(op, arch, dtype, n, k, large, csrc)
-    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear", "linear_w4a4"), ARCHS, ANY, LARGE_M, SHAPES, CSRC)
+    for op, arch, dtype, large, (n, k), csrc in itertools.product(("linear", "sparse_linear", "linear_w4a4"), ARCHS, ANY, PREFILL, SHAPES, CSRC)
 ]
 GPU_CALLS = [c for c in CALLS if c.arch]
 DEFAULT = DispatchConfig()
@@ -39,8 +39,8 @@ def test_every_row_is_complete(row):
     assert row.max_m is None or row.max_m > 0
     assert row.dtypes
     assert set(row.dtypes) <= set(ANY)
-    assert set(row.large_m) <= set(LARGE_M)
-    assert row.large_m
+    assert set(row.prefill) <= set(PREFILL)
+    assert row.prefill
     assert row.k_multiple % 16 == 0 or row.op in ("linear_fp8", "decode_attention")
     if "H200" in row.status:
         assert row.arch[0] <= 90 <= row.arch[1], "what ran on an H200 must serve one"
@@ -103,7 +103,7 @@ def test_one_ascending_list_that_ends_without_a_limit():
         for row in found.rows:
             assert row.arch[0] <= call.arch <= row.arch[1]
             assert call.dtype in row.dtypes
-            assert call.large_m in row.large_m
+            assert call.prefill in row.prefill
             assert not (row.csrc and call.csrc)
             assert not row.off
             assert row.without not in {other.regime for other in found.rows}
@@ -130,8 +130,8 @@ def test_a_reason_names_the_value():
                 assert f"sm_{call.arch}" in why or why == "needs a CPU"
             elif call.dtype not in row.dtypes:
                 assert str(call.dtype).removeprefix("torch.") in why
-            elif call.large_m not in row.large_m:
-                assert f'"{call.large_m}"' in why
+            elif call.prefill not in row.prefill:
+                assert f'"{call.prefill}"' in why
             elif row.csrc and call.csrc:
                 assert why == call.csrc
             elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple or call.n < row.n[0]):
@@ -159,14 +159,14 @@ def test_a_reason_names_the_value():
 def test_cpu_has_one_row_and_gpus_refuse_it():
     for call in CALLS:
         regimes = {row.regime for row in plan(call, DEFAULT).rows}
-        rounded = {"large_nvfp4"} if call.op == "linear" and call.large_m == "nvfp4" else set()
+        rounded = {"large_nvfp4"} if call.op == "linear" and call.prefill == "nvfp4" else set()
         assert regimes == {"cpu"} | rounded if call.arch == 0 else "cpu" not in regimes
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a])
-def test_the_contract_of_large_m(arch):
-    def last(dtype, large_m, n=256, k=256):
-        return plan(Call("linear", arch, dtype, n, k, large_m), DEFAULT).rows[-1].regime
+def test_the_contract_of_prefill(arch):
+    def last(dtype, prefill, n=256, k=256):
+        return plan(Call("linear", arch, dtype, n, k, prefill), DEFAULT).rows[-1].regime
 
     fp8 = "large_fp8" if arch >= 89 else "large_dense"
     assert last(torch.bfloat16, "auto") == last(torch.bfloat16, "fp8") == fp8
@@ -178,8 +178,8 @@ def test_the_contract_of_large_m(arch):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_activations_are_rounded_only_where_that_is_asked_for_and_rows_are_many(arch):
     for dtype, (n, k) in itertools.product(ANY, SHAPES):
-        regimes = {large_m: plan(Call("linear", arch, dtype, n, k, large_m), DEFAULT) for large_m in LARGE_M}
-        assert [large_m for large_m, found in regimes.items() if "large_nvfp4" in {row.regime for row in found.rows}] == ["nvfp4"]
+        regimes = {prefill: plan(Call("linear", arch, dtype, n, k, prefill), DEFAULT) for prefill in PREFILL}
+        assert [prefill for prefill, found in regimes.items() if "large_nvfp4" in {row.regime for row in found.rows}] == ["nvfp4"]
         assert regimes["nvfp4"].pick(16).regime != "large_nvfp4"
         assert regimes["nvfp4"].pick(512).regime == "large_nvfp4"
 
@@ -288,8 +288,8 @@ def test_fp8_products_without_a_transient_weight():
     fused, transient = "cuda_wide_fp8", "dequantize_fp8 + scaled_mm"
     for fields, kernels in (
         ({}, ["cuda_wide", fused, fused, transient]),
-        ({"large_m": "fp8"}, ["cuda_wide", fused, fused, transient]),
-        ({"large_m": "bf16"}, ["cuda_wide", "cuda_wide", "dequantize + mm", "dequantize + mm"]),
+        ({"prefill": "fp8"}, ["cuda_wide", fused, fused, transient]),
+        ({"prefill": "bf16"}, ["cuda_wide", "cuda_wide", "dequantize + mm", "dequantize + mm"]),
         ({"dtype": torch.float16}, ["cuda_wide", "cuda_wide", "dequantize + mm", "dequantize + mm"]),
         ({"k": 4096 + 64}, ["cuda_wide", transient, transient, transient]),
         ({"n": 250}, ["cuda_wide"] + ["dequantize + mm"] * 3),
@@ -309,8 +309,8 @@ def test_fp8_products_of_a_sparse_weight():
     wide, fused, transient = "cuda_sparse_wide", "cuda_sparse_wide_fp8", "sparse_dequantize_fp8 + scaled_mm"
     for fields, kernels in (
         ({}, [wide, wide, fused, fused, transient]),
-        ({"large_m": "fp8"}, [wide, wide, fused, fused, transient]),
-        ({"large_m": "bf16"}, [wide, wide, wide, "sparse_dequantize + mm", "sparse_dequantize + mm"]),
+        ({"prefill": "fp8"}, [wide, wide, fused, fused, transient]),
+        ({"prefill": "bf16"}, [wide, wide, wide, "sparse_dequantize + mm", "sparse_dequantize + mm"]),
         ({"dtype": torch.float16}, [wide, wide, wide, "sparse_dequantize + mm", "sparse_dequantize + mm"]),
         ({"n": 8192}, [wide] + [fused] * 3 + [transient]),
         ({"n": 2**15}, [fused] * 4 + [transient]),

@@ -18,9 +18,9 @@ class Block(nn.Module):
     K, N, KV, INNER = 1024, 1024, 256, 1536
     dtype = torch.bfloat16
 
-    def __init__(self, large_m: str = "auto", shared: bool = False):
+    def __init__(self, prefill: str = "auto", shared: bool = False):
         super().__init__()
-        options = dict(dtype=self.dtype, device="cuda", large_m=large_m)
+        options = dict(dtype=self.dtype, device="cuda", prefill=prefill)
         # Values of fake tensors cannot be compared.
         with mock.patch.object(SiblingWeight, "refresh", lambda self: setattr(self, "shared", shared)):
             self.register_buffer("w", torch.ones(self.K, dtype=self.dtype, device="cuda"))

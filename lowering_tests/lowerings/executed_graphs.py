@@ -91,7 +91,7 @@ def dense_cases() -> None:
         check(f"dynamic [M{m}, 2, K]", around(lambda f, x: f(x)), (m, 2, K), mark=dynamic)
     check("transposed input", around(lambda f, x: f(x.t())), (K, 5))
     check("a slice", around(lambda f, x: f(x.narrow(1, 3, K))), (6, K + 8))
-    check("large bf16 M2100", around(lambda f, x: f(x), large_m="bf16", bias=True), (2100, K))
+    check("large bf16 M2100", around(lambda f, x: f(x), prefill="bf16", bias=True), (2100, K))
 
 
 def epilogue_cases() -> None:
@@ -148,7 +148,7 @@ def head_cases() -> None:
 
 def w4a4_cases() -> None:
     """The product decoded by hand (see kernels/interpreted_w4a4.py); rounding, loads, tails, epilogues and siblings are those of the real one."""
-    options = dict(large_m="nvfp4", k=80, n=33)
+    options = dict(prefill="nvfp4", k=80, n=33)
     with dispatch(thresholds={"gemv": 1, "mid": 2, "cpu": 2}):  # few rows: the interpreter takes a maximum element by element
         check("w4a4 M18", around(lambda f, x: torch.relu(f(x)), bias=True, **options), (18, 80), cc=(12, 0))
         check("w4a4 [2, 3, K] behind a norm", around(lambda f, x: f(F.rms_norm(x, (80,))), **options), (2, 3, 80), cc=(10, 0))

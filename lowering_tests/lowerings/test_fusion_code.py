@@ -191,12 +191,12 @@ def test_fp8_products_round_activations_in_the_kernel_before_them():
         assert "fp4_csrc" not in call_body(compiled(512, csrc="", **dynamic)[0])
 
 
-@pytest.mark.parametrize("large_m", ["fp8", "bf16"])
-def test_many_rows_are_one_product(large_m):
-    code, entries = compiled(4096, build=lambda: Block(large_m))
+@pytest.mark.parametrize("prefill", ["fp8", "bf16"])
+def test_many_rows_are_one_product(prefill):
+    code, entries = compiled(4096, build=lambda: Block(prefill))
     assert [e.n for e in entries] == [N + 2 * KV, 2 * INNER, K]
     body = call_body(code)
-    product, decode = ("_scaled_mm(", "fp4.dequantize_fp8") if large_m == "fp8" else ("extern_kernels.mm(", "fp4.dequantize.")
+    product, decode = ("_scaled_mm(", "fp4.dequantize_fp8") if prefill == "fp8" else ("extern_kernels.mm(", "fp4.dequantize.")
     assert body.count(product) == body.count(decode) == 3
 
 
@@ -283,7 +283,7 @@ def test_a_product_whose_rows_are_divided_is_no_row_of_gate_times_up():
     class Divided(Block):
         def __init__(self):
             super().__init__("fp8")
-            self.narrow = FP4Linear(INNER // 2, K, device="cuda", large_m="fp8")
+            self.narrow = FP4Linear(INNER // 2, K, device="cuda", prefill="fp8")
 
         def forward(self, x):
             return self.narrow((F.silu(self.gate(x)) * self.up(x)).view(-1, INNER // 2))
@@ -294,13 +294,13 @@ def test_a_product_whose_rows_are_divided_is_no_row_of_gate_times_up():
     assert "float8e4nv" in "".join(triton_sources(code).values())
 
 
-@pytest.mark.parametrize("large_m", ["fp8", "bf16"])
-def test_one_transient_weight_at_a_time(large_m):
+@pytest.mark.parametrize("prefill", ["fp8", "bf16"])
+def test_one_transient_weight_at_a_time(prefill):
     """Peak memory of prefill is the model, the activations and one layer."""
 
     def build():
-        wide = [FP4Linear(4096, 8192, device="cuda", large_m=large_m) for _ in range(4)]
-        back = [FP4Linear(8192, 4096, device="cuda", large_m=large_m) for _ in range(4)]
+        wide = [FP4Linear(4096, 8192, device="cuda", prefill=prefill) for _ in range(4)]
+        back = [FP4Linear(8192, 4096, device="cuda", prefill=prefill) for _ in range(4)]
 
         def forward(x):
             for a, b in zip(wide, back, strict=True):
@@ -321,8 +321,8 @@ def test_one_transient_weight_at_a_time(large_m):
 
 
 def test_fp8_head():
-    def head(large_m="auto"):
-        return lambda: FP8Linear(K, 32000, device="cuda", large_m=large_m)
+    def head(prefill="auto"):
+        return lambda: FP8Linear(K, 32000, device="cuda", prefill=prefill)
 
     code, entries = compiled(1, build=head())
     assert kernels(entries) == [("fp4.linear_fp8", "triton_gemv_fp8", 32000)]

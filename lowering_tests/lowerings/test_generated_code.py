@@ -178,7 +178,7 @@ return (b1, )""",
         )
 
     def test_many_rows_bfloat16_asked_for(self):
-        body = self.compile(lambda: layer(large_m="bf16"), (4096, K), mark=marked())
+        body = self.compile(lambda: layer(prefill="bf16"), (4096, K), mark=marked())
         self.assertExpectedInline(self.graphs[0], """t5 = fp4.linear.default(in1, in2, in3, in4, None, bf16)""")
         self.assertExpectedInline(
             body,

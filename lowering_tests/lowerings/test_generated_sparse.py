@@ -103,7 +103,7 @@ return (b1, )""",
         )
 
     def test_many_rows_bfloat16_asked_for(self):
-        assert "torch.ops.fp4.sparse_dequantize.default(" in self.compile(lambda: layer(large_m="bf16"), (4096, K), mark=marked())
+        assert "torch.ops.fp4.sparse_dequantize.default(" in self.compile(lambda: layer(prefill="bf16"), (4096, K), mark=marked())
 
     def test_no_rows(self):
         assert "fp4" not in self.compile(layer, (0, K))

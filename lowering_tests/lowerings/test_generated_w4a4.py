@@ -1,4 +1,4 @@
-"""Generated code of ``large_m="nvfp4"``: rounding fused with the norm, block-scaled MMA with its epilogue. No GPU (fake_cuda.py).
+"""Generated code of ``prefill="nvfp4"``: rounding fused with the norm, block-scaled MMA with its epilogue. No GPU (fake_cuda.py).
 
 The texts are the same on every supported torch; the tile is pinned here. ``EXPECTTEST_ACCEPT=1`` rewrites.
 """
@@ -30,7 +30,7 @@ TILE = configs.MidConfig(128, 128, 128, 8, 3)
 
 
 def layer(dtype=BF16, bias=False, k=K):
-    return FP4Linear(k, N, bias=bias, dtype=dtype, device="cuda", large_m="nvfp4")
+    return FP4Linear(k, N, bias=bias, dtype=dtype, device="cuda", prefill="nvfp4")
 
 
 def many(*inputs):

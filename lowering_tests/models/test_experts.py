@@ -252,7 +252,7 @@ def test_a_checkpoint_of_other_experts_is_refused_and_nothing_changes(tiny, tmp_
         ("down", [4, 64]),
         ("first", "weight"),
         ("bias", 1),
-        ("large_m", "fp4"),
+        ("prefill", "fp4"),
         ("dtype", "float8"),
     ],
 )

@@ -46,11 +46,11 @@ def test_buffers(bias, dtype):
 def test_from_weight_copies_and_leaves_the_source():
     source = nn.Linear(K, N)
     before = copy.deepcopy(source.state_dict())
-    layer = FP4Linear.from_weight(source.weight, source.bias, large_m="bf16")
+    layer = FP4Linear.from_weight(source.weight, source.bias, prefill="bf16")
     assert all(torch.equal(before[k], v) for k, v in source.state_dict().items())
     assert layer.bias.data_ptr() != source.bias.data_ptr()
     assert not layer.bias.requires_grad
-    assert layer.large_m == "bf16"
+    assert layer.prefill == "bf16"
     torch.testing.assert_close(layer(torch.eye(K)), source(torch.eye(K)), rtol=0, atol=0.03)
 
 
@@ -321,8 +321,8 @@ def test_bad_arguments_are_typed():
         FP4Linear.from_weight(w, torch.randn(3))
     with pytest.raises(errors.DeviceError, match=r"bias.*meta; accepted: cpu"):
         FP4Linear.from_weight(w, torch.randn(N, device="meta"))
-    with pytest.raises(errors.ConfigError, match=r"large_m; got 'fp4'; accepted: \['auto'"):
-        FP4Linear.from_weight(w, large_m="fp4")
+    with pytest.raises(errors.ConfigError, match=r"prefill; got 'fp4'; accepted: \['auto'"):
+        FP4Linear.from_weight(w, prefill="fp4")
     with pytest.raises(errors.DTypeError, match=r"float64; accepted"):
         FP4Linear(K, N, dtype=torch.float64)
 

@@ -127,7 +127,7 @@ def test_bad_weights():
         (errors.ShapeError, lambda: Sparse24Linear.from_weight(w[None], mask=mask[None])),
         (errors.ShapeError, lambda: Sparse24Linear.from_weight(w, mask=mask[:-1])),
         (errors.NonFiniteError, lambda: Sparse24Linear.from_weight(w / 0, mask=mask)),
-        (errors.ConfigError, lambda: Sparse24Linear(K, N, large_m="fp4")),
+        (errors.ConfigError, lambda: Sparse24Linear(K, N, prefill="fp4")),
         (errors.DTypeError, lambda: Sparse24Linear(K, N, dtype=torch.float64)),
     ):
         with pytest.raises(error, match=r"; got .*; accepted: "):

@@ -303,7 +303,7 @@ REFUSED = {
     "linear: integer": (errors.DTypeError, r"int64", lambda f: f.linear(X.long(), *W)),
     "linear: bias shape": (errors.ShapeError, r"\(1,\).*\(8,\)", lambda f: f.linear(X, *W, torch.ones(1))),
     "linear: bias dtype": (errors.DTypeError, r"bfloat16.*float32", lambda f: f.linear(X, *W, torch.ones(8).bfloat16())),
-    "linear: large_m": (errors.ConfigError, r"'fp4'.*auto", lambda f: f.linear(X, *W, None, "fp4")),
+    "linear: prefill": (errors.ConfigError, r"'fp4'.*auto", lambda f: f.linear(X, *W, None, "fp4")),
     "linear: device": (errors.DeviceError, r"cpu.*meta", lambda f: f.linear(X.to("meta"), *W)),
     "linear: bias device": (errors.DeviceError, r"cpu.*meta", lambda f: f.linear(X, *W, torch.ones(8, device="meta"))),
     "linear: scale device": (errors.DeviceError, r"scale meta.*\.to\(device\)", lambda f: f.linear(X, W[0], W[1].to("meta"), W[2])),

@@ -229,7 +229,7 @@ REFUSED = {
     "bias": (errors.ShapeError, r"gate_up_bias.*\(5, 64\)", lambda: moe(X, IDS, WEIGHTS, *PARTS, torch.ones(64))),
     "down bias": (errors.ShapeError, r"down_bias.*\(5, 48\)", lambda: moe(X, IDS, WEIGHTS, *PARTS, None, torch.ones(5, 64))),
     "expert_map": (errors.ShapeError, r"expert_map", lambda: moe(X, IDS, WEIGHTS, *PARTS, expert_map=IDS)),
-    "large_m": (errors.ConfigError, r"'fp4'", lambda: moe(X, IDS, WEIGHTS, *PARTS, large_m="fp4")),
+    "prefill": (errors.ConfigError, r"'fp4'", lambda: moe(X, IDS, WEIGHTS, *PARTS, prefill="fp4")),
     "device of tokens": (errors.DeviceError, r"cpu.*meta", lambda: moe(X.to("meta"), IDS, WEIGHTS, *PARTS)),
     "device of ids": (errors.DeviceError, r"cpu.*meta", lambda: moe(X, IDS.to("meta"), WEIGHTS, *PARTS)),
 }

@@ -85,7 +85,7 @@ def test_gradients_of_a_compiled_call(op):
 
 @pytest.mark.parametrize("m", [3, 80])
 def test_rounded_activations(m):
-    """``large_m="nvfp4"``: many rows are rounded once for all layers."""
+    """``prefill="nvfp4"``: many rows are rounded once for all layers."""
     packed, g, rows, exact = weight(DENSE, 3)
     x = torch.randn(m, K)
     y = fp4.linear(x, *packed, g, None, "nvfp4", rows)

@@ -164,7 +164,7 @@ REFUSED = {
     "dtype": (errors.DTypeError, r"float64", lambda: fp4.sparse_linear(X.double(), *P)),
     "bias shape": (errors.ShapeError, r"\(1,\).*\(8,\)", lambda: fp4.sparse_linear(X, *P, torch.ones(1))),
     "bias dtype": (errors.DTypeError, r"bfloat16", lambda: fp4.sparse_linear(X, *P, torch.ones(8).bfloat16())),
-    "large_m": (errors.ConfigError, r"'fp4'", lambda: fp4.sparse_linear(X, *P, None, "fp4")),
+    "prefill": (errors.ConfigError, r"'fp4'", lambda: fp4.sparse_linear(X, *P, None, "fp4")),
     "device": (errors.DeviceError, r"cpu.*meta", lambda: fp4.sparse_linear(X.to("meta"), *P)),
     "meta device": (errors.DeviceError, r"meta meta", lambda: fp4.sparse_linear(X, P[0], P[1].to("meta"), *P[2:])),
     "meta shape": (errors.ShapeError, r"meta \(7, 4\)", lambda: fp4.sparse_linear(X, P[0], P[1][1:], *P[2:])),

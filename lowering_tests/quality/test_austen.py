@@ -68,7 +68,7 @@ def nats_per_byte(model) -> float:
 
 def _config(search: str) -> NVFP4Config:
     if search.endswith(" w4a4"):
-        return replace(_config(search.removesuffix(" w4a4")), large_m="nvfp4")
+        return replace(_config(search.removesuffix(" w4a4")), prefill="nvfp4")
     if search == "default":
         return NVFP4Config()
     if search.endswith("head"):
@@ -112,7 +112,7 @@ def test_what_the_report_says_of_rounded_activations():
     """KL on the calibration text, by the report: of the whole, and of the weights alone."""
     report = quantized("austen_dense", "activation w4a4")[1]
     assert report.kl == pytest.approx(0.0476, rel=0.03)
-    (note,) = (n for n in report.notes if n.startswith('large_m="nvfp4"'))
+    (note,) = (n for n in report.notes if n.startswith('prefill="nvfp4"'))
     assert float(note.split(" of it from the weights")[0].split()[-1]) == pytest.approx(0.0166, rel=0.03)
 
 

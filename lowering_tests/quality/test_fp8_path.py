@@ -1,4 +1,4 @@
-"""What ``large_m="fp8"`` costs on top of the same NVFP4 weights with ``large_m="bf16"``: the gate of design/QUALITY.md.
+"""What ``prefill="fp8"`` costs on top of the same NVFP4 weights with ``prefill="bf16"``: the gate of design/QUALITY.md.
 
 On a CPU the path is emulated from the contracts its kernels are held to (``dequantize_fp8``, ``quantize_rows_fp8``: bit-equal
 on a GPU), with the product in float32; on a GPU the real one runs.
@@ -82,10 +82,10 @@ def test_fp8_path_emulated():
 def test_fp8_path_on_a_gpu():
     rows, base = _text().cuda(), _load(torch.bfloat16, "cuda")
     paths = []
-    for large_m in ("bf16", "fp8"):
-        config = fp4_inductor.NVFP4Config(large_m=large_m)
+    for prefill in ("bf16", "fp8"):
+        config = fp4_inductor.NVFP4Config(prefill=prefill)
         model = fp4_inductor.quantize_model(copy.deepcopy(base), config, progress=False)
         kernels = {row.kernel for row in fp4_inductor.explain(model, input_ids=rows[:, :-1], use_cache=False).rows}
-        assert kernels == ({"cuda_wide_fp8", "dequantize_fp8 + scaled_mm"} if large_m == "fp8" else {"dequantize + mm"})
+        assert kernels == ({"cuda_wide_fp8", "dequantize_fp8 + scaled_mm"} if prefill == "fp8" else {"dequantize + mm"})
         paths.append(_cost(base, model, rows))
     _within_the_gate(*paths)

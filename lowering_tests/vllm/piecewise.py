@@ -13,17 +13,17 @@ import torch
 BOUNDS = {"gemv": 1, "mid": 16}
 SPAN = {"gemv": (1, 1), "mid": (2, 16), "cpu": (17, 1 << 62)}
 _LIBRARY = torch.library.Library("fp4_probe", "FRAGMENT")
-_LIBRARY.define("linear(Tensor x, Tensor q, Tensor s, Tensor g, Tensor? bias, str large_m, int[]? rows, str regime) -> Tensor")
+_LIBRARY.define("linear(Tensor x, Tensor q, Tensor s, Tensor g, Tensor? bias, str prefill, int[]? rows, str regime) -> Tensor")
 _RAN: collections.Counter[tuple[str, int]] = collections.Counter()
 
 
-def _run(x, q, s, g, bias, large_m, rows, regime):
+def _run(x, q, s, g, bias, prefill, rows, regime):
     _RAN[regime, x.numel() // x.shape[-1]] += 1
-    return torch.ops.fp4.linear(x, q, s, g, bias, large_m, rows)
+    return torch.ops.fp4.linear(x, q, s, g, bias, prefill, rows)
 
 
 _LIBRARY.impl("linear", _run, "CPU")
-torch.library.register_fake("fp4_probe::linear", lambda x, q, s, g, bias, large_m, rows, regime: x.new_empty(*x.shape[:-1], q.shape[0]), lib=_LIBRARY)
+torch.library.register_fake("fp4_probe::linear", lambda x, q, s, g, bias, prefill, rows, regime: x.new_empty(*x.shape[:-1], q.shape[0]), lib=_LIBRARY)
 
 
 @contextmanager
@@ -66,8 +66,8 @@ def three_kernels(monkeypatch: Any) -> Iterator[tuple[collections.Counter, list]
         if op is not torch.ops.fp4.linear.default or not decisions:
             return call_op(op, *args)
         row = decisions[-1].row
-        x, q, s, g, bias, large_m, rows = (*args, *(None, "auto", None)[len(args) - 4 :])
-        return call_op(torch.ops.fp4_probe.linear.default, x, q, s, g, bias, large_m, rows, "runtime" if row is None else row.regime)
+        x, q, s, g, bias, prefill, rows = (*args, *(None, "auto", None)[len(args) - 4 :])
+        return call_op(torch.ops.fp4_probe.linear.default, x, q, s, g, bias, prefill, rows, "runtime" if row is None else row.regime)
 
     _RAN.clear()
     with monkeypatch.context() as patch:

@@ -119,8 +119,8 @@ def without(folder, work, name):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"large_n": "fp8"}, ("large_n", "large_m")),
-        ({"large_m": "nvfp4"}, ("large_m", "auto")),
+        ({"large_n": "fp8"}, ("large_n", "prefill")),
+        ({"prefill": "nvfp4"}, ("prefill", "auto")),
         ({"scale_search": "activation"}, ("scale_search", "four_over_six")),
         ({"bounds": [0, 3]}, ("bounds", "> 0")),
         ("fp8", ("fp8", "an object with")),
@@ -133,7 +133,7 @@ def test_options(options, parts):
 
 
 def test_options_are_read():
-    assert settings_of(SimpleNamespace(additional_config={"fp4_inductor": {"large_m": "bf16", "bounds": [4, 8], "salt": "x"}})) == Settings(
+    assert settings_of(SimpleNamespace(additional_config={"fp4_inductor": {"prefill": "bf16", "bounds": [4, 8], "salt": "x"}})) == Settings(
         "bf16", bounds=(4, 8)
     )
     assert settings_of(SimpleNamespace(additional_config=None)) == Settings()

@@ -10,6 +10,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import Tensor, nn
 
+from ..._renamed import current, has_old_names
 from ...checkpoint.directory import check_values
 from ...errors import CheckpointError, ConfigError, DeviceError, bullet_names, list_names
 from ...models import siblings
@@ -31,27 +32,32 @@ class _Method(enum.StrEnum):  # diffusers reads .value
 METHOD = _Method.FP4
 
 
+@has_old_names
 class FP4DiffusersConfig(QuantizationConfigMixin):
     """``quantization_config`` of a diffusers model that was quantized here.
 
     Args:
         layers: path of each packed layer -> the name of its format.
-        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        prefill: as in :class:`fp4_inductor.NVFP4Config`.
     """
 
-    def __init__(self, layers: Mapping[str, str] | None = None, large_m: str = "auto", version: int = VERSION, quant_method: str = METHOD, **unknown: Any):
+    def __init__(self, layers: Mapping[str, str] | None = None, prefill: str = "auto", version: int = VERSION, quant_method: str = METHOD, **unknown: Any):
         wrong = sorted(unknown) + ([f"version {version}"] if version != VERSION else [])
         wrong += [repr(layers)[:40]] if layers is not None and not isinstance(layers, Mapping) else []
         wrong += sorted(f"{name}: {kind!r}"[:80] for name, kind in (layers or {}).items() if kind not in BY_STORAGE) if isinstance(layers, Mapping) else []
-        wrong += [f"large_m {large_m!r}"] if large_m not in FP4Linear.ACCEPTED else []
+        wrong += [f"prefill {prefill!r}"] if prefill not in FP4Linear.ACCEPTED else []
         if wrong:
             raise CheckpointError(
                 "the quantization_config is not one that can be read", value=list_names(wrong), limit=f"version {VERSION}; {list(BY_STORAGE)}", remedy=_AGAIN
             )
-        self.quant_method, self.version, self.large_m, self.layers = METHOD, version, large_m, dict(layers or {})
+        self.quant_method, self.version, self.prefill, self.layers = METHOD, version, prefill, dict(layers or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        return super().from_dict(current(config_dict), return_unused_kwargs, **kwargs)
 
     def __repr__(self) -> str:  # that of the base class asks for a method that it has not
-        return f"{type(self).__name__}({len(self.layers)} layers, large_m={self.large_m!r})"
+        return f"{type(self).__name__}({len(self.layers)} layers, prefill={self.prefill!r})"
 
 
 class FP4DiffusersQuantizer(DiffusersQuantizer):
@@ -94,8 +100,8 @@ class FP4DiffusersQuantizer(DiffusersQuantizer):
             old = modules[name]
             n, k = old.weight.shape
             kind = BY_STORAGE[storage]
-            large_m = self.quantization_config.large_m if self.quantization_config.large_m in kind.ACCEPTED else "auto"
-            new = kind(k, n, bias=old.bias is not None, dtype=old.weight.dtype, device="meta", large_m=large_m)
+            prefill = self.quantization_config.prefill if self.quantization_config.prefill in kind.ACCEPTED else "auto"
+            new = kind(k, n, bias=old.bias is not None, dtype=old.weight.dtype, device="meta", prefill=prefill)
             carry_over(old, new)
             replace_module(model, (name,), new)
 

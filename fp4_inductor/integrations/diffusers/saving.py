@@ -18,7 +18,7 @@ from ...errors import CheckpointError, bullet_names
 from ...models.plan import linear_kind
 from ...modules import FP4Experts, FP4Linear
 from ...tensors.base import FP4Tensor
-from ..whole import is_packed, large_m_of, write_whole
+from ..whole import is_packed, prefill_of, write_whole
 from .quantizer import METHOD, FP4DiffusersConfig, FP4DiffusersQuantizer
 
 _FIELD = "quantization_config"
@@ -54,7 +54,7 @@ def extend_save_pretrained() -> None:
 def describe(model: Any) -> None:
     """Tell a diffusers model that it is quantized, by the quantizer and the config that ``from_pretrained`` would give it."""
     layers = {name: m.storage().name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP4Linear)}
-    config = FP4DiffusersConfig(layers, large_m_of(model))
+    config = FP4DiffusersConfig(layers, prefill_of(model))
     model.hf_quantizer = FP4DiffusersQuantizer(config, pre_quantized=True)
     model.quantization_method = METHOD
     model.register_to_config(**{_FIELD: config})

@@ -8,12 +8,22 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..._renamed import current, has_old_names
 from ...checkpoint.readers import modelopt, native
 from ...config import NVFP4Config
 from ...errors import ConfigError
 
 
-class FP4InductorConfig(QuantizationConfigMixin):
+class _Stored(QuantizationConfigMixin):
+    """Read from a config.json, it takes the option names of earlier versions, too."""
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        return super().from_dict(current(config_dict), return_unused_kwargs, **kwargs)
+
+
+@has_old_names
+class FP4InductorConfig(_Stored):
     """Quantize a dense model to NVFP4 while it loads; also what ``save_pretrained`` writes for a model quantized here.
 
     ::
@@ -21,7 +31,7 @@ class FP4InductorConfig(QuantizationConfigMixin):
         AutoModelForCausalLM.from_pretrained(path, quantization_config=FP4InductorConfig())
 
     Args:
-        scale_search, large_m, attention: as in :class:`fp4_inductor.NVFP4Config`; ``"activation"`` needs data, so quantize after loading instead.
+        scale_search, prefill, attention: as in :class:`fp4_inductor.NVFP4Config`; ``"activation"`` needs data, so quantize after loading instead.
         ignore: layers to leave alone, as in :func:`fp4_inductor.quantize_model`.
         strict: True raises if a weight cannot be quantized, or a checkpoint does not fit its model. False raises for neither. None
             raises for a checkpoint that does not fit, and for weights that cannot be quantized if they are more than 5 % of all.
@@ -31,7 +41,7 @@ class FP4InductorConfig(QuantizationConfigMixin):
     def __init__(
         self,
         scale_search: str = "four_over_six",
-        large_m: str = "auto",
+        prefill: str = "auto",
         ignore: Iterable[str] | None = None,
         strict: bool | None = None,
         source: Mapping[str, Any] | None = None,
@@ -44,7 +54,7 @@ class FP4InductorConfig(QuantizationConfigMixin):
             raise ConfigError(
                 "FP4InductorConfig: unknown options",
                 value=sorted(unknown),
-                limit="scale_search, large_m, ignore, strict, attention",
+                limit="scale_search, prefill, ignore, strict, attention",
                 remedy="Leave them out, or update fp4_inductor.",
             )
         if scale_search in ("activation", "auto"):
@@ -54,9 +64,9 @@ class FP4InductorConfig(QuantizationConfigMixin):
                 limit='"amax", "four_over_six", "mse"',
                 remedy="Load the dense model, then call fp4_inductor.quantize_model(model, NVFP4Config(...)).",
             )
-        NVFP4Config(scale_search=scale_search, large_m=large_m, attention=attention)  # type: ignore[arg-type]
+        NVFP4Config(scale_search=scale_search, prefill=prefill, attention=attention)  # type: ignore[arg-type]
         self.quant_method = native.METHOD  # type: ignore[assignment]
-        self.scale_search, self.large_m, self.strict, self.version = scale_search, large_m, strict, version
+        self.scale_search, self.prefill, self.strict, self.version = scale_search, prefill, strict, version
         self.attention = attention
         self.ignore = list(ignore) if ignore is not None else None
         self.source = None if source is None else copy.deepcopy(dict(source))
@@ -71,10 +81,11 @@ class FP4InductorConfig(QuantizationConfigMixin):
         return kept
 
 
-class ModelOptConfig(QuantizationConfigMixin):
+@has_old_names
+class ModelOptConfig(_Stored):
     """``quantization_config`` of a ModelOpt checkpoint, kept as it is."""
 
-    def __init__(self, quant_method: str = modelopt.METHOD, large_m: str = "auto", strict: bool | None = None, **rest: Any):
-        self.quant_method, self.large_m, self.strict = quant_method, large_m, strict  # type: ignore[assignment]
+    def __init__(self, quant_method: str = modelopt.METHOD, prefill: str = "auto", strict: bool | None = None, **rest: Any):
+        self.quant_method, self.prefill, self.strict = quant_method, prefill, strict  # type: ignore[assignment]
         for name, value in rest.items():
             setattr(self, name, value)

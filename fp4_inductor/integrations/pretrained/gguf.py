@@ -31,7 +31,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _IGNORED = {"rope_freqs.weight": "rope_freqs.weight is ignored, as transformers does: long contexts are rotated as the config says"}
 
 
-def load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[str, Any], attention: str = "auto") -> nn.Module:
+def load_gguf(path: Path, auto: Any, prefill: str, strict: bool, options: dict[str, Any], attention: str = "auto") -> nn.Module:
     """See :func:`fp4_inductor.load_pretrained`."""
     file = open_gguf(path)
     config = config_of(file)
@@ -45,7 +45,7 @@ def load_gguf(path: Path, auto: Any, large_m: str, strict: bool, options: dict[s
     source = {"quant_method": gguf.METHOD, "shards": gguf.Shards(path.parent, {}, {}), "found": found, "dense": list(dense)}
     if options["dtype"] == "auto":
         options["dtype"] = torch.bfloat16  # a GGUF file does not say
-    wanted = FP4InductorConfig(large_m=large_m, strict=strict, source=source, attention=attention)
+    wanted = FP4InductorConfig(prefill=prefill, strict=strict, source=source, attention=attention)
     return model_class.from_pretrained(None, config=config, state_dict=dense, quantization_config=wanted, **options)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..._renamed import takes_old_names
 from ...checkpoint.manifest import FILE as NATIVE
 from ...checkpoint.readers import format_of, modelopt
 from ...checkpoint.shards import CONFIG, INDEX, SINGLE, Shards, open_shards, read_json
@@ -35,6 +36,7 @@ _NO_CODE = {"trust_remote_code": False}  # None would ask at the terminal
 _BUILD = "Build the model yourself, load its dense weights and call fp4_inductor.quantize_model."
 
 
+@takes_old_names
 @outside_inference_mode
 def load_pretrained(
     path_or_id: str | os.PathLike,
@@ -42,7 +44,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     strict: bool = True,
-    large_m: str = "auto",
+    prefill: str = "auto",
     attention: str | None = None,
     model_class: Any = None,
     **options: Any,
@@ -63,7 +65,7 @@ def load_pretrained(
             False names them in the report and keeps the latter in high precision. If the checkpoint is of another task (a
             language model read as a classifier), tensors that the model does not need are no error; nor is a head that is
             not in the checkpoint, which transformers initialises, if ``model_class`` is given.
-        large_m: as in :class:`fp4_inductor.NVFP4Config`.
+        prefill: as in :class:`fp4_inductor.NVFP4Config`.
         attention: as in :class:`fp4_inductor.NVFP4Config`; None takes what the model was saved with, else "auto".
         model_class: an auto class or model class of transformers; ``AutoModelForCausalLM`` if None.
         options: of ``from_pretrained``, e.g. ``revision``, ``attn_implementation``, ``device_map``, ``tp_plan``.
@@ -94,7 +96,7 @@ def load_pretrained(
         options["device_map"] = {"": where}
     options["dtype"] = "auto" if dtype is None else dtype
     if path.suffix == ".gguf" and path.is_file():
-        return load_gguf(path, auto, large_m, strict, options, attention or "auto")
+        return load_gguf(path, auto, prefill, strict, options, attention or "auto")
     if not on_hub and (path / NATIVE).exists():
         if not (path / CONFIG).exists():
             remedy = "Build the model yourself: fp4_inductor.load(lambda: Model(...), folder)."
@@ -104,7 +106,7 @@ def load_pretrained(
             raise CheckpointError("the folder holds two checkpoints", value=f"{NATIVE}; {other}", limit="one of them", remedy=remedy)
         config = typed(lambda: AutoConfig.from_pretrained(path, **_NO_CODE), path)
         take_quantization_config(config)
-        return typed(lambda: load_native(path, auto, config, where, strict, large_m, attention or "auto", options), path)
+        return typed(lambda: load_native(path, auto, config, where, strict, prefill, attention or "auto", options), path)
     if not on_hub:
         check_config(read_json(path / CONFIG), open_shards(path, options.get("variant")))
     config = typed(lambda: AutoConfig.from_pretrained(path_or_id, **hub, **_NO_CODE), path_or_id)
@@ -114,7 +116,7 @@ def load_pretrained(
     format_of(source)
     saved = source.get("attention") if source else None
     strictly = None if strict and model_class is not None else strict  # whoever names a class may mean another task than the checkpoint's
-    wanted = FP4InductorConfig(large_m=large_m, strict=strictly, source=source, attention=attention or saved or "auto")
+    wanted = FP4InductorConfig(prefill=prefill, strict=strictly, source=source, attention=attention or saved or "auto")
     return typed(lambda: auto.from_pretrained(path_or_id, config=config, quantization_config=wanted, **options, **_NO_CODE), path_or_id)
 
 

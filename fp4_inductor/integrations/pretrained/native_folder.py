@@ -18,21 +18,21 @@ from ...models.coverage import add_notes
 from ..attention import use_attention_backend
 from ..regions import use_regions
 from ..transformers import use_experts_backend
-from ..whole import large_m_of
+from ..whole import prefill_of
 from .quantizer import describe_for_saving
 
 _READ = {"dtype", "device_map", "subfolder", "revision", "token", "cache_dir", "local_files_only", "proxies", "force_download"}
 
 
 def load_native(
-    path: Path, auto: Any, config: Any, device: torch.device | None, strict: bool, large_m: str, attention: str, options: Mapping[str, Any]
+    path: Path, auto: Any, config: Any, device: torch.device | None, strict: bool, prefill: str, attention: str, options: Mapping[str, Any]
 ) -> nn.Module:
     """Build the model of ``config`` and read the folder into it, as :func:`fp4_inductor.load` does.
 
     Raises:
         ConfigError: an option that has no meaning for such a folder. CheckpointError: as :func:`fp4_inductor.load`.
     """
-    unread = sorted(name for name in options if name not in _READ) + (["large_m"] if large_m != "auto" else [])
+    unread = sorted(name for name in options if name not in _READ) + (["prefill"] if prefill != "auto" else [])
     unread += ["device_map"] if device is None and options.get("device_map") is not None else []
     if unread:
         raise ConfigError(
@@ -52,5 +52,5 @@ def load_native(
     add_notes(model, use_attention_backend(model, attention))
     compile_ahead(model)
     use_regions(model)
-    describe_for_saving(model, large_m_of(model), attention)
+    describe_for_saving(model, prefill_of(model), attention)
     return model

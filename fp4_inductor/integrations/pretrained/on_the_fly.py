@@ -25,7 +25,7 @@ class QuantizeOnLoad(ConversionOps):
     """
 
     def __init__(self, model: PreTrainedModel, config: Any):
-        self.config = NVFP4Config(scale_search=config.scale_search, large_m=config.large_m)
+        self.config = NVFP4Config(scale_search=config.scale_search, prefill=config.prefill)
         self.plan = make_plan(model, config.ignore)
         for error in uncovered_errors(self.plan, config.strict):
             raise error
@@ -77,5 +77,5 @@ class QuantizeOnLoad(ConversionOps):
         for target in self.plan.experts:
             weights = {name: self.expert_weights[f"{target.name}.{name}"] for name in target.spec.parameters[:2]}
             rows += [experts_row(target, name, packed, relative) for name, (packed, relative) in weights.items()]
-            install_experts(model, target, {name: packed for name, (packed, _) in weights.items()}, self.pads[target.name], weight_only(self.config.large_m))
+            install_experts(model, target, {name: packed for name, (packed, _) in weights.items()}, self.pads[target.name], weight_only(self.config.prefill))
         return rows

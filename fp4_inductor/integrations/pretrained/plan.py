@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.readers import Found, StoredWeight, format_of, native
 from ...checkpoint.safetensors_file import Entry
 from ...checkpoint.shards import Shards
-from ...config import LargeM, weight_only
+from ...config import Prefill, weight_only
 from ...errors import CheckpointError, bullet_names, list_names
 from ...formats import fp8, nvfp4
 from ...models.convert import carry_over, replace_module
@@ -231,7 +231,7 @@ def _matches(name: str, patterns: Any) -> bool:
     return any(re.search(p, name) for p in patterns or ())
 
 
-def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, large_m: LargeM) -> None:
+def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, prefill: Prefill) -> None:
     """Put modules without values in place of all that will be quantized. Transformers moves their buffers to their devices."""
     made = {name: t for item in plan.assemblies if item.packed for name, t in shapes(item, model, dtype).items()}
     for name, t in made.items():
@@ -241,11 +241,11 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
             weight = old.get_parameter("weight")
             n, k = weight.shape if linear_kind(old) == "linear" else weight.shape[::-1]
             layer = BY_STORAGE[t.STORAGE.name] if isinstance(t, FP4Tensor) else FP8Linear
-            path = weight_only(large_m) if layer is not FP4Linear or old is model.get_output_embeddings() else large_m
+            path = weight_only(prefill) if layer is not FP4Linear or old is model.get_output_embeddings() else prefill
             plan.followers[name] = [other for other in tied_to(model, name) if other not in made]
             for at in (owner, *(other.rpartition(".")[0] for other in plan.followers[name])):
                 module = model.get_submodule(at)
-                _replace(model, at, module, layer(k, n, bias=module.bias is not None, dtype=dtype, device="meta", large_m=path))
+                _replace(model, at, module, layer(k, n, bias=module.bias is not None, dtype=dtype, device="meta", prefill=path))
             _untie(model, name, plan.followers[name])
         elif attribute == "down_proj":
             spec = describe_experts(old)
@@ -253,7 +253,7 @@ def install_empty(model: PreTrainedModel, plan: LoadPlan, dtype: torch.dtype, la
                 first = _empty_experts(old, spec, spec.first, cast(FP4Tensor, made[f"{owner}.{spec.first}"]), dtype)
                 down = _empty_experts(old, spec, "down_proj", cast(FP4Tensor, t), dtype)
                 plan.replaced[owner] = old
-                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, large_m=weight_only(large_m))
+                new = FP4Experts(first, down, spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, prefill=weight_only(prefill))
                 _replace(model, owner, old, new)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.shards import Shards, shards_of
-from ...config import LargeM
+from ...config import Prefill
 from ...errors import CheckpointError, ConfigError, DeviceError, list_names
 from ...models import siblings
 from ...models.compile_ahead import compile_ahead
@@ -39,7 +39,7 @@ class FP4InductorQuantizer(HfQuantizer):
         source = getattr(config, "source", None)
         self.source: dict[str, Any] | None = source if source is not None else config.to_dict() if self.pre_quantized else None
         self.pre_quantized = self.source is not None
-        self.large_m: LargeM = getattr(config, "large_m", "auto")
+        self.prefill: Prefill = getattr(config, "prefill", "auto")
         self.attention: str = getattr(config, "attention", "auto")
         self.strict: bool | None = getattr(config, "strict", None)  # of what is read; QuantizeOnLoad has its own limit
         self.progress = True
@@ -70,7 +70,7 @@ class FP4InductorQuantizer(HfQuantizer):
         base = Path(named) if named and Path(named).is_dir() else None
         shards = self.source.get("shards") or self._shards(checkpoint_files or [], base)
         self.plan = make_load_plan(model, shards, self.source, self.dtype, self.strict)
-        install_empty(model, self.plan, self.dtype, self.large_m)
+        install_empty(model, self.plan, self.dtype, self.prefill)
         # Everything on disk was accounted for above; the packed tensors are not transformers' to place.
         model._keys_to_ignore_on_load_unexpected = {"."}
 
@@ -139,16 +139,16 @@ def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[
     use_regions(model)
     if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
         siblings.pack_model(model)
-    describe_for_saving(model, quantizer.large_m, quantizer.attention, quantizer)
+    describe_for_saving(model, quantizer.prefill, quantizer.attention, quantizer)
     report = siblings.annotated(inspect(model, errors, kept), model)
     record(model, Report(**{**vars(report), "notes": [*report.notes, *notes]}))
 
 
-def describe_for_saving(model: PreTrainedModel, large_m: str, attention: str = "auto", quantizer: FP4InductorQuantizer | None = None) -> None:
+def describe_for_saving(model: PreTrainedModel, prefill: str, attention: str = "auto", quantizer: FP4InductorQuantizer | None = None) -> None:
     """Make ``save_pretrained`` write what is in memory: our tensors, under the model's own names, with our config."""
     from .config import FP4InductorConfig
 
-    config = FP4InductorConfig(large_m=large_m, attention=attention)
+    config = FP4InductorConfig(prefill=prefill, attention=attention)
     if quantizer is None:
         quantizer = FP4InductorQuantizer(config, pre_quantized=True)
         model.hf_quantizer, model.quantization_method = quantizer, config.quant_method  # type: ignore[assignment]

@@ -28,7 +28,7 @@ from ...checkpoint.aside import as_path
 from ...checkpoint.manifest import FILE as NATIVE
 from ...checkpoint.shards import CONFIG, INDEX, SINGLE, open_shards, variant_of
 from ...errors import CheckpointError, ConfigError, FP4Error
-from ..whole import is_packed, large_m_of, write_whole
+from ..whole import is_packed, prefill_of, write_whole
 from .card import FILE as CARD
 from .card import card_of
 from .config import FP4InductorConfig
@@ -84,7 +84,7 @@ def _described(model: PreTrainedModel, packed: bool) -> Iterator[None]:
             if said is not _MISSING:
                 del config.quantization_config
         elif other is None:
-            describe_for_saving(model, large_m_of(model), _attention(model))
+            describe_for_saving(model, prefill_of(model), _attention(model))
         else:
             config.quantization_config = other.quantization_config
         yield

@@ -107,12 +107,12 @@ def _add(layers: list[tuple[str, int, int]], weights: int, settings: Settings) -
         set_ranges(compilation, compilation.compile_ranges_endpoints, settings.bounds)
     elif layers:
         ends = vars(compilation).setdefault(_ENDS, Ends(compilation.compile_ranges_endpoints))
-        ends.add(_bounds(tuple(layers), vllm_config.device_config.device_type, vllm_config.model_config.dtype, settings.large_m), weights)
+        ends.add(_bounds(tuple(layers), vllm_config.device_config.device_type, vllm_config.model_config.dtype, settings.prefill), weights)
         set_ranges(compilation, ends.given, ends.kept())
 
 
 @functools.lru_cache(maxsize=64)
-def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.dtype, large_m: str) -> tuple[int, ...]:
+def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.dtype, prefill: str) -> tuple[int, ...]:
     """The numbers of tokens at which a layer changes its kernel, ascending; ``layers``: the calls that it may become.
 
     As :func:`fp4_inductor.bounds`, which stands on a floor above, for a device that is here.
@@ -121,7 +121,7 @@ def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.
     for op, n, k in sorted(layers, key=lambda layer: layer[0] != "linear_glu"):  # the product alone counts from where it is not fused
         if op == "linear_glu" and select.arch_of(place) == 0:  # it is made for CUDA only
             continue
-        call = select.describe(op, place, dtype, n, k, large_m)
+        call = select.describe(op, place, dtype, n, k, prefill)
         found += [bound for bound in plan(call, dispatch_config()).bounds if bound > found[-1]]
     return tuple(found[1:])
 

@@ -106,7 +106,7 @@ class _Experts(FusedMoEMethodBase):
         biases, metas = ([getattr(layer, f"{name}_{part}", None) for name in ("w13", "w2")] for part in ("bias", META))
         return torch.ops.fp4.moe(
             x, topk_ids, topk_weights, *parts, *biases, *self.activation.arguments(),
-            bool(layer.apply_router_weight_on_input), layer.expert_map, self.settings.large_m, *metas,
+            bool(layer.apply_router_weight_on_input), layer.expert_map, self.settings.prefill, *metas,
         )  # fmt: skip
 
 

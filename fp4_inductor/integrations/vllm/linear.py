@@ -142,8 +142,8 @@ class FP4LinearMethod(_Linear):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scale, g = layer.weight, layer.weight_scale, layer.weight_global_scale
         if self.sparse:
-            return torch.ops.fp4.sparse_linear(x, weight, layer.weight_meta, scale, g, bias, self.settings.large_m, layer.fp4_rows)
-        return torch.ops.fp4.linear(x, weight, scale, g, bias, self.settings.large_m, layer.fp4_rows)
+            return torch.ops.fp4.sparse_linear(x, weight, layer.weight_meta, scale, g, bias, self.settings.prefill, layer.fp4_rows)
+        return torch.ops.fp4.linear(x, weight, scale, g, bias, self.settings.prefill, layer.fp4_rows)
 
 
 class Loaded:
@@ -231,7 +231,7 @@ class FP8LinearMethod(_Linear):
         layer.weight, layer.weight_scale = frozen(weight), frozen(scale.contiguous())
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.ops.fp4.linear_fp8(x, layer.weight, layer.weight_scale, bias, self.settings.large_m)
+        return torch.ops.fp4.linear_fp8(x, layer.weight, layer.weight_scale, bias, self.settings.prefill)
 
 
 @register_weight_loader_v2_supported_method
@@ -285,7 +285,7 @@ class OnlineLinearMethod(_Linear):
         self._keep(layer, PackedLinear(codes, scale, g, None, None))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.ops.fp4.linear(x, layer.weight, layer.weight_scale, layer.weight_global_scale, bias, self.settings.large_m, None)
+        return torch.ops.fp4.linear(x, layer.weight, layer.weight_scale, layer.weight_global_scale, bias, self.settings.prefill, None)
 
 
 class Largest:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..._renamed import replaced
 from ...config import NVFP4Config
 from ...errors import ConfigError
 from ...models.plan import Names
@@ -21,7 +22,7 @@ class Settings:
     """Options of one engine.
 
     Args:
-        large_m: arithmetic of many rows (prompts), as in :class:`fp4_inductor.NVFP4Config`: ``"auto"``, ``"fp8"`` or ``"bf16"``.
+        prefill: arithmetic of many rows (prompts), as in :class:`fp4_inductor.NVFP4Config`: ``"auto"``, ``"fp8"`` or ``"bf16"``.
         scale_search: how a bf16 checkpoint is quantized while it loads: ``"four_over_six"``, ``"amax"`` or ``"mse"``.
         ignore: layers of a bf16 checkpoint that stay in bf16, as in :func:`fp4_inductor.quantize_model`, by vLLM's names (``"qkv_proj"``).
         bounds: numbers of tokens at which vLLM begins another compile range; None: where another kernel is ahead.
@@ -30,15 +31,15 @@ class Settings:
         ConfigError: a value that is not one of these.
     """
 
-    large_m: str = "auto"
+    prefill: str = "auto"
     scale_search: str = "four_over_six"
     ignore: tuple[str, ...] = ()
     bounds: tuple[int, ...] | None = None
     names: Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        NVFP4Config(large_m=self.large_m)  # type: ignore[arg-type]
-        for name, accepted in (("large_m", WEIGHT_ONLY), ("scale_search", _SEARCHES)):
+        NVFP4Config(prefill=self.prefill)  # type: ignore[arg-type]
+        for name, accepted in (("prefill", WEIGHT_ONLY), ("scale_search", _SEARCHES)):
             if getattr(self, name) not in accepted:
                 raise ConfigError(
                     f"{KEY}: {name} cannot be served", value=repr(getattr(self, name)), limit=list(accepted), remedy="Leave it out for the default."
@@ -56,9 +57,11 @@ def settings_of(vllm_config: Any) -> Settings:
     """
     given = getattr(vllm_config, "additional_config", None)
     options = given.get(KEY, {}) if isinstance(given, Mapping) else {}
+    where = f'additional_config["{KEY}"]'
+    options = replaced(options, where) if isinstance(options, Mapping) else options
     known = [f.name for f in fields(Settings) if f.init]
     if not isinstance(options, Mapping) or (unknown := sorted(set(options) - {*known, SALT})):
         value = unknown if isinstance(options, Mapping) else repr(options)[:80]
-        raise ConfigError(f'additional_config["{KEY}"] is not valid', value=value, limit=f"an object with {', '.join(known)}", remedy="Correct the names.")
+        raise ConfigError(f"{where} is not valid", value=value, limit=f"an object with {', '.join(known)}", remedy="Correct the names.")
     lists = {name: tuple(options[name]) for name in ("ignore", "bounds") if isinstance(options.get(name), (list, tuple))}
     return Settings(**{name: value for name, value in options.items() if name != SALT} | lists)

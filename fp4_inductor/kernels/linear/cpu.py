@@ -30,14 +30,14 @@ _CHUNK = 1 << 22  # activations dequantised at once: 16 MB of float32
 
 
 def linear(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None
 ) -> Tensor:
     """``x [..., K] @ W.T + bias``, accumulated in float32; one rounding to ``x.dtype`` for M <= 8."""
-    contract.check(x, qdata, scale, global_scale, bias, large_m, rows)
+    contract.check(x, qdata, scale, global_scale, bias, prefill, rows)
     n, k = qdata.shape[0], x.shape[-1]
     m = x.shape[:-1].numel()
     # Only this option lets M decide what is computed on a CPU, so only it asks the table.
-    if large_m == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, large_m).kernel != "cpu":
+    if prefill == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, prefill).kernel != "cpu":
         return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias, rows).view(*x.shape[:-1], n)
     return _product(x, (qdata,), scale, global_scale, bias, rows)
 
@@ -60,11 +60,11 @@ def linear_w4a4(
 
 
 def sparse_linear(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto",
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto",
     rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """As :func:`linear`, W 2:4-sparse. Illegal metadata is a SparsityError here: the C kernels read it anyway."""
-    sparse_contract.check(x, values, meta, scale, global_scale, bias, large_m, rows)
+    sparse_contract.check(x, values, meta, scale, global_scale, bias, prefill, rows)
     return _product(x, (values, meta), scale, global_scale, bias, rows)
 
 

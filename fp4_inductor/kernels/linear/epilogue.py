@@ -14,16 +14,16 @@ from .configs import MAX_SCALES, Epilogue
 
 def linear_epilogue(
     x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, large_m: str = "auto", members: Sequence[int] | None = None,
+    residual: Tensor | None = None, prefill: str = "auto", members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """``act(x @ W.T + bias) * mul + residual`` for ``x [..., K]`` by the row that ``select.plan`` gives for this M."""
-    contract.check(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, members)
+    contract.check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, members)
     n, k = qdata.shape[0], qdata.shape[1] * 2
     lead = x.shape[:-1]
     m = math.prod(lead)
-    row = host.row_for("linear_epilogue", x, m, n, k, large_m) if m and n and k else None
+    row = host.row_for("linear_epilogue", x, m, n, k, prefill) if m and n and k else None
     if row is None or not row.csrc or len(members or ()) > MAX_SCALES:
-        return contract.in_steps(x, qdata, scale, global_scale, bias, act, mul, residual, large_m, members)
+        return contract.in_steps(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, members)
     mul, residual = (None if t is None else t.reshape(m, n) for t in (mul, residual))
     then = Epilogue(starts=tuple(members or ())[1:], act=act, mul=mul, residual=residual)
     return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale.contiguous(), bias, host.arch(x.device), then=then).view(*lead, n)

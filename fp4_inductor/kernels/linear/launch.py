@@ -29,21 +29,21 @@ fp4 = torch.ops.fp4
 small, table, wide = map(host.by_cuda, ("linear_small", "linear_table", "linear_wide"))
 
 
-def call_of(x: Tensor, qdata: Tensor, large_m: str = "auto") -> Call:
+def call_of(x: Tensor, qdata: Tensor, prefill: str = "auto") -> Call:
     """The description of a call that ``select.plan`` reads."""
-    return select.describe("linear", x.device, x.dtype, qdata.shape[0], qdata.shape[1] * 2, large_m)
+    return select.describe("linear", x.device, x.dtype, qdata.shape[0], qdata.shape[1] * 2, prefill)
 
 
 def linear(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto", rows: Sequence[int] | None = None
+    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None
 ) -> Tensor:
     """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
-    contract.check(x, qdata, scale, global_scale, bias, large_m, rows)
-    return by_rows("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, large_m, _LAUNCHERS, rows)
+    contract.check(x, qdata, scale, global_scale, bias, prefill, rows)
+    return by_rows("linear", x, nvfp4.STORAGE, (qdata, scale, global_scale), bias, prefill, _LAUNCHERS, rows)
 
 
 def by_rows(
-    op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, large_m: str, launchers: dict[str, Callable[..., Tensor]],
+    op: str, x: Tensor, storage: Storage, weight: tuple[Tensor, ...], bias: Tensor | None, prefill: str, launchers: dict[str, Callable[..., Tensor]],
     members: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Call the launcher of the row of ``op`` for this M with ``(rows of x, *weight, bias)``, tensors contiguous and 16-byte aligned.
@@ -59,12 +59,12 @@ def by_rows(
         return contract.without_products(x, n, bias)
     if members and len(members) > configs.MAX_SCALES:
         call = functools.partial(by_rows, op, x, storage)
-        return torch.cat([call(part, b, large_m, launchers, own) for part, b, own in _groups(weight, bias, members, n)], -1)
+        return torch.cat([call(part, b, prefill, launchers, own) for part, b, own in _groups(weight, bias, members, n)], -1)
     rows, bounds = x.reshape(m, k), tuple(members or ())[1:]
     more: dict[str, Any] = {"bounds": bounds} if bounds else {}
     if members:
         weight = (*weight[:-1], weight[-1].contiguous() if bounds else weight[-1].reshape(()))
-    row = host.row_for(op, x, m, n, k, large_m, scales=1 + len(bounds))
+    row = host.row_for(op, x, m, n, k, prefill, scales=1 + len(bounds))
     if row.csrc:  # its operator sees to device, strides and alignment
         return launchers[row.kernel](rows, *weight, bias, **more).view(*lead, n)
     with torch.cuda.device(x.device):

@@ -15,14 +15,14 @@ from . import configs
 from .triton_gemv import linear_fp8_gemv
 
 
-def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto") -> Tensor:
+def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto") -> Tensor:
     """``x [..., K]`` times the weight by the row that ``select.plan`` gives for this M."""
-    contract.check(x, weight, weight_scale, bias, large_m)
+    contract.check(x, weight, weight_scale, bias, prefill)
     (n, k), lead = weight.shape, x.shape[:-1]
     m = math.prod(lead)
     if m == 0 or n == 0 or k == 0:
         return without_products(x, n, bias)
-    row = host.row_for("linear_fp8", x, m, n, k, large_m)
+    row = host.row_for("linear_fp8", x, m, n, k, prefill)
     with torch.cuda.device(x.device):
         y = _LAUNCHERS[row.kernel](host.aligned(x.reshape(m, k)), host.aligned(weight), weight_scale.contiguous())
     return host.plus(y, bias).view(*lead, n)

@@ -14,13 +14,13 @@ from . import configs
 from .triton_gemv import linear_glu_gemv
 
 
-def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", large_m: str = "auto") -> Tensor:
+def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "silu", prefill: str = "auto") -> Tensor:
     """``act(gate) * up`` for ``x [..., K]`` by the row that ``select.plan`` gives for this M."""
-    contract.check(x, qdata, scale, global_scale, bias, act, large_m)
+    contract.check(x, qdata, scale, global_scale, bias, act, prefill)
     n, k = qdata.shape[0], qdata.shape[1] * 2
     lead = x.shape[:-1]
     m = math.prod(lead)
-    row = host.row_for("linear_glu", x, m, n, k, large_m) if m and n and k else None
+    row = host.row_for("linear_glu", x, m, n, k, prefill) if m and n and k else None
     if row is not None and row.csrc:
         then = Epilogue(starts=(n // 2,) if global_scale.dim() else (), act=act)
         return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, host.arch(x.device), then=then).view(*lead, n // 2)
@@ -29,7 +29,7 @@ def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bi
             bias = None if bias is None else host.aligned(bias)
             x, qdata, scale = host.aligned(x.reshape(m, k)), host.aligned(qdata), host.aligned(scale)
             return gemv(x, qdata, scale, global_scale, bias, act).view(*lead, n // 2)
-    return contract.in_two_steps(x, qdata, scale, global_scale, bias, act, large_m)
+    return contract.in_two_steps(x, qdata, scale, global_scale, bias, act, prefill)
 
 
 def gemv(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str, tile: GemvConfig | None = None) -> Tensor:

@@ -20,18 +20,18 @@ def moe(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``[T, N]``; sums in float32, in ascending order of the expert."""
     contract.check(
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
     )  # fmt: skip
     act = Activation(activation, alpha, limit, interleaved)
     inner, columns = contract.columns(down_qdata, down_meta), down_qdata.shape[1]
     local = contract.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias, large_m, interleaved)
-    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias, large_m)
+    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias, prefill, interleaved)
+    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias, prefill)
     out = hidden.new_zeros((hidden.shape[0], columns), dtype=torch.float32)
     for e, token, w in _by_expert(local, expert_weights.float()):
         x = hidden.index_select(0, token)
@@ -57,9 +57,9 @@ def _by_expert(local: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Te
 class _Experts:
     """One stack of weights, dense or 2:4-sparse: checked once, multiplied expert by expert."""
 
-    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None, large_m: str, interleaved: bool = False):
+    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None, prefill: str, interleaved: bool = False):
         self.packed = tuple(t.contiguous() for t in (codes, meta) if t is not None)
-        self.scale, self.bias, self.large_m, self.interleaved = scale.contiguous(), bias, large_m, interleaved
+        self.scale, self.bias, self.prefill, self.interleaved = scale.contiguous(), bias, prefill, interleaved
         g = global_scale if contract.has_two_scales(global_scale) else global_scale.reshape(-1)
         self.global_scale = g.tolist() if codes.device.type == "cpu" else g
 
@@ -84,4 +84,4 @@ class _Experts:
     def _multiply(self, x: Tensor, packed: tuple[Tensor, ...], scale: Tensor, global_scale: Tensor | float) -> Tensor:
         if isinstance(global_scale, float):  # on a CPU
             return linear.product(x, packed, scale, global_scale)
-        return (fp4.linear if len(packed) == 1 else fp4.sparse_linear)(x, *packed, scale, global_scale, None, self.large_m)
+        return (fp4.linear if len(packed) == 1 else fp4.sparse_linear)(x, *packed, scale, global_scale, None, self.prefill)

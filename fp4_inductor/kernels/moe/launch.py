@@ -81,12 +81,12 @@ def moe(
     gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, large_m: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
+    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``[T, N]`` by the row that ``select.plan`` gives for this T * k and E."""
     args = (
         hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, large_m, gate_up_meta, down_meta,
+        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
     )  # fmt: skip
     contract.check(*args)
     if hidden.device.type != "cuda":
@@ -101,7 +101,7 @@ def moe(
     op = select.moe_op(gate_up_meta, down_meta)
     form = select.moe_form(activation, gate_up_qdata.shape[1] != inner, inner, experts, weight_on_input, biases, op)
     scales = select.scales_of(gate_up_global_scale.shape)
-    row = host.row_for(op, hidden, expert_ids.numel(), width, k, large_m, experts, form=form, scales=scales)
+    row = host.row_for(op, hidden, expert_ids.numel(), width, k, prefill, experts, form=form, scales=scales)
     if row.kernel == BY_EXPERT:
         return by_expert.moe(*args)
     layer = Layer(

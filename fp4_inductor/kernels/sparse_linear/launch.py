@@ -25,12 +25,12 @@ small, table, wide = map(host.by_cuda, ("sparse_linear_small", "sparse_linear_ta
 
 
 def sparse_linear(
-    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, large_m: str = "auto",
+    x: Tensor, values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, prefill: str = "auto",
     rows: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """``x [..., K] @ W.T + bias`` by the row that ``select.plan`` gives for this M."""
-    contract.check(x, values, meta, scale, global_scale, bias, large_m, rows)
-    return by_rows("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, large_m, LAUNCHERS, rows)
+    contract.check(x, values, meta, scale, global_scale, bias, prefill, rows)
+    return by_rows("sparse_linear", x, sparse24.STORAGE, (values, meta, scale, global_scale), bias, prefill, LAUNCHERS, rows)
 
 
 def gemv(

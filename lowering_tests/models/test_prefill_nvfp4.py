@@ -1,4 +1,4 @@
-"""``large_m="nvfp4"`` (W4A4): what is rounded and what is not, on a CPU; configuration, report, checkpoints."""
+"""``prefill="nvfp4"`` (W4A4): what is rounded and what is not, on a CPU; configuration, report, checkpoints."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def test_a_token_is_rounded_alike_in_any_batch_and_a_bad_one_stays_alone(weight)
 
 def test_gradients_pass_the_rounding(weight):
     grads = []
-    for large_m in ("bf16", "nvfp4"):
+    for prefill in ("bf16", "nvfp4"):
         x = torch.randn(80, 96, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        fp4.linear(x, *weight, None, large_m).sum().backward()
+        fp4.linear(x, *weight, None, prefill).sum().backward()
         grads.append(x.grad)
     assert torch.equal(*grads)
 
 
 def test_compiled_and_explained():
-    layer = FP4Linear.from_weight(torch.randn(40, 48), torch.randn(40), large_m="nvfp4")
+    layer = FP4Linear.from_weight(torch.randn(40, 48), torch.randn(40), prefill="nvfp4")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for m in (2, 64, 65, 200):
@@ -94,11 +94,11 @@ def test_compiled_and_explained():
 
 
 def options(model) -> dict[str, str]:
-    return {name: m.large_m for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4Experts))}
+    return {name: m.prefill for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4Experts))}
 
 
 def quantized(model, config, **fields):
-    return fp4_inductor.quantize_model(model, replace(config, large_m="nvfp4", **fields), progress=False)
+    return fp4_inductor.quantize_model(model, replace(config, prefill="nvfp4", **fields), progress=False)
 
 
 @pytest.mark.parametrize("head", ["nvfp4", "fp8"])
@@ -107,7 +107,7 @@ def test_experts_and_heads_keep_their_activations(tiny, head):
     kinds = options(model)
     assert {kinds.pop("lm_head")} | {v for n, v in kinds.items() if n.endswith("experts")} == {"auto"}
     assert {v for n, v in kinds.items() if not n.endswith("experts")} == {"nvfp4"}
-    (note,) = (n for n in fp4_inductor.report(model).notes if "large_m" in n)
+    (note,) = (n for n in fp4_inductor.report(model).notes if "prefill" in n)
     assert "not measured: no calibration data" in note
 
 
@@ -116,8 +116,8 @@ def test_the_report_has_the_cost_with_and_without(tiny):
     config = NVFP4Config("activation", calibration=iter(batches))  # read once only
     model = quantized(tiny("llama"), config)
     report = fp4_inductor.report(model)
-    assert "large_m=nvfp4" in str(report)
-    (note,) = (n for n in report.notes if "large_m" in n)
+    assert "prefill=nvfp4" in str(report)
+    (note,) = (n for n in report.notes if "prefill" in n)
     total, weights = (float(part.split()[-1]) for part in (note.split(" nats")[0], note.split(" of it")[0]))
     assert report.kl == pytest.approx(total, abs=1e-4)
     assert 0 < weights < total
@@ -127,7 +127,7 @@ def test_the_report_has_the_cost_with_and_without(tiny):
 
 def test_a_loud_cost_is_a_warning(tiny, monkeypatch):
     monkeypatch.setattr("fp4_inductor.models.activation_cost.LOUD_KL", 0.0)
-    with pytest.warns(errors.QualityWarning, match=r'weights alone .*large_m="auto" keeps the activations'):
+    with pytest.warns(errors.QualityWarning, match=r'weights alone .*prefill="auto" keeps the activations'):
         model = quantized(tiny("llama"), NVFP4Config(calibration=[torch.randint(0, 128, (2, 48))]))
     assert "!! NVFP4 weights and activations cost" in fp4_inductor.report(model).text(1000)
 
@@ -148,26 +148,26 @@ def test_through_transformers(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 
     tiny("qwen3_moe").save_pretrained(tmp_path / "dense")
-    config = fp4_inductor.FP4InductorConfig(scale_search="four_over_six", large_m="nvfp4")
+    config = fp4_inductor.FP4InductorConfig(scale_search="four_over_six", prefill="nvfp4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     model.save_pretrained(tmp_path / "packed")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert options(loaded) == options(model)
     assert set(options(model).values()) == {"nvfp4", "auto"}
-    native = fp4_inductor.quantize_model(tiny("qwen3_moe"), NVFP4Config("four_over_six", large_m="nvfp4"), progress=False)
+    native = fp4_inductor.quantize_model(tiny("qwen3_moe"), NVFP4Config("four_over_six", prefill="nvfp4"), progress=False)
     fp4_inductor.save(native, tmp_path / "native")
-    assert fp4_inductor.load(lambda: tiny("qwen3_moe"), tmp_path / "native").config.quantization_config.large_m == "nvfp4"
+    assert fp4_inductor.load(lambda: tiny("qwen3_moe"), tmp_path / "native").config.quantization_config.prefill == "nvfp4"
 
 
 def test_where_it_is_refused():
-    assert NVFP4Config().large_m == "auto"
+    assert NVFP4Config().prefill == "auto"
     with pytest.raises(errors.ConfigError, match="'nvfp4'"):
-        Sparse24Config(large_m="nvfp4")
+        Sparse24Config(prefill="nvfp4")
     for make in (FP8Linear, Sparse24Linear):
         with pytest.raises(errors.ConfigError, match=r"'nvfp4'.*\['auto', 'fp8', 'bf16'\]"):
-            make(64, 32, large_m="nvfp4")
+            make(64, 32, prefill="nvfp4")
     w = torch.ops.fp4.sparse_quantize(torch.eye(32), None, "amax", None, None)
-    with pytest.raises(errors.ConfigError, match=r"fp4.sparse_linear: unknown large_m; got 'nvfp4'"):
+    with pytest.raises(errors.ConfigError, match=r"fp4.sparse_linear: unknown prefill; got 'nvfp4'"):
         fp4.sparse_linear(torch.randn(3, 32), *w, None, "nvfp4")
 
 
