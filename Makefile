@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.fp4_ready
 TOOLS := $(VENV)/.fp4_tools
 
-.PHONY: demo test test-slow lint pytest vllm docs readme support wheel clean
+.PHONY: demo test test-slow lint pytest vllm docs readme activations support wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py $(DEMO)
@@ -62,6 +62,9 @@ $(TOOLS): $(READY)
 
 readme: $(TOOLS)
 	$(BIN)/python .ci/readme.py
+
+activations: $(TOOLS)
+	$(BIN)/python .ci/activations.py
 
 wheel: $(TOOLS)
 	$(BIN)/python .ci/wheel.py

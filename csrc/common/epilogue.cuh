@@ -1,6 +1,7 @@
 // What happens to sums: the warps of a block, and the blocks of a cluster, meet in shared memory in a fixed order, without
 // atomics; then scale, bias, what a kernel is compiled to do behind them, and one rounding.
 #pragma once
+#include "activations.cuh"
 #include "nvfp4.cuh"
 
 namespace fp4 {
@@ -30,8 +31,6 @@ constexpr Finish kFinish = (Finish)FP4_FINISH;
 #endif
 constexpr bool kSeveralScales = FP4_SEVERAL_SCALES;
 
-enum Activation { kNone, kSilu, kGelu, kGeluTanh, kRelu };  // as in kernels/csrc.py
-
 __device__ __forceinline__ float activate(float z, int act) {
   switch (act) {
     case kSilu: return z / (1.f + expf(-z));
@@ -55,7 +54,7 @@ template <typename T> struct Epilogue {
   // Of a kernel with nothing but scales and bias behind its sums.
   static __device__ Epilogue scales(int second, int third) { return kSeveralScales ? of(nullptr, nullptr, second, third, kNone) : of(nullptr, nullptr, 0, 0, kNone); }
   bool fits(Finish finish, int N) const {
-    if (act < kNone || act > kRelu || second > third || second < 0 || third < 0) return false;
+    if (act < kNone || act > kLastActivation || second > third || second < 0 || third < 0) return false;
     return finish == kPlain ? !mul && !residual && !act : finish == kPointwise || (!mul && !residual && N % 2 == 0);
   }
 };

@@ -1,4 +1,4 @@
-"""What an expert does between its two products: the activation descriptor of ``fp4.moe``.
+"""Activations: their numbers in kernels, and what an expert does between its two products, the activation descriptor of ``fp4.moe``.
 
 With a gate, the first product has 2 * I outputs: ``gate`` and ``up``, one half each, or every other one (``interleaved``):
 
@@ -10,6 +10,7 @@ gpt-oss's reference implementation (alpha 1.702, limit 7, up + 1); Primer (relu 
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -18,6 +19,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ConfigError
+
+
+class ActivationCode(enum.IntEnum):
+    """The number by which a kernel knows an activation of ``fp4.linear_glu`` or ``fp4.linear_epilogue``; its name there in lower case.
+
+    ``csrc/common/activations.cuh`` is written from this class (``make activations``), so that CUDA and Python cannot disagree. The Triton
+    function ``activate`` in ``kernels/linear_glu/triton_gemv.py`` has the same numbers. A number never changes: generated code holds it.
+    """
+
+    NONE = 0  # z
+    SILU = 1  # z * sigmoid(z)
+    GELU = 2  # 0.5 z (1 + erf(z / sqrt 2))
+    GELU_TANH = 3  # 0.5 z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3)))
+    RELU = 4  # max(z, 0)
+
+
+def activation_code(name: str) -> int:
+    """The number of ``name``, ``""`` being none. A plain int: generated code prints it.
+
+    Raises:
+        ConfigError: no kernel has this activation in its epilogue.
+    """
+    known = {"" if code is ActivationCode.NONE else code.name.lower(): int(code) for code in ActivationCode}
+    if name not in known:
+        raise ConfigError("no kernel applies this activation to its sums", value=repr(name), limit=list(known), remedy="Call fp4.linear and apply it yourself.")
+    return known[name]
+
 
 # name -> (needs a gate, uses alpha)
 ACTIVATIONS = {

@@ -20,7 +20,7 @@ from . import linear
 from .contract import OpContract, no_gradient, refuse_gradient
 from .linear_siblings import members
 
-# The order is that of the kernels' ACT numbers.
+# What kernels call them: ActivationCode.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

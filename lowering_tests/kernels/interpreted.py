@@ -32,6 +32,7 @@ from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
 from fp4_inductor.kernels.topk.launch import tile as topk_tile
 from fp4_inductor.kernels.topk.triton_rows import topk_rows
 from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8, router, topk
+from fp4_inductor.ops.activation import ActivationCode, activation_code
 
 
 def report(case: str, error: float, bound: float) -> None:
@@ -330,7 +331,7 @@ def run_quantize(x):
 
 
 def quantize_glu_cases():
-    for number, act in enumerate(linear_glu.ACTIVATIONS):
+    for act in linear_glu.ACTIVATIONS:
         for (m, inner), blocks in itertools.product(((1, 16), (3, 48), (2, 230), (2, 256)), (0, 1, 4)):
             x = torch.randn(m, 2 * inner) * 2
             x[-1, 5], x[0, inner:] = 0, x[0, inner:] * 1e4
@@ -341,7 +342,7 @@ def quantize_glu_cases():
                 scale,
                 inner,
                 quantize_rows_fp8.E4M3_MAX,
-                ACT=number,
+                ACT=activation_code(act),
                 LANE_ORDER=inner == 256,
                 BLOCK=256 if blocks == 1 else 64,
                 BLOCKS=blocks,
@@ -356,7 +357,7 @@ def quantize_glu_cases():
     x = torch.zeros(2, 192)
     x[1, 3] = float("nan")
     out, scale = torch.empty(2, 96), torch.empty(2, 1)
-    quantize_glu_rows[(2,)](x, out, scale, 96, quantize_rows_fp8.E4M3_MAX, ACT=0, LANE_ORDER=False, BLOCK=32, BLOCKS=3, PDL=False)
+    quantize_glu_rows[(2,)](x, out, scale, 96, quantize_rows_fp8.E4M3_MAX, ACT=ActivationCode.SILU.value, LANE_ORDER=False, BLOCK=32, BLOCKS=3, PDL=False)
     report("quantize_glu_rows zero row, NaN stays in its row", float(not (scale[0] == 1 and not out[0].any() and out[1].isnan().any())), 0.0)
 
 

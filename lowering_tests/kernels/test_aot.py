@@ -31,6 +31,7 @@ from fp4_inductor.kernels.sparse_linear.triton_mid import sparse_mid
 from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.kernels.topk.launch import tile as topk_tile
 from fp4_inductor.kernels.topk.triton_rows import topk_rows
+from fp4_inductor.ops.activation import ActivationCode
 from lowering_tests.kernels import aot
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a block may have (CUDA C Programming Guide, table of capabilities)
@@ -320,7 +321,7 @@ def test_quantize_rows(cc):
 def test_quantize_glu_rows(cc):
     signature = {"GATE_UP": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "INNER": "i32", "LIMIT": "fp32"}
     for inner in (1536, 12288, 28672):
-        constants = dict(glu_tile(inner), ACT=0, LANE_ORDER=cc == 90 and inner % 256 == 0, PDL=cc >= 90)
+        constants = dict(glu_tile(inner), ACT=ActivationCode.SILU.value, LANE_ORDER=cc == 90 and inner % 256 == 0, PDL=cc >= 90)
         warps = constants.pop("num_warps")
         done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
         assert_fits(done, warps, cc)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...formats.packing import MAX_SCALES
-from ...ops.linear_glu import ACTIVATIONS
+from ...ops.activation import activation_code
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Epilogue:
 
     def arguments(self) -> tuple:
         """Of the operator, behind its tile, without defaults at the end."""
-        given = [*self.starts, *[0] * (MAX_SCALES - 1 - len(self.starts)), ["", *ACTIVATIONS].index(self.act), self.mul, self.residual]
+        given = [*self.starts, *[0] * (MAX_SCALES - 1 - len(self.starts)), activation_code(self.act), self.mul, self.residual]
         while given and (given[-1] is None or (isinstance(given[-1], int) and given[-1] == 0)):
             given.pop()
         return tuple(given)

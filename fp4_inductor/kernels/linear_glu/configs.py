@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...ops.linear_glu import ACTIVATIONS
+from ...ops.activation import activation_code
 from ..linear import configs
 from ..linear.configs import GemvConfig
 
@@ -23,7 +23,7 @@ def gemv_constants(c: GemvConfig, n: int, k: int, arch: int, act: str, has_bias:
     """Constexpr arguments of ``linear_glu_gemv`` for one shape and architecture; ``scales``: 2 if gate and up have one each."""
     even = n % c.block_n == 0 and (k // 8) % c.block_w == 0
     tile = dict(BLOCK_M=1, BLOCK_N=c.block_n, BLOCK_W=c.block_w, EVEN=even, CVT=arch >= 89, ASM=True)
-    return {**tile, "ACT": list(ACTIVATIONS).index(act), "HAS_BIAS": has_bias, "SCALE_STEP": scales - 1}
+    return {**tile, "ACT": activation_code(act), "HAS_BIAS": has_bias, "SCALE_STEP": scales - 1}
 
 
 def _half(c: GemvConfig) -> GemvConfig:

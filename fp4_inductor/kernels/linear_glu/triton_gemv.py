@@ -15,15 +15,18 @@ from ..triton_common import e4m3_to_f32, store_output
 
 @triton.jit
 def activate(z, ACT: tl.constexpr):
-    """float32; numbers in the order of ``ops.linear_glu.ACTIVATIONS``."""
-    if ACT == 0:
+    """float32; ACT is an ``ops.activation.ActivationCode``. The numbers are spelled out, for Inductor copies this function without its module."""
+    if ACT == 1:
         return z * tl.sigmoid(z)
-    elif ACT == 1:
+    elif ACT == 2:
         return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    elif ACT == 2:  # 0.5 z (1 + tanh u) = z sigmoid(2 u)
+    elif ACT == 3:  # 0.5 z (1 + tanh u) = z sigmoid(2 u)
         return z * tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
-    else:
+    elif ACT == 4:
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        tl.static_assert(ACT == 0, "ACT is no ActivationCode")
+        return z
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...ops import quantize_glu_rows_fp8 as glu_contract
 from ...ops import quantize_rows_fp8 as contract
-from ...ops.linear_glu import ACTIVATIONS
+from ...ops.activation import activation_code
 from .. import host
 from .triton_glu_rows import quantize_glu_rows
 from .triton_rows import quantize_rows
@@ -30,10 +30,17 @@ def quantize_glu_rows_fp8(gate_up: Tensor, act: str = "silu", lane_order: bool =
     m, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out, scale = _results(gate_up, inner)
     if out.numel():
-        number = list(ACTIVATIONS).index(act)
         with torch.cuda.device(gate_up.device):
             quantize_glu_rows[(m,)](
-                gate_up.contiguous(), out, scale, inner, contract.E4M3_MAX, ACT=number, LANE_ORDER=lane_order, **glu_tile(inner), **_begins(gate_up)
+                gate_up.contiguous(),
+                out,
+                scale,
+                inner,
+                contract.E4M3_MAX,
+                ACT=activation_code(act),
+                LANE_ORDER=lane_order,
+                **glu_tile(inner),
+                **_begins(gate_up),
             )
     return out, scale
 
