@@ -43,6 +43,8 @@ _PUBLIC = {
     "cache_salt": "._salt",
     "NVFP4Tensor": ".tensors",
     "Sparse24NVFP4Tensor": ".tensors",
+    "read_sparse24": ".tensors",
+    "write_sparse24": ".tensors",
     "FP4Linear": ".modules",
     "FP4Experts": ".modules",
     "FP8Linear": ".modules",
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     from .ranges import add_range_provider, compile_range
     from .regimes import bounds
     from .report import report
-    from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor
+    from .tensors import NVFP4Tensor, Sparse24NVFP4Tensor, read_sparse24, write_sparse24
 
 
 def _register_with_inductor() -> None:

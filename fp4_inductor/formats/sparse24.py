@@ -215,7 +215,7 @@ def validate_meta(meta: Tensor) -> None:
             "2:4 metadata is corrupt",
             value=f"{count} of {meta.numel()} bytes, the first 0x{byte:02X} at {tuple(int(i) for i in at)}",
             limit=f"nibbles {sorted(NIBBLES)} (pos0 | pos1 << 2 with pos0 < pos1)",
-            remedy="The data is damaged or in another layout: quantize the weight again, or convert it (formats.sparse24_layouts).",
+            remedy="The data is damaged or in another layout: quantize the weight again, or convert it with fp4_inductor.read_sparse24().",
         )
 
 

@@ -45,7 +45,7 @@ def from_dgx_v7(values: Tensor, meta: Tensor, scale: Tensor, global_scale: Tenso
                 remedy=_REMEDY,
             )
         scale = first.view(scale.dtype)
-    parts = Sparse24Parts(values.mT.contiguous(), meta.mT.contiguous(), scale.mT.contiguous(), global_scale)
+    parts = Sparse24Parts(_turned(values), _turned(meta), _turned(scale), global_scale.clone())
     sparse24.check_parts(*parts)
     sparse24.validate_meta(parts.meta)
     return parts
@@ -57,7 +57,7 @@ def to_dgx_v7(parts: Sparse24Parts, k_per_scale: int = 8) -> tuple[Tensor, Tenso
     if k_per_scale not in (8, nvfp4.GROUP):
         raise ConfigError("dgx-vllm v7: k_per_scale", value=k_per_scale, limit=[8, nvfp4.GROUP], remedy="Its published kernel reads one scale per 8 k.")
     scale = parts.scale.view(torch.uint8).repeat_interleave(nvfp4.GROUP // k_per_scale, -1).view(parts.scale.dtype)
-    return parts.values.mT.contiguous(), parts.meta.mT.contiguous(), scale.mT.contiguous(), parts.global_scale.clone()
+    return _turned(parts.values), _turned(parts.meta), _turned(scale), parts.global_scale.clone()
 
 
 def from_metal_marlin(values: Tensor, metadata: Tensor, scales: Tensor) -> Sparse24Parts:
@@ -120,6 +120,11 @@ def to_metal_marlin(parts: Sparse24Parts) -> tuple[Tensor, Tensor, Tensor]:
             remedy="Scale the weight by a power of two, and the output by its inverse.",
         )
     return _words(parts.values), _words(parts.meta), scales.mT.contiguous()
+
+
+def _turned(t: Tensor) -> Tensor:
+    """The transposed matrix in memory of its own; ``contiguous()`` would share that of a matrix with one row."""
+    return t.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _bytes(words: Tensor, name: str) -> Tensor:
