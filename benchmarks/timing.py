@@ -1,6 +1,6 @@
 """Time, machine and files of every benchmark. On a GPU with a cold L2: rotate over weight copies larger than the cache, replay a CUDA graph, take the median.
 
-Protocol of design/KERNELS.md: copies together hold more than 256 MB, one graph holds one call per copy, medians over
+Protocol: copies together hold more than 256 MB, one graph holds one call per copy, medians over
 replays; ratios are only formed between figures of one run on one machine.
 """
 

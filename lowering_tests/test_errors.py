@@ -1,4 +1,4 @@
-"""Every error of the package carries the value, the limit and the remedy (design/RELIABILITY.md)."""
+"""Every error of the package carries the value, the limit and the remedy."""
 
 import ast
 import copy

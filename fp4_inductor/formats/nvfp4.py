@@ -30,7 +30,7 @@ SCALES = (Part("scale", SCALE_DTYPE, GROUP), Part("global_scale", torch.float32,
 STORAGE = Storage(NAME, (Part("qdata", torch.uint8, 2), *SCALES), GROUP, BITS_PER_WEIGHT)
 
 # With amax/(6*448) the block that holds the tensor's maximum sits at the top of E4M3 and cannot be scaled up;
-# a search that wants to go up leaves it headroom (measured: design/QUALITY.md).
+# a search that wants to go up leaves it headroom.
 _TOP = {"amax": SCALE_MAX, "four_over_six": 256.0, "mse": 256.0, "activation": 256.0}
 SCALE_SEARCHES = tuple(_TOP)
 _SWEEP = range(-7, 8)  # E4M3 codes around amax/6: a factor 0.55 to 1.83; weighted sums go all the way down (outliers in idle channels)

@@ -1,7 +1,7 @@
 """FP4Linear: what ``quantize_model`` puts in place of ``nn.Linear``.
 
 Plain buffers instead of a tensor-subclass Parameter: a subclass costs 5-12 us of host time per weight per call,
-outside the compiled graph (design/ARCHITECTURE.md); buffers cost a quarter of a microsecond.
+outside the compiled graph; buffers cost a quarter of a microsecond.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of design/RELIABILITY.md that need a GPU: sizes beyond 2^31, streams, graph capture, pinned memory."""
+"""What of test_dense_faults.py needs a GPU: sizes beyond 2^31, streams, graph capture, pinned memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""design/RELIABILITY.md, row by row, for dense weights through both doors: the right answer or a typed error."""
+"""Bad, empty and extreme dense weights, eager and compiled: the right answer or a typed error."""
 
 import copy
 import math

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fp4_inductor.errors import ConfigError, DeviceError, DTypeError, NonFiniteError, ShapeError, SparsityError
 from fp4_inductor.formats import e2m1, nvfp4, sparse24
 
-LEGAL = {4, 8, 12, 9, 13, 14}  # design/FORMATS.md
+LEGAL = {4, 8, 12, 9, 13, 14}  # pos0 | pos1 << 2 with pos0 < pos1
 SEARCHES = nvfp4.SCALE_SEARCHES
 
 

@@ -1,6 +1,6 @@
 """What NVFP4 costs a trained model, in nats per byte on text it has not seen, against recorded figures.
 
-Protocol of design/QUALITY.md: the first 32 x 512 bytes of the held-out novel, float32 arithmetic, every linear weight
+Protocol: the first 32 x 512 bytes of the held-out novel, float32 arithmetic, every linear weight
 but embedding, head and router. "activation" is calibrated on 16 x 512 bytes from byte 100,000 on, which are not evaluated.
 "w4a4": the activations rounded to NVFP4, too.
 """

@@ -1,4 +1,4 @@
-"""What ``prefill="fp8"`` costs on top of the same NVFP4 weights with ``prefill="bf16"``: the gate of design/QUALITY.md.
+"""What ``prefill="fp8"`` costs on top of the same NVFP4 weights with ``prefill="bf16"``.
 
 On a CPU the path is emulated from the contracts its kernels are held to (``dequantize_fp8``, ``quantize_rows_fp8``: bit-equal
 on a GPU), with the product in float32; on a GPU the real one runs.

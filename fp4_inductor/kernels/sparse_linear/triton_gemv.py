@@ -1,6 +1,6 @@
 """One row: a dot product on the kept codes of a 2:4-sparse weight, the activations gathered by byte permutes.
 
-Bandwidth-bound, so instructions per kept weight decide (design/KERNELS.md). A word of 8 kept codes is one scale block of
+Bandwidth-bound, so instructions per kept weight decide. A word of 8 kept codes is one scale block of
 16 k. Its codes become half2 words as in the dense kernel; for each group of four k, ``prmt`` picks the two activations of
 the kept positions out of the group's four. A legal metadata nibble n has the index (n ^ n >> 1) & 7, all different, by
 which two more ``prmt`` look the selectors up, four groups at once. Any nibble gives selectors inside the eight bytes.
