@@ -22,7 +22,7 @@ from .models.activation_cost import activation_cost
 from .models.compile_ahead import compile_ahead
 from .models.convert import convert_experts, convert_group
 from .models.coverage import LayerReport, Report, add_notes, record
-from .models.plan import ExpertsTarget, Plan, make_plan, model_bytes
+from .models.plan import ExpertsTarget, QuantizationPlan, make_plan, model_bytes
 from .models.preflight import check_device, nothing_to_quantize, preflight
 from .models.probe import Probe
 from .models.progress import bar
@@ -152,7 +152,7 @@ def quantize_model(
 def _finish(
     model: nn.Module,
     compiled: nn.Module | None,
-    plan: Plan,
+    plan: QuantizationPlan,
     layers: list[LayerReport],
     before: int,
     device: torch.device | None,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .plan import ExpertsTarget, Target, weight_count
 
 
-class Call(NamedTuple):
+class BlockCall(NamedTuple):
     """What a block was called with for one batch, its hidden state left out."""
 
     args: tuple
@@ -30,7 +30,7 @@ class Block:
 
     name: str
     module: nn.Module
-    calls: list[Call] = field(default_factory=list)
+    calls: list[BlockCall] = field(default_factory=list)
 
     def __call__(self, hidden: Tensor, batch: int) -> Tensor:
         """The block's hidden state for the recorded call of ``batch``, with ``hidden`` in place of what it got then."""
@@ -90,7 +90,7 @@ def recording(chain: Chain) -> Iterator[None]:
                 return
             if index == 0:
                 chain.hidden.append(hidden.detach().clone())
-            chain.blocks[index].calls.append(Call(tuple(_without_cache(a) for a in rest), {k: _without_cache(v) for k, v in named.items()}))
+            chain.blocks[index].calls.append(BlockCall(tuple(_without_cache(a) for a in rest), {k: _without_cache(v) for k, v in named.items()}))
 
         return hook
 

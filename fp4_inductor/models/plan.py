@@ -64,7 +64,7 @@ class ExpertsTarget:
 
 
 @dataclass
-class Plan:
+class QuantizationPlan:
     """The decision for one model.
 
     ``groups``: targets that share one weight tensor are one group. ``gating``: those of ``uncovered`` whose computation is unknown.
@@ -86,7 +86,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module, ignore: Iterable[str] | None = None, filter_fn: FilterFn | None = None, with_head: bool = False, with_stacks: bool = False
-) -> Plan:
+) -> QuantizationPlan:
     """Walk ``model`` once and decide. Changes nothing and reads no weight values.
 
     Args:
@@ -100,7 +100,7 @@ def make_plan(
     return _walked(model, ignore, filter_fn, with_head, with_stacks, towers=True)
 
 
-def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn | None, with_head: bool, with_stacks: bool, towers: bool) -> Plan:
+def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn | None, with_head: bool, with_stacks: bool, towers: bool) -> QuantizationPlan:
     paths: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)].append(name)
@@ -108,7 +108,7 @@ def _walked(model: nn.Module, ignore: Iterable[str] | None, filter_fn: FilterFn 
     heads = _output_heads(model)
     owners = _owners(model)
     training = Training.of(model)
-    plan = Plan()
+    plan = QuantizationPlan()
     wanted: dict[tuple, list[Target]] = defaultdict(list)
     covered_keys: set[tuple] = set()
 

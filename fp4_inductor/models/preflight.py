@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..formats import nvfp4
 from .coverage import Skipped
-from .plan import ExpertsTarget, Plan, Target, is_lazy, weight_count
+from .plan import ExpertsTarget, QuantizationPlan, Target, is_lazy, weight_count
 
 # A call that does not say ``strict`` leaves up to this share of the linear and expert weights in high precision, each with its
 # reason in the report. At 5 % the quantized weights are an eighth larger than they could be; whoever has more at stake is asked.
@@ -29,7 +29,7 @@ SMALL_SHARE = 0.05
 _OWN = {"weight", "bias"}
 
 
-def preflight(plan: Plan, strict: bool | None) -> None:
+def preflight(plan: QuantizationPlan, strict: bool | None) -> None:
     """Raise one typed error that lists every problem of every layer, or return with nothing changed.
 
     ``strict``: True refuses any linear or expert weight that would stay, None more than :data:`SMALL_SHARE` of them, False none.
@@ -241,7 +241,7 @@ def _non_finite(tensors: list[tuple[str, Tensor]]) -> list[FP4Error]:
     return found
 
 
-def uncovered_errors(plan: Plan, strict: bool | None) -> list[FP4Error]:
+def uncovered_errors(plan: QuantizationPlan, strict: bool | None) -> list[FP4Error]:
     """What :func:`preflight` raises, for this ``strict``, for the weights that ``plan`` does not cover."""
     if strict is False or (strict is None and uncovered_share(plan) <= SMALL_SHARE):
         return []
@@ -249,7 +249,7 @@ def uncovered_errors(plan: Plan, strict: bool | None) -> list[FP4Error]:
     return [*found, _coverage(plan)] if len(plan.uncovered) > len(plan.gating) else found
 
 
-def _gating(plan: Plan) -> GatingError:
+def _gating(plan: QuantizationPlan) -> GatingError:
     return GatingError(
         f"what these experts compute is not known, and is not assumed; nothing was changed:\n{_by_reason(plan.gating)}\n",
         value=f"{len(plan.gating)} expert weights",
@@ -267,20 +267,20 @@ def _by_reason(items: list[Skipped]) -> str:
     return bullets([f"{list_names(i.name for i in group)} ({sum(i.params for i in group)} weights): {reason}" for reason, group in ordered])
 
 
-def uncovered_share(plan: Plan) -> float:
+def uncovered_share(plan: QuantizationPlan) -> float:
     """The share, 0 to 1, of the linear and expert weights outside the skip list that ``plan`` leaves in high precision."""
     missed, total = _weights(plan)
     return missed / max(total, 1)
 
 
-def _weights(plan: Plan) -> tuple[int, int]:
+def _weights(plan: QuantizationPlan) -> tuple[int, int]:
     """Linear and expert weights outside the skip list: those that stay, and all of them."""
     missed = sum(s.params for s in plan.uncovered)
     planned = sum(map(weight_count, plan.targets)) + sum(map(weight_count, plan.experts)) + sum(map(weight_count, plan.stacks))
     return missed, missed + planned + sum(i.params for i in plan.existing)
 
 
-def _coverage(plan: Plan) -> CoverageError:
+def _coverage(plan: QuantizationPlan) -> CoverageError:
     missed, total = _weights(plan)
     share = f"{100.0 * missed / max(total, 1):.1f}% of the linear and expert weights"
     return CoverageError(
@@ -291,7 +291,7 @@ def _coverage(plan: Plan) -> CoverageError:
     )
 
 
-def nothing_to_quantize(plan: Plan, model: nn.Module, ignore: object, filtered: bool) -> ConfigError:
+def nothing_to_quantize(plan: QuantizationPlan, model: nn.Module, ignore: object, filtered: bool) -> ConfigError:
     """Why ``plan`` has no layer, and what to do about this reason.
 
     Args:

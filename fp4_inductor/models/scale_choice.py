@@ -12,7 +12,7 @@ from ..config import NVFP4Config, ScaleSearch
 from ..errors import CalibrationError, NonFiniteError
 from . import self_calibration
 from .calibrate import batches_of, statistics
-from .plan import ExpertsTarget, Plan, Target
+from .plan import ExpertsTarget, QuantizationPlan, Target
 from .probe import Probe
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
@@ -48,7 +48,7 @@ class ScaleChoice:
         return self.config, weight, ()
 
 
-def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, progress: bool) -> ScaleChoice:
+def choose(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, *, strict: bool, progress: bool) -> ScaleChoice:
     """Measure what ``config`` needs and resolve ``"auto"``. Changes nothing.
 
     Raises:
@@ -72,7 +72,7 @@ def choose(model: nn.Module, plan: Plan, config: NVFP4Config, *, strict: bool, p
     )
 
 
-def _automatic(model: nn.Module, plan: Plan, config: NVFP4Config, progress: bool) -> ScaleChoice:
+def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, progress: bool) -> ScaleChoice:
     reason = self_calibration.why_not(model)
     if reason is None:
         try:
@@ -86,7 +86,7 @@ def _automatic(model: nn.Module, plan: Plan, config: NVFP4Config, progress: bool
     return ScaleChoice(replace(config, scale_search=_NO_DATA), note=f'scale_search="auto": "{_NO_DATA}", because {reason}')
 
 
-def _by_group(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+def _by_group(plan: QuantizationPlan, found: dict[str, Any]) -> dict[str, Any]:
     """Layers that share one weight see different inputs: the weight is judged by the mean of those that were reached."""
     for group in plan.groups:
         reached = [w for t in group if (w := found[t.name]) is not None]

@@ -13,7 +13,7 @@ from ..formats import nvfp4
 from ..modules import FP4Linear, SiblingLinear, pack_siblings
 from . import families
 from .coverage import Report
-from .plan import Plan, Target, tensor_key
+from .plan import QuantizationPlan, Target, tensor_key
 from .training import plain_name, trainable_bias
 
 NOTE = "rows of one weight, one call where they read one input: {}"
@@ -34,7 +34,7 @@ def sets_of(names: Iterable[str]) -> list[list[str]]:
     return found
 
 
-def planned(model: nn.Module, plan: Plan) -> list[list[Target]]:
+def planned(model: nn.Module, plan: QuantizationPlan) -> list[list[Target]]:
     """The targets of ``plan`` that will be packed together.
 
     Left alone: a layer that shares its weight or its bias with another module (packing would give it a copy), one whose bias is

@@ -23,7 +23,7 @@ from .choose import Candidate, choose
 from .convert import dense_weight, install_group
 from .coverage import LayerReport
 from .hessian import Moments
-from .plan import ExpertsTarget, Names, Plan
+from .plan import ExpertsTarget, Names, QuantizationPlan
 from .probe import LOUD_KL, Probe
 from .progress import bar
 from .prune import PRUNERS, SEQUENTIAL, dense_layer, is_24, rows_needed, sparse_layer
@@ -85,7 +85,7 @@ class Outcome:
         return found
 
 
-def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch.device | None, strict: bool, progress: bool) -> Outcome:
+def sparsify(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, device: torch.device | None, strict: bool, progress: bool) -> Outcome:
     """Replace the layers and experts of ``plan``, which has passed its preflight.
 
     Everything that can be refused is refused before the first is changed.
@@ -120,7 +120,7 @@ def sparsify(model: nn.Module, plan: Plan, config: Sparse24Config, device: torch
     return Outcome(model, rows, notes, config, data.probe)
 
 
-def _check_existing(plan: Plan, allowed: set[str]) -> None:
+def _check_existing(plan: QuantizationPlan, allowed: set[str]) -> None:
     groups = [g for g in plan.groups if g[0].name in allowed]
     weights = [(e, name, p) for e in plan.experts for name, p in expert_weights(e).items() if name in allowed]
     bad = [(g[0].name, str(list(w.shape))) for g in groups if not is_24(w := dense_weight(g[0]))]
@@ -135,7 +135,7 @@ def _check_existing(plan: Plan, allowed: set[str]) -> None:
         )
 
 
-def _calibrate(model: nn.Module, plan: Plan, config: Sparse24Config, strict: bool, progress: bool) -> Data:
+def _calibrate(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, strict: bool, progress: bool) -> Data:
     """One pass of the dense model over the batches: proves them, records the chain, keeps what the probe compares with."""
     if config.calibration is None:
         return Data()
@@ -157,7 +157,7 @@ def _calibrate(model: nn.Module, plan: Plan, config: Sparse24Config, strict: boo
     return Data(used, chain, probe, count > 0, squares, {name: m.result() for name, m in routed.items()})
 
 
-def _check_long_enough(plan: Plan, config: Sparse24Config, rows: dict[str, int], seen: dict[str, int]) -> None:
+def _check_long_enough(plan: QuantizationPlan, config: Sparse24Config, rows: dict[str, int], seen: dict[str, int]) -> None:
     """``seen``: tokens of the modules of experts. What a single expert lacks is borrowed from the others of its layer."""
     wanted = [(dense_weight(t).shape[1], rows[t.name], t.name) for t in plan.targets]
     wanted += [(max(p.shape[-2 if e.spec.transposed else -1] for p in expert_weights(e).values()), seen[e.name], e.name) for e in plan.experts]
@@ -188,7 +188,7 @@ def _moments_on(moments: Moments, device: torch.device | None) -> Moments:
 # --- all of them --------------------------------------------------------------------------------------------------
 
 
-def candidates(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, allowed: set[str], progress: bool) -> list[Candidate]:
+def candidates(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, data: Data, allowed: set[str], progress: bool) -> list[Candidate]:
     """What each layer would be on its own, sparse, with the dense model around it."""
     items: list[Item] = [g for g in plan.groups if g[0].name in allowed]
     items += [e for e in plan.experts if allowed & set(expert_weights(e))]
@@ -235,7 +235,7 @@ def _routed(found: Any) -> RoutedInputs | None:
     return found if isinstance(found, RoutedInputs) else None
 
 
-def _replace(model: nn.Module, plan: Plan, config: Sparse24Config, data: Data, sparse: set[str], device: torch.device | None, progress: bool):
+def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, data: Data, sparse: set[str], device: torch.device | None, progress: bool):
     needs_moments = config.pruning in PRUNERS and bool(sparse)
     sequential = config.pruning in SEQUENTIAL
     items: list[Item] = [*plan.groups, *plan.experts]

@@ -49,7 +49,7 @@ class _Error:
 
 
 @dataclass
-class PackedExperts:
+class PrunedExperts:
     """One weight of a module of experts. ``error`` of the weights, ``output`` over calibration inputs (else None), ``score`` for a budget."""
 
     target: ExpertsTarget
@@ -97,7 +97,7 @@ def quantize_experts(
     inputs: RoutedInputs | None = None,
     statistics: Statistics | None = None,
     sequential: bool = False,
-) -> list[PackedExperts]:
+) -> list[PrunedExperts]:
     """Both weights of ``target``, which is not changed.
 
     Args:
@@ -140,7 +140,7 @@ def quantize_experts(
                 x = between(module, spec, e, x, new)
     notes += _short(known, needed) if config.pruning in PRUNERS and known is not None else ()
     return [
-        PackedExperts(
+        PrunedExperts(
             target, a, packed[a], pads[a], _Error.relative(errors[a].weight),
             None if known is None else _Error.relative(errors[a].output), _Error.relative(errors[a].output), notes,
         )
@@ -148,14 +148,14 @@ def quantize_experts(
     ]  # fmt: skip
 
 
-def install_packed(model: nn.Module, both: list[PackedExperts], prefill: str) -> tuple[nn.Module, list[LayerReport]]:
+def install_packed(model: nn.Module, both: list[PrunedExperts], prefill: str) -> tuple[nn.Module, list[LayerReport]]:
     """Put FP4Experts in place of the module; returns the model and the report's rows."""
     target = both[0].target
     rows = [replace(experts_row(target, p.attribute, p.weight, p.error, p.notes), output_error=p.output) for p in both]
     return install_experts(model, target, {p.attribute: p.weight for p in both}, {p.attribute: p.pad for p in both}, prefill), rows
 
 
-def put_dense(both: list[PackedExperts]) -> None:
+def put_dense(both: list[PrunedExperts]) -> None:
     """The quantized weights in the module that is still there, rounded to its dtype: what comes after it is calibrated behind them."""
     for p in both:
         parameter = p.target.module.get_parameter(p.attribute)

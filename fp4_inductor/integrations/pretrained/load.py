@@ -87,9 +87,7 @@ def load_pretrained(
     path, on_hub = find_checkpoint(path_or_id, options)
     if on_hub:
         options |= hub_options(str(path_or_id), options)
-    hub: dict[str, Any] = {
-        k: options[k] for k in ("revision", "token", "cache_dir", "subfolder", "local_files_only", "proxies", "force_download") if k in options
-    }
+    hub: dict[str, Any] = {k: options[k] for k in _HUB if k in options}
     for name in _CODE:
         options.pop(name, None)
     if where is not None:

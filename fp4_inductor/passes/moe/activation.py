@@ -19,7 +19,7 @@ from ..._torch.fx import constant_of, without_modes
 from ...errors import ConfigError
 from ...ops.activation import ACTIVATIONS, Activation
 from ..pointwise import is_elementwise
-from .index import Refused
+from .index import Unproven
 
 _TOLERANCE = 1e-6
 _SAMPLES = 512
@@ -27,7 +27,7 @@ _MOST_CONSTANTS = 8
 
 
 @dataclass(frozen=True)
-class Call:
+class Operation:
     """An elementwise operation; arguments are trees, ``int`` for output number i of the first product, or ``Literal``."""
 
     op: Any
@@ -44,13 +44,13 @@ class Literal:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class OutputNumber:
     """Output ``number`` of the first product."""
 
     number: int
 
 
-Tree: TypeAlias = Call | Literal | Leaf
+Tree: TypeAlias = Operation | Literal | OutputNumber
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Formula:
 
 
 def _evaluate(tree: Tree, outputs: list[Tensor]) -> Any:
-    if isinstance(tree, Leaf):
+    if isinstance(tree, OutputNumber):
         return outputs[tree.number]
     if isinstance(tree, Literal):
         return torch.tensor(tree.value, dtype=torch.float64) if tree.tensor else tree.value
@@ -78,7 +78,7 @@ def identify(formula: Formula, outputs: int, interleaved: bool) -> Activation:
     """The activation that ``formula`` computes from ``outputs`` (1, or 2: gate and up).
 
     Raises:
-        Refused: it is none that fp4.moe has; the operations are named.
+        Unproven: it is none that fp4.moe has; the operations are named.
     """
     with without_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def identify(formula: Formula, outputs: int, interleaved: bool) -> Activation:
         try:
             got = formula(samples)
         except (RuntimeError, TypeError) as e:
-            raise Refused(f"an activation that cannot be evaluated: {e}", 3) from e
+            raise Unproven(f"an activation that cannot be evaluated: {e}", 3) from e
         for name, alpha, limit in _candidates(formula):
             try:
                 known = Activation(name, alpha, limit, interleaved)
@@ -98,8 +98,8 @@ def identify(formula: Formula, outputs: int, interleaved: bool) -> Activation:
             if _same(got, known, samples):
                 return known
             if outputs == 2 and _same(got, known, samples[::-1]):
-                raise Refused("up stands in front of gate, which fp4.moe does not store", 3)
-    raise Refused(f"an activation that fp4.moe does not have, computed by {', '.join(_operations(formula))}", 3)
+                raise Unproven("up stands in front of gate, which fp4.moe does not store", 3)
+    raise Unproven(f"an activation that fp4.moe does not have, computed by {', '.join(_operations(formula))}", 3)
 
 
 def _same(got: Tensor, known: Activation, samples: list[Tensor]) -> bool:
@@ -115,7 +115,7 @@ def _candidates(formula: Formula) -> list[tuple[str, float, float | None]]:
 
 
 def _literals(tree: Tree) -> list[Any]:
-    if isinstance(tree, Call):
+    if isinstance(tree, Operation):
         return [v for a in tree.args for v in _literals(a)] + [v for _, v in tree.kwargs]
     if isinstance(tree, Literal):
         return [tree.value]
@@ -127,7 +127,7 @@ def _operations(formula: Formula) -> list[str]:
     names: dict[str, None] = {}
 
     def walk(tree: Tree) -> None:
-        if isinstance(tree, Call):
+        if isinstance(tree, Operation):
             for a in tree.args:
                 walk(a)
             names[tree.op._opname if hasattr(tree.op, "_opname") else str(tree.op)] = None
@@ -154,4 +154,4 @@ def call_of(node: Node, operand: Callable[[Node], Tree]) -> Tree | None:
         args.append(operand(a) if isinstance(a, Node) else Literal(a))
     if any(isinstance(v, Node) for v in node.kwargs.values()):
         return None
-    return Call(node.target, tuple(args), tuple(node.kwargs.items()))
+    return Operation(node.target, tuple(args), tuple(node.kwargs.items()))

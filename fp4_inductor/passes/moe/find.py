@@ -12,7 +12,7 @@ from ..._torch.fx import whole_graph
 from ..layout import ROOTS, is_call, value
 from ..missed import missed
 from .gather import gather_first
-from .index import Refused
+from .index import Unproven
 from .layer import prove
 from .read import aten, prims
 from .rewrite import rewrite
@@ -49,18 +49,18 @@ def apply(graph: Graph) -> None:
         return
     number = {node: i for i, node in enumerate(graph.nodes)}
     reach = {node: _downstream(node) for node in sources}
-    refused: dict[Node, Refused] = {}
+    refused: dict[Node, Unproven] = {}
     for root in _ends(set().union(*reach.values()), number):
         if root._erased or not root.users:
             continue
         try:
             rewrite(prove(root))
-        except Refused as reason:
+        except Unproven as reason:
             log.debug("%s is not the result of an MoE layer: %s", root, reason)
             refused[root] = reason
         except Exception as error:  # the user's graph compiles without us
             log.warning("the search for MoE layers failed at %s", root, exc_info=True)
-            refused[root] = Refused(f"the search failed: {error!r}", _FAILED)
+            refused[root] = Unproven(f"the search failed: {error!r}", _FAILED)
     for node in sources:
         if not node._erased:
             reasons = [reason for end, reason in refused.items() if end in reach[node]]

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..layout import is_call
 from . import index as ix
-from .index import Index, Refused, Value, Var
+from .index import Index, Unproven, Value, Var
 from .read import Reader, argument, aten, dtype_of, output_of_sort, prims, shape_of
 
 # by name: torch's own, and the one Transformers defines for dtypes which that does not take
@@ -26,10 +26,10 @@ def expert_of_row(reader: Reader, product: Node, offsets: Node, experts: sympy.E
     """
     ids = _counted(offsets, experts)
     if dtype_of(ids).is_floating_point:
-        raise Refused("a grouped product whose offsets count something else than ids", 1)
+        raise Unproven("a grouped product whose offsets count something else than ids", 1)
     sort = next((s for probe in _probes(reader, ids, product) if (s := _sort_of(reader, reader.index(ids, (probe,)), probe, ids)) is not None), None)
     if sort is None:
-        raise Refused("a grouped product whose offsets do not come from sorted ids", 1)
+        raise Unproven("a grouped product whose offsets do not come from sorted ids", 1)
     return reader.index(sort.args[0], (ix.permuted(sort, row),))  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def _counted(offsets: Node, experts: sympy.Expr) -> Node:
     """The vector of ids whose running histogram ``offsets`` is."""
     total = _uncast(offsets)
     if not is_call(total, aten.cumsum.default) or argument(total, 1, "dim") not in (0, -1):
-        raise Refused("a grouped product whose offsets are no running count", 1)
+        raise Unproven("a grouped product whose offsets are no running count", 1)
     counts: Any = _uncast(total.args[0])
     if is_call(counts, aten.histc.default):
         ids, bins, low, high = (*counts.args, *(100, 0, 0)[len(counts.args) - 1 :])[:4]
@@ -58,7 +58,7 @@ def _counted(offsets: Node, experts: sympy.Expr) -> Node:
         return counts.args[0]
     if is_call(counts, aten.sum.dim_IntList) and counts.args[1] in ([0], (0,)) and len(shape_of(counts.args[0])) == 2:
         return _one_hot_of(_uncast(counts.args[0]), experts)
-    raise Refused("a grouped product whose offsets count something else than ids", 1)
+    raise Unproven("a grouped product whose offsets count something else than ids", 1)
 
 
 def _one_hot_of(matrix: Any, experts: sympy.Expr) -> Node:
@@ -72,7 +72,7 @@ def _one_hot_of(matrix: Any, experts: sympy.Expr) -> Node:
         from_0 = is_call(number, prims.iota.default) and number.kwargs.get("start", 0) == 0 and number.kwargs.get("step", 1) == 1
         if len(shape) == 2 and shape[1] == 1 and is_call(ids, aten.unsqueeze.default) and from_0 and number.args[0] == experts:
             return ids.args[0]
-    raise Refused("a grouped product whose offsets count something else than ids", 1)
+    raise Unproven("a grouped product whose offsets count something else than ids", 1)
 
 
 def _uncast(node: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 
-class Refused(Exception):  # noqa: N818  (a verdict about a graph; its text is what explain() shows)
+class Unproven(Exception):  # noqa: N818  (a verdict about a graph; its text is what explain() shows)
     """This part of the graph is not the MoE layer being looked for. ``stage`` says how far the proof had come."""
 
     def __init__(self, reason: str, stage: int = 0):
@@ -78,7 +78,7 @@ class Inverse:
 
 
 @dataclass(frozen=True)
-class Row:
+class NonzeroRow:
     """The row in which ``nonzero`` lists the entry of its input at ``at``, where that is not zero."""
 
     nonzero: Node
@@ -100,7 +100,7 @@ class Flat:
     digits: tuple[tuple[Index, sympy.Expr], ...]
 
 
-Index: TypeAlias = Var | Const | Shift | Value | Inverse | Row | Div | Flat
+Index: TypeAlias = Var | Const | Shift | Value | Inverse | NonzeroRow | Div | Flat
 Position: TypeAlias = tuple[Index, ...]
 ZERO = Const(0)
 
@@ -221,8 +221,8 @@ def substitute(index: Index, new: dict[Var, Index]) -> Index:
     if isinstance(index, Value):
         at = tuple(substitute(i, new) for i in index.at)
         return permuted(index.node, at[0]) if is_sort(index.node) else Value(index.node, at)
-    if isinstance(index, Row):
-        return Row(index.nonzero, tuple(substitute(i, new) for i in index.at))
+    if isinstance(index, NonzeroRow):
+        return NonzeroRow(index.nonzero, tuple(substitute(i, new) for i in index.at))
     if isinstance(index, Inverse):
         return inverse(index.sort, substitute(index.index, new))
     if isinstance(index, Div):
@@ -238,7 +238,7 @@ def variables(what: Index | Position) -> frozenset[Var]:
         return frozenset().union(*(variables(i) for i in what))
     if isinstance(what, Var):
         return frozenset((what,))
-    if isinstance(what, (Value, Row)):
+    if isinstance(what, (Value, NonzeroRow)):
         return variables(what.at)
     if isinstance(what, (Shift, Inverse, Div)):
         return variables(what.index)

@@ -18,10 +18,10 @@ from torch.fx import Node
 
 from ..layout import is_call
 from . import index as ix
-from .index import Const, Index, Position, Refused, Value, Var
+from .index import Const, Index, Position, Unproven, Value, Var
 from .read import Read, aten, dtype_of, shape_of
 from .scatter import added_rows
-from .summand import Layer, Proof
+from .summand import Proof, ProvenLayer
 from .sums import Mask, Sums, Term, filled, operand
 
 _MOST_SPLITS = 8
@@ -35,28 +35,28 @@ class Proven:
 
     root: Node
     dtype: torch.dtype
-    layer: Layer
+    layer: ProvenLayer
 
 
 def prove(root: Node) -> Proven:
     """The layer whose result ``root`` is.
 
     Raises:
-        Refused: with the reason, and how far the proof came.
+        Unproven: with the reason, and how far the proof came.
     """
     dtype = dtype_of(root)
     # 16-bit experts may be weighted and summed in float32
     tried = (dtype, torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,)
-    best = Refused("nothing was tried", -1)
+    best = Unproven("nothing was tried", -1)
     for compute in tried:
         try:
             return Proven(root, compute, _prove(root, compute))
-        except Refused as refused:
+        except Unproven as refused:
             best = max(best, refused, key=lambda r: r.stage)
     raise best
 
 
-def _prove(root: Node, dtype: torch.dtype) -> Layer:
+def _prove(root: Node, dtype: torch.dtype) -> ProvenLayer:
     splits: dict[tuple, tuple] = {}
     for _ in range(_MOST_SPLITS):
         try:
@@ -68,13 +68,13 @@ def _prove(root: Node, dtype: torch.dtype) -> Layer:
             splits[key] = need.sizes
         except ix.Unaligned:
             break
-    raise Refused("a reshape that does not line up with tokens, slots and channels", 1)
+    raise Unproven("a reshape that does not line up with tokens, slots and channels", 1)
 
 
-def _layer(root: Node, sums: Sums) -> Layer:
+def _layer(root: Node, sums: Sums) -> ProvenLayer:
     shape = shape_of(root)
     if len(shape) < 2:
-        raise Refused("not a matrix of tokens")
+        raise Unproven("not a matrix of tokens")
     at: list[Index] = []
     tokens: list[Var] = []
     for d, size in enumerate(shape):
@@ -83,7 +83,7 @@ def _layer(root: Node, sums: Sums) -> Layer:
         tokens += new if d < len(shape) - 1 else []
     n = at[-1]
     if not isinstance(n, Var):
-        raise Refused("output channels that are taken apart")
+        raise Unproven("output channels that are taken apart")
     summands = _summands(sums, sums.read(root, tuple(at)))
     # what is not part of a layer usually comes first: the accumulator, a residual
     layers = [Proof(sums, tokens, n).layer(term) for term in summands]
@@ -115,9 +115,9 @@ def _summands(sums: Sums, read: Read) -> list[Term]:
         else:
             out.append(Term([term]))
         if len(out) > _MOST_TERMS:
-            raise Refused("too many terms")
+            raise Unproven("too many terms")
     if not out:
-        raise Refused("a sum of nothing")
+        raise Unproven("a sum of nothing")
     return out
 
 
@@ -127,26 +127,26 @@ def _adds_terms(node: Node) -> bool:
     return all(len(s) == len(shapes[-1]) and all(map(ix.equal, s, shapes[-1])) for s in shapes)
 
 
-def _over_experts(layers: list[Layer]) -> Layer:
+def _over_experts(layers: list[ProvenLayer]) -> ProvenLayer:
     """One summand per expert, each weighted by what the chosen ids give it."""
     first = layers[0]
     experts = first.down.shape[0]
     numbers = [layer.down.expert for layer in layers]
     if not experts.is_Integer or sorted(n.value for n in numbers if isinstance(n, Const)) != list(range(int(experts))):
-        raise Refused("a sum over experts that does not have each of them once", 3)
+        raise Unproven("a sum over experts that does not have each of them once", 3)
     for layer in layers[1:]:
         if not _equal(layer, first) or (layer.ids, layer.weights) != (first.ids, first.weights):
-            raise Refused("experts that are computed differently", 3)
+            raise Unproven("experts that are computed differently", 3)
     return replace(first, products=[p for layer in layers for p in layer.products])
 
 
-def _over_slots(root: Node, sums: Sums, layers: list[Layer]) -> Layer:
+def _over_slots(root: Node, sums: Sums, layers: list[ProvenLayer]) -> ProvenLayer:
     """One summand per slot: column j of the ids, weighted by column j of the weights."""
     first = layers[0]
     index, new = sums.variable(ix.expression(len(layers)), "slots", root)
     for layer in layers[1:]:
         if not _equal(layer, first) or layer.ids.node is not first.ids.node or layer.weights.node is not first.weights.node or layer.down.expert != layer.ids:
-            raise Refused("a sum of different layers", 3)
+            raise Unproven("a sum of different layers", 3)
     ids = _generalised([layer.ids.at for layer in layers], index)
     weights = _generalised([layer.weights.at for layer in layers], index)
     return replace(
@@ -165,14 +165,14 @@ def _generalised(ats: list[Position], index: Index) -> Position:
         elif list(parts) == [Const(j) for j in range(len(parts))]:
             out.append(index)
         else:
-            raise Refused("slots that are not taken one after the other", 3)
+            raise Unproven("slots that are not taken one after the other", 3)
     return tuple(out)
 
 
-def _in_terms_of(first: Layer, layer: Layer) -> Layer:
+def _in_terms_of(first: ProvenLayer, layer: ProvenLayer) -> ProvenLayer:
     """``layer`` with the variables of ``first`` where it has its own for the same thing."""
     if [v.size for v in layer.slots] != [v.size for v in first.slots]:
-        raise Refused("a sum of layers with different numbers of slots", 3)
+        raise Unproven("a sum of layers with different numbers of slots", 3)
     new: dict[Var, Index] = dict(zip((layer.channel, *layer.slots), (first.channel, *first.slots), strict=True))
 
     def renamed(read: Read) -> Read:
@@ -186,10 +186,10 @@ def _in_terms_of(first: Layer, layer: Layer) -> Layer:
     )  # fmt: skip
 
 
-def _equal(a: Layer, b: Layer) -> bool:
+def _equal(a: ProvenLayer, b: ProvenLayer) -> bool:
     """The same layer but for which expert or slot it is a part of."""
 
-    def key(layer: Layer) -> tuple:
+    def key(layer: ProvenLayer) -> tuple:
         biases = tuple(b if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias))
         routing = (layer.tokens, layer.slots, layer.weight_on_input, layer.constant, layer.masks)
         return (layer.x, layer.gate_up.parts, layer.down.parts, biases, layer.activation, routing)

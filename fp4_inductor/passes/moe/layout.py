@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from ..emit import emit
 from . import index as ix
-from .index import Const, Index, Refused, Shift, Var
+from .index import Const, Index, Shift, Unproven, Var
 from .read import Read, aten, shape_of
 
 Groups = Sequence[Sequence[Var]]
@@ -36,7 +36,7 @@ def plan(read: Read, groups: Groups, what: str) -> Layout:
     """A layout of ``read`` over ``groups``; variables it does not depend on are broadcast.
 
     Raises:
-        Refused: its elements do not lie as a permutation of those variables.
+        Unproven: its elements do not lie as a permutation of those variables.
     """
     digits = [d for index, size in zip(read.at, shape_of(read.node), strict=True) for d in ix.digits(index, size)]
     found = [d.index if isinstance(d, Shift) else d for d, _ in digits if not isinstance(d, Const)]
@@ -44,9 +44,9 @@ def plan(read: Read, groups: Groups, what: str) -> Layout:
     known = all(isinstance(v, Var) for v in found) and len(set(found)) == len(found) and set(found) <= set(wanted)
     whole = all(ix.equal(d.size, size) if isinstance(d, Var) else _static(d) for d, size in digits)
     if not known or not whole:
-        raise Refused(f"{what} is not a plain tensor over tokens and slots", 3)
+        raise Unproven(f"{what} is not a plain tensor over tokens and slots", 3)
     if any(not v.size.is_Integer for v in wanted if v not in found):
-        raise Refused(f"{what} is broadcast over a dimension of unknown size", 3)
+        raise Unproven(f"{what} is broadcast over a dimension of unknown size", 3)
     return Layout(read, tuple(digits), tuple(found), tuple(map(tuple, groups)))  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ def _size(graph: Graph, size: sympy.Expr, like: Node | None, dim: int) -> Node:
         if isinstance(value, torch.SymInt) and ix.equal(value.node.expr, size):
             return node
     if like is None:
-        raise Refused("a dimension whose size the graph does not hold", 3)
+        raise Unproven("a dimension whose size the graph does not hold", 3)
     node = graph.call_function(aten.sym_size.int, (like, dim))
     node.meta["val"] = like.meta["val"].shape[dim]
     return node

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from ..layout import is_call
 from . import index as ix
-from .index import ZERO, Const, Position, Refused, Unaligned, Value, Var
+from .index import ZERO, Const, Position, Unaligned, Unproven, Value, Var
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _FLOATS = (torch.float32, torch.float64)
@@ -36,7 +36,7 @@ class Read:
 def shape_of(node: object) -> tuple[sympy.Expr, ...]:
     found = node.meta.get("val") if isinstance(node, Node) else None
     if not isinstance(found, Tensor):
-        raise Refused(f"{node} is not a tensor")
+        raise Unproven(f"{node} is not a tensor")
     return tuple(map(ix.expression, found.shape))
 
 
@@ -90,7 +90,7 @@ class Reader:
             # sorting a permutation gives its inverse
             back = isinstance(of, Value) and ix.is_sort(of.node) and of.at == (probe,)
             return ix.inverse(of.node, at[0]) if back else ix.permuted(sort, at[0])
-        if is_call(node, aten.nonzero.default) and isinstance(row := at[0], ix.Row) and row.nonzero is node and isinstance(at[1], Const):
+        if is_call(node, aten.nonzero.default) and isinstance(row := at[0], ix.NonzeroRow) and row.nonzero is node and isinstance(at[1], Const):
             return row.at[at[1].value]
         if isinstance(by := _floor_divisor(node), int):
             return ix.divide(self.index(node.args[0], at), by)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def _moves(*ops: Any) -> Callable[[Rule], Rule]:
 def _source(node: Node) -> Node:
     source = node.args[0]
     if not isinstance(source, Node):
-        raise Refused(f"{node} has no tensor to read from")
+        raise Unproven(f"{node} has no tensor to read from")
     return source
 
 

@@ -12,11 +12,11 @@ from ..counters import matched
 from ..emit import emit, erase
 from ..layout import is_call
 from . import layout
-from .index import Refused
+from .index import Unproven
 from .layer import Proven
 from .read import Read, aten, dtype_of, prims, shape_of
 from .routing import may_be_negative
-from .sums import Weight
+from .sums import ExpertEntry
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -25,7 +25,7 @@ def rewrite(proven: Proven) -> None:
     """Replace ``proven.root``.
 
     Raises:
-        Refused: part of the layer is used elsewhere, or a tensor cannot be brought into the op's shape. Nothing is changed.
+        Unproven: part of the layer is used elsewhere, or a tensor cannot be brought into the op's shape. Nothing is changed.
     """
     root, layer = proven.root, proven.layer
     region = _region(proven)
@@ -33,9 +33,9 @@ def rewrite(proven: Proven) -> None:
     for node in region:
         other = next((u for u in node.users if u not in inside), None)
         if node is not root and other is not None:
-            raise Refused(f"{node} inside the layer is also used by {other}", 4)
+            raise Unproven(f"{node} inside the layer is also used by {other}", 4)
     if not in_one_mutation_region([*region, *layer.gate_up.parts, *layer.down.parts, layer.x.node, layer.ids.node, layer.weights.node]):
-        raise Refused("something the layer reads is written to in between", 4)
+        raise Unproven("something the layer reads is written to in between", 4)
     pairs = (layer.tokens, layer.slots)
     x = layout.plan(_in_dtype(layer.x, proven.dtype), (layer.tokens, [layer.channel]), "the first product's input")
     ids = layout.plan(Read(layer.ids.node, layer.ids.at), pairs, "the choice of experts")
@@ -94,7 +94,7 @@ def _erase_counts(graph: Graph) -> None:
             erase(node)
 
 
-def _parts(weight: Weight) -> list[Node]:
+def _parts(weight: ExpertEntry) -> list[Node]:
     *matrices, global_scale = weight.parts
     return [*matrices, layout.reshape(global_scale, weight.shape[:1])]
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..layout import is_call
 from . import index as ix
-from .index import Index, Refused, Value
+from .index import Index, Unproven, Value
 from .read import Read, aten, prims, shape_of
 from .sums import Mask, Sums
 
@@ -29,11 +29,11 @@ def one_bias(sums: Sums, reads: list[Read | None], ns: list[Index], expert: Inde
     first = reads[0]
     for read, n in zip(reads, ns, strict=True):
         if read is None or first is None or read.node is not first.node or len(read.at) != 2 or read.at[1] != n:
-            raise Refused("a bias that is not one row per expert", 2)
+            raise Unproven("a bias that is not one row per expert", 2)
         if not ix.equal(shape_of(read.node)[0], experts) or not ix.equal(shape_of(read.node)[1], rows):
-            raise Refused("a bias that is not one row per expert", 2)
+            raise Unproven("a bias that is not one row per expert", 2)
         if not same_expert(sums, read.at[0], expert, experts):
-            raise Refused("a bias of another expert", 2)
+            raise Unproven("a bias of another expert", 2)
     return first
 
 
@@ -60,7 +60,7 @@ def _unclamped(sums: Sums, index: Index, experts: sympy.Expr) -> Index:
 def masks_left(sums: Sums, masks: list[Mask], inside: list[Mask], ids: Value, experts: sympy.Expr) -> list[Mask]:
     """The masks that ``fp4.moe`` does not imply. What is masked inside must be masked at the end: a pair is left out as a whole."""
     if any(m not in masks for m in inside):
-        raise Refused("rows are masked between the products that are not masked behind them", 3)
+        raise Unproven("rows are masked between the products that are not masked behind them", 3)
     return [m for m in masks if not _out_of_range(sums, m, ids, experts)]
 
 

@@ -76,7 +76,7 @@ def _listed_rows(sums: Sums, node: Node, indices: Node, values: Node, at: Positi
         where.append(index)
         bound += new
     entry = condition_factor(sums, operand(sums, listed, tuple(where)), True)
-    return Term([entry, sums.read(values, (ix.Row(to.node, tuple(where)), *at[1:]))], bound)
+    return Term([entry, sums.read(values, (ix.NonzeroRow(to.node, tuple(where)), *at[1:]))], bound)
 
 
 def _all_rows(sums: Sums, node: Node, base: Node, indices: Node, values: Node, at: Position) -> Term | None:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..layout import ROOTS, is_call
 from . import index as ix
 from .grouped import GROUPED, expert_of_row
-from .index import Const, Index, Position, Refused, Var
+from .index import Const, Index, Position, Unproven, Var
 from .read import Read, Reader, argument, aten, dtype_of, prims, shape_of
 
 fp4 = torch.ops.fp4
@@ -28,7 +28,7 @@ PRODUCTS = {
 
 
 @dataclass(frozen=True)
-class Weight:
+class ExpertEntry:
     """Entry ``(n, k)`` of expert ``expert`` of an NVFP4 weight; ``parts``: its nodes, of all experts, dense or 2:4-sparse, in storage order."""
 
     parts: tuple[Node, ...]
@@ -80,7 +80,7 @@ class Mask:
         return self.condition.variables
 
 
-Factor: TypeAlias = Weight | Sum2 | Delta | Mask | Read
+Factor: TypeAlias = ExpertEntry | Sum2 | Delta | Mask | Read
 
 
 @dataclass
@@ -126,15 +126,15 @@ class Sums(Reader):
             if found is None:
                 if (factor.node, factor.at) in self.stuck:
                     raise self.stuck[factor.node, factor.at]
-                raise Refused(f"{factor.node.target if factor.node.op == 'call_function' else factor.node} is no sum of products")
+                raise Unproven(f"{factor.node.target if factor.node.op == 'call_function' else factor.node} is no sum of products")
             total.factors[todo : todo + 1] = found.factors
             if any(v in total.bound for v in found.bound):
-                raise Refused("a sum that is multiplied by itself")
+                raise Unproven("a sum that is multiplied by itself")
             total.bound += found.bound
             total.constant *= found.constant
             total.matmuls += found.matmuls
             if len(total.factors) > 64:
-                raise Refused("too many factors")
+                raise Unproven("too many factors")
         return total
 
     def expanded(self, read: Read) -> Term | None:
@@ -145,7 +145,7 @@ class Sums(Reader):
             rule = _grouped
         return None if rule is None else rule(self, node, read.at)
 
-    def weight(self, parts: tuple[Node, ...], lead: Position, n: Index, k: Index) -> Weight:
+    def weight(self, parts: tuple[Node, ...], lead: Position, n: Index, k: Index) -> ExpertEntry:
         """The entry of dequantised ``parts`` at ``(*lead, n, k)``, followed to the weight of all experts."""
         if is_call(parts[0], fp4.sparse_decompress.default):
             parts = (*parts[0].args, *parts[1:])  # type: ignore[assignment]
@@ -155,17 +155,17 @@ class Sums(Reader):
         factor = self.read(global_scale, lead)
         of_factor = ix.join(zip(factor.at, shape_of(factor.node), strict=True))
         if len(shape_of(codes.node)) != 3:
-            raise Refused("a weight that is not one matrix per expert")
+            raise Unproven("a weight that is not one matrix per expert")
         if any(codes.at[:2] != other.at[:2] for other in others) or codes.at[0] != of_factor:
-            raise Refused("codes, scales and global scales are taken from different experts or rows")
+            raise Unproven("codes, scales and global scales are taken from different experts or rows")
         whole = (codes.node, *(other.node for other in others), factor.node)
-        return Weight(whole, codes.at[0], ix.substitute(codes.at[1], {row: n}), k)
+        return ExpertEntry(whole, codes.at[0], ix.substitute(codes.at[1], {row: n}), k)
 
     def _whole(self, part: Node, lead: Position, row: Var) -> Read:
         column = Var(shape_of(part)[-1], ("column",))
         found = self.read(part, (*lead, row, column))
         if found.at[-1] is not column and shape_of(part)[-1] != 1:
-            raise Refused("a weight whose columns are rearranged")
+            raise Unproven("a weight whose columns are rearranged")
         return found
 
 
