@@ -401,7 +401,8 @@ def test_an_altered_manifest(single):
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda b: b.update(version=3), "unknown version"),
+        (lambda b: b.update(version=mf.VERSION + 1), "unknown version"),
+        (lambda b: b.update(version=0), "unknown version"),
         (lambda b: b.update(version="2"), "unknown version"),
         (lambda b: b.update(version=True), "unknown version"),
         (lambda b: b.update(format="other"), "another format"),
