@@ -69,7 +69,6 @@ def dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
 
 # Powers of two that E4M3 holds: 2**8 down to the subnormal 2**-9.
 _E4M3_TOP, _E4M3_BOTTOM = 8, -9
-SPAN = _E4M3_TOP - _E4M3_BOTTOM
 # The global scale stays a normal float32, and 448 * 6 times it finite.
 _GLOBAL_BOTTOM, _GLOBAL_TOP = -126, 115
 

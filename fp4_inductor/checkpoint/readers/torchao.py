@@ -85,11 +85,3 @@ def unswizzle(scale: Tensor, rows: int, cols: int) -> Tensor:
     """Bytes in 128 x 4 tiles -> ``[rows, cols]``. Within a tile, row ``32 a + b`` and column ``c`` lie at ``16 b + 4 a + c``."""
     tiles = scale.reshape(_up(rows, _TILE_ROWS) // _TILE_ROWS, _up(cols, _TILE_COLS) // _TILE_COLS, 32, 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(_up(rows, _TILE_ROWS), -1)[:rows, :cols].contiguous()
-
-
-def swizzle(scale: Tensor) -> Tensor:
-    """The inverse of :func:`unswizzle`, zero-padded: ``[rows, cols]`` -> bytes in 128 x 4 tiles, flat."""
-    rows, cols = scale.shape
-    padded = torch.nn.functional.pad(scale, (0, -cols % _TILE_COLS, 0, -rows % _TILE_ROWS))
-    tiles = padded.reshape(padded.shape[0] // _TILE_ROWS, 4, 32, padded.shape[1] // _TILE_COLS, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
