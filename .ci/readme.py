@@ -1,93 +1,88 @@
-"""Write the dispatch rows of kernels/table.py into fp4_inductor/kernels/README.md: ``make readme``. lowering_tests/test_docs.py compares."""
+"""Write which kernel serves which M into fp4_inductor/kernels/README.md: ``make readme``. lowering_tests/test_docs.py compares.
+
+The choice is asked, not read: for layers of real models on each architecture, and for each kernel where it runs, with what status and why.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from fp4_inductor.kernels.table import HALF, ROWS, Row
+from fp4_inductor.config import DispatchConfig
+from fp4_inductor.kernels import registry
+from fp4_inductor.kernels.kernel import Kernel, On
+from fp4_inductor.kernels.select import Call, plan
 
 README = Path(__file__).resolve().parent.parent / "fp4_inductor" / "kernels" / "README.md"
-BEGIN, END = "<!-- dispatch rows: begin (make readme) -->", "<!-- dispatch rows: end -->"
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+BEGIN, END = "<!-- choice of kernels: begin (make readme) -->", "<!-- choice of kernels: end -->"
 NAMES = {"sparse_moe": "`fp4.moe` with 2:4-sparse experts"}
+ARCHS = (90, 80, 89, 100)
+# N, K of layers, by op; of experts the layer's width and the hidden size, with E.
+QKV, O, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
+SHAPES: dict[str, tuple[tuple[str, int, int, int], ...]] = {
+    "linear": (
+        ("Llama 3 8B: q, k, v", *QKV, 1), ("o", *O, 1), ("gate, up", *GATE_UP, 1), ("down", *DOWN, 1), ("gpt-oss: q, k, v", 5120, 2880, 1),
+        ("70B: gate, up", 57344, 8192, 1), ("70B: o", 8192, 8192, 1),
+    ),
+    "linear_glu": (("Llama 3 8B", *GATE_UP, 1), ("Qwen3 0.6B", 6144, 1024, 1)),
+    "linear_epilogue": (("Llama 3 8B: o", *O, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),
+    "linear_fp8": (("a head", 128256, 4096, 1),),
+    "linear_w4a4": (("Llama 3 8B: down", *DOWN, 1),),
+    "sparse_linear": (("Llama 3 8B: q, k, v", *QKV, 1), ("gate, up", *GATE_UP, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),
+    "moe": (("Qwen3 30B-A3B", 2048, 2048, 128), ("Mixtral 8x7B", 4096, 4096, 8), ("gpt-oss-20b", 2880, 2880, 32)),
+    "sparse_moe": (("Qwen3 30B-A3B", 2048, 2048, 128), ("Mixtral 8x7B", 4096, 4096, 8)),
+    "decode_attention": (("32 heads of 128", 32, 128, 1),),
+}  # fmt: skip
 
 
-def sm(arch: tuple[int, int]) -> str:
-    low, high = arch
-    gpus = f"sm_{max(low, 80)} - {high}" if low < high else f"sm_{low}"
-    return "CPU" if high == 0 else f"CPU, {gpus}" if low == 0 else gpus
+def sm(on: On) -> str:
+    gpus = f"sm_{max(on.first, 80)} - {on.last}" if on.first < on.last else f"sm_{on.last}"
+    return "CPU" if on.last == 0 else f"CPU, {gpus}" if on.first == 0 else gpus
 
 
-def number(n: int) -> str:
-    """2^25 rather than 33554432."""
-    return f"2^{n.bit_length() - 1}" if n >= 2**20 and n & (n - 1) == 0 else f"{n:,}"
+def served(call: Call) -> str:
+    """The choice for ``call``: each kernel with the largest M that it serves."""
+    return ", ".join(f"{span.kernel} to {span.max_m:,}" if span.max_m else span.kernel for span in plan(call, DispatchConfig()).rows)
 
 
-def between(name: str, least: int, most: int) -> str:
-    """``least <= name <= most``, where 0 and 2**31 are no limits, by round numbers."""
-    from_, to = ("<", least - 1) if number(least - 1).startswith("2^") else ("<=", least)
-    until, end = ("<=", most) if number(most).startswith("2^") else ("<", most + 1)
-    if most >= 2**31:
-        return "" if least <= 1 else f"{name} {'>' if from_ == '<' else '>='} {number(to)}"
-    return f"{f'{number(to)} {from_} ' if least > 1 else ''}{name} {until} {number(end)}"
+def choices(op: str) -> Iterator[str]:
+    yield "| GPU | layer | N, K | bfloat16, `prefill` auto: kernel to the largest M |"
+    yield "|---|---|---|---|"
+    for arch in ARCHS:
+        for name, n, k, experts in SHAPES[op]:
+            yield f"| sm_{arch} | {name} | {n:,}, {k:,} | {served(Call(op, arch, torch.bfloat16, n, k, experts=experts))} |"
 
 
-def rows_served(row: Row) -> str:
-    if row.max_m is None:
-        return "any M"
-    if row.m_per_expert:
-        return f"M <= {row.m_per_expert:g} E, or {row.max_m}"
-    least = f"{row.min_m} <= " if row.min_m > 1 else ""
-    return f"{least}M <= {row.max_m:,}" if row.max_m > 1 else "M = 1"
+def kernels(op: str) -> Iterator[str]:
+    yield "| kernel | needs | on | status | why |"
+    yield "|---|---|---|---|---|"
+    for kernel in registry.kernels(op):
+        for on in kernel.on:
+            yield f"| {kernel.name} | {needs(kernel)} | {sm(on)} | {on.status} | {on.why} |"
 
 
-def serves(row: Row) -> str:
-    """Which calls: M, then what else a call must be."""
+def needs(kernel: Kernel) -> str:
+    """What a call has to be."""
+    dtypes = " or ".join(str(d).removeprefix("torch.") for d in kernel.dtypes)
     what = [
-        rows_served(row),
-        "" if row.dtypes == HALF else "any dtype" if len(row.dtypes) == 3 else " or ".join(DTYPES[d] for d in row.dtypes),
-        f"`prefill` {' or '.join(row.prefill)}" if len(row.prefill) < 3 else "",
-        f"K % {row.k_multiple} = 0" if row.k_multiple > 16 else "",
-        f"K % {row.not_k_multiple} > 0" if row.not_k_multiple else "",
-        f"N % {row.n_multiple} = 0" if row.n_multiple > 1 else "",
-        between("N", *row.n),
-        between("N K", row.min_weights, row.max_weights or 2**31),
-        "plain" if row.plain else "",
-        "nvcc" if row.csrc else "",
-        f"no {row.without} kernel" if row.without else "",
-        f"Triton {row.triton[0]}.{row.triton[1]}" if any(row.triton) else "",
+        "any dtype" if len(kernel.dtypes) == 3 else dtypes if len(kernel.dtypes) == 1 else "",
+        f"`prefill` {' or '.join(kernel.prefill)}" if len(kernel.prefill) < 3 else "",
+        f"K % {kernel.k_multiple} = 0" if kernel.k_multiple > 16 else "",
+        f"N % {kernel.n_multiple} = 0" if kernel.n_multiple > 1 else "",
+        f"N >= {kernel.least_n}" if kernel.least_n > 1 else "",
+        "plain" if kernel.plain else "",
+        "nvcc" if kernel.csrc else "",
     ]
     return ", ".join(filter(None, what))
 
 
-def lines(rows: list[Row]) -> Iterator[str]:
-    """Neighbours that differ only in the calls they serve, or only in the architecture, are one line; a reason is said once."""
-    merged: list[tuple[str, str, str, str, str]] = []
-    for (arch, kernel, status, reason), same in groupby(rows, lambda row: (row.arch, row.kernel, row.status, row.reason)):
-        calls = "<br>".join(map(serves, same))
-        if merged and merged[-1][1:] == (calls, kernel, status, reason):
-            merged[-1] = (f"{merged[-1][0]}, {sm(arch)}", *merged[-1][1:])
-        else:
-            merged.append((sm(arch), calls, kernel, status, reason))
-    before = None
-    for gpus, calls, kernel, status, reason in merged:
-        yield f"| {gpus} | {calls} | {kernel} | {status} | {'as above' if before == (kernel, reason) else reason} |"
-        before = (kernel, reason)
-
-
-def table() -> str:
-    """A heading and a table for each op."""
-    ops = dict.fromkeys(row.op for row in ROWS)
-    head = ("", "| for | serves | kernel | status | why |", "|---|---|---|---|---|")
-    return "\n\n".join("\n".join((f"### {NAMES.get(op, f'`fp4.{op}`')}", *head, *lines([row for row in ROWS if row.op == op]))) for op in ops)
-
-
 def block() -> str:
-    return f"{BEGIN}\n{table()}\n{END}"
+    parts = []
+    for op in SHAPES:
+        parts.append("\n".join((f"### {NAMES.get(op, f'`fp4.{op}`')}", "", *choices(op), "", *kernels(op))))
+    return "\n".join((BEGIN, "\n\n".join(parts), END))
 
 
 def main() -> None:

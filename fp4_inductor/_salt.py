@@ -14,6 +14,7 @@ from .ranges import range_in_force
 
 PREFIX = "fp4:"
 _NO_SOURCES = {".pyc", ".so", ".o", ".pyd", ".md"}
+foreign_kernels: list[str] = []  # "op:name" of those that kernels/registry.py was given
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -34,7 +35,7 @@ def cache_salt() -> str:
 
 def salt() -> str:
     """``"fp4:<sha256 of the package's sources and of the dispatch config in force>"``."""
-    return PREFIX + hashlib.sha256(f"{sources_digest()}|{dispatch_config()!r}".encode()).hexdigest()
+    return PREFIX + hashlib.sha256(f"{sources_digest()}|{dispatch_config()!r}|{foreign_kernels}".encode()).hexdigest()
 
 
 @functools.cache

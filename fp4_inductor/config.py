@@ -202,11 +202,11 @@ def _is_threshold(item: object) -> bool:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Overrides of the measured dispatch rows of ``kernels/table.py``.
+    """Overrides of the choice of kernels (``kernels/choose``).
 
     Args:
         thresholds: ``{regime: largest M}``, e.g. ``{"gemv": 1, "mid": 512}``; regimes are those of
-            :data:`fp4_inductor.kernels.table.REGIMES`. A regime not named keeps its row.
+            :func:`fp4_inductor.kernels.registry.regimes`. A regime not named keeps its bound.
         unproven: what a compiled graph does when M cannot be proven to lie in one regime: ``"guard"`` (one graph per
             regime, full fusion) or ``"runtime"`` (one graph, the op picks the kernel on the host at each call).
             Ahead-of-time compilation and unbacked symbols always use ``"runtime"``.

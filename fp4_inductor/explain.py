@@ -15,8 +15,8 @@ from .errors import ConfigError
 from .formats import fp8, nvfp4, sparse24
 from .formats.packing import MAX_SCALES
 from .kernels import select
+from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
-from .kernels.table import Row
 from .passes.missed import Missed
 
 _NAMED = 6  # groups of modules beside one line of the table
@@ -31,7 +31,7 @@ class ExplainRow:
         module: path of the module, where torch knows it.
         m: number of activation rows (of fp4.moe: tokens times choices): a number, or the symbolic expression of the compiled graph.
         n, k: weight shape.
-        regime, kernel: the row of ``kernels/table.py`` that serves the call; ``"any"`` and ``"by M"`` when the op decides at run time.
+        regime, kernel: the row of ``kernels/choose`` that serves the call; ``"any"`` and ``"by M"`` when the op decides at run time.
         decision: ``"proven"``, ``"guard"`` or ``"runtime"``.
         epilogue: operations fused behind the kernel.
         refused: ``(kernel, reason)`` of each row that does not apply.
@@ -291,15 +291,15 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
 
 def _news(refused: Collection[Refused], arch: int) -> tuple[tuple[str, str], ...]:
     """``(kernel, reason)`` of each refusal; no news are rows of other architectures, and rows that only a request for them would take."""
-    unasked = {r for r in refused if r.reason.startswith("prefill=") and "auto" not in r.row.prefill}
-    return tuple((r.row.kernel, r.reason) for r in refused if r.row.arch[0] <= arch <= r.row.arch[1] and r not in unasked)
+    unasked = {r for r in refused if r.reason.startswith("prefill=") and "auto" not in r.kernel.prefill}
+    return tuple((r.kernel.name, r.reason) for r in refused if r.kernel.at(arch) and r not in unasked)
 
 
 def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def _w4a4(row: Row | None, arch: int, dtype: str, n: int, k: int) -> str:
+def _w4a4(row: Span | None, arch: int, dtype: str, n: int, k: int) -> str:
     """What serves the product of a call that rounds its activations, and why."""
     if row is None or row.regime != "large_nvfp4":
         return ""
@@ -307,7 +307,7 @@ def _w4a4(row: Row | None, arch: int, dtype: str, n: int, k: int) -> str:
     return f"activations rounded to NVFP4 per token; linear_w4a4: {product.kernel} ({product.status}): {product.reason}"
 
 
-def _note(row: Row | None, arch: int, note: str = "", experts: int = 1) -> str:
+def _note(row: Span | None, arch: int, note: str = "", experts: int = 1) -> str:
     if row is not None and row.csrc:
         called = f"{row.kernel}: {select.csrc_door(row.csrc, arch)}"
         note = f"{note}; {called}" if note else called

@@ -15,8 +15,8 @@ from fp4_inductor._torch import capture
 from fp4_inductor.errors import ConfigError, FP4Error
 from fp4_inductor.explain import Explanation
 from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels import registry
 from fp4_inductor.kernels.linear import cpu_native
-from fp4_inductor.kernels.table import ROWS
 from lowering_tests.fake_cuda import call, code_generation
 
 BF16 = torch.bfloat16
@@ -237,7 +237,7 @@ def test_cuda_refused_rows_say_why_and_only_of_this_architecture():
     with dispatch(thresholds={"gemv": 0}):
         (row, *_) = explain_cuda(Net, (1, 1024)).rows
     assert ("switched off by DispatchConfig.thresholds") in {reason for _, reason in row.refused}
-    gemv = {r.kernel for r in ROWS if r.regime == "gemv"}
+    gemv = {kernel.name for kernel in registry.kernels() if kernel.regime == "gemv"}
     assert row.kernel not in gemv
     assert gemv & {kernel for kernel, _ in row.refused}
 

@@ -44,8 +44,8 @@ NEIGHBOURS = {
     ("integrations", "checkpoint"),
     ("lowerings", "passes"),
 }
-# F3 sees kernels through the table and the selection ...
-KERNEL_DOORS = {"table", "select"}
+# F3 sees kernels through their registry and the selection ...
+KERNEL_DOORS = {"kernel", "registry", "select"}
 # ... and lowerings may take what they inline into generated code: the source of a Triton kernel (kernels/**/triton_*.py)
 # and its tile shapes (kernels/<op>/configs.py, pure functions). Never a launcher.
 INLINED_KERNELS = ("triton_", "configs")
@@ -117,7 +117,7 @@ def why_forbidden(importer: str, target: str) -> str | None:
             return None
         if a == "lowerings" and inner and inner[-1].startswith(INLINED_KERNELS):
             return None
-        return "F3 sees kernels through kernels.table and kernels.select (lowerings also triton_* sources and configs)"
+        return "F3 sees kernels through kernels.kernel, kernels.registry and kernels.select (lowerings also triton_* sources and configs)"
     return None
 
 
@@ -241,7 +241,7 @@ def test_a_planted_cycle_is_found():
     [
         (
             "lowerings.good",
-            "from ..kernels import select, table, triton_common\nfrom ..kernels.linear import configs, triton_gemv\nfrom .._torch import on_inductor",
+            "from ..kernels import registry, select, triton_common\nfrom ..kernels.linear import configs, triton_gemv\nfrom .._torch import on_inductor",
         ),
         ("passes.good", "from ..ops import linear\nfrom ..config import dispatch_config"),
         ("modules.good", "from ..tensors.nvfp4 import NVFP4Tensor\nimport torch\ntorch._check(True)"),

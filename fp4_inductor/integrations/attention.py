@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.symbols import statically_known_true
+from ..kernels import registry
+from ..kernels.choose.common import FEW_QUERIES
 from ..kernels.select import attention_form
-from ..kernels.table import ROWS
 
 NAME = "fp4_inductor"
-_ROW = next(row for row in ROWS if row.kernel == "triton_decode_attention")  # M: queries times heads of a group, K: a head's width
-_ROWS = _ROW.max_m or 0
+_KERNEL = registry.named("decode_attention")["triton_decode_attention"]
 # Keyword arguments that "sdpa" leaves to the mask or to others. A call with any other goes to "sdpa", unless that is None or False.
 _WITHOUT_MEANING = {
     "sliding_window", "position_ids", "cache_position", "use_cache", "past_key_values", "num_items_in_batch", "output_hidden_states", "output_router_logits",
@@ -108,7 +108,7 @@ def attention_forward(
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Decided by what is known while a graph is traced; no guard is added."""
-    if not query.is_cuda or query.dtype not in _ROW.dtypes or key.dtype != query.dtype or value.dtype != query.dtype:
+    if not query.is_cuda or query.dtype not in _KERNEL.dtypes or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
@@ -116,11 +116,11 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dro
         return False
     heads, queries, d = query.shape[1], query.shape[2], query.shape[3]
     kv_heads = key.shape[1]
-    if key.shape[3] != d or value.shape[3] != d or d % _ROW.k_multiple or attention_form(d) or heads % kv_heads:
+    if key.shape[3] != d or value.shape[3] != d or d % _KERNEL.k_multiple or attention_form(d) or heads % kv_heads:
         return False
     if mask is None:
-        return statically_known_true(queries == 1) and heads // kv_heads <= _ROWS  # more without a mask: causal
-    return mask.dim() == 4 and statically_known_true(queries * (heads // kv_heads) <= _ROWS)
+        return statically_known_true(queries == 1) and heads // kv_heads <= FEW_QUERIES  # more without a mask: causal
+    return mask.dim() == 4 and statically_known_true(queries * (heads // kv_heads) <= FEW_QUERIES)
 
 
 def _decodes(module: nn.Module) -> bool:

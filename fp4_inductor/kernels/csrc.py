@@ -19,15 +19,15 @@ from torch import Tensor
 
 from .. import _notice
 from ..errors import DeviceError, KernelError, RowsError
-from . import build
+from . import build, registry
 from .background import Background, Compilation
 from .build import aligned, pointer
+from .kernel import ONE_SCALE, SEVERAL_SCALES
 from .linear.configs import Epilogue
-from .table import ONE_SCALE, ROWS, SEVERAL_SCALES
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Library:
     """``fp4_<name>`` of ``csrc/<source>``.
 
     Args:
@@ -85,10 +85,10 @@ class Kernel:
 
 
 KERNELS = {
-    "linear_small": Kernel("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
-    "linear_table": Kernel("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", early=True),
-    "linear_wide": Kernel("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=128),
-    "linear_wide_fp8": Kernel(
+    "linear_small": Library("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
+    "linear_table": Library("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", early=True),
+    "linear_wide": Library("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=128),
+    "linear_wide_fp8": Library(
         "gemm/linear_wide_fp8.cu",
         ("qdata", "scale"),
         ("tokens", "splits"),
@@ -99,16 +99,16 @@ KERNELS = {
         scratch=256,
         siblings=True,
     ),
-    "sparse_linear_small": Kernel(
+    "sparse_linear_small": Library(
         "sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None, siblings=True
     ),
-    "sparse_linear_table": Kernel(
+    "sparse_linear_table": Library(
         "sparse/sparse_linear_table.cu", ("values", "meta", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", None, early=True, siblings=True
     ),
-    "sparse_linear_wide": Kernel(
+    "sparse_linear_wide": Library(
         "sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True, siblings=True
     ),
-    "sparse_linear_wide_fp8": Kernel(
+    "sparse_linear_wide_fp8": Library(
         "sparse/sparse_linear_wide_fp8.cu",
         ("values", "meta", "scale"),
         ("tokens", "splits"),
@@ -119,12 +119,12 @@ KERNELS = {
         scratch=256,
         siblings=True,
     ),
-    "linear_w4a4": Kernel("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
+    "linear_w4a4": Library("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
 }
 # Of signatures of their own, defined where they are called (kernels/moe/on_csrc.py).
-KERNELS["moe_grouped_wide"] = Kernel("moe/grouped_wide.cu", (), (), "wide", None)
-KERNELS["moe_decode_table"] = Kernel("moe/decode_table.cu", (), (), "table", None)
-KERNELS["moe_grouped_wide_fp8"] = Kernel("moe/grouped_wide_fp8.cu", (), (), "wide_fp8", None)
+KERNELS["moe_grouped_wide"] = Library("moe/grouped_wide.cu", (), (), "wide", None)
+KERNELS["moe_decode_table"] = Library("moe/decode_table.cu", (), (), "table", None)
+KERNELS["moe_grouped_wide_fp8"] = Library("moe/grouped_wide_fp8.cu", (), (), "wide_fp8", None)
 # FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
 FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
@@ -152,8 +152,8 @@ def most_rows(name: str, arch: int) -> int:
 
 
 def kernels_for(arch: int) -> list[str]:
-    """The kernels that some row of the table names for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
-    named = {row.csrc for row in ROWS if row.csrc and row.arch[0] <= arch <= row.arch[1]}
+    """The CUDA kernels behind those that are written for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
+    named = {kernel.csrc for kernel in registry.kernels() if kernel.csrc and kernel.at(arch)}
     return [name for name in KERNELS if name.removesuffix(SEVERAL_SCALES) in named]
 
 
@@ -346,12 +346,12 @@ def _through_ctypes(
     return y
 
 
-def _columns(kernel: Kernel, n: int) -> int:
+def _columns(kernel: Library, n: int) -> int:
     """Of the result, for a weight of ``n`` rows."""
     return n // 2 if kernel.finish == "glu" else n
 
 
-def _output_dtype(kernel: Kernel, x: torch.dtype, half: Sequence[int]) -> torch.dtype:
+def _output_dtype(kernel: Library, x: torch.dtype, half: Sequence[int]) -> torch.dtype:
     """Of a kernel whose activations are of type ``x``; ``half``: what is given in place of a tile for codes."""
     if kernel.codes:
         return torch.float16 if half and half[0] else torch.bfloat16
@@ -361,7 +361,7 @@ def _output_dtype(kernel: Kernel, x: torch.dtype, half: Sequence[int]) -> torch.
 DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 
 
-def _define(name: str, kernel: Kernel) -> None:
+def _define(name: str, kernel: Library) -> None:
     parts = ", ".join(f"Tensor {part}" for part in (*kernel.activations, *kernel.weight))
     options = ", ".join((*(f"int {size}=0" for size in kernel.tile), *kernel.more))
     DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {options}) -> Tensor")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..config import DispatchConfig, dispatch_config
-from . import csrc, select
+from . import csrc, registry, select
 from .build import aligned as aligned
+from .kernel import Span, for_scales
 from .linear.configs import Epilogue
-from .table import Row, for_scales
 
 arch = functools.cache(select.arch_of)
 
@@ -35,15 +35,15 @@ def _plan(
 def row_for(
     op: str, x: Tensor, m: int, n: int, k: int, prefill: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = (),
     scales: int = 1,
-) -> Row:  # fmt: skip
-    """The row of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
+) -> Span:  # fmt: skip
+    """The span of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
 
     ``dtype``: of the activations, where x holds their codes. ``form``: of ``fp4.moe``, :func:`select.moe_form`. ``scales``: as of :class:`select.Call`.
     """
     return _plan(op, x.device, dtype or x.dtype, n, k, prefill, experts, form, scales, dispatch_config()).pick(m)
 
 
-forget_plans = _plan.cache_clear
+registry.plan_caches.append(_plan.cache_clear)
 
 
 def plus(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Selection as a pure function: a description of a call -> an ordered plan of regimes, and why rows were refused.
+"""Selection as a pure function: a description of a call -> which kernel serves which M, and why the others do not.
 
 The questions to the machine are asked in :func:`describe`, once, while the description is made.
 """
@@ -16,8 +16,9 @@ import torch
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
 from ..formats.packing import MAX_SCALES
+from . import choose, registry
+from .kernel import LOST, Call, Kernel, Span, for_scales
 from .linear.configs import Epilogue
-from .table import LOST, REGIMES, ROWS, Row, for_scales
 
 
 def csrc_door(name: str, arch: int) -> str:
@@ -42,12 +43,12 @@ def csrc_begins_early(name: str) -> bool:
 
 
 def moe_op(gate_up_meta: object, down_meta: object) -> str:
-    """The key of the rows that serve a call of ``fp4.moe`` with this metadata: one 2:4-sparse weight makes it sparse."""
+    """The op whose kernels serve a call of ``fp4.moe`` with this metadata: one 2:4-sparse weight makes it sparse."""
     return "moe" if gate_up_meta is None and down_meta is None else "sparse_moe"
 
 
 def moe_form(activation: str, gated: bool, inner: int, experts: int, on_input: bool, biases: Iterable[torch.dtype], op: str = "moe") -> tuple[str, ...]:
-    """What a call of ``fp4.moe`` asks for besides a SwiGLU layer (``"silu"`` and ``"swiglu_oai"``) of common sizes, which is all that ``plain`` rows serve.
+    """What a call of ``fp4.moe`` asks for besides a SwiGLU layer (``"silu"`` and ``"swiglu_oai"``) of common sizes, which is all that ``plain`` kernels serve.
 
     ``biases``: the dtypes of those that it has. ``op``: of :func:`moe_op`.
     """
@@ -79,41 +80,11 @@ def of_scales(count: int, arch: int, apart: bool = False) -> str:
 
 
 def attention_form(d: int) -> tuple[str, ...]:
-    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` rows serve."""
+    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` kernels serve."""
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
 
 
 ATTENTION_NOTE = "fp4.decode_attention: M is queries times heads that share a KV head, N heads, K the width of a head"
-
-
-@dataclass(frozen=True)
-class Call:
-    """What selection may look at. M is not part of it: it may be symbolic.
-
-    Args:
-        op: ``torch.ops.fp4`` name, or ``"sparse_moe"``: ``fp4.moe`` with 2:4-sparse experts.
-        arch: compute capability times ten, 0 for CPU.
-        dtype: activation dtype.
-        n, k: weight shape; of ``fp4.decode_attention`` the number of heads and their width.
-        prefill: as in :class:`fp4_inductor.NVFP4Config`.
-        csrc: empty if the CUDA sources are compiled for this GPU, else why they are not.
-        experts: E of ``fp4.moe``, whose M is T * k; 1 elsewhere.
-        triton: the version of Triton here; (0, 0): there is none.
-        form: of ``fp4.moe``, :func:`moe_form`; of ``fp4.decode_attention``, :func:`attention_form`.
-        scales: how many global scales the weight has; of ``fp4.moe`` an expert's first one.
-    """
-
-    op: str
-    arch: int
-    dtype: torch.dtype
-    n: int
-    k: int
-    prefill: str = "auto"
-    csrc: str = ""
-    experts: int = 1
-    triton: tuple[int, int] = (99, 0)
-    form: tuple[str, ...] = ()
-    scales: int = 1
 
 
 @functools.cache
@@ -150,11 +121,15 @@ def describe_for(
 
 
 def csrc_names(call: Call) -> list[str]:
-    """The CUDA kernels that serve ``call`` by default, for some M. Where candidates alone serve its op there, what fp4.linear has."""
-    rows = [row for row in ROWS if row.op == call.op and row.csrc and row.arch[0] <= call.arch <= row.arch[1]]
-    if rows and all(row.off for row in rows):
+    """The CUDA kernels that serve ``call`` for some M. Where only kernels that are switched off have CUDA for its op, what fp4.linear has."""
+    own = [on for kernel in registry.kernels(call.op) if kernel.csrc and (on := kernel.at(call.arch))]
+    if own and all(on.off for on in own):
         return ["linear_small"]
-    return sorted({for_scales(row.csrc, call.scales) for row in rows if not row.off and _refusal(row, call) is None})
+    try:
+        spans = plan(replace(call, csrc=""), DispatchConfig()).rows
+    except KernelError:
+        return []
+    return sorted({span.csrc for span in spans if span.csrc})
 
 
 def csrc_status(call: Call) -> str:
@@ -179,141 +154,94 @@ def compile_ahead(calls: Iterable[Call]) -> None:
 
 @dataclass(frozen=True)
 class Refused:
-    row: Row
+    """A kernel of the op that does not serve the call, and why."""
+
+    kernel: Kernel
     reason: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in ascending order of ``max_m``; the last one has no limit. ``refused`` says why the others are absent."""
+    """Spans in ascending order of ``max_m``; the last one has no limit. ``refused`` says why other kernels of the op are absent."""
 
     call: Call
-    rows: tuple[Row, ...]
+    rows: tuple[Span, ...]
     refused: tuple[Refused, ...]
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """The M at which one regime gives way to the next."""
+        """The M at which one kernel gives way to the next."""
         return tuple(row.max_m for row in self.rows[:-1] if row.max_m is not None)
 
-    def pick(self, m: int) -> Row:
-        """The row for a concrete number of rows."""
+    def pick(self, m: int) -> Span:
+        """The span for a concrete number of rows."""
         return self.rows[sum(m > bound for bound in self.bounds)]
 
 
-def plan(call: Call, config: DispatchConfig, rows: Iterable[Row] = ROWS) -> Plan:
-    """Filter and order the rows for ``call``.
+def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = None) -> Plan:
+    """The kernels that serve ``call``, by M: those that can (:meth:`Kernel.refusal`) and are switched on, as :mod:`.choose` prefers them.
+
+    ``kernels``: those that there are; None: the registered ones.
 
     Raises:
-        KernelError: no row without a limit on M accepts the call; the message lists every reason.
+        KernelError: no kernel serves every M; the message lists every reason.
         ConfigError: a threshold names an unknown regime, or a candidate a kernel that is not one.
     """
-    rows = tuple(rows)
-    overrides = dict(config.thresholds)
-    unknown = set(overrides) - set(REGIMES)
-    if unknown:
-        raise ConfigError(
-            "a threshold names an unknown regime", value=sorted(unknown), limit=list(REGIMES), remedy="Correct the names in DispatchConfig(thresholds=...)."
+    limits = dict(config.thresholds)
+    _check(config, limits)
+    of_op = {kernel.name: kernel for kernel in (registry.kernels() if kernels is None else kernels) if kernel.op == call.op}
+    reasons = {name: _why_not(kernel, call, config) for name, kernel in of_op.items()}
+    able = frozenset(name for name, reason in reasons.items() if reason is None)
+    off = frozenset(name for name in able if limits.get(of_op[name].regime) == 0)
+    foreign = [kernel for kernel in of_op.values() if kernel.name in able - off and kernel.until is not None and call.scales == 1]
+    wanted: list[tuple[int | None, str]] = [(kernel.until(call), kernel.name) for kernel in foreign if kernel.until is not None]
+    wanted += choose.spans(call, choose.Can(able, off))
+    last = next((name for most, name in wanted if most is None), None)
+    if last is None:
+        raise KernelError(
+            f"no kernel serves fp4.{call.op}",
+            value=call,
+            limit=[f"{name}: {reason}" for name, reason in reasons.items() if reason],
+            remedy="Remove one of these reasons, or move the model to the CPU.",
         )
-    off = {row.kernel for row in (*ROWS, *rows) if row.off}
-    strangers = set(config.candidates) - off
-    if strangers:
+    limited = [(limits.get(of_op[name].regime, most) if name != last else most, name) for most, name in wanted if most is not None]
+    spans: list[Span] = []
+    for most, name in [*sorted(limited, key=lambda span: span[0]), (None, last)]:
+        kernel = of_op[name]
+        before = spans[-1] if spans else None
+        if most is not None and most <= (before.max_m or 0 if before else 0):
+            continue  # never reached
+        if before and before.kernel == name and not kernel.tile_by_bound:
+            spans.pop()
+        spans.append(Span(kernel, most, kernel.at(call.arch) or kernel.on[0], for_scales(kernel.csrc, call.scales)))
+    chosen = {span.kernel for span in spans}
+    preferred = f"{', '.join(dict.fromkeys(span.kernel for span in spans))} preferred for N = {call.n}, K = {call.k}: {choose.place(call.arch)}"
+    reasons |= dict.fromkeys(off, "switched off by DispatchConfig.thresholds")
+    refused = tuple(Refused(kernel, reasons[name] or preferred) for name, kernel in of_op.items() if name not in chosen)
+    return Plan(call, tuple(spans), refused)
+
+
+def _check(config: DispatchConfig, limits: dict[str, int]) -> None:
+    """Are the names in ``config`` those of regimes and of kernels that are off somewhere?"""
+    regimes = registry.regimes()
+    if unknown := set(limits) - set(regimes):
+        raise ConfigError(
+            "a threshold names an unknown regime", value=sorted(unknown), limit=list(regimes), remedy="Correct the names in DispatchConfig(thresholds=...)."
+        )
+    off = {kernel.name for kernel in registry.kernels() if any(on.off for on in kernel.on)}
+    if strangers := set(config.candidates) - off:
         raise ConfigError(
             "a candidate is not a kernel that waits to be switched on",
             value=sorted(strangers),
             limit=sorted(off),
             remedy="Correct the names in DispatchConfig(candidates=...).",
         )
-    accepted, refused = [], []
-    for row in rows:
-        if row.op != call.op:
-            continue
-        why = _refusal(row, call)
-        if row.m_per_expert and row.max_m is not None:
-            row = replace(row, max_m=max(row.max_m, int(row.m_per_expert * call.experts)))
-        if why is None and row.off and row.kernel not in config.candidates:
-            state = f"{row.status} ({row.reason})" if row.status == LOST else f"{row.status} on a GPU"
-            why = f'{state}: switch it on with fp4_inductor.dispatch(candidates=("{row.kernel}",))'
-        if why is None and row.regime in overrides:
-            if row.max_m is None:
-                pass  # the last resort has no bound to override
-            elif overrides[row.regime] == 0:
-                why = "switched off by DispatchConfig.thresholds"
-            else:
-                row = replace(row, max_m=overrides[row.regime])
-                if overrides[row.regime] < row.min_m:
-                    why = f"serves M >= {row.min_m}, DispatchConfig.thresholds ends the regime before"
-        if call.scales > 1:
-            row = replace(row, csrc=for_scales(row.csrc, call.scales))
-        if why is None:
-            accepted.append(row)
-        else:
-            refused.append(Refused(row, why))
-    candidates = {row.regime: row.kernel for row in accepted if row.off}
-    for row in [r for r in accepted if not r.off and r.regime in candidates]:
-        accepted.remove(row)
-        refused.append(Refused(row, f"the candidate {candidates[row.regime]} is switched on in its place"))
-    for row in [r for r in accepted if r.without in {other.regime for other in accepted}]:
-        accepted.remove(row)
-        refused.append(Refused(row, f"the {row.without} regime serves this range"))
-    accepted.sort(key=lambda row: float("inf") if row.max_m is None else row.max_m)
-    unlimited = [row for row in accepted if row.max_m is None]
-    if not unlimited:
-        raise KernelError(
-            f"no kernel serves fp4.{call.op}",
-            value=call,
-            limit=[f"{r.row.kernel}: {r.reason}" for r in refused],
-            remedy="Remove one of these reasons, or move the model to the CPU.",
-        )
-    # Several rows without a limit: table order is preference. A row whose bound does not exceed the one before is unreachable.
-    chosen: list[Row] = []
-    for row in [*[r for r in accepted if r.max_m is not None], unlimited[0]]:
-        if chosen and row.max_m is not None and chosen[-1].max_m is not None and row.max_m <= chosen[-1].max_m:
-            refused.append(Refused(row, f"{chosen[-1].kernel} already serves M <= {chosen[-1].max_m}"))
-        else:
-            below = (chosen[-1].max_m or 0) if chosen else 0
-            if row.min_m > below + 1:
-                chosen.append(replace(unlimited[0], max_m=row.min_m - 1))
-            chosen.append(row)
-    refused += [Refused(row, f"{unlimited[0].kernel} is preferred") for row in unlimited[1:]]
-    return Plan(call, _merged(chosen), tuple(refused))
 
 
-def _merged(rows: list[Row]) -> tuple[Row, ...]:
-    """``rows`` without bounds at which nothing changes: a kernel of ``csrc/`` picks its tile by M itself."""
-    out: list[Row] = []
-    for row in rows:
-        before = out[-1] if out else None
-        if before and row.csrc and (before.regime, before.kernel, before.csrc, before.one_scale) == (row.regime, row.kernel, row.csrc, row.one_scale):
-            out.pop()
-        out.append(row)
-    return tuple(out)
-
-
-def _refusal(row: Row, call: Call) -> str | None:
-    low, high = row.arch
-    if not low <= call.arch <= high:
-        return "needs a CPU" if high == 0 else f"needs sm_{low} to sm_{high}, this is {'a CPU' if call.arch == 0 else f'sm_{call.arch}'}"
-    if call.dtype not in row.dtypes:
-        return f"takes {', '.join(str(d).removeprefix('torch.') for d in row.dtypes)} activations, these are {str(call.dtype).removeprefix('torch.')}"
-    if call.prefill not in row.prefill:
-        return f'prefill="{call.prefill}"'
-    if row.csrc and call.csrc:
-        return call.csrc
-    if row.plain and call.form:
-        return f"does not take {', '.join(call.form)}"
-    if row.triton > call.triton:
-        return f"needs Triton {row.triton[0]}.{row.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
-    if call.k % row.k_multiple:
-        return f"K = {call.k} is not a multiple of {row.k_multiple}"
-    if row.not_k_multiple and call.k % row.not_k_multiple == 0:
-        return f"K = {call.k} is a multiple of {row.not_k_multiple}"
-    if not row.n[0] <= call.n <= row.n[1]:
-        return f"N = {call.n} is not in {row.n[0]} to {row.n[1]}"
-    if row.max_weights is not None and call.n * call.k > row.max_weights:
-        return f"N * K = {call.n * call.k} is more than {row.max_weights}"
-    if call.n * call.k < row.min_weights:
-        return f"N * K = {call.n * call.k} is less than {row.min_weights}"
-    if call.n % row.n_multiple:
-        return f"N = {call.n} is not a multiple of {row.n_multiple}"
-    return None
+def _why_not(kernel: Kernel, call: Call, config: DispatchConfig) -> str | None:
+    """Why ``kernel`` cannot serve ``call``, or waits to be switched on."""
+    reason, on = kernel.refusal(call), kernel.at(call.arch)
+    if reason is None and on is not None and on.off and kernel.name not in config.candidates:
+        state = f"{on.status} ({on.why})" if on.status == LOST else f"{on.status} on a GPU"
+        return f'{state}: switch it on with fp4_inductor.dispatch(candidates=("{kernel.name}",))'
+    return reason

@@ -14,9 +14,9 @@ from ..config import dispatch_config
 from ..formats import nvfp4
 from ..formats.storage import Storage
 from ..kernels import select
+from ..kernels.kernel import Span
 from ..kernels.linear import configs
 from ..kernels.select import plan
-from ..kernels.table import Row
 from ..ops.dequantize import dequantize_rows
 from ..ops.dequantize_fp8 import fp8_product
 from ..ops.linear_siblings import begins, spans
@@ -98,7 +98,7 @@ def _serves_siblings(x, qdata, begin, prefill) -> bool:
     return options.call.arch != 0 and (decision.row is None or takes_scales(decision.row, x, n, k))
 
 
-def takes_scales(row: Row, x, n: int, k: int) -> bool:
+def takes_scales(row: Span, x, n: int, k: int) -> bool:
     """Does the kernel of ``row`` take several global scales?"""
     if row.regime == "large_nvfp4":
         return not linear_w4a4.row_for(x.get_device(), x.get_dtype(), n, k).one_scale
@@ -139,7 +139,7 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, lowered:
     options = plan(call, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
     row = decision.row
-    by_itself = row is None or call.arch == 0 or bool(begin and (scales == 1 or not takes_scales(row, x, n, k)))
+    by_itself = row is None or call.arch == 0 or row.implementation.launch is not None or bool(begin and (scales == 1 or not takes_scales(row, x, n, k)))
     remark = select.of_scales(len(begin), call.arch, apart=by_itself and row is not None)
     if note and remark.endswith("scales"):  # another remark says whose they are
         remark = ""
@@ -206,7 +206,7 @@ def _mid_template() -> Template:
     return Template("fp4_linear_mid", t.linear_mid, _INPUTS, sizes, helpers, mid_grid)
 
 
-def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
+def _gemv(row: Span, x, qdata, scale, global_scale, m, n, k, bounds=()):
     largest = int(m) if m.is_number else row.max_m or 1
     tiles = configs.gemv_choices(largest, n, k) if inductor.max_autotune() else [configs.gemv(largest, n, k)]
     arch = select.arch_of(x.get_device())
@@ -214,7 +214,7 @@ def _gemv(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     return _gemv_template().lower(arguments(x, qdata, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
-def _mid(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
+def _mid(row: Span, x, qdata, scale, global_scale, m, n, k, bounds=()):
     likely = min(likely_rows(m, inductor.Symbols(), HINT), row.max_m or HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
@@ -229,7 +229,7 @@ def of_rows(global_scale, bounds, n):
     return row_scales(global_scale, (0, *bounds), n) if bounds else global_scale
 
 
-def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
+def _large_fp8(row: Span, x, qdata, scale, global_scale, m, n, k, bounds=()):
     dtype = x.get_dtype()
 
     def large_fp8(x8, x_scale, qdata, scale, global_scale):
@@ -238,7 +238,7 @@ def _large_fp8(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     return inductor.inline(large_fp8, (*quantized_rows(x), qdata, scale, global_scale))
 
 
-def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
+def _large_dense(row: Span, x, qdata, scale, global_scale, m, n, k, bounds=()):
     dtype = x.get_dtype()
 
     def large_dense(x, qdata, scale, global_scale):
@@ -248,7 +248,7 @@ def _large_dense(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
     return inductor.inline(large_dense, (x, qdata, scale, global_scale))
 
 
-def _large_nvfp4(row: Row, x, qdata, scale, global_scale, m, n, k, bounds=()):
+def _large_nvfp4(row: Span, x, qdata, scale, global_scale, m, n, k, bounds=()):
     return linear_w4a4.product(nvfp4_rows(x), (qdata, scale, global_scale), x.get_dtype(), m, n, k, bounds)
 
 

@@ -10,10 +10,10 @@ from .._torch import lowering as inductor
 from .._torch.template import Template
 from ..config import dispatch_config
 from ..kernels import select
+from ..kernels.kernel import Span
 from ..kernels.linear.configs import scale_bounds
 from ..kernels.linear_w4a4 import configs
 from ..kernels.select import plan
-from ..kernels.table import Row
 from ..ops.linear_w4a4 import dequantized
 from ..ops.members import row_scales
 from .journal import record
@@ -29,7 +29,7 @@ def register() -> None:
     inductor.register(fp4.linear_w4a4.default, lower)
 
 
-def row_for(device: torch.device, dtype: torch.dtype, n: int, k: int) -> Row:
+def row_for(device: torch.device, dtype: torch.dtype, n: int, k: int) -> Span:
     """The row that serves a weight ``[n, k]``, whatever M is."""
     return plan(select.describe("linear_w4a4", device, dtype, n, k), dispatch_config()).rows[-1]
 

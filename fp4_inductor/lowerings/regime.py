@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ..config import DispatchConfig
+from ..kernels.kernel import Span
 from ..kernels.select import Plan, Refused
-from ..kernels.table import Row
 from ..ranges import Range, range_in_force
 
 How = Literal["proven", "guard", "runtime"]
@@ -32,7 +32,7 @@ class SymbolFacts(Protocol):
 class Decision:
     """The row for one call, or None for "the op decides at run time"; ``note`` says why nothing better was possible, or whose word the choice is."""
 
-    row: Row | None
+    row: Span | None
     how: How
     note: str = ""
 
@@ -42,7 +42,7 @@ def refusals(plan: Plan, decision: Decision) -> tuple[Refused, ...]:
     if decision.row is not None:
         return plan.refused
     late = f"decided at run time: {decision.note}"
-    return (*plan.refused, *(Refused(row, late) for row in plan.rows if row.regime != "unfused"))
+    return (*plan.refused, *(Refused(row.implementation, late) for row in plan.rows if row.regime != "unfused"))
 
 
 def known(plan: Plan, m: Any, symbols: SymbolFacts, otherwise: str) -> Decision:

@@ -10,8 +10,8 @@ from .._torch import lowering as inductor
 from .._torch.template import Template
 from ..formats import sparse24
 from ..kernels import select
+from ..kernels.kernel import Span
 from ..kernels.sparse_linear import configs
-from ..kernels.table import Row
 from ..ops.dequantize_fp8 import scaled_product
 from ..ops.sparse_dequantize import sparse_dequantize_rows
 from . import linear
@@ -46,7 +46,7 @@ def _gemv_template() -> Template:
     return Template("fp4_sparse_linear_gemv", t.sparse_gemv, _INPUTS, sizes, helpers, gemv_grid)
 
 
-def _gemv(row: Row, x, values, meta, scale, global_scale, m, n, k, bounds=()):
+def _gemv(row: Span, x, values, meta, scale, global_scale, m, n, k, bounds=()):
     tiles = configs.gemv_choices(n, k) if inductor.max_autotune() else [configs.gemv(n, k)]
     arch = select.arch_of(x.get_device())
     options = [dict(configs.gemv_constants(c, n, k, arch, bounds), num_warps=c.num_warps, num_stages=2) for c in tiles]
@@ -73,14 +73,14 @@ def _mid_template() -> Template:
     return Template("fp4_sparse_linear_mid", t.sparse_mid, _INPUTS, sizes, helpers, mid_grid)
 
 
-def _mid(row: Row, x, values, meta, scale, global_scale, m, n, k, bounds=()):
+def _mid(row: Span, x, values, meta, scale, global_scale, m, n, k, bounds=()):
     likely = min(likely_rows(m, inductor.Symbols(), linear.HINT), row.max_m or linear.HINT)
     tiles = configs.mid_choices(likely, n, k) if inductor.max_autotune() else [configs.mid(likely, n, k)]
     options = [dict(configs.mid_constants(c, n, k, x.get_dtype(), bounds), num_warps=c.num_warps, num_stages=c.num_stages) for c in tiles]
     return _mid_template().lower(arguments(x, values, meta, scale, global_scale), [m, n], x.get_dtype(), options)
 
 
-def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k, bounds=()):
+def _large_fp8(row: Span, x, values, meta, scale, global_scale, m, n, k, bounds=()):
     dtype = x.get_dtype()
 
     def large_fp8(x8, x_scale, values, meta, scale, global_scale):
@@ -89,7 +89,7 @@ def _large_fp8(row: Row, x, values, meta, scale, global_scale, m, n, k, bounds=(
     return inductor.inline(large_fp8, (*quantized_rows(x), values, meta, scale, global_scale))
 
 
-def _large_dense(row: Row, x, values, meta, scale, global_scale, m, n, k, bounds=()):
+def _large_dense(row: Span, x, values, meta, scale, global_scale, m, n, k, bounds=()):
     dtype = x.get_dtype()
 
     def large_dense(x, values, meta, scale, global_scale):

@@ -63,10 +63,12 @@ def fuse(graph: Graph) -> None:
         if options is None:
             continue
         if not any(row.csrc for row in options.rows):
-            linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.row.csrc)
+            linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.kernel.csrc)
             continue
         if _kernel_follows(found.last) and not (found.only_adds and likely(value(linear).shape[:-1].numel(), 0, graph, range_in_force()) >= MANY_ROWS):
-            linear.meta[LEFT_APART] = tuple(Refused(r, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc)
+            linear.meta[LEFT_APART] = tuple(
+                Refused(r.implementation, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc
+            )
             continue
         act = name_of(linear, found.chain) if found.chain else ""
         if act is None:  # nothing behind an unknown function can be had either

@@ -28,7 +28,6 @@ from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
 from fp4_inductor.kernels.sparse_linear.triton_gemv import sparse_gemv
 from fp4_inductor.kernels.sparse_linear.triton_mid import sparse_mid
-from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.kernels.topk.launch import tile as topk_tile
 from fp4_inductor.kernels.topk.triton_rows import topk_rows
 from fp4_inductor.ops.activation import ActivationCode
@@ -196,7 +195,8 @@ def test_sparse_gemv(cc, n, k, dtype):
 def mid_cases():
     """One M per distinct tile, up to the last M that the architecture's row serves."""
     for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (aot.GB10, (4096,))):
-        last = max(row.max_m for row in ROWS if row.regime == "mid" and row.arch[0] <= cc <= row.arch[1])
+        spans = plan(Call("linear", cc, torch.bfloat16, 4096, 4096, csrc="no nvcc"), DispatchConfig()).rows
+        last = max(row.max_m for row in spans if row.regime == "mid")
         seen = set()
         for n in shapes:
             for m in (16, 32, 64, 256) if cc in (80, 90) else (16, 64):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import types
 
 import pytest
 import torch
 
 from fp4_inductor import FP4Linear, formats
+from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
-from fp4_inductor.kernels.table import ROWS
+from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.members import row_scales
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is No
 ARCH = 90
 
 
-def library_of(kernel: csrc.Kernel) -> ctypes.CDLL:
+def library_of(kernel: csrc.Library) -> ctypes.CDLL:
     return emulated(kernel.source, 120 if kernel.codes else ARCH, kernel.defines).library
 
 
@@ -212,7 +214,7 @@ def test_what_it_refuses(ops):
             ops.linear_small(*args)
 
 
-def arguments_for(kernel: csrc.Kernel, m: int, n: int = 32, k: int = 256) -> tuple:
+def arguments_for(kernel: csrc.Library, m: int, n: int = 32, k: int = 256) -> tuple:
     """Activations of ``m`` rows, which take no memory, and a weight that fits them."""
     parts = {
         "x": (k, torch.bfloat16), "x8": (k, torch.float8_e4m3fn), "x_scale": (1, torch.float32), "x_qdata": (k // 2, torch.uint8),
@@ -261,11 +263,16 @@ def test_that_is_how_many_rows_the_kernel_serves(ops, monkeypatch, name):
         csrc._through_ctypes(name, x, w, g, None, ARCH, (), starts[len(kernel.tile) :])
 
 
-def test_no_dispatch_row_gives_a_kernel_more_rows_than_it_serves():
-    for row in ROWS:
-        if row.csrc and KERNELS[row.csrc].weight:
-            for arch in {row.arch[0], row.arch[1]}:
-                assert (row.max_m or 0) <= csrc.most_rows(row.csrc, arch), row
+def test_no_choice_gives_a_kernel_more_rows_than_it_serves():
+    off = DispatchConfig(candidates=("cuda_small_glu", "cuda_small_pointwise"))
+    seen = set()
+    for op, arch, prefill in itertools.product(("linear", "linear_glu", "linear_epilogue", "sparse_linear"), (80, 86, 90, 100, 120), ("auto", "bf16", "nvfp4")):
+        for n, k in ((64, 64), (64, 1088), (4096, 4096), (8192, 2880), (16384, 16384), (65536, 4096)):
+            for row in plan(Call(op, arch, torch.bfloat16, n, k, prefill), off).rows:
+                if row.csrc and KERNELS[row.csrc].weight:
+                    seen.add(row.csrc)
+                    assert (row.max_m or 0) <= csrc.most_rows(row.csrc, arch), row
+    assert {"linear_small", "linear_table", "linear_small_glu", "linear_table_pointwise", "sparse_linear_small", "sparse_linear_table"} <= seen
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

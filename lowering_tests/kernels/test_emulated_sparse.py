@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.kernels.table import ROWS
+from fp4_inductor.kernels import registry
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
@@ -77,7 +77,7 @@ def test_arguments_that_no_kernel_takes():
     for m, n, k, tile in ((0, 8, 64, (0,) * 4), (33, 8, 64, (0,) * 4), (1, 8, 80, (0,) * 4), (1, 8, 64, (2, 8, 2, 3)), (1, 8, 64, (9, 8, 2, 1))):
         with pytest.raises(EmulatorError, match="status"):
             emulated(SOURCE).call("fp4_sparse_linear_small", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, *tile)
-    assert all(row.k_multiple == 32 and row.max_m <= 32 for row in ROWS if row.csrc == "sparse_linear_small")
+    assert registry.named("sparse_linear")["cuda_sparse_small"].k_multiple == 32
 
 
 BROKEN = {

@@ -19,10 +19,10 @@ from lowering_tests.fake_cuda import pretend_cuda
 
 @pytest.fixture
 def fake_gpu():
-    host.forget_plans()
+    host._plan.cache_clear()
     with pretend_cuda(), FakeTensorMode(), mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()):
         yield
-    host.forget_plans()
+    host._plan.cache_clear()
 
 
 def parts(n: int, k: int) -> tuple[torch.Tensor, ...]:

@@ -209,7 +209,7 @@ def test_the_cuda_kernel_says_what_it_does_not_take():
     ):
         form = moe_form(**{**plain, **changed})
         options = plan(Call("moe", 90, torch.bfloat16, 2048, 2048, experts=128, form=form), DispatchConfig())
-        assert {r.reason for r in options.refused if r.row.kernel.startswith("cuda_moe_wide") and r.reason != 'prefill="auto"'} == {f"does not take {words}"}
+        assert {r.reason for r in options.refused if r.kernel.name.startswith("cuda_moe_wide") and r.reason != 'prefill="auto"'} == {f"does not take {words}"}
         assert [options.pick(pairs).kernel for pairs in (384, 385, 4097)] == ["triton_moe_decode", "triton_moe_grouped", "dequantize_fp8 + triton_grouped_fp8"]
     for fields in (dict(csrc=NO_NVCC), dict(k=2080), dict(n=2052)):
         call = Call(**{**dict(op="moe", arch=90, dtype=torch.bfloat16, n=2048, k=2048, experts=128), **fields})

@@ -1,4 +1,4 @@
-"""select.plan: pure, so every architecture is tested anywhere. No tile number and no threshold of today's table is assumed."""
+"""select.plan: pure, so every architecture is tested anywhere. What it chooses over a grid of calls is in golden_plans.txt."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
+from fp4_inductor.kernels import registry
 from fp4_inductor.kernels.csrc import KERNELS
+from fp4_inductor.kernels.kernel import ANY, COMPILED, EMULATED, HALF, LOST, Kernel, On
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.table import ANY, BATCH, COMPILED, EMULATED, HALF, LOST, REGIMES, ROWS, Row
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 PREFILL = ("auto", "fp8", "bf16", "nvfp4")
@@ -31,32 +32,30 @@ def limits(found) -> list[float]:
     return [math.inf if row.max_m is None else row.max_m for row in found.rows]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.op}-{r.regime}-{r.kernel}-{r.arch[0]}")
-def test_every_row_is_complete(row):
-    assert row.regime in REGIMES
-    assert 10 < len(row.reason) <= 200  # one sentence; figures beyond those that decided go to benchmarks/NOTES.md
-    assert row.arch[0] <= row.arch[1]
-    assert row.max_m is None or row.max_m > 0
-    assert row.dtypes
-    assert set(row.dtypes) <= set(ANY)
-    assert set(row.prefill) <= set(PREFILL)
-    assert row.prefill
-    assert row.k_multiple % 16 == 0 or row.op in ("linear_fp8", "decode_attention")
-    if "H200" in row.status:
-        assert row.arch[0] <= 90 <= row.arch[1], "what ran on an H200 must serve one"
-    if row.status == COMPILED:
-        assert not row.arch[0] <= 90 <= row.arch[1], "what serves an H200 runs in lowering_tests/gpu"
+@pytest.mark.parametrize("kernel", registry.kernels(), ids=lambda kernel: f"{kernel.op}-{kernel.name}")
+def test_every_kernel_is_complete(kernel):
+    assert kernel.regime in registry.regimes()
+    assert set(kernel.dtypes) <= set(ANY) and kernel.dtypes
+    assert set(kernel.prefill) <= set(PREFILL) and kernel.prefill
+    assert kernel.k_multiple % 16 == 0 or kernel.op in ("linear_fp8", "decode_attention")
+    assert kernel.on
+    for on in kernel.on:
+        assert 10 < len(on.why) <= 200  # one sentence; figures beyond those that decided go to benchmarks/NOTES.md
+        assert on.first <= on.last
+        if "H200" in on.status:
+            assert on.first <= 90 <= on.last, "what ran on an H200 must serve one"
+        if on.status == COMPILED:
+            assert not on.first <= 90 <= on.last, "what serves an H200 runs in lowering_tests/gpu"
 
 
 def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_number():
-    """A row that says nothing is one whose kernel is in test_emulated_linear.py or test_emulated_sparse_table.py, or calls others by their own rows."""
-    kernels = {(row.op, row.kernel) for row in ROWS}
-    assert {(op, kernel) for op, kernel in BATCH if op} <= kernels and {kernel for op, kernel in BATCH if not op} <= {kernel for _, kernel in kernels}
-    silent = {row.kernel for row in ROWS if not row.batch and row.max_m != 1}
-    small = {f"cuda_{size}{what}" for size in ("small", "table") for what in ("", "_glu", "_pointwise")}
-    small = small - {"cuda_table"} | {"cuda_sparse_table"}  # that one serves 24 rows
-    assert silent == small | {"linear, then act * up", "linear, then pointwise"}
-    assert {row.max_m for row in ROWS if row.kernel in small and not row.batch} == {16}
+    """One that says nothing is in test_emulated_sparse_table.py, or calls others by their own choice, or serves one row."""
+    silent = {kernel.name for kernel in registry.kernels() if not kernel.batch[1]}
+    one_row = {"triton_sparse_gemv", "triton_gemv_fp8", "triton_gemv_glu"}
+    assert silent == {"cuda_sparse_table", "linear, then act * up", "linear, then pointwise"} | one_row
+    for call in CALLS:
+        for row in plan(call, DEFAULT).rows:
+            assert bool(row.batch) == bool(row.implementation.batch[1] and (row.max_m is None or row.max_m > row.implementation.batch[0]))
 
 
 def test_every_launcher_and_lowering_exists():
@@ -77,10 +76,10 @@ def test_every_launcher_and_lowering_exists():
     }
     for op, (launchers, lowered) in served.items():
         own = op in ("linear", "sparse_linear")  # the others call the operator of a csrc row straight away
-        kernels = {row.kernel for row in ROWS if row.op == op and row.regime not in ("cpu", "unfused") and (own or not row.csrc)}
+        kernels = {kernel.name for kernel in registry.kernels(op) if kernel.regime not in ("cpu", "unfused") and (own or not kernel.csrc)}
         assert kernels <= set(launchers)
         assert kernels <= set(lowered) | linear.CALLED
-    assert {row.kernel for row in ROWS if row.op in ("moe", "sparse_moe")} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
+    assert {kernel.name for op in ("moe", "sparse_moe") for kernel in registry.kernels(op)} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
     finishes = {
         "linear_glu": "glu",
         "linear_epilogue": "pointwise",
@@ -90,8 +89,8 @@ def test_every_launcher_and_lowering_exists():
         "moe": None,
         "sparse_moe": None,
     }
-    assert all(KERNELS[row.csrc].finish == finishes[row.op] for row in ROWS if row.csrc and row.regime != "wide_fp8")
-    assert {row.kernel for row in ROWS if row.op == "linear_w4a4" and row.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
+    assert all(KERNELS[kernel.csrc].finish == finishes[kernel.op] for kernel in registry.kernels() if kernel.csrc and kernel.regime != "wide_fp8")
+    assert {kernel.name for kernel in registry.kernels("linear_w4a4") if kernel.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
 
 
 def test_one_ascending_list_that_ends_without_a_limit():
@@ -101,15 +100,11 @@ def test_one_ascending_list_that_ends_without_a_limit():
         assert found.rows[-1].max_m is None, call
         assert found.bounds == tuple(row.max_m for row in found.rows[:-1])
         for row in found.rows:
-            assert row.arch[0] <= call.arch <= row.arch[1]
-            assert call.dtype in row.dtypes
-            assert call.prefill in row.prefill
-            assert not (row.csrc and call.csrc)
-            assert not row.off
-            assert row.without not in {other.regime for other in found.rows}
-            assert call.k % row.k_multiple == 0
-            assert call.n % row.n_multiple == 0
-        assert len(found.rows) + len(found.refused) == sum(row.op == call.op for row in ROWS), "every row is taken or refused"
+            assert row.implementation.refusal(call) is None
+            assert not row.on.off
+        served = {row.kernel for row in found.rows}
+        assert served.isdisjoint(refused.kernel.name for refused in found.refused)
+        assert len(served) + len(found.refused) == len(registry.kernels(call.op)), "every kernel is taken or refused"
 
 
 def test_pick_at_every_bound_and_one_above():
@@ -125,35 +120,26 @@ def test_pick_at_every_bound_and_one_above():
 def test_a_reason_names_the_value():
     for call in GPU_CALLS:
         for refused in plan(call, DEFAULT).refused:
-            row, why = refused.row, refused.reason
-            if not row.arch[0] <= call.arch <= row.arch[1]:
+            kernel, why = refused.kernel, refused.reason
+            on = kernel.at(call.arch)
+            if on is None:
                 assert f"sm_{call.arch}" in why or why == "needs a CPU"
-            elif call.dtype not in row.dtypes:
+            elif call.dtype not in kernel.dtypes:
                 assert str(call.dtype).removeprefix("torch.") in why
-            elif call.prefill not in row.prefill:
+            elif call.prefill not in kernel.prefill:
                 assert f'"{call.prefill}"' in why
-            elif row.csrc and call.csrc:
+            elif kernel.csrc and call.csrc:
                 assert why == call.csrc
-            elif row.status == EMULATED and not (call.k % row.k_multiple or call.n % row.n_multiple or call.n < row.n[0]):
-                assert why.startswith("emulated, not timed")
-                assert row.kernel in why
-            elif call.k % row.k_multiple:
-                assert f"K = {call.k}" in why
-                assert str(row.k_multiple) in why
-            elif call.n % row.n_multiple:
-                assert f"N = {call.n}" in why
-                assert str(row.n_multiple) in why
-            elif row.not_k_multiple and call.k % row.not_k_multiple == 0:
-                assert why == f"K = {call.k} is a multiple of {row.not_k_multiple}"
-            elif not row.n[0] <= call.n <= row.n[1]:
-                assert why == f"N = {call.n} is not in {row.n[0]} to {row.n[1]}"
-            elif row.max_weights is not None and call.n * call.k > row.max_weights:
-                assert str(call.n * call.k) in why
-                assert str(row.max_weights) in why
-            elif call.n * call.k < row.min_weights:
-                assert why == f"N * K = {call.n * call.k} is less than {row.min_weights}"
+            elif call.k % kernel.k_multiple:
+                assert why == f"K = {call.k} is not a multiple of {kernel.k_multiple}"
+            elif call.n % kernel.n_multiple:
+                assert why == f"N = {call.n} is not a multiple of {kernel.n_multiple}"
+            elif call.n < kernel.least_n:
+                assert why == f"N = {call.n} is less than {kernel.least_n}"
+            elif on.status == EMULATED:
+                assert why.startswith("emulated, not timed") and kernel.name in why
             else:
-                assert "already serves M <=" in why or "is preferred" in why or why == f"the {row.without} regime serves this range", why
+                assert f"preferred for N = {call.n}, K = {call.k}: kernels/choose/" in why, why
 
 
 def test_cpu_has_one_row_and_gpus_refuse_it():
@@ -192,7 +178,11 @@ def test_which_kernel_multiplies_codes():
     assert {kernel(a) for a in (80, 86, 89, 90)} == {kernel(100, torch.float32)} == {"dequantize both + mm"}
     assert kernel(120, triton=(3, 6)) == kernel(100, triton=(3, 6)) == "triton_w4a4"
     assert kernel(121, triton=(3, 6)) == "dequantize both + mm"  # that Triton has no block-scaled MMA for sm_121
-    reasons = {r.row.kernel: r.reason for r in plan(Call("linear_w4a4", 121, torch.bfloat16, 64, 64, triton=(3, 6)), DEFAULT).refused if r.row.arch[0] == 121}
+    reasons = {
+        r.kernel.name: r.reason
+        for r in plan(Call("linear_w4a4", 121, torch.bfloat16, 64, 64, triton=(3, 6)), DEFAULT).refused
+        if r.kernel.name == "triton_w4a4"
+    }
     assert reasons == {"triton_w4a4": "needs Triton 3.8 or later, this is 3.6"}
     on = dict(candidates=("cuda_w4a4",))
     assert [kernel(a, **on) for a in (100, 120, 121)] == ["triton_w4a4", "cuda_w4a4", "cuda_w4a4"]
@@ -228,11 +218,11 @@ def test_zero_switches_a_regime_off():
         for regime in {row.regime for row in base.rows[:-1]}:
             off = plan(call, DispatchConfig(thresholds={regime: 0}))
             assert regime not in {row.regime for row in off.rows}
-            assert any(r.row.regime == regime and "DispatchConfig" in r.reason for r in off.refused)
+            assert any(r.kernel.regime == regime and "DispatchConfig" in r.reason for r in off.refused)
 
 
 def test_all_limited_regimes_off_leaves_the_unlimited_one():
-    off = DispatchConfig(thresholds={regime: 0 for regime in REGIMES})
+    off = DispatchConfig(thresholds={regime: 0 for regime in registry.regimes()})
     for call in CALLS:
         found = plan(call, off)
         assert len(found.rows) == 1
@@ -255,32 +245,41 @@ def test_nothing_serves_and_the_error_lists_every_reason():
     call = Call("linear", 75, torch.bfloat16, 64, 64)
     with pytest.raises(KernelError) as caught:
         plan(call, DEFAULT)
-    for row in (row for row in ROWS if row.op == call.op):
-        assert f"{row.kernel}: " in str(caught.value)
+    for kernel in registry.kernels(call.op):
+        assert f"{kernel.name}: " in str(caught.value)
     assert "sm_75" in str(caught.value)
 
 
-def _row(kernel, max_m, **fields):
-    return Row("linear", fields.pop("regime", "mid"), kernel, (80, 129), max_m, ANY, "invented for this test", "compiled, not run", **fields)
+def _kernel(name, until, **fields):
+    on = On(80, 129, fields.pop("status", COMPILED), "invented for this test")
+    return Kernel(fields.pop("op", "linear"), name, fields.pop("regime", "mid"), (on,), ANY, until=lambda call: until, **fields)
 
 
-def test_rows_that_never_get_a_turn_are_refused_with_the_reason():
-    rows = (_row("a", 8), _row("b", 8), _row("last", None), _row("spare", None), _row("other op", None))
-    rows = (*rows[:-1], Row("bmm", "mid", "other op", (80, 129), None, ANY, "invented for this test", "compiled, not run"))
-    found = plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, rows)
+def test_kernels_that_never_get_a_turn_are_refused_with_the_reason():
+    kernels = (_kernel("a", 8), _kernel("b", 8), _kernel("last", None), _kernel("spare", None), _kernel("other op", None, op="bmm"))
+    found = plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, kernels)
     assert [row.kernel for row in found.rows] == ["a", "last"]
-    assert {(r.row.kernel, r.reason) for r in found.refused} == {("b", "a already serves M <= 8"), ("spare", "last is preferred")}
+    preferred = "a, last preferred for N = 64, K = 64: kernels/choose/sm90.py"
+    assert {(r.kernel.name, r.reason) for r in found.refused} == {("b", preferred), ("spare", preferred)}
 
 
-def test_no_unlimited_row_is_an_error_even_if_others_accept():
+def test_no_kernel_without_a_limit_is_an_error_even_if_others_accept():
     with pytest.raises(KernelError, match=r"no kernel serves fp4\.linear"):
-        plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, (_row("a", 8),))
+        plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, (_kernel("a", 8),))
 
 
-def test_divisibility_that_a_new_row_may_ask_for():
-    rows = (_row("fast", 8, k_multiple=64, n_multiple=8), _row("last", None))
-    for n, k, kernel in ((64, 128, "fast"), (63, 128, "last"), (64, 80, "last")):
-        assert plan(Call("linear", 90, torch.bfloat16, n, k), DEFAULT, rows).pick(1).kernel == kernel
+def test_divisibility_that_a_new_kernel_may_ask_for():
+    kernels = (_kernel("fast", 8, k_multiple=64, n_multiple=8), _kernel("last", None))
+    for n, k, name in ((64, 128, "fast"), (63, 128, "last"), (64, 80, "last")):
+        assert plan(Call("linear", 90, torch.bfloat16, n, k), DEFAULT, kernels).pick(1).kernel == name
+
+
+def test_neighbouring_ranges_of_one_kernel_are_one_unless_its_tile_follows_the_bound():
+    last, gemv = _kernel("last", None), registry.named("linear")["triton_gemv"]
+    found = plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, (last, gemv))
+    assert [(row.kernel, row.max_m) for row in found.rows] == [("triton_gemv", 1), ("triton_gemv", 4), ("last", None)]
+    one = plan(Call("linear", 90, torch.bfloat16, 64, 64), DEFAULT, (last, replace(gemv, tile_by_bound=False)))
+    assert [(row.kernel, row.max_m) for row in one.rows] == [("triton_gemv", 4), ("last", None)]
 
 
 def test_fp8_products_without_a_transient_weight():
@@ -368,24 +367,20 @@ def test_one_row_of_a_sparse_weight_goes_by_its_size():
     assert off.pick(1).kernel == gemv
 
 
-# Kernels that do not exist, off as one that lost is.
-LOSER = Row("linear", "mid", "cuda_loser", (90, 90), 128, HALF, "slower", LOST)
-LOSER_GLU = replace(LOSER, op="linear_glu", kernel="cuda_loser_glu", min_m=17)
-
-
-def test_a_candidate_serves_only_when_it_is_switched_on_and_then_its_whole_regime():
-    rows = (LOSER, *ROWS)
+def test_a_candidate_serves_only_when_it_is_switched_on():
+    loser = Kernel("linear", "cuda_loser", "mid", (On(90, 90, LOST, "slower"),), HALF, until=lambda call: 128)
+    kernels = (loser, *registry.kernels())
     call = Call("linear", 90, torch.bfloat16, 4096, 4096)
-    [why] = [r.reason for r in plan(call, DEFAULT, rows).refused if r.row is LOSER]
+    [why] = [r.reason for r in plan(call, DEFAULT, kernels).refused if r.kernel is loser]
     assert why == 'measured, off (slower): switch it on with fp4_inductor.dispatch(candidates=("cuda_loser",))'
-    on = plan(call, DispatchConfig(candidates=("cuda_loser",)), rows)
-    assert [on.pick(m).kernel for m in (1, 32, 33, 128, 129)] == ["triton_gemv", *["cuda_loser"] * 3, "cuda_wide_fp8"]
-    assert ("triton_mid", "the candidate cuda_loser is switched on in its place") in {(r.row.kernel, r.reason) for r in on.refused}
-    alone = plan(call, DispatchConfig(candidates=("cuda_loser",), thresholds={"small": 0, "wide": 0, "mid": 700}), rows)
-    assert [alone.pick(m).kernel for m in (5, 700)] == ["cuda_loser", "cuda_loser"]
+    with pytest.raises(ConfigError, match="cuda_loser"):
+        plan(call, DispatchConfig(candidates=("cuda_loser",)))  # registered nowhere
+    glu = Call("linear_glu", 90, torch.bfloat16, 4096, 4096)
+    on = plan(glu, DispatchConfig(candidates=("triton_gemv_glu",)))
+    assert [(row.kernel, row.max_m) for row in on.rows][:2] == [("triton_gemv_glu", 1), ("cuda_table_glu", 16)]
     # where it cannot run it takes nothing from the others
-    elsewhere = plan(Call("linear", 89, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_loser",)), rows)
-    assert elsewhere.pick(33).kernel == "triton_mid"
+    elsewhere = plan(Call("linear_w4a4", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_w4a4",)))
+    assert elsewhere.pick(33).kernel == "dequantize both + mm"
 
 
 def test_a_candidate_that_is_none_is_refused():
@@ -397,24 +392,13 @@ def test_a_candidate_that_is_none_is_refused():
     assert DispatchConfig(candidates=["b", "a"]) == DispatchConfig(candidates=("a", "b"))
 
 
-def test_few_rows_stay_with_the_row_without_a_limit():
-    """A kernel of fp4.linear_glu for M >= 2 or 17 does not take what fp4.linear's own rows serve better."""
-    fused, apart = ["cuda_table_glu", LOSER_GLU.kernel, "cuda_wide_glu"], "linear, then act * up"
-    for names, want in (
-        ([], {1: apart, 2: fused[0], 16: fused[0], 17: fused[2], 128: fused[2], 129: apart}),
-        (fused[1:2], {1: apart, 2: fused[0], 16: fused[0], 17: fused[1], 128: fused[1], 129: apart}),
-        (["triton_gemv_glu", fused[1]], {1: "triton_gemv_glu", 2: fused[0], 17: fused[1], 129: apart}),
-    ):
-        found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=tuple(names)), (LOSER_GLU, *ROWS))
-        assert {m: found.pick(m).kernel for m in want} == want, names
-        assert limits(found) == sorted(set(limits(found))) and found.bounds == tuple(row.max_m for row in found.rows[:-1])
-    with_gaps = DispatchConfig(candidates=(LOSER_GLU.kernel,), thresholds={"small": 0})
-    found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), with_gaps, (LOSER_GLU, *ROWS))
-    assert {m: found.pick(m).kernel for m in (1, 16, 17, 128, 129)} == {1: apart, 16: apart, 17: fused[1], 128: fused[1], 129: apart}
+def test_one_row_stays_with_the_gemv_where_an_epilogue_is_fused():
+    apart = "linear, then act * up"
+    found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DEFAULT)
+    assert [(row.kernel, row.max_m) for row in found.rows] == [(apart, 1), ("cuda_table_glu", 16), ("cuda_wide_glu", 128), (apart, None)]
+    without = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"small": 0}))
+    assert [(row.kernel, row.max_m) for row in without.rows] == [(apart, 1), ("cuda_wide_glu", 128), (apart, None)]
     then = plan(Call("linear_epilogue", 90, torch.bfloat16, 4096, 4096), DEFAULT)
     assert [(row.kernel, row.max_m) for row in then.rows] == [
         ("linear, then pointwise", 1), ("cuda_table_pointwise", 16), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
     ]  # fmt: skip
-    ended = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=(LOSER_GLU.kernel,), thresholds={"mid": 16}), (LOSER_GLU, *ROWS))
-    assert [row.kernel for row in ended.rows] == [apart, fused[0], fused[2], apart]
-    assert any("serves M >= 17" in r.reason for r in ended.refused)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp4_inductor import FP4Linear, dispatch
-from fp4_inductor.kernels import select, table
+from fp4_inductor.kernels import registry, select
 from fp4_inductor.kernels.linear_glu import configs as glu_configs
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
@@ -69,7 +69,7 @@ def test_one_call_of_the_cuda_kernel_with_a_scale_for_each_sibling():
 
 
 def test_one_by_one_where_no_kernel_takes_their_scales(monkeypatch):
-    rows = tuple(replace(row, one_scale=True) if row.kernel == "cuda_table" else row for row in table.ROWS)
+    rows = tuple(replace(kernel, one_scale=True) if kernel.name == "cuda_table" else kernel for kernel in registry.kernels())
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, rows))
     code, entries = compiled(8, csrc="")
     assert [e.n for e in entries if e.decision.row.kernel == "cuda_table"] == [N, KV, KV]
@@ -124,18 +124,18 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
     assert {(e.op, e.decision.how) for e in entries} == {("fp4.linear", "runtime")}
     assert "fp4.linear_glu" not in body and "fp4.linear_epilogue" not in body
     assert launches(body) == launches(graph(8, off=True, unproven="runtime", **dynamic)[1])
-    late = {r.row.kernel for e in entries for r in e.refused if r.reason.startswith("decided at run time: ")}
+    late = {r.kernel.name for e in entries for r in e.refused if r.reason.startswith("decided at run time: ")}
     assert late == {f"cuda_{size}_{what}" for size in ("table", "small", "wide") for what in ("glu", "pointwise")} - {"cuda_small_pointwise"}
 
 
 def test_explain_says_why_the_cuda_kernels_do_not_serve():
-    def refused(cc=(9, 0), arch=(90, 90), name="table", **options):
+    def refused(cc=(9, 0), name="table", **options):
         entries = compiled(8, cc=cc, **options)[1]
         assert {e.op for e in entries} == {"fp4.linear"}
-        return [{r.row.kernel: r.reason for e in entries for r in e.refused if r.row.arch == arch}[f"cuda_{name}_{what}"] for what in ("glu", "pointwise")]
+        return [{r.kernel.name: r.reason for e in entries for r in e.refused}[f"cuda_{name}_{what}"] for what in ("glu", "pointwise")]
 
     assert refused() == [NOT_COMPILED] * 2
-    assert all("candidates=" in why for why in refused((8, 0), (80, 89), csrc="", name="small"))
+    assert all("candidates=" in why for why in refused((8, 0), csrc="", name="small"))
 
 
 def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
@@ -149,7 +149,7 @@ def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
     code, entries = compiled(8, build=Normed, csrc="")
     assert [(e.op, e.decision.row.kernel) for e in entries][1:] == [("fp4.linear_glu", "cuda_table_glu"), ("fp4.linear", "cuda_table")]
     assert len(re.findall(r"triton_\w+\.run\(", call_body(code))) == 3  # the first norm, the heads, the sum and its norm
-    assert any(r.row.kernel == "cuda_table_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
+    assert any(r.kernel.name == "cuda_table_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
 
 
 @pytest.mark.parametrize(("m", "most"), [(512, 2), (16, 4)])
@@ -269,7 +269,7 @@ def test_silu_times_up_is_rounded_in_the_kernel_that_computes_it(monkeypatch):
     exponential = ("tl_math.exp", "tl.sigmoid", "libdevice.exp")
     assert not any(name in source for source in triton_sources(code).values() for name in exponential), "the product itself is computed nowhere else"
 
-    apart = tuple(replace(row, one_scale=True) for row in table.ROWS)
+    apart = tuple(replace(kernel, one_scale=True) for kernel in registry.kernels())
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, apart))
     code, _ = compiled(4096, build=lambda: Block("fp8"))
     [source] = [s for s in triton_sources(code).values() if "float8e4nv" in s and "rsqrt" not in s]

@@ -16,16 +16,16 @@ from torch import nn
 from torch.testing import FileCheck
 
 from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor.kernels import registry
 from fp4_inductor.kernels.linear import configs
 from fp4_inductor.kernels.select import plan
-from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests.fake_cuda import call, call_body, code_generation, generated_code, triton_ptx, triton_sources
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = ("triton_gemv", "triton_mid", "dequantize_fp8 + scaled_mm", "dequantize + mm", "cpu")
-PORTABLE = tuple(row for row in ROWS if row.kernel in KERNELS)
+PORTABLE = tuple(kernel for kernel in registry.kernels() if kernel.name in KERNELS)
 K, N = 1024, 2048
 
 

@@ -12,16 +12,16 @@ from torch import nn
 from torch.testing import FileCheck
 
 from fp4_inductor import Sparse24Linear, dispatch
+from fp4_inductor.kernels import registry
 from fp4_inductor.kernels.select import plan
 from fp4_inductor.kernels.sparse_linear import configs
-from fp4_inductor.kernels.table import ROWS
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests.fake_cuda import call, call_body, code_generation, generated_code, triton_ptx, triton_sources
 
 BF16, FP16 = torch.bfloat16, torch.float16
 K, N = 1024, 2048
-PORTABLE = tuple(row for row in ROWS if not row.csrc)
+PORTABLE = tuple(kernel for kernel in registry.kernels() if not kernel.csrc)
 
 
 def layer(dtype=BF16, bias=False, **options):

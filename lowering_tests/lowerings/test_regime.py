@@ -11,13 +11,14 @@ import sympy
 import torch
 
 from fp4_inductor.config import DispatchConfig
+from fp4_inductor.kernels.kernel import ANY, COMPILED, Kernel, On, Span
 from fp4_inductor.kernels.select import Call, Plan
-from fp4_inductor.kernels.table import ANY, Row
 from fp4_inductor.lowerings.regime import Decision, decide
 
 
 def plan_of(*bounds: int | None) -> Plan:
-    rows = tuple(Row("linear", "mid", f"k{i}", (80, 129), b, ANY, "invented for this test", "compiled, not run") for i, b in enumerate(bounds))
+    on = On(80, 129, COMPILED, "invented for this test")
+    rows = tuple(Span(Kernel("linear", f"k{i}", "mid", (on,), ANY), b, on) for i, b in enumerate(bounds))
     return Plan(Call("linear", 90, torch.bfloat16, 64, 64), rows, ())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp4_inductor import dispatch
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import select, table
+from fp4_inductor.kernels import registry, select
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings import linear_epilogue
 from fp4_inductor.lowerings.journal import listen
@@ -119,7 +119,7 @@ def test_a_number_of_rows_that_is_not_known_is_left_to_the_operator():
 
 
 def test_a_kernel_for_one_scale_is_called_for_each(monkeypatch):
-    rows = tuple(replace(row, one_scale=True) if row.kernel == "cuda_table" else row for row in table.ROWS)
+    rows = tuple(replace(kernel, one_scale=True) if kernel.name == "cuda_table" else kernel for kernel in registry.kernels())
     monkeypatch.setattr(lowering, "plan", lambda call, config: select.plan(call, config, rows))
     body, _, entries = compiled(8, csrc="")
     assert [e.note for e in entries] == ["3 global scales: a call each, put together"]

@@ -65,11 +65,12 @@ def by_rows(
     if members:
         weight = (*weight[:-1], weight[-1].contiguous() if bounds else weight[-1].reshape(()))
     row = host.row_for(op, x, m, n, k, prefill, scales=1 + len(bounds))
+    launch = row.implementation.launch or launchers[row.kernel]
     if row.csrc:  # its operator sees to device, strides and alignment
-        return launchers[row.kernel](rows, *weight, bias, **more).view(*lead, n)
+        return launch(rows, *weight, bias, **more).view(*lead, n)
     with torch.cuda.device(x.device):
         bias = None if bias is None else host.aligned(bias)
-        y = launchers[row.kernel](host.aligned(rows), *(host.aligned(t) for t in weight[:-1]), weight[-1], bias, **more)
+        y = launch(host.aligned(rows), *(host.aligned(t) for t in weight[:-1]), weight[-1], bias, **more)
     return y.view(*lead, n)
 
 

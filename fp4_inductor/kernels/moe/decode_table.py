@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...ops.activation import Activation
 from .. import csrc
-from ..table import for_scales
+from ..kernel import for_scales
 from . import on_csrc
 
 NAME = "moe_decode_table"

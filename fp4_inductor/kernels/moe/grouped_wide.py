@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops.activation import Activation
 from .. import csrc
-from ..table import for_scales
+from ..kernel import for_scales
 from . import on_csrc
 
 NAME, FP8 = "moe_grouped_wide", "moe_grouped_wide_fp8"

@@ -13,9 +13,9 @@ from ...ops import sparse_linear as contract
 from ...ops.dequantize_fp8 import scaled_product
 from ...ops.sparse_dequantize import sparse_dequantize_rows
 from .. import csrc, host
+from ..kernel import for_scales
 from ..linear.configs import Epilogue
 from ..linear.launch import Bounds, by_rows, of_rows
-from ..table import for_scales
 from . import configs
 from .triton_gemv import sparse_gemv
 from .triton_mid import sparse_mid

@@ -1,0 +1,41 @@
+"""Which of the kernels that can serve a call does: a function for each op and family of architectures, read from top to bottom.
+
+Each yields ``(largest M, name of the kernel)`` in ascending order, the last with None: no limit. ``can(name)`` says whether a kernel can
+serve the call and is switched on; ``can.ever(name)`` forgets ``DispatchConfig.thresholds``, which do not end a kernel without a limit.
+The reasons stand as comments where the choice is made; the figures are in ``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..kernel import Call
+from . import cpu, sm80, sm90, sm100
+
+Spans = Iterator[tuple[int | None, str]]
+
+
+class Can(NamedTuple):
+    """The kernels that can serve a call, and which of these ``DispatchConfig.thresholds`` switch off."""
+
+    able: frozenset[str]
+    off: frozenset[str]
+
+    def __call__(self, name: str) -> bool:
+        return name in self.able and name not in self.off
+
+    def ever(self, name: str) -> bool:
+        return name in self.able
+
+
+def spans(call: Call, can: Can) -> Spans:
+    """The choice for ``call``."""
+    family = cpu if call.arch == 0 else sm80 if call.arch < 90 else sm90 if call.arch < 100 else sm100
+    yield from getattr(family, call.op)(call, can)
+
+
+def place(arch: int) -> str:
+    """The file that chooses for ``arch``, for messages."""
+    family = cpu if arch == 0 else sm80 if arch < 90 else sm90 if arch < 100 else sm100
+    return f"kernels/choose/{family.__name__.rpartition('.')[2]}.py"

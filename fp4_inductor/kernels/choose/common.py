@@ -1,0 +1,53 @@
+"""What GPUs of several families do the same way: many rows, and ops with one kernel for a few rows."""
+
+from __future__ import annotations
+
+import torch
+
+FEW_QUERIES = 16  # of one KV head
+DENSE, ROUNDED = "dequantize + mm", "quantize_rows_nvfp4 + linear_w4a4"
+
+
+def first(can, *names):
+    """The first of ``names`` that can serve the call, for every M."""
+    found = next((name for name in names if can.ever(name)), None)
+    if found is not None:
+        yield None, found
+
+
+def many_rows(call, can):
+    """fp4.linear behind its kernels for few rows. Activations are rounded to NVFP4 only where prefill="nvfp4" asks for it."""
+    if can.ever(ROUNDED):
+        if call.dtype == torch.float32 and can(DENSE):
+            yield 64, DENSE  # few rows of float32 keep their activations as they are
+        yield None, ROUNDED
+    yield from first(can, "dequantize_fp8 + scaled_mm", DENSE)
+
+
+def linear_w4a4(call, can):
+    yield from first(can, "cuda_w4a4", "triton_w4a4", "dequantize both + mm")
+
+
+def linear_fp8(call, can):
+    if can("triton_gemv_fp8"):
+        yield 1, "triton_gemv_fp8"  # bound by memory: half the bytes of bf16
+    yield from first(can, "scaled_mm", "cast + mm")
+
+
+def many_assignments(call, can, sparse=False):
+    """fp4.moe above some tokens an expert: a pass that writes temporary dense weights pays."""
+    s = "sparse_" if sparse else ""
+    # torch._grouped_mm takes bfloat16 only: float16 stays in the grouped kernel.
+    grouped = (f"triton_{s}moe_grouped",) if call.dtype == torch.float16 else ()
+    yield from first(can, f"{s}dequantize_fp8 + triton_grouped_fp8", f"{s}dequantize + grouped_mm", *grouped, "by expert")
+
+
+def assignments(call, least, per_expert):
+    """The M of a call with ``per_expert`` assignments of tokens to each expert; at least ``least``."""
+    return max(least, int(per_expert * call.experts))
+
+
+def decode_attention(call, can):
+    if can("triton_decode_attention"):
+        yield FEW_QUERIES, "triton_decode_attention"  # the cache is read once, by KV head
+    yield from first(can, "sdpa")

@@ -1,0 +1,81 @@
+"""The kernels of this process: those of the package, and those that somebody else registered."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+from .. import _salt
+from ..config import dispatch_observers
+from ..errors import ConfigError
+from .kernel import Kernel
+
+_OURS = ("linear", "linear_glu", "linear_fp8", "linear_w4a4", "sparse_linear", "moe", "decode_attention")
+FOREIGN = ("linear", "sparse_linear")  # ops that take kernels from outside
+_added: list[Kernel] = []
+plan_caches: list[Callable[[], None]] = []  # called after a kernel was added or taken back
+
+
+@functools.cache
+def _ours() -> tuple[Kernel, ...]:
+    return tuple(kernel for folder in _OURS for kernel in importlib.import_module(f".{folder}.kernels", __package__).KERNELS)
+
+
+def kernels(op: str | None = None) -> tuple[Kernel, ...]:
+    """All kernels, or those of ``op``. Kernels from outside of the package come first: where they ask for a call, they serve it."""
+    return tuple(kernel for kernel in (*_added, *_ours()) if op in (None, kernel.op))
+
+
+def named(op: str) -> dict[str, Kernel]:
+    """The package's kernels of ``op`` by name."""
+    return {kernel.name: kernel for kernel in _ours() if kernel.op == op}
+
+
+def regimes() -> tuple[str, ...]:
+    """The names that ``DispatchConfig.thresholds`` may have."""
+    return tuple(dict.fromkeys(kernel.regime for kernel in kernels()))
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel from outside of the package. Calls that it does not refuse are served by it up to ``kernel.until(call)`` rows.
+
+    Compiled graphs and plans made before keep what they have: register before the first call.
+
+    Raises:
+        ConfigError: a kernel of this name serves the op already, the op takes none from outside, or ``until`` or ``launch`` is missing.
+    """
+    if any((other.op, other.name) == (kernel.op, kernel.name) for other in kernels()):
+        raise ConfigError("a kernel of this name serves the op already", value=f"{kernel.op}: {kernel.name}", limit="one", remedy="Give it another name.")
+    if kernel.op not in FOREIGN:
+        raise ConfigError("no kernel from outside serves this op", value=kernel.op, limit=list(FOREIGN), remedy="Register one for another op.")
+    if kernel.until is None or kernel.launch is None:
+        raise ConfigError(
+            "a kernel from outside does not say up to which M it serves a call, or how",
+            value=f"{kernel.name}: until={kernel.until}, launch={kernel.launch}",
+            limit="Kernel(until=..., launch=...)",
+            remedy="Write until=lambda call: 16, or lambda call: None for every M, and the function that computes the product.",
+        )
+    _added.append(kernel)
+    _changed()
+    return kernel
+
+
+def unregister(kernel: Kernel) -> None:
+    """Take back :func:`register`."""
+    _added.remove(kernel)
+    _changed()
+
+
+def foreign(op: str) -> bool:
+    """Has somebody registered a kernel for ``op``?"""
+    return any(kernel.op == op for kernel in _added)
+
+
+def _changed() -> None:
+    """Plans are made anew, and torch's compile caches are asked with another key."""
+    for forget in plan_caches:
+        forget()
+    _salt.foreign_kernels[:] = sorted(f"{kernel.op}:{kernel.name}" for kernel in _added)
+    for tell in dispatch_observers:
+        tell()
