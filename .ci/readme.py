@@ -48,11 +48,14 @@ def served(call: Call) -> str:
 
 
 def choices(op: str) -> Iterator[str]:
-    yield "| GPU | layer | N, K | bfloat16, `prefill` auto: kernel to the largest M |"
-    yield "|---|---|---|---|"
+    yield "| GPU | layers (N, K) | bfloat16, `prefill` auto: kernel to the largest M |"
+    yield "|---|---|---|"
     for arch in ARCHS:
+        alike: dict[str, list[str]] = {}  # layers that are served alike are one line
         for name, n, k, experts in SHAPES[op]:
-            yield f"| sm_{arch} | {name} | {n:,}, {k:,} | {served(Call(op, arch, torch.bfloat16, n, k, experts=experts))} |"
+            alike.setdefault(served(Call(op, arch, torch.bfloat16, n, k, experts=experts)), []).append(f"{name} ({n:,}, {k:,})")
+        for choice, layers in alike.items():
+            yield f"| sm_{arch} | {'; '.join(layers)} | {choice} |"
 
 
 def kernels(op: str) -> Iterator[str]:

@@ -266,7 +266,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
 
 
 def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int, tuple[str, ...], int] | None:
-    """``(op of the rows, M, activation, N, K, prefill, E, form, global scales)`` of a call that has dispatch rows, or None."""
+    """``(op of the kernels, M, activation, N, K, prefill, E, form, global scales)`` of a call that kernels are chosen for, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
