@@ -20,14 +20,14 @@ BEGIN, END = "<!-- choice of kernels: begin (make readme) -->", "<!-- choice of 
 NAMES = {"sparse_moe": "`fp4.moe` with 2:4-sparse experts"}
 ARCHS = (90, 80, 89, 100)
 # N, K of layers, by op; of experts the layer's width and the hidden size, with E.
-QKV, O, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
+QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)
 SHAPES: dict[str, tuple[tuple[str, int, int, int], ...]] = {
     "linear": (
-        ("Llama 3 8B: q, k, v", *QKV, 1), ("o", *O, 1), ("gate, up", *GATE_UP, 1), ("down", *DOWN, 1), ("gpt-oss: q, k, v", 5120, 2880, 1),
+        ("Llama 3 8B: q, k, v", *QKV, 1), ("o", *OUT, 1), ("gate, up", *GATE_UP, 1), ("down", *DOWN, 1), ("gpt-oss: q, k, v", 5120, 2880, 1),
         ("70B: gate, up", 57344, 8192, 1), ("70B: o", 8192, 8192, 1),
     ),
     "linear_glu": (("Llama 3 8B", *GATE_UP, 1), ("Qwen3 0.6B", 6144, 1024, 1)),
-    "linear_epilogue": (("Llama 3 8B: o", *O, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),
+    "linear_epilogue": (("Llama 3 8B: o", *OUT, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),
     "linear_fp8": (("a head", 128256, 4096, 1),),
     "linear_w4a4": (("Llama 3 8B: down", *DOWN, 1),),
     "sparse_linear": (("Llama 3 8B: q, k, v", *QKV, 1), ("gate, up", *GATE_UP, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from many_tokens import arguments
 from moe import LAYERS, Case, packed
 from timing import RESULTS, graph_us, machine, write_csv
 from torch import Tensor
 
-from fp4_inductor.kernels.moe import configs, launch
+from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe import cuda as launch
 from fp4_inductor.ops import dequantize_fp8
 
 Tile = configs.ManyConfig
@@ -34,18 +34,18 @@ def library(rows: launch.Rows, w8: Tensor, g: Tensor, routing: launch.Routing, d
 def products(layer, tokens: int, only: tuple[str, ...]) -> Iterator[dict]:
     parts = packed(layer, "cuda")
     case = Case(layer, parts, tokens, "cuda")
-    calls = [arguments(case, i) for i in range(2)]
+    calls = [case.call(i) for i in range(2)]
     dtype = case.dtype
     routings = {m: [launch.route(c, m) for c in calls] for m in (64, 128, 256)}
     x = [launch.sorted_rows(c, r, True) for c, r in zip(calls, routings[64], strict=True)]
     for name in only:
-        weight = (*getattr(calls[0], name), None)
+        weight = getattr(calls[0], name)
         w8 = [launch.transient_fp8(weight, routings[64][0].ends) for _ in range(2)]
         rows = x
         if name == "down":
-            z = torch.randn(calls[0].pairs, 2 * layer.inner, device="cuda").to(dtype)
+            z = torch.randn(calls[0].assignments, 2 * layer.inner, device="cuda").to(dtype)
             rows = [launch.activated_rows(c, r, z, True) for c, r in zip(calls, routings[64], strict=True)]
-        g = weight[2]
+        g = weight.global_scale
         some = min(48, int(routings[64][0].ends[0]))
         want = (rows[0][0][:some].double() @ w8[0][0].double().T) * (rows[0][1][:some, None] * g[0] / dequantize_fp8.WEIGHT_FACTOR).double()
 
@@ -54,7 +54,7 @@ def products(layer, tokens: int, only: tuple[str, ...]) -> Iterator[dict]:
             error = float((y[:some].double() - want).norm() / want.norm())
             us = graph_us(f, 2, 5)
             n, k = w8[0].shape[1:]
-            note = f"error {error:.1e}  {2e-6 * calls[0].pairs * n * k / us:.0f} TFLOPS  weights {w8[0].numel() / us / 1e6:.2f} TB/s"
+            note = f"error {error:.1e}  {2e-6 * calls[0].assignments * n * k / us:.0f} TFLOPS  weights {w8[0].numel() / us / 1e6:.2f} TB/s"
             return dict(layer=layer.name, tokens=tokens, product=name, what=what, us=round(us, 2), note=note)
 
         for fast in (False, True):

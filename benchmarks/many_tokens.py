@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 import fp4_inductor  # noqa: F401
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels.dequantize import launch as dequantize
-from fp4_inductor.kernels.moe import configs, launch
+from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe import cuda as launch
 from fp4_inductor.ops import dequantize_fp8
 from fp4_inductor.ops import moe as contract
+from fp4_inductor.ops.moe_call import MoeCall
 
 SHAPES = ((8192, 8192), (28672, 8192))
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -93,36 +96,31 @@ def dequantize_fp8_of(parts: tuple[Tensor, ...]) -> Tensor:
     return torch.ops.fp4.dequantize_fp8(parts[0], parts[1])
 
 
-def arguments(case: Case, i: int) -> launch.Layer:
-    (up, up_meta), (down, down_meta) = map(contract.codes_and_meta, case.parts)
-    return launch.Layer(case.x, *case.routing[i], up, down, case.biases, case.layer.act, False, None, (up_meta, down_meta))  # type: ignore[arg-type]
-
-
 def few(case: Case) -> Tensor:
     """float64 results of the first tokens."""
-    ids, weights = (t[:FEW] for t in case.routing[0])
-    args = contract.arguments(case.x[:FEW].float(), ids, weights, *case.parts, *case.biases, *case.layer.act.arguments())
-    return contract.reference(*args).double()
+    call = case.call(0)
+    first = replace(call, hidden=case.x[:FEW].float(), expert_ids=call.expert_ids[:FEW], expert_weights=call.expert_weights[:FEW])
+    return contract.reference(first).double()
 
 
-def stages(calls: list[launch.Layer]) -> Iterator[tuple[str, float]]:
+def stages(calls: list[MoeCall]) -> Iterator[tuple[str, float]]:
     """Microseconds of every launch of the FP8 path; what it works on comes from the call before."""
-    tile = configs.many(calls[0].pairs, calls[0].experts)
+    tile = configs.many(calls[0].assignments, calls[0].experts)
     routings = [launch.route(c, tile.block_m) for c in calls]
     x = [launch.sorted_rows(c, r, True) for c, r in zip(calls, routings, strict=True)]
-    dtype, count = calls[0].x.dtype, len(calls)
+    dtype, count = calls[0].hidden.dtype, len(calls)
     each = list(zip(calls, routings, x, strict=True))
 
     def weights(i, parts):
-        return launch.transient_fp8((*parts, None), routings[i].ends)
+        return launch.transient_fp8(parts, routings[i].ends)
 
     def multiply(i, rows, w8, g):
         return launch.multiply_fp8(rows[i], w8, g, routings[i], dtype, tile)
 
-    up, up_scale = weights(0, calls[0].gate_up), calls[0].gate_up[2]
+    up, up_scale = weights(0, calls[0].gate_up), calls[0].gate_up.global_scale
     z = multiply(0, x, up, up_scale)
     h = [launch.activated_rows(c, r, z, True) for c, r in zip(calls, routings, strict=True)]
-    down, down_scale = weights(0, calls[0].down), calls[0].down[2]
+    down, down_scale = weights(0, calls[0].down), calls[0].down.global_scale
     y = multiply(0, h, down, down_scale)
     yield "route", graph_us(lambda i: launch.route(calls[i], tile.block_m), count, 7)
     yield "sorted_rows", graph_us(lambda i: launch.sorted_rows(*each[i][:2], True), count, 7)
@@ -131,7 +129,7 @@ def stages(calls: list[launch.Layer]) -> Iterator[tuple[str, float]]:
     yield "activated_rows", graph_us(lambda i: launch.activated_rows(*each[i][:2], z, True), count, 7)
     yield "dequantize down", graph_us(lambda i: weights(i, calls[i].down), count, 7)
     yield "multiply down", graph_us(lambda i: multiply(i, h, down, down_scale), count, 7)
-    yield "combine", graph_us(lambda i: launch.combine(calls[i], y, routings[i].place, calls[i].biases[1]), count, 7)
+    yield "combine", graph_us(lambda i: launch.combine(calls[i], y, routings[i].place, calls[i].down.bias), count, 7)
 
 
 def layers(chosen: list[Layer]) -> Iterator[dict]:
@@ -141,7 +139,7 @@ def layers(chosen: list[Layer]) -> Iterator[dict]:
         for t in sorted(tokens):
             each = t * layer.top_k / layer.experts
             case = Case(layer, parts, t, "cuda")
-            calls = [arguments(case, i) for i in range(4)]
+            calls = [case.call(i) for i in range(4)]
             paths = {"large_fp8": launch.large_fp8, "large_dense": launch.large_dense} | ({"grouped": launch.grouped} if each <= 65 else {})
             paths |= {"grouped, tile 64": lambda c: launch.grouped(c, configs.GroupedConfig(64, 64, 64, 4, 3))} if each < 25 else {}
             paths |= {"large_fp8, tile 64": lambda c: launch.large_fp8(c, configs.ManyConfig(64, 128, 128, 4, 4))} if 48 < each <= 129 else {}
@@ -162,7 +160,7 @@ def layers(chosen: list[Layer]) -> Iterator[dict]:
 
 def sparse_layer(layer: Layer) -> Iterator[dict]:
     case = Case(layer, packed(layer, "cuda", sparse=True), TOKENS[-1], "cuda")
-    calls = [arguments(case, i) for i in range(4)]
+    calls = [case.call(i) for i in range(4)]
     error = case.error(launch.large_fp8(calls[0]))
     us = graph_us(lambda i: launch.large_fp8(calls[i]), 4, 7)
     yield dict(stage="moe", layer=layer.name, weights="2:4", what=f"T={TOKENS[-1]} large_fp8", us=us, note=f"error {error:.1e}")
@@ -171,7 +169,7 @@ def sparse_layer(layer: Layer) -> Iterator[dict]:
 def in_parts(layer: Layer) -> Iterator[dict]:
     """The same result with a tenth of the transient memory."""
     case = Case(layer, packed(layer, "cuda"), 1024, "cuda")
-    call = arguments(case, 0)
+    call = case.call(0)
     whole, kept = launch.large_fp8(call), configs.TRANSIENT_BYTES
     configs.TRANSIENT_BYTES = kept // 10
     try:

@@ -14,7 +14,7 @@ import itertools
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import moe_peers
@@ -28,6 +28,7 @@ from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
+from fp4_inductor.ops.moe_call import ExpertWeight, MoeCall
 
 SILU = Activation()
 TOKENS = (1, 4, 8, 32, 128, 1024, 4096)
@@ -112,21 +113,24 @@ class Case:
             fastest = min(fastest, time.process_time() - start)
         return fastest * 1e6
 
+    def call(self, i: int) -> MoeCall:
+        return MoeCall(self.x, *self.routing[i], *map(ExpertWeight.of_parts, self.parts, self.biases), self.layer.act)  # type: ignore[call-arg]
+
     def ours(self, i: int) -> Tensor:
-        return torch.ops.fp4.moe(*contract.arguments(self.x, *self.routing[i], *self.parts, *self.biases, *self.layer.act.arguments()))
+        return torch.ops.fp4.moe(*self.call(i).flat())
 
     def error(self, y: Tensor | None = None) -> float:
         """Of ``y`` (ours) against float64, over at most 64 tokens."""
         some = slice(0, 64)
-        ids, weights = self.routing[0]
-        arguments = contract.arguments(self.x[some].float(), ids[some], weights[some], *self.parts, *self.biases, *self.layer.act.arguments())
-        want = contract.reference(*arguments).double()
+        call = self.call(0)
+        few = replace(call, hidden=self.x[some].float(), expert_ids=call.expert_ids[some], expert_weights=call.expert_weights[some])
+        want = contract.reference(few).double()
         got = (self.ours(0) if y is None else y)[some].double()
         return float((got - want).norm() / want.norm())
 
     def kernel(self) -> str:
         layer = self.layer
-        op = moe_op(*(contract.codes_and_meta(parts)[1] for parts in self.parts))
+        op = moe_op(*(ExpertWeight.of_parts(parts).meta for parts in self.parts))
         options = plan(describe(op, self.x.device, self.dtype, layer.hidden, layer.hidden, "auto", layer.experts), dispatch_config())
         return options.pick(self.routing[0][0].numel()).kernel
 
@@ -206,7 +210,8 @@ def _row(case: Case, weights: str, us: float, goal: float | None, dense: dict[st
 @torch.no_grad()
 def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
     """Every tile of the kernel that dispatch would choose, the fastest first."""
-    from fp4_inductor.kernels.moe import configs, launch
+    from fp4_inductor.kernels.moe import configs
+    from fp4_inductor.kernels.moe import cuda as launch
 
     ups, downs = (
         [configs.DecodeConfig(*c) for c in itertools.product(rows, (256, 512, 1024, 2048), (1, 2, 4, 8)) if 1024 <= c[1] * c[2] <= 8192]
@@ -221,10 +226,7 @@ def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
             many = case.routing[0][0].numel() > max(4, 3 * layer.experts)
             found = []
             for tile in grouped if many else decode:
-                calls = [
-                    launch.Layer(case.x, *r, *parts, case.biases, layer.act, False, None)  # type: ignore[arg-type]
-                    for r in case.routing
-                ]
+                calls = [case.call(i) for i in range(len(case.routing))]
                 try:
                     us = graph_us(lambda i, c=calls, s=tile: launch.grouped(c[i], s) if many else launch.decode(c[i], *s), len(calls))
                 except Exception as error:  # a tile that does not fit the architecture

@@ -17,6 +17,7 @@ from .formats.packing import MAX_SCALES
 from .kernels import select
 from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
+from .ops.moe_call import MoeCall
 from .passes.missed import Missed
 
 _NAMED = 6  # groups of modules beside one line of the table
@@ -275,14 +276,13 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         rows = args[after_bias + 1] if len(args) > after_bias + 1 else None
         return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1, (), len(rows or (0,))
     if op is torch.ops.fp4.moe.default:
-        x, ids, gate_up, down = args[0], args[1], args[3], args[6]
-        given = dict(enumerate(args))
-        metas, experts = [given.get(i) for i in (18, 19)], gate_up.shape[0]
-        inner = down.shape[2] * (2 if metas[1] is None else 4)
-        biases = (given[i].dtype for i in (9, 10) if given.get(i) is not None)
-        moe_op = select.moe_op(*metas)
-        form = select.moe_form(given.get(11, "silu"), gate_up.shape[1] != inner, inner, experts, given.get(15, False), biases, moe_op)
-        return moe_op, ids.numel(), x, down.shape[1], x.shape[1], given.get(17, "auto"), experts, form, select.scales_of(args[5].shape)
+        call = MoeCall.of(*args)
+        gate_up, down, x = call.gate_up, call.down, call.hidden
+        biases = (b.dtype for b in (gate_up.bias, down.bias) if b is not None)
+        moe_op = select.moe_op(gate_up.meta, down.meta)
+        form = select.moe_form(call.activation.name, call.gated, call.inner, call.experts, call.weight_on_input, biases, moe_op)
+        scales = select.scales_of(gate_up.global_scale.shape)
+        return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, call.experts, form, scales
     if op is torch.ops.fp4.decode_attention.default:
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
         return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d), 1

@@ -57,7 +57,7 @@ linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.launch", "li
 decode_attention.CONTRACT.implement("CUDA", _at_first_call(".decode_attention.launch", "decode_attention"))
 quantize.CONTRACT.implement("CPU", quantize_cpu.quantize)
 moe.CONTRACT.implement("CPU", by_expert.moe)
-moe.CONTRACT.implement("CUDA", _at_first_call(".moe.launch", "moe"))
+moe.CONTRACT.implement("CUDA", _at_first_call(".moe.cuda", "moe"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
 quantize_glu_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_glu_rows_fp8"))

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from .._renamed import has_old_names
 from ..errors import ConfigError, ShapeError
 from ..formats import nvfp4
-from ..ops import cast_for_autocast, moe
+from ..ops import cast_for_autocast
 from ..ops.activation import Activation
 from ..ops.linear import WEIGHT_ONLY
+from ..ops.moe_call import ExpertWeight, MoeCall
 from ..tensors.base import FP4Tensor
 from .bits import BITS
 from .marker import Marked
@@ -147,8 +148,8 @@ class FP4Experts(Marked):
         first, down = self.first, self.down_proj
         if (padding := first.stored[2] - first.columns) != 0:
             rows = nn.functional.pad(rows, (0, padding))
-        options = first.bias, down.bias, *self.activation.arguments(), False, None, self.prefill
-        y = torch.ops.fp4.moe(*moe.arguments(rows, ids, weights, first.parts(), down.parts(), *options))
+        gate_up, second = ExpertWeight.of_parts(first.parts(), first.bias), ExpertWeight.of_parts(down.parts(), down.bias)
+        y = torch.ops.fp4.moe(*MoeCall(rows, ids, weights, gate_up, second, self.activation, prefill=self.prefill).flat())
         y = y if returned is None else (y.float() + returned).to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -7,8 +7,10 @@ Frobenius error against ``reference`` in float64 within ``tolerance``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,6 +33,9 @@ class OpContract:
         tolerance: largest relative Frobenius error against the float64 reference, per activation dtype.
         any_strides: its lowering and its kernels take inputs of any strides. Inductor would otherwise copy an input that is
             not in memory yet, once for each reader.
+        struct: a class with ``of(*args, **kwargs)``, for ops of many arguments. ``reference``, ``fake`` and what is attached by
+            :meth:`implement` are then written for one argument of this class. :attr:`reference` and :attr:`fake` of the contract
+            take the op's own arguments all the same.
     """
 
     name: str
@@ -40,8 +45,11 @@ class OpContract:
     inputs: Callable[[torch.device], Iterator[tuple[str, tuple]]]
     tolerance: dict[torch.dtype, float]
     any_strides: bool = False
+    struct: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("reference", "fake"):
+            object.__setattr__(self, name, self._flat(getattr(self, name)))
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout if self.any_strides else torch.Tag.needs_fixed_stride_order)
         LIBRARY.define(self.name + self.schema, tags=tags)
         torch.library.register_fake(f"fp4::{self.name}", self.fake, lib=LIBRARY)
@@ -49,7 +57,20 @@ class OpContract:
 
     def implement(self, dispatch_key: str, fn: Callable) -> None:
         """Attach a kernel for one dispatch key (``"CPU"``, ``"CUDA"``, ``"CompositeExplicitAutograd"``)."""
-        LIBRARY.impl(self.name, returns_no_view(fn), dispatch_key)
+        LIBRARY.impl(self.name, returns_no_view(self._flat(fn)), dispatch_key)
+
+    def _flat(self, fn: Callable) -> Callable:
+        """``fn`` of :attr:`struct` as a function of the op's arguments."""
+        if self.struct is None:
+            return fn
+        of = self.struct.of
+
+        @functools.wraps(fn)
+        def flat(*args: Any, **kwargs: Any) -> Any:
+            return fn(of(*args, **kwargs))
+
+        del flat.__wrapped__  # its signature is not that of flat
+        return flat
 
     def differentiate(self, backward: Callable, setup_context: Callable) -> None:
         """Register the gradient. Every op has one, if only to refuse: an op without would give None, silently."""

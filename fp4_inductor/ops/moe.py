@@ -18,7 +18,7 @@
                      ``*_qdata`` is then the kept codes, [E, G, H/4] or [E, N, I/4], as in :mod:`fp4_inductor.formats.sparse24`
     result           [T, N] in hidden's dtype
 
-Ids. A pair (t, j) whose id (after ``expert_map``) is not in [0, E) contributes exactly zero, whatever its weight, NaN
+Ids. A (token, expert) assignment (t, j) whose id (after ``expert_map``) is not in [0, E) contributes exactly zero, whatever its weight, NaN
 included: that is what expert parallelism's sentinels (-1, or E) mean, and no id can make a kernel read outside its
 weights. An id may occur twice in a token (a NaN router's top-k does that): it counts twice. k may exceed E. Experts
 without tokens are not read. A NaN or Inf in a token or its router weights stays in that token's row.
@@ -30,8 +30,7 @@ Metadata of 2:4-sparse experts is not checked per call on a GPU, as in :mod:`.sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -41,41 +40,28 @@ from ..formats import nvfp4, sparse24
 from .activation import Activation
 from .contract import OpContract, refuse_gradient
 from .linear import WEIGHT_ONLY
+from .moe_call import NAMES, ExpertWeight, MoeBackwardCall, MoeCall, positions
 
 ID_DTYPES = (torch.int32, torch.int64)
 
 
-def reference(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def reference(call: MoeCall) -> Tensor:
     """float64 arithmetic on the dequantised experts, rounded once to ``hidden.dtype``."""
-    check(
-        hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
-    )  # fmt: skip
-    act = Activation(activation, alpha, limit, interleaved)
-    local = local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    weights = expert_weights.double()
-    out = hidden.new_zeros((hidden.shape[0], down_qdata.shape[1]), dtype=torch.float64)
+    check(call)
+    act, gate_up, down = call.activation, call.gate_up, call.down
+    local = local_ids(call.expert_ids, call.expert_map, call.experts)
+    weights = call.expert_weights.double()
+    out = call.hidden.new_zeros((call.hidden.shape[0], call.width), dtype=torch.float64)
     for e in used_experts(local):
         token, slot = torch.where(local == e)
-        x, w = hidden[token].double(), weights[token, slot, None]
-        x = x * w if weight_on_input else x
-        z = x @ _exact(e, gate_up_qdata, gate_up_scale, gate_up_global_scale, gate_up_meta, interleaved).mT
-        h = act(z if gate_up_bias is None else z + gate_up_bias[e].double(), columns(down_qdata, down_meta))
-        y = h @ _exact(e, down_qdata, down_scale, down_global_scale, down_meta).mT
-        y = y if down_bias is None else y + down_bias[e].double()
-        out.index_add_(0, token, y if weight_on_input else y * w)
-    return out.to(hidden.dtype)
-
-
-def columns(codes: Tensor, meta: Tensor | None) -> int:
-    """K of a weight: a byte holds two codes, of which a dense weight has one for every k, a 2:4-sparse one for every other."""
-    return codes.shape[-1] * (2 if meta is None else 4)
+        x, w = call.hidden[token].double(), weights[token, slot, None]
+        x = x * w if call.weight_on_input else x
+        z = x @ _exact(e, gate_up, act.interleaved).mT
+        h = act(z if gate_up.bias is None else z + gate_up.bias[e].double(), call.inner)
+        y = h @ _exact(e, down).mT
+        y = y if down.bias is None else y + down.bias[e].double()
+        out.index_add_(0, token, y if call.weight_on_input else y * w)
+    return out.to(call.hidden.dtype)
 
 
 def has_two_scales(global_scale: Tensor) -> bool:
@@ -90,56 +76,24 @@ def scale_of_rows(global_scale: Tensor, n: int, interleaved: bool) -> Tensor:
     return pairs.reshape(e, n)
 
 
-def dense_expert(
-    decode: Callable[..., Tensor],
-    e: int,
-    codes: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    meta: Tensor | None,
-    dtype: torch.dtype,
-    interleaved: bool = False,
-) -> Tensor:
-    """``[N, K]`` of one expert; ``decode(*packed, scale, global_scale, dtype)`` of dense codes, or with metadata of 2:4-sparse ones."""
-    packed = tuple(t[e] for t in (codes, meta, scale) if t is not None)
+def dense_expert(decode: Callable[..., Tensor], e: int, weight: ExpertWeight, interleaved: bool = False) -> Tensor:
+    """float32 ``[N, K]`` of one expert; ``decode(*packed, scale, global_scale, dtype)`` of dense codes, or with metadata of 2:4-sparse ones."""
+    packed, global_scale = tuple(t[e] for t in (*weight.packed, weight.scale)), weight.global_scale
     if not has_two_scales(global_scale):
-        return decode(*packed, global_scale.reshape(-1)[e], dtype)
+        return decode(*packed, global_scale.reshape(-1)[e], torch.float32)
     halves = [t.unflatten(0, (-1, 2)).transpose(0, 1) if interleaved else t.unflatten(0, (2, -1)) for t in packed]  # of gate and of up
-    both = decode(*halves, global_scale[e], dtype)
+    both = decode(*halves, global_scale[e], torch.float32)
     return (both.transpose(0, 1) if interleaved else both).flatten(0, 1)
 
 
-def _exact(e: int, codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None, interleaved: bool = False) -> Tensor:
+def _exact(e: int, weight: ExpertWeight, interleaved: bool = False) -> Tensor:
     """float64 ``[N, K]`` of one expert."""
-    decode = nvfp4.dequantize if meta is None else sparse24.dequantize_sparse24
-    return dense_expert(decode, e, codes, scale, global_scale, meta, torch.float32, interleaved).double()
-
-
-def codes_and_meta(parts: Sequence[Any]) -> tuple[tuple[Any, Any, Any], Any]:
-    """``((codes, scale, global scale), meta)`` of a weight's parts, dense (three; meta None) or 2:4-sparse (four), as their storage orders them."""
-    codes, *meta, scale, global_scale = parts
-    return (codes, scale, global_scale), meta[0] if meta else None
-
-
-def arguments(hidden: Any, ids: Any, weights: Any, gate_up: Sequence[Any], down: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
-    """The arguments of ``fp4.moe`` for two weights given by their parts.
-
-    Args:
-        gate_up, down: of each, ``(qdata, scale, global_scale)`` or ``(values, meta, scale, global_scale)``.
-        rest: from ``gate_up_bias`` to at most ``prefill``.
-    """
-    (first, first_meta), (second, second_meta) = codes_and_meta(gate_up), codes_and_meta(down)
-    args = (hidden, ids, weights, *first, *second, *rest)
-    if first_meta is None and second_meta is None:
-        return args
-    return (*args, *_DEFAULTS[len(rest) :], first_meta, second_meta)
-
-
-_DEFAULTS = (None, None, *Activation().arguments(), False, None, "auto")  # from gate_up_bias to prefill
+    decode = nvfp4.dequantize if weight.meta is None else sparse24.dequantize_sparse24
+    return dense_expert(decode, e, weight, interleaved).double()
 
 
 def local_ids(expert_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
-    """int64 ids of the same shape: the local expert in [0, ``experts``), or -1 for a pair that contributes zero."""
+    """int64 ids of the same shape: the local expert in [0, ``experts``), or -1 for an assignment that contributes zero."""
     ids = expert_ids.long()
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
@@ -160,18 +114,13 @@ def used_experts(local: Tensor) -> list[int]:
     return [e for e in torch.unique(local).tolist() if e >= 0]
 
 
-def check(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
-) -> None:  # fmt: skip
+def check(call: MoeCall) -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
-    act = Activation(activation, alpha, limit, interleaved)
-    _check_weight(gate_up_qdata, gate_up_scale, _one_each(gate_up_qdata, gate_up_global_scale), gate_up_meta)
-    _check_weight(down_qdata, down_scale, down_global_scale, down_meta)
-    _check_dtypes(hidden, expert_ids, expert_weights, gate_up_bias, down_bias, expert_map)
+    hidden, expert_ids, expert_weights, expert_map, act = call.hidden, call.expert_ids, call.expert_weights, call.expert_map, call.activation
+    gate_up, down = call.gate_up, call.down
+    _check_weight(gate_up, _one_each(gate_up))
+    _check_weight(down, down.global_scale)
+    _check_dtypes(call)
     if hidden.dim() != 2 or expert_ids.dim() != 2 or expert_ids.shape != expert_weights.shape or expert_ids.shape[0] != hidden.shape[0]:
         raise ShapeError(
             "fp4.moe: tokens and routing do not belong together",
@@ -179,11 +128,11 @@ def check(
             limit="hidden [T, H], expert_ids and expert_weights [T, k]",
             remedy="Flatten batch and sequence; gather full [T, E] scores at the chosen experts.",
         )
-    experts, width, inner = gate_up_qdata.shape[0], columns(gate_up_qdata, gate_up_meta), columns(down_qdata, down_meta)
-    if gate_up_qdata.dim() != 3 or down_qdata.dim() != 3 or down_qdata.shape[0] != experts:
+    experts, width, inner = gate_up.experts, gate_up.k, down.k
+    if gate_up.qdata.dim() != 3 or down.qdata.dim() != 3 or down.qdata.shape[0] != experts:
         raise ShapeError(
             "fp4.moe takes 3-D experts",
-            value=f"gate_up {tuple(gate_up_qdata.shape)}, down {tuple(down_qdata.shape)}",
+            value=f"gate_up {tuple(gate_up.qdata.shape)}, down {tuple(down.qdata.shape)}",
             limit="qdata [E, G, H/2] and [E, N, I/2], 2:4-sparse values [E, G, H/4] and [E, N, I/4]",
             remedy="Stack the experts; one expert is E = 1.",
         )
@@ -194,31 +143,31 @@ def check(
             limit=f"[T, {width}]",
             remedy="Pad the tokens if H of the weight was padded.",
         )
-    rows = (inner * 2,) if act.needs_gate or interleaved else (inner * 2, inner)
-    if gate_up_qdata.shape[1] not in rows:
+    rows = (inner * 2,) if act.needs_gate or act.interleaved else (inner * 2, inner)
+    if gate_up.n not in rows:
         raise ShapeError(
             "fp4.moe: gate_up and down disagree on I",
-            value=f"gate_up has {gate_up_qdata.shape[1]} rows, down takes {inner}",
+            value=f"gate_up has {gate_up.n} rows, down takes {inner}",
             limit=" or ".join(map(str, rows)) + " rows",
             remedy="gate_up has 2 * I rows with a gate and I without; pad I with zero rows if down's K was padded.",
         )
-    if has_two_scales(gate_up_global_scale) and gate_up_qdata.shape[1] != 2 * inner:
+    if has_two_scales(gate_up.global_scale) and gate_up.n != 2 * inner:
         raise ShapeError(
             "fp4.moe: two global scales an expert without a gate",
-            value=f"gate_up_global_scale {tuple(gate_up_global_scale.shape)}, {gate_up_qdata.shape[1]} rows",
+            value=f"gate_up_global_scale {tuple(gate_up.global_scale.shape)}, {gate_up.n} rows",
             limit=f"({experts},), or {2 * inner} rows",
             remedy="Layers without a gate have one global scale an expert.",
         )
-    for name, bias, n in (("gate_up_bias", gate_up_bias, gate_up_qdata.shape[1]), ("down_bias", down_bias, down_qdata.shape[1])):
+    for name, bias, n in (("gate_up_bias", gate_up.bias, gate_up.n), ("down_bias", down.bias, down.n)):
         if bias is not None and tuple(bias.shape) != (experts, n):
             raise ShapeError(
                 f"fp4.moe: {name} does not fit", value=tuple(bias.shape), limit=f"({experts}, {n})", remedy="It has one row per expert, one entry per output."
             )
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("fp4.moe: expert_map", value=tuple(expert_map.shape), limit="[global experts]", remedy="It gives the local id of each global id.")
-    if prefill not in WEIGHT_ONLY:
-        raise ConfigError("fp4.moe: unknown prefill", value=repr(prefill), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
-    tensors = (hidden, expert_ids, expert_weights, gate_up_qdata, down_qdata, gate_up_bias, down_bias, expert_map)
+    if call.prefill not in WEIGHT_ONLY:
+        raise ConfigError("fp4.moe: unknown prefill", value=repr(call.prefill), limit=list(WEIGHT_ONLY), remedy="NVFP4Config describes them.")
+    tensors = (hidden, expert_ids, expert_weights, gate_up.qdata, down.qdata, gate_up.bias, down.bias, expert_map)
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
         raise DeviceError(
@@ -229,47 +178,42 @@ def check(
         )
 
 
-def _one_each(codes: Tensor, global_scale: Tensor) -> Tensor:
+def _one_each(weight: ExpertWeight) -> Tensor:
     """Of two global scales an expert one; others as they are, for the checks of a weight."""
-    return global_scale[:, 0] if codes.dim() == 3 and tuple(global_scale.shape) == (codes.shape[0], 2) else global_scale
+    two = weight.qdata.dim() == 3 and tuple(weight.global_scale.shape) == (weight.qdata.shape[0], 2)
+    return weight.global_scale[:, 0] if two else weight.global_scale
 
 
-def _check_weight(codes: Tensor, scale: Tensor, global_scale: Tensor, meta: Tensor | None) -> None:
-    if meta is None:
-        nvfp4.check_parts(codes, scale, global_scale)
+def _check_weight(weight: ExpertWeight, global_scale: Tensor) -> None:
+    if weight.meta is None:
+        nvfp4.check_parts(weight.qdata, weight.scale, global_scale)
     else:
-        sparse24.check_parts(codes, meta, scale, global_scale)
+        sparse24.check_parts(weight.qdata, weight.meta, weight.scale, global_scale)
 
 
-def _check_dtypes(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, expert_map: Tensor | None) -> None:
+def _check_dtypes(call: MoeCall) -> None:
     for name, t, accepted in (
-        ("hidden", hidden, nvfp4.HIGH_PRECISION),
-        ("expert_weights", weights, nvfp4.HIGH_PRECISION),
-        ("expert_ids", ids, ID_DTYPES),
-        ("expert_map", expert_map, ID_DTYPES),
-        ("gate_up_bias", gate_up_bias, nvfp4.HIGH_PRECISION),
-        ("down_bias", down_bias, nvfp4.HIGH_PRECISION),
+        ("hidden", call.hidden, nvfp4.HIGH_PRECISION),
+        ("expert_weights", call.expert_weights, nvfp4.HIGH_PRECISION),
+        ("expert_ids", call.expert_ids, ID_DTYPES),
+        ("expert_map", call.expert_map, ID_DTYPES),
+        ("gate_up_bias", call.gate_up.bias, nvfp4.HIGH_PRECISION),
+        ("down_bias", call.down.bias, nvfp4.HIGH_PRECISION),
     ):
         if t is not None and t.dtype not in accepted:
             raise DTypeError(f"fp4.moe: dtype of {name}", value=t.dtype, limit=list(accepted), remedy="Cast it with .to(dtype).")
 
 
-def fake(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    check(
-        hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
-    )  # fmt: skip
-    return hidden.new_empty((hidden.shape[0], down_qdata.shape[1]))
+def fake(call: MoeCall) -> Tensor:
+    check(call)
+    return call.hidden.new_empty((call.hidden.shape[0], call.width))
+
+
+_FROZEN = ("gate_up_scale", "gate_up_global_scale", "down_scale", "down_global_scale", "gate_up_bias", "down_bias")
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    refuse_gradient("moe", ctx, gate_up_scale=4, gate_up_global_scale=5, down_scale=7, down_global_scale=8, gate_up_bias=9, down_bias=10)
+    refuse_gradient("moe", ctx, **positions(*_FROZEN))
     ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in inputs))
     ctx.plain = [None if isinstance(a, Tensor) else a for a in inputs]
 
@@ -277,8 +221,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     """Gradients of the tokens and of the router's weights; the quantized experts and their biases are frozen."""
     args = [t if t is not None else a for t, a in zip(ctx.saved_tensors, ctx.plain, strict=True)]
-    grad_hidden, grad_weights = torch.ops.fp4.moe_backward(grad, *args[:17], *args[18:])
-    return grad_hidden, None, grad_weights, *(None for _ in range(17))
+    grads = dict(zip(("hidden", "expert_weights"), torch.ops.fp4.moe_backward(*MoeBackwardCall(grad, MoeCall.of(*args)).flat()), strict=True))
+    return tuple(grads.get(name) for name in NAMES)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -322,7 +266,8 @@ def _inputs_with_two_scales(device: torch.device) -> Iterator[tuple[str, tuple]]
             ids = torch.randint(-1, e, (t, k), device=device)
             x = torch.randn(t, h, device=device).to(dtype)
             act = Activation(interleaved=interleaved)
-            args = arguments(x, ids, torch.rand(t, k, device=device), first, down, None, None, *act.arguments())
+            weights = torch.rand(t, k, device=device)
+            args = MoeCall(x, ids, weights, ExpertWeight.of_parts(first), ExpertWeight.of_parts(down), act).flat()
             yield f"two scales T{t} H{h} I{inner} E{e} k{k} {act} 2:4 {sparse} {dtype}", args
 
 
@@ -337,7 +282,9 @@ def _sparse_inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
                 weights.append(sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w)) if is_sparse else nvfp4.quantize(w))
             ids = torch.randint(-1, e + 1, (t, k), device=device, dtype=torch.int32)
             x = torch.randn(t, h, device=device).to(dtype)
-            yield f"2:4 {sparse} T{t} H{h} I{inner} E{e} k{k} {dtype}", arguments(x, ids, torch.rand(t, k, device=device), *weights)
+            gate_up, down = map(ExpertWeight.of_parts, weights)
+            call = MoeCall(x, ids, torch.rand(t, k, device=device), gate_up, down)
+            yield f"2:4 {sparse} T{t} H{h} I{inner} E{e} k{k} {dtype}", call.flat()
 
 
 CONTRACT = OpContract(
@@ -352,5 +299,6 @@ CONTRACT = OpContract(
     inputs=inputs,
     # float32 sums; in half precision the intermediate is rounded once more than in the reference.
     tolerance={torch.float32: 4e-6, torch.bfloat16: 7e-3, torch.float16: 1.5e-3},
+    struct=MoeCall,
 )
 CONTRACT.differentiate(_backward, _setup_context)

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..formats.nvfp4 import HIGH_PRECISION
+from ..ops.moe_call import MoeCall
 from ..ops.topk import MOST_CHOSEN, MOST_SCORES
 from . import router
 from .counters import matched
@@ -26,7 +27,7 @@ _BETWEEN = {
 def replace(graph: Graph) -> None:
     """Rewrite every such call in ``graph``."""
     for moe in graph.find_nodes(op="call_function", target=torch.ops.fp4.moe.default):
-        ids: Any = moe.args[1]
+        ids: Any = MoeCall.of(*moe.args, **moe.kwargs).expert_ids
         while isinstance(ids, Node) and ids.op == "call_function" and ids.target in _BETWEEN:
             ids = ids.args[0]
         if not is_call(ids, operator.getitem) or ids.args[1] != 1 or not is_call(ids.args[0], aten.topk.default):

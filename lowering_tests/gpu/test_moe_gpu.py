@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from fp4_inductor import dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import sparse24
-from fp4_inductor.kernels.moe import launch
+from fp4_inductor.kernels.moe import cuda as launch
 from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.modules import FP4Experts
 from fp4_inductor.modules.experts import quantize_stack
@@ -18,6 +19,7 @@ from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops import router, topk
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
+from lowering_tests.ops.moe_arguments import arguments, moe_call
 
 pytestmark = pytest.mark.gpu
 moe = torch.ops.fp4.moe
@@ -47,7 +49,7 @@ def sparse_weight(e, n, k, pattern=None):
 
 def check_sparse(x, ids, w, up, down, *rest):
     bound = bound_of(x, ids.numel(), up, down)
-    got, want = moe(*contract.arguments(x, ids, w, up, down, *rest)), contract.reference(*contract.arguments(x.float(), ids, w, up, down, *rest))
+    got, want = moe(*arguments(x, ids, w, up, down, *rest)), contract.reference(moe_call(x.float(), ids, w, up, down, *rest))
     assert error(got, want.double()) <= bound, (x.shape, ids.shape)
     return got
 
@@ -86,7 +88,7 @@ def test_shapes_of_sparse_experts(shape):
 def test_sparse_experts_in_a_cuda_graph(t):
     up, down = sparse_weight(16, 256, 256), sparse_weight(16, 256, 128)
     x, (ids, w) = torch.randn(t, 256, device=DEVICE).to(BF16), routed(t, 2, 16)
-    args = contract.arguments(x, ids, w, up, down)
+    args = arguments(x, ids, w, up, down)
     want = moe(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,7 +103,7 @@ def test_illegal_metadata_of_experts_stays_inside_its_operands():
     for parts in (up, down):
         parts[1].random_(0, 256)
     for t in (1, 60, 3000):
-        moe(*contract.arguments(torch.randn(t, 256, device=DEVICE).to(BF16), *routed(t, 2, 16), up, down))
+        moe(*arguments(torch.randn(t, 256, device=DEVICE).to(BF16), *routed(t, 2, 16), up, down))
     torch.cuda.synchronize()
 
 
@@ -117,7 +119,7 @@ def bound_of(x, pairs, up, down):
 
 def check(x, ids, w, parts, *rest):
     bound = bound_of(x, ids.numel(), parts[:3], parts[3:])
-    got, want = moe(x, ids, w, *parts, *rest), contract.reference(x.float(), ids, w, *parts, *rest)
+    got, want = moe(x, ids, w, *parts, *rest), contract.CONTRACT.reference(x.float(), ids, w, *parts, *rest)
     assert got.dtype == x.dtype
     assert error(got, want.double()) <= bound, (x.shape, ids.shape)
     return got
@@ -219,9 +221,9 @@ def test_every_tile_of_the_cuda_kernels(kernel, tile):
                 table = torch.randint(-2, e, (e,), device=DEVICE)
             if t == 700:
                 ids[:, 0] = 1
-            given = launch.Layer(x, ids, w, parts[:3], parts[3:], biases, act, False, table)
+            given = moe_call(x, ids, w, parts[:3], parts[3:], *biases, *act.arguments(), False, table)
             got, bound = kernel(given, tile), BOUND[BF16] if kernel is launch.wide else FP8_TWICE
-            assert error(got, contract.reference(x.float(), ids, w, *parts, *biases, *act.arguments(), False, table).double()) <= bound, (e, h, inner, t)
+            assert error(got, contract.reference(replace(given, hidden=x.float())).double()) <= bound, (e, h, inner, t)
             assert all(torch.equal(kernel(given, tile), got) for _ in range(20))
             if kernel is launch.wide_fp8:
                 assert error(got, launch.large_fp8(given).double()) <= 0.03
@@ -240,7 +242,6 @@ def test_the_kernel_of_a_few_tokens(shape, sparse):
     e, k, h, inner = shape
     act = GPT_OSS if h % 256 or h == 512 else Activation("silu", 1.702, 0.5) if e == 6 else Activation()
     up, down = (sparse_weight(e, *size) if i in sparse else weight(e, *size) for i, size in enumerate(((2 * inner, h), (h, inner))))
-    parts, metas = zip(*(contract.codes_and_meta(p) for p in (up, down)), strict=True)
     biases = (torch.randn(e, 2 * inner, device=DEVICE).to(BF16), torch.randn(e, h, device=DEVICE).to(BF16)) if act == GPT_OSS else (None, None)
     for t in (1, 2, 3, 4, 5, 7, 8, 9, 16, 19):
         x, (ids, w) = torch.randn(t, h, device=DEVICE).to(BF16), routed(t, k, e)
@@ -248,9 +249,9 @@ def test_the_kernel_of_a_few_tokens(shape, sparse):
         if t in (4, 9):
             ids[::3, 0], ids[1, 1], ids[2, :2] = -1, e, 1
             table = torch.randint(-2, e, (e,), device=DEVICE)
-        given = launch.Layer(x, ids, w, *parts, biases, act, False, table, metas=metas)
+        given = moe_call(x, ids, w, up, down, *biases, *act.arguments(), False, table)
         got = launch.table(given)
-        want = contract.reference(*contract.arguments(x.float(), ids, w, up, down, *biases, *act.arguments(), False, table)).double()
+        want = contract.reference(replace(given, hidden=x.float())).double()
         assert error(got, want) <= BOUND[BF16], t
         assert all(torch.equal(launch.table(given), got) for _ in range(20))
     graph = torch.cuda.CUDAGraph()
@@ -338,7 +339,7 @@ def test_rows_of_many_tokens_of_every_width(act, inner):
         for on_input in (False, True):
             for prefill, bound in (("auto", 0.12 if act.name == "relu2" else FP8_TWICE), ("bf16", BOUND[BF16])):  # a square doubles the first error
                 args = (ids, w, *parts, *biases, *act.arguments(), on_input, table, prefill)
-                assert error(moe(x, *args), contract.reference(x.float(), *args).double()) <= bound
+                assert error(moe(x, *args), contract.CONTRACT.reference(x.float(), *args).double()) <= bound
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

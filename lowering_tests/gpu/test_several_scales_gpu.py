@@ -80,8 +80,8 @@ def test_experts_with_a_scale_of_gate_and_of_up(sparse, act):
         def args(g, x=x, w=w, ids=ids):
             return x, ids, w, *up, g, *down, of_down, None, None, *act.arguments(), False, None, "auto", *metas
 
-        want = moe.reference(*args(two, x.float())).double()
-        swapped = moe.reference(*args(two.flip(1), x.float())).double()
+        want = moe.CONTRACT.reference(*args(two, x.float())).double()
+        swapped = moe.CONTRACT.reference(*args(two.flip(1), x.float())).double()
         row = host.row_for(select.moe_op(*metas), x, tokens * top, h, h, experts=e, form=form, scales=2)
         bound = 0.1 if "fp8" in row.regime else 1e-2
         assert error(fp4.moe(*args(two)), want) <= bound, (tokens, row.kernel)

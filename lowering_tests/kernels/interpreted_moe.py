@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 from unittest import mock
 
 from lowering_tests.kernels import interpreted as common  # switches the interpreter on
@@ -16,9 +17,11 @@ import torch  # isort: skip
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host
-from fp4_inductor.kernels.moe import configs, launch
+from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe import cuda as launch
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
+from fp4_inductor.ops.moe_call import ExpertWeight, MoeCall
 
 TILES = (configs.GroupedConfig(16, 32, 64, 4, 2), configs.GroupedConfig(32, 16, 32, 4, 2))
 
@@ -48,12 +51,12 @@ _decode = configs.decode_constants
 
 
 def weight(e, n, k, pattern=None):
-    """``(codes, scale, global scale)`` and the metadata: None, or of one pattern everywhere, or ``"mixed"``."""
+    """Dense, or 2:4-sparse of one pattern everywhere, or ``"mixed"``."""
     w = torch.randn(e, n, k) / k**0.5
     if pattern is None:
-        return tuple(nvfp4.quantize(w)), None
+        return ExpertWeight.of_parts(nvfp4.quantize(w))
     index = torch.randint(0, 6, (e, n, k // 4)) if pattern == "mixed" else torch.full((e, n, k // 4), pattern)
-    return contract.codes_and_meta(sparse24.quantize_sparse24(w, sparse24.mask_of(sparse24.pack_meta(torch.tensor(sparse24.NIBBLES)[index].to(torch.uint8)))))
+    return ExpertWeight.of_parts(sparse24.quantize_sparse24(w, sparse24.mask_of(sparse24.pack_meta(torch.tensor(sparse24.NIBBLES)[index].to(torch.uint8)))))
 
 
 def layer(
@@ -64,27 +67,26 @@ def layer(
     rows = 2 * inner if gated else inner
     biases = (torch.randn(e, rows), torch.randn(e, width or h)) if biased else (None, None)
     ids = torch.randint(0, e, (t, k), dtype=torch.int32) if ids is None else ids
-    (up, up_meta), (down, down_meta) = weight(e, rows, h, sparse[0]), weight(e, width or h, inner, sparse[1])
+    up, down = (replace(w, bias=b) for w, b in zip((weight(e, rows, h, sparse[0]), weight(e, width or h, inner, sparse[1])), biases, strict=True))
     if two:
-        up = (*up[:2], (up[2][:, None] * torch.tensor([0.5, 5.0])).flatten())
-    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), up, down, biases, act, on_input, table, (up_meta, down_meta))
+        up = replace(up, global_scale=(up.global_scale[:, None] * torch.tensor([0.5, 5.0])).flatten())
+    return MoeCall(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), up, down, act, on_input, table)
 
 
-def exact(c: launch.Layer) -> torch.Tensor:
-    wide = c.x.double() if c.x.dtype != torch.float32 else c.x
-    gate_up = (*c.gate_up[:2], c.gate_up[2].view(-1, 2)) if c.two_scales else c.gate_up
-    return contract.reference(wide.float(), c.ids, c.weights, *gate_up, *c.down, *c.biases, *c.act.arguments(), c.on_input, c.map, "auto", *c.metas)
+def exact(c: MoeCall) -> torch.Tensor:
+    gate_up = replace(c.gate_up, global_scale=c.gate_up.global_scale.view(-1, 2)) if c.two_scales else c.gate_up
+    return contract.reference(replace(c, hidden=c.hidden.float(), gate_up=gate_up))
 
 
-def both(name: str, c: launch.Layer, decode=True, tiles=TILES, rows=32) -> None:
+def both(name: str, c: MoeCall, decode=True, tiles=TILES, rows=32) -> None:
     want = exact(c)
     with interpreted():
         if decode:
             wide = (configs.DecodeConfig(rows, 128, 2), configs.DecodeConfig(64, 128, 2))  # the interpreter pays by the program
             report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
-        if c.x.dtype != torch.bfloat16:
+        if c.hidden.dtype != torch.bfloat16:
             for tile in tiles:
-                bound = 4e-6 if c.x.dtype == torch.float32 else 1e-3
+                bound = 4e-6 if c.hidden.dtype == torch.float32 else 1e-3
                 report(f"grouped {name} {tile.block_m}", distance(launch.grouped(c, tile), want), bound)
 
 
@@ -134,7 +136,7 @@ def routings():
     }
     for name, choice in ids.items():
         c = layer(*choice.shape[:1], 48, 32, 6, choice.shape[1], ids=choice)
-        c.weights[(choice < 0) | (choice > 5)] = float("nan")
+        c.expert_weights[(choice < 0) | (choice > 5)] = float("nan")
         both(f"routing: {name}", c, tiles=TILES[:1])
     table = torch.tensor([-1, 0, 3, 2, -1, 1, 5, 99])
     for on_input in (False, True):
@@ -153,7 +155,7 @@ def metadata():
         ids = torch.randint(-1, e + 1, (p, 1))
         ids[torch.rand(p, 1) < 0.2] = 0  # uneven
         c = layer(1, 16, 16, e, 1, ids=torch.zeros(1, 1, dtype=torch.int32))
-        c = launch.Layer(c.x, ids, torch.rand(p, 1), c.gate_up, c.down, c.biases, c.act, False, None)
+        c = replace(c, expert_ids=ids, expert_weights=torch.rand(p, 1))
         with interpreted():
             r = launch.route(c, block_m)
         valid = torch.where((ids >= 0) & (ids < e), ids, e).flatten()
@@ -177,7 +179,7 @@ def rows_stay_apart():
     with interpreted():
         clean = {f: getattr(launch, f)(c, *tiles) for f, tiles in wide.items()}
         for bad in (float("nan"), float("inf")):
-            c.x[2, 5] = bad
+            c.hidden[2, 5] = bad
             for f, want in clean.items():
                 got = getattr(launch, f)(c, *wide[f])
                 others = torch.arange(4) != 2
@@ -186,11 +188,11 @@ def rows_stay_apart():
     c = layer(4, 48, 32, 5, 2, ids=torch.tensor([[1, 2], [2, 3], [-1, 1], [4, 3]]))
     with interpreted():
         want = {f: getattr(launch, f)(c) for f in ("decode", "grouped")}
-        c.gate_up[2][0] = float("nan")
-        c.down[2][0] = float("nan")
+        c.gate_up.global_scale[0] = float("nan")
+        c.down.global_scale[0] = float("nan")
         for f in want:
             report(f"apart unused expert {f}", float((getattr(launch, f)(c) != want[f]).sum()), 0.0)
-        c.down[2][4] = float("nan")
+        c.down.global_scale[4] = float("nan")
         for f in want:
             got = getattr(launch, f)(c)
             report(f"apart NaN expert {f}", float((got[:3] != want[f][:3]).sum() + torch.isfinite(got[3]).sum()), 0.0)
@@ -200,7 +202,7 @@ def sparse_experts():
     """2:4: each of the six patterns (positions of a group differ by powers of two), tails of every loop, one weight sparse and the other not."""
     for pattern in range(6):
         c = layer(2, 64, 32, 3, 2, sparse=(pattern, pattern))
-        c.x.mul_(2.0 ** (torch.arange(64) % 4))
+        c.hidden.mul_(2.0 ** (torch.arange(64) % 4))
         both(f"2:4 pattern {pattern}", c, tiles=TILES[:1])
     for t, h, inner, e, k, width, act, sparse in (
         (1, 288, 32, 3, 2, None, "silu", ("mixed", "mixed")),
@@ -214,7 +216,7 @@ def sparse_experts():
             c = layer(t, h, inner, e, k, ACTS[act], dtype, biased=act == "gpt_oss", width=width, sparse=sparse)
             both(f"2:4 {(t, h, inner, e, k, width)} {dtype} {sparse}", c, tiles=TILES[1:] if inner == 48 else TILES[:1])
     c = layer(4, 64, 32, 6, 2, ids=torch.tensor([[6, 0], [7, -5], [2**40, 5], [-1, 1]]), sparse=("mixed", "mixed"), on_input=True)
-    c.weights[(c.ids < 0) | (c.ids > 5)] = float("nan")
+    c.expert_weights[(c.expert_ids < 0) | (c.expert_ids > 5)] = float("nan")
     both("2:4 beyond the last", c, tiles=TILES[:1])
     c = layer(2, 64, 32, 5, 2, gated=False, act=Activation("relu2"), sparse=("mixed", "mixed"))
     both("2:4 no gate", c, tiles=TILES[:1])
@@ -225,7 +227,7 @@ def many_tokens():
 
     def product(rows, weight, routing, dtype):
         x, row_scale = rows
-        codes, scale, g, meta = weight
+        codes, scale, g, meta = weight.qdata, weight.scale, weight.global_scale, weight.meta
         out = x.new_full((x.shape[0], codes.shape[1]), float("nan"))  # torch._grouped_mm leaves rows without an expert unwritten
         codes = codes if meta is None else sparse24.decompress(codes, meta)
         if g.dim() == 2:  # of rows
@@ -256,7 +258,7 @@ def many_tokens():
             inner = 48 if sparse[1] is None else 64
             more = dict(ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table, two=bool(two))
             c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, **more)
-            c.weights[(c.ids < 0) | (c.ids > 4)] = float("nan") if table is None else 0.5
+            c.expert_weights[(c.expert_ids < 0) | (c.expert_ids > 4)] = float("nan") if table is None else 0.5
             steps = mock.patch.object(configs, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
             with interpreted(), steps, mock.patch.object(configs, "TRANSIENT_BYTES", limit):
                 got = launch._many(c, product, fp8)
@@ -265,7 +267,7 @@ def many_tokens():
     c = layer(6, 64, 48, 5, 2, ids=torch.randint(0, 5, (6, 2)))
     with interpreted():
         clean = launch._many(c, product, False)
-        c.x[2, 5] = float("nan")
+        c.hidden[2, 5] = float("nan")
         got = launch._many(c, lambda *a: product((a[0][0], None), *a[1:]), True)  # scales left out: rows stay apart, whatever their size
     others = torch.arange(6) != 2
     report(
@@ -302,11 +304,11 @@ def two_scales():
     both("two scales, a tail", layer(1, 272, 16, 3, 2, two=True), tiles=TILES[1:])
     for interleaved in (False, True):
         c = layer(4, 64, 48, 5, 2, ids=torch.tensor([[1, 3]] * 4), two=True)
-        codes, scale, g = c.gate_up
+        codes, scale, g = c.gate_up.qdata, c.gate_up.scale, c.gate_up.global_scale
         rows = contract.scale_of_rows(g.view(-1, 2), 96, interleaved)
         with interpreted(), mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
             routing = launch.route(c, 16)
-            w = launch._transient((codes, scale, rows, None), rows, torch.float32, routing.ends)
+            w = launch._transient(ExpertWeight(codes, scale, rows), rows, torch.float32, routing.ends)
         want = nvfp4.dequantize(codes.unsqueeze(2), scale.unsqueeze(2), rows, torch.float32).squeeze(2)
         wrong = float((w[[1, 3]] != want[[1, 3]]).sum() + (~w[[0, 2, 4]].isnan()).sum())  # of experts without tokens nothing is written
         report(f"two scales, transient weight, interleaved {interleaved}", wrong, 0.0)

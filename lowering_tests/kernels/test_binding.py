@@ -7,6 +7,7 @@ import ctypes
 import functools
 import itertools
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, quantize_rows_fp8, quantize_rows_nvfp4
+from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, moe_call, quantize_rows_fp8, quantize_rows_nvfp4
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.members import row_scales
 from lowering_tests.fake_cuda import call_body, generated_code
@@ -375,20 +376,20 @@ def test_a_moe_layer(ops, monkeypatch):
         (Activation("swiglu_oai", 1.702, 7.0, True), torch.randint(0, 7, (t, 3), dtype=torch.int32), torch.randint(-1, 5, (6,)), weights.half(), biases),
         (Activation("silu", limit=0.5), torch.randint(0, 5, (t, 3)), torch.arange(5, dtype=torch.int32), weights.to(torch.bfloat16), (biases[0], None)),
     ):
-        args = (x, ids, w, *parts, b, table, act, ARCH)
-        y = grouped_wide.call(*args)
-        want = moe.reference(x.float(), ids, w, *parts[0], *parts[1], *b, *act.arguments(), False, table)
+        given = moe_call.MoeCall(x, ids, w, *map(moe_call.ExpertWeight.of_parts, parts, b), act, False, table)
+        y = grouped_wide.launch(given, ARCH)
+        want = moe.reference(replace(given, hidden=x.float()))
         assert y.shape == (t, n) and error(y, want.double()) <= 4e-3
-        rounded = grouped_wide.call(*args, fp8=True)
+        rounded = grouped_wide.launch(given, ARCH, fp8=True)
         assert error(rounded, want.double()) <= 0.09
-        few = decode_table.call(*args[:-2], (None, None), *args[-2:])
+        few = decode_table.launch(given, ARCH)
         assert error(few, want.double()) <= 4e-3
         with monkeypatch.context() as patched:
             for name in (grouped_wide.NAME, grouped_wide.FP8, decode_table.NAME):
                 patched.setattr(torch.ops.fp4_csrc, name, functools.partial(on_csrc.through_ctypes, name))
-            assert torch.equal(decode_table.call(*args[:-2], (None, None), *args[-2:]), few)
-            assert torch.equal(grouped_wide.call(*args), y)
-            assert torch.equal(grouped_wide.call(*args, fp8=True), rounded)
+            assert torch.equal(decode_table.launch(given, ARCH), few)
+            assert torch.equal(grouped_wide.launch(given, ARCH), y)
+            assert torch.equal(grouped_wide.launch(given, ARCH, fp8=True), rounded)
     form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
     space = torch.empty(grouped_wide.workspace_bytes(t, t * 3, e, h, inner, n, 8), dtype=torch.uint8)
     torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
@@ -403,7 +404,7 @@ def test_a_moe_layer(ops, monkeypatch):
         with pytest.raises(RuntimeError, match=words):
             ops.moe_grouped_wide(*bad, ARCH)
     with pytest.raises(KernelError, match="was not launched"):
-        grouped_wide.call(x, ids, weights, *parts, (None, None), None, Activation(), ARCH, 24)
+        grouped_wide.launch(moe_call.MoeCall(x, ids, weights, *map(moe_call.ExpertWeight.of_parts, parts)), ARCH, 24)
     form, space = (*form[:9], None, None, *form[9:-1]), torch.empty(decode_table.workspace_bytes(t, 3, inner), dtype=torch.uint8)
     torch.library.opcheck(ops.moe_decode_table, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     with pytest.raises(RuntimeError, match="cudaError 1 for T=9"):
@@ -422,11 +423,10 @@ def test_a_sparse_moe_layer(ops, monkeypatch):
         quantized = [
             formats.sparse24.quantize_sparse24(v, formats.sparse24.magnitude_mask(v)) if s else nvfp4.quantize(v) for v, s in zip(dense, kinds, strict=True)
         ]
-        parts, metas = zip(*map(moe.codes_and_meta, quantized), strict=True)
-        args = (x, ids, w, *parts, (None, None), None, metas, Activation(), ARCH)
-        y = decode_table.call(*args)
-        want = moe.reference(x.float(), ids, w, *parts[0], *parts[1], gate_up_meta=metas[0], down_meta=metas[1])
+        given = moe_call.MoeCall(x, ids, w, *map(moe_call.ExpertWeight.of_parts, quantized))
+        y = decode_table.launch(given, ARCH)
+        want = moe.reference(replace(given, hidden=x.float()))
         assert error(y, want.double()) <= 4e-3
         with monkeypatch.context() as patched:
             patched.setattr(torch.ops.fp4_csrc, decode_table.NAME, functools.partial(on_csrc.through_ctypes, decode_table.NAME))
-            assert torch.equal(decode_table.call(*args), y)
+            assert torch.equal(decode_table.launch(given, ARCH), y)

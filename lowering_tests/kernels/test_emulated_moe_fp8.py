@@ -70,7 +70,7 @@ def error(y, want) -> float:
 def check(x, ids, w, parts, act=SILU, tile=64, bound=TOLERANCE) -> torch.Tensor:
     y = run(emulated(SOURCE), x, ids, w, parts, act, tile=tile)
     assert error(y, expected(x, ids, w, parts, act)) <= bound, (x.shape, tile)
-    assert error(y, contract.reference(x.float(), ids, w, *parts, *act.arguments()).double()) <= FP8_TWICE
+    assert error(y, contract.CONTRACT.reference(x.float(), ids, w, *parts, *act.arguments()).double()) <= FP8_TWICE
     return y
 
 
@@ -125,7 +125,7 @@ def test_ids_that_are_no_expert_and_maps():
         local = contract.local_ids(ids, table, 5)
         given = torch.where(local < 0, w, 0.5).to(BF16)
         y = run(emulated(SOURCE), x, ids, given, parts, expert_map=table, tile=96)
-        assert error(y, contract.reference(x.float(), ids, given, *parts, *SILU.arguments(), False, table).double()) <= FP8_TWICE
+        assert error(y, contract.CONTRACT.reference(x.float(), ids, given, *parts, *SILU.arguments(), False, table).double()) <= FP8_TWICE
     none = run(emulated(SOURCE), x, torch.full_like(ids, -1), w, parts)
     assert none.shape == x.shape and not none.any()
 

@@ -42,7 +42,7 @@ def layer(e=4, h=256, inner=256, width=None, biased=False, kinds=(experts, exper
 
 
 def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=OWN, seed=0, space=None) -> torch.Tensor:
-    (t, h), (e, width), inner = x.shape, parts[3].shape[:2], contract.columns(parts[3], parts[9])
+    (t, h), (e, width), inner = x.shape, parts[3].shape[:2], parts[3].shape[-1] * (2 if parts[9] is None else 4)
     space = min(t, 8) * min(t, 8) * ids.shape[1] * -(-inner // 256) * 512 if space is None else space
     types = CODE[ids.dtype], CODE[w.dtype], *((0, 0) if expert_map is None else (CODE[expert_map.dtype], expert_map.numel()))
     form = ctypes.c_float(act.alpha), ctypes.c_float(act.limit or 0.0), int(act.name == "swiglu_oai"), int(act.interleaved)
@@ -53,7 +53,7 @@ def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=OWN,
 
 def error(y, x, ids, w, parts, act=SILU, expert_map=None) -> float:
     metas = dict(gate_up_meta=parts[8], down_meta=parts[9])
-    r = contract.reference(x.float(), ids, w, *parts[:8], *act.arguments(), False, expert_map, **metas).double()
+    r = contract.CONTRACT.reference(x.float(), ids, w, *parts[:8], *act.arguments(), False, expert_map, **metas).double()
     distance = ((y.double() - r).norm() / r.norm()).item()
     return distance if distance == distance else float("inf")
 

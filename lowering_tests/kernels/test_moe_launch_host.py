@@ -13,9 +13,11 @@ pytest.importorskip("triton")
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host
-from fp4_inductor.kernels.moe import configs, launch
+from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe import cuda as launch
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
+from fp4_inductor.ops.moe_call import ExpertWeight, MoeCall
 
 MANY = ("moe_route", "moe_many_in", "moe_many_between", "moe_many_product", "moe_combine")
 KERNELS = ("moe_decode_up", "moe_decode_down", "moe_grouped_up", "moe_grouped_down", *MANY)
@@ -47,10 +49,10 @@ def layer(t, k=2, e=8, h=64, inner=48, dtype=torch.bfloat16, act=None, gated=Tru
     rows = 2 * inner if gated else inner
     dense = [torch.randn(e, n, c) / c**0.5 for n, c in ((rows, h), (h, inner))]
     quantized = [sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w)) if s else nvfp4.quantize(w) for w, s in zip(dense, sparse, strict=True)]
-    parts, metas = zip(*map(contract.codes_and_meta, quantized), strict=True)
     biases = (torch.randn(e, rows).to(dtype), torch.randn(e, h).to(dtype)) if biased else (None, None)
     ids = torch.randint(0, e, (t, k)) if ids is None else ids
-    return launch.Layer(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), parts[0], parts[1], biases, act or Activation(), False, None, metas)
+    weights = map(ExpertWeight.of_parts, quantized, biases)
+    return launch.dense(MoeCall(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), *weights, act or Activation()))
 
 
 def test_decode_is_two_launches(launches):
@@ -90,7 +92,11 @@ def test_the_table_kernel_gets_the_layer_and_room_for_what_lies_between(launches
         launch.table(call)
     *given, space, arch = op.call_args.args
     assert launches == [] and arch == 90
-    assert given[:3] == [call.x, call.ids, call.weights] and given[12:14] == list(call.metas) and given[14:] == [1.0, 0.0, 0, 0]
+    assert (
+        given[:3] == [call.hidden, call.expert_ids, call.expert_weights]
+        and given[12:14] == [call.gate_up.meta, call.down.meta]
+        and given[14:] == [1.0, 0.0, 0, 0]
+    )
     assert space.numel() == 8 * 8 * 3 * 512  # eight tokens at a time, of up to 24 experts
 
 
@@ -115,10 +121,10 @@ def test_every_argument_has_a_parameter():
 
 def routed(c, block_m):
     """What the routing kernel writes, by torch; what it leaves unwritten points nowhere."""
-    local = contract.local_ids(c.ids.flatten(), c.map, c.experts)
+    local = contract.local_ids(c.expert_ids.flatten(), c.expert_map, c.experts)
     order = torch.argsort(torch.where(local < 0, c.experts, local), stable=True)
     valid = int((local >= 0).sum())
-    place = torch.full((c.pairs,), 2**30, dtype=torch.int32)
+    place = torch.full((c.assignments,), 2**30, dtype=torch.int32)
     place[order[:valid]] = torch.arange(valid, dtype=torch.int32)
     order[valid:] = 2**30
     ends = torch.bincount(local[local >= 0], minlength=c.experts).cumsum(0)
@@ -126,27 +132,27 @@ def routed(c, block_m):
 
 
 def sorted_rows(c, routing, fp8):
-    out = torch.full((c.pairs, c.x.shape[1]), float("nan"), dtype=c.x.dtype)
+    out = torch.full((c.assignments, c.hidden.shape[1]), float("nan"), dtype=c.hidden.dtype)
     valid = int(routing.ends[-1])
-    out[:valid] = c.x[routing.order[:valid].long() // c.ids.shape[1]]
+    out[:valid] = c.hidden[routing.order[:valid].long() // c.expert_ids.shape[1]]
     return out, None
 
 
 def activated_rows(c, routing, z, fp8):
-    out = torch.full((c.pairs, c.inner), float("nan"), dtype=c.x.dtype)
+    out = torch.full((c.assignments, c.inner), float("nan"), dtype=c.hidden.dtype)
     valid = int(routing.ends[-1])
     z = z[:valid].float()
-    if c.biases[0] is not None:
-        z += c.biases[0].float()[contract.local_ids(c.ids, c.map, c.experts).flatten()[routing.order[:valid].long()]]
-    out[:valid] = c.act(z, c.inner).to(out.dtype)
+    if c.gate_up.bias is not None:
+        z += c.gate_up.bias.float()[contract.local_ids(c.expert_ids, c.expert_map, c.experts).flatten()[routing.order[:valid].long()]]
+    out[:valid] = c.activation(z, c.inner).to(out.dtype)
     return out, None
 
 
 def combined(c, out, place, bias):
-    local = contract.local_ids(c.ids, c.map, c.experts)
+    local = contract.local_ids(c.expert_ids, c.expert_map, c.experts)
     rows = out.float()[torch.where(local >= 0, place.view(local.shape), 0).long()]
     rows = rows if bias is None else rows + bias.float()[local.clamp_min(0)]
-    return torch.where((local >= 0)[..., None], rows * c.weights[..., None], 0.0).sum(1).to(c.x.dtype)
+    return torch.where((local >= 0)[..., None], rows * c.expert_weights[..., None], 0.0).sum(1).to(c.hidden.dtype)
 
 
 def transient(packed, scale, global_scale, dtype, ends):
@@ -169,7 +175,7 @@ def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biase
     """torch._grouped_mm on a CPU, bfloat16; the kernels around it are replaced."""
     inner = 64 if sparse[1] else 48
     c = layer(30, 3, inner=inner, act=act, gated=gated, biased=biased, ids=torch.randint(-1, 9, (30, 3)), sparse=sparse)
-    want = contract.reference(c.x, c.ids, c.weights, *c.gate_up, *c.down, *c.biases, *c.act.arguments(), False, None, "auto", *c.metas).double()
+    want = contract.reference(c).double()
     limit = 1 << 30 if parts == 1 else 8 * 2 * 64 * 16
     ours = dict(route=routed, sorted_rows=sorted_rows, activated_rows=activated_rows, combine=combined)
     with contextlib.ExitStack() as stack:

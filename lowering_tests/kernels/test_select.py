@@ -64,7 +64,7 @@ def test_every_launcher_and_lowering_exists():
     from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
     from fp4_inductor.kernels.linear_glu import launch as launch_glu
     from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
-    from fp4_inductor.kernels.moe import launch as launch_moe
+    from fp4_inductor.kernels.moe import cuda as cuda_moe
     from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
     from fp4_inductor.lowerings import linear, linear_fp8, linear_glu, sparse_linear
 
@@ -79,7 +79,7 @@ def test_every_launcher_and_lowering_exists():
         kernels = {kernel.name for kernel in registry.kernels(op) if kernel.regime not in ("cpu", "unfused") and (own or not kernel.csrc)}
         assert kernels <= set(launchers)
         assert kernels <= set(lowered) | linear.CALLED
-    assert {kernel.name for op in ("moe", "sparse_moe") for kernel in registry.kernels(op)} == {*launch_moe._LAUNCHERS, "cpu", "by expert"}
+    assert {kernel.name for op in ("moe", "sparse_moe") for kernel in registry.kernels(op)} == {*cuda_moe._LAUNCHERS, "cpu", "by expert"}
     finishes = {
         "linear_glu": "glu",
         "linear_epilogue": "pointwise",

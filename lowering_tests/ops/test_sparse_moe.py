@@ -10,7 +10,8 @@ from fp4_inductor import errors
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.ops import CONTRACTS
 from fp4_inductor.ops.activation import Activation
-from fp4_inductor.ops.moe import arguments
+from fp4_inductor.ops.moe_call import MoeCall
+from lowering_tests.ops.moe_arguments import arguments
 from lowering_tests.ops.test_moe import FORMULAS, UNGATED, by_hand, relative
 from lowering_tests.ops.test_sparse_contracts import weight
 
@@ -79,7 +80,8 @@ def test_one_weight_sparse_and_the_other_dense(which, device):
     for pair in (mixed, both):
         assert relative(moe(*arguments(x, ids, w, *pair)), want) < 1e-6
     args = arguments(x, ids, w, *mixed)
-    assert (args[18] is None, args[19] is None) == (which == 0, which == 1)
+    call = MoeCall.of(*args)
+    assert (call.gate_up.meta is None, call.down.meta is None) == (which == 0, which == 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

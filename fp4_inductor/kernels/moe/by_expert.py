@@ -8,38 +8,28 @@ import torch
 from torch import Tensor
 
 from ...ops import moe as contract
-from ...ops.activation import Activation
+from ...ops.moe_call import ExpertWeight, MoeCall
 from ..linear import cpu as linear
 
 fp4 = torch.ops.fp4
 _EXACT_ROWS = 8  # up to here fp4.linear multiplies packed float32 rows: rounding the activations to bfloat16 would save nothing
 
 
-def moe(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up_qdata: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor, down_qdata: Tensor, down_scale: Tensor, down_global_scale: Tensor,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    activation: str = "silu", alpha: float = 1.0, limit: float | None = None, interleaved: bool = False,
-    weight_on_input: bool = False, expert_map: Tensor | None = None, prefill: str = "auto", gate_up_meta: Tensor | None = None, down_meta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def moe(call: MoeCall) -> Tensor:
     """``[T, N]``; sums in float32, in ascending order of the expert."""
-    contract.check(
-        hidden, expert_ids, expert_weights, gate_up_qdata, gate_up_scale, gate_up_global_scale, down_qdata, down_scale, down_global_scale,
-        gate_up_bias, down_bias, activation, alpha, limit, interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
-    )  # fmt: skip
-    act = Activation(activation, alpha, limit, interleaved)
-    inner, columns = contract.columns(down_qdata, down_meta), down_qdata.shape[1]
-    local = contract.local_ids(expert_ids, expert_map, gate_up_qdata.shape[0])
-    gate_up = _Experts(gate_up_qdata, gate_up_meta, gate_up_scale, gate_up_global_scale, gate_up_bias, prefill, interleaved)
-    down = _Experts(down_qdata, down_meta, down_scale, down_global_scale, down_bias, prefill)
-    out = hidden.new_zeros((hidden.shape[0], columns), dtype=torch.float32)
-    for e, token, w in _by_expert(local, expert_weights.float()):
+    contract.check(call)
+    hidden, act, on_input, inner = call.hidden, call.activation, call.weight_on_input, call.inner
+    local = contract.local_ids(call.expert_ids, call.expert_map, call.experts)
+    gate_up = _Experts(call.gate_up, call.prefill, act.interleaved)
+    down = _Experts(call.down, call.prefill)
+    out = hidden.new_zeros((hidden.shape[0], call.width), dtype=torch.float32)
+    for e, token, w in _by_expert(local, call.expert_weights.float()):
         x = hidden.index_select(0, token)
-        x = (x * w if weight_on_input else x).to(torch.float32 if token.numel() <= _EXACT_ROWS else hidden.dtype)
+        x = (x * w if on_input else x).to(torch.float32 if token.numel() <= _EXACT_ROWS else hidden.dtype)
         h = act(gate_up.product(e, x).float(), inner).to(x.dtype)
         y = down.product(e, h)
         # The product of bfloat16 and float32 is float32.
-        contract.add_rows(out, token, y.float() if weight_on_input else y * w)
+        contract.add_rows(out, token, y.float() if on_input else y * w)
     return out.to(hidden.dtype)
 
 
@@ -57,11 +47,11 @@ def _by_expert(local: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Te
 class _Experts:
     """One stack of weights, dense or 2:4-sparse: checked once, multiplied expert by expert."""
 
-    def __init__(self, codes: Tensor, meta: Tensor | None, scale: Tensor, global_scale: Tensor, bias: Tensor | None, prefill: str, interleaved: bool = False):
-        self.packed = tuple(t.contiguous() for t in (codes, meta) if t is not None)
-        self.scale, self.bias, self.prefill, self.interleaved = scale.contiguous(), bias, prefill, interleaved
-        g = global_scale if contract.has_two_scales(global_scale) else global_scale.reshape(-1)
-        self.global_scale = g.tolist() if codes.device.type == "cpu" else g
+    def __init__(self, weight: ExpertWeight, prefill: str, interleaved: bool = False):
+        self.packed = tuple(t.contiguous() for t in weight.packed)
+        self.scale, self.bias, self.prefill, self.interleaved = weight.scale.contiguous(), weight.bias, prefill, interleaved
+        g = weight.global_scale if contract.has_two_scales(weight.global_scale) else weight.global_scale.reshape(-1)
+        self.global_scale = g.tolist() if weight.qdata.device.type == "cpu" else g
 
     def product(self, e: int, x: Tensor) -> Tensor:
         """``x [M, K] @ W[e].T + bias``, in ``x.dtype``."""

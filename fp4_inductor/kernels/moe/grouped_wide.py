@@ -1,5 +1,5 @@
 """fp4.moe by the kernels of ``csrc/moe/grouped_wide.cu`` and ``grouped_wide_fp8.cu``: ``torch.ops.fp4_csrc.moe_grouped_wide`` and ``moe_grouped_wide_fp8``,
-internal operators that :mod:`.launch` calls.
+internal operators that :mod:`.cuda` calls.
 """
 
 from __future__ import annotations
@@ -7,9 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.activation import Activation
+from ...ops.moe_call import MoeCall
 from .. import csrc
-from ..kernel import for_scales
 from . import on_csrc
 
 NAME, FP8 = "moe_grouped_wide", "moe_grouped_wide_fp8"
@@ -54,21 +53,19 @@ def space(name: str, rows: int, *sizes: int) -> int:
     return workspace_bytes_fp8(*sizes) if name == FP8 else workspace_bytes(rows, *sizes)
 
 
-def call(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: tuple[Tensor, Tensor, Tensor], down: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, Tensor | None], expert_map: Tensor | None, act: Activation, arch: int, tokens: int = 0, fp8: bool = False,
-) -> Tensor:  # fmt: skip
-    """``[T, N]``; four to six launches. ``tokens``: one of the tiles of the source; 0: :func:`tile`, or :func:`tile_fp8`.
+def launch(call: MoeCall, arch: int, tokens: int = 0, fp8: bool = False) -> Tensor:
+    """``[T, N]``; four to six launches. ``call``: dense in memory, as :func:`.cuda.dense` makes it, of dense weights.
+
+    ``tokens``: one of the tiles of the source; 0: :func:`tile`, or :func:`tile_fp8`.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
-    pairs, experts, inner = expert_ids.numel(), gate_up[0].shape[0], down[0].shape[2] * 2
-    (rows, k), n, name = hidden.shape, down[0].shape[1], FP8 if fp8 else NAME
-    operator = for_scales(name, gate_up[2].numel() // max(experts, 1))
-    tokens = tokens or (tile_fp8(pairs, experts) if fp8 else tile(pairs, experts, k, inner))
-    workspace = hidden.new_empty(space(name, rows, pairs, experts, k, inner, n, tokens), dtype=torch.uint8)
-    return on_csrc.call(operator, (hidden, expert_ids, expert_weights, *gate_up, *down, *biases, expert_map), act, tokens, workspace, arch)
+    assignments, experts, inner, (rows, k) = call.assignments, call.experts, call.inner, call.hidden.shape
+    name = FP8 if fp8 else NAME
+    tokens = tokens or (tile_fp8(assignments, experts) if fp8 else tile(assignments, experts, k, inner))
+    workspace = call.hidden.new_empty(space(name, rows, assignments, experts, k, inner, call.width, tokens), dtype=torch.uint8)
+    return on_csrc.launch(name, call, tokens, workspace, arch)
 
 
 for _name in (NAME, FP8):

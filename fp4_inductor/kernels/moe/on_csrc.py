@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ...errors import DeviceError, KernelError
-from ...ops.activation import Activation
+from ...ops.moe_call import MoeCall
 from .. import csrc
 from ..build import aligned, pointer
+from ..kernel import for_scales
 
 _TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _DENSE = (
@@ -37,15 +38,22 @@ def define(name: str, sparse: bool = False, own_tile: tuple[int, ...] = ()) -> N
     torch.library.register_fake(f"fp4_csrc::{name}", _fake, lib=csrc.DEFINITIONS)
 
 
-def call(name: str, tensors: tuple[Tensor | None, ...], act: Activation, *rest: Any) -> Tensor:
-    """``[T, N]`` by the operator ``name``; ``rest``: its arguments behind the activation.
+def launch(name: str, call: MoeCall, *rest: Any) -> Tensor:
+    """``[T, N]`` by the operator ``name``, or by its sibling for two global scales an expert; ``rest``: its arguments behind the activation.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
+    a, b, act = call.gate_up, call.down, call.activation
+    tensors = (
+        call.hidden, call.expert_ids, call.expert_weights, a.qdata, a.scale, a.global_scale, b.qdata, b.scale, b.global_scale, a.bias, b.bias,
+        call.expert_map,
+    )  # fmt: skip
+    metas = (a.meta, b.meta) if _OPERATORS[name][0] > len(tensors) else ()
     form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
+    name = for_scales(name, a.global_scale.numel() // max(call.experts, 1))
     try:
-        return getattr(torch.ops.fp4_csrc, name)(*tensors, *form, *rest)
+        return getattr(torch.ops.fp4_csrc, name)(*tensors, *metas, *form, *rest)
     except RuntimeError as error:
         if "fp4_csrc::" not in str(error):
             raise

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from ..._torch.fx import in_one_mutation_region
 from ...formats import nvfp4
-from ...ops import moe
+from ...ops.moe_call import ExpertWeight, MoeCall
 from ..counters import matched
 from ..emit import emit, erase
 from ..layout import is_call
@@ -66,16 +66,11 @@ def _call(proven: Proven, x: layout.Layout, ids: layout.Layout, weights: layout.
         weight = _cast(weight, weights.read.rounded)
     if layer.constant != 1:
         weight = emit(graph, aten.mul.Tensor, (_cast(weight, torch.float32), layer.constant))
-    act = layer.activation
-    args = moe.arguments(
-        _cast(layout.write(x), proven.dtype), chosen, weight, _parts(layer.gate_up), _parts(layer.down),
-        *(None if b is None else b.node for b in (layer.gate_up_bias, layer.down_bias)), *act.arguments(), layer.weight_on_input,
-    )  # fmt: skip
-    op = torch.ops.fp4.moe.default
-    defaults = [a.default_value for a in op._schema.arguments]
-    while (type(args[-1]), args[-1]) == (type(defaults[len(args) - 1]), defaults[len(args) - 1]):
-        args = args[:-1]  # as the op's other callers leave them out: equal graphs, equal cache entries
-    out = _cast(emit(graph, op, args), dtype_of(root))
+    gate_up, down = (
+        ExpertWeight.of_parts(_parts(w), None if b is None else b.node) for w, b in ((layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias))
+    )
+    call = MoeCall(_cast(layout.write(x), proven.dtype), chosen, weight, gate_up, down, layer.activation, layer.weight_on_input)
+    out = _cast(emit(graph, torch.ops.fp4.moe.default, call.flat()), dtype_of(root))
     return layout.reshape(out, shape_of(root), root)
 
 
