@@ -73,10 +73,11 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K> __global
     if (exists(next)) weights.fetch(next, slot == 0 ? STAGES - 1 : slot - 1);
     copy_async_commit();
     fetch_x(kAhead == 2 ? step + WARPS : step, xs[kAhead - 1]);
-    copy_async_wait<STAGES - 1>();
-    __syncwarp();  // scales were copied by other lanes
+    if (FP4_FAULT(WAIT_FOR_ONE_GROUP_TOO_FEW)) copy_async_wait<STAGES>();
+    if (!FP4_FAULT(WAIT_FOR_ONE_GROUP_TOO_FEW) && !FP4_FAULT(SKIP_COPY_WAIT)) copy_async_wait<STAGES - 1>();
+    if (!FP4_FAULT(SKIP_SYNC_AFTER_COPY)) __syncwarp();  // scales were copied by other lanes
     compute(step, slot, xs[0]);
-    __syncwarp();  // every lane has read this slot before it is filled again
+    if (!FP4_FAULT(SKIP_SYNC_BEFORE_REFILL)) __syncwarp();  // every lane has read this slot before it is filled again
     if (kAhead == 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) xs[0][0][i] = xs[kAhead - 1][0][i];

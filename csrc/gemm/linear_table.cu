@@ -67,15 +67,14 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
 
   const int threads = 32 * layout.warps();
   fill_pairs<T, true>(shared, threadIdx.x, threads);
-  barrier(1, threads);
+  if (!FP4_FAULT(SKIP_BARRIER_AFTER_TABLE)) barrier(1, threads);
   const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
   const int local = row_warp * (16 * R);  // the warp's first row
   const int substep = SUBSTEPS > 1 ? k_group % SUBSTEPS : 0;  // of a stage, which the warp takes
   const int x_row = (substep * 4 + t) * layout.x_rows + (g & layout.x_rows - 1);  // of all rows of the step's planes, by whose number chunks are swizzled
   const Shared table = shared_address(shared);
   float acc[R][kTiles][4] = {};
-  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
   take_turns(steps, layout.stages, layout.k_groups / SUBSTEPS, k_group / SUBSTEPS, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const uint8_t* from = shared + kPairTable + stage * layout.stage();
     const uint8_t* my_codes = from + layout.x_bytes() + (substep * rows + local + g) * 128;
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
     return bits_of(acc);
   });
 
-  barrier(1, threads);  // nobody reads the ring any more
+  if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) barrier(1, threads);  // nobody reads the ring any more
   sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, local + g, k_group, layout.k_groups, threads, n0, 0,
                                     {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }

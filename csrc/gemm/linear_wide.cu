@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], Codes
           wgmma<T>(acc, a[i][z][0], a[i][z][1], a[i][z][2], a[i][z][3], tile_of(held, at));
         }
       wgmma_commit();
-      wgmma_wait<1>();
+      if (!FP4_FAULT(SKIP_WGMMA_WAIT)) wgmma_wait<1>();
       if (b == 0) done(j);
     }
   }
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
           if (early-- == 0) wait_for_previous();  // copies of one block are served in order: activations are not to wait for a full ring
           counter_wait(w_free + 8 * at.i, at.parity ^ 1);
           const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
-          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
+          counter_promise(full, MAPPED && !FP4_FAULT(EXPECT_CODES_ONLY) ? S::kWeights : S::kCodes);
 #pragma unroll
           for (int p = 0; p < kParts; ++p) {
             const int row = work.tile % row_tiles * kColumns + p * (N / 2);
@@ -164,13 +164,13 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         }
     } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
       Place<S::kXStages> at;
-      wait_for_previous();  // it may have written x
+      if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) wait_for_previous();  // it may have written x
       for (; work.left > 0; work.next()) {
         const int m0 = work.tile / row_tiles * tile_tokens;
         for (int k = work.k; k < work.k + work.count(); ++k, at.next())
           for (int h = 0; h < 2; ++h) {
             const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
-            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
             counter_promise(full, tile_tokens * 256);
             const int byte = k * (2 * kWideK) + h * kWideK;
             if constexpr (kShares) {  // each of the two copies one of the half's two tiles
@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
     barrier(1, S::kConsumers);
   }
-  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
   const Shared table = shared_address(dynamic_shared());
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
@@ -225,7 +224,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     if (!MAPPED && work.k + k_group < last) load_scales(work.k + k_group);
 #pragma unroll 1
     for (int k = work.k + k_group; k < last; k += KGROUPS) {
-      counter_wait(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) counter_wait(w_full + 8 * w.i, w.parity);
+      if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) counter_arrive(w_free + 8 * w.i);
       const int stage = w.i * S::kWeights;
       uint32_t s[2];
 #pragma unroll
@@ -234,9 +234,9 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       const Shared half = x_full + 16 * x_at.i;
       multiply_step<T, TOKENS, S::kBatch, kByTable<ROWS, TOKENS>>(
           acc, [&](int h, int c) { return *(const uint4*)(shared + (my_codes + stage ^ c * 16) + h * 1024); }, s,
-          activations + x_at.i * kActivations<TOKENS>, table, own, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
+          activations + x_at.i * kActivations<TOKENS>, table, own, 4 * lane, [&](int j) { if (!FP4_FAULT(SKIP_TOKENS_WAIT)) counter_wait(half + 8 * j, x_at.parity); },
           [&](int j) {
-            if (frees) {
+            if (frees && (warp || !FP4_FAULT(ONE_WARP_KEEPS_TOKENS))) {
               counter_arrive(last_half);
               if constexpr (kShares) counter_arrive_at(last_half, rank ^ 1);
             }

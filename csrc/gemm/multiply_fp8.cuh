@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
   Work<SPLITS> work(count_tiles, streamed, steps);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, kConsumers / 32);
+    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, FP4_FAULT(ONE_WARP_FREES_WEIGHTS) ? 1 : kConsumers / 32);
     for (int i = 0; i < S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, kBlocks * kConsumers / 32);
     publish_counters();
   }
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
       while (work.left > 0) {
         const int count = work.count(), m = work.tile % places * tile_tokens + rank * mine;
         for (int half = 2 * work.k; half < 2 * (work.k + count); ++half, at.next()) {
-          counter_wait(x_free + 8 * at.i, at.parity ^ 1);
+          if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) counter_wait(x_free + 8 * at.i, at.parity ^ 1);
           counter_promise(x_full + 8 * at.i, tile_tokens * 128);
           copy_tile_to_cluster(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
         }
@@ -178,15 +178,15 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      counter_wait(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) counter_wait(w_full + 8 * w.i, w.parity);
       rows.multiply(
           acc, w.i * S::kWeights, N - n0 - local,
           [&](int) {
-            counter_wait(x_full + 8 * x.i, x.parity);
+            if (!FP4_FAULT(SKIP_TOKENS_WAIT)) counter_wait(x_full + 8 * x.i, x.parity);
             return activations + x.i * S::kHalf;
           },
           [&](int) {
-            if (frees) counter_arrive_at(last_half, lane);
+            if (frees && !(lane && FP4_FAULT(OTHER_BLOCK_NOT_TOLD))) counter_arrive_at(last_half, lane);
             frees = lane < kBlocks;
             last_half = x_free + 8 * x.i;
             x.next();
@@ -205,10 +205,10 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     auto set_mine = [&] {
       __threadfence();
       barrier(1, kConsumers);
-      if (threadIdx.x == 0) flag_set(flags + blockIdx.x * kBlocks + rank);
+      if (threadIdx.x == 0 && !FP4_FAULT(FLAG_NOT_SET)) flag_set(flags + blockIdx.x * kBlocks + rank);
     };
     auto wait_for = [&](int cluster) {
-      while (!flag_get(flags + cluster * kBlocks + rank)) {}
+      while (!FP4_FAULT(SKIP_FLAG_WAIT) && !flag_get(flags + cluster * kBlocks + rank)) {}
     };
     if (SPLITS == 1 && k > 0) {  // a later cluster has the tile's first steps, and stores it
       put<0, kTiles>(sums(blockIdx.x), acc);
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
         wait_for(c);
         add<0, kTiles>(sums(c), acc);
       }
-      barrier(1, kConsumers);
+      if (!FP4_FAULT(SKIP_TOKEN_SCALES_WAIT)) barrier(1, kConsumers);
       out.store<0, kTiles>(acc, token_scales, staging, m0, n0 + local);
     } else {  // each of the tile's clusters stores a part of its tokens
       const int part = blockIdx.x % SPLITS;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     }
   }
   __syncwarp();
-  cluster_barrier();  // nobody leaves while others may still write to its shared memory
+  if (!FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_barrier();  // nobody leaves while others may still write to its shared memory
 }
 
 // --- host --------------------------------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ template <typename Weights, typename Activations>
 __device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Shared free, Weights weights, Activations activations, int first = 0, int stride = 1) {
   early = min(steps, early);
   for (int k = first; k < early; k += stride) weights(k, k);
-  wait_for_previous();  // it may have written x; it does not write weights
+  if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) wait_for_previous();  // it may have written x; it does not write weights
   for (int k = first, at = first, parity = 1; k < steps; k += stride) {
     if (k >= early) {
-      counter_wait(free + 8 * at, parity);
+      if (!FP4_FAULT(SKIP_FREE_WAIT)) counter_wait(free + 8 * at, parity);
       weights(k, at);
     }
     activations(k, at);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, 
   const int stride = stages % k_groups ? 1 : k_groups;
   int at = stride == 1 ? 0 : k_group, parity = 0, turn = stride == 1 ? k_group : 0;
   for (int k = at; k < steps; k += stride) {
-    counter_wait(full + 8 * at, parity);
+    if (!FP4_FAULT(SKIP_FULL_WAIT)) counter_wait(full + 8 * at, parity);
     const int stage = at;
     at += stride;
     if (at >= stages) at -= stages, parity ^= 1;

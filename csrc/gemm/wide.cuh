@@ -32,9 +32,18 @@ template <int TOKENS> __device__ __forceinline__ void clear_other_tokens(uint8_t
 
 constexpr int kFlags = 160;  // of blocks that share sums through global memory: one a block, and of whole warps
 
+// What a thread does before it stores: the kernel before may still read what is written here. The trigger comes second, because the next kernel may read what
+// the kernel before wrote.
+__device__ __forceinline__ void pdl_wait_then_trigger() {
+  if (FP4_FAULT(TRIGGER_BEFORE_PDL_WAIT)) let_next_begin();
+  if (FP4_FAULT(STORE_BEFORE_PDL_WAIT)) return;
+  wait_for_previous();
+  let_next_begin();
+}
+
 template <int COUNT> __global__ void __launch_bounds__(COUNT) clear_flags(int* __restrict__ flags) {
   let_second_begin();
-  wait_for_previous();  // it may use the same memory
+  if (!FP4_FAULT(CLEAR_FLAGS_BEFORE_PDL_WAIT)) wait_for_previous();  // it may use the same memory
   flags[threadIdx.x] = 0;
 }
 

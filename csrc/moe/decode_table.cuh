@@ -70,7 +70,7 @@ struct Distinct {
       if (adds)
         list[found + __popc(adding & before)] = make_int2(e, of);
       else if (speaks)
-        list[at].y |= of;
+        list[at].y |= FP4_FAULT(EARLIER_EXPERT_NOT_FOUND) ? 0 : of;
       found += __popc(adding);
       __syncwarp();
     }
@@ -100,7 +100,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
     meta = layout.meta() + row * 32 + place_of<32>(0, row & 7) * 16 + 8 * p;
     for (int h = 0; h < 2; ++h) {
       const int at = interleaved ? 2 * row + h : row + h * high;
-      const int shifted = at % 4 * rows * 8 + at / 4 * 32 + at % 4 * scale_row % 16 + 4 * (lane & 3);
+      const int shifted = at % 4 * rows * 8 + at / 4 * 32 + (FP4_FAULT(SCALES_BEGIN_ALIGNED) ? 0 : at % 4 * scale_row % 16) + 4 * (lane & 3);
       scales[h] = layout.scales() + (SHIFTED ? shifted : at * 16 + (SPARSE ? 8 * p : 4 * (lane & 3)));
     }
   }
@@ -113,7 +113,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
     } else {
       auto scales_of = [&](int r, int h) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
         const int at = scales[h] + behind * P::kScales + next_scales * r;
-        return shared + (SHIFTED ? at ^ (at >> 3 & 16) : at);
+        return shared + (SHIFTED && !FP4_FAULT(SKIP_SCALES_SWIZZLE) ? at ^ (at >> 3 & 16) : at);
       };
       multiply_by_table<__nv_bfloat16, kNext>(acc, shared_address(shared), shared + codes + behind * P::kCodes, scales_of, high, shared + x, token, lane);
     }
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
         for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int half = 0; half < 2; ++half) bias[i][half] = __bfloat162float(between.bias[(size_t)of.x * (2 * I) + between.row(n + i, half, I)]);
-      counter_wait(sums_full + 8 * buffer, parity);
+      if (!FP4_FAULT(SKIP_SUMS_WAIT)) counter_wait(sums_full + 8 * buffer, parity);
       const float* from_all = sums + buffer * (layout.sums_bytes() / 4) + column;
       for (int j = thread / pairs; j < __popc(of.y); j += 32 * kFinishers / pairs) {
         int rest = of.y;
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
         auto place = [&](int n) { return to + n / kWideK * 512 + n / 64 % 4 * 128 + ((n / 8 % 8) ^ m) * 16 + n % 8 * 2; };
         *(__nv_bfloat162*)place(n) = __floats2bfloat162_rn(between(fmaf(gate.x, unit, bias[0][0]), fmaf(up.x, up_unit, bias[0][1])) * factor,
                                                            between(fmaf(gate.y, unit, bias[1][0]), fmaf(up.y, up_unit, bias[1][1])) * factor);
-        if (n0 + outputs == I)
+        if (n0 + outputs == I && !FP4_FAULT(H_PAST_I_NOT_CLEARED))
           for (int behind = I + column / 2 * 8; behind < steps_down * kWideK; behind += pairs * 8) *(uint4*)place(behind) = uint4{};
       }
       __syncwarp();
@@ -258,11 +258,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   // Rows of x of the lane for a step's first 64 k, those of t, or of load_matrices().
   const int x_row = SPARSE ? 2 * (lane >> 3 & 1) * held + min(lane & 7, held - 1) : t * held + min(lane >> 2, held - 1);
   int step = k_group, at = k_group, parity = 0, buffer = 0, filled = 0;
-  if ((int)blockIdx.x < items) counter_wait(x_full, 0);
+  if ((int)blockIdx.x < items && !FP4_FAULT(SKIP_TOKENS_WAIT)) counter_wait(x_full, 0);
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float acc[R][1][4] = {};
     for (; step < steps; step += layout.k_groups) {
-      counter_wait(full + 8 * at, parity);
+      if (!FP4_FAULT(SKIP_FULL_WAIT)) counter_wait(full + 8 * at, parity);
       const int row = x_row + step * (layout.x_step() / 128);
       if constexpr (SPARSE)
         multiply(acc, shared, at, kPairTable + row * 128 + ((lane >> 4 ^ row) & 7) * 16, 0, held * 128, (held & 7) * 16, lane);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
       if (at >= layout.stages) at -= layout.stages, parity ^= 1;
     }
     step -= steps;
-    counter_wait(sums_free + 8 * buffer, filled ^ 1);
+    if (!FP4_FAULT(SKIP_SUMS_FREE_WAIT)) counter_wait(sums_free + 8 * buffer, filled ^ 1);
     float* mine = sums + buffer * (layout.sums_bytes() / 4) + k_group * tokens * pitch + multiply.row;
 #pragma unroll
     for (int r = 0; r < R; ++r)
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   cursor.advance(splits * k_group, steps);
   take_turns(mine, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const bool routed = distinct.list[cursor.place].y >> token & 1;
-    const int x = (routed ? kPairTable + (stage * tokens + token) * 512 : layout.zeros()) + x_at;
+    const int x = (routed || FP4_FAULT(EVERY_TOKEN_IS_ROUTED) ? kPairTable + (stage * tokens + token) * 512 : layout.zeros()) + x_at;
     multiply(acc, shared, stage, x, token, 128, 0, lane);
     cursor.advance(splits * layout.k_groups, steps);
     return bits_of(acc);

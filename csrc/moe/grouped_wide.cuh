@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
           }
       if constexpr (!kByWarp<TOKENS>) {
         wgmma_commit();
-        wgmma_wait<1>();
+        if (!FP4_FAULT(SKIP_WGMMA_WAIT)) wgmma_wait<1>();
         if (b == 0) done(j);
       }
     }
@@ -137,9 +137,9 @@ template <int TOKENS, bool EVEN = false, int TEAMS = 1> struct Items {
     const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, each = EVEN ? (next.z + 8 * n - 1) / (8 * n) * 8 : TOKENS;
     int t = 0;
     group = local;
-    if (TEAMS == 1 || n > 1) t = local % n, group = local / n;  // few pairs of an expert are mostly one tile
+    if (TEAMS == 1 || (n > 1 && !FP4_FAULT(ONE_TILE_AN_EXPERT))) t = local % n, group = local / n;  // few pairs of an expert are mostly one tile
     expert = next.x, first = next.y + t * each, count = min(each, next.z - t * each), tile = next.w + t;
-    item += TEAMS * gridDim.x;
+    item += (1 + FP4_FAULT(LEAVE_OUT_ITEMS)) * TEAMS * gridDim.x;
     if (item < items) next = __ldcg(tiles + item / groups);
     return true;
   }
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
             uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
   using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
   const int team = S::kTeams > 1 ? uniform(threadIdx.x / S::kThreads) : 0;
-  uint8_t* shared = dynamic_shared() + S::kTable + team * S::kTeamBytes;
+  uint8_t* shared = dynamic_shared() + S::kTable + (FP4_FAULT(TEAMS_SHARE_RINGS) ? 0 : team * S::kTeamBytes);
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * X_STAGES;
   const int warp = (threadIdx.x >> 5) - team * (S::kThreads / 32), lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     publish_counters();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tile_map(codes);
-  if constexpr (kByWarp<TOKENS>) fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kTeams * S::kThreads);
+  if constexpr (kByWarp<TOKENS>) fill_pairs<T>(dynamic_shared(), FP4_FAULT(ONE_TEAM_FILLS_TABLE) ? threadIdx.x % S::kThreads : threadIdx.x, S::kTeams * S::kThreads);
   __syncthreads();
   if (UP) wait_for_first();  // the routing; it is done when the second product begins
   let_second_begin();
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
           counter_promise(full, S::kWeights);
           if constexpr (UP) {
             copy_planes(to, codes, k * 128, row, plane, full);
-            copy_planes(to + S::kHigh, codes_up, k * 128, row, plane, full);
+            copy_planes(to + S::kHigh, FP4_FAULT(UPS_ARE_GATES) ? codes : codes_up, k * 128, row, plane, full);
           } else {
             copy_tile(to, codes, k * 128, row, full);
           }
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
         }
       }
     } else if (GATHERED && warp >= 4 * GROUPS + 2) {  // activations
-      const int chunk = lane % 8, row = threadIdx.x % 64 / 8, place = row * 128 + (chunk ^ row) * 16;
+      const int chunk = lane % 8, row = threadIdx.x % 64 / 8, place = row * 128 + (chunk ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : row)) * 16;
       Place<X_STAGES> at;
       while (items.advance()) {
         const uint8_t* from = x + chunk * 16;
@@ -221,13 +221,16 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) rows[i] = 8 * i + row < items.count ? __ldcg(routed.order + items.first + 8 * i + row) : -top_k;
 #pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i) rows[i] = rows[i] / top_k * steps;
+        for (int i = 0; i < TOKENS / 8; ++i) rows[i] = (FP4_FAULT(GATHER_PAIRS) ? rows[i] % 40 : rows[i] / top_k) * steps;
         for (int k = 0; k < steps; ++k, at.next())
 #pragma unroll 1
           for (int j = 0; j < 2; ++j, from += 256) {
-            counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
             gather_half<TOKENS>(activations + at.i * kActivations<TOKENS> + j * S::kHalf + place, from, rows);
-            counter_arrive_behind_copies(x_full + 16 * at.i + 8 * j);
+            if (FP4_FAULT(ARRIVE_BEFORE_COPIES))
+              counter_arrive(x_full + 16 * at.i + 8 * j);
+            else
+              counter_arrive_behind_copies(x_full + 16 * at.i + 8 * j);
           }
       }
     } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // the same, in tiles
@@ -256,7 +259,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   const uint8_t* my_scales[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
-    const int chunked = row % 4 * S::kScalesPlace + row / 4 * 32 + ((scales_at(row % 4, half) % 16 + 4 * t) ^ row / 16 % 2 * 16);
+    const int chunked = (row + FP4_FAULT(SCALES_OF_ANOTHER_ROW)) % 4 * S::kScalesPlace + row / 4 * 32 + ((FP4_FAULT(SCALES_BEGIN_ALIGNED) ? 4 * t : scales_at(row % 4, half) % 16 + 4 * t) ^ (FP4_FAULT(SKIP_SCALES_SWIZZLE) ? 0 : row / 16 % 2 * 16));
     my_scales[half] = shared + S::kCodes + half * S::kScalesHigh + (SHIFTED ? chunked : row * 16 + 4 * t);
   }
   const int my_row = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
@@ -288,23 +291,24 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     Shared last_half = x_free;
 #pragma unroll 1
     for (int k = 0; k < steps; ++k, w.next(), at.next()) {
-      counter_wait(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) counter_wait(w_full + 8 * w.i, w.parity);
       const int stage = w.i * S::kWeights;
       multiply_sets<T, S, TOKENS, SETS, BATCH>(
           acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row, table,
           [&](int j) {
+            if (FP4_FAULT(PUBLISH_ROWS_EARLY)) let_wgmma_see();
             counter_wait(x_full + 16 * at.i + 8 * j, at.parity);
-            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();
+            if (GATHERED && !kByWarp<TOKENS> && !FP4_FAULT(PUBLISH_ROWS_EARLY) && !FP4_FAULT(SKIP_PUBLISHING_ROWS)) let_wgmma_see();
           },
           [&](int j) {
-            if (frees) counter_arrive(last_half);
+            if (frees && !(FP4_FAULT(ONE_WARP_KEEPS_TOKENS) && threadIdx.x < 32)) counter_arrive(last_half);
             frees = lane == 0;
             last_half = x_free + 16 * at.i + 8 * j;
           });
       const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // what was loaded has been used
       __syncwarp();
       if (lane == 0) counter_arrive(w_free + 8 * w.i + behind);
-      if (kByWarp<TOKENS> && lane == 0) counter_arrive(x_free + 16 * at.i + behind), counter_arrive(x_free + 16 * at.i + 8 + behind);
+      if (kByWarp<TOKENS> && lane == 0 && (warp || !FP4_FAULT(ONE_WARP_KEEPS_TOKENS))) counter_arrive(x_free + 16 * at.i + behind), counter_arrive(x_free + 16 * at.i + 8 + behind);
     }
     if constexpr (!kByWarp<TOKENS>) {
       wgmma_wait<0>();
@@ -321,7 +325,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     if constexpr (UP) {
       const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // of 256 outputs; of eight in each 64 of them
       const bool live = block * 256 + 64 * quarter < N, second = g & (kByWarp<TOKENS> ? 1 : 4);
-      if constexpr (!kByWarp<TOKENS>) barrier(1 + rows, 128);  // nobody reads what was staged before
+      if (!kByWarp<TOKENS> && !FP4_FAULT(STAGING_OVERWRITTEN)) barrier(1 + rows, 128);  // nobody reads what was staged before
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
@@ -329,7 +333,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
           const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], up_unit, bias[r][1])) : 0.f;
           const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], up_unit, bias[r][1])) : 0.f;
           // Lanes of a pair of outputs, n and n + 4, or neighbours for decode_by_table(), swap, so that each holds both of one token.
-          const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> ? 4 : 16);
+          const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> && !FP4_FAULT(H_IN_DECODE_ORDER) ? 4 : 16);
           const int m = 8 * i + 2 * t + second;
           const __nv_bfloat162 both = __floats2bfloat162_rn(second ? got : h0, second ? h1 : got);
           if constexpr (kByWarp<TOKENS>) {
@@ -363,7 +367,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
             const bool second = g & 1;
             const float v0 = fmaf(acc[r][i][2 * c], unit, bias[r][c]), v1 = fmaf(acc[r][i][2 * c + 1], unit, bias[r][c]), got = shuffle_xor(second ? v0 : v1, 4);
             const int m = 8 * i + 2 * t + second, n = n0 + 64 * r - second + 8 * c;
-            if (m < count && n < N) *(__nv_bfloat162*)(out + (size_t)(first + m) * N + n) = __floats2bfloat162_rn(second ? got : v0, second ? v1 : got);
+            if ((m < count || FP4_FAULT(STORE_ROWS_PAST_PAIRS)) && n < N) *(__nv_bfloat162*)(out + (size_t)(first + m) * N + n) = __floats2bfloat162_rn(second ? got : v0, second ? v1 : got);
           }
     }
   }

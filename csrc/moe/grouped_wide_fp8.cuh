@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(256) round_rows(const __nv_bfloat16* __restric
   float v[CHUNKS][4][4], peak = 0.f;  // without a NaN, which is one among the codes
 #pragma unroll
   for (int u = 0; u < CHUNKS; ++u) {
-    const int chunk = first + u * each, k = chunk / 16 * kWideK + chunk % 16 * 4;
+    const int chunk = first + u * each, k = FP4_FAULT(ROUND_ROWS_IN_ORDER) ? chunk * 4 : chunk / 16 * kWideK + chunk % 16 * 4;
     uint2 words[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) words[t] = __ldcg((const uint2*)(x + (row < rows && k + 64 * t < K ? (size_t)row * K + k + 64 * t : 0)));
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) round_rows(const __nv_bfloat16* __restric
   float* peaks = (float*)dynamic_shared();
   if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = peak;
   __syncthreads();
-  for (int w = 0; w < each / 32; ++w) peak = fmaxf(peak, peaks[threadIdx.x / each * (each / 32) + w]);
+  for (int w = 0; w < each / 32 && !FP4_FAULT(MAXIMUM_OF_A_WARP); ++w) peak = fmaxf(peak, peaks[threadIdx.x / each * (each / 32) + w]);
   const float unit = peak > 0.f ? fmaxf(peak / 448.f, 1.17549435e-38f) : 1.f, inverse = 1.f / unit;
   if (row >= rows) return;
   uint4 codes[CHUNKS];
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], fl
       const int v = i * 128 + (threadIdx.x & 127), m = v / 4, n = n0 + 8 * (v % 4);
       if (8 * i0 + m < count && n < N) *(uint4*)(h + (size_t)(m0 + 8 * i0 + m) * N + n) = *(const uint4*)(staging + m * 64 + (v % 4 ^ (m >> 1 & 3)) * 16);
     }
-    if (i0 + 16 < TILES) barrier(id, 128);  // staging is read before it is filled again
+    if (i0 + 16 < TILES && !FP4_FAULT(STAGING_OVERWRITTEN)) barrier(id, 128);  // staging is read before it is filled again
   }
 }
 
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(384, 1)
           counter_wait(w_free + 8 * w.i, w.parity ^ 1);
           counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
           copy_planes(to, codes, k * 128, n, items.expert, full);
-          if (UP) copy_planes(to + kHigh * 128, codes_up, k * 128, n, items.expert, full);
+          if (UP) copy_planes(to + kHigh * 128, FP4_FAULT(UPS_ARE_GATES) ? codes : codes_up, k * 128, n, items.expert, full);
           if (MAPPED) copy_planes(to + S::kCodes, scales, k * 16, n, items.expert, full);
           if (MAPPED && UP) copy_planes(to + S::kCodes + kHigh * 16, scales_up, k * 16, n, items.expert, full);
         }
@@ -194,11 +194,14 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 2
           for (int i = 0; i < S::kRows / 16; ++i) {
             const int r = threadIdx.x % 64 / 4 + 16 * i, n = n0 + r % kColumns;
-            const bool live = n < N && bytes > 0;
+            const bool live = (n < N || FP4_FAULT(READ_SCALES_PAST_END)) && bytes > 0;
             const int row = UP ? between.row(n, r / kColumns, N) : n;
             copy_async_up_to<4>(to + r * 16 + 4 * c, live ? from + (size_t)row * pitch + 16 * k + 4 * c : scale, live ? bytes : 0);
           }
-          counter_arrive_behind_copies(w_full + 8 * w.i);
+          if (FP4_FAULT(ARRIVE_BEFORE_COPIES))
+            counter_arrive(w_full + 8 * w.i);
+          else
+            counter_arrive_behind_copies(w_full + 8 * w.i);
         }
       }
     }
@@ -239,7 +242,7 @@ __global__ void __launch_bounds__(384, 1)
       Shared last_half = x_free;
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
-        counter_wait(w_full + 8 * w.i, w.parity);
+        if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) counter_wait(w_full + 8 * w.i, w.parity);
         uint4 q[2][2];
         uint32_t s[2];
 #pragma unroll
@@ -251,11 +254,11 @@ __global__ void __launch_bounds__(384, 1)
         multiply_step_fp8(
             acc, q, s,
             [&](int) {
-              counter_wait(x_full + 8 * x.i, x.parity);
+              if (!FP4_FAULT(SKIP_TOKENS_WAIT)) counter_wait(x_full + 8 * x.i, x.parity);
               return activations + x.i * S::kHalf;
             },
             [&](int) {
-              if (frees) counter_arrive_at(last_half, lane);
+              if (frees && (warp || !FP4_FAULT(ONE_WARP_KEEPS_TOKENS))) counter_arrive_at(last_half, lane);
               frees = lane < S::kBlocks;
               last_half = x_free + 8 * x.i;
               x.next();
@@ -281,11 +284,11 @@ __global__ void __launch_bounds__(384, 1)
         store_activated(acc, units[0], units[kOwn - 1], bias, token_scales, between, staging, 1 + set, out, first, count, n0 + 32 * set, N);
       } else {
         const float both[2] = {units[0], units[0]};
-        store_tokens<0, kTokens / 8>(acc, both, bias, token_scales, staging, out, first, first + count, n0 + local, N);
+        store_tokens<0, kTokens / 8>(acc, both, bias, token_scales, staging, out, first, first + (FP4_FAULT(STORE_ROWS_PAST_PAIRS) ? kTokens : count), n0 + local, N);
       }
     });
   __syncwarp();
-  cluster_barrier();  // nobody leaves while others may still write to its shared memory
+  if (!FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_barrier();  // nobody leaves while others may still write to its shared memory
 }
 
 }  // namespace fp4

@@ -27,7 +27,7 @@ __device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int
   for (int t = 0; t < 4; ++t) {
     const int k = step * kWideK + 64 * t + 8 * word;
     const uint4 v = live && k < K ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
-    if constexpr (NEIGHBOURS)
+    if (NEIGHBOURS && !FP4_FAULT(X_IN_DECODE_ORDER))
       p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
     else
       pair_up(v, p[t]);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     for (int w = 0; w < kWarps; ++w) counts[w * E + e] = sum, sum += n[w];
     totals[e] = sum;
   }
-  cluster_barrier();
+  if (!FP4_FAULT(SKIP_CLUSTER_BARRIER_BEFORE_SUMS)) cluster_barrier();
   // A thread has two neighbouring experts: of each, pairs, those of blocks before this one, and tiles.
   int pairs[2] = {}, before[2] = {}, tiles[2] = {};
 #pragma unroll
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRouteThreads)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int e = 2 * threadIdx.x + h;
-    if (e < E) starts[e] = all_pairs + before[h], starts[E + e] = all_pairs, starts[2 * E + e] = pairs[h], starts[3 * E + e] = all_tiles;
+    if (e < E) starts[e] = all_pairs + (FP4_FAULT(PAIRS_BEGIN_ELSEWHERE) ? e > 1 : FP4_FAULT(BLOCKS_BEGIN_ALIKE) ? 0 : before[h]), starts[E + e] = all_pairs, starts[2 * E + e] = pairs[h], starts[3 * E + e] = all_tiles;
     all_pairs += pairs[h], all_tiles += tiles[h];
   }
   if (rank == 0 && threadIdx.x == kRouteThreads - 1) *to.total = all_tiles;
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kRouteThreads)
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (v[j] < 0) continue;
-      const int e = v[j] >> 16, at = starts[e] + mine[e] + (v[j] & 0xFFFF);
+      const int e = v[j] >> 16, at = starts[e] + (FP4_FAULT(WARPS_BEGIN_ALIKE) ? 0 : mine[e]) + (v[j] & 0xFFFF);
       to.place[i + 32 * j] = at;
       to.order[at] = i + 32 * j;
     }
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(128, 8) combine(const __nv_bfloat16* __restric
   float sum[8] = {};
 #pragma unroll 1
   for (int first = 0; first < top_k; first += kAhead) {
-    const int pair = token * top_k + first, count = min(kAhead, top_k - first);
+    const int pair = token * top_k + first, count = min(kAhead, top_k - FP4_FAULT(LEAVE_OUT_A_CHOICE) - first);
     int at[kAhead];
     float weight[kAhead];
     uint4 v[kAhead];

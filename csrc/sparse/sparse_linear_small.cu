@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll 1
       for (int i = lane; i < kRows * 3; i += 32) {
         const size_t start = (size_t)min(n0 + i / 3, N - 1) * (K / 16) + step * 8, at = (start & ~(size_t)3) + i % 3 * 4;
-        copy_async_up_to<4>(to + kScale + i * 4, scale + (at < total ? at : 0), at < total ? (int)min(total - at, (size_t)4) : 0);
+        copy_async_up_to<4>(to + kScale + i * 4, scale + (at < total ? at : 0), FP4_FAULT(READ_SCALES_PAST_END) ? 4 : at < total ? (int)min(total - at, (size_t)4) : 0);
       }
     } else {
       const int k = min(step * kStepK + (lane & 1) * 64, K - 64);  // two lanes a row
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
         const int row = 16 * i + (lane >> 1);
         const size_t n = min(n0 + row, N - 1);
         copy_async<16>(to + row * 32 + (lane & 1) * 16, values + n * (K / 4) + k / 4);
-        copy_async<8>(to + kMeta + row * 16 + (lane & 1) * 8, meta + n * (K / 8) + k / 8);
+        copy_async<8>(to + kMeta + row * 16 + (lane & 1) * 8, meta + n * (K / 8) + (FP4_FAULT(READ_METADATA_PAST_K) ? step * kStepK + (lane & 1) * 64 : k) / 8);
         copy_async<4>(to + kScale + row * 8 + (lane & 1) * 4, scale + n * (K / 16) + k / 16);
       }
     }
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   auto scales = [&](const uint8_t* from, int row) {
     if constexpr (!ANY_K) return *(const uint2*)(from + row * 8);
     const uint32_t* words = (const uint32_t*)(from + row * 12);
-    const uint32_t pick = (size_t)min(n0 + row, N - 1) * (K / 16) & 2 ? 0x5432 : 0x3210;
+    const uint32_t pick = (size_t)min(n0 + row, N - 1) * (K / 16) & 2 && !FP4_FAULT(SCALES_OF_EVEN_ROWS) ? 0x5432 : 0x3210;
     return make_uint2(__byte_perm(words[0], words[1], pick), __byte_perm(words[1], words[2], pick));
   };
   float acc[R][MT][4] = {};
-  const uint32_t own_byte = 0x4440 + t, own_half = t & 1 ? 0x7632 : 0x5410;
+  const uint32_t own_byte = 0x4440 + t, own_half = (t & 1) != FP4_FAULT(EXCHANGE_METADATA_HALVES) ? 0x7632 : 0x5410;
   auto compute = [&](int slot) {
     const uint8_t* from = ring + slot * kStage;
     const Shared tokens = address + slot * kStage + kTokens + (lane & 7) * kTokenBytes;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int j = 0; j < MT; ++j) load_matrices(b[i][j], tokens + j * 8 * kTokenBytes + ((4 * i + (lane >> 3)) ^ (lane & 7)) * 16);
+      for (int j = 0; j < MT; ++j) load_matrices(b[i][j], tokens + j * 8 * kTokenBytes + ((4 * i + (lane >> 3)) ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : lane & 7)) * 16);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       uint32_t v[2][8], e[2][4], even[2][2], odd[2][2];  // of rows g and g + 8; scale blocks (0, 2), (1, 3) of 64 k
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     const int next = step + (STAGES - 1) * stride;
     if (next * kStepK < K) fetch(next, slot == 0 ? STAGES - 1 : slot - 1);
     copy_async_commit();
-    copy_async_wait<STAGES - 1>();
+    if (!FP4_FAULT(SKIP_COPY_WAIT)) copy_async_wait<STAGES - 1>();
     __syncwarp();  // what other lanes copied
     compute(slot);
-    __syncwarp();  // every lane has read this slot before it is filled again
+    if (!FP4_FAULT(SKIP_SYNC_BEFORE_REFILL)) __syncwarp();  // every lane has read this slot before it is filled again
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   copy_async_wait<0>();

@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kStepK, rows = layout.rows();
   // The last block begins earlier instead of reading past N, where metadata would be zeros, which are illegal; what it shares with its neighbour is not stored,
   // but for one column, with the same bits, where N is odd.
-  const int n0 = min((int)blockIdx.x * rows, N - rows);
+  const int n0 = FP4_FAULT(READ_ROWS_PAST_N) ? blockIdx.x * rows : min((int)blockIdx.x * rows, N - rows);
   const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
 
   if (threadIdx.x == 32 * layout.warps()) {
-    init_ring(full, free, layout.stages, layout.row_warps() * kSharers);
+    init_ring(full, free, layout.stages, layout.row_warps() * (FP4_FAULT(ONE_OF_TWO_WARPS_FREES) ? 1 : kSharers));
     prefetch_tile_map(values);
     prefetch_tile_map(metadata);
     prefetch_tile_map(scales);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
           steps, layout.stages, layout.early, free,
           [&](int k, int at) {
             const Shared counter = full + 8 * at;
-            counter_promise(counter, layout.step());
+            counter_promise(counter, layout.step() - (FP4_FAULT(EXPECT_NO_METADATA) ? layout.meta_bytes() : 0));
             copy_tile(ring + at * layout.stage() + layout.x_bytes(), values, k * kValues, n0, counter);
             copy_tile(meta_ring + at * layout.meta_bytes(), metadata, k * kMeta, n0, counter);
             copy_tile(scale_ring + at * layout.scale_bytes(), scales, k * kScales, n0, counter);
@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
 
   const int threads = 32 * layout.warps();
   fill_pairs<T, true>(shared, threadIdx.x, threads);
-  barrier(1, threads);
-  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = k_group % kSharers * 2;
+  if (!FP4_FAULT(SKIP_BARRIER_AFTER_TABLE)) barrier(1, threads);
+  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = FP4_FAULT(BOTH_TAKE_FIRST_HALF) ? 0 : k_group % kSharers * 2;
   // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
-  const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = row & 7;
+  const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = FP4_FAULT(SWIZZLE_OF_ANOTHER_ROW) ? g : row & 7;
   const int scale_from = 4 * (SUBSTEPS * p + first);
   // Of the warp's first substep and product; the others' chunks lie where some bits of the address differ.
   const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
@@ -85,14 +85,13 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
   // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them. Planes of 64 k have fewer than eight rows where M is small: tiles of 128 bytes are
   // swizzled by the number of a row among all.
   const int x_rows = layout.x_rows, x_row = (SUBSTEPS * (lane >> 3 & 1) + first) * x_rows + (lane & 7 & x_rows - 1);
-  const int x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (x_row & 7)) * 16;
+  const int x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : x_row & 7)) * 16;
   float acc[R][kTiles][4] = {};
-  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
   take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
     multiply_sparse_by_table<T, SUBSTEPS, 16>(acc, shared, values_from, meta_from, shared + scale_at + stage * layout.scale_bytes(), 8,
-                                              x_from, x_rows * 128, (x_rows & 7) * 16, lane);
+                                              x_from, x_rows * 128, FP4_FAULT(SWIZZLE_OF_ANOTHER_PLANE) ? 0 : (x_rows & 7) * 16, lane);
     return bits_of(acc);
   });
 

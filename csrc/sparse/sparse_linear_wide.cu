@@ -46,12 +46,12 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, S::kReaders);
-    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (SHARES ? 2 : 1));
+    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (SHARES && !FP4_FAULT(OTHER_READERS_NOT_COUNTED) ? 2 : 1));
     publish_counters();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tile_map(maps.values), prefetch_tile_map(maps.meta), prefetch_tile_map(maps.scales);
   if (threadIdx.x == S::kConsumers + 32) prefetch_tile_map(maps.x);
-  if (SHARES)
+  if (SHARES && !FP4_FAULT(BARRIERS_UNKNOWN_TO_CLUSTER))
     cluster_barrier();  // the other block arrives at them, too
   else
     __syncthreads();
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       }
     } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
       Place<S::kXStages> at;
-      wait_for_previous();  // it may have written x
+      if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) wait_for_previous();  // it may have written x
       for (int k = begin; k < end; ++k, at.next())
         for (int h = 0; h < 2; ++h) {
           const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
           counter_promise(full, tile_tokens * 256);
           const int byte = k * (2 * kWideK) + h * kWideK;
           if constexpr (SHARES) {  // each of the two copies one of the half's two tiles
-            copy_tile_to_cluster(to + rank * S::kTile, maps.x, byte + rank * 128, m0, full, 3);
+            copy_tile_to_cluster(to + rank * S::kTile, maps.x, byte + rank * 128, m0, full, FP4_FAULT(COPY_TO_OWN_BLOCK_ONLY) ? 1 << rank : 3);
           } else {
             copy_tile(to, maps.x, byte, m0, full);
             copy_tile(to + S::kTile, maps.x, byte + 128, m0, full);
@@ -88,24 +88,23 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         }
     }
     __syncwarp();
-    if (SHARES) cluster_barrier();
+    if (SHARES && !FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_barrier();
     if (splits > 1) cluster_barrier(), cluster_barrier();  // with those of the sums
     return;
   }
 
   more_registers<S::kRegisters>();
   if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, 4 * S::kXStages, tile_tokens, S::kConsumers);
-  wait_for_previous();  // it may still read y
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
   const int second = KGROUPS > 1 ? k_group & 1 : 0;  // of the two steps of a stage
   // Places in a stage. Lanes 0 and 1 of a quad hold the metadata of a step's first half, lanes 2 and 3 of its second.
-  const int my_values = kept((local + g) * 128 + (4 * second ^ g) * 16), my_meta = kept(S::kMeta + (local + g) * 64 + (2 * second ^ t / 2 ^ g / 2) * 16),
+  const int my_values = kept((local + g) * 128 + (4 * second ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : g)) * 16), my_meta = kept(S::kMeta + (local + g) * 64 + (2 * second ^ (FP4_FAULT(METADATA_OF_OTHER_HALF) ? 0 : t / 2) ^ g / 2) * 16),
             my_scales = kept(S::kScales + (local + g) * 32 + (second ^ g / 4) * 16);
-  const uint32_t own_byte = kept(0x4440 + t), own_half = kept(t & 1 ? 0x7632 : 0x5410);
+  const uint32_t own_byte = kept(0x4440 + t), own_half = kept((t & 1) != FP4_FAULT(EXCHANGE_METADATA_HALVES) ? 0x7632 : 0x5410);
   // Rows past N come as zeros, which are no metadata: 0 and 1 are kept there.
-  const uint32_t legal = kept((n0 + local + g < N ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000));
+  const uint32_t legal = kept((n0 + local + g < N || FP4_FAULT(ZERO_METADATA_PAST_N) ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000));
   Place<S::kWStages> w;
   Place<S::kXStages> x_at;
   w.next(k_group / 2), x_at.next(k_group);
@@ -115,7 +114,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 
 #pragma unroll 1
   for (int k = begin + k_group; k < end; k += KGROUPS) {
-    counter_wait(w_full + 8 * w.i, w.parity);
+    if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) counter_wait(w_full + 8 * w.i, w.parity);
+    if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) counter_arrive(w_free + 8 * w.i);
     wgmma_wait<0>();  // it reads metadata, too, while it runs, which ptxas does not know: registers of the last step's would be written here
     const int stage = w.i * S::kWeights, other = KGROUPS > 1 ? 0 : (k - begin) & 1;
     uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         Numbers<T>::four_scales(j ? s[h].z : s[h].x, even[h][0], odd[h][0]);
         Numbers<T>::four_scales(j ? s[h].w : s[h].y, even[h][1], odd[h][1]);
       }
-      counter_wait(half + 8 * j, x_at.parity);
+      if (!FP4_FAULT(SKIP_TOKENS_WAIT)) counter_wait(half + 8 * j, x_at.parity);
 #pragma unroll
       for (int b = 0; b < 4; b += S::kBatch) {  // so many MMAs' codes are decoded while the products of those before are worked on
         uint32_t a[S::kBatch][4];
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         if (b == 0) {
           if (frees) {
             counter_arrive(last_half);
-            if constexpr (SHARES) counter_arrive_at(last_half, rank ^ 1);
+            if (SHARES && !FP4_FAULT(OTHER_BLOCK_NOT_TOLD)) counter_arrive_at(last_half, rank ^ 1);
           }
           frees = lane == 0;
           last_half = x_free + 16 * x_at.i + 8 * j;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   }
   wgmma_wait<0>();
   wgmma_sums(acc);
-  if (SHARES) cluster_barrier();  // nobody leaves while the other arrives at its counters
+  if (SHARES && !FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_barrier();  // nobody leaves while the other arrives at its counters
   sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, splits, SHARES ? 0 : rank, n0, m0,
                                                    Result<T>{y, global_scale, bias, min(M, m0 + tile_tokens), N, Epilogue<T>::scales(second_scale, third_scale), *global_scale * kWeightUnit});
 }

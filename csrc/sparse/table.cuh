@@ -17,7 +17,7 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
                                                          int lane) {
   constexpr int kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
   const Shared table = shared_address(shared);
-  const uint32_t lane4 = 4 * lane, lower = 0x5504 | (lane & 1) << 4, upper = lower + 0x20, halves = 0x6240 + 0x1111 * (lane & 1);
+  const uint32_t lane4 = 4 * lane, lower = 0x5504 | (lane & 1) << 4, upper = lower + 0x20, halves = 0x6240 + 0x1111 * (lane + FP4_FAULT(EXCHANGE_METADATA_HALVES) & 1);
   Words<2> by[R][2];
   uint32_t meta[R][2][2];  // of two products each
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
         const uint32_t e = meta[r][i / 2][i % 2];
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-          if (s == 0)
+          if ((s == 0) != FP4_FAULT(METADATA_FROM_OTHER_PAIR))
             mma_sparse16832<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
           else
             mma_sparse16832<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);

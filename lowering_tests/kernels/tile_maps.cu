@@ -30,47 +30,51 @@ __global__ void __launch_bounds__(256, 1) all_tiles(const __grid_constant__ Tile
   const int ranks = cluster_size(), rank = cluster_rank(), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const Shared tiles = shared_address(shared), xors = tiles + kDepth * kTile, arrived = xors + kDepth * kMask, freed = arrived + 8 * kDepth;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kDepth; ++i) counter_init(arrived + 8 * i, 1), counter_init(freed + 8 * i, 4 * ranks);
+    for (int i = 0; i < kDepth; ++i) counter_init(arrived + 8 * i, 1), counter_init(freed + 8 * i, FP4_FAULT(OTHER_READERS_NOT_COUNTED) ? 4 : 4 * ranks);
     publish_counters();
   }
-  cluster_barrier();  // others arrive at them, too
+  if (FP4_FAULT(BARRIERS_UNKNOWN_TO_CLUSTER))
+    __syncthreads();
+  else
+    cluster_barrier();  // others arrive at them, too
 
   int place = 0, parity = 0;
   if (warp >= 4) {
     fewer_registers<40>();
     if (threadIdx.x == 128)
       for (int step = 0; step < steps; ++step) {
-        counter_wait(freed + 8 * place, parity ^ 1);
-        counter_promise(arrived + 8 * place, kTile + kMask);
+        if (!FP4_FAULT(SKIP_FREE_WAIT)) counter_wait(freed + 8 * place, parity ^ 1);
+        counter_promise(arrived + 8 * place, kTile + (FP4_FAULT(EXPECT_TOO_FEW_BYTES) ? 0 : FP4_FAULT(EXPECT_TOO_MANY_BYTES) ? 2 * kMask : kMask));
         const int rows = kRows / ranks, part = kMask / ranks, share = (rank + step) % ranks;
-        const uint16_t all = (1 << ranks) - 1;
-        copy_tile_to_cluster(tiles + place * kTile + share * rows * 128, map, step * 128, blockIdx.x * kRows + share * rows, arrived + 8 * place, all);
+        const uint16_t all = ((1 + FP4_FAULT(COPY_TO_A_BLOCK_TOO_MANY)) << ranks) - 1;
+        copy_tile_to_cluster(tiles + place * kTile + share * rows * 128, map, step * 128, blockIdx.x * kRows + share * rows, arrived + 8 * place, FP4_FAULT(COPY_TILE_TO_ONE_BLOCK) ? 1 << rank : all);
         copy_bulk_to_cluster(xors + place * kMask + share * part, masks + step * kMask + share * part, part, arrived + 8 * place, all);
         place = place + 1 == kDepth ? 0 : place + 1;
         parity ^= place == 0;
       }
     __syncwarp();
   } else {
-    more_registers<160>();
+    if (warp == 0 || !FP4_FAULT(ONE_WARP_ASKS_FOR_REGISTERS)) more_registers<160>();
     const int row = threadIdx.x / 2;
     uint8_t* to = out + (((size_t)rank * gridDim.x + blockIdx.x) * kRows + row) * steps * 128;
     for (int step = 0; step < steps; ++step) {
-      counter_wait(arrived + 8 * place, parity);
+      if (!FP4_FAULT(SKIP_WAIT)) counter_wait(arrived + 8 * place, parity ^ FP4_FAULT(WAIT_FOR_LAST_PHASE));
+      if (FP4_FAULT(FREE_BEFORE_READING) && lane < ranks) counter_arrive_at(freed + 8 * place, lane);
       for (int i = 0; i < 4; ++i) {
         const int chunk = threadIdx.x % 2 * 4 + i;
-        uint4 v = *(const uint4*)(shared + place * kTile + row * 128 + (chunk ^ (row & 7)) * 16);
+        uint4 v = *(const uint4*)(shared + place * kTile + row * 128 + (chunk ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : row & 7)) * 16);
         const uint4 mask = *(const uint4*)(shared + kDepth * kTile + place * kMask + i * 16);
         v.x ^= mask.x, v.y ^= mask.y, v.z ^= mask.z, v.w ^= mask.w;
         *(uint4*)(to + step * 128 + chunk * 16) = v;
       }
-      __syncwarp();  // every lane has read
-      if (lane < ranks) counter_arrive_at(freed + 8 * place, lane);
+      if (!FP4_FAULT(SKIP_SYNC_BEFORE_FREEING)) __syncwarp();  // every lane has read
+      if (lane < ranks) counter_arrive_at(freed + 8 * place, FP4_FAULT(FREE_FOR_OWN_BLOCK_ONLY) ? rank : lane);
       place = place + 1 == kDepth ? 0 : place + 1;
       parity ^= place == 0;
     }
     __syncwarp();
   }
-  cluster_barrier();  // a block whose counters others still use does not end
+  if (!FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_barrier();  // a block whose counters others still use does not end
 }
 
 // out[b] = x[0] + ... + x[b], handed on from block to block. flags: zeros.
@@ -81,7 +85,7 @@ __global__ void __launch_bounds__(32) running_sums(const int* __restrict__ x, in
     while (!flag_get(flags + b - 1)) {
     }
   out[b] = x[b] + (b ? __ldcg(out + b - 1) : 0);
-  flag_set(flags + b);
+  if (!FP4_FAULT(FLAG_NOT_SET)) flag_set(flags + b);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <type_traits>
 
 struct dim3 {
   unsigned x, y, z;
@@ -68,6 +69,15 @@ void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, c
 // Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
 void flag_wait(const int* flag);
+
+// FP4_FAULT(NAME) in a kernel is true while the test has switched on the fault of that name.
+constexpr unsigned fault_id(const char* name) {
+  unsigned id = 2166136261u;  // FNV-1a
+  for (; *name; ++name) id = (id ^ (unsigned char)*name) * 16777619u;
+  return id;
+}
+__attribute__((const)) bool fault(unsigned id);  // the same for all of a call
+#define FP4_FAULT(name) (emulated::fault(std::integral_constant<unsigned, emulated::fault_id(#name)>::value))
 
 int launch_number();
 int warpgroup();

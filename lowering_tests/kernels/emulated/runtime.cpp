@@ -570,6 +570,9 @@ void let_next_begin() {
   if (current->began_early) fail("the next kernel may begin before this one has waited for the previous one");
 }
 
+unsigned active_fault = 0;
+bool fault(unsigned id) { return id == active_fault; }
+
 int launch_number() { return launches; }
 int warpgroup() { return current->warp / 4; }
 
@@ -683,6 +686,9 @@ void emulator_constant(const void* start, size_t bytes) { emulated::constants.pu
 
 // What went wrong in the last launch, or an empty string.
 const char* emulator_message() { return emulated::message; }
+
+// The fault of this name is on in all launches from now on; none if the name is empty.
+void emulator_fault(const char* name) { emulated::active_fault = *name ? emulated::fault_id(name) : 0; }
 
 // 0: threads run in order; else they are shuffled.
 void emulator_seed(unsigned seed) { emulated::seed = seed; }
