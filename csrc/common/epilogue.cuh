@@ -117,7 +117,7 @@ inline bool starts_fit(int second, int third) { return kSeveralScales ? second >
 // Bytes of shared memory that sum_and_store needs.
 template <int R, int MT, int WARPS> constexpr int kSumBytes = WARPS * 8 * MT * (16 * R + 1) * (int)sizeof(float);
 
-// acc: each warp's share of the same 16 * R rows by 8 * MT tokens, as mma16816 leaves it; with kGlu the first half of the rows
+// acc: each warp's share of the same 16 * R rows by 8 * MT tokens, as mma_m16n8k16 leaves it; with kGlu the first half of the rows
 // belongs to columns n0 onwards, the second half to the same columns. `shared` is free for use by all warps; token 0 comes first;
 // `splits` blocks of the cluster hold shares of the same sums.
 template <typename T, int R, int MT, int WARPS>
@@ -149,17 +149,17 @@ __device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint
     return;
   }
   for (int i = threadIdx.x; i < kRows * kTokens; i += kThreads) partial[i / kRows * (kRows + 1) + i % kRows] = over_warps(i % kRows, i / kRows);
-  if (!FP4_FAULT(SKIP_CLUSTER_BARRIER_BEFORE_SUMS)) cluster_barrier();
+  if (!FP4_FAULT(SKIP_CLUSTER_BARRIER_BEFORE_SUMS)) cluster_sync();
   const int slice = kColumns / splits, first = cluster_rank() * slice;
   for (int i = threadIdx.x; i < slice * kTokens; i += kThreads) {
     const int column = first + i % slice, m = i / slice;
     float sums[kParts] = {};
     for (int r = 0; r < splits; ++r)
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) sums[p] += of_block(partial, r)[m * (kRows + 1) + column + p * kColumns];
+      for (int p = 0; p < kParts; ++p) sums[p] += map_to_rank(partial, r)[m * (kRows + 1) + column + p * kColumns];
     out.store(m, n0 + column, sums);
   }
-  cluster_barrier();  // nobody leaves while its sums are being read
+  cluster_sync();  // nobody leaves while its sums are being read
 }
 
 }  // namespace fp4

@@ -15,24 +15,24 @@ struct Sparse {
   static constexpr int token_stages(int tokens) { return tokens == 256 ? 4 : tokens == 192 ? 6 : tokens == 128 ? 8 : 12; }
 
   struct Maps {
-    TileMap values, meta, scales;
+    TensorMap values, meta, scales;
   };
   struct Parts {
     const uint8_t *values, *meta, *scales;
   };
   static cudaError_t map(Maps* maps, const Parts& p, int N, int K) {
-    cudaError_t status = tile_map(&maps->values, p.values, N, K / 4, kRows, 64);
-    if (status == cudaSuccess) status = tile_map(&maps->meta, p.meta, N, K / 8, kRows, 32);
-    return status == cudaSuccess ? tile_map(&maps->scales, p.scales, N, K / 16, kRows, 16) : status;
+    cudaError_t status = tensor_map_2d(&maps->values, p.values, N, K / 4, kRows, 64);
+    if (status == cudaSuccess) status = tensor_map_2d(&maps->meta, p.meta, N, K / 8, kRows, 32);
+    return status == cudaSuccess ? tensor_map_2d(&maps->scales, p.scales, N, K / 16, kRows, 16) : status;
   }
 
   __device__ __forceinline__ static void prefetch(const Maps& maps) {
-    prefetch_tile_map(maps.values), prefetch_tile_map(maps.meta), prefetch_tile_map(maps.scales);
+    prefetch_tensor_map(maps.values), prefetch_tensor_map(maps.meta), prefetch_tensor_map(maps.scales);
   }
   __device__ __forceinline__ static void fetch(Shared to, const Maps& maps, int k, int row, Shared full) {
-    copy_tile(to, maps.values, k * 64, row, full);
-    copy_tile(to + kMeta, maps.meta, k * 32, row, full);
-    copy_tile(to + kScales, maps.scales, k * 16, row, full);
+    tma_load_2d(to, maps.values, k * 64, row, full);
+    tma_load_2d(to + kMeta, maps.meta, k * 32, row, full);
+    tma_load_2d(to + kScales, maps.scales, k * 16, row, full);
   }
 
   // Places of the lane's in stage 0. Of an MMA lane t of a quad takes the groups 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t of rows g and g + 8 and holds the metadata
@@ -96,8 +96,8 @@ struct Sparse {
       const Shared x = arrived(j);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_sparse<E4M3, 0>(acc, a[i][0], a[i][1], a[i][2], a[i][3], tile_of(x, 64 * (i ^ FP4_FAULT(TOKENS_OF_OTHER_HALF))), e[2 * j + i]);
-      wgmma_commit();
+      for (int i = 0; i < 2; ++i) wgmma_sparse<E4M3, 0>(acc, a[i][0], a[i][1], a[i][2], a[i][3], wgmma_descriptor(x, 64 * (i ^ FP4_FAULT(TOKENS_OF_OTHER_HALF))), e[2 * j + i]);
+      wgmma_commit_group();
       wgmma_wait<1>();
       done(j);
     }

@@ -9,7 +9,7 @@ template <int WORDS> struct alignas(4 * WORDS) Words {
 };
 
 // Of two substeps, the SUBSTEPS of a step are those of SUBSTEPS / 2 warps, and a warp's 16 * R rows by 8 * TILES tokens: the lane's rows lie NEXT * r + high * h rows behind
-// its first one. values, meta: where in `shared` its first ones lie, x: those of load_matrices(); the second
+// its first one. values, meta: where in `shared` its first ones lie, x: those of ldmatrix_x4(); the second
 // substep's are the same chunks, the bits of `flip` of their addresses flipped, `next` bytes further on. scales: of both substeps.
 template <typename T, int SUBSTEPS, int NEXT, int R, int TILES>
 __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][4], uint8_t* shared, int values_from, int meta_from, const uint8_t* scales, int high,
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
     for (int i = 0; i < 4; ++i) {  // a product: block i of both pairs' chunks
       uint32_t b[TILES][4];
 #pragma unroll
-      for (int j = 0; j < TILES; ++j) load_matrices(b[j], shared_address(shared) + (x ^ i * 32 ^ s * flip) + s * next + j * 1024);
+      for (int j = 0; j < TILES; ++j) ldmatrix_x4(b[j], shared_address(shared) + (x ^ i * 32 ^ s * flip) + s * next + j * 1024);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         uint32_t a[4];
@@ -64,9 +64,9 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
           if ((s == 0) != FP4_FAULT(METADATA_FROM_OTHER_PAIR))
-            mma_sparse16832<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
+            mma_sp_m16n8k32<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
           else
-            mma_sparse16832<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
+            mma_sp_m16n8k32<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
         }
       }
     }

@@ -1,4 +1,4 @@
-"""Tile maps, copies to a cluster, counters of other blocks and flags (csrc/common/device.cuh) on a CPU: tile_maps.cu through emulator.py."""
+"""Tensor maps, copies to a cluster, mbarriers of other blocks and flags (csrc/sm90/ptx.cuh) on a CPU: tile_maps.cu through emulator.py."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ CAUGHT = [
     ("SKIP_WAIT", "before its asynchronous copy was waited for|nobody wrote"),
     ("WAIT_FOR_LAST_PHASE", "nobody wrote|before its asynchronous copy"),
     ("EXPECT_TOO_FEW_BYTES", "more than were promised|where [0-9]+ are promised"),
-    ("EXPECT_TOO_MANY_BYTES", "deadlock.*wait for a counter"),
-    ("COPY_TILE_TO_ONE_BLOCK", "deadlock.*wait for a counter"),
+    ("EXPECT_TOO_MANY_BYTES", "deadlock.*wait for an mbarrier"),
+    ("COPY_TILE_TO_ONE_BLOCK", "deadlock.*wait for an mbarrier"),
     ("COPY_TO_A_BLOCK_TOO_MANY", "of a cluster of 2"),
     ("FREE_FOR_OWN_BLOCK_ONLY", "arrivals|race"),
     ("OTHER_READERS_NOT_COUNTED", "race|more arrivals"),
