@@ -77,7 +77,7 @@ template <typename T> struct Result {
   // sums[p]: of row n + p * N / kParts.
   __device__ __forceinline__ void store(int m, int n, const float (&sums)[kParts]) const {
     const int columns = N / kParts;
-    if (m < M && n < columns) y[(size_t)m * columns + n] = Numbers<T>::from_float(value(m, n, columns, sums));
+    if (m < M && (n < columns || FP4_FAULT(STORE_COLUMNS_PAST_N))) y[(size_t)m * columns + n] = Numbers<T>::from_float(value(m, n, columns, sums));
   }
   // COUNT neighbouring columns from n on, a multiple of COUNT (2 or 4): in one store where rows of y are aligned for it.
   template <int COUNT> __device__ __forceinline__ void store_run(int m, int n, const float (&sums)[COUNT][kParts]) const {
@@ -100,7 +100,7 @@ template <typename T> struct Result {
   __device__ __forceinline__ float value(int m, int n, int columns, const float (&sums)[kParts]) const {
     float v = z(n, sums[0]);
     if constexpr (kFinish != kPlain) v = activate(v, then.act);
-    if constexpr (kFinish == kGlu) v *= z(n + columns, sums[kParts - 1]);
+    if constexpr (kFinish == kGlu) v *= z(FP4_FAULT(UP_WITH_GATE_SCALE) ? n : n + columns, sums[kParts - 1]);
     if constexpr (kFinish == kPointwise) {
       const size_t at = (size_t)m * columns + n;
       if (then.mul) v *= Numbers<T>::to_float(then.mul[at]);
@@ -116,7 +116,7 @@ inline bool starts_fit(int second, int third) { return kSeveralScales ? second >
 // Bytes of shared memory that sum_and_store needs.
 template <int R, int MT, int WARPS> constexpr int kSumBytes = WARPS * 8 * MT * (16 * R + 1) * (int)sizeof(float);
 
-// acc: each warp's share of the same 16 * R rows by 8 * MT tokens, as mma16816 leaves it; with kGlu the first half of the rows
+// acc: each warp's share of the same 16 * R rows by 8 * MT tokens, as mma_m16n8k16 leaves it; with kGlu the first half of the rows
 // belongs to columns n0 onwards, the second half to the same columns. `shared` is free for use by all warps; token 0 comes first;
 // `splits` blocks of the cluster hold shares of the same sums.
 template <typename T, int R, int MT, int WARPS>
@@ -130,8 +130,8 @@ __device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint
     for (int j = 0; j < MT; ++j)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        partial[(warp * kTokens + 8 * j + 2 * t + (c & 1)) * (kRows + 1) + 16 * r + g + 8 * (c >> 1)] = acc[r][j][c];
-  __syncthreads();
+        partial[(warp * kTokens + 8 * j + 2 * t + (c & 1)) * (kRows + 1 - FP4_FAULT(SUMS_TOO_CLOSE)) + 16 * r + g + 8 * (c >> 1)] = acc[r][j][c];
+  if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
   auto over_warps = [&](int row, int m) {
     float sum = 0.f;
 #pragma unroll
@@ -142,23 +142,23 @@ __device__ __forceinline__ void sum_and_store(const float (&acc)[R][MT][4], uint
     for (int i = threadIdx.x; i < kColumns * kTokens; i += kThreads) {
       float sums[kParts];
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) sums[p] = over_warps(i % kColumns + p * kColumns, i / kColumns);
+      for (int p = 0; p < kParts; ++p) sums[p] = over_warps(i % kColumns + (FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : p * kColumns), i / kColumns);
       out.store(i / kColumns, n0 + i % kColumns, sums);
     }
     return;
   }
   for (int i = threadIdx.x; i < kRows * kTokens; i += kThreads) partial[i / kRows * (kRows + 1) + i % kRows] = over_warps(i % kRows, i / kRows);
-  cluster_barrier();
+  if (!FP4_FAULT(SKIP_CLUSTER_BARRIER_BEFORE_SUMS)) cluster_sync();
   const int slice = kColumns / splits, first = cluster_rank() * slice;
   for (int i = threadIdx.x; i < slice * kTokens; i += kThreads) {
     const int column = first + i % slice, m = i / slice;
     float sums[kParts] = {};
     for (int r = 0; r < splits; ++r)
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) sums[p] += of_block(partial, r)[m * (kRows + 1) + column + p * kColumns];
+      for (int p = 0; p < kParts; ++p) sums[p] += map_to_rank(partial, r)[m * (kRows + 1) + column + p * kColumns];
     out.store(m, n0 + column, sums);
   }
-  cluster_barrier();  // nobody leaves while its sums are being read
+  cluster_sync();  // nobody leaves while its sums are being read
 }
 
 }  // namespace fp4

@@ -54,8 +54,8 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K> __global
     weights.multiply(step, slot, [&](int r, int word, const uint32_t (&lo)[4], const uint32_t (&hi)[4]) {
 #pragma unroll
       for (int j = 0; j < MT; ++j) {
-        mma16816<T>(acc[r][j], lo[0], hi[0], lo[1], hi[1], xp[j][word][0], xp[j][word][1]);
-        mma16816<T>(acc[r][j], lo[2], hi[2], lo[3], hi[3], xp[j][word][2], xp[j][word][3]);
+        mma_m16n8k16<T>(acc[r][j], lo[0], hi[0], lo[1], hi[1], xp[j][word][0], xp[j][word][1]);
+        mma_m16n8k16<T>(acc[r][j], lo[2], hi[2], lo[3], hi[3], xp[j][word][2], xp[j][word][3]);
       }
     });
   };
@@ -64,26 +64,27 @@ template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K> __global
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     if (exists(warp + i * WARPS)) weights.fetch(warp + i * WARPS, i);
-    copy_async_commit();
+    cp_async_commit_group();
   }
   if (kAhead == 2 && exists(warp)) fetch_x(warp, xs[0]);
   int slot = 0;
   for (int step = warp; exists(step); step += WARPS) {
     const int next = step + (STAGES - 1) * WARPS;
     if (exists(next)) weights.fetch(next, slot == 0 ? STAGES - 1 : slot - 1);
-    copy_async_commit();
+    cp_async_commit_group();
     fetch_x(kAhead == 2 ? step + WARPS : step, xs[kAhead - 1]);
-    copy_async_wait<STAGES - 1>();
-    __syncwarp();  // scales were copied by other lanes
+    if (FP4_FAULT(WAIT_FOR_ONE_GROUP_TOO_FEW)) cp_async_wait_group<STAGES>();
+    if (!FP4_FAULT(WAIT_FOR_ONE_GROUP_TOO_FEW) && !FP4_FAULT(SKIP_COPY_WAIT)) cp_async_wait_group<STAGES - 1>();
+    if (!FP4_FAULT(SKIP_SYNC_AFTER_COPY)) __syncwarp();  // scales were copied by other lanes
     compute(step, slot, xs[0]);
-    __syncwarp();  // every lane has read this slot before it is filled again
+    if (!FP4_FAULT(SKIP_SYNC_BEFORE_REFILL)) __syncwarp();  // every lane has read this slot before it is filled again
     if (kAhead == 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) xs[0][0][i] = xs[kAhead - 1][0][i];
     slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
 
-  copy_async_wait<0>();
+  cp_async_wait_group<0>();
   __syncthreads();
   sum_and_store<T, R, MT, WARPS>(acc, shared, 1, n0, {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }

@@ -21,25 +21,25 @@ template <int SUBSTEPS> struct Layout {
   __host__ __device__ int stage() const { return x_bytes() + SUBSTEPS * rows() * 128; }  // activations and codes; scales have a ring of their own behind these
   __host__ __device__ int scale_bytes() const { return SUBSTEPS * rows() * 16; }
   __host__ __device__ int scales() const { return kPairTable + stages * stage(); }
-  __host__ __device__ int counters() const { return scales() + stages * scale_bytes(); }
-  int bytes() const { return counters() + 16 * stages; }
+  __host__ __device__ int mbarriers() const { return scales() + stages * scale_bytes(); }
+  int bytes() const { return mbarriers() + 16 * stages; }
 };
 
 template <typename T, int TOKENS, int R, int SUBSTEPS>
 __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
-    linear_table(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap activations, const Layout<SUBSTEPS> layout,
+    linear_table(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap activations, const Layout<SUBSTEPS> layout,
                  const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K, const Epilogue<T> then) {
   constexpr int kTiles = TOKENS / 8, kParts = Result<T>::kParts, kScales = 16 * SUBSTEPS;  // bytes of a row
   static_assert(kParts == 1 || SUBSTEPS == 1);  // the rows of a step lie one behind the other
   uint8_t* shared = dynamic_shared();
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / (SUBSTEPS * kWideK), rows = layout.rows(), n0 = blockIdx.x * (rows / kParts);
-  const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+  const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
 
   if (threadIdx.x == 32 * layout.warps()) {
     init_ring(full, free, layout.stages, layout.row_warps() * SUBSTEPS);
-    prefetch_tile_map(codes);
-    prefetch_tile_map(scales);
-    prefetch_tile_map(activations);
+    prefetch_tensor_map(codes);
+    prefetch_tensor_map(scales);
+    prefetch_tensor_map(activations);
   }
   __syncthreads();
 
@@ -47,35 +47,34 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
     if (lane == 0) {
       const Shared ring = shared_address(shared + kPairTable), scale_ring = shared_address(shared + layout.scales());
       auto fetch_weights = [&](int k, int at) {
-        const Shared to = ring + at * layout.stage(), counter = full + 8 * at;
-        counter_promise(counter, layout.stage() + SUBSTEPS * rows * 16);
+        const Shared to = ring + at * layout.stage(), mbarrier = full + 8 * at;
+        mbarrier_arrive_expect_tx(mbarrier, layout.stage() + SUBSTEPS * rows * 16);
 #pragma unroll
         for (int p = 0; p < kParts; ++p) {
           const int row = n0 + p * (N / 2), local = p * (rows / 2);
           if constexpr (SUBSTEPS == 1)  // as a plane of one, and SUBSTEPS a variable, it took up to a tenth longer
-            copy_tile(to + layout.x_bytes() + local * 128, codes, k * 128, row, counter);
+            tma_load_2d(to + layout.x_bytes() + local * 128, codes, k * 128, row, mbarrier);
           else
-            copy_planes(to + layout.x_bytes(), codes, 0, row, k * SUBSTEPS, counter);
-          copy_tile(scale_ring + (at * rows + local) * kScales, scales, k * kScales, row, counter);
+            tma_load_3d(to + layout.x_bytes(), codes, 0, row, k * SUBSTEPS, mbarrier);
+          tma_load_2d(scale_ring + (at * rows + local) * kScales, scales, k * kScales, row, mbarrier);
         }
       };
       fetch_steps(steps, layout.stages, layout.early, free, fetch_weights,
-                  [&](int k, int at) { copy_planes(ring + at * layout.stage(), activations, 0, 0, k * 4 * SUBSTEPS, full + 8 * at); });
+                  [&](int k, int at) { tma_load_3d(ring + at * layout.stage(), activations, 0, 0, k * 4 * SUBSTEPS, full + 8 * at); });
     }
     return;
   }
 
   const int threads = 32 * layout.warps();
   fill_pairs<T, true>(shared, threadIdx.x, threads);
-  barrier(1, threads);
+  if (!FP4_FAULT(SKIP_BARRIER_AFTER_TABLE)) named_barrier_sync(1, threads);
   const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
   const int local = row_warp * (16 * R);  // the warp's first row
   const int substep = SUBSTEPS > 1 ? k_group % SUBSTEPS : 0;  // of a stage, which the warp takes
   const int x_row = (substep * 4 + t) * layout.x_rows + (g & layout.x_rows - 1);  // of all rows of the step's planes, by whose number chunks are swizzled
   const Shared table = shared_address(shared);
   float acc[R][kTiles][4] = {};
-  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
   take_turns(steps, layout.stages, layout.k_groups / SUBSTEPS, k_group / SUBSTEPS, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const uint8_t* from = shared + kPairTable + stage * layout.stage();
     const uint8_t* my_codes = from + layout.x_bytes() + (substep * rows + local + g) * 128;
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
     return bits_of(acc);
   });
 
-  barrier(1, threads);  // nobody reads the ring any more
+  if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) named_barrier_sync(1, threads);  // nobody reads the ring any more
   sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, local + g, k_group, layout.k_groups, threads, n0, 0,
                                     {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
 }
@@ -113,11 +112,11 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   layout.stages = at_most(kMostStages, kTableRoom / (SUBSTEPS * (TOKENS * kWideK * 2 + layout.rows() * (128 + 16))));  // no more where fewer rows of x leave room: NOTES
   layout.k_groups = at_most(layout.k_groups, layout.stages * SUBSTEPS);
   layout.early = stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.stage())) : 0;
-  TileMap codes, scales, activations;
-  cudaError_t status = SUBSTEPS == 1 ? tile_map(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128)
-                                     : plane_map(&codes, p.q, {128, p.N, p.K / kWideK, p.K / 2, 128}, SUBSTEPS, layout.rows(), 128);
-  if (status == cudaSuccess) status = tile_map(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16 * SUBSTEPS);
-  if (status == cudaSuccess) status = plane_map(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4 * SUBSTEPS, layout.x_rows, 128);
+  TensorMap codes, scales, activations;
+  cudaError_t status = SUBSTEPS == 1 ? tensor_map_2d(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128)
+                                     : tensor_map_3d(&codes, p.q, {128, p.N, p.K / kWideK, p.K / 2, 128}, SUBSTEPS, layout.rows(), 128);
+  if (status == cudaSuccess) status = tensor_map_2d(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16 * SUBSTEPS);
+  if (status == cudaSuccess) status = tensor_map_3d(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4 * SUBSTEPS, layout.x_rows, 128);
   if (status != cudaSuccess) return status;
   const int columns = layout.rows() / kParts;
   return fp4::launch(linear_table<T, TOKENS, R, SUBSTEPS>, dim3((p.columns() + columns - 1) / columns), 32 * (layout.warps() + 1), layout.bytes(), 1, stream, codes, scales,

@@ -31,26 +31,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = thread; i < kLines * 4; i += kThreads) {
       const int line = i / 4, c = i % 4, k = step * kStepK + c * 32, row = line < kRows ? n0 + line : m0 + line - kRows;
       const bool live = k < K && row < (line < kRows ? N : M);
-      copy_async_or_zero<16>(to + place(line, c), (line < kRows ? q : x) + (live ? (size_t)row * (K / 2) + k / 2 : 0), live);
+      cp_async_zfill<16>(to + place(line, c), (line < kRows ? q : x) + (live ? (size_t)row * (K / 2) + k / 2 : 0), live);
     }
     for (int i = thread; i < kLines * 2; i += kThreads) {
       const int line = i / 2, k = step * kStepK + i % 2 * 64, row = line < kRows ? n0 + line : m0 + line - kRows;
       const bool live = k < K && row < (line < kRows ? N : M);
-      copy_async_up_to<4>(to + kLines * 64 + i * 4, (line < kRows ? scale : x_scale) + (live ? (size_t)row * (K / 16) + k / 16 : 0), live ? 4 : 0);
+      cp_async_src_size<4>(to + kLines * 64 + i * 4, (line < kRows ? scale : x_scale) + (live ? (size_t)row * (K / 16) + k / 16 : 0), live ? 4 : 0);
     }
   };
 
   float acc[kTiles][4] = {};
   for (int i = 0; i < kStages - 1; ++i) {
     if (i < steps) fetch(i, i);
-    copy_async_commit();
+    cp_async_commit_group();
   }
   for (int step = 0; step < steps; ++step) {
-    copy_async_wait<kStages - 2>();
+    cp_async_wait_group<kStages - 2>();
     __syncthreads();  // what the others brought; and everybody has left the slot that is filled next
     const int next = step + kStages - 1;
     if (next < steps) fetch(next, next % kStages);
-    copy_async_commit();
+    cp_async_commit_group();
     const uint8_t *from = shared + step % kStages * kStage, *scales = from + kLines * 64;
     auto codes = [&](int line, int c) { return *(const uint32_t*)(from + place(line, c) + 4 * t); };
 #pragma unroll
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
-  copy_async_wait<0>();
+  cp_async_wait_group<0>();
   const float unit = *global_scale;
 #pragma unroll
   for (int j = 0; j < kTiles; ++j)

@@ -21,7 +21,7 @@ template <int ROWS, int TOKENS> constexpr bool kByTable = TOKENS <= 32 && ROWS >
 template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   static constexpr int kGroups = ROWS / 64 * KGROUPS, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kCodes = ROWS * 128, kWeights = kCodes + ROWS * 16, kTile = TOKENS * 128, kHalf = 2 * kTile;
-  // Stages of activations and of weights: deep where there is room, and multiples of KGROUPS, so that a warpgroup meets every phase of the counters it waits for.
+  // Stages of activations and of weights: deep where there is room, and multiples of KGROUPS, so that a warpgroup meets every phase of the mbarriers it waits for.
   static constexpr int kTable = kByTable<ROWS, TOKENS> ? kPairTable : 0, kRoom = 226 * 1024 - kTable;
   static constexpr int kXStages = TOKENS == 128 ? 2 : KGROUPS == 4 ? 8 : ROWS <= 128 ? 4 : 3;
   static constexpr int kWStages = at_most(8, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / KGROUPS * KGROUPS;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], Codes
         const int c = b + i;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (c % 2 == 0) by[0][h] = of_quad(even[h], 2 * j + c / 2), by[1][h] = of_quad(odd[h], 2 * j + c / 2);
+          if (c % 2 == 0) by[0][h] = shuffle_in_quad(even[h], 2 * j + c / 2), by[1][h] = shuffle_in_quad(odd[h], 2 * j + c / 2);
           uint4& v = q[c % kAhead][h];
           const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -102,10 +102,10 @@ __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], Codes
 #pragma unroll
         for (int z = 0; z < 2; ++z) {
           const int at = (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32;
-          wgmma<T>(acc, a[i][z][0], a[i][z][1], a[i][z][2], a[i][z][3], tile_of(held, at));
+          wgmma<T>(acc, a[i][z][0], a[i][z][1], a[i][z][2], a[i][z][3], wgmma_descriptor(held, at));
         }
-      wgmma_commit();
-      wgmma_wait<1>();
+      wgmma_commit_group();
+      if (!FP4_FAULT(SKIP_WGMMA_WAIT)) wgmma_wait<1>();
       if (b == 0) done(j);
     }
   }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[TOKENS / 8][4], Codes
 // MAPPED: a tile map takes the scales; else they are loaded.
 template <typename T, int ROWS, int TOKENS, int KGROUPS, Blocks BLOCKS, bool MAPPED>
 __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
-    linear_wide(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap tokens,
+    linear_wide(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap tokens,
                 const uint8_t* __restrict__ scale, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y,
                 float4* __restrict__ partial, int* __restrict__ flags, int units, int tile_tokens, int M, int N, int K, const Epilogue<T> then) {
   static_assert(BLOCKS != Blocks::kStream || (KGROUPS == 1 && kFinish == kPlain));
@@ -130,74 +130,73 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   Work<BLOCKS> work(units, (K + kWideK - 1) / kWideK);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, ROWS / 16);
-    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (kShares ? 2 : 1));
-    publish_counters();
+    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, ROWS / 16);
+    for (int i = 0; i < 2 * S::kXStages; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, ROWS / 16 * (kShares ? 2 : 1));
+    fence_mbarrier_init();
   }
   if (threadIdx.x == S::kConsumers) {
-    prefetch_tile_map(codes);
-    if (MAPPED) prefetch_tile_map(scales);
+    prefetch_tensor_map(codes);
+    if (MAPPED) prefetch_tensor_map(scales);
   }
-  if (threadIdx.x == S::kConsumers + 32) prefetch_tile_map(tokens);
+  if (threadIdx.x == S::kConsumers + 32) prefetch_tensor_map(tokens);
   if (kShares)
-    cluster_barrier();  // the other block arrives at them, too
+    cluster_sync();  // the other block arrives at them, too
   else
     __syncthreads();
 
   if (warp >= 4 * S::kGroups) {
-    fewer_registers<S::kFetching>();
+    setmaxnreg_dec<S::kFetching>();
     if (warp == 4 * S::kGroups && lane == 0) {
       Place<S::kWStages> at;
       for (int early = S::kEarly; work.left > 0; work.next())
         for (int k = work.k; k < work.k + work.count(); ++k) {
-          if (early-- == 0) wait_for_previous();  // copies of one block are served in order: activations are not to wait for a full ring
-          counter_wait(w_free + 8 * at.i, at.parity ^ 1);
+          if (early-- == 0) griddepcontrol_wait();  // copies of one block are served in order: activations are not to wait for a full ring
+          mbarrier_wait_parity(w_free + 8 * at.i, at.parity ^ 1);
           const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
-          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
+          mbarrier_arrive_expect_tx(full, MAPPED && !FP4_FAULT(EXPECT_CODES_ONLY) ? S::kWeights : S::kCodes);
 #pragma unroll
           for (int p = 0; p < kParts; ++p) {
             const int row = work.tile % row_tiles * kColumns + p * (N / 2);
-            copy_tile(to + p * (kColumns * 128), codes, k * 128, row, full);
-            if (MAPPED) copy_tile(to + S::kCodes + p * (kColumns * 16), scales, k * 16, row, full);
+            tma_load_2d(to + p * (kColumns * 128), codes, k * 128, row, full);
+            if (MAPPED) tma_load_2d(to + S::kCodes + p * (kColumns * 16), scales, k * 16, row, full);
           }
           at.next();
         }
     } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
       Place<S::kXStages> at;
-      wait_for_previous();  // it may have written x
+      if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) griddepcontrol_wait();  // it may have written x
       for (; work.left > 0; work.next()) {
         const int m0 = work.tile / row_tiles * tile_tokens;
         for (int k = work.k; k < work.k + work.count(); ++k, at.next())
           for (int h = 0; h < 2; ++h) {
             const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
-            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
-            counter_promise(full, tile_tokens * 256);
+            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) mbarrier_wait_parity(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, tile_tokens * 256);
             const int byte = k * (2 * kWideK) + h * kWideK;
             if constexpr (kShares) {  // each of the two copies one of the half's two tiles
-              copy_tile_to_cluster(to + rank * S::kTile, tokens, byte + rank * 128, m0, full, 3);
+              tma_load_2d_multicast(to + rank * S::kTile, tokens, byte + rank * 128, m0, full, 3);
             } else {
-              copy_tile(to, tokens, byte, m0, full);
-              copy_tile(to + S::kTile, tokens, byte + 128, m0, full);
+              tma_load_2d(to, tokens, byte, m0, full);
+              tma_load_2d(to + S::kTile, tokens, byte + 128, m0, full);
             }
           }
       }
     }
     __syncwarp();
     if (kShares)
-      cluster_barrier();
+      cluster_sync();
     else if (BLOCKS == Blocks::kSplit && cluster_size() > 1)
-      cluster_barrier(), cluster_barrier();  // with those of the sums
+      cluster_sync(), cluster_sync();  // with those of the sums
     return;
   }
 
-  more_registers<S::kRegisters>();
+  setmaxnreg_inc<S::kRegisters>();
   if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, 4 * S::kXStages, tile_tokens, S::kConsumers);
   if constexpr (kByTable<ROWS, TOKENS>) {
     fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kConsumers);
-    barrier(1, S::kConsumers);
+    named_barrier_sync(1, S::kConsumers);
   }
-  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
   const Shared table = shared_address(dynamic_shared());
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
@@ -225,7 +224,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     if (!MAPPED && work.k + k_group < last) load_scales(work.k + k_group);
 #pragma unroll 1
     for (int k = work.k + k_group; k < last; k += KGROUPS) {
-      counter_wait(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
+      if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) mbarrier_arrive(w_free + 8 * w.i);
       const int stage = w.i * S::kWeights;
       uint32_t s[2];
 #pragma unroll
@@ -234,21 +234,21 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       const Shared half = x_full + 16 * x_at.i;
       multiply_step<T, TOKENS, S::kBatch, kByTable<ROWS, TOKENS>>(
           acc, [&](int h, int c) { return *(const uint4*)(shared + (my_codes + stage ^ c * 16) + h * 1024); }, s,
-          activations + x_at.i * kActivations<TOKENS>, table, own, 4 * lane, [&](int j) { counter_wait(half + 8 * j, x_at.parity); },
+          activations + x_at.i * kActivations<TOKENS>, table, own, 4 * lane, [&](int j) { if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(half + 8 * j, x_at.parity); },
           [&](int j) {
-            if (frees) {
-              counter_arrive(last_half);
-              if constexpr (kShares) counter_arrive_at(last_half, rank ^ 1);
+            if (frees && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) {
+              mbarrier_arrive(last_half);
+              if constexpr (kShares) mbarrier_arrive_remote(last_half, rank ^ 1);
             }
             frees = lane == 0;
             last_half = x_free + 16 * x_at.i + 8 * j;
           });
       __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i);
+      if (lane == 0) mbarrier_arrive(w_free + 8 * w.i);
       w.next(KGROUPS), x_at.next(KGROUPS);
     }
     wgmma_wait<0>();
-    wgmma_sums(acc);
+    wgmma_fence_operand(acc);
 
     if constexpr (BLOCKS == Blocks::kStream) {
       constexpr int kMine = TOKENS / 8 * S::kConsumers;
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) __stcg(to + i * S::kConsumers, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
         __threadfence();
-        barrier(1, S::kConsumers);
+        named_barrier_sync(1, S::kConsumers);
         if (threadIdx.x == 0) flag_set(flags + blockIdx.x);
         continue;
       }
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
           out.template store_run<2>(m0 + 8 * i + 2 * t + odd, n0 + local + (g & 6) + 8 * h, pair);
         }
     } else {
-      if (kShares) cluster_barrier();  // nobody leaves while the other arrives at its counters
+      if (kShares) cluster_sync();  // nobody leaves while the other arrives at its mbarriers
       sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, kShares ? 1 : cluster_size(), kShares ? 0 : rank, n0, m0, out);
     }
   }
@@ -301,12 +301,12 @@ cudaError_t run(int cluster, const Linear<T>& p, void* scratch, Stream stream) {
   const int steps = (p.K + kWideK - 1) / kWideK, places = (p.M + TOKENS - 1) / TOKENS, row_tiles = (p.columns() + kColumns - 1) / kColumns;
   const int tile_tokens = even_tokens<8>(p.M, places);
   if (!kShares && (cluster > steps || cluster == 3 || cluster > 4)) return cudaErrorInvalidConfiguration;
-  TileMap codes, scales, tokens;
-  cudaError_t status = tile_map(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
-  if (status == cudaSuccess) status = tile_map(&tokens, p.x, p.M, (int64_t)p.K * 2, tile_tokens, 128);
+  TensorMap codes, scales, tokens;
+  cudaError_t status = tensor_map_2d(&codes, p.q, p.N, p.K / 2, ROWS / kParts, 128);
+  if (status == cudaSuccess) status = tensor_map_2d(&tokens, p.x, p.M, (int64_t)p.K * 2, tile_tokens, 128);
   if (status != cudaSuccess) return status;
   scales = codes;
-  if (MAPPED) status = tile_map(&scales, p.scale, p.N, p.K / 16, ROWS / kParts, 16);
+  if (MAPPED) status = tensor_map_2d(&scales, p.scale, p.N, p.K / 16, ROWS / kParts, 16);
   if (status != cudaSuccess) return status;
   const int units = steps * places * row_tiles, streaming = kStreams ? at_most(units, at_most(multiprocessors(), kMostBlocks)) : 0;
   float4* partial = (float4*)scratch;

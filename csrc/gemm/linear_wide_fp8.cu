@@ -15,20 +15,20 @@ struct Dense {
   static constexpr int token_stages(int tokens) { return tokens == 256 ? 4 : tokens == 192 ? 6 : 8; }
 
   struct Maps {
-    TileMap codes, scales;
+    TensorMap codes, scales;
   };
   struct Parts {
     const uint8_t *q, *s;
   };
   static cudaError_t map(Maps* maps, const Parts& p, int N, int K) {
-    const cudaError_t status = tile_map(&maps->codes, p.q, N, K / 2, kRows, 128);
-    return status == cudaSuccess ? tile_map(&maps->scales, p.s, N, K / 16, kRows, 16) : status;
+    const cudaError_t status = tensor_map_2d(&maps->codes, p.q, N, K / 2, kRows, 128);
+    return status == cudaSuccess ? tensor_map_2d(&maps->scales, p.s, N, K / 16, kRows, 16) : status;
   }
 
-  __device__ __forceinline__ static void prefetch(const Maps& maps) { prefetch_tile_map(maps.codes), prefetch_tile_map(maps.scales); }
+  __device__ __forceinline__ static void prefetch(const Maps& maps) { prefetch_tensor_map(maps.codes), prefetch_tensor_map(maps.scales); }
   __device__ __forceinline__ static void fetch(Shared to, const Maps& maps, int k, int row, Shared full) {
-    copy_tile(to, maps.codes, k * 128, row, full);
-    copy_tile(to + kCodes, maps.scales, k * 16, row, full);
+    tma_load_2d(to, maps.codes, k * 128, row, full);
+    tma_load_2d(to + kCodes, maps.scales, k * 16, row, full);
   }
 
   const uint8_t *codes[2], *scales;  // the lane's in stage 0, of row g of the warp's

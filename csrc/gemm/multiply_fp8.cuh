@@ -94,14 +94,14 @@ template <typename Weight, int TOKENS> struct Shape {
   static constexpr int kTiles = TOKENS / 8, kThreads = kConsumers + 128;
   static constexpr int kWeights = kRows * Weight::kRowBytes, kHalf = TOKENS * 128;
   static constexpr int kWStages = Weight::weight_stages(TOKENS), kXStages = Weight::token_stages(TOKENS);
-  static constexpr int kStaging = kWStages * kWeights + kXStages * kHalf, kScales = kStaging + kConsumers / 32 * 2048, kCounters = kScales + TOKENS * 4;
-  static constexpr int kBytes = kCounters + 16 * kWStages + 16 * kXStages, kSums = kTiles * kConsumers;  // float4s of a block's sums
+  static constexpr int kStaging = kWStages * kWeights + kXStages * kHalf, kScales = kStaging + kConsumers / 32 * 2048, kMbarriers = kScales + TOKENS * 4;
+  static constexpr int kBytes = kMbarriers + 16 * kWStages + 16 * kXStages, kSums = kTiles * kConsumers;  // float4s of a block's sums
   static_assert(kBytes <= 227 * 1024, "does not fit shared memory");
 };
 
 template <typename Weight, int TOKENS, int SPLITS>
 __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
-    multiply_fp8(const __grid_constant__ typename Weight::Maps weight, const __grid_constant__ TileMap tokens, const float* x_scale,
+    multiply_fp8(const __grid_constant__ typename Weight::Maps weight, const __grid_constant__ TensorMap tokens, const float* x_scale,
                  const float* __restrict__ global_scale, const __nv_bfloat16* __restrict__ bias, __nv_bfloat16* __restrict__ y, float4* __restrict__ partial,
                  int* __restrict__ flags, int M, int N, int K, int second, int third, int places, int tile_tokens, int count_tiles, int streamed) {
   using S = Shape<Weight, TOKENS>;
@@ -109,30 +109,30 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   // Stages that have arrived and that are free: in both blocks of the cluster, for activations.
-  const Shared w_full = weights + S::kCounters, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 8 * S::kXStages;
+  const Shared w_full = weights + S::kMbarriers, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 8 * S::kXStages;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank(), steps = K / kWideK;
   Work<SPLITS> work(count_tiles, streamed, steps);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, kConsumers / 32);
-    for (int i = 0; i < S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, kBlocks * kConsumers / 32);
-    publish_counters();
+    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, FP4_FAULT(ONE_WARP_FREES_WEIGHTS) ? 1 : kConsumers / 32);
+    for (int i = 0; i < S::kXStages; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, kBlocks * kConsumers / 32);
+    fence_mbarrier_init();
   }
   if (threadIdx.x == kConsumers) Weight::prefetch(weight);
-  if (threadIdx.x == kConsumers + 32) prefetch_tile_map(tokens);
+  if (threadIdx.x == kConsumers + 32) prefetch_tensor_map(tokens);
   __syncthreads();
-  cluster_barrier();
+  cluster_sync();
 
   if (warp >= kConsumers / 32) {
-    fewer_registers<40>();
+    setmaxnreg_dec<40>();
     if (warp == kConsumers / 32 && lane == 0) {
       Place<S::kWStages> at;
       while (work.left > 0) {
         const int count = work.count(), row = (work.tile / places * kBlocks + rank) * kRows;
         for (int k = work.k; k < work.k + count; ++k, at.next()) {
           const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
-          counter_wait(w_free + 8 * at.i, at.parity ^ 1);
-          counter_promise(full, S::kWeights);
+          mbarrier_wait_parity(w_free + 8 * at.i, at.parity ^ 1);
+          mbarrier_arrive_expect_tx(full, S::kWeights);
           Weight::fetch(to, weight, k, row, full);
         }
         work.next(count);
@@ -140,26 +140,26 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     } else if (warp == kConsumers / 32 + 1 && lane == 0) {
       const int mine = tile_tokens / kBlocks;
       Place<S::kXStages> at;
-      wait_for_previous();  // it may have written x; it does not write weights
+      griddepcontrol_wait();  // it may have written x; it does not write weights
       while (work.left > 0) {
         const int count = work.count(), m = work.tile % places * tile_tokens + rank * mine;
         for (int half = 2 * work.k; half < 2 * (work.k + count); ++half, at.next()) {
-          counter_wait(x_free + 8 * at.i, at.parity ^ 1);
-          counter_promise(x_full + 8 * at.i, tile_tokens * 128);
-          copy_tile_to_cluster(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
+          if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) mbarrier_wait_parity(x_free + 8 * at.i, at.parity ^ 1);
+          mbarrier_arrive_expect_tx(x_full + 8 * at.i, tile_tokens * 128);
+          tma_load_2d_multicast(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
         }
         work.next(count);
       }
     }
     __syncwarp();
-    cluster_barrier();
+    cluster_sync();
     return;
   }
 
-  more_registers<232>();
+  setmaxnreg_inc<232>();
   if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, S::kXStages, tile_tokens, kConsumers);
-  wait_for_previous();  // it may still read y, and may have written the activations' scales
-  let_next_begin();
+  griddepcontrol_wait();  // it may still read y, and may have written the activations' scales
+  griddepcontrol_launch_dependents();
   const int local = uniform(warp >> 2) * 64 + (warp & 3) * 16;  // the warp's first row
   Weight rows(shared, local, lane);
   float* token_scales = (float*)(shared + S::kScales);
@@ -178,51 +178,51 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      counter_wait(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
       rows.multiply(
           acc, w.i * S::kWeights, N - n0 - local,
           [&](int) {
-            counter_wait(x_full + 8 * x.i, x.parity);
+            if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(x_full + 8 * x.i, x.parity);
             return activations + x.i * S::kHalf;
           },
           [&](int) {
-            if (frees) counter_arrive_at(last_half, lane);
+            if (frees && !(lane && FP4_FAULT(OTHER_BLOCK_NOT_TOLD))) mbarrier_arrive_remote(last_half, lane);
             frees = lane < kBlocks;
             last_half = x_free + 8 * x.i;
             x.next();
           });
       __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i);
+      if (lane == 0) mbarrier_arrive(w_free + 8 * w.i);
       w.next();
     }
     wgmma_wait<0>();
-    wgmma_sums(acc);
-    if (frees) counter_arrive_at(last_half, lane);  // others may fill the last half while this tile's sums are stored
+    wgmma_fence_operand(acc);
+    if (frees) mbarrier_arrive_remote(last_half, lane);  // others may fill the last half while this tile's sums are stored
     frees = false;
     work.next(count);
 
     auto sums = [&](int cluster) { return partial + (size_t)(cluster * kBlocks + rank) * S::kSums + threadIdx.x; };
     auto set_mine = [&] {
       __threadfence();
-      barrier(1, kConsumers);
-      if (threadIdx.x == 0) flag_set(flags + blockIdx.x * kBlocks + rank);
+      named_barrier_sync(1, kConsumers);
+      if (threadIdx.x == 0 && !FP4_FAULT(FLAG_NOT_SET)) flag_set(flags + blockIdx.x * kBlocks + rank);
     };
     auto wait_for = [&](int cluster) {
-      while (!flag_get(flags + cluster * kBlocks + rank)) {}
+      while (!FP4_FAULT(SKIP_FLAG_WAIT) && !flag_get(flags + cluster * kBlocks + rank)) {}
     };
     if (SPLITS == 1 && k > 0) {  // a later cluster has the tile's first steps, and stores it
       put<0, kTiles>(sums(blockIdx.x), acc);
       set_mine();
       continue;
     }
-    barrier(1, kConsumers);  // nobody reads the scales of the tile before any more
+    named_barrier_sync(1, kConsumers);  // nobody reads the scales of the tile before any more
     if ((int)threadIdx.x < TOKENS) token_scales[threadIdx.x] = mine;
     if constexpr (SPLITS == 1) {
       for (int c = (int)blockIdx.x - 1; count < steps && c >= 0 && Work<1>::end(streamed * steps, c) > tile * steps; --c) {
         wait_for(c);
         add<0, kTiles>(sums(c), acc);
       }
-      barrier(1, kConsumers);
+      if (!FP4_FAULT(SKIP_TOKEN_SCALES_WAIT)) named_barrier_sync(1, kConsumers);
       out.store<0, kTiles>(acc, token_scales, staging, m0, n0 + local);
     } else {  // each of the tile's clusters stores a part of its tokens
       const int part = blockIdx.x % SPLITS;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     }
   }
   __syncwarp();
-  cluster_barrier();  // nobody leaves while others may still write to its shared memory
+  if (!FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_sync();  // nobody leaves while others may still write to its shared memory
 }
 
 // --- host --------------------------------------------------------------------------------------------------------------
@@ -280,9 +280,9 @@ template <typename Weight, int TOKENS, int SPLITS> cudaError_t run(bool stream_k
   // stream of higher priority that wait in turn for SMs of this one).
   if (clusters > most || steps < SPLITS) return cudaErrorInvalidConfiguration;
   typename Weight::Maps weight;
-  TileMap tokens;
+  TensorMap tokens;
   cudaError_t status = Weight::map(&weight, p.w, p.N, p.K);
-  if (status == cudaSuccess) status = tile_map(&tokens, p.x8, p.M, p.K, tile_tokens / kBlocks, 128);
+  if (status == cudaSuccess) status = tensor_map_2d(&tokens, p.x8, p.M, p.K, tile_tokens / kBlocks, 128);
   if (status != cudaSuccess) return status;
   float4* partial = (float4*)scratch;
   int* flags = (int*)(partial + (size_t)clusters * kBlocks * S::kSums);

@@ -20,15 +20,15 @@ inline int rows_of_x(int M, int least) { return M <= least ? least : rows_of_x(M
 // A ring's stages, so many that warps find theirs at the same places again where it has two or more for each of `turns` (take_turns).
 inline int whole_turns(int stages, int turns) { return stages < 2 * turns ? stages : stages - stages % turns; }
 
-// Of tiles of BYTES a row, 16-byte chunk c of row r (copy_tile).
+// Of tiles of BYTES a row, 16-byte chunk c of row r (tma_load_2d).
 template <int BYTES> __device__ __forceinline__ int place_of(int c, int r) {
   return BYTES == 128 ? c ^ (r & 7) : BYTES == 64 ? c ^ (r >> 1 & 3) : BYTES == 32 ? c ^ (r >> 2 & 1) : c;
 }
 
 // By one thread: `full` are completed by what is fetched, `free` by `readers` warps a step.
 __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, int readers) {
-  for (int i = 0; i < stages; ++i) counter_init(full + 8 * i, 1), counter_init(free + 8 * i, readers);
-  publish_counters();
+  for (int i = 0; i < stages; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(free + 8 * i, readers);
+  fence_mbarrier_init();
 }
 
 // By one thread of `stride`, each with its own `first`, of whose number the stages are a multiple: weights(k, at) promises the bytes of step k and fetches weights to
@@ -37,10 +37,10 @@ template <typename Weights, typename Activations>
 __device__ __forceinline__ void fetch_steps(int steps, int stages, int early, Shared free, Weights weights, Activations activations, int first = 0, int stride = 1) {
   early = min(steps, early);
   for (int k = first; k < early; k += stride) weights(k, k);
-  wait_for_previous();  // it may have written x; it does not write weights
+  if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) griddepcontrol_wait();  // it may have written x; it does not write weights
   for (int k = first, at = first, parity = 1; k < steps; k += stride) {
     if (k >= early) {
-      counter_wait(free + 8 * at, parity);
+      if (!FP4_FAULT(SKIP_FREE_WAIT)) mbarrier_wait_parity(free + 8 * at, parity);
       weights(k, at);
     }
     activations(k, at);
@@ -58,12 +58,12 @@ template <int R, int TILES> __device__ __forceinline__ uint32_t bits_of(const fl
   return bits;
 }
 
-// By a warp, which has used what lies in the stage of this counter. `sums`: bits_of() what it made of it: giving the stage back has to wait for these, for it would
+// By a warp, which has used what lies in the stage of this mbarrier. `sums`: bits_of() what it made of it: giving the stage back has to wait for these, for it would
 // overtake loads; zero: 0, which the compiler does not know.
 __device__ __forceinline__ void give_back(Shared free, uint32_t sums, int zero, int lane) {
   const int behind = (int)sums & zero;
   __syncwarp();
-  if (lane == 0) counter_arrive(free + behind);
+  if (lane == 0) mbarrier_arrive(free + behind);
 }
 
 // One step, 256 k, of a warp's 16 * R rows by 8 * TILES tokens: the lane's rows of codes lie NEXT * r + high * h rows behind its first one, at `codes`, and scales(r, h)
@@ -99,8 +99,8 @@ __device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Sha
       }
 #pragma unroll
       for (int j = 0; j < TILES; ++j) {
-        mma16816<T>(acc[r][j], a[0][0], a[1][0], a[0][1], a[1][1], b[j].x, b[j].y);
-        mma16816<T>(acc[r][j], a[0][2], a[1][2], a[0][3], a[1][3], b[j].z, b[j].w);
+        mma_m16n8k16<T>(acc[r][j], a[0][0], a[1][0], a[0][1], a[1][1], b[j].x, b[j].y);
+        mma_m16n8k16<T>(acc[r][j], a[0][2], a[1][2], a[0][3], a[1][3], b[j].z, b[j].w);
       }
     }
   }
@@ -110,12 +110,12 @@ __device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Sha
 // give_back().
 template <typename Use>
 __device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, int k_group, Shared full, Shared free, int lane, int zero, Use use) {
-  // A warp has to meet every phase of a counter that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
+  // A warp has to meet every phase of an mbarrier that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
   // where these always lie in the same stages, else it waits for each step and works on every k_groups-th.
   const int stride = stages % k_groups ? 1 : k_groups;
   int at = stride == 1 ? 0 : k_group, parity = 0, turn = stride == 1 ? k_group : 0;
   for (int k = at; k < steps; k += stride) {
-    counter_wait(full + 8 * at, parity);
+    if (!FP4_FAULT(SKIP_FULL_WAIT)) mbarrier_wait_parity(full + 8 * at, parity);
     const int stage = at;
     at += stride;
     if (at >= stages) at -= stages, parity ^= 1;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void sum_turns_and_store(const float (&acc)[R][TILES]
     for (int j = 0; j < TILES; ++j)
 #pragma unroll
       for (int c = 0; c < 4; ++c) sums[(k_group * kTokens + 8 * j + 2 * t + (c & 1)) * pitch + row + 16 * r + 8 * (c >> 1)] = acc[r][j][c];
-  barrier(1, threads);
+  named_barrier_sync(1, threads);
   const int pairs = (columns - first) / 2;
   for (int i = threadIdx.x; i < pairs * out.M; i += threads) {
     const int m = i / pairs, n = first + i % pairs * 2;

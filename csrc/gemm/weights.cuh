@@ -51,7 +51,7 @@ template <typename T, int R, int STAGES, bool ANY_K, bool PAIRED = false> struct
   int n0, N, K, lane;
 
   // Row i of the warp's. ptxas is sensitive to this sum's order: lane first, block last.
-  __device__ __forceinline__ int row(int i) const { return min(n0 + i + (PAIRED && i >= kRows / 2 ? N / 2 - kRows / 2 : 0), N - 1); }
+  __device__ __forceinline__ int row(int i) const { return min(n0 + i + (PAIRED && i >= kRows / 2 ? N / 2 - (FP4_FAULT(SECOND_HALF_TOO_FAR) ? 0 : kRows / 2) : 0), N - 1 + FP4_FAULT(READ_ROWS_PAST_N)); }
 
   // Rows past N and k past K are read from the last legal place: their products are never stored, or meet zero activations.
   __device__ __forceinline__ void fetch(int step, int slot) const {
@@ -61,10 +61,10 @@ template <typename T, int R, int STAGES, bool ANY_K, bool PAIRED = false> struct
     for (int i = 0; i < 2 * R; ++i) {
       const size_t start = (size_t)row(8 * i + (lane >> 2)) * (K / 2);
       if constexpr (ANY_K) {
-        copy_async<8>(to + i * 512 + lane * 16, q + start + min(k, K - 16) / 2);
-        copy_async<8>(to + i * 512 + lane * 16 + 8, q + start + min(k + 16, K - 16) / 2);
+        cp_async<8>(to + i * 512 + lane * 16, q + start + min(k, K - 16) / 2);
+        cp_async<8>(to + i * 512 + lane * 16 + 8, q + start + min(k + 16, K - 16) / 2);
       } else {
-        copy_async<16>(to + i * 512 + lane * 16, q + start + min(k, K - 32) / 2);
+        cp_async<16>(to + i * 512 + lane * 16, q + start + (FP4_FAULT(READ_K_PAST_K) ? k : min(k, K - 32)) / 2);
       }
     }
     if constexpr (ANY_K) {  // the 12 aligned bytes around the row's 8; none past the last one
@@ -72,9 +72,9 @@ template <typename T, int R, int STAGES, bool ANY_K, bool PAIRED = false> struct
 #pragma unroll 1
       for (int i = lane; i < kRows * 3; i += 32) {
         const size_t at = (scale_at(i / 3, step) & ~(size_t)3) + i % 3 * 4;
-        const int bytes = at < total ? (int)min(total - at, (size_t)4) : 0;
+        const int bytes = FP4_FAULT(READ_SCALES_PAST_END) ? 4 : at < total ? (int)min(total - at, (size_t)4) : 0;
         if (bytes % 4 == 0)
-          copy_async_up_to<4>(to + kRows * 64 + i * 4, scale + (bytes ? at : 0), bytes);
+          cp_async_src_size<4>(to + kRows * 64 + i * 4, scale + (bytes ? at : 0), bytes);
         else  // the tensor's end
           *(uint32_t*)(ring + slot * kStage + kRows * 64 + i * 4) = scale[at] | (bytes > 1 ? scale[at + 1] << 8 : 0) | (bytes > 2 ? scale[at + 2] << 16 : 0);
       }
@@ -83,7 +83,7 @@ template <typename T, int R, int STAGES, bool ANY_K, bool PAIRED = false> struct
 #pragma unroll
       for (int i = 0; i < R; ++i) {
         const int at = 16 * i + (lane >> 1);
-        copy_async<4>(to + kRows * 64 + at * 8 + (lane & 1) * 4, scale + (size_t)row(at) * (K / 16) + ks);
+        cp_async<4>(to + kRows * 64 + at * 8 + (lane & 1) * 4, scale + (size_t)row(at) * (K / 16) + ks);
       }
     }
   }

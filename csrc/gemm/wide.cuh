@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "../common/wgmma.cuh"
+#include "../sm90/wgmma.cuh"
 #include "weights.cuh"
 
 namespace fp4 {
@@ -26,15 +26,24 @@ template <int EACH> int even_tokens(int M, int places) { return (M + places * EA
 template <int TOKENS> __device__ __forceinline__ void clear_other_tokens(uint8_t* ring, int tiles, int tokens, int threads) {
   const int each = (TOKENS - tokens) * 8;
   for (int i = threadIdx.x; i < tiles * each; i += threads) *(uint4*)(ring + i / each * (TOKENS * 128) + tokens * 128 + i % each * 16) = uint4{};
-  barrier(1, threads);
-  let_wgmma_see();
+  named_barrier_sync(1, threads);
+  fence_proxy_async();
 }
 
 constexpr int kFlags = 160;  // of blocks that share sums through global memory: one a block, and of whole warps
 
+// What a thread does before it stores: the kernel before may still read what is written here. The trigger comes second, because the next kernel may read what
+// the kernel before wrote.
+__device__ __forceinline__ void pdl_wait_then_trigger() {
+  if (FP4_FAULT(TRIGGER_BEFORE_PDL_WAIT)) griddepcontrol_launch_dependents();
+  if (FP4_FAULT(STORE_BEFORE_PDL_WAIT)) return;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
 template <int COUNT> __global__ void __launch_bounds__(COUNT) clear_flags(int* __restrict__ flags) {
-  let_second_begin();
-  wait_for_previous();  // it may use the same memory
+  pdl_trigger_in_call();
+  if (!FP4_FAULT(CLEAR_FLAGS_BEFORE_PDL_WAIT)) griddepcontrol_wait();  // it may use the same memory
   flags[threadIdx.x] = 0;
 }
 
@@ -66,16 +75,16 @@ __device__ __forceinline__ void sum_k_groups_and_store(const float (&acc)[TOKENS
                                                        const Result<T>& out) {
   constexpr int kThreads = 2 * ROWS * KGROUPS, kPitch = kSumPitch<ROWS>, kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  barrier(1, kThreads);  // nobody reads the rings any more
+  named_barrier_sync(1, kThreads);  // nobody reads the rings any more
 #pragma unroll
   for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
     for (int c = 0; c < 4; ++c) sums[(k_group * TOKENS + 8 * i + 2 * t + (c & 1)) * kPitch + local + g + 8 * (c >> 1)] = acc[i][c];
   const int first = rank * (TOKENS / splits);
   if (splits > 1)
-    cluster_barrier();
+    cluster_sync();
   else
-    barrier(1, kThreads);
+    named_barrier_sync(1, kThreads);
   auto add_up = [&](auto blocks) {  // as many loads in flight as can be: it is their latency that costs
     constexpr int kSplits = decltype(blocks)::value;
 #pragma unroll kFinish == kPlain ? 4 : 1
@@ -88,7 +97,7 @@ __device__ __forceinline__ void sum_k_groups_and_store(const float (&acc)[TOKENS
         for (int kg = 0; kg < KGROUPS; ++kg)
 #pragma unroll
           for (int p = 0; p < kParts; ++p) {
-            const float* from = (kSplits > 1 ? of_block(sums, b) : sums) + (kg * TOKENS + m) * kPitch + n + p * kColumns;
+            const float* from = (kSplits > 1 ? map_to_rank(sums, b) : sums) + (kg * TOKENS + m) * kPitch + n + p * kColumns;
             const float4 v = *(const float4*)from;
             all[0][p] += v.x, all[1][p] += v.y, all[2][p] += v.z, all[3][p] += v.w;
           }
@@ -101,7 +110,7 @@ __device__ __forceinline__ void sum_k_groups_and_store(const float (&acc)[TOKENS
     add_up(std::integral_constant<int, 2>());
   else
     add_up(std::integral_constant<int, 4>());
-  if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
+  if (splits > 1) cluster_sync();  // nobody leaves while its sums are being read
 }
 
 }  // namespace fp4

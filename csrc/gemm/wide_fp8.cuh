@@ -48,9 +48,9 @@ __device__ __forceinline__ void multiply_step_fp8(float (&acc)[TILES][4], const 
       if (b == 0) x = arrived(j);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma<E4M3>(acc, a[i][0], a[i][1], a[i][2], a[i][3], tile_of(x, 32 * (2 * b + i)));
-      wgmma_commit();
-      wgmma_wait<1>();
+      for (int i = 0; i < 2; ++i) wgmma<E4M3>(acc, a[i][0], a[i][1], a[i][2], a[i][3], wgmma_descriptor(x, 32 * (2 * b + i)));
+      wgmma_commit_group();
+      if (!FP4_FAULT(SKIP_WGMMA_WAIT)) wgmma_wait<1>();
       if (b == 0) done(j);
     }
   }
@@ -79,14 +79,14 @@ __device__ __forceinline__ void store_tokens(const float (&acc)[TILES][4], const
               __floats2bfloat162_rn(fmaf(acc[i + d][2 * h] * units[h], s[0], added[h]), fmaf(acc[i + d][2 * h + 1] * units[h], s[1], added[h]));
           pairs[2 * d + h] = *(const uint32_t*)&pair;
         }
-      store_matrices_transposed(to + (i - i0) * 256, pairs);
+      stmatrix_x4_trans(to + (i - i0) * 256, pairs);
     }
-    __syncwarp();
+    if (!FP4_FAULT(SKIP_SYNC_OF_STAGING)) __syncwarp();
 #pragma unroll
     for (int i = i0; i < (i0 + 8 < TO ? i0 + 8 : TO); i += 2) {
       const uint4 v = *(const uint4*)(staging + (i - i0) * 256 + lane * 16);
       const int m = m0 + 8 * i + token;
-      if (m >= M || n >= N) continue;
+      if ((m >= M && !FP4_FAULT(STORE_TOKENS_PAST_M)) || (n >= N && !FP4_FAULT(STORE_COLUMNS_PAST_N))) continue;
       __nv_bfloat16* at = y + (size_t)m * N + n;
       if (N % 8 == 0) {
         *(uint4*)at = v;

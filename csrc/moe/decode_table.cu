@@ -21,14 +21,14 @@ struct Product {
 };
 
 // Maps of a product's tiles: rows of both halves of an expert are planes of it where it has halves, of outputs of all experts where these take turns in memory.
-template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(TileMap (&maps)[3], const Product& p, int rows) {
+template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(TensorMap (&maps)[3], const Product& p, int rows) {
   using P = Parts<SPARSE, SHIFTED>;
   const int half = UP ? 2 : 1;
-  auto map = [&](TileMap* to, const uint8_t* from, int64_t bytes, int tile_bytes, bool four) {
+  auto map = [&](TensorMap* to, const uint8_t* from, int64_t bytes, int tile_bytes, bool four) {
     const int64_t each = four ? 4 : 1, outputs = p.rows / half;
-    if (UP && p.interleaved && four) return plane_map(to, from, {4 * bytes, p.E * p.rows / 4, 1, 4 * bytes, 16}, 1, rows / 4, tile_bytes);
-    if (UP && p.interleaved) return plane_map(to, from, {bytes, p.E * outputs, 2, 2 * bytes, bytes}, 2, rows / 2, tile_bytes);
-    return plane_map(to, from, {each * bytes, outputs / each, (int64_t)p.E * half, each * bytes, outputs * bytes}, half, rows / half / each, tile_bytes);
+    if (UP && p.interleaved && four) return tensor_map_3d(to, from, {4 * bytes, p.E * p.rows / 4, 1, 4 * bytes, 16}, 1, rows / 4, tile_bytes);
+    if (UP && p.interleaved) return tensor_map_3d(to, from, {bytes, p.E * outputs, 2, 2 * bytes, bytes}, 2, rows / 2, tile_bytes);
+    return tensor_map_3d(to, from, {each * bytes, outputs / each, (int64_t)p.E * half, each * bytes, outputs * bytes}, half, rows / half / each, tile_bytes);
   };
   cudaError_t status = map(&maps[0], p.codes, SPARSE ? p.K / 4 : p.K / 2, P::kCodes, false);
   if (status == cudaSuccess && SPARSE) status = map(&maps[1], p.meta, p.K / 8, 32, false);
@@ -85,9 +85,9 @@ template <bool UP, int R> cudaError_t run(const Chunk& c, const uint8_t* meta, c
     TableLayout<kSparse, kShifted> layout;
     const int tokens = c.routing.tokens;
     if (!lay_out<UP, kSparse, kShifted>(layout, l, tokens, tile)) return cudaErrorInvalidConfiguration;
-    TileMap maps[3], activations;
+    TensorMap maps[3], activations;
     cudaError_t status = maps_of<kSparse, kShifted, UP>(maps, p, layout.rows());
-    if (UP && status == cudaSuccess) status = plane_map(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, layout.held, 128);
+    if (UP && status == cudaSuccess) status = tensor_map_3d(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, layout.held, 128);
     if (status != cudaSuccess) return status;
     const int threads = 32 * (layout.warps() + kHelpers);
     if constexpr (UP)

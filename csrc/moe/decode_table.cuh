@@ -33,8 +33,8 @@ template <bool SPARSE, bool SHIFTED> struct TableLayout : Parts<SPARSE, SHIFTED>
   __host__ __device__ int meta() const { return codes() + stages * rows() * P::kCodes; }
   __host__ __device__ int scales() const { return meta() + stages * rows() * P::kMeta; }
   __host__ __device__ int zeros() const { return scales() + stages * rows() * P::kScales; }
-  __host__ __device__ int counters() const { return zeros() + 512; }
-  __host__ __device__ int routed() const { return counters() + 16 * stages + 48; }
+  __host__ __device__ int mbarriers() const { return zeros() + 512; }
+  __host__ __device__ int routed() const { return mbarriers() + 16 * stages + 48; }
   __host__ __device__ int factors() const { return routed() + 16 * ((pairs * 12 + 4 + 15) / 16); }
   __host__ __device__ int sums() const { return factors() + 16 * ((pairs * (kTableTokens + kUnits) * 4 + 15) / 16); }  // up
   __host__ __device__ int sums_bytes() const { return k_groups * tokens * (rows() + 4) * 4; }
@@ -55,7 +55,7 @@ struct Distinct {
     for (int first = 0; first < pairs; first += 32) {
       const int i = first + lane, e = i < pairs ? expert_of(ids, map, map_size, i, E) : -1;
       if (i < pairs) expert[i] = e;
-      const uint32_t same = lanes_with(e);
+      const uint32_t same = match_any(e);
       int of = 0, at = -1;
       for (int m = first / top_k; m < tokens && m * top_k < first + 32; ++m) {
         const int begin = max(m * top_k - first, 0), count = min((m + 1) * top_k - first, 32) - begin;
@@ -65,12 +65,12 @@ struct Distinct {
         if (list[j].x == e) at = j;
       const uint32_t before = (1u << lane) - 1;
       const bool speaks = e >= 0 && !(same & before), adds = speaks && at < 0;
-      const uint32_t alike = lanes_with(adds), adding = adds ? alike : ~alike;
+      const uint32_t alike = match_any(adds), adding = adds ? alike : ~alike;
       __syncwarp();
       if (adds)
         list[found + __popc(adding & before)] = make_int2(e, of);
       else if (speaks)
-        list[at].y |= of;
+        list[at].y |= FP4_FAULT(EARLIER_EXPERT_NOT_FOUND) ? 0 : of;
       found += __popc(adding);
       __syncwarp();
     }
@@ -100,7 +100,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
     meta = layout.meta() + row * 32 + place_of<32>(0, row & 7) * 16 + 8 * p;
     for (int h = 0; h < 2; ++h) {
       const int at = interleaved ? 2 * row + h : row + h * high;
-      const int shifted = at % 4 * rows * 8 + at / 4 * 32 + at % 4 * scale_row % 16 + 4 * (lane & 3);
+      const int shifted = at % 4 * rows * 8 + at / 4 * 32 + (FP4_FAULT(SCALES_BEGIN_ALIGNED) ? 0 : at % 4 * scale_row % 16) + 4 * (lane & 3);
       scales[h] = layout.scales() + (SHIFTED ? shifted : at * 16 + (SPARSE ? 8 * p : 4 * (lane & 3)));
     }
   }
@@ -113,7 +113,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
     } else {
       auto scales_of = [&](int r, int h) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
         const int at = scales[h] + behind * P::kScales + next_scales * r;
-        return shared + (SHIFTED ? at ^ (at >> 3 & 16) : at);
+        return shared + (SHIFTED && !FP4_FAULT(SKIP_SCALES_SWIZZLE) ? at ^ (at >> 3 & 16) : at);
       };
       multiply_by_table<__nv_bfloat16, kNext>(acc, shared_address(shared), shared + codes + behind * P::kCodes, scales_of, high, shared + x, token, lane);
     }
@@ -122,44 +122,44 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
 
 // By one thread: the weights of a step.
 template <bool SPARSE, bool SHIFTED>
-__device__ __forceinline__ void fetch_weights(const TableLayout<SPARSE, SHIFTED>& layout, uint8_t* shared, const TileMap& codes, const TileMap& metadata, const TileMap& scales,
-                                              int k, int row, int plane, int scales_row, int scales_plane, int scale_row, int at, Shared counter) {
+__device__ __forceinline__ void fetch_weights(const TableLayout<SPARSE, SHIFTED>& layout, uint8_t* shared, const TensorMap& codes, const TensorMap& metadata, const TensorMap& scales,
+                                              int k, int row, int plane, int scales_row, int scales_plane, int scale_row, int at, Shared mbarrier) {
   using P = Parts<SPARSE, SHIFTED>;
   const Shared base = shared_address(shared);
   const int of_stage = at * layout.rows();
-  copy_planes(base + layout.codes() + of_stage * P::kCodes, codes, k * P::kCodes, row, plane, counter);
-  if (SPARSE) copy_planes(base + layout.meta() + of_stage * P::kMeta, metadata, k * P::kMeta, row, plane, counter);
+  tma_load_3d(base + layout.codes() + of_stage * P::kCodes, codes, k * P::kCodes, row, plane, mbarrier);
+  if (SPARSE) tma_load_3d(base + layout.meta() + of_stage * P::kMeta, metadata, k * P::kMeta, row, plane, mbarrier);
   const Shared to = base + layout.scales() + of_stage * P::kScales;
 #pragma unroll
   for (int i = 0; i < (SHIFTED ? 4 : 1); ++i)
-    copy_planes(to + i * layout.rows() * 8, scales, SHIFTED ? k * 16 + i * scale_row / 16 * 16 : k * 16, scales_row, scales_plane, counter);
+    tma_load_3d(to + i * layout.rows() * 8, scales, SHIFTED ? k * 16 + i * scale_row / 16 * 16 : k * 16, scales_row, scales_plane, mbarrier);
 }
 
 // h of the listed experts' tokens, act(gate) * up times the router's weight and the global scale of down, as the second kernel takes it: [place in the list][token]
 // [step] of 512 bytes, four tiles of 64 k, 16-byte chunk c at c ^ token, zeros behind I. Items are 8 * sets outputs of an expert, gate and up of each in the two rows of a lane.
 template <bool SPARSE, bool SHIFTED, int R>
 __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
-    table_up(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales, const __grid_constant__ TileMap activations,
+    table_up(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap metadata, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap activations,
              const TableLayout<SPARSE, SHIFTED> layout, const Routing routing, const float* __restrict__ global_scale, const float* __restrict__ down_scale,
              uint8_t* __restrict__ h, int I, int K, const Between between) {
   using T = __nv_bfloat16;
   uint8_t* shared = dynamic_shared();
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, threads = 32 * layout.warps(), steps = (K + kWideK - 1) / kWideK, outputs = 8 * layout.sets,
             groups = I / outputs, tokens = layout.tokens, top_k = routing.top_k;
-  const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+  const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
   const Shared sums_full = free + 8 * layout.stages, sums_free = sums_full + 16, x_full = sums_free + 16;
   const Distinct distinct(shared + layout.routed(), layout.pairs);
 
-  let_second_begin();
+  pdl_trigger_in_call();
   if (warp == layout.warps()) {
     if (lane == 0) {
-      for (int i = 0; i < 2; ++i) counter_init(sums_full + 8 * i, layout.warps()), counter_init(sums_free + 8 * i, kFinishers);
-      counter_init(x_full, 1);
+      for (int i = 0; i < 2; ++i) mbarrier_init(sums_full + 8 * i, layout.warps()), mbarrier_init(sums_free + 8 * i, kFinishers);
+      mbarrier_init(x_full, 1);
       init_ring(full, free, layout.stages, layout.row_warps());
-      prefetch_tile_map(codes);
-      prefetch_tile_map(scales);
-      if (SPARSE) prefetch_tile_map(metadata);
-      prefetch_tile_map(activations);
+      prefetch_tensor_map(codes);
+      prefetch_tensor_map(scales);
+      if (SPARSE) prefetch_tensor_map(metadata);
+      prefetch_tensor_map(activations);
     }
     distinct.find(routing.ids, routing.map, routing.map_size, tokens, top_k, routing.E);
   } else if (warp < layout.warps()) {
@@ -179,11 +179,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
           [&](int, int at) {
             for (; k >= steps; k -= steps) item += gridDim.x;
             if (item != known) expert = distinct.list[item / groups].x, row = item % groups * outputs, known = item;
-            const Shared counter = full + 8 * at;
-            counter_promise(counter, layout.rows() * layout.kBytes);
+            const Shared mbarrier = full + 8 * at;
+            mbarrier_arrive_expect_tx(mbarrier, layout.rows() * layout.kBytes);
             const bool turns = between.interleaved;
             const int n = turns ? expert * I + row : row, plane = turns ? 0 : 2 * expert;
-            fetch_weights(layout, shared, codes, metadata, scales, k, n, plane, !SHIFTED ? n : turns ? n / 2 : n / 4, plane, K / 16, at, counter);
+            fetch_weights(layout, shared, codes, metadata, scales, k, n, plane, !SHIFTED ? n : turns ? n / 2 : n / 4, plane, K / 16, at, mbarrier);
             k += layout.fetchers;
           },
           [](int, int) {}, fetcher, layout.fetchers);
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     const int thread = threadIdx.x - threads - 32 * layout.fetchers, steps_down = (I + kWideK - 1) / kWideK;
     if (thread >= 32 * kFinishers) return;
     if (thread == 0 && (int)blockIdx.x < items) {
-      counter_promise(x_full, steps * layout.held * 512);
-      for (int k = 0; k < steps; ++k) copy_planes(shared_address(shared + kPairTable) + k * layout.x_step(), activations, 0, 0, k * 4, x_full);
+      mbarrier_arrive_expect_tx(x_full, steps * layout.held * 512);
+      for (int k = 0; k < steps; ++k) tma_load_3d(shared_address(shared + kPairTable) + k * layout.x_step(), activations, 0, 0, k * 4, x_full);
     }
     float *factors = (float*)(shared + layout.factors()), *units = factors + layout.pairs * kTableTokens;  // of an expert's tokens; of gate_up
     for (int i = thread; i < count * kTableTokens; i += 32 * kFinishers) {
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
         }
       factors[i] = sum * (load_float(down_scale + of.x) * kWeightUnit);
     }
-    barrier(1, 32 * kFinishers);
+    named_barrier_sync(1, 32 * kFinishers);
     int buffer = 0, parity = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int slot = item / groups, n0 = item % groups * outputs, column = thread % pairs * 2, n = n0 + column;
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
         for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int half = 0; half < 2; ++half) bias[i][half] = __bfloat162float(between.bias[(size_t)of.x * (2 * I) + between.row(n + i, half, I)]);
-      counter_wait(sums_full + 8 * buffer, parity);
+      if (!FP4_FAULT(SKIP_SUMS_WAIT)) mbarrier_wait_parity(sums_full + 8 * buffer, parity);
       const float* from_all = sums + buffer * (layout.sums_bytes() / 4) + column;
       for (int j = thread / pairs; j < __popc(of.y); j += 32 * kFinishers / pairs) {
         int rest = of.y;
@@ -242,11 +242,11 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
         auto place = [&](int n) { return to + n / kWideK * 512 + n / 64 % 4 * 128 + ((n / 8 % 8) ^ m) * 16 + n % 8 * 2; };
         *(__nv_bfloat162*)place(n) = __floats2bfloat162_rn(between(fmaf(gate.x, unit, bias[0][0]), fmaf(up.x, up_unit, bias[0][1])) * factor,
                                                            between(fmaf(gate.y, unit, bias[1][0]), fmaf(up.y, up_unit, bias[1][1])) * factor);
-        if (n0 + outputs == I)
+        if (n0 + outputs == I && !FP4_FAULT(H_PAST_I_NOT_CLEARED))
           for (int behind = I + column / 2 * 8; behind < steps_down * kWideK; behind += pairs * 8) *(uint4*)place(behind) = uint4{};
       }
       __syncwarp();
-      if (lane == 0) counter_arrive(sums_free + 8 * buffer);
+      if (lane == 0) mbarrier_arrive(sums_free + 8 * buffer);
       buffer ^= 1;
       if (buffer == 0) parity ^= 1;
     }
@@ -255,14 +255,14 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
 
   const int row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), t = lane & 3, held = layout.held, zero = layout.sets_a_warp - R;
   const Step<SPARSE, SHIFTED, true, R> multiply(layout, row_warp, lane, K / 16, SHIFTED && between.interleaved);
-  // Rows of x of the lane for a step's first 64 k, those of t, or of load_matrices().
+  // Rows of x of the lane for a step's first 64 k, those of t, or of ldmatrix_x4().
   const int x_row = SPARSE ? 2 * (lane >> 3 & 1) * held + min(lane & 7, held - 1) : t * held + min(lane >> 2, held - 1);
   int step = k_group, at = k_group, parity = 0, buffer = 0, filled = 0;
-  if ((int)blockIdx.x < items) counter_wait(x_full, 0);
+  if ((int)blockIdx.x < items && !FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(x_full, 0);
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float acc[R][1][4] = {};
     for (; step < steps; step += layout.k_groups) {
-      counter_wait(full + 8 * at, parity);
+      if (!FP4_FAULT(SKIP_FULL_WAIT)) mbarrier_wait_parity(full + 8 * at, parity);
       const int row = x_row + step * (layout.x_step() / 128);
       if constexpr (SPARSE)
         multiply(acc, shared, at, kPairTable + row * 128 + ((lane >> 4 ^ row) & 7) * 16, 0, held * 128, (held & 7) * 16, lane);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
       if (at >= layout.stages) at -= layout.stages, parity ^= 1;
     }
     step -= steps;
-    counter_wait(sums_free + 8 * buffer, filled ^ 1);
+    if (!FP4_FAULT(SKIP_SUMS_FREE_WAIT)) mbarrier_wait_parity(sums_free + 8 * buffer, filled ^ 1);
     float* mine = sums + buffer * (layout.sums_bytes() / 4) + k_group * tokens * pitch + multiply.row;
 #pragma unroll
     for (int r = 0; r < R; ++r)
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
       for (int c = 0; c < 4; ++c)
         if (2 * t + (c & 1) < tokens) mine[(2 * t + (c & 1)) * pitch + 8 * r + outputs * (c >> 1)] = acc[r][0][c];
     __syncwarp();
-    if (lane == 0) counter_arrive(sums_full + 8 * buffer);
+    if (lane == 0) mbarrier_arrive(sums_full + 8 * buffer);
     buffer ^= 1;
     if (buffer == 0) filled ^= 1;
   }
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
 // y[token, n] = sum over the list of h * W[expert] as one product over all its steps, and biases. `splits` blocks of a cluster take turns at them.
 template <bool SPARSE, bool SHIFTED, int R>
 __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
-    table_down(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
+    table_down(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap metadata, const __grid_constant__ TensorMap scales,
                const TableLayout<SPARSE, SHIFTED> layout, const Routing routing, const uint8_t* __restrict__ h, const __nv_bfloat16* __restrict__ biases,
                __nv_bfloat16* __restrict__ y, int N, int K) {
   using T = __nv_bfloat16;
@@ -299,15 +299,15 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
             tokens = layout.tokens, top_k = routing.top_k, splits = cluster_size(), rank = cluster_rank();
   // The last block begins earlier instead of reading past N; what it shares with its neighbour is not stored.
   const int n0 = min((int)blockIdx.x * rows, N - rows);
-  const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+  const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
   const Distinct distinct(shared + layout.routed(), layout.pairs);
 
   if (warp == layout.warps()) {
     if (lane == 0) {
       init_ring(full, free, layout.stages, layout.row_warps());
-      prefetch_tile_map(codes);
-      prefetch_tile_map(scales);
-      if (SPARSE) prefetch_tile_map(metadata);
+      prefetch_tensor_map(codes);
+      prefetch_tensor_map(scales);
+      if (SPARSE) prefetch_tensor_map(metadata);
     }
     distinct.find(routing.ids, routing.map, routing.map_size, tokens, top_k, routing.E);
   } else if (warp < layout.warps()) {
@@ -335,10 +335,10 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
       fetch_steps(
           mine, layout.stages, layout.early, free,
           [&](int, int at) {
-            const Shared counter = full + 8 * at;
+            const Shared mbarrier = full + 8 * at;
             const int2 of = distinct.list[weights.place];
-            counter_promise(counter, rows * layout.kBytes + __popc(of.y) * 512);
-            fetch_weights(layout, shared, codes, metadata, scales, weights.step, n0, of.x, SHIFTED ? n0 / 4 : n0, of.x, K / 16, at, counter);
+            mbarrier_arrive_expect_tx(mbarrier, rows * layout.kBytes + __popc(of.y) * 512);
+            fetch_weights(layout, shared, codes, metadata, scales, weights.step, n0, of.x, SHIFTED ? n0 / 4 : n0, of.x, K / 16, at, mbarrier);
             weights.advance(stride, steps);
           },
           [&](int, int at) {
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
             const uint8_t* from = h + ((size_t)tiles.place * tokens * steps + tiles.step) * 512;
             for (int rest = distinct.list[tiles.place].y; rest; rest &= rest - 1) {
               const int m = __ffs(rest) - 1;
-              copy_bulk(to + m * 512, from + m * (steps * 512), 512, full + 8 * at);
+              cp_async_bulk(to + m * 512, from + m * (steps * 512), 512, full + 8 * at);
             }
             tiles.advance(stride, steps);
           },
@@ -354,8 +354,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     }
     if (splits > 1) {
       __syncwarp();
-      cluster_barrier();
-      cluster_barrier();
+      cluster_sync();
+      cluster_sync();
     }
     return;
   }
@@ -382,13 +382,13 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   cursor.advance(splits * k_group, steps);
   take_turns(mine, layout.stages, layout.k_groups, k_group, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const bool routed = distinct.list[cursor.place].y >> token & 1;
-    const int x = (routed ? kPairTable + (stage * tokens + token) * 512 : layout.zeros()) + x_at;
+    const int x = (routed || FP4_FAULT(EVERY_TOKEN_IS_ROUTED) ? kPairTable + (stage * tokens + token) * 512 : layout.zeros()) + x_at;
     multiply(acc, shared, stage, x, token, 128, 0, lane);
     cursor.advance(splits * layout.k_groups, steps);
     return bits_of(acc);
   });
 
-  barrier(1, threads);  // nobody reads the ring any more
+  named_barrier_sync(1, threads);  // nobody reads the ring any more
   const int pitch = rows + 4;
   float* sums = (float*)(shared + kPairTable);  // [k_groups][tokens][pitch]
 #pragma unroll
@@ -397,13 +397,13 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     for (int c = 0; c < 4; ++c)
       if (2 * t + (c & 1) < tokens) sums[(k_group * tokens + 2 * t + (c & 1)) * pitch + multiply.row + 16 * r + 8 * (c >> 1)] = acc[r][0][c];
   if (splits > 1)
-    cluster_barrier();
+    cluster_sync();
   else
-    barrier(1, threads);
+    named_barrier_sync(1, threads);
   if (stores) {
     float v[2] = {bias[0], bias[1]};
     for (int b = 0; b < splits; ++b) {
-      const float* from = (splits > 1 ? of_block(sums, b) : sums) + m * pitch + column;
+      const float* from = (splits > 1 ? map_to_rank(sums, b) : sums) + m * pitch + column;
 #pragma unroll 8
       for (int kg = 0; kg < layout.k_groups; ++kg) {
         const float2 part = *(const float2*)(from + kg * tokens * pitch);
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     }
     *(__nv_bfloat162*)(y + (size_t)m * N + n) = __floats2bfloat162_rn(v[0], v[1]);
   }
-  if (splits > 1) cluster_barrier();  // nobody leaves while its sums are being read
+  if (splits > 1) cluster_sync();  // nobody leaves while its sums are being read
 }
 
 }  // namespace fp4

@@ -39,7 +39,7 @@ cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
   static_assert(S::kBlocks * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024 && S::kWStages > 1);
   const int N = UP ? l.I : l.N, K = UP ? l.K : l.I, groups = UP ? (N + 255) / 256 * S::kOfBlock : (N + S::kRows - 1) / S::kRows;
   const int64_t rows = (int64_t)l.E * (UP ? 2 : 1) * N;
-  TileMap maps[4];
+  TensorMap maps[4];
   for (int i = 0; i < 4; ++i) {
     const bool four = SHIFTED && i >= 2;  // rows of W are a row of the map
     const int64_t each = four ? 4 : 1, bytes = each * (i < 2 ? K / 2 : K / 16), up = i % 2;
@@ -47,11 +47,11 @@ cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
     const int tile_bytes = i < 2 ? 128 : four ? 32 : 16;
     cudaError_t status = cudaSuccess;
     if (!UP)
-      status = tile_map(&maps[i], from, rows / each, bytes, S::kRows / each, tile_bytes);
+      status = tensor_map_2d(&maps[i], from, rows / each, bytes, S::kRows / each, tile_bytes);
     else if (l.between.interleaved)  // the other rows are skipped, or not read of both
-      status = plane_map(&maps[i], from + (four ? 0 : up * bytes), {four ? 2 * bytes : bytes, 64 / each, rows / 128, 2 * bytes, 128 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
+      status = tensor_map_3d(&maps[i], from + (four ? 0 : up * bytes), {four ? 2 * bytes : bytes, 64 / each, rows / 128, 2 * bytes, 128 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
     else
-      status = plane_map(&maps[i], from + up * N / each * bytes, {bytes, 64 / each, (rows - up * N) / 64, bytes, 64 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
+      status = tensor_map_3d(&maps[i], from + up * N / each * bytes, {bytes, 64 / each, (rows - up * N) / 64, bytes, 64 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
     if (status != cudaSuccess) return status;
   }
   return launch_second(product<T, UP, SHIFTED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * S::kBlocks),

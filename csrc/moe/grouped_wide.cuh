@@ -39,7 +39,7 @@ template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES,
 
 // One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row, scales0, scales1: its scales of both rows. arrived(j) waits
 // for half j of the activations, done(j) is called when the products of the half before are complete, but not kByWarp. my_row: the lane's place in them for
-// load_matrices(); table: fill_pairs()'s; both kByWarp only.
+// ldmatrix_x4(); table: fill_pairs()'s; both kByWarp only.
 template <typename T, typename STAGES, int TOKENS, int SETS, int BATCH, typename Arrived, typename Done>
 __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales0,
                                               const uint8_t* scales1, Shared held, int my_row, Shared table, Arrived arrived, Done done) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
 #pragma unroll
-          for (int n = 0; n < TOKENS / 8; ++n) load_matrices(x[i][n], held + (2 * j + (b + i) / 2) * (TOKENS * 128) + n * 1024 + (my_row ^ (b + i) % 2 * 64));
+          for (int n = 0; n < TOKENS / 8; ++n) ldmatrix_x4(x[i][n], held + (2 * j + (b + i) / 2) * (TOKENS * 128) + n * 1024 + (my_row ^ (b + i) % 2 * 64));
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
@@ -94,13 +94,13 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
             const uint32_t a0 = a[r][i][0][2 * z], a1 = a[r][i][1][2 * z], a2 = a[r][i][0][2 * z + 1], a3 = a[r][i][1][2 * z + 1];
             if constexpr (kByWarp<TOKENS>)
 #pragma unroll
-              for (int n = 0; n < TOKENS / 8; ++n) mma16816<T>(acc[r][n], a0, a1, a2, a3, x[i][n][2 * z], x[i][n][2 * z + 1]);
+              for (int n = 0; n < TOKENS / 8; ++n) mma_m16n8k16<T>(acc[r][n], a0, a1, a2, a3, x[i][n][2 * z], x[i][n][2 * z + 1]);
             else
-              wgmma<T>(acc[r], a0, a1, a2, a3, tile_of(held, (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32));
+              wgmma<T>(acc[r], a0, a1, a2, a3, wgmma_descriptor(held, (2 * j + (b + i) / 2) * (TOKENS * 128) + (b + i) % 2 * 64 + z * 32));
           }
       if constexpr (!kByWarp<TOKENS>) {
-        wgmma_commit();
-        wgmma_wait<1>();
+        wgmma_commit_group();
+        if (!FP4_FAULT(SKIP_WGMMA_WAIT)) wgmma_wait<1>();
         if (b == 0) done(j);
       }
     }
@@ -114,8 +114,8 @@ template <int TOKENS> __device__ __forceinline__ void gather_half(Shared to, con
   for (int i = 0; i < TOKENS / 8; ++i) {
     needed(rows[i]);  // else addresses of all rows stay in registers, which are short
     const uint8_t* at = from + (size_t)max(rows[i], 0) * 512;
-    copy_async_or_zero<16>(to + i * 1024, at, rows[i] >= 0);
-    copy_async_or_zero<16>(to + i * 1024 + TOKENS * 128, at + 128, rows[i] >= 0);
+    cp_async_zfill<16>(to + i * 1024, at, rows[i] >= 0);
+    cp_async_zfill<16>(to + i * 1024 + TOKENS * 128, at + 128, rows[i] >= 0);
   }
 }
 
@@ -137,9 +137,9 @@ template <int TOKENS, bool EVEN = false, int TEAMS = 1> struct Items {
     const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, each = EVEN ? (next.z + 8 * n - 1) / (8 * n) * 8 : TOKENS;
     int t = 0;
     group = local;
-    if (TEAMS == 1 || n > 1) t = local % n, group = local / n;  // few pairs of an expert are mostly one tile
+    if (TEAMS == 1 || (!FP4_FAULT(ONE_TILE_AN_EXPERT) && n > 1)) t = local % n, group = local / n;  // few pairs of an expert are mostly one tile
     expert = next.x, first = next.y + t * each, count = min(each, next.z - t * each), tile = next.w + t;
-    item += TEAMS * gridDim.x;
+    item += (1 + FP4_FAULT(LEAVE_OUT_ITEMS)) * TEAMS * gridDim.x;
     if (item < items) next = __ldcg(tiles + item / groups);
     return true;
   }
@@ -157,12 +157,12 @@ struct Late {
 // GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS: as Stages says.
 template <typename T, bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS>, BLOCKS / kTeamsOf<TOKENS, BLOCKS>)
-    product(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
-            const __grid_constant__ TileMap scales_up, const uint8_t* __restrict__ x, const Routed routed, const float* __restrict__ global_scale,
+    product(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap codes_up, const __grid_constant__ TensorMap scales,
+            const __grid_constant__ TensorMap scales_up, const uint8_t* __restrict__ x, const Routed routed, const float* __restrict__ global_scale,
             uint8_t* __restrict__ h, T* __restrict__ out, int N, int K, int groups, int top_k, const Between between) {
   using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
   const int team = S::kTeams > 1 ? uniform(threadIdx.x / S::kThreads) : 0;
-  uint8_t* shared = dynamic_shared() + S::kTable + team * S::kTeamBytes;
+  uint8_t* shared = dynamic_shared() + S::kTable + (FP4_FAULT(TEAMS_SHARE_RINGS) ? 0 : team * S::kTeamBytes);
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
   const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * X_STAGES;
   const int warp = (threadIdx.x >> 5) - team * (S::kThreads / 32), lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
@@ -170,19 +170,19 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   // SHIFTED: bytes from four rows' beginning to the scales of row i of four, of gates or ups.
   auto scales_at = [&](int i, int half) { return SHIFTED ? (UP && between.interleaved ? 2 * i + half : i) * (K / 16) : 0; };
   if (threadIdx.x == team * S::kThreads) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, 4 * GROUPS);
-    for (int i = 0; i < 2 * X_STAGES; ++i) counter_init(x_full + 8 * i, GATHERED ? 64 : 1), counter_init(x_free + 8 * i, 4 * GROUPS);
-    publish_counters();
+    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, 4 * GROUPS);
+    for (int i = 0; i < 2 * X_STAGES; ++i) mbarrier_init(x_full + 8 * i, GATHERED ? 64 : 1), mbarrier_init(x_free + 8 * i, 4 * GROUPS);
+    fence_mbarrier_init();
   }
-  if (threadIdx.x == S::kConsumers) prefetch_tile_map(codes);
-  if constexpr (kByWarp<TOKENS>) fill_pairs<T>(dynamic_shared(), threadIdx.x, S::kTeams * S::kThreads);
+  if (threadIdx.x == S::kConsumers) prefetch_tensor_map(codes);
+  if constexpr (kByWarp<TOKENS>) fill_pairs<T>(dynamic_shared(), FP4_FAULT(ONE_TEAM_FILLS_TABLE) ? threadIdx.x % S::kThreads : threadIdx.x, S::kTeams * S::kThreads);
   __syncthreads();
-  if (UP) wait_for_first();  // the routing; it is done when the second product begins
-  let_second_begin();
+  if (UP) pdl_wait_in_call();  // the routing; it is done when the second product begins
+  pdl_trigger_in_call();
   Items<TOKENS, false, S::kTeams> items(routed, groups, team);
 
   if (warp >= 4 * GROUPS) {
-    if (GROUPS > 1 || BLOCKS > 1) fewer_registers<kFewer>();
+    if (GROUPS > 1 || BLOCKS > 1) setmaxnreg_dec<kFewer>();
     if (warp == 4 * GROUPS && lane == 0) {  // weights
       Place<S::kWStages> w;
       const int planes = between.interleaved ? N / 64 : N / 32;  // of an expert
@@ -191,29 +191,29 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
         const int plane = UP ? items.expert * planes + items.group / S::kOfBlock * 4 : 0;
         for (int k = 0; k < steps; ++k, w.next()) {
           const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
-          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
-          counter_promise(full, S::kWeights);
+          mbarrier_wait_parity(w_free + 8 * w.i, w.parity ^ 1);
+          mbarrier_arrive_expect_tx(full, S::kWeights);
           if constexpr (UP) {
-            copy_planes(to, codes, k * 128, row, plane, full);
-            copy_planes(to + S::kHigh, codes_up, k * 128, row, plane, full);
+            tma_load_3d(to, codes, k * 128, row, plane, full);
+            tma_load_3d(to + S::kHigh, FP4_FAULT(UPS_ARE_GATES) ? codes : codes_up, k * 128, row, plane, full);
           } else {
-            copy_tile(to, codes, k * 128, row, full);
+            tma_load_2d(to, codes, k * 128, row, full);
           }
           const Shared at = to + S::kCodes;
 #pragma unroll
           for (int i = 0; i < (SHIFTED ? 4 : 1); ++i) {
             const int first = SHIFTED ? row / 4 : row, byte = k * 16 + scales_at(i, 0) / 16 * 16, byte_up = k * 16 + scales_at(i, 1) / 16 * 16;
             if constexpr (UP) {
-              copy_planes(at + i * S::kScalesPlace, scales, byte, first, plane, full);
-              copy_planes(at + i * S::kScalesPlace + S::kScalesHigh, scales_up, byte_up, first, plane, full);
+              tma_load_3d(at + i * S::kScalesPlace, scales, byte, first, plane, full);
+              tma_load_3d(at + i * S::kScalesPlace + S::kScalesHigh, scales_up, byte_up, first, plane, full);
             } else {
-              copy_tile(at + i * S::kScalesPlace, scales, byte, first, full);
+              tma_load_2d(at + i * S::kScalesPlace, scales, byte, first, full);
             }
           }
         }
       }
     } else if (GATHERED && warp >= 4 * GROUPS + 2) {  // activations
-      const int chunk = lane % 8, row = threadIdx.x % 64 / 8, place = row * 128 + (chunk ^ row) * 16;
+      const int chunk = lane % 8, row = threadIdx.x % 64 / 8, place = row * 128 + (chunk ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : row)) * 16;
       Place<X_STAGES> at;
       while (items.advance()) {
         const uint8_t* from = x + chunk * 16;
@@ -221,34 +221,37 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) rows[i] = 8 * i + row < items.count ? __ldcg(routed.order + items.first + 8 * i + row) : -top_k;
 #pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i) rows[i] = rows[i] / top_k * steps;
+        for (int i = 0; i < TOKENS / 8; ++i) rows[i] = (FP4_FAULT(GATHER_PAIRS) ? rows[i] % 40 : rows[i] / top_k) * steps;
         for (int k = 0; k < steps; ++k, at.next())
 #pragma unroll 1
           for (int j = 0; j < 2; ++j, from += 256) {
-            counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) mbarrier_wait_parity(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
             gather_half<TOKENS>(activations + at.i * kActivations<TOKENS> + j * S::kHalf + place, from, rows);
-            counter_arrive_behind_copies(x_full + 16 * at.i + 8 * j);
+            if (FP4_FAULT(ARRIVE_BEFORE_COPIES))
+              mbarrier_arrive(x_full + 16 * at.i + 8 * j);
+            else
+              cp_async_mbarrier_arrive(x_full + 16 * at.i + 8 * j);
           }
       }
     } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // the same, in tiles
       Place<X_STAGES> at;
-      if (!UP) wait_for_first();
+      if (!UP) pdl_wait_in_call();
       while (items.advance()) {
         const uint8_t* from = x + (size_t)items.tile * steps * kActivations<TOKENS>;
         for (int k = 0; k < steps; ++k, at.next())
 #pragma unroll
           for (int j = 0; j < 2; ++j, from += S::kHalf) {
             const Shared full = x_full + 16 * at.i + 8 * j;
-            counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
-            counter_promise(full, S::kHalf);
-            copy_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
+            mbarrier_wait_parity(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            mbarrier_arrive_expect_tx(full, S::kHalf);
+            cp_async_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
           }
       }
     }
     return;
   }
   constexpr int kEach = 65536 / (BLOCKS * S::kThreads) / 8 * 8;  // registers of a thread at first
-  if (GROUPS > 1 || BLOCKS > 1) more_registers<(kEach * (GROUPS + 1) - kFewer) / GROUPS / 8 * 8>();
+  if (GROUPS > 1 || BLOCKS > 1) setmaxnreg_inc<(kEach * (GROUPS + 1) - kFewer) / GROUPS / 8 * 8>();
 
   const int g = lane >> 2, t = lane & 3, rows = GROUPS > 1 ? uniform(warp >> 2) : 0, quarter = warp & 3;
   const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // in a stage, of the lane's first
@@ -256,7 +259,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   const uint8_t* my_scales[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
-    const int chunked = row % 4 * S::kScalesPlace + row / 4 * 32 + ((scales_at(row % 4, half) % 16 + 4 * t) ^ row / 16 % 2 * 16);
+    const int chunked = (row + FP4_FAULT(SCALES_OF_ANOTHER_ROW)) % 4 * S::kScalesPlace + row / 4 * 32 + ((FP4_FAULT(SCALES_BEGIN_ALIGNED) ? 4 * t : scales_at(row % 4, half) % 16 + 4 * t) ^ (FP4_FAULT(SKIP_SCALES_SWIZZLE) ? 0 : row / 16 % 2 * 16));
     my_scales[half] = shared + S::kCodes + half * S::kScalesHigh + (SHIFTED ? chunked : row * 16 + 4 * t);
   }
   const int my_row = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
@@ -288,29 +291,30 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     Shared last_half = x_free;
 #pragma unroll 1
     for (int k = 0; k < steps; ++k, w.next(), at.next()) {
-      counter_wait(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
       const int stage = w.i * S::kWeights;
       multiply_sets<T, S, TOKENS, SETS, BATCH>(
           acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row, table,
           [&](int j) {
-            counter_wait(x_full + 16 * at.i + 8 * j, at.parity);
-            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();
+            if (FP4_FAULT(PUBLISH_ROWS_EARLY)) fence_proxy_async();
+            mbarrier_wait_parity(x_full + 16 * at.i + 8 * j, at.parity);
+            if (GATHERED && !kByWarp<TOKENS> && !FP4_FAULT(PUBLISH_ROWS_EARLY) && !FP4_FAULT(SKIP_PUBLISHING_ROWS)) fence_proxy_async();
           },
           [&](int j) {
-            if (frees) counter_arrive(last_half);
+            if (frees && !(FP4_FAULT(ONE_WARP_KEEPS_TOKENS) && threadIdx.x < 32)) mbarrier_arrive(last_half);
             frees = lane == 0;
             last_half = x_free + 16 * at.i + 8 * j;
           });
       const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // what was loaded has been used
       __syncwarp();
-      if (lane == 0) counter_arrive(w_free + 8 * w.i + behind);
-      if (kByWarp<TOKENS> && lane == 0) counter_arrive(x_free + 16 * at.i + behind), counter_arrive(x_free + 16 * at.i + 8 + behind);
+      if (lane == 0) mbarrier_arrive(w_free + 8 * w.i + behind);
+      if (kByWarp<TOKENS> && lane == 0 && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive(x_free + 16 * at.i + behind), mbarrier_arrive(x_free + 16 * at.i + 8 + behind);
     }
     if constexpr (!kByWarp<TOKENS>) {
       wgmma_wait<0>();
 #pragma unroll
-      for (int r = 0; r < SETS; ++r) wgmma_sums(acc[r]);
-      if (frees) counter_arrive(last_half);
+      for (int r = 0; r < SETS; ++r) wgmma_fence_operand(acc[r]);
+      if (frees) mbarrier_arrive(last_half);
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -321,7 +325,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     if constexpr (UP) {
       const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // of 256 outputs; of eight in each 64 of them
       const bool live = block * 256 + 64 * quarter < N, second = g & (kByWarp<TOKENS> ? 1 : 4);
-      if constexpr (!kByWarp<TOKENS>) barrier(1 + rows, 128);  // nobody reads what was staged before
+      if (!kByWarp<TOKENS> && !FP4_FAULT(STAGING_OVERWRITTEN)) named_barrier_sync(1 + rows, 128);  // nobody reads what was staged before
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
@@ -329,7 +333,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
           const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], up_unit, bias[r][1])) : 0.f;
           const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], up_unit, bias[r][1])) : 0.f;
           // Lanes of a pair of outputs, n and n + 4, or neighbours for decode_by_table(), swap, so that each holds both of one token.
-          const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> ? 4 : 16);
+          const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> && !FP4_FAULT(H_IN_DECODE_ORDER) ? 4 : 16);
           const int m = 8 * i + 2 * t + second;
           const __nv_bfloat162 both = __floats2bfloat162_rn(second ? got : h0, second ? h1 : got);
           if constexpr (kByWarp<TOKENS>) {
@@ -341,7 +345,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
           }
         }
       if constexpr (!kByWarp<TOKENS>) {
-        barrier(1 + rows, 128);
+        named_barrier_sync(1 + rows, 128);
         uint8_t* to = h + ((size_t)tile * ((N + kWideK - 1) / kWideK) + block) * kActivations<TOKENS>;
         constexpr int kChunks = SETS * TOKENS * 4;
 #pragma unroll
@@ -363,7 +367,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
             const bool second = g & 1;
             const float v0 = fmaf(acc[r][i][2 * c], unit, bias[r][c]), v1 = fmaf(acc[r][i][2 * c + 1], unit, bias[r][c]), got = shuffle_xor(second ? v0 : v1, 4);
             const int m = 8 * i + 2 * t + second, n = n0 + 64 * r - second + 8 * c;
-            if (m < count && n < N) *(__nv_bfloat162*)(out + (size_t)(first + m) * N + n) = __floats2bfloat162_rn(second ? got : v0, second ? v1 : got);
+            if ((m < count || FP4_FAULT(STORE_ROWS_PAST_PAIRS)) && n < N) *(__nv_bfloat162*)(out + (size_t)(first + m) * N + n) = __floats2bfloat162_rn(second ? got : v0, second ? v1 : got);
           }
     }
   }

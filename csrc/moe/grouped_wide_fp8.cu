@@ -46,7 +46,7 @@ template <int... N> cudaError_t token_maps(TokenMaps<sizeof...(N)>& maps, const 
   cudaError_t status = cudaSuccess;
   int i = 0;
   for (int tokens : {N...})
-    if (status == cudaSuccess) status = tile_map(&maps.of[i++], rows, P, row_bytes(K), tokens / 2, 128);
+    if (status == cudaSuccess) status = tensor_map_2d(&maps.of[i++], rows, P, row_bytes(K), tokens / 2, 128);
   return status;
 }
 
@@ -54,14 +54,14 @@ template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, typename SIZES> cuda
   using S = StagesFP8<SIZES::kMost, W_STAGES, X_STAGES>;
   const int64_t N = UP ? l.I : l.N, columns = (UP ? S::kRows / 2 : S::kRows) * S::kBlocks;
   const int K = UP ? l.K : l.I, groups = (int)((N + columns - 1) / columns);
-  TileMap maps[4];
+  TensorMap maps[4];
   TokenMaps<SIZES::kCount> tokens;
   cudaError_t status = token_maps(tokens, space.rows, l.pairs(), K, SIZES());
   for (int i = 0; i < (MAPPED ? 4 : 2) && status == cudaSuccess; ++i) {
     const int64_t bytes = i < 2 ? K / 2 : K / 16;
     const uint8_t* from = (i < 2 ? l.codes : l.scale)[!UP] + (UP ? i % 2 * (l.between.interleaved ? 1 : N) * bytes : 0);
     const int64_t pitch = UP && l.between.interleaved ? 2 * bytes : bytes;  // the other rows are skipped
-    status = plane_map(&maps[i], from, {bytes, N, l.E, pitch, (UP ? 2 : 1) * N * bytes}, 1, UP ? S::kRows / 2 : S::kRows, i < 2 ? 128 : 16);
+    status = tensor_map_3d(&maps[i], from, {bytes, N, l.E, pitch, (UP ? 2 : 1) * N * bytes}, 1, UP ? S::kRows / 2 : S::kRows, i < 2 ? 128 : 16);
   }
   if (status != cudaSuccess) return status;
   if (!MAPPED) maps[2] = maps[0], maps[3] = maps[1];

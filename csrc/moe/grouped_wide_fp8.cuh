@@ -16,13 +16,13 @@ __host__ __device__ constexpr int row_bytes(int K) { return (K + kWideK - 1) / k
 template <bool SORTED, int CHUNKS>
 __global__ void __launch_bounds__(256) round_rows(const __nv_bfloat16* __restrict__ x, uint8_t* __restrict__ to, float* __restrict__ scale, const int* __restrict__ place,
                                                   int rows, int K, int top_k, int each) {
-  let_second_begin();
+  pdl_trigger_in_call();
   const int row = blockIdx.x * (blockDim.x / each) + threadIdx.x / each, first = threadIdx.x % each, pitch = row_bytes(K);
-  if (SORTED) wait_for_first();
+  if (SORTED) pdl_wait_in_call();
   float v[CHUNKS][4][4], peak = 0.f;  // without a NaN, which is one among the codes
 #pragma unroll
   for (int u = 0; u < CHUNKS; ++u) {
-    const int chunk = first + u * each, k = chunk / 16 * kWideK + chunk % 16 * 4;
+    const int chunk = first + u * each, k = FP4_FAULT(ROUND_ROWS_IN_ORDER) ? chunk * 4 : chunk / 16 * kWideK + chunk % 16 * 4;
     uint2 words[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) words[t] = __ldcg((const uint2*)(x + (row < rows && k + 64 * t < K ? (size_t)row * K + k + 64 * t : 0)));
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) round_rows(const __nv_bfloat16* __restric
   float* peaks = (float*)dynamic_shared();
   if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = peak;
   __syncthreads();
-  for (int w = 0; w < each / 32; ++w) peak = fmaxf(peak, peaks[threadIdx.x / each * (each / 32) + w]);
+  for (int w = 0; w < each / 32 && !FP4_FAULT(MAXIMUM_OF_A_WARP); ++w) peak = fmaxf(peak, peaks[threadIdx.x / each * (each / 32) + w]);
   const float unit = peak > 0.f ? fmaxf(peak / 448.f, 1.17549435e-38f) : 1.f, inverse = 1.f / unit;
   if (row >= rows) return;
   uint4 codes[CHUNKS];
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(256) round_rows(const __nv_bfloat16* __restric
       if ((first + u * each) * 16 < pitch) *(uint4*)(to + (size_t)at * pitch + (first + u * each) * 16) = codes[u];
   };
   if (SORTED) return put(row);
-  wait_for_first();
+  pdl_wait_in_call();
   int next = __ldcg(place + row * top_k);
   for (int j = 1; j <= top_k; ++j) {
     const int at = next;
@@ -79,14 +79,14 @@ template <int... N> struct Sizes {
 };
 // Of each of the sizes, for half of its rows: what one block of the cluster copies.
 template <int COUNT> struct TokenMaps {
-  TileMap of[COUNT];
+  TensorMap of[COUNT];
 };
 
 template <int TOKENS, int W_STAGES, int X_STAGES> struct StagesFP8 {
   static constexpr int kRows = 128, kBlocks = 2, kConsumers = 256, kThreads = kConsumers + 128;
   static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * 16, kHalf = TOKENS * 128;  // X_STAGES: of half steps
   static constexpr int kStaging = W_STAGES * kWeights + X_STAGES * kHalf, kScales = kStaging + kConsumers / 32 * 2048;
-  static constexpr int kCounters = kScales + 2 * TOKENS * 4, kBytes = kCounters + 16 * W_STAGES + 16 * X_STAGES;
+  static constexpr int kMbarriers = kScales + 2 * TOKENS * 4, kBytes = kMbarriers + 16 * W_STAGES + 16 * X_STAGES;
   static_assert(kBytes <= 227 * 1024, "does not fit shared memory");
 };
 
@@ -114,15 +114,15 @@ __device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], fl
         const __nv_bfloat162 two = __floats2bfloat162_rn(between(fmaf(v[0], u0, bias[0]), fmaf(v[2], w0, bias[1])), between(fmaf(v[1], u1, bias[0]), fmaf(v[3], w1, bias[1])));
         pairs[d] = *(const uint32_t*)&two;
       }
-      store_matrices_transposed(to + i * 512, pairs);
+      stmatrix_x4_trans(to + i * 512, pairs);
     }
-    barrier(id, 128);
+    named_barrier_sync(id, 128);
 #pragma unroll
     for (int i = 0; i < (kAtOnce + 3) / 4; ++i) {
       const int v = i * 128 + (threadIdx.x & 127), m = v / 4, n = n0 + 8 * (v % 4);
       if (8 * i0 + m < count && n < N) *(uint4*)(h + (size_t)(m0 + 8 * i0 + m) * N + n) = *(const uint4*)(staging + m * 64 + (v % 4 ^ (m >> 1 & 3)) * 16);
     }
-    if (i0 + 16 < TILES) barrier(id, 128);  // staging is read before it is filled again
+    if (i0 + 16 < TILES && !FP4_FAULT(STAGING_OVERWRITTEN)) named_barrier_sync(id, 128);  // staging is read before it is filled again
   }
 }
 
@@ -130,8 +130,8 @@ __device__ __forceinline__ void store_activated(const float (&acc)[TILES][4], fl
 // are of gates and of ups. MAPPED: maps take the scales (K is a multiple of 256), too; else two warps copy them.
 template <bool UP, bool MAPPED, int W_STAGES, int X_STAGES, typename SIZES>
 __global__ void __launch_bounds__(384, 1)
-    product_fp8(const __grid_constant__ TileMap codes, const __grid_constant__ TileMap codes_up, const __grid_constant__ TileMap scales,
-                const __grid_constant__ TileMap scales_up, const __grid_constant__ TokenMaps<SIZES::kCount> tokens, const uint8_t* __restrict__ scale,
+    product_fp8(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap codes_up, const __grid_constant__ TensorMap scales,
+                const __grid_constant__ TensorMap scales_up, const __grid_constant__ TokenMaps<SIZES::kCount> tokens, const uint8_t* __restrict__ scale,
                 const float* x_scale, const Routed routed, const float* __restrict__ global_scale, __nv_bfloat16* __restrict__ out, int N, int K, int groups,
                 const Between between) {
   using S = StagesFP8<SIZES::kMost, W_STAGES, X_STAGES>;
@@ -140,46 +140,46 @@ __global__ void __launch_bounds__(384, 1)
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + W_STAGES * S::kWeights;
   // Stages that have arrived and that are free: in both blocks of the cluster, for activations.
-  const Shared w_full = weights + S::kCounters, w_free = w_full + 8 * W_STAGES, x_full = w_free + 8 * W_STAGES, x_free = x_full + 8 * X_STAGES;
+  const Shared w_full = weights + S::kMbarriers, w_free = w_full + 8 * W_STAGES, x_full = w_free + 8 * W_STAGES, x_free = x_full + 8 * X_STAGES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank(), steps = (K + kWideK - 1) / kWideK;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < W_STAGES; ++i) counter_init(w_full + 8 * i, MAPPED ? 1 : 65), counter_init(w_free + 8 * i, S::kConsumers / 32);
-    for (int i = 0; i < X_STAGES; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, S::kBlocks * S::kConsumers / 32);
-    publish_counters();
+    for (int i = 0; i < W_STAGES; ++i) mbarrier_init(w_full + 8 * i, MAPPED ? 1 : 65), mbarrier_init(w_free + 8 * i, S::kConsumers / 32);
+    for (int i = 0; i < X_STAGES; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, S::kBlocks * S::kConsumers / 32);
+    fence_mbarrier_init();
   }
-  if (threadIdx.x == S::kConsumers) prefetch_tile_map(codes);
+  if (threadIdx.x == S::kConsumers) prefetch_tensor_map(codes);
   __syncthreads();
-  cluster_barrier();
-  if (UP) wait_for_first();  // the routing; it is done when the second product begins
-  let_second_begin();
+  cluster_sync();
+  if (UP) pdl_wait_in_call();  // the routing; it is done when the second product begins
+  pdl_trigger_in_call();
   Items<SIZES::kMost, true> items(routed, groups);
 
   if (warp >= S::kConsumers / 32) {
-    fewer_registers<kFewer>();
+    setmaxnreg_dec<kFewer>();
     Place<W_STAGES> w;
     if (warp == S::kConsumers / 32 && lane == 0) {  // weights
       while (items.advance()) {
         const int n = (items.group * S::kBlocks + rank) * kColumns;
         for (int k = 0; k < steps; ++k, w.next()) {
           const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
-          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
-          counter_promise(full, MAPPED ? S::kWeights : S::kCodes);
-          copy_planes(to, codes, k * 128, n, items.expert, full);
-          if (UP) copy_planes(to + kHigh * 128, codes_up, k * 128, n, items.expert, full);
-          if (MAPPED) copy_planes(to + S::kCodes, scales, k * 16, n, items.expert, full);
-          if (MAPPED && UP) copy_planes(to + S::kCodes + kHigh * 16, scales_up, k * 16, n, items.expert, full);
+          mbarrier_wait_parity(w_free + 8 * w.i, w.parity ^ 1);
+          mbarrier_arrive_expect_tx(full, MAPPED ? S::kWeights : S::kCodes);
+          tma_load_3d(to, codes, k * 128, n, items.expert, full);
+          if (UP) tma_load_3d(to + kHigh * 128, FP4_FAULT(UPS_ARE_GATES) ? codes : codes_up, k * 128, n, items.expert, full);
+          if (MAPPED) tma_load_3d(to + S::kCodes, scales, k * 16, n, items.expert, full);
+          if (MAPPED && UP) tma_load_3d(to + S::kCodes + kHigh * 16, scales_up, k * 16, n, items.expert, full);
         }
       }
     } else if (warp == S::kConsumers / 32 + 1 && lane == 0) {  // activations
       Place<X_STAGES> x;
-      if (!UP) wait_for_first();
+      if (!UP) pdl_wait_in_call();
       while (items.advance()) {
         const int size = SIZES::size(items.count), mine = size / S::kBlocks * rank;
-        const TileMap& rows = tokens.of[SIZES::index(items.count)];
+        const TensorMap& rows = tokens.of[SIZES::index(items.count)];
         for (int half = 0; half < 2 * steps; ++half, x.next()) {
-          counter_wait(x_free + 8 * x.i, x.parity ^ 1);
-          counter_promise(x_full + 8 * x.i, size * 128);
-          copy_tile_to_cluster(activations + x.i * S::kHalf + mine * 128, rows, half * 128, items.first + mine, x_full + 8 * x.i, (1 << S::kBlocks) - 1);
+          mbarrier_wait_parity(x_free + 8 * x.i, x.parity ^ 1);
+          mbarrier_arrive_expect_tx(x_full + 8 * x.i, size * 128);
+          tma_load_2d_multicast(activations + x.i * S::kHalf + mine * 128, rows, half * 128, items.first + mine, x_full + 8 * x.i, (1 << S::kBlocks) - 1);
         }
       }
     } else if (!MAPPED && warp >= S::kConsumers / 32 + 2) {  // scales, four lanes a row
@@ -190,25 +190,28 @@ __global__ void __launch_bounds__(384, 1)
         for (int k = 0; k < steps; ++k, w.next()) {
           const Shared to = weights + w.i * S::kWeights + S::kCodes;
           const int bytes = min(4, pitch - 16 * k - 4 * c);
-          counter_wait(w_free + 8 * w.i, w.parity ^ 1);
+          mbarrier_wait_parity(w_free + 8 * w.i, w.parity ^ 1);
 #pragma unroll 2
           for (int i = 0; i < S::kRows / 16; ++i) {
             const int r = threadIdx.x % 64 / 4 + 16 * i, n = n0 + r % kColumns;
-            const bool live = n < N && bytes > 0;
+            const bool live = (n < N || FP4_FAULT(READ_SCALES_PAST_END)) && bytes > 0;
             const int row = UP ? between.row(n, r / kColumns, N) : n;
-            copy_async_up_to<4>(to + r * 16 + 4 * c, live ? from + (size_t)row * pitch + 16 * k + 4 * c : scale, live ? bytes : 0);
+            cp_async_src_size<4>(to + r * 16 + 4 * c, live ? from + (size_t)row * pitch + 16 * k + 4 * c : scale, live ? bytes : 0);
           }
-          counter_arrive_behind_copies(w_full + 8 * w.i);
+          if (FP4_FAULT(ARRIVE_BEFORE_COPIES))
+            mbarrier_arrive(w_full + 8 * w.i);
+          else
+            cp_async_mbarrier_arrive(w_full + 8 * w.i);
         }
       }
     }
     __syncwarp();
-    cluster_barrier();
+    cluster_sync();
     return;
   }
 
-  more_registers<(504 - kFewer) / 2>();
-  if (!UP) wait_for_first();
+  setmaxnreg_inc<(504 - kFewer) / 2>();
+  if (!UP) pdl_wait_in_call();
   const int g = lane >> 2, t = lane & 3, set = uniform(warp >> 2), local = (UP ? 8 : 16) * (4 * set + (warp & 3));  // the warp's first row
   const uint8_t* my_codes[2] = {shared + (local + g) * 128 + ((2 * t) ^ g) * 16, shared + (local + g) * 128 + ((2 * t + 1) ^ g) * 16};
   const uint8_t* my_scales = shared + S::kCodes + (local + g) * 16 + 4 * t;
@@ -239,7 +242,7 @@ __global__ void __launch_bounds__(384, 1)
       Shared last_half = x_free;
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
-        counter_wait(w_full + 8 * w.i, w.parity);
+        if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
         uint4 q[2][2];
         uint32_t s[2];
 #pragma unroll
@@ -251,41 +254,41 @@ __global__ void __launch_bounds__(384, 1)
         multiply_step_fp8(
             acc, q, s,
             [&](int) {
-              counter_wait(x_full + 8 * x.i, x.parity);
+              if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(x_full + 8 * x.i, x.parity);
               return activations + x.i * S::kHalf;
             },
             [&](int) {
-              if (frees) counter_arrive_at(last_half, lane);
+              if (frees && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive_remote(last_half, lane);
               frees = lane < S::kBlocks;
               last_half = x_free + 8 * x.i;
               x.next();
             });
         __syncwarp();
-        if (lane == 0) counter_arrive(w_free + 8 * w.i);
+        if (lane == 0) mbarrier_arrive(w_free + 8 * w.i);
         w.next();
       }
       wgmma_wait<0>();
-      wgmma_sums(acc);
-      if (frees) counter_arrive_at(last_half, lane);
+      wgmma_fence_operand(acc);
+      if (frees) mbarrier_arrive_remote(last_half, lane);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         needed(units[i]);
         units[i] *= 1.f / kFactor;
       }
-      barrier(1 + set, 128);  // nobody reads the scales of the item before any more
+      named_barrier_sync(1 + set, 128);  // nobody reads the scales of the item before any more
 #pragma unroll
       for (int i = 0; i < (kTokens + 127) / 128; ++i)
         if (128 * i + thread < kTokens) token_scales[128 * i + thread] = mine[i];
-      barrier(1 + set, 128);
+      named_barrier_sync(1 + set, 128);
       if constexpr (UP) {
         store_activated(acc, units[0], units[kOwn - 1], bias, token_scales, between, staging, 1 + set, out, first, count, n0 + 32 * set, N);
       } else {
         const float both[2] = {units[0], units[0]};
-        store_tokens<0, kTokens / 8>(acc, both, bias, token_scales, staging, out, first, first + count, n0 + local, N);
+        store_tokens<0, kTokens / 8>(acc, both, bias, token_scales, staging, out, first, first + (FP4_FAULT(STORE_ROWS_PAST_PAIRS) ? kTokens : count), n0 + local, N);
       }
     });
   __syncwarp();
-  cluster_barrier();  // nobody leaves while others may still write to its shared memory
+  if (!FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_sync();  // nobody leaves while others may still write to its shared memory
 }
 
 }  // namespace fp4

@@ -27,7 +27,7 @@ __device__ __forceinline__ void arrange_word(const T* row, bool live, int K, int
   for (int t = 0; t < 4; ++t) {
     const int k = step * kWideK + 64 * t + 8 * word;
     const uint4 v = live && k < K ? *(const uint4*)(row + k) : make_uint4(0, 0, 0, 0);
-    if constexpr (NEIGHBOURS)
+    if (NEIGHBOURS && !FP4_FAULT(X_IN_DECODE_ORDER))
       p[t][0] = v.x, p[t][1] = v.y, p[t][2] = v.z, p[t][3] = v.w;
     else
       pair_up(v, p[t]);
@@ -53,7 +53,7 @@ template <typename T, bool NEIGHBOURS> __device__ __forceinline__ void arrange_t
 template <typename T, bool NEIGHBOURS = false>
 __global__ void __launch_bounds__(kRouteThreads)
     route(const Ids ids, const Ids map, int map_size, const Routed to, int P, int E, int tokens, const T* __restrict__ x, uint8_t* __restrict__ arranged, int M, int K) {
-  let_second_begin();
+  pdl_trigger_in_call();
   const int blocks = cluster_size(), rank = cluster_rank();
   if (blockIdx.z >= blocks)
     return arrange_tokens<T, NEIGHBOURS>(x, arranged, M, K, (blockIdx.z - blocks) * kRouteThreads + threadIdx.x, (gridDim.z - blocks) * kRouteThreads);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kRouteThreads)
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (i - lane + 32 * j >= last) break;
-      const uint32_t same = lanes_with(e[j]);
+      const uint32_t same = match_any(e[j]);
       const int before = __popc(same & ((1u << lane) - 1)), at = e[j] >= 0 ? mine[e[j]] : 0;
       __syncwarp();
       if (e[j] >= 0 && before == 0) mine[e[j]] = at + __popc(same);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     for (int w = 0; w < kWarps; ++w) counts[w * E + e] = sum, sum += n[w];
     totals[e] = sum;
   }
-  cluster_barrier();
+  if (!FP4_FAULT(SKIP_CLUSTER_BARRIER_BEFORE_SUMS)) cluster_sync();
   // A thread has two neighbouring experts: of each, pairs, those of blocks before this one, and tiles.
   int pairs[2] = {}, before[2] = {}, tiles[2] = {};
 #pragma unroll
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     if (e >= E) continue;
     int n[kRouteBlocks];
 #pragma unroll
-    for (int r = 0; r < kRouteBlocks; ++r) n[r] = r < blocks ? *of_block(totals + e, r) : 0;
+    for (int r = 0; r < kRouteBlocks; ++r) n[r] = r < blocks ? *map_to_rank(totals + e, r) : 0;
 #pragma unroll
     for (int r = 0; r < kRouteBlocks; ++r) pairs[h] += n[r], before[h] += r < rank ? n[r] : 0;
     tiles[h] = (pairs[h] + tokens - 1) / tokens;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRouteThreads)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int e = 2 * threadIdx.x + h;
-    if (e < E) starts[e] = all_pairs + before[h], starts[E + e] = all_pairs, starts[2 * E + e] = pairs[h], starts[3 * E + e] = all_tiles;
+    if (e < E) starts[e] = all_pairs + (FP4_FAULT(PAIRS_BEGIN_ELSEWHERE) ? e > 1 : FP4_FAULT(BLOCKS_BEGIN_ALIKE) ? 0 : before[h]), starts[E + e] = all_pairs, starts[2 * E + e] = pairs[h], starts[3 * E + e] = all_tiles;
     all_pairs += pairs[h], all_tiles += tiles[h];
   }
   if (rank == 0 && threadIdx.x == kRouteThreads - 1) *to.total = all_tiles;
@@ -132,12 +132,12 @@ __global__ void __launch_bounds__(kRouteThreads)
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (v[j] < 0) continue;
-      const int e = v[j] >> 16, at = starts[e] + mine[e] + (v[j] & 0xFFFF);
+      const int e = v[j] >> 16, at = starts[e] + (FP4_FAULT(WARPS_BEGIN_ALIKE) ? 0 : mine[e]) + (v[j] & 0xFFFF);
       to.place[i + 32 * j] = at;
       to.order[at] = i + 32 * j;
     }
   }
-  cluster_barrier();  // others may still read this block's sums
+  cluster_sync();  // others may still read this block's sums
 }
 
 // Blocks that share the routing of P pairs, and bytes of shared memory of each.
@@ -147,8 +147,8 @@ constexpr int route_bytes(int E) { return ((kRouteThreads / 32 + 5) * E + 2 * (k
 // x [., K] of the pairs of each tile, as kActivations says, zeros beyond its pairs and K.
 template <typename T, int TOKENS, bool NEIGHBOURS>
 __global__ void __launch_bounds__(256) gather(const T* __restrict__ x, uint8_t* __restrict__ to, const Routed routed, int top_k, int K) {
-  let_second_begin();
-  wait_for_first();
+  pdl_trigger_in_call();
+  pdl_wait_in_call();
   const int steps = (K + kWideK - 1) / kWideK, words = __ldcg(routed.total) * steps * (TOKENS * 8);
 #pragma unroll 2
   for (int i = blockIdx.x * 256 + threadIdx.x; i < words; i += gridDim.x * 256) {
@@ -169,14 +169,14 @@ __global__ void __launch_bounds__(128, 8) combine(const __nv_bfloat16* __restric
   float sum[8] = {};
 #pragma unroll 1
   for (int first = 0; first < top_k; first += kAhead) {
-    const int pair = token * top_k + first, count = min(kAhead, top_k - first);
+    const int pair = token * top_k + first, count = min(kAhead, top_k - FP4_FAULT(LEAVE_OUT_A_CHOICE) - first);
     int at[kAhead];
     float weight[kAhead];
     uint4 v[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) at[j] = j < count ? __ldcg(place + pair + j) : -1;
     weights.take(weight, pair, count);
-    if (first == 0) wait_for_first();  // the routing is done when the kernel before this one begins
+    if (first == 0) pdl_wait_in_call();  // the routing is done when the kernel before this one begins
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) v[j] = load_or_zero(out + (size_t)max(at[j], 0) * N + n, at[j] >= 0 && n < N);
     __syncwarp();  // ptxas would have one load at a time in flight

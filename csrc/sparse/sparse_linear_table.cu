@@ -25,8 +25,8 @@ struct Layout {
   __host__ __device__ int step() const { return stage() + meta_bytes() + scale_bytes(); }
   __host__ __device__ int meta() const { return kPairTable + stages * stage(); }
   __host__ __device__ int scales() const { return meta() + stages * meta_bytes(); }
-  __host__ __device__ int counters() const { return scales() + stages * scale_bytes(); }
-  int bytes() const { return counters() + 16 * stages; }
+  __host__ __device__ int mbarriers() const { return scales() + stages * scale_bytes(); }
+  int bytes() const { return mbarriers() + 16 * stages; }
 };
 
 // A warp needs the registers of two where it has four sets of rows.
@@ -34,23 +34,23 @@ template <int R> constexpr int kWarps = R > 2 ? kMostWarps / 2 : kMostWarps;
 
 template <typename T, int TOKENS, int R, int SUBSTEPS>
 __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
-    sparse_linear_table(const __grid_constant__ TileMap values, const __grid_constant__ TileMap metadata, const __grid_constant__ TileMap scales,
-                        const __grid_constant__ TileMap activations, const Layout layout, const float* __restrict__ global_scale, const T* __restrict__ bias,
+    sparse_linear_table(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap metadata, const __grid_constant__ TensorMap scales,
+                        const __grid_constant__ TensorMap activations, const Layout layout, const float* __restrict__ global_scale, const T* __restrict__ bias,
                         T* __restrict__ y, int M, int N, int K, int second, int third) {
   constexpr int kTiles = TOKENS / 8, kSharers = SUBSTEPS / 2, kStepK = 128 * SUBSTEPS, kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
   uint8_t* shared = dynamic_shared();
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kStepK, rows = layout.rows();
   // The last block begins earlier instead of reading past N, where metadata would be zeros, which are illegal; what it shares with its neighbour is not stored,
   // but for one column, with the same bits, where N is odd.
-  const int n0 = min((int)blockIdx.x * rows, N - rows);
-  const Shared full = shared_address(shared + layout.counters()), free = full + 8 * layout.stages;
+  const int n0 = FP4_FAULT(READ_ROWS_PAST_N) ? blockIdx.x * rows : min((int)blockIdx.x * rows, N - rows);
+  const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
 
   if (threadIdx.x == 32 * layout.warps()) {
-    init_ring(full, free, layout.stages, layout.row_warps() * kSharers);
-    prefetch_tile_map(values);
-    prefetch_tile_map(metadata);
-    prefetch_tile_map(scales);
-    prefetch_tile_map(activations);
+    init_ring(full, free, layout.stages, layout.row_warps() * (FP4_FAULT(ONE_OF_TWO_WARPS_FREES) ? 1 : kSharers));
+    prefetch_tensor_map(values);
+    prefetch_tensor_map(metadata);
+    prefetch_tensor_map(scales);
+    prefetch_tensor_map(activations);
   }
   __syncthreads();
 
@@ -60,23 +60,23 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
       fetch_steps(
           steps, layout.stages, layout.early, free,
           [&](int k, int at) {
-            const Shared counter = full + 8 * at;
-            counter_promise(counter, layout.step());
-            copy_tile(ring + at * layout.stage() + layout.x_bytes(), values, k * kValues, n0, counter);
-            copy_tile(meta_ring + at * layout.meta_bytes(), metadata, k * kMeta, n0, counter);
-            copy_tile(scale_ring + at * layout.scale_bytes(), scales, k * kScales, n0, counter);
+            const Shared mbarrier = full + 8 * at;
+            mbarrier_arrive_expect_tx(mbarrier, layout.step() - (FP4_FAULT(EXPECT_NO_METADATA) ? layout.meta_bytes() : 0));
+            tma_load_2d(ring + at * layout.stage() + layout.x_bytes(), values, k * kValues, n0, mbarrier);
+            tma_load_2d(meta_ring + at * layout.meta_bytes(), metadata, k * kMeta, n0, mbarrier);
+            tma_load_2d(scale_ring + at * layout.scale_bytes(), scales, k * kScales, n0, mbarrier);
           },
-          [&](int k, int at) { copy_planes(ring + at * layout.stage(), activations, 0, 0, k * 2 * SUBSTEPS, full + 8 * at); });
+          [&](int k, int at) { tma_load_3d(ring + at * layout.stage(), activations, 0, 0, k * 2 * SUBSTEPS, full + 8 * at); });
     }
     return;
   }
 
   const int threads = 32 * layout.warps();
   fill_pairs<T, true>(shared, threadIdx.x, threads);
-  barrier(1, threads);
-  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = k_group % kSharers * 2;
+  if (!FP4_FAULT(SKIP_BARRIER_AFTER_TABLE)) named_barrier_sync(1, threads);
+  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = FP4_FAULT(BOTH_TAKE_FIRST_HALF) ? 0 : k_group % kSharers * 2;
   // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
-  const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = row & 7;
+  const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = FP4_FAULT(SWIZZLE_OF_ANOTHER_ROW) ? g : row & 7;
   const int scale_from = 4 * (SUBSTEPS * p + first);
   // Of the warp's first substep and product; the others' chunks lie where some bits of the address differ.
   const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
@@ -85,18 +85,17 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
   // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them. Planes of 64 k have fewer than eight rows where M is small: tiles of 128 bytes are
   // swizzled by the number of a row among all.
   const int x_rows = layout.x_rows, x_row = (SUBSTEPS * (lane >> 3 & 1) + first) * x_rows + (lane & 7 & x_rows - 1);
-  const int x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (x_row & 7)) * 16;
+  const int x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : x_row & 7)) * 16;
   float acc[R][kTiles][4] = {};
-  wait_for_previous();  // it may still read y, and may have written what the epilogue reads
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
   take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
     multiply_sparse_by_table<T, SUBSTEPS, 16>(acc, shared, values_from, meta_from, shared + scale_at + stage * layout.scale_bytes(), 8,
-                                              x_from, x_rows * 128, (x_rows & 7) * 16, lane);
+                                              x_from, x_rows * 128, FP4_FAULT(SWIZZLE_OF_ANOTHER_PLANE) ? 0 : (x_rows & 7) * 16, lane);
     return bits_of(acc);
   });
 
-  barrier(1, threads);  // nobody reads the ring any more
+  named_barrier_sync(1, threads);  // nobody reads the ring any more
   sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, row, k_group, layout.k_groups, threads, n0, ((int)blockIdx.x * rows - n0) & ~1,
                                     {y, global_scale, bias, M, N, Epilogue<T>::scales(second, third), *global_scale * kWeightUnit});
 }
@@ -135,11 +134,11 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   layout.stages = whole_turns(at_most(kMostStages, kTableRoom / layout.step()), tile.k_groups / (SUBSTEPS / 2));
   layout.k_groups = at_most(layout.k_groups, layout.stages * (SUBSTEPS / 2));
   layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / (layout.step() - layout.x_bytes()))) : 0;
-  TileMap values, metadata, scales, activations;
-  cudaError_t status = tile_map(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
-  if (status == cudaSuccess) status = tile_map(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
-  if (status == cudaSuccess) status = tile_map(&scales, c.scale, c.N, c.K / 16, layout.rows(), 8 * SUBSTEPS);
-  if (status == cudaSuccess) status = plane_map(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, x_rows, 128);
+  TensorMap values, metadata, scales, activations;
+  cudaError_t status = tensor_map_2d(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
+  if (status == cudaSuccess) status = tensor_map_2d(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
+  if (status == cudaSuccess) status = tensor_map_2d(&scales, c.scale, c.N, c.K / 16, layout.rows(), 8 * SUBSTEPS);
+  if (status == cudaSuccess) status = tensor_map_3d(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, x_rows, 128);
   if (status != cudaSuccess) return status;
   return launch(sparse_linear_table<T, TOKENS, R, SUBSTEPS>, dim3((c.N + layout.rows() - 1) / layout.rows()), 32 * (layout.warps() + 1), layout.bytes(), 1, c.stream,
                 values, metadata, scales, activations, layout, c.global_scale, c.bias, c.y, c.M, c.N, c.K, c.second, c.third);

@@ -16,7 +16,7 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
   // A stage of weights: values, metadata and scales of two steps, 128, 64 and 32 bytes a row. Two warpgroups take one of them each, or one takes both.
   static constexpr int kMeta = ROWS * 128, kScales = ROWS * 192, kWeights = ROWS * 224, kTile = TOKENS * 128, kHalf = 2 * kTile;
   static constexpr int kReaders = ROWS / 16 * at_most(KGROUPS, 2), kTurn = at_least(KGROUPS / 2, 1);  // warps that free a stage; stages a turn
-  // Stages are such that a warpgroup meets every phase of the counters it waits for.
+  // Stages are such that a warpgroup meets every phase of the mbarriers it waits for.
   static constexpr int kXStages = TOKENS == 128 ? 2 : TOKENS == 64 ? 4 : 8, kRoom = 226 * 1024;
   static constexpr int kWStages = at_most(6, (kRoom - kXStages * kActivations<TOKENS>) / kWeights) / kTurn * kTurn;
   static constexpr int kEarly = at_most(kWStages, at_least(1, kEarlyBytes / kWeights));  // stages of weights that go ahead of the first activations
@@ -28,7 +28,7 @@ template <int ROWS, int TOKENS, int KGROUPS> struct Shape {
 };
 
 struct Maps {
-  TileMap x, values, meta, scales;
+  TensorMap x, values, meta, scales;
 };
 
 template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES>
@@ -45,67 +45,66 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   const int begin = SHARES ? 0 : steps * rank / splits, end = SHARES ? steps : steps * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) counter_init(w_full + 8 * i, 1), counter_init(w_free + 8 * i, S::kReaders);
-    for (int i = 0; i < 2 * S::kXStages; ++i) counter_init(x_full + 8 * i, 1), counter_init(x_free + 8 * i, ROWS / 16 * (SHARES ? 2 : 1));
-    publish_counters();
+    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, S::kReaders);
+    for (int i = 0; i < 2 * S::kXStages; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, ROWS / 16 * (SHARES && !FP4_FAULT(OTHER_READERS_NOT_COUNTED) ? 2 : 1));
+    fence_mbarrier_init();
   }
-  if (threadIdx.x == S::kConsumers) prefetch_tile_map(maps.values), prefetch_tile_map(maps.meta), prefetch_tile_map(maps.scales);
-  if (threadIdx.x == S::kConsumers + 32) prefetch_tile_map(maps.x);
-  if (SHARES)
-    cluster_barrier();  // the other block arrives at them, too
+  if (threadIdx.x == S::kConsumers) prefetch_tensor_map(maps.values), prefetch_tensor_map(maps.meta), prefetch_tensor_map(maps.scales);
+  if (threadIdx.x == S::kConsumers + 32) prefetch_tensor_map(maps.x);
+  if (SHARES && !FP4_FAULT(BARRIERS_UNKNOWN_TO_CLUSTER))
+    cluster_sync();  // the other block arrives at them, too
   else
     __syncthreads();
 
   if (warp >= 4 * S::kGroups) {
-    fewer_registers<S::kFetching>();
+    setmaxnreg_dec<S::kFetching>();
     if (warp == 4 * S::kGroups && lane == 0) {
       Place<S::kWStages> at;
       int early = S::kEarly;
       for (int k = begin; k < end; k += 2, at.next()) {
-        if (early-- == 0) wait_for_previous();  // copies of one block are served in order: activations are not to wait for a full ring
-        counter_wait(w_free + 8 * at.i, at.parity ^ 1);
+        if (early-- == 0) griddepcontrol_wait();  // copies of one block are served in order: activations are not to wait for a full ring
+        mbarrier_wait_parity(w_free + 8 * at.i, at.parity ^ 1);
         const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
-        counter_promise(full, S::kWeights);
-        copy_tile(to, maps.values, k * 64, n0, full);
-        copy_tile(to + S::kMeta, maps.meta, k * 32, n0, full);
-        copy_tile(to + S::kScales, maps.scales, k * 16, n0, full);
+        mbarrier_arrive_expect_tx(full, S::kWeights);
+        tma_load_2d(to, maps.values, k * 64, n0, full);
+        tma_load_2d(to + S::kMeta, maps.meta, k * 32, n0, full);
+        tma_load_2d(to + S::kScales, maps.scales, k * 16, n0, full);
       }
     } else if (warp == 4 * S::kGroups + 1 && lane == 0) {
       Place<S::kXStages> at;
-      wait_for_previous();  // it may have written x
+      if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) griddepcontrol_wait();  // it may have written x
       for (int k = begin; k < end; ++k, at.next())
         for (int h = 0; h < 2; ++h) {
           const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
-          counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
-          counter_promise(full, tile_tokens * 256);
+          mbarrier_wait_parity(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+          mbarrier_arrive_expect_tx(full, tile_tokens * 256);
           const int byte = k * (2 * kWideK) + h * kWideK;
           if constexpr (SHARES) {  // each of the two copies one of the half's two tiles
-            copy_tile_to_cluster(to + rank * S::kTile, maps.x, byte + rank * 128, m0, full, 3);
+            tma_load_2d_multicast(to + rank * S::kTile, maps.x, byte + rank * 128, m0, full, FP4_FAULT(COPY_TO_OWN_BLOCK_ONLY) ? 1 << rank : 3);
           } else {
-            copy_tile(to, maps.x, byte, m0, full);
-            copy_tile(to + S::kTile, maps.x, byte + 128, m0, full);
+            tma_load_2d(to, maps.x, byte, m0, full);
+            tma_load_2d(to + S::kTile, maps.x, byte + 128, m0, full);
           }
         }
     }
     __syncwarp();
-    if (SHARES) cluster_barrier();
-    if (splits > 1) cluster_barrier(), cluster_barrier();  // with those of the sums
+    if (SHARES && !FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_sync();
+    if (splits > 1) cluster_sync(), cluster_sync();  // with those of the sums
     return;
   }
 
-  more_registers<S::kRegisters>();
+  setmaxnreg_inc<S::kRegisters>();
   if (tile_tokens < TOKENS) clear_other_tokens<TOKENS>(shared + S::kWStages * S::kWeights, 4 * S::kXStages, tile_tokens, S::kConsumers);
-  wait_for_previous();  // it may still read y
-  let_next_begin();
+  pdl_wait_then_trigger();  // the kernel before may still read y
   const int g = lane >> 2, t = lane & 3, group = uniform(warp >> 2), row_group = group % (ROWS / 64), k_group = group / (ROWS / 64);
   const int local = row_group * 64 + (warp & 3) * 16;  // the warp's first row
   const int second = KGROUPS > 1 ? k_group & 1 : 0;  // of the two steps of a stage
   // Places in a stage. Lanes 0 and 1 of a quad hold the metadata of a step's first half, lanes 2 and 3 of its second.
-  const int my_values = kept((local + g) * 128 + (4 * second ^ g) * 16), my_meta = kept(S::kMeta + (local + g) * 64 + (2 * second ^ t / 2 ^ g / 2) * 16),
+  const int my_values = kept((local + g) * 128 + (4 * second ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : g)) * 16), my_meta = kept(S::kMeta + (local + g) * 64 + (2 * second ^ (FP4_FAULT(METADATA_OF_OTHER_HALF) ? 0 : t / 2) ^ g / 2) * 16),
             my_scales = kept(S::kScales + (local + g) * 32 + (second ^ g / 4) * 16);
-  const uint32_t own_byte = kept(0x4440 + t), own_half = kept(t & 1 ? 0x7632 : 0x5410);
+  const uint32_t own_byte = kept(0x4440 + t), own_half = kept((t & 1) != FP4_FAULT(EXCHANGE_METADATA_HALVES) ? 0x7632 : 0x5410);
   // Rows past N come as zeros, which are no metadata: 0 and 1 are kept there.
-  const uint32_t legal = kept((n0 + local + g < N ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000));
+  const uint32_t legal = kept((n0 + local + g < N || FP4_FAULT(ZERO_METADATA_PAST_N) ? 0 : 0x4444) | (n0 + local + g + 8 < N ? 0 : 0x44440000));
   Place<S::kWStages> w;
   Place<S::kXStages> x_at;
   w.next(k_group / 2), x_at.next(k_group);
@@ -115,7 +114,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 
 #pragma unroll 1
   for (int k = begin + k_group; k < end; k += KGROUPS) {
-    counter_wait(w_full + 8 * w.i, w.parity);
+    if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
+    if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) mbarrier_arrive(w_free + 8 * w.i);
     wgmma_wait<0>();  // it reads metadata, too, while it runs, which ptxas does not know: registers of the last step's would be written here
     const int stage = w.i * S::kWeights, other = KGROUPS > 1 ? 0 : (k - begin) & 1;
     uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         Numbers<T>::four_scales(j ? s[h].z : s[h].x, even[h][0], odd[h][0]);
         Numbers<T>::four_scales(j ? s[h].w : s[h].y, even[h][1], odd[h][1]);
       }
-      counter_wait(half + 8 * j, x_at.parity);
+      if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(half + 8 * j, x_at.parity);
 #pragma unroll
       for (int b = 0; b < 4; b += S::kBatch) {  // so many MMAs' codes are decoded while the products of those before are worked on
         uint32_t a[S::kBatch][4];
@@ -154,14 +154,14 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < S::kBatch; ++i) {
           const int m = b + i;
-          wgmma_sparse<T, j>(acc, a[i][0], a[i][1], a[i][2], a[i][3], tile_of(held, j * S::kHalf + m / 2 * S::kTile + m % 2 * 64), meta[m]);
+          wgmma_sparse<T, j>(acc, a[i][0], a[i][1], a[i][2], a[i][3], wgmma_descriptor(held, j * S::kHalf + m / 2 * S::kTile + m % 2 * 64), meta[m]);
         }
-        wgmma_commit();
+        wgmma_commit_group();
         wgmma_wait<1>();
         if (b == 0) {
           if (frees) {
-            counter_arrive(last_half);
-            if constexpr (SHARES) counter_arrive_at(last_half, rank ^ 1);
+            mbarrier_arrive(last_half);
+            if (SHARES && !FP4_FAULT(OTHER_BLOCK_NOT_TOLD)) mbarrier_arrive_remote(last_half, rank ^ 1);
           }
           frees = lane == 0;
           last_half = x_free + 16 * x_at.i + 8 * j;
@@ -171,13 +171,13 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     multiply_half(std::integral_constant<int, 0>());
     multiply_half(std::integral_constant<int, 1>());
     __syncwarp();
-    if (lane == 0 && (KGROUPS > 1 || other)) counter_arrive(w_free + 8 * w.i);
+    if (lane == 0 && (KGROUPS > 1 || other)) mbarrier_arrive(w_free + 8 * w.i);
     if (KGROUPS > 1 || other) w.next(S::kTurn);
     x_at.next(KGROUPS);
   }
   wgmma_wait<0>();
-  wgmma_sums(acc);
-  if (SHARES) cluster_barrier();  // nobody leaves while the other arrives at its counters
+  wgmma_fence_operand(acc);
+  if (SHARES && !FP4_FAULT(BLOCK_ENDS_EARLY)) cluster_sync();  // nobody leaves while the other arrives at its mbarriers
   sum_k_groups_and_store<T, ROWS, TOKENS, KGROUPS>(acc, (float*)shared, k_group, local, splits, SHARES ? 0 : rank, n0, m0,
                                                    Result<T>{y, global_scale, bias, min(M, m0 + tile_tokens), N, Epilogue<T>::scales(second_scale, third_scale), *global_scale * kWeightUnit});
 }
@@ -199,10 +199,10 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_
   const int places = (c.M + TOKENS - 1) / TOKENS, row_tiles = (c.N + ROWS - 1) / ROWS, tile_tokens = even_tokens<8>(c.M, places);
   if (splits > c.K / kWideK || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
   Maps maps;
-  cudaError_t status = tile_map(&maps.x, c.x, c.M, (int64_t)c.K * 2, tile_tokens, 128);
-  if (status == cudaSuccess) status = tile_map(&maps.values, c.values, c.N, c.K / 4, ROWS, 128);
-  if (status == cudaSuccess) status = tile_map(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64);
-  if (status == cudaSuccess) status = tile_map(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32);
+  cudaError_t status = tensor_map_2d(&maps.x, c.x, c.M, (int64_t)c.K * 2, tile_tokens, 128);
+  if (status == cudaSuccess) status = tensor_map_2d(&maps.values, c.values, c.N, c.K / 4, ROWS, 128);
+  if (status == cudaSuccess) status = tensor_map_2d(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64);
+  if (status == cudaSuccess) status = tensor_map_2d(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32);
   if (status != cudaSuccess) return status;
   const int cluster = SHARES ? 2 : splits;
   return launch(sparse_linear_wide<T, ROWS, TOKENS, KGROUPS, SHARES>, dim3(SHARES ? (row_tiles + 1) / 2 : row_tiles, places, cluster), S::kThreads, S::kBytes,

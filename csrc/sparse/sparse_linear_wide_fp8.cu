@@ -15,24 +15,24 @@ struct Sparse {
   static constexpr int token_stages(int tokens) { return tokens == 256 ? 4 : tokens == 192 ? 6 : tokens == 128 ? 8 : 12; }
 
   struct Maps {
-    TileMap values, meta, scales;
+    TensorMap values, meta, scales;
   };
   struct Parts {
     const uint8_t *values, *meta, *scales;
   };
   static cudaError_t map(Maps* maps, const Parts& p, int N, int K) {
-    cudaError_t status = tile_map(&maps->values, p.values, N, K / 4, kRows, 64);
-    if (status == cudaSuccess) status = tile_map(&maps->meta, p.meta, N, K / 8, kRows, 32);
-    return status == cudaSuccess ? tile_map(&maps->scales, p.scales, N, K / 16, kRows, 16) : status;
+    cudaError_t status = tensor_map_2d(&maps->values, p.values, N, K / 4, kRows, 64);
+    if (status == cudaSuccess) status = tensor_map_2d(&maps->meta, p.meta, N, K / 8, kRows, 32);
+    return status == cudaSuccess ? tensor_map_2d(&maps->scales, p.scales, N, K / 16, kRows, 16) : status;
   }
 
   __device__ __forceinline__ static void prefetch(const Maps& maps) {
-    prefetch_tile_map(maps.values), prefetch_tile_map(maps.meta), prefetch_tile_map(maps.scales);
+    prefetch_tensor_map(maps.values), prefetch_tensor_map(maps.meta), prefetch_tensor_map(maps.scales);
   }
   __device__ __forceinline__ static void fetch(Shared to, const Maps& maps, int k, int row, Shared full) {
-    copy_tile(to, maps.values, k * 64, row, full);
-    copy_tile(to + kMeta, maps.meta, k * 32, row, full);
-    copy_tile(to + kScales, maps.scales, k * 16, row, full);
+    tma_load_2d(to, maps.values, k * 64, row, full);
+    tma_load_2d(to + kMeta, maps.meta, k * 32, row, full);
+    tma_load_2d(to + kScales, maps.scales, k * 16, row, full);
   }
 
   // Places of the lane's in stage 0. Of an MMA lane t of a quad takes the groups 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t of rows g and g + 8 and holds the metadata
@@ -42,11 +42,11 @@ struct Sparse {
   uint32_t two_scales;
   __device__ __forceinline__ Sparse(const uint8_t* shared, int local, int lane) : shared(shared) {
     const int g = lane >> 2, t = lane & 3;
-    meta_row = g + 8 * (t & 1);
-    values = kept((local + g) * 64 + (g >> 1 & 3) * 16 + 2 * t);
-    meta = kept(kMeta + (local + meta_row) * 32 + (g >> 2 & 1) * 16 + (t >> 1) * 4);
+    meta_row = g + 8 * (FP4_FAULT(METADATA_OF_OTHER_ROW) ? t >> 1 : t & 1);
+    values = kept((local + g) * 64 + (FP4_FAULT(SKIP_SWIZZLE) ? 0 : g >> 1 & 3) * 16 + 2 * t);
+    meta = kept(kMeta + (local + meta_row) * 32 + (FP4_FAULT(SKIP_METADATA_SWIZZLE) ? 0 : g >> 2 & 1) * 16 + (FP4_FAULT(METADATA_OF_OTHER_HALF) ? t & 1 : t >> 1) * 4);
     scales = kept(kScales + (local + g) * 16);
-    two_scales = kept(0x6420 + 0x1111 * (t >> 1));
+    two_scales = kept(0x6420 + 0x1111 * (FP4_FAULT(SCALES_OF_OTHER_HALF) ? t & 1 : t >> 1));
   }
 
   // The two codes each of two groups, times one half of `scales`, in E4M3.
@@ -55,13 +55,13 @@ struct Sparse {
     const uint32_t high = pick_bytes(0x32302C00u, 0x3A383634u, masked<0x7777u>(codes));
     const uint32_t magnitudes =
         pack_e4m3(mul_f16x2_by_half(__byte_perm(high, 0, 0x1404), scales, half), mul_f16x2_by_half(__byte_perm(high, 0, 0x3424), scales, half));
-    return masked_or<0x80808080u>(__byte_perm(codes << 4, codes, 0x5140), magnitudes);
+    return masked_or<0x80808080u>(__byte_perm(codes << 4, codes, 0x5140) & (FP4_FAULT(LOSE_A_SIGN) ? 0x00FFFFFFu : 0xFFFFFFFFu), magnitudes);
   }
 
   // rows: how many of the warp's are rows of W.
   template <int TILES, typename Arrived, typename Done>
   __device__ __forceinline__ void multiply(float (&acc)[TILES][4], int stage, int rows, Arrived arrived, Done done) const {
-    const int legal = meta_row < rows ? 0 : 0x44444444;  // rows past N come as zeros, which are no metadata: 0 and 1 are kept there
+    const int legal = meta_row < rows || FP4_FAULT(ZERO_METADATA_PAST_N) ? 0 : 0x44444444;  // rows past N come as zeros, which are no metadata: 0 and 1 are kept there
     uint32_t codes[4][2][2];
     uint4 s[2];
     int e[4];
@@ -96,8 +96,8 @@ struct Sparse {
       const Shared x = arrived(j);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_sparse<E4M3, 0>(acc, a[i][0], a[i][1], a[i][2], a[i][3], tile_of(x, 64 * i), e[2 * j + i]);
-      wgmma_commit();
+      for (int i = 0; i < 2; ++i) wgmma_sparse<E4M3, 0>(acc, a[i][0], a[i][1], a[i][2], a[i][3], wgmma_descriptor(x, 64 * (i ^ FP4_FAULT(TOKENS_OF_OTHER_HALF))), e[2 * j + i]);
+      wgmma_commit_group();
       wgmma_wait<1>();
       done(j);
     }

@@ -9,7 +9,7 @@ template <int WORDS> struct alignas(4 * WORDS) Words {
 };
 
 // Of two substeps, the SUBSTEPS of a step are those of SUBSTEPS / 2 warps, and a warp's 16 * R rows by 8 * TILES tokens: the lane's rows lie NEXT * r + high * h rows behind
-// its first one. values, meta: where in `shared` its first ones lie, x: those of load_matrices(); the second
+// its first one. values, meta: where in `shared` its first ones lie, x: those of ldmatrix_x4(); the second
 // substep's are the same chunks, the bits of `flip` of their addresses flipped, `next` bytes further on. scales: of both substeps.
 template <typename T, int SUBSTEPS, int NEXT, int R, int TILES>
 __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][4], uint8_t* shared, int values_from, int meta_from, const uint8_t* scales, int high,
@@ -17,7 +17,7 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
                                                          int lane) {
   constexpr int kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
   const Shared table = shared_address(shared);
-  const uint32_t lane4 = 4 * lane, lower = 0x5504 | (lane & 1) << 4, upper = lower + 0x20, halves = 0x6240 + 0x1111 * (lane & 1);
+  const uint32_t lane4 = 4 * lane, lower = 0x5504 | (lane & 1) << 4, upper = lower + 0x20, halves = 0x6240 + 0x1111 * (lane + FP4_FAULT(EXCHANGE_METADATA_HALVES) & 1);
   Words<2> by[R][2];
   uint32_t meta[R][2][2];  // of two products each
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
     for (int i = 0; i < 4; ++i) {  // a product: block i of both pairs' chunks
       uint32_t b[TILES][4];
 #pragma unroll
-      for (int j = 0; j < TILES; ++j) load_matrices(b[j], shared_address(shared) + (x ^ i * 32 ^ s * flip) + s * next + j * 1024);
+      for (int j = 0; j < TILES; ++j) ldmatrix_x4(b[j], shared_address(shared) + (x ^ i * 32 ^ s * flip) + s * next + j * 1024);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         uint32_t a[4];
@@ -63,10 +63,10 @@ __device__ __forceinline__ void multiply_sparse_by_table(float (&acc)[R][TILES][
         const uint32_t e = meta[r][i / 2][i % 2];
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-          if (s == 0)
-            mma_sparse16832<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
+          if ((s == 0) != FP4_FAULT(METADATA_FROM_OTHER_PAIR))
+            mma_sp_m16n8k32<T, 0>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
           else
-            mma_sparse16832<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
+            mma_sp_m16n8k32<T, 1>(acc[r][j], a[0], a[1], a[2], a[3], b[j][0], b[j][1], b[j][2], b[j][3], e);
         }
       }
     }

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,6 @@ COMMON = ("-std=c++17", "-fPIC", f"-I{FOLDER}")
 # Every access is reported to runtime.cpp (which is linked in place of the sanitizers' own libraries), and so is undefined behaviour.
 INSTRUMENTED = ("-fsanitize=thread,alignment,shift,signed-integer-overflow,bounds", "-Wno-unknown-pragmas")
 FAST = ("-O3", "-march=native", "-ffp-contract=off")  # of the emulator itself; a product and a sum stay two roundings
-QUICK = ("-O0",)  # a further flag for what is compiled once and stops at its first error
 
 
 def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
@@ -39,22 +38,24 @@ def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
     return [tuple(map(int, found.split(","))) for found in re.findall(rf"\b{macro}\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
 
 
-def one_of_each(broken: dict[str, tuple], *fields: int) -> list:
-    """The cases of ``broken`` as parameters, of which each combination of these fields is always tried once and the others are ``slow``.
-
-    The cases test the emulator: those whose fields (the source, the words of the check that finds it) are equal test one check of it.
-    """
-    seen: set[tuple] = set()
-    cases = []
-    for name, case in broken.items():
-        kind = tuple(case[i] for i in fields)
-        cases.append(pytest.param(name, marks=[pytest.mark.slow] if kind in seen else []))
-        seen.add(kind)
-    return cases
-
-
 class EmulatorError(Exception):
     """What the emulator found wrong in a launch."""
+
+
+def check_caught(kernel: Emulated, fault: str, words: str | None, run: Callable[[], float], least: float = 0.1) -> None:
+    """``run()`` calls ``kernel`` with one line broken: the emulator says ``words``, a pattern; if None, it says nothing, and the result is wrong.
+
+    Args:
+        fault: ``NAME`` of an ``FP4_FAULT(NAME)`` of the source.
+        run: returns the relative error of the result.
+        least: the error that shows that a result is wrong.
+    """
+    with kernel.fault(fault):
+        if words is None:
+            assert not run() <= least
+        else:
+            with pytest.raises(EmulatorError, match=words):
+                run()
 
 
 def compiler() -> str | None:
@@ -123,6 +124,15 @@ class Emulated:
     def function(self) -> str:
         """The C function of the source."""
         return f"fp4_{self.name}"
+
+    @contextlib.contextmanager
+    def fault(self, name: str) -> Iterator[None]:
+        """The line of the source that ``FP4_FAULT(name)`` guards is broken."""
+        self.library.emulator_fault(name.encode())
+        try:
+            yield
+        finally:
+            self.library.emulator_fault(b"")
 
     @property
     def scratch(self) -> int:

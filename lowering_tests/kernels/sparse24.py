@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp4_inductor.formats import e2m1, nvfp4
+from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
 
 LEGAL = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8)  # pos0 | pos1 << 2 with pos0 < pos1
@@ -62,6 +63,13 @@ def check(source: str, m: int, n: int, k: int, tile, dtype: torch.dtype, w=None)
     x, w = torch.randn(m, k).to(dtype), w or weight(n, k)
     bias = torch.randn(n).to(dtype) if n % 2 else None
     assert error(run(emulated(source), x, w, bias, tile), x, w, bias) <= BOUND[dtype], (m, n, k, tile, dtype)
+
+
+def check_caught(source: str, fault: str, words: str | None, tile, size: tuple[int, int, int], early: bool = False) -> None:
+    """:func:`emulator.check_caught` of the kernel of ``source`` for ``(m, n, k)``."""
+    m, n, k = size
+    x, w, kernel = torch.randn(m, k).to(torch.bfloat16), weight(n, k), emulated(source)
+    emulator.check_caught(kernel, fault, words, lambda: error(run(kernel, x, w, None, tile, early=early), x, w))
 
 
 def check_several_scales(source: str, tile, sizes: tuple[tuple[int, int, int], ...]) -> None:

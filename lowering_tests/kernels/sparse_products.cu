@@ -1,5 +1,5 @@
 // One product of test_emulated_wgmma_sparse.py by wgmma's sparse form, and by mma.sp: y[64, 16] = A[64, 32] B[16, 32]^T. Also runs on a GPU of sm_90.
-#include "common/wgmma.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace {
 
@@ -16,20 +16,20 @@ __global__ void __launch_bounds__(128) product(const uint32_t* __restrict__ regi
   for (int r = 0; r < 4; ++r) a[r] = registers[128 * r + threadIdx.x];
   float c[2][4] = {};
   if (threadIdx.x == 0) {
-    counter_init(arrived, 1);
-    publish_counters();
-    counter_promise(arrived, 2048);
+    mbarrier_init(arrived, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(arrived, 2048);
     for (int token = 0; token < 16; ++token)
-      for (int chunk = 0; chunk < 8; ++chunk) copy_bulk(address + token * 128 + (chunk ^ (token & 7)) * 16, b + token * 128 + chunk * 16, 16, arrived);
+      for (int chunk = 0; chunk < 8; ++chunk) cp_async_bulk(address + token * 128 + (chunk ^ (token & 7)) * 16, b + token * 128 + chunk * 16, 16, arrived);
   }
   __syncthreads();
-  counter_wait(arrived, 0);
+  mbarrier_wait_parity(arrived, 0);
   if constexpr (WIDE) {
     wgmma_fence();
-    wgmma_sparse<T, SELECTOR>(c, a[0], a[1], a[2], a[3], tile_of(address, half * 64), meta[threadIdx.x]);
-    wgmma_commit();
+    wgmma_sparse<T, SELECTOR>(c, a[0], a[1], a[2], a[3], wgmma_descriptor(address, half * 64), meta[threadIdx.x]);
+    wgmma_commit_group();
     wgmma_wait<0>();
-    wgmma_sums(c);
+    wgmma_fence_operand(c);
   } else {
     const uint32_t word = meta[threadIdx.x / 4 * 4 + 2 * SELECTOR + t % 2];
     for (int j = 0; j < 2; ++j) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(128) product(const uint32_t* __restrict__ regi
         const int token = 8 * j + g;
         k[i] = *(const uint32_t*)(tile + token * 128 + ((4 * half + i) ^ (token & 7)) * 16 + 4 * t);
       }
-      mma_sparse16832<T>(c[j], a[0], a[1], a[2], a[3], k[0], k[1], k[2], k[3], word);
+      mma_sp_m16n8k32<T>(c[j], a[0], a[1], a[2], a[3], k[0], k[1], k[2], k[3], word);
     }
   }
   for (int j = 0; j < 2; ++j)

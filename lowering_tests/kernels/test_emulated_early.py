@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
-from fp4_inductor._sources import csrc_dir
 from fp4_inductor.ops import linear, quantize_rows_fp8
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
@@ -50,26 +47,18 @@ def test_activations_in_e4m3_and_their_scales_are_read_behind_the_kernel_before(
 
 
 EARLY = "global memory before the previous"
-STORE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
-BROKEN = {
-    "who fetches does not wait": ("gemm/table.cuh", "  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
-    "who stores does not wait": (TABLE, STORE_WAIT, "", f"(read|write) of {EARLY}"),
-    "the next kernel begins before the wait": (TABLE, STORE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
-    "flags are cleared before": ("gemm/wide.cuh", "  wait_for_previous();  // it may use the same memory\n", "", f"write of {EARLY}"),
-    "activations are fetched before": (WIDE, "      wait_for_previous();  // it may have written x\n", "", f"read of {EARLY}"),
-    "wide: who stores does not wait": (WIDE, STORE_WAIT, "", f"(read|write) of {EARLY}"),
-}  # fmt: skip
+CAUGHT = [
+    (TABLE, "FETCH_BEFORE_PDL_WAIT", f"read of {EARLY}"),
+    (TABLE, "STORE_BEFORE_PDL_WAIT", f"(read|write) of {EARLY}"),
+    (TABLE, "TRIGGER_BEFORE_PDL_WAIT", "before this one has waited"),
+    (WIDE, "CLEAR_FLAGS_BEFORE_PDL_WAIT", f"write of {EARLY}"),
+    (WIDE, "FETCH_BEFORE_PDL_WAIT", f"read of {EARLY}"),
+    (WIDE, "STORE_BEFORE_PDL_WAIT", f"(read|write) of {EARLY}"),
+]
 
 
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 0, 3))
-def test_a_missing_wait_is_caught(case, tmp_path):
-    source, old, new, words = BROKEN[case]
-    shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    path = tmp_path / "csrc" / source
-    text = path.read_text()
-    assert text.count(old) == 1, "the line to break is gone"
-    path.write_text(text.replace(old, new).replace(": run(__half())", ": cudaErrorInvalidValue"))
-    x, w = torch.randn(8, 768).to(BF16), weight(33, 768)
-    kernel = Emulated(tmp_path / "csrc" / (WIDE if "wide" in source else TABLE), 90, emulator.QUICK)
-    with pytest.raises(EmulatorError, match=words):
-        run(kernel, x, w, None, (2, 2, 4, 1) if "wide" not in source else (256, 32, 1, 0) if "flags" in case else (128, 32, 2, 1))
+@pytest.mark.parametrize(("source", "fault", "words"), CAUGHT)
+def test_a_missing_wait_is_caught(source, fault, words):
+    x, w, kernel = torch.randn(8, 768).to(BF16), weight(33, 768), emulated(source)
+    tile = (2, 2, 4, 1) if source == TABLE else (256, 32, 1, 0) if "FLAGS" in fault else (128, 32, 2, 1)
+    emulator.check_caught(kernel, fault, words, lambda: error(run(kernel, x, w, None, tile), x, w, None))

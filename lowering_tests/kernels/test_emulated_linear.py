@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,71 +264,45 @@ def test_both_operands_in_nvfp4(m, n, k, dtype):
     assert error(y, quantize_rows_nvfp4.dequantize(*x), w, bias) <= linear.CONTRACT.tolerance[dtype] * 2
 
 
-# --- the test of the test ------------------------------------------------------------------------------------------
-# One line of a kernel is broken; the emulator must say so, each in its own words.
-BROKEN = {
-    "the wait is missing": (SMALL, "    copy_async_wait<STAGES - 1>();\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "one group too few is waited for": (
-        SMALL,
-        "copy_async_wait<STAGES - 1>",
-        "copy_async_wait<STAGES>",
-        "before its asynchronous copy was waited for|nobody wrote",
-    ),
-    "no barrier behind the wait": (
-        SMALL,
-        "    __syncwarp();  // scales were copied by other lanes\n",
-        "",
-        "race: read|nobody wrote|before its asynchronous copy",
-    ),
-    "a slot is refilled too early": (SMALL, "    __syncwarp();  // every lane has read this slot before it is filled again\n", "", "race: write"),
-    "no barrier before the sums": (SMALL, "  __syncthreads();\n  auto over_warps", "  auto over_warps", "race|nobody wrote"),
-    "rows past N are read": (SMALL, ": 0), N - 1); }", ": 0), N); }", "outside every allocation"),
-    "k past K is read": (SMALL, "min(k, K - 32) / 2", "k / 2", "outside every allocation"),
-    "the scales' tail is read": (SMALL, "at < total ? (int)min(total - at, (size_t)4) : 0", "4", "outside every allocation"),
-    "columns past N are stored": (SMALL, "if (m < M && n < columns) y[", "if (m < M) y[", "outside every allocation"),
-    "sums lie elsewhere": (SMALL, "* (kRows + 1) + 16 * r", "* kRows + 16 * r", None),
-    "the table is used before it is filled": (TABLE, "  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
-    "a stage is not waited for": (TABLE, "    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
-    "a stage is overwritten too early": (TABLE, "      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
-    "sums lie where others still read": (TABLE, "  barrier(1, threads);  // nobody reads", "  // nobody reads", "race|nobody waited for"),
-    "the tile is given back before its products are done": (
-        WIDE,
-        "      wgmma_wait<1>();\n",
-        "",
-        None,
-    ),  # the next tile in its place is its own warpgroup's: products of the wrong numbers
-    "the tile is not waited for": (WIDE, "counter_wait(half + 8 * j, x_at.parity);", "", "before its asynchronous copy was waited for"),
-    "the tile is overwritten too early": (WIDE, "            counter_wait(x_free + 16 * at.i + 8 * h, at.parity ^ 1);\n", "", "race|nobody waited for"),
-    "one warp does not give tiles back": (WIDE, "            if (frees) {\n", "            if (frees && warp) {\n", "deadlock"),
-    "weights are not waited for": (WIDE, "      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "weights are given back before they are read": (
-        WIDE,
-        "      const int stage = w.i * S::kWeights;\n",
-        "      if (lane == 0) counter_arrive(w_free + 8 * w.i);\n      const int stage = w.i * S::kWeights;\n",
-        "race|more arrivals",
-    ),
-    "a tile's bytes are not all promised": (WIDE, "MAPPED ? S::kWeights : S::kCodes", "S::kCodes", "promise|more bytes|race|nobody"),
-}
+# --- the test of the test: one line is broken (FP4_FAULT in the sources), and the emulator must say so ----------------
+TOO_EARLY = "before its asynchronous copy was waited for|nobody wrote"
+CAUGHT = [
+    (SMALL, "SKIP_COPY_WAIT", TOO_EARLY),
+    (SMALL, "WAIT_FOR_ONE_GROUP_TOO_FEW", TOO_EARLY),
+    (SMALL, "SKIP_SYNC_AFTER_COPY", "race: read|nobody wrote|before its asynchronous copy"),
+    (SMALL, "SKIP_SYNC_BEFORE_REFILL", "race: write"),
+    (SMALL, "SKIP_BARRIER_BEFORE_SUMS", "race|nobody wrote"),
+    (SMALL, "READ_ROWS_PAST_N", "outside every allocation"),
+    (SMALL, "READ_K_PAST_K", "outside every allocation"),
+    (SMALL, "READ_SCALES_PAST_END", "outside every allocation"),
+    (SMALL, "STORE_COLUMNS_PAST_N", "outside every allocation"),
+    (SMALL, "SUMS_TOO_CLOSE", None),
+    (TABLE, "SKIP_BARRIER_AFTER_TABLE", "race|nobody wrote"),
+    (TABLE, "SKIP_FULL_WAIT", "before its asynchronous copy|nobody wrote|race"),
+    (TABLE, "SKIP_FREE_WAIT", "race|nobody waited for|promise"),
+    (TABLE, "SKIP_BARRIER_BEFORE_SUMS", "race|nobody waited for"),
+    (WIDE, "SKIP_WGMMA_WAIT", None),  # the next tile in its place is its own warpgroup's: products of the wrong numbers
+    (WIDE, "SKIP_TOKENS_WAIT", "before its asynchronous copy was waited for"),
+    (WIDE, "SKIP_TOKENS_FREE_WAIT", "race|nobody waited for"),
+    (WIDE, "ONE_WARP_KEEPS_TOKENS", "deadlock"),
+    (WIDE, "SKIP_WEIGHTS_WAIT", TOO_EARLY),
+    (WIDE, "FREE_WEIGHTS_EARLY", "race|more arrivals"),
+    (WIDE, "EXPECT_CODES_ONLY", "promise|more bytes|race|nobody"),
+]
 
 
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 0, 3))
-def test_a_broken_kernel_is_caught(case, tmp_path):
-    source, old, new, words = BROKEN[case]
-    shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    headers = (p for folder in ("common", "gemm") for p in (tmp_path / "csrc" / folder).glob("*.cuh"))
-    places = [p for p in (tmp_path / "csrc" / source, *headers) if old in p.read_text() and not p.name.endswith("_fp8.cuh")]
-    assert len(places) == 1, "the line to break is gone"
-    places[0].write_text(places[0].read_text().replace(old, new))
-    text = (tmp_path / "csrc" / source).read_text()
-    # one tile and one dtype compile faster
-    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text).replace(": run(__half())", ": cudaErrorInvalidValue")
-    (tmp_path / "csrc" / source).write_text(re.sub(r"return by_tile<T, [24]>", "return cudaErrorInvalidValue; // ", text))
-    kernel = Emulated(tmp_path / "csrc" / source, defines=emulator.QUICK if words else ())
+@pytest.mark.parametrize(("source", "fault", "words"), CAUGHT)
+def test_a_broken_kernel_is_caught(source, fault, words):
     tile = {SMALL: (2, 16, 2), TABLE: (1, 1, 3, 1), WIDE: (64, 32, 4, 2)}[source]
-    k = 2064 if "scales' tail" in case else 8192 if source in (WIDE, TABLE) else 4160
-    x, w = torch.randn(8, k).to(BF16), weight(33, k)
-    if words is None:
-        assert error(run(kernel, x, w, None, tile), x, w, None) > 0.1
-    else:
-        with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, w, None, tile)
+    k = 2064 if fault == "READ_SCALES_PAST_END" else 8192 if source in (WIDE, TABLE) else 4160
+    x, w, kernel = torch.randn(8, k).to(BF16), weight(33, k), emulated(source)
+    emulator.check_caught(kernel, fault, words, lambda: error(run(kernel, x, w, None, tile), x, w, None))
+
+
+def test_every_fault_point_is_tried_and_exists():
+    """A test that asks for a name that no source has would break nothing."""
+    here = Path(__file__).parent
+    sources = [*csrc_dir().rglob("*.cu"), *csrc_dir().rglob("*.cuh"), here / "tile_maps.cu"]
+    points = {name for path in sources for name in re.findall(r"FP4_FAULT\(([A-Z]\w+)\)", path.read_text())} - {"NAME"}
+    tests = "".join(path.read_text() for path in here.glob("test_emulated_*.py"))
+    assert points == set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', tests)) - {"ANY_K"}  # which is a macro that lists tiles

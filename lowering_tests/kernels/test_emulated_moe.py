@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
 
 import pytest
 import torch
 
-from fp4_inductor._sources import csrc_dir
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.moe import grouped_wide
 from fp4_inductor.ops import moe as contract
@@ -157,83 +154,52 @@ def test_the_tile_follows_pairs_an_expert():
     assert {grouped_wide.tile(pairs, 1, k, 768) for k in (2048, 2880) for pairs in range(1, 200)} == set(TILES)
 
 
-# One line of the kernels is broken; the emulator must say so, each in its own words, or the numbers must be wrong.
-BROKEN = {
-    "weights are not waited for": ("      counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "the tile is given back before its products are done": ("        wgmma_wait<1>();\n", "", "race|before its asynchronous copy was waited for", 32),
-    "scales are those of another of four rows": ("row % 4 * S::kScalesPlace", "(row + 1) % 4 * S::kScalesPlace", None),
-    "scales lie as they come": (" ^ row / 16 % 2 * 16);", ");", None),
-    "scales begin at a multiple of 16 bytes": ("scales_at(row % 4, half) % 16 + 4 * t", "4 * t", None),
-    "one warp does not give tiles back": (
-        "if (frees) counter_arrive(last_half);\n            frees",
-        "if (frees && warp) counter_arrive(last_half);\n            frees",
-        "deadlock",
-        32,
-    ),
-    "one warp of those that multiply for themselves does not": ("if (kByWarp<TOKENS> && lane == 0)", "if (kByWarp<TOKENS> && lane == 0 && warp)", "deadlock"),
-    "the staging is overwritten": ("      if constexpr (!kByWarp<TOKENS>) barrier(1 + rows, 128);  // nobody reads what was staged before\n", "", "race", 32),
-    "teams have the same rings": (" + team * S::kTeamBytes;", ";", "race"),
-    "a team's items are left out": ("item += TEAMS * gridDim.x;", "item += 2 * TEAMS * gridDim.x;", None),
-    "tiles of an expert are one": ("if (TEAMS == 1 || n > 1)", "if (TEAMS == 1)", None),
-    "one team fills the table": ("threadIdx.x, S::kTeams * S::kThreads);", "threadIdx.x % S::kThreads, S::kTeams * S::kThreads);", "race|nobody wrote"),
-    "words of x are in the pairs of decode()": ("gather<T, TOKENS, kByWarp<TOKENS>>", "gather<T, TOKENS, false>", None),
-    "tokens are": ("route<T, kByWarp<TOKENS>>", "route<T>", None, 9),
-    "words of h are": ("kByWarp<TOKENS> ? 4 : 16", "16", None),
-    "rows past the pairs are stored": ("if (m < count && n < N)", "if (n < N)", "outside every allocation"),
-    "gathered rows are not published": ("            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();\n", "", "was not published", 33),
-    "they are published too early": (
-        "            counter_wait(x_full + 16 * at.i + 8 * j, at.parity);\n            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();\n",
-        "            if (GATHERED && !kByWarp<TOKENS>) let_wgmma_see();\n            counter_wait(x_full + 16 * at.i + 8 * j, at.parity);\n",
-        "was not published",
-        33,
-    ),
-    "they arrive before they are there": ("counter_arrive_behind_copies(x_full", "counter_arrive(x_full", "before its asynchronous copy was waited for", 9),
-    "they are not waited for": ("counter_wait(x_free + 16 * at.i + 8 * j, at.parity ^ 1);\n            gather", "gather", "race|more arrivals", 9),
-    "they lie as they come": ("(chunk ^ row) * 16", "chunk * 16", None, 9),
-    "they are pairs, not tokens": ("rows[i] / top_k * steps", "rows[i] % 40 * steps", None, 9),
-    "ups are gates": ("copy_planes(to + S::kHigh, codes_up", "copy_planes(to + S::kHigh, codes", None),
-    "an expert's pairs begin elsewhere": ("starts[e] = all_pairs + before[h],", "starts[e] = all_pairs + (e > 1),", "outside every allocation"),
-    "pairs of all warps begin at the same place": ("starts[e] + mine[e] + (v[j]", "starts[e] + (v[j]", None),
-    "choices are left out": ("min(kAhead, top_k - first)", "min(kAhead, top_k - 1 - first)", None, 9),
-}
-
-
+# --- the test of the test: one line is broken (FP4_FAULT in the sources), and the emulator must say so ----------------
+TOO_EARLY = "before its asynchronous copy was waited for|nobody wrote"
+CAUGHT = [  # a fault, what the emulator says, and the tile
+    ("SKIP_WEIGHTS_WAIT", TOO_EARLY, 8),
+    ("SKIP_WGMMA_WAIT", "race|before its asynchronous copy was waited for", 32),
+    ("SCALES_OF_ANOTHER_ROW", None, 8),
+    ("SKIP_SCALES_SWIZZLE", None, 8),
+    ("SCALES_BEGIN_ALIGNED", None, 8),
+    ("ONE_WARP_KEEPS_TOKENS", "deadlock", 32),
+    ("ONE_WARP_KEEPS_TOKENS", "deadlock", 8),
+    ("STAGING_OVERWRITTEN", "race", 32),
+    ("TEAMS_SHARE_RINGS", "race", 8),
+    ("LEAVE_OUT_ITEMS", None, 8),
+    ("ONE_TILE_AN_EXPERT", None, 8),
+    ("ONE_TEAM_FILLS_TABLE", "race|nobody wrote", 8),
+    ("X_IN_DECODE_ORDER", None, 8),
+    ("X_IN_DECODE_ORDER", None, 9),
+    ("H_IN_DECODE_ORDER", None, 8),
+    ("STORE_ROWS_PAST_PAIRS", "outside every allocation", 8),
+    ("SKIP_PUBLISHING_ROWS", "was not published", 33),
+    ("PUBLISH_ROWS_EARLY", "was not published", 33),
+    ("ARRIVE_BEFORE_COPIES", "before its asynchronous copy was waited for", 9),
+    ("SKIP_TOKENS_FREE_WAIT", "race|more arrivals", 9),
+    ("SKIP_SWIZZLE", None, 9),
+    ("GATHER_PAIRS", None, 9),
+    ("UPS_ARE_GATES", None, 8),
+    ("PAIRS_BEGIN_ELSEWHERE", "outside every allocation", 8),
+    ("WARPS_BEGIN_ALIKE", None, 8),
+    ("LEAVE_OUT_A_CHOICE", None, 9),
+]
 # The same with more pairs than one block routes.
-BROKEN_ROUTING = {
-    "pairs of all blocks begin at the same place": ("starts[e] = all_pairs + before[h],", "starts[e] = all_pairs,", None),
-    "sums of a block are read before they are there": ("  cluster_barrier();\n  // A thread has", "  // A thread has", "race|nobody wrote|had not begun"),
-}
+CAUGHT_ROUTING = [("BLOCKS_BEGIN_ALIKE", None), ("SKIP_CLUSTER_BARRIER_BEFORE_SUMS", "race|nobody wrote|had not begun")]
 
 
-def broken(case, tile, folder):
-    """The library with one line replaced, of one tile: that compiles faster."""
-    old, new = case[:2]
-    shutil.copytree(csrc_dir(), folder / "csrc")
-    places = [p for p in (folder / "csrc" / "moe").iterdir() if "fp8" not in p.name and old in p.read_text()]
-    assert len(places) == 1 and places[0].read_text().count(old) == 1, "the line to break is gone"
-    places[0].write_text(places[0].read_text().replace(old, new))
-    source = folder / "csrc" / SOURCE
-    source.write_text(re.sub(rf"\n  TILE\((?!{tile},)[\d, ]+\)", "", source.read_text()))
-    return Emulated(source, defines=emulator.QUICK if case[2] else ())
+def check_caught(fault, words, x, ids, w, parts, tile) -> None:
+    kernel = emulated(SOURCE)
+    emulator.check_caught(kernel, fault, words, lambda: error(run(kernel, x, ids, w, parts, tile=tile), x, ids, w, parts), 0.01)
 
 
-def check_broken(kernel, words, x, ids, w, parts, tile):
-    if words is None:
-        assert error(run(kernel, x, ids, w, parts, tile=tile), x, ids, w, parts) > 0.01
-    else:
-        with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, ids, w, parts, tile=tile)
+@pytest.mark.parametrize(("fault", "words", "tile"), CAUGHT)
+def test_a_broken_kernel_is_caught(fault, words, tile):
+    x, ids = torch.randn(40, 320).to(BF16), torch.arange(80).view(40, 2) // 27
+    check_caught(fault, words, x, ids, torch.rand(40, 2), layer(3, 320, 320, width=264), tile)
 
 
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
-def test_a_broken_kernel_is_caught(case, tmp_path):
-    _, _, words, *tile = BROKEN[case]
-    tile = tile[0] if tile else 8
-    parts, x = layer(3, 320, 320, width=264), torch.randn(40, 320).to(BF16)
-    check_broken(broken(BROKEN[case], tile, tmp_path), words, x, torch.arange(80).view(40, 2) // 27, torch.rand(40, 2), parts, tile)
-
-
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN_ROUTING, 2))
-def test_broken_routing_is_caught(case, tmp_path):
+@pytest.mark.parametrize(("fault", "words"), CAUGHT_ROUTING)
+def test_broken_routing_is_caught(fault, words):
     x, ids, w = torch.randn(400, 64).to(BF16), torch.randint(0, 7, (400, 3)), torch.rand(400, 3)
-    check_broken(broken(BROKEN_ROUTING[case], 129, tmp_path), BROKEN_ROUTING[case][2], x, ids, w, layer(7, 64, 64), 129)
+    check_caught(fault, words, x, ids, w, layer(7, 64, 64), 129)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-
 import pytest
 import torch
 
-from fp4_inductor._sources import csrc_dir
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.emulator import EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
     LEGAL,
     WEIGHT,
     check,
+    check_caught,
     check_every_code_with_every_scale,
     check_order_of_threads_and_neighbours,
     check_several_scales,
-    error,
     picks,
     run,
     weight,
@@ -123,40 +119,26 @@ def test_every_part_of_the_weight_is_fetched_early(part):
 
 
 EARLY = "global memory before the previous"
-STORE_WAIT = "  wait_for_previous();  // it may still read y, and may have written what the epilogue reads\n  let_next_begin();\n"
-BROKEN = {
-    "who fetches does not wait": ("  wait_for_previous();  // it may have written x; it does not write weights\n", "", f"read of {EARLY}"),
-    "who stores does not wait": (STORE_WAIT, "", f"(read|write) of {EARLY}"),
-    "the next kernel begins before the wait": (STORE_WAIT, "  let_next_begin();\n  wait_for_previous();\n", "before this one has waited"),
-    "a stage is not waited for": ("    counter_wait(full + 8 * at, parity);\n", "", "before its asynchronous copy|nobody wrote|race"),
-    "a stage is overwritten too early": ("      counter_wait(free + 8 * at, parity);\n", "", "race|nobody waited for|promise"),
-    "the table is used before it is filled": ("  barrier(1, threads);\n  const int g", "  const int g", "race|nobody wrote"),
-    "metadata is not promised": ("meta_bytes() + scale_bytes(); }", "scale_bytes(); }", "promise|more bytes|race|nobody|outside"),
-    "halves of the metadata exchanged": ("0x6240 + 0x1111 * (lane & 1)", "0x6240 + 0x1111 * (~lane & 1)", None),
-    "the other pair gives the metadata": ("if (s == 0)", "if (s != 0)", None),
-    "both warps of a step take its first half": ("first = k_group % kSharers * 2", "first = 0", None),
-    "one of two gives a stage back": ("layout.row_warps() * kSharers)", "layout.row_warps())", "race|more arrivals|deadlock"),
-    "rows and their swizzle do not agree": ("swizzle = row & 7", "swizzle = g", None),
-    "swizzle forgotten": ("(lane >> 4 ^ (x_row & 7)) * 16", "(lane >> 4) * 16", None),
-    "another plane's swizzle": ("(x_rows & 7) * 16, lane", "0, lane", None),
-    "rows past N": ("min((int)blockIdx.x * rows, N - rows)", "blockIdx.x * rows", "is not ordered"),
-}
+CAUGHT = [
+    ("FETCH_BEFORE_PDL_WAIT", f"read of {EARLY}"),
+    ("STORE_BEFORE_PDL_WAIT", f"(read|write) of {EARLY}"),
+    ("TRIGGER_BEFORE_PDL_WAIT", "before this one has waited"),
+    ("SKIP_FULL_WAIT", "before its asynchronous copy|nobody wrote|race"),
+    ("SKIP_FREE_WAIT", "race|nobody waited for|promise"),
+    ("SKIP_BARRIER_AFTER_TABLE", "race|nobody wrote"),
+    ("EXPECT_NO_METADATA", "promise|more bytes|race|nobody|outside"),
+    ("EXCHANGE_METADATA_HALVES", None),
+    ("METADATA_FROM_OTHER_PAIR", None),
+    ("BOTH_TAKE_FIRST_HALF", None),
+    ("ONE_OF_TWO_WARPS_FREES", "race|more arrivals|deadlock"),
+    ("SWIZZLE_OF_ANOTHER_ROW", None),
+    ("SKIP_SWIZZLE", None),
+    ("SWIZZLE_OF_ANOTHER_PLANE", None),
+    ("READ_ROWS_PAST_N", "is not ordered"),
+]
 
 
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
-def test_a_broken_kernel_is_caught(case, tmp_path):
-    old, new, words = BROKEN[case]
-    shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    place = next(p for p in (tmp_path / "csrc" / at for at in (SOURCE, "sparse/table.cuh", "gemm/table.cuh")) if old in p.read_text())
-    place.write_text(place.read_text().replace(old, new))
-    text = (tmp_path / "csrc" / SOURCE).read_text()
-    tile = (1, 1, 6, 4) if "kSharers" in old else (1, 1, 3, 2)
-    text = re.sub(r"(TILE\([\d, ]+\) ?)+", f"TILE(1, {tile[3]})", text, count=1).replace(": run(__half())", ": 1")
-    (tmp_path / "csrc" / SOURCE).write_text(re.sub(r": by_tile<T, 16>\(tile, c\)", ": 1", text))
-    x, w = torch.randn(3 if "plane" in case else 8, 8192).to(BF16), weight(33, 8192)
-    kernel = Emulated(tmp_path / "csrc" / SOURCE, defines=emulator.QUICK if words else ())
-    if words is None:
-        assert error(run(kernel, x, w, None, tile, early=True), x, w) > 0.1
-    else:
-        with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, w, None, tile, early=True)
+@pytest.mark.parametrize(("fault", "words"), CAUGHT)
+def test_a_broken_kernel_is_caught(fault, words):
+    tile = (1, 1, 6, 4) if fault in ("BOTH_TAKE_FIRST_HALF", "ONE_OF_TWO_WARPS_FREES") else (1, 1, 3, 2)
+    check_caught(SOURCE, fault, words, tile, (3 if "PLANE" in fault else 8, 33, 8192), early=True)

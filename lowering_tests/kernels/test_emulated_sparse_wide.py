@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-
 import pytest
 import torch
 
-from fp4_inductor._sources import csrc_dir
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.emulator import EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
     LEGAL,
     check,
+    check_caught,
     check_every_code_with_every_scale,
     check_order_of_threads_and_neighbours,
     check_several_scales,
-    error,
     picks,
     run,
     weight,
@@ -96,42 +92,26 @@ def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(
     assert torch.equal(run(emulated(SOURCE), x, w, bias, tile, early=True), run(emulated(SOURCE), x, w, bias, tile))
 
 
-# --- the test of the test: one line is broken, and the emulator must say so ----------------------------------------
+# --- the test of the test: one line is broken (FP4_FAULT in the sources), and the emulator must say so ----------------
 EARLY = "global memory before the previous"
-BROKEN = {
-    "who fetches activations does not wait": ("      wait_for_previous();  // it may have written x\n", "", f"read of {EARLY}"),
-    "who stores does not wait": ("  wait_for_previous();  // it may still read y\n  let_next_begin();\n", "", f"(read|write) of {EARLY}"),
-    "the wait for weights is missing": ("    counter_wait(w_full + 8 * w.i, w.parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "the wait for activations is missing": ("      counter_wait(half + 8 * j, x_at.parity);\n", "", "before its asynchronous copy was waited for"),
-    "weights are given back too early": ("    uint4 v[2][4],", "    if (!lane) counter_arrive(w_free + 8 * w.i);\n    uint4 v[2][4],", "race|more arrivals"),
-    "metadata of rows past N": ("n0 + local + g < N ? 0 : 0x4444", "true ? 0 : 0x4444", "metadata 0 is not ordered"),
-    "halves of the metadata exchanged": ("t & 1 ? 0x7632 : 0x5410", "t & 1 ? 0x5410 : 0x7632", None),
-    "metadata of the other half": ("(2 * second ^ t / 2 ^ g / 2) * 16", "(2 * second ^ g / 2) * 16", None),
-    "swizzle of the values forgotten": ("(4 * second ^ g) * 16", "(4 * second) * 16", None),
-    "the other block is not told": ("if constexpr (SHARES) counter_arrive_at(last_half, rank ^ 1);", "", "deadlock"),
-    "a tile is copied to its own block only": ("m0, full, 3);", "m0, full, 1 << rank);", "deadlock"),
-    "others' readers do not count": ("ROWS / 16 * (SHARES ? 2 : 1)", "ROWS / 16", "race|more arrivals"),
-    "counters are not known to the cluster": ("    cluster_barrier();  // the other block arrives", "    __syncthreads();  // the other", "nobody has set up"),
-    "a block ends early": ("  if (SHARES) cluster_barrier();", "", "block ended while|which has ended|nobody has set up"),
-}  # fmt: skip
+CAUGHT = [
+    ("FETCH_BEFORE_PDL_WAIT", f"read of {EARLY}"),
+    ("STORE_BEFORE_PDL_WAIT", f"(read|write) of {EARLY}"),
+    ("SKIP_WEIGHTS_WAIT", "before its asynchronous copy was waited for|nobody wrote"),
+    ("SKIP_TOKENS_WAIT", "before its asynchronous copy was waited for"),
+    ("FREE_WEIGHTS_EARLY", "race|more arrivals"),
+    ("ZERO_METADATA_PAST_N", "metadata 0 is not ordered"),
+    ("EXCHANGE_METADATA_HALVES", None),
+    ("METADATA_OF_OTHER_HALF", None),
+    ("SKIP_SWIZZLE", None),
+    ("OTHER_BLOCK_NOT_TOLD", "deadlock"),
+    ("COPY_TO_OWN_BLOCK_ONLY", "deadlock"),
+    ("OTHER_READERS_NOT_COUNTED", "race|more arrivals"),
+    ("BARRIERS_UNKNOWN_TO_CLUSTER", "nobody has set up"),
+    ("BLOCK_ENDS_EARLY", "block ended while|which has ended|nobody has set up"),
+]
 
 
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
-def test_a_broken_kernel_is_caught(case, tmp_path):
-    old, new, words = BROKEN[case]
-    shutil.copytree(csrc_dir(), tmp_path / "csrc")
-    place = tmp_path / "csrc" / SOURCE
-    text = place.read_text()
-    assert old in text, "the line to break is gone"
-    text = text.replace(old, new)
-    text = re.sub(r"(TILE\([\d, ]+\) ?)+", lambda m: m[0].split(")")[0] + ")", text, count=1)
-    text = re.sub(r"  TILE\(128.*\n", "", text).replace(": by_tile<__half>(tile, call)", ": 1")
-    place.write_text(text)
-    tile = (*TILES[0], SHARES)
-    x, w = torch.randn(12, 8192).to(BF16), weight(97, 8192)
-    kernel = Emulated(place, defines=emulator.QUICK if words else ())
-    if words is None:
-        assert error(run(kernel, x, w, None, tile, early=True), x, w) > 0.1
-    else:
-        with pytest.raises(EmulatorError, match=words):
-            run(kernel, x, w, None, tile, early=True)
+@pytest.mark.parametrize(("fault", "words"), CAUGHT)
+def test_a_broken_kernel_is_caught(fault, words):
+    check_caught(SOURCE, fault, words, (*TILES[0], SHARES), (12, 97, 8192), early=True)

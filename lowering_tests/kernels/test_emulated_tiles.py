@@ -1,4 +1,4 @@
-"""Tile maps, copies to a cluster, counters of other blocks and flags (csrc/common/device.cuh) on a CPU: tile_maps.cu through emulator.py."""
+"""Tensor maps, copies to a cluster, mbarriers of other blocks and flags (csrc/sm90/ptx.cuh) on a CPU: tile_maps.cu through emulator.py."""
 
 from __future__ import annotations
 
@@ -97,51 +97,35 @@ def test_a_map_of_more_rows_than_there_are():
         kernels().call("one", (matrix(8, 128),), torch.empty(16, 128, dtype=torch.uint8), 16, 128, 16, 128, 0, 0, 0)
 
 
-BROKEN = {
-    "the wait is missing": ("      counter_wait(arrived + 8 * place, parity);\n", "", "before its asynchronous copy was waited for|nobody wrote"),
-    "the last phase is waited for": ("wait(arrived + 8 * place, parity)", "wait(arrived + 8 * place, parity ^ 1)", "nobody wrote|before its asynchronous copy"),
-    "too few bytes are promised": ("kTile + kMask);\n        const", "kTile);\n        const", "more than were promised|where [0-9]+ are promised"),
-    "too many bytes are promised": ("kTile + kMask);\n        const", "kTile + 2 * kMask);\n        const", "deadlock.*wait for a counter"),
-    "a tile is copied to one block": ("rows, arrived + 8 * place, all)", "rows, arrived + 8 * place, 1 << rank)", "deadlock.*wait for a counter"),
-    "a tile is copied to a block too many": ("(1 << ranks) - 1", "(2 << ranks) - 1", "of a cluster of 2"),
-    "given back to its own block only": ("counter_arrive_at(freed + 8 * place, lane)", "counter_arrive_at(freed + 8 * place, rank)", "arrivals|race"),
-    "other blocks' readers do not count": ("freed + 8 * i, 4 * ranks", "freed + 8 * i, 4", "race|more arrivals"),
-    "given back before every lane has read": ("      __syncwarp();  // every lane has read\n", "", "race"),
-    "given back before it is read": (
-        "      for (int i = 0; i < 4; ++i) {\n",
-        "      if (lane < ranks) counter_arrive_at(freed + 8 * place, lane);\n      for (int i = 0; i < 4; ++i) {\n",
-        "race|more arrivals|before its asynchronous copy",
-    ),
-    "nobody waits for a free place": ("        counter_wait(freed + 8 * place, parity ^ 1);\n", "", "race|more arrivals|promised"),
-    "counters are not known to the cluster": ("  cluster_barrier();  // others arrive at them, too\n", "  __syncthreads();\n", "nobody has set up"),
-    "a block ends early": ("  cluster_barrier();  // a block", "  // a block", "block ended while|which has ended"),
-    "the swizzle is forgotten": ("(chunk ^ (row & 7))", "chunk", None),
-    "one warp asks for registers": ("    more_registers<160>();\n", "    if (warp == 0) more_registers<160>();\n", "deadlock.*setmaxnreg"),
-}  # fmt: skip
+CAUGHT = [
+    ("SKIP_WAIT", "before its asynchronous copy was waited for|nobody wrote"),
+    ("WAIT_FOR_LAST_PHASE", "nobody wrote|before its asynchronous copy"),
+    ("EXPECT_TOO_FEW_BYTES", "more than were promised|where [0-9]+ are promised"),
+    ("EXPECT_TOO_MANY_BYTES", "deadlock.*wait for an mbarrier"),
+    ("COPY_TILE_TO_ONE_BLOCK", "deadlock.*wait for an mbarrier"),
+    ("COPY_TO_A_BLOCK_TOO_MANY", "of a cluster of 2"),
+    ("FREE_FOR_OWN_BLOCK_ONLY", "arrivals|race"),
+    ("OTHER_READERS_NOT_COUNTED", "race|more arrivals"),
+    ("SKIP_SYNC_BEFORE_FREEING", "race"),
+    ("FREE_BEFORE_READING", "race|more arrivals|before its asynchronous copy"),
+    ("SKIP_FREE_WAIT", "race|more arrivals|promised"),
+    ("BARRIERS_UNKNOWN_TO_CLUSTER", "nobody has set up"),
+    ("BLOCK_ENDS_EARLY", "block ended while|which has ended"),
+    ("SKIP_SWIZZLE", None),
+    ("ONE_WARP_ASKS_FOR_REGISTERS", "deadlock.*setmaxnreg"),
+]
 
 
-@pytest.mark.parametrize("case", emulator.one_of_each(BROKEN, 2))
-def test_a_broken_kernel_is_caught(case, tmp_path):
-    old, new, words = BROKEN[case]
-    text = SOURCE.read_text()
-    assert text.count(old) == 1, "the line to break is gone"
-    path = tmp_path / "tile_maps.cu"
-    path.write_text(text.replace(old, new))
+@pytest.mark.parametrize(("fault", "words"), CAUGHT)
+def test_a_broken_kernel_is_caught(fault, words):
     m, masks, zeros = matrix(64, 640), matrix(5, 64), torch.zeros(2, 64, 640, dtype=torch.uint8)
-    kernel = Emulated(path, 90, INCLUDE)
-    if words is None:
-        assert not torch.equal(kernel.call("all", (m, masks), zeros, 64, 640, 2), (m ^ masks.repeat(1, 2).reshape(-1)).expand(2, -1, -1))
-    else:
-        with pytest.raises(EmulatorError, match=words):
-            kernel.call("all", (m, masks), zeros, 64, 640, 2)
+    want = (m ^ masks.repeat(1, 2).reshape(-1)).expand(2, -1, -1)
+    emulator.check_caught(kernels(), fault, words, lambda: (kernels().call("all", (m, masks), zeros, 64, 640, 2) != want).float().mean().item())
 
 
-def test_a_flag_that_nobody_sets(tmp_path):
-    path = tmp_path / "tile_maps.cu"
-    path.write_text(SOURCE.read_text().replace("  flag_set(flags + b);\n", ""))
+def test_a_flag_that_nobody_sets():
     x = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(EmulatorError, match="deadlock.*flag"):
-        Emulated(path, 90, INCLUDE).call("sums", (x, x), x, 3)
+    emulator.check_caught(kernels(), "FLAG_NOT_SET", "deadlock.*flag", lambda: kernels().call("sums", (x, x), x, 3))
 
 
 @pytest.mark.skipif(build.nvcc() is None, reason="nvcc is not installed: the CUDA sources are compiled where it is")

@@ -1,4 +1,4 @@
-"""The sparse form of wgmma (csrc/common/wgmma.cuh) on a CPU, against mma.sp, which was checked on hardware: sparse_products.cu through emulator.py."""
+"""The sparse form of wgmma (csrc/sm90/wgmma.cuh) on a CPU, against mma.sp, which was checked on hardware: sparse_products.cu through emulator.py."""
 
 from __future__ import annotations
 

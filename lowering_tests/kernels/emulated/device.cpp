@@ -249,7 +249,7 @@ void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], co
       128);
 }
 
-void wgmma_commit() {
+void wgmma_commit_group() {
   emulated::together("wgmma.commit", nullptr, [](void**) { queue().push_back({}); }, 128);  // tiles == 0: the end of a group
 }
 
@@ -310,7 +310,7 @@ void wgmma_wait_until(int open) {
 }
 
 // ldmatrix.x4: four 8x8 matrices of 16-bit numbers. Lane 8 i + r names row r of matrix i; lane 4 g + t receives pair t of row g of each.
-void load_matrices(uint32_t (&to)[4], Shared row) {
+void ldmatrix_x4(uint32_t (&to)[4], Shared row) {
   struct Mine {
     const uint8_t* row;
     uint32_t* to;
@@ -324,7 +324,7 @@ void load_matrices(uint32_t (&to)[4], Shared row) {
 }
 
 // stmatrix.x4.trans: lane 8 i + r names row r of matrix i; lane 4 g + t holds rows 2 t and 2 t + 1 of column g of each.
-void store_matrices_transposed(Shared row, const uint32_t (&from)[4]) {
+void stmatrix_x4_trans(Shared row, const uint32_t (&from)[4]) {
   struct Mine {
     uint8_t* row;
     const uint32_t* from;

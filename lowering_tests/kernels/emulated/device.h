@@ -1,4 +1,4 @@
-// C++ forms of the wrappers in csrc/common/device.cuh and launch.cuh: same names, same meaning.
+// C++ forms of the wrappers in csrc/common/device.cuh and csrc/sm90/ptx.cuh: same names, same meaning.
 #pragma once
 #include <type_traits>
 
@@ -11,16 +11,16 @@ inline uint8_t* dynamic_shared() { return emulated::dynamic_shared(); }
 using Shared = uint8_t*;
 inline Shared shared_address(void* p) { return (uint8_t*)p; }
 
-template <int BYTES> inline void copy_async(Shared shared, const void* global) { emulated::copy_async(shared, global, BYTES, BYTES); }
-template <int BYTES> inline void copy_async_or_zero(Shared shared, const void* global, bool live) { emulated::copy_async(shared, global, BYTES, live ? BYTES : 0); }
-template <int BYTES> inline void copy_async_up_to(Shared shared, const void* global, int bytes) { emulated::copy_async(shared, global, BYTES, bytes); }
-inline void copy_async_commit() { emulated::commit_copies(); }
-template <int OPEN> inline void copy_async_wait() { emulated::wait_copies(OPEN); }
+template <int BYTES> inline void cp_async(Shared shared, const void* global) { emulated::cp_async(shared, global, BYTES, BYTES); }
+template <int BYTES> inline void cp_async_zfill(Shared shared, const void* global, bool live) { emulated::cp_async(shared, global, BYTES, live ? BYTES : 0); }
+template <int BYTES> inline void cp_async_src_size(Shared shared, const void* global, int bytes) { emulated::cp_async(shared, global, BYTES, bytes); }
+inline void cp_async_commit_group() { emulated::commit_copies(); }
+template <int OPEN> inline void cp_async_wait_group() { emulated::wait_copies(OPEN); }
 
 inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline uint4 load_or_zero(const void* p, bool live) { return live ? *(const uint4*)p : uint4{}; }
-inline void wait_for_previous() { emulated::wait_for_previous(); }
-inline void let_next_begin() { emulated::let_next_begin(); }
+inline void griddepcontrol_wait() { emulated::griddepcontrol_wait(); }
+inline void griddepcontrol_launch_dependents() { emulated::griddepcontrol_launch_dependents(); }
 inline float load_float(const float* p) { return *p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
@@ -34,7 +34,7 @@ inline float shuffle_xor(float v, int mask) {
   });
   return mine.got;
 }
-inline uint32_t of_quad(uint32_t v, int t) {
+inline uint32_t shuffle_in_quad(uint32_t v, int t) {
   struct Lane {
     uint32_t v, got;
     int t;
@@ -55,7 +55,7 @@ inline int shuffle_up(int v, int by) {
   });
   return (int)mine.got;
 }
-inline uint32_t lanes_with(int v) {
+inline uint32_t match_any(int v) {
   Exchanged mine{v, 0, 0};
   emulated::together("a match", &mine, [](void** lanes) {
     for (int i = 0; i < 32; ++i)
@@ -67,43 +67,43 @@ inline void needed(float&) {}
 inline void needed(int&) {}
 inline int kept(int v) { return v; }
 inline int uniform(int v) { return v; }
-inline void barrier(int id, int threads) { emulated::block_barrier(id, threads); }
+inline void named_barrier_sync(int id, int threads) { emulated::block_barrier(id, threads); }
 
-// Barriers that count bytes. A counter has no bytes of its own here: it is known by its address.
-inline void counter_init(Shared counter, int arrivals) { emulated::counter_init(counter, arrivals); }
-inline void publish_counters() {}
-inline void counter_arrive(Shared counter) { emulated::counter_arrive(counter, 0); }
-inline void counter_promise(Shared counter, int bytes) { emulated::counter_arrive(counter, bytes); }
-inline void counter_wait(Shared counter, int parity) { emulated::counter_wait(counter, parity); }
-inline void counter_arrive_behind_copies(Shared counter) { copy_async_commit(), copy_async_wait<0>(), counter_arrive(counter); }
-inline void let_wgmma_see() { emulated::publish_writes(); }
-inline void counter_arrive_at(Shared counter, int rank) { emulated::counter_arrive_at(counter, rank); }
-inline void copy_bulk(Shared shared, const void* global, int bytes, Shared counter) { emulated::copy_bulk(shared, global, bytes, counter, 0); }
-inline void copy_bulk_to_cluster(Shared shared, const void* global, int bytes, Shared counter, uint16_t blocks) {
-  emulated::copy_bulk(shared, global, bytes, counter, blocks ? blocks : 1u << 16);
+// Barriers that count bytes. An mbarrier has no bytes of its own here: it is known by its address.
+inline void mbarrier_init(Shared mbarrier, int arrivals) { emulated::mbarrier_init(mbarrier, arrivals); }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive(Shared mbarrier) { emulated::mbarrier_arrive(mbarrier, 0); }
+inline void mbarrier_arrive_expect_tx(Shared mbarrier, int bytes) { emulated::mbarrier_arrive(mbarrier, bytes); }
+inline void mbarrier_wait_parity(Shared mbarrier, int parity) { emulated::mbarrier_wait_parity(mbarrier, parity); }
+inline void cp_async_mbarrier_arrive(Shared mbarrier) { cp_async_commit_group(), cp_async_wait_group<0>(), mbarrier_arrive(mbarrier); }
+inline void fence_proxy_async() { emulated::publish_writes(); }
+inline void mbarrier_arrive_remote(Shared mbarrier, int rank) { emulated::mbarrier_arrive_remote(mbarrier, rank); }
+inline void cp_async_bulk(Shared shared, const void* global, int bytes, Shared mbarrier) { emulated::cp_async_bulk(shared, global, bytes, mbarrier, 0); }
+inline void cp_async_bulk_multicast(Shared shared, const void* global, int bytes, Shared mbarrier, uint16_t blocks) {
+  emulated::cp_async_bulk(shared, global, bytes, mbarrier, blocks ? blocks : 1u << 16);
 }
 
-using TileMap = emulated::TileMap;
+using TensorMap = emulated::TensorMap;
 using Planes = emulated::Planes;
-inline cudaError_t plane_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
-  return emulated::make_tile_map(map, matrix, of, tile_planes, tile_rows, tile_bytes) ? cudaSuccess : cudaErrorInvalidValue;
+inline cudaError_t tensor_map_3d(TensorMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
+  return emulated::make_tensor_map(map, matrix, of, tile_planes, tile_rows, tile_bytes) ? cudaSuccess : cudaErrorInvalidValue;
 }
-inline cudaError_t tile_map(TileMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
-  return plane_map(map, matrix, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
+inline cudaError_t tensor_map_2d(TensorMap* map, const void* matrix, int64_t rows, int64_t row_bytes, int tile_rows, int tile_bytes) {
+  return tensor_map_3d(map, matrix, {row_bytes, rows, 1, row_bytes, 0}, 1, tile_rows, tile_bytes);
 }
-inline void prefetch_tile_map(const TileMap&) {}
-inline void copy_tile(Shared to, const TileMap& map, int byte, int row, Shared counter) { emulated::copy_tile(to, map, byte, row, 0, counter, 0); }
-inline void copy_planes(Shared to, const TileMap& map, int byte, int row, int plane, Shared counter) { emulated::copy_tile(to, map, byte, row, plane, counter, 0); }
-inline void copy_tile_to_cluster(Shared to, const TileMap& map, int byte, int row, Shared counter, uint16_t blocks) {
-  emulated::copy_tile(to, map, byte, row, 0, counter, blocks ? blocks : 1u << 16);
+inline void prefetch_tensor_map(const TensorMap&) {}
+inline void tma_load_2d(Shared to, const TensorMap& map, int byte, int row, Shared mbarrier) { emulated::tma_load_2d(to, map, byte, row, 0, mbarrier, 0); }
+inline void tma_load_3d(Shared to, const TensorMap& map, int byte, int row, int plane, Shared mbarrier) { emulated::tma_load_2d(to, map, byte, row, plane, mbarrier, 0); }
+inline void tma_load_2d_multicast(Shared to, const TensorMap& map, int byte, int row, Shared mbarrier, uint16_t blocks) {
+  emulated::tma_load_2d(to, map, byte, row, 0, mbarrier, blocks ? blocks : 1u << 16);
 }
 
 void set_registers();
-template <int N> inline void more_registers() {
+template <int N> inline void setmaxnreg_inc() {
   static_assert(N % 8 == 0 && N >= 24 && N <= 256);
   set_registers();
 }
-template <int N> inline void fewer_registers() { more_registers<N>(); }
+template <int N> inline void setmaxnreg_dec() { setmaxnreg_inc<N>(); }
 
 inline void flag_set(int* flag) { emulated::flag_set(flag); }
 inline int flag_get(const int* flag) {  // who asks for a flag that is not set has nothing else to do
@@ -111,21 +111,21 @@ inline int flag_get(const int* flag) {  // who asks for a flag that is not set h
   return *flag;
 }
 
-inline void let_second_begin() {}  // launch_second() begins when it has ended
-inline void wait_for_first() {}
+inline void pdl_trigger_in_call() {}  // launch_second() begins when it has ended
+inline void pdl_wait_in_call() {}
 
 inline int cluster_size() { return emulated::cluster_size(); }
 inline int cluster_rank() { return emulated::cluster_rank(); }
-inline void cluster_barrier() { emulated::cluster_barrier(); }
-template <typename T> inline const T* of_block(const T* shared, int rank) { return (const T*)emulated::other_block((void*)shared, rank); }
+inline void cluster_sync() { emulated::cluster_sync(); }
+template <typename T> inline const T* map_to_rank(const T* shared, int rank) { return (const T*)emulated::other_block((void*)shared, rank); }
 
 // Bodies in device.cpp; kHalf: float16 instead of bfloat16.
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]);
 void mma_sparse(bool half, int selector, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
 void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales);
-void load_matrices(uint32_t (&to)[4], Shared row);
-void store_matrices_transposed(Shared row, const uint32_t (&from)[4]);
+void ldmatrix_x4(uint32_t (&to)[4], Shared row);
+void stmatrix_x4_trans(Shared row, const uint32_t (&from)[4]);
 
 template <typename T> constexpr bool kHalf = false;
 template <> inline constexpr bool kHalf<__half> = true;
@@ -146,26 +146,26 @@ inline uint32_t pick_signed_byte(uint32_t v, uint32_t selector) { return __byte_
 template <uint32_t MASK> inline uint32_t masked(uint32_t v) { return v & MASK; }
 template <uint32_t MASK> inline uint32_t masked_or(uint32_t a, uint32_t b) { return (a & MASK) | b; }
 
-template <typename T> inline void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+template <typename T> inline void mma_m16n8k16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   mma_dense(kHalf<T>, c, {a0, a1, a2, a3}, {b0, b1, 0, 0});
 }
 template <typename T, int SELECTOR = 0>
-inline void mma_sparse16832(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3, uint32_t meta) {
+inline void mma_sp_m16n8k32(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3, uint32_t meta) {
   mma_sparse(kHalf<T>, SELECTOR, c, {a0, a1, a2, a3}, {b0, b1, b2, b3}, meta);
 }
 
-// wgmma (csrc/common/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.
+// wgmma (csrc/sm90/wgmma.cuh) works when it is waited for, on the registers it was given and on what shared memory holds then.
 enum Type { kBfloat16, kFloat16, kE4M3 };
 struct E4M3;
 template <typename T> constexpr Type kType = std::is_same_v<T, E4M3> ? kE4M3 : kHalf<T> ? kFloat16 : kBfloat16;
 // selector < 0: A is dense.
 void wgmma_issue(Type type, float (*d)[4], int tiles, const uint32_t (&a)[4], const uint8_t* tile, uint32_t meta = 0, int selector = -1);
 void wgmma_fence();
-void wgmma_commit();
+void wgmma_commit_group();
 void wgmma_wait_until(int open);
-template <int TILES> inline void wgmma_sums(float (&)[TILES][4]) {}
+template <int TILES> inline void wgmma_fence_operand(float (&)[TILES][4]) {}
 template <int OPEN> inline void wgmma_wait() { wgmma_wait_until(OPEN); }
-inline Shared tile_of(Shared tile, int bytes) { return tile + bytes; }
+inline Shared wgmma_descriptor(Shared tile, int bytes) { return tile + bytes; }
 template <typename T, int TILES> inline void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, Shared b) {
   wgmma_issue(kType<T>, d, TILES, {a0, a1, a2, a3}, b);
 }

@@ -1,7 +1,7 @@
 // A CUDA-shaped world on a CPU, for tests: csrc/*.cu compiled with a C++ compiler against this folder run here as they are.
 //
 // The analogue of Triton's interpreter. Threads of a block (of all blocks of a cluster) are fibers; a warp-wide instruction,
-// a shuffle or a barrier waits until its threads have met. What the headers of csrc/common/device.cuh wrap in PTX on a GPU
+// a shuffle or a barrier waits until its threads have met. What csrc/common/device.cuh and csrc/sm90/ wrap in PTX on a GPU
 // has its C++ form in device.h. The compiler reports every memory access to runtime.cpp (it is run with -fsanitize=thread
 // against a runtime of our own), which checks what compute-sanitizer would: bounds, alignment, reads of what nobody wrote,
 // reads of an asynchronous copy that has not been waited for, and races between threads that no barrier separates.
@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <type_traits>
 
 struct dim3 {
   unsigned x, y, z;
@@ -27,12 +28,12 @@ const Place& place();
 
 uint8_t* dynamic_shared();
 void check(const void* address, int bytes, bool write);  // as the compiler does for every access
-void copy_async(void* shared, const void* global, int bytes, int from_global);  // the rest, up to bytes, is zero
+void cp_async(void* shared, const void* global, int bytes, int from_global);  // the rest, up to bytes, is zero
 void commit_copies();
 void wait_copies(int groups_still_open);
 void warp_barrier();
 void block_barrier(int id, int threads);
-void cluster_barrier();
+void cluster_sync();
 int cluster_rank();
 int cluster_size();
 void* other_block(void* shared, int rank);
@@ -46,35 +47,44 @@ void publish_writes();
 void check_published(const void* address, int bytes);
 
 // Barriers in shared memory that count arrivals and bytes, and copies that report to them.
-void counter_init(const void* counter, int arrivals);
-void counter_arrive(const void* counter, int bytes);  // and promises so many bytes
-void counter_arrive_at(const void* counter, int rank);
-void counter_wait(const void* counter, int parity);
+void mbarrier_init(const void* mbarrier, int arrivals);
+void mbarrier_arrive(const void* mbarrier, int bytes);  // and promises so many bytes
+void mbarrier_arrive_remote(const void* mbarrier, int rank);
+void mbarrier_wait_parity(const void* mbarrier, int parity);
 
 // `blocks`: a bit for each block of the cluster to which it is copied, to the same place in each; 0: the calling block.
-void copy_bulk(void* shared, const void* global, int bytes, const void* counter, unsigned blocks);
+void cp_async_bulk(void* shared, const void* global, int bytes, const void* mbarrier, unsigned blocks);
 
 struct Planes {
   int64_t row_bytes, rows, planes, row_pitch, plane_pitch;
 };
-struct TileMap {
+struct TensorMap {
   const uint8_t* matrix;
   Planes of;
   int tile_planes, tile_rows, tile_bytes;
 };
-bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes);
-void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, const void* counter, unsigned blocks);
+bool make_tensor_map(TensorMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes);
+void tma_load_2d(void* shared, const TensorMap& map, int byte, int row, int plane, const void* mbarrier, unsigned blocks);
 
 // Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
 void flag_wait(const int* flag);
 
+// FP4_FAULT(NAME) in a kernel is true while the test has switched on the fault of that name.
+constexpr unsigned fault_id(const char* name) {
+  unsigned id = 2166136261u;  // FNV-1a
+  for (; *name; ++name) id = (id ^ (unsigned char)*name) * 16777619u;
+  return id;
+}
+__attribute__((const)) bool fault(unsigned id);  // the same for all of a call
+#define FP4_FAULT(name) (emulated::fault(std::integral_constant<unsigned, emulated::fault_id(#name)>::value))
+
 int launch_number();
 int warpgroup();
 
 // Programmatic dependent launch: until a thread has waited it may touch no global memory but what the test called constant.
-void wait_for_previous();
-void let_next_begin();
+void griddepcontrol_wait();
+void griddepcontrol_launch_dependents();
 
 int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, const std::function<void()>& kernel);
 

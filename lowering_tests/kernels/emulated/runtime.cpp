@@ -53,7 +53,7 @@ struct Copy {
   int bytes, from_global, before = 0;  // so many zeros before what comes from global memory, zeros behind it
 };
 
-struct Counter {
+struct Mbarrier {
   int arrivals, left, bytes = 0, phase = 0;  // bytes: promised, less those that have come; another block's may come before they are promised
   Time set_up = 0;
   std::vector<Copy> coming, copies;                     // of this phase; of those that are over: they land when somebody waits
@@ -69,7 +69,7 @@ struct Block {
   std::vector<Word> words;
   Barrier named[kNamed], warp[kMaxWarps], meet[kMaxWarps], meet_four[kMaxWarps];  // meet: registers of a warp, of four; not memory
   void* operands[kMaxWarps][kLanes];
-  std::map<const void*, Counter> counters;
+  std::map<const void*, Mbarrier> mbarriers;
   Time published[kMaxWarps] = {};  // when each warp last published writes
 };
 
@@ -86,7 +86,7 @@ struct Fiber {
   const int* flag;  // waits until it is set
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
-  std::set<Counter*> waited;  // since it last published writes
+  std::set<Mbarrier*> waited;  // since it last published writes
   int warp_of_all() const { return block->first_warp + warp; }
 };
 
@@ -164,14 +164,14 @@ bool separated_now(const Block& block, int warp_a, int warp_b, Time time) {
   if (warp_a == warp_b && block.warp[warp_b - block.first_warp].completed > time) return true;
   for (const Barrier& b : block.named)
     if (b.completed > time && b.warps[warp_a] && b.warps[warp_b]) return true;
-  for (const auto& [address, c] : block.counters)
+  for (const auto& [address, c] : block.mbarriers)
     if (c.done.completed > time && c.waited[warp_b])
       for (const auto& [warp, when] : c.arrived)
         if (warp == warp_a && when > time) return true;
   return false;
 }
 
-// Has a barrier that both took part in completed after `time`, or a counter of b's block at which a arrived and for which b has waited? `block` is b's.
+// Has a barrier that both took part in completed after `time`, or an mbarrier of b's block at which a arrived and for which b has waited? `block` is b's.
 bool separated(const Block& block, int warp_a, int warp_b, Time time) {
   if (the->cluster.completed > time) return true;
   struct Answer {
@@ -269,13 +269,13 @@ void land(const Copy& c, bool published) {
   memcpy(c.to + c.before, c.from, c.from_global);
 }
 
-// Of a cluster, a block may end once what others do to its shared memory has been waited for: by a cluster barrier, or at the counters.
+// Of a cluster, a block may end once what others do to its shared memory has been waited for: by a cluster barrier, or at the mbarriers.
 void check_ended(const Block& block) {
-  for (const auto& [address, c] : block.counters) {
+  for (const auto& [address, c] : block.mbarriers) {
     if (!c.coming.empty() || !c.copies.empty()) fail("a block ended with copies for which nobody waited");
     for (const auto& phase : {c.arriving, c.waited.any() ? decltype(c.arrived)() : c.arrived})
       for (const auto& [warp, when] : phase)
-        if (warp / (the->threads / kLanes) != block.rank && when > the->cluster.completed) fail("a block ended while others may still use its counters");
+        if (warp / (the->threads / kLanes) != block.rank && when > the->cluster.completed) fail("a block ended while others may still use its mbarriers");
   }
 }
 
@@ -351,7 +351,7 @@ void check(const void* address, int bytes, bool write) {
   if (current) access((const uint8_t*)address, bytes, write, false);
 }
 
-void copy_async(void* shared, const void* global, int bytes, int from_global) {
+void cp_async(void* shared, const void* global, int bytes, int from_global) {
   if ((uintptr_t)shared % bytes || (uintptr_t)global % bytes) fail("asynchronous copy of %d bytes between misaligned addresses", bytes);
   if (from_global) access((const uint8_t*)global, from_global, false, false);
   access((uint8_t*)shared, bytes, true, true);  // it may land at any time from now on
@@ -382,7 +382,7 @@ void block_barrier(int id, int threads) {
   arrive(current->block->named[id], threads, "block barrier");
 }
 
-void cluster_barrier() { arrive(the->cluster, the->fibers.size(), "cluster barrier"); }
+void cluster_sync() { arrive(the->cluster, the->fibers.size(), "cluster barrier"); }
 int cluster_rank() { return current->block->rank; }
 int cluster_size() { return the->blocks.size(); }
 
@@ -394,17 +394,17 @@ void* other_block(void* shared, int rank) {
 void publish_writes() {
   Block& block = *current->block;
   block.published[current->warp] = ++the->now;
-  for (Counter* c : current->waited)
+  for (Mbarrier* c : current->waited)
     if (c->waited[current->warp_of_all()]) c->published.set(current->warp_of_all());
   current->waited.clear();
 }
 
-// Has warp b, once a barrier or a counter had separated it from a's writing at `time`, published what was written?
+// Has warp b, once a barrier or an mbarrier had separated it from a's writing at `time`, published what was written?
 bool published_behind(const Block& block, int warp_a, int warp_b, Time time) {
   for (const Barrier& b : block.named)
     for (auto past = b.past.rbegin(); past != b.past.rend() && past->first > time; ++past)  // in the order of their times
       if (past->second[warp_a] && past->second[warp_b] && block.published[warp_b - block.first_warp] > past->first) return true;
-  for (const auto& [address, c] : block.counters)
+  for (const auto& [address, c] : block.mbarriers)
     if (c.done.completed > time && c.published[warp_b])
       for (const auto& [warp, when] : c.arrived)
         if (warp == warp_a && when > time) return true;
@@ -428,16 +428,16 @@ void check_published(const void* address, int bytes) {
   }
 }
 
-Counter& counter(const void* address, const Block& block) {
+Mbarrier& mbarrier(const void* address, const Block& block) {
   const bool own = &block == current->block;
   const char* there = (const char*)address + (block.shared - current->block->shared);
-  if (!block.live) fail("a counter of block rank %d, which has ended", block.rank);
-  const auto found = the->blocks[block.rank]->counters.find(there);
-  if (found == block.counters.end() || (!own && the->cluster.completed <= found->second.set_up)) fail("a counter that nobody has set up");
+  if (!block.live) fail("an mbarrier of block rank %d, which has ended", block.rank);
+  const auto found = the->blocks[block.rank]->mbarriers.find(there);
+  if (found == block.mbarriers.end() || (!own && the->cluster.completed <= found->second.set_up)) fail("an mbarrier that nobody has set up");
   return found->second;
 }
 
-void complete(Counter& c) {
+void complete(Mbarrier& c) {
   if (c.left) return;
   if (c.bytes < 0) fail("%d bytes more than were promised", -c.bytes);
   if (c.bytes) return;
@@ -454,32 +454,32 @@ void complete(Counter& c) {
   ++orders;
 }
 
-void counter_init(const void* address, int arrivals) {
-  if ((uintptr_t)address % 8) fail("a counter is not 8-byte aligned");
+void mbarrier_init(const void* address, int arrivals) {
+  if ((uintptr_t)address % 8) fail("an mbarrier is not 8-byte aligned");
   access((const uint8_t*)address, 8, true, false);
-  Counter& c = current->block->counters[address] = {arrivals, arrivals};
+  Mbarrier& c = current->block->mbarriers[address] = {arrivals, arrivals};
   c.set_up = the->now;
   ++orders;
 }
 
-void arrive_at(Counter& c, int bytes) {
-  if (!c.left) fail("more arrivals at a counter than it counts");
+void arrive_at(Mbarrier& c, int bytes) {
+  if (!c.left) fail("more arrivals at an mbarrier than it counts");
   c.arriving.emplace_back(current->warp_of_all(), ++the->now);
   c.bytes += bytes;
   --c.left;
   complete(c);
 }
 
-void counter_arrive(const void* address, int bytes) { arrive_at(counter(address, *current->block), bytes); }
+void mbarrier_arrive(const void* address, int bytes) { arrive_at(mbarrier(address, *current->block), bytes); }
 
-void counter_arrive_at(const void* address, int rank) {
+void mbarrier_arrive_remote(const void* address, int rank) {
   if (rank < 0 || rank >= cluster_size()) fail("block rank %d in a cluster of %d", rank, cluster_size());
-  arrive_at(counter(address, *the->blocks[rank]), 0);
+  arrive_at(mbarrier(address, *the->blocks[rank]), 0);
 }
 
-void counter_wait(const void* address, int parity) {
-  Counter& c = counter(address, *current->block);
-  c.done.what = "wait for a counter";
+void mbarrier_wait_parity(const void* address, int parity) {
+  Mbarrier& c = mbarrier(address, *current->block);
+  c.done.what = "wait for an mbarrier";
   while (c.phase == parity) block_on(c.done);
   c.waited.set(current->warp_of_all());
   ++orders;
@@ -488,7 +488,7 @@ void counter_wait(const void* address, int parity) {
   c.copies.clear();
 }
 
-// All parts of one copy, which the counters see when it is complete.
+// All parts of one copy, which the mbarriers see when it is complete.
 void copy_parts(const std::vector<Copy>& parts, int bytes, const void* address, unsigned blocks) {
   const int own = cluster_rank();
   if (!blocks) blocks = 1u << own;
@@ -497,7 +497,7 @@ void copy_parts(const std::vector<Copy>& parts, int bytes, const void* address, 
     if (part.from_global) access(part.from, part.from_global, false, false);
   for (auto& block : the->blocks) {
     if (!(blocks >> block->rank & 1)) continue;
-    Counter& c = counter(address, *block);
+    Mbarrier& c = mbarrier(address, *block);
     if (c.bytes < bytes && (block->rank == own || !c.left)) fail("a bulk copy of %d bytes where %d are promised", bytes, c.bytes);
     for (Copy part : parts) {
       part.to += block->shared - current->block->shared;
@@ -514,13 +514,13 @@ void copy_parts(const std::vector<Copy>& parts, int bytes, const void* address, 
   }
 }
 
-void copy_bulk(void* shared, const void* global, int bytes, const void* address, unsigned blocks) {
+void cp_async_bulk(void* shared, const void* global, int bytes, const void* address, unsigned blocks) {
   if ((uintptr_t)shared % 16 || (uintptr_t)global % 16 || bytes % 16) fail("a bulk copy of %d bytes between misaligned addresses", bytes);
   copy_parts({{(uint8_t*)shared, (const uint8_t*)global, bytes, bytes}}, bytes, address, blocks);
 }
 
 // What cuTensorMapEncodeTiled accepts for bytes.
-bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
+bool make_tensor_map(TensorMap* map, const void* matrix, const Planes& of, int tile_planes, int tile_rows, int tile_bytes) {
   *map = {(const uint8_t*)matrix, of, tile_planes, tile_rows, tile_bytes};
   const int64_t most = int64_t(1) << 32;
   const bool known = tile_bytes == 16 || tile_bytes == 32 || tile_bytes == 64 || tile_bytes == 128;
@@ -530,7 +530,7 @@ bool make_tile_map(TileMap* map, const void* matrix, const Planes& of, int tile_
          tile_rows <= 256 && tile_planes >= 1 && tile_planes <= 256;
 }
 
-void copy_tile(void* shared, const TileMap& map, int byte, int row, int plane, const void* address, unsigned blocks) {
+void tma_load_2d(void* shared, const TensorMap& map, int byte, int row, int plane, const void* address, unsigned blocks) {
   const int repeats = std::max(128, map.tile_bytes == 16 ? 0 : 8 * map.tile_bytes);  // bytes behind which the swizzle repeats
   const size_t start = (uint8_t*)shared - current->block->shared;
   if (byte % 16) fail("a tile from byte %d of a row, not a multiple of 16: an illegal instruction", byte);
@@ -564,11 +564,14 @@ void flag_wait(const int* flag) {
   leave();
 }
 
-void wait_for_previous() { current->began_early = false; }
+void griddepcontrol_wait() { current->began_early = false; }
 
-void let_next_begin() {
+void griddepcontrol_launch_dependents() {
   if (current->began_early) fail("the next kernel may begin before this one has waited for the previous one");
 }
+
+unsigned active_fault = 0;
+bool fault(unsigned id) { return id == active_fault; }
 
 int launch_number() { return launches; }
 int warpgroup() { return current->warp / 4; }
@@ -683,6 +686,9 @@ void emulator_constant(const void* start, size_t bytes) { emulated::constants.pu
 
 // What went wrong in the last launch, or an empty string.
 const char* emulator_message() { return emulated::message; }
+
+// The fault of this name is on in all launches from now on; none if the name is empty.
+void emulator_fault(const char* name) { emulated::active_fault = *name ? emulated::fault_id(name) : 0; }
 
 // 0: threads run in order; else they are shuffled.
 void emulator_seed(unsigned seed) { emulated::seed = seed; }

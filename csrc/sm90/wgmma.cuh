@@ -2,12 +2,12 @@
 //
 // A and D lie as in mma.m16n8k16, warp w of the warpgroup holding rows 16w .. 16w + 15. B lies in shared memory token by token:
 // 128 bytes (64 k) a token, 16-byte chunk c of token n at place c ^ (n % 8), the tile at a multiple of 1024 bytes.
-// Sparse A (2:4): 32 k and 64 bytes of a token a product; A's registers and metadata lie as in mma_sparse16832(), but lanes 4g + 2 SELECTOR and the next one
+// Sparse A (2:4): 32 k and 64 bytes of a token a product; A's registers and metadata lie as in mma_sp_m16n8k32(), but lanes 4g + 2 SELECTOR and the next one
 // hold the metadata.
 // E4M3: 32 k in the same bytes, four k where a register holds two else: a0 of lane 4g + t is row g, k = 4t .. 4t + 3, a2 those + 16. Sparse: 64 k; a0 holds what is
 // kept of k = 8t .. 8t + 7, a2 of those + 32; every lane holds metadata (SELECTOR 0): lane 4g + t that of row g + 8 (t % 2), k = 32 (t / 2) onwards.
 #pragma once
-#include "device.cuh"
+#include "ptx.cuh"
 
 namespace fp4 {
 struct E4M3 {};  // names the type of products
@@ -18,12 +18,12 @@ namespace fp4 {
 
 // Before the first wgmma, and after every change of registers that one reads.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most OPEN groups are in flight. Until then neither their sums nor registers nor tiles in shared memory may be touched.
 template <int OPEN> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(OPEN) : "memory"); }
 
 // Behind wgmma_wait<0>(): from here on the compiler may read the sums, which it does not know the wait to be about.
-template <int TILES> __device__ __forceinline__ void wgmma_sums(float (&d)[TILES][4]) {
+template <int TILES> __device__ __forceinline__ void wgmma_fence_operand(float (&d)[TILES][4]) {
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -32,7 +32,7 @@ template <int TILES> __device__ __forceinline__ void wgmma_sums(float (&d)[TILES
 
 // What lies `bytes` behind the beginning of a tile, as wgmma takes it: the low half of a descriptor. The high half is the same for all:
 // 128-byte swizzle, eight tokens every 1024 bytes.
-__device__ __forceinline__ uint32_t tile_of(Shared tile, int bytes) { return (tile >> 4 | 1 << 16) + (bytes >> 4); }
+__device__ __forceinline__ uint32_t wgmma_descriptor(Shared tile, int bytes) { return (tile >> 4 | 1 << 16) + (bytes >> 4); }
 
 template <typename T, int TILES> struct Wgmma;
 template <typename T, int TILES> struct WgmmaSparse;
