@@ -293,7 +293,10 @@ inline int multiprocessors() {
   return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
 }
 
-// Where a kernel is launched; early: it may begin while the one before it is still running.
+// Each kernel chooses its tile itself, in the function best() of its source: a compiled graph whose M is symbolic calls the kernel without Python in between, so
+// M is not known before. A caller that names a tile gets that one, which is for benchmarks and tests.
+
+// Where a kernel is launched; early: by programmatic dependent launch, so that it may start while the kernel before it in the stream still runs.
 struct Stream {
   cudaStream_t at;
   bool early;

@@ -123,15 +123,16 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   constexpr bool kShares = BLOCKS == Blocks::kShare;
   uint8_t* shared = dynamic_shared() + S::kTable;
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
-  // Stages that have arrived and that are free; activations count by halves.
-  const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
+  // Half a stage of activations is copied, waited for and freed by itself.
+  const auto w_ring = Ring<>::at(shared_address(shared + S::kRings), S::kWStages);
+  const auto x_ring = Ring<2>::at(w_ring.end(S::kWStages), S::kXStages);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank();
   const int row_tiles = BLOCKS == Blocks::kStream ? (N / kParts + kColumns - 1) / kColumns : kShares ? 2 * gridDim.x : gridDim.x;
   Work<BLOCKS> work(units, (K + kWideK - 1) / kWideK);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, ROWS / 16);
-    for (int i = 0; i < 2 * S::kXStages; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, ROWS / 16 * (kShares ? 2 : 1));
+    w_ring.init(S::kWStages, 1, ROWS / 16);
+    x_ring.init(S::kXStages, 1, ROWS / 16 * (kShares ? 2 : 1));
     fence_mbarrier_init();
   }
   if (threadIdx.x == S::kConsumers) {
@@ -151,8 +152,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       for (int early = S::kEarly; work.left > 0; work.next())
         for (int k = work.k; k < work.k + work.count(); ++k) {
           if (early-- == 0) griddepcontrol_wait();  // copies of one block are served in order: activations are not to wait for a full ring
-          mbarrier_wait_parity(w_free + 8 * at.i, at.parity ^ 1);
-          const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
+          w_ring.acquire(at);
+          const Shared to = weights + at.i * S::kWeights, full = w_ring.of(at);
           mbarrier_arrive_expect_tx(full, MAPPED && !FP4_FAULT(EXPECT_CODES_ONLY) ? S::kWeights : S::kCodes);
 #pragma unroll
           for (int p = 0; p < kParts; ++p) {
@@ -169,8 +170,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
         const int m0 = work.tile / row_tiles * tile_tokens;
         for (int k = work.k; k < work.k + work.count(); ++k, at.next())
           for (int h = 0; h < 2; ++h) {
-            const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
-            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) mbarrier_wait_parity(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+            const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_ring.of(at, h);
+            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) x_ring.acquire(at, h);
             mbarrier_arrive_expect_tx(full, tile_tokens * 256);
             const int byte = k * (2 * kWideK) + h * kWideK;
             if constexpr (kShares) {  // each of the two copies one of the half's two tiles
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   Place<S::kXStages> x_at;
   w.next(k_group), x_at.next(k_group);
   bool frees = false;  // this lane gives back the half that was multiplied last
-  Shared last_half = x_free;
+  Shared last_half = x_ring.free;
 
   for (; work.left > 0; work.next()) {
     float acc[TOKENS / 8][4] = {};
@@ -224,14 +225,14 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     if (!MAPPED && work.k + k_group < last) load_scales(work.k + k_group);
 #pragma unroll 1
     for (int k = work.k + k_group; k < last; k += KGROUPS) {
-      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
-      if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) mbarrier_arrive(w_free + 8 * w.i);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
+      if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) w_ring.release(w);
       const int stage = w.i * S::kWeights;
       uint32_t s[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) s[h] = MAPPED ? *(const uint32_t*)(shared + my_scales + stage + h * 128) : ahead[h];
       if (!MAPPED && k + KGROUPS < last) load_scales(k + KGROUPS);
-      const Shared half = x_full + 16 * x_at.i;
+      const Shared half = x_ring.of(x_at);
       multiply_step<T, TOKENS, S::kBatch, kByTable<ROWS, TOKENS>>(
           acc, [&](int h, int c) { return *(const uint4*)(shared + (my_codes + stage ^ c * 16) + h * 1024); }, s,
           activations + x_at.i * kActivations<TOKENS>, table, own, 4 * lane, [&](int j) { if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(half + 8 * j, x_at.parity); },
@@ -241,10 +242,10 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
               if constexpr (kShares) mbarrier_arrive_remote(last_half, rank ^ 1);
             }
             frees = lane == 0;
-            last_half = x_free + 16 * x_at.i + 8 * j;
+            last_half = x_ring.free_of(x_at, j);
           });
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(w_free + 8 * w.i);
+      if (lane == 0) w_ring.release(w);
       w.next(KGROUPS), x_at.next(KGROUPS);
     }
     wgmma_wait<0>();

@@ -108,14 +108,15 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
   constexpr int kTiles = S::kTiles;
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
-  // Stages that have arrived and that are free: in both blocks of the cluster, for activations.
-  const Shared w_full = weights + S::kMbarriers, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 8 * S::kXStages;
+  // A stage of activations is free when the consumers of both blocks of the cluster have left it.
+  const auto w_ring = Ring<>::at(weights + S::kMbarriers, S::kWStages);
+  const auto x_ring = Ring<>::at(w_ring.end(S::kWStages), S::kXStages);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank(), steps = K / kWideK;
   Work<SPLITS> work(count_tiles, streamed, steps);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, FP4_FAULT(ONE_WARP_FREES_WEIGHTS) ? 1 : kConsumers / 32);
-    for (int i = 0; i < S::kXStages; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, kBlocks * kConsumers / 32);
+    w_ring.init(S::kWStages, 1, FP4_FAULT(ONE_WARP_FREES_WEIGHTS) ? 1 : kConsumers / 32);
+    x_ring.init(S::kXStages, 1, kBlocks * kConsumers / 32);
     fence_mbarrier_init();
   }
   if (threadIdx.x == kConsumers) Weight::prefetch(weight);
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
       while (work.left > 0) {
         const int count = work.count(), row = (work.tile / places * kBlocks + rank) * kRows;
         for (int k = work.k; k < work.k + count; ++k, at.next()) {
-          const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
-          mbarrier_wait_parity(w_free + 8 * at.i, at.parity ^ 1);
+          const Shared to = weights + at.i * S::kWeights, full = w_ring.of(at);
+          w_ring.acquire(at);
           mbarrier_arrive_expect_tx(full, S::kWeights);
           Weight::fetch(to, weight, k, row, full);
         }
@@ -144,9 +145,9 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
       while (work.left > 0) {
         const int count = work.count(), m = work.tile % places * tile_tokens + rank * mine;
         for (int half = 2 * work.k; half < 2 * (work.k + count); ++half, at.next()) {
-          if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) mbarrier_wait_parity(x_free + 8 * at.i, at.parity ^ 1);
-          mbarrier_arrive_expect_tx(x_full + 8 * at.i, tile_tokens * 128);
-          tma_load_2d_multicast(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_full + 8 * at.i, (1 << kBlocks) - 1);
+          if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) x_ring.acquire(at);
+          mbarrier_arrive_expect_tx(x_ring.of(at), tile_tokens * 128);
+          tma_load_2d_multicast(activations + at.i * S::kHalf + rank * mine * 128, tokens, half * 128, m, x_ring.of(at), (1 << kBlocks) - 1);
         }
         work.next(count);
       }
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
   Place<S::kWStages> w;
   Place<S::kXStages> x;
   bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
-  Shared last_half = x_free;
+  Shared last_half = x_ring.free;
 
   while (work.left > 0) {
     const int count = work.count(), k = work.k, tile = work.tile, m0 = tile % places * tile_tokens, n0 = (tile / places * kBlocks + rank) * kRows;
@@ -178,21 +179,21 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     float acc[kTiles][4] = {};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
       rows.multiply(
           acc, w.i * S::kWeights, N - n0 - local,
           [&](int) {
-            if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(x_full + 8 * x.i, x.parity);
+            if (!FP4_FAULT(SKIP_TOKENS_WAIT)) x_ring.wait(x);
             return activations + x.i * S::kHalf;
           },
           [&](int) {
             if (frees && !(lane && FP4_FAULT(OTHER_BLOCK_NOT_TOLD))) mbarrier_arrive_remote(last_half, lane);
             frees = lane < kBlocks;
-            last_half = x_free + 8 * x.i;
+            last_half = x_ring.free_of(x);
             x.next();
           });
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(w_free + 8 * w.i);
+      if (lane == 0) w_ring.release(w);
       w.next();
     }
     wgmma_wait<0>();

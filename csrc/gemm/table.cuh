@@ -27,7 +27,7 @@ template <int BYTES> __device__ __forceinline__ int place_of(int c, int r) {
 
 // By one thread: `full` are completed by what is fetched, `free` by `readers` warps a step.
 __device__ __forceinline__ void init_ring(Shared full, Shared free, int stages, int readers) {
-  for (int i = 0; i < stages; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(free + 8 * i, readers);
+  Ring<>{full, free}.init(stages, 1, readers);
   fence_mbarrier_init();
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "../sm90/pipeline.cuh"
 #include "../sm90/wgmma.cuh"
 #include "weights.cuh"
 
@@ -54,15 +55,6 @@ cudaError_t launch_sharing(bool share, int* flags, void (*kernel)(P...), dim3 bl
   const cudaError_t status = launch(clear_flags<kFlags>, dim3(1), kFlags, 0, 1, stream, flags);
   return status == cudaSuccess ? launch_second(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...) : status;
 }
-
-// A place in a ring of STAGES, and the parity of its phase.
-template <int STAGES> struct Place {
-  int i = 0, parity = 0;
-  __device__ __forceinline__ void next(int steps = 1) {  // at most STAGES
-    i += steps;
-    if (i >= STAGES) i -= STAGES, parity ^= 1;
-  }
-};
 
 // Bytes of shared memory that sum_k_groups_and_store needs.
 template <int ROWS> constexpr int kSumPitch = ROWS + 4;

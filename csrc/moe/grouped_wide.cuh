@@ -164,14 +164,15 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   const int team = S::kTeams > 1 ? uniform(threadIdx.x / S::kThreads) : 0;
   uint8_t* shared = dynamic_shared() + S::kTable + (FP4_FAULT(TEAMS_SHARE_RINGS) ? 0 : team * S::kTeamBytes);
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
-  const Shared w_full = weights + S::kRings + GROUPS * S::kStaging, w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * X_STAGES;
+  const auto w_ring = Ring<>::at(weights + S::kRings + GROUPS * S::kStaging, S::kWStages);
+  const auto x_ring = Ring<2>::at(w_ring.end(S::kWStages), X_STAGES);
   const int warp = (threadIdx.x >> 5) - team * (S::kThreads / 32), lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
   constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : SHIFTED ? 56 : 40;  // registers of those who fetch
   // SHIFTED: bytes from four rows' beginning to the scales of row i of four, of gates or ups.
   auto scales_at = [&](int i, int half) { return SHIFTED ? (UP && between.interleaved ? 2 * i + half : i) * (K / 16) : 0; };
   if (threadIdx.x == team * S::kThreads) {
-    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, 4 * GROUPS);
-    for (int i = 0; i < 2 * X_STAGES; ++i) mbarrier_init(x_full + 8 * i, GATHERED ? 64 : 1), mbarrier_init(x_free + 8 * i, 4 * GROUPS);
+    w_ring.init(S::kWStages, 1, 4 * GROUPS);
+    x_ring.init(X_STAGES, GATHERED ? 64 : 1, 4 * GROUPS);
     fence_mbarrier_init();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tensor_map(codes);
@@ -190,8 +191,8 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
         const int row = UP ? items.group % S::kOfBlock * (8 * S::kSets) : items.expert * N + items.group * S::kRows;
         const int plane = UP ? items.expert * planes + items.group / S::kOfBlock * 4 : 0;
         for (int k = 0; k < steps; ++k, w.next()) {
-          const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
-          mbarrier_wait_parity(w_free + 8 * w.i, w.parity ^ 1);
+          const Shared to = weights + w.i * S::kWeights, full = w_ring.of(w);
+          w_ring.acquire(w);
           mbarrier_arrive_expect_tx(full, S::kWeights);
           if constexpr (UP) {
             tma_load_3d(to, codes, k * 128, row, plane, full);
@@ -225,12 +226,12 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
         for (int k = 0; k < steps; ++k, at.next())
 #pragma unroll 1
           for (int j = 0; j < 2; ++j, from += 256) {
-            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) mbarrier_wait_parity(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            if (!FP4_FAULT(SKIP_TOKENS_FREE_WAIT)) x_ring.acquire(at, j);
             gather_half<TOKENS>(activations + at.i * kActivations<TOKENS> + j * S::kHalf + place, from, rows);
             if (FP4_FAULT(ARRIVE_BEFORE_COPIES))
-              mbarrier_arrive(x_full + 16 * at.i + 8 * j);
+              mbarrier_arrive(x_ring.of(at, j));
             else
-              cp_async_mbarrier_arrive(x_full + 16 * at.i + 8 * j);
+              cp_async_mbarrier_arrive(x_ring.of(at, j));
           }
       }
     } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // the same, in tiles
@@ -241,8 +242,8 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
         for (int k = 0; k < steps; ++k, at.next())
 #pragma unroll
           for (int j = 0; j < 2; ++j, from += S::kHalf) {
-            const Shared full = x_full + 16 * at.i + 8 * j;
-            mbarrier_wait_parity(x_free + 16 * at.i + 8 * j, at.parity ^ 1);
+            const Shared full = x_ring.of(at, j);
+            x_ring.acquire(at, j);
             mbarrier_arrive_expect_tx(full, S::kHalf);
             cp_async_bulk(activations + at.i * kActivations<TOKENS> + j * S::kHalf, from, S::kHalf, full);
           }
@@ -288,27 +289,27 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     const int expert_group = items.group, first = items.first, count = items.count, tile = items.tile;
     float acc[SETS][TOKENS / 8][4] = {};
     bool frees = false;  // this lane gives back the half that was multiplied last
-    Shared last_half = x_free;
+    Shared last_half = x_ring.free;
 #pragma unroll 1
     for (int k = 0; k < steps; ++k, w.next(), at.next()) {
-      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
+      if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
       const int stage = w.i * S::kWeights;
       multiply_sets<T, S, TOKENS, SETS, BATCH>(
           acc, codes0 + stage, codes1 + stage, my_scales[0] + stage, my_scales[1] + stage, activations + at.i * kActivations<TOKENS>, my_row, table,
           [&](int j) {
             if (FP4_FAULT(PUBLISH_ROWS_EARLY)) fence_proxy_async();
-            mbarrier_wait_parity(x_full + 16 * at.i + 8 * j, at.parity);
+            x_ring.wait(at, j);
             if (GATHERED && !kByWarp<TOKENS> && !FP4_FAULT(PUBLISH_ROWS_EARLY) && !FP4_FAULT(SKIP_PUBLISHING_ROWS)) fence_proxy_async();
           },
           [&](int j) {
             if (frees && !(FP4_FAULT(ONE_WARP_KEEPS_TOKENS) && threadIdx.x < 32)) mbarrier_arrive(last_half);
             frees = lane == 0;
-            last_half = x_free + 16 * at.i + 8 * j;
+            last_half = x_ring.free_of(at, j);
           });
       const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // what was loaded has been used
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(w_free + 8 * w.i + behind);
-      if (kByWarp<TOKENS> && lane == 0 && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive(x_free + 16 * at.i + behind), mbarrier_arrive(x_free + 16 * at.i + 8 + behind);
+      if (lane == 0) mbarrier_arrive(w_ring.free_of(w) + behind);
+      if (kByWarp<TOKENS> && lane == 0 && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive(x_ring.free_of(at) + behind), mbarrier_arrive(x_ring.free_of(at) + 8 + behind);
     }
     if constexpr (!kByWarp<TOKENS>) {
       wgmma_wait<0>();

@@ -139,12 +139,13 @@ __global__ void __launch_bounds__(384, 1)
   constexpr int kFewer = MAPPED ? 40 : 56;  // registers of those who fetch
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + W_STAGES * S::kWeights;
-  // Stages that have arrived and that are free: in both blocks of the cluster, for activations.
-  const Shared w_full = weights + S::kMbarriers, w_free = w_full + 8 * W_STAGES, x_full = w_free + 8 * W_STAGES, x_free = x_full + 8 * X_STAGES;
+  // A stage of activations is free when the consumers of both blocks of the cluster have left it.
+  const auto w_ring = Ring<>::at(weights + S::kMbarriers, W_STAGES);
+  const auto x_ring = Ring<>::at(w_ring.end(W_STAGES), X_STAGES);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = cluster_rank(), steps = (K + kWideK - 1) / kWideK;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < W_STAGES; ++i) mbarrier_init(w_full + 8 * i, MAPPED ? 1 : 65), mbarrier_init(w_free + 8 * i, S::kConsumers / 32);
-    for (int i = 0; i < X_STAGES; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, S::kBlocks * S::kConsumers / 32);
+    w_ring.init(W_STAGES, MAPPED ? 1 : 65, S::kConsumers / 32);
+    x_ring.init(X_STAGES, 1, S::kBlocks * S::kConsumers / 32);
     fence_mbarrier_init();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tensor_map(codes);
@@ -161,8 +162,8 @@ __global__ void __launch_bounds__(384, 1)
       while (items.advance()) {
         const int n = (items.group * S::kBlocks + rank) * kColumns;
         for (int k = 0; k < steps; ++k, w.next()) {
-          const Shared to = weights + w.i * S::kWeights, full = w_full + 8 * w.i;
-          mbarrier_wait_parity(w_free + 8 * w.i, w.parity ^ 1);
+          const Shared to = weights + w.i * S::kWeights, full = w_ring.of(w);
+          w_ring.acquire(w);
           mbarrier_arrive_expect_tx(full, MAPPED ? S::kWeights : S::kCodes);
           tma_load_3d(to, codes, k * 128, n, items.expert, full);
           if (UP) tma_load_3d(to + kHigh * 128, FP4_FAULT(UPS_ARE_GATES) ? codes : codes_up, k * 128, n, items.expert, full);
@@ -177,9 +178,9 @@ __global__ void __launch_bounds__(384, 1)
         const int size = SIZES::size(items.count), mine = size / S::kBlocks * rank;
         const TensorMap& rows = tokens.of[SIZES::index(items.count)];
         for (int half = 0; half < 2 * steps; ++half, x.next()) {
-          mbarrier_wait_parity(x_free + 8 * x.i, x.parity ^ 1);
-          mbarrier_arrive_expect_tx(x_full + 8 * x.i, size * 128);
-          tma_load_2d_multicast(activations + x.i * S::kHalf + mine * 128, rows, half * 128, items.first + mine, x_full + 8 * x.i, (1 << S::kBlocks) - 1);
+          x_ring.acquire(x);
+          mbarrier_arrive_expect_tx(x_ring.of(x), size * 128);
+          tma_load_2d_multicast(activations + x.i * S::kHalf + mine * 128, rows, half * 128, items.first + mine, x_ring.of(x), (1 << S::kBlocks) - 1);
         }
       }
     } else if (!MAPPED && warp >= S::kConsumers / 32 + 2) {  // scales, four lanes a row
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(384, 1)
         for (int k = 0; k < steps; ++k, w.next()) {
           const Shared to = weights + w.i * S::kWeights + S::kCodes;
           const int bytes = min(4, pitch - 16 * k - 4 * c);
-          mbarrier_wait_parity(w_free + 8 * w.i, w.parity ^ 1);
+          w_ring.acquire(w);
 #pragma unroll 2
           for (int i = 0; i < S::kRows / 16; ++i) {
             const int r = threadIdx.x % 64 / 4 + 16 * i, n = n0 + r % kColumns;
@@ -199,9 +200,9 @@ __global__ void __launch_bounds__(384, 1)
             cp_async_src_size<4>(to + r * 16 + 4 * c, live ? from + (size_t)row * pitch + 16 * k + 4 * c : scale, live ? bytes : 0);
           }
           if (FP4_FAULT(ARRIVE_BEFORE_COPIES))
-            mbarrier_arrive(w_full + 8 * w.i);
+            mbarrier_arrive(w_ring.of(w));
           else
-            cp_async_mbarrier_arrive(w_full + 8 * w.i);
+            cp_async_mbarrier_arrive(w_ring.of(w));
         }
       }
     }
@@ -239,10 +240,10 @@ __global__ void __launch_bounds__(384, 1)
       }
       float acc[kTokens / 8][4] = {};
       bool frees = false;  // this lane gives back the half that was multiplied last, to block `lane` of the cluster
-      Shared last_half = x_free;
+      Shared last_half = x_ring.free;
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
-        if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
+        if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
         uint4 q[2][2];
         uint32_t s[2];
 #pragma unroll
@@ -254,17 +255,17 @@ __global__ void __launch_bounds__(384, 1)
         multiply_step_fp8(
             acc, q, s,
             [&](int) {
-              if (!FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(x_full + 8 * x.i, x.parity);
+              if (!FP4_FAULT(SKIP_TOKENS_WAIT)) x_ring.wait(x);
               return activations + x.i * S::kHalf;
             },
             [&](int) {
               if (frees && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive_remote(last_half, lane);
               frees = lane < S::kBlocks;
-              last_half = x_free + 8 * x.i;
+              last_half = x_ring.free_of(x);
               x.next();
             });
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(w_free + 8 * w.i);
+        if (lane == 0) w_ring.release(w);
         w.next();
       }
       wgmma_wait<0>();

@@ -38,15 +38,16 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   using S = Shape<ROWS, TOKENS, KGROUPS>;
   uint8_t* shared = dynamic_shared();
   const Shared weights = shared_address(shared), activations = weights + S::kWStages * S::kWeights;
-  // Stages that have arrived and that are free; activations count by halves.
-  const Shared w_full = shared_address(shared + S::kRings), w_free = w_full + 8 * S::kWStages, x_full = w_free + 8 * S::kWStages, x_free = x_full + 16 * S::kXStages;
+  // Half a stage of activations is copied, waited for and freed by itself.
+  const auto w_ring = Ring<>::at(shared_address(shared + S::kRings), S::kWStages);
+  const auto x_ring = Ring<2>::at(w_ring.end(S::kWStages), S::kXStages);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, steps = K / kWideK, rank = cluster_rank(), splits = SHARES ? 1 : cluster_size();
   const int n0 = (SHARES ? 2 * blockIdx.x + rank : blockIdx.x) * ROWS, m0 = blockIdx.y * tile_tokens;
   const int begin = SHARES ? 0 : steps * rank / splits, end = SHARES ? steps : steps * (rank + 1) / splits;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kWStages; ++i) mbarrier_init(w_full + 8 * i, 1), mbarrier_init(w_free + 8 * i, S::kReaders);
-    for (int i = 0; i < 2 * S::kXStages; ++i) mbarrier_init(x_full + 8 * i, 1), mbarrier_init(x_free + 8 * i, ROWS / 16 * (SHARES && !FP4_FAULT(OTHER_READERS_NOT_COUNTED) ? 2 : 1));
+    w_ring.init(S::kWStages, 1, S::kReaders);
+    x_ring.init(S::kXStages, 1, ROWS / 16 * (SHARES && !FP4_FAULT(OTHER_READERS_NOT_COUNTED) ? 2 : 1));
     fence_mbarrier_init();
   }
   if (threadIdx.x == S::kConsumers) prefetch_tensor_map(maps.values), prefetch_tensor_map(maps.meta), prefetch_tensor_map(maps.scales);
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       int early = S::kEarly;
       for (int k = begin; k < end; k += 2, at.next()) {
         if (early-- == 0) griddepcontrol_wait();  // copies of one block are served in order: activations are not to wait for a full ring
-        mbarrier_wait_parity(w_free + 8 * at.i, at.parity ^ 1);
-        const Shared to = weights + at.i * S::kWeights, full = w_full + 8 * at.i;
+        w_ring.acquire(at);
+        const Shared to = weights + at.i * S::kWeights, full = w_ring.of(at);
         mbarrier_arrive_expect_tx(full, S::kWeights);
         tma_load_2d(to, maps.values, k * 64, n0, full);
         tma_load_2d(to + S::kMeta, maps.meta, k * 32, n0, full);
@@ -75,8 +76,8 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
       if (!FP4_FAULT(FETCH_BEFORE_PDL_WAIT)) griddepcontrol_wait();  // it may have written x
       for (int k = begin; k < end; ++k, at.next())
         for (int h = 0; h < 2; ++h) {
-          const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_full + 16 * at.i + 8 * h;
-          mbarrier_wait_parity(x_free + 16 * at.i + 8 * h, at.parity ^ 1);
+          const Shared to = activations + at.i * kActivations<TOKENS> + h * S::kHalf, full = x_ring.of(at, h);
+          x_ring.acquire(at, h);
           mbarrier_arrive_expect_tx(full, tile_tokens * 256);
           const int byte = k * (2 * kWideK) + h * kWideK;
           if constexpr (SHARES) {  // each of the two copies one of the half's two tiles
@@ -109,13 +110,13 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
   Place<S::kXStages> x_at;
   w.next(k_group / 2), x_at.next(k_group);
   bool frees = false;  // this lane gives back the half that was multiplied last
-  Shared last_half = x_free;
+  Shared last_half = x_ring.free;
   float acc[TOKENS / 8][4] = {};
 
 #pragma unroll 1
   for (int k = begin + k_group; k < end; k += KGROUPS) {
-    if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) mbarrier_wait_parity(w_full + 8 * w.i, w.parity);
-    if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) mbarrier_arrive(w_free + 8 * w.i);
+    if (!FP4_FAULT(SKIP_WEIGHTS_WAIT)) w_ring.wait(w);
+    if (FP4_FAULT(FREE_WEIGHTS_EARLY) && lane == 0) w_ring.release(w);
     wgmma_wait<0>();  // it reads metadata, too, while it runs, which ptxas does not know: registers of the last step's would be written here
     const int stage = w.i * S::kWeights, other = KGROUPS > 1 ? 0 : (k - begin) & 1;
     uint4 v[2][4], e[2], s[2];  // of rows g and g + 8
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
     }
     const uint32_t meta[4] = {__byte_perm(e[0].x, e[1].x, own_half) | legal, __byte_perm(e[0].y, e[1].y, own_half) | legal,
                               __byte_perm(e[0].z, e[1].z, own_half) | legal, __byte_perm(e[0].w, e[1].w, own_half) | legal};
-    const Shared held = activations + x_at.i * kActivations<TOKENS>, half = x_full + 16 * x_at.i;
+    const Shared held = activations + x_at.i * kActivations<TOKENS>, half = x_ring.of(x_at);
     auto multiply_half = [&](auto which) {
       constexpr int j = decltype(which)::value;
       uint32_t even[2][2], odd[2][2];  // scale blocks (0, 2), (1, 3) of 64 k
@@ -164,14 +165,14 @@ __global__ void __launch_bounds__(Shape<ROWS, TOKENS, KGROUPS>::kThreads, 1)
             if (SHARES && !FP4_FAULT(OTHER_BLOCK_NOT_TOLD)) mbarrier_arrive_remote(last_half, rank ^ 1);
           }
           frees = lane == 0;
-          last_half = x_free + 16 * x_at.i + 8 * j;
+          last_half = x_ring.free_of(x_at, j);
         }
       }
     };
     multiply_half(std::integral_constant<int, 0>());
     multiply_half(std::integral_constant<int, 1>());
     __syncwarp();
-    if (lane == 0 && (KGROUPS > 1 || other)) mbarrier_arrive(w_free + 8 * w.i);
+    if (lane == 0 && (KGROUPS > 1 || other)) w_ring.release(w);
     if (KGROUPS > 1 || other) w.next(S::kTurn);
     x_at.next(KGROUPS);
   }
