@@ -41,11 +41,11 @@ OTHERS = {
     ("integrations/pretrained/gguf.py", "unsupported"): "makes a typed error",
     ("models/calibrate.py", "non_finite"): "makes a typed error",
     **{
-        (f"passes/moe/{name}.py", "Refused"): "caught in passes/moe/find.py: the graph is left alone, and explain() says why"
+        (f"passes/moe/{name}.py", "Unproven"): "caught in passes/moe/find.py: the graph is left alone, and explain() says why"
         for name in ("activation", "grouped", "layer", "layout", "read", "rewrite", "routing", "summand", "sums")
     },
-    ("passes/moe/layer.py", "best"): "a Refused",
-    ("passes/moe/sums.py", "stuck"): "a Refused",
+    ("passes/moe/layer.py", "best"): "an Unproven",
+    ("passes/moe/sums.py", "stuck"): "an Unproven",
     ("passes/moe/index.py", "Split"): "caught in passes/moe: asks for an index to be split",
     ("passes/moe/index.py", "Unaligned"): "caught in passes/moe: the index is kept as it is",
     ("passes/pointwise.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",
