@@ -215,7 +215,7 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
             spans.pop()
         spans.append(Span(kernel, most, kernel.at(call.arch) or kernel.on[0], for_scales(kernel.csrc, call.scales)))
     chosen = {span.kernel for span in spans}
-    preferred = f"{', '.join(dict.fromkeys(span.kernel for span in spans))} preferred for N = {call.n}, K = {call.k}: {choose.place(call.arch)}"
+    preferred = f"{choose.place(call.arch)} prefers {', '.join(dict.fromkeys(span.kernel for span in spans))} for N = {call.n}, K = {call.k}"
     reasons |= dict.fromkeys(off, "switched off by DispatchConfig.thresholds")
     refused = tuple(Refused(kernel, reasons[name] or preferred) for name, kernel in of_op.items() if name not in chosen)
     return Plan(call, tuple(spans), refused)

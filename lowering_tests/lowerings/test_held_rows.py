@@ -130,13 +130,13 @@ def test_a_promise_that_is_broken_is_named():
 
 @pytest.fixture
 def three_regimes(monkeypatch):
-    """The CPU's kernel as three rows, for M = 1, up to 16, and above; nothing of it gets into a cache."""
+    """The CPU's kernel as three ranges, for M = 1, up to 16, and above; nothing of it gets into a cache."""
     real = lowering.plan
 
     def plan(call, config):
         found = real(call, config)
         row = found.rows[-1]
-        rows = (replace(row, regime="gemv", max_m=1), replace(row, regime="mid", max_m=16), row)
+        rows = (*(replace(row, max_m=m, implementation=replace(row.implementation, regime=regime)) for regime, m in (("gemv", 1), ("mid", 16))), row)
         return replace(found, rows=rows, call=replace(found.call, arch=90))
 
     monkeypatch.setattr(lowering, "plan", plan)
