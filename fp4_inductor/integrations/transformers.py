@@ -24,7 +24,7 @@ from ..models.experts import ExpertsSpec, describe_experts, interface_weights
 from ..models.stacks import stack_of
 from ..modules import FP4Experts
 from ..ops import cast_for_autocast
-from ..ops.moe_call import ExpertWeight, MoeCall
+from ..ops.moe_call import fields_of_parts, flat
 from ..tensors.base import FP4Tensor
 from . import experts
 
@@ -77,8 +77,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     first, down = getattr(self, spec.first), self.down_proj
     # The layout these are stored in is [E, N, K]; gpt-oss presents it transposed.
     biases = (getattr(self, f"{spec.first}_bias"), self.down_proj_bias) if spec.bias else (None, None)
-    weights = ExpertWeight.of_parts(first.parts(), biases[0]), ExpertWeight.of_parts(down.parts(), biases[1])
-    return torch.ops.fp4.moe(*MoeCall(x, top_k_index, top_k_weights, *weights, spec.activation).flat())
+    products = fields_of_parts(first.parts(), biases[0]), fields_of_parts(down.parts(), biases[1])
+    return torch.ops.fp4.moe(*flat((x, top_k_index, top_k_weights), *products, spec.activation))
 
 
 def _spec(module: nn.Module, name: str) -> ExpertsSpec | tuple[str, str]:

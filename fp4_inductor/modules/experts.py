@@ -13,7 +13,7 @@ from ..formats import nvfp4
 from ..ops import cast_for_autocast
 from ..ops.activation import Activation
 from ..ops.linear import WEIGHT_ONLY
-from ..ops.moe_call import ExpertWeight, MoeCall
+from ..ops.moe_call import fields_of_parts, flat
 from ..tensors.base import FP4Tensor
 from .bits import BITS
 from .marker import Marked
@@ -148,8 +148,8 @@ class FP4Experts(Marked):
         first, down = self.first, self.down_proj
         if (padding := first.stored[2] - first.columns) != 0:
             rows = nn.functional.pad(rows, (0, padding))
-        gate_up, second = ExpertWeight.of_parts(first.parts(), first.bias), ExpertWeight.of_parts(down.parts(), down.bias)
-        y = torch.ops.fp4.moe(*MoeCall(rows, ids, weights, gate_up, second, self.activation, prefill=self.prefill).flat())
+        products = fields_of_parts(first.parts(), first.bias), fields_of_parts(down.parts(), down.bias)
+        y = torch.ops.fp4.moe(*flat((rows, ids, weights), *products, self.activation, prefill=self.prefill))
         y = y if returned is None else (y.float() + returned).to(y.dtype)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

@@ -35,6 +35,55 @@ def positions(*names: str) -> dict[str, int]:
     return {name: NAMES.index(name) for name in names}
 
 
+def fields_of_parts(parts: Sequence[Any], bias: Any = None) -> tuple[Any, ...]:
+    """``(qdata, scale, global_scale, bias, meta)`` from parts in the order of their storage: ``(qdata, scale, global_scale)``, or of a 2:4-sparse
+    weight ``(values, meta, scale, global_scale)``."""
+    if len(parts) == 3:
+        return (*parts, bias, None)
+    qdata, meta, scale, global_scale = parts
+    return qdata, scale, global_scale, bias, meta
+
+
+def flat(
+    tokens: tuple[Any, Any, Any], gate_up: tuple[Any, ...], down: tuple[Any, ...], act: Activation,
+    weight_on_input: bool = False, expert_map: Any = None, prefill: str = "auto",
+) -> tuple[Any, ...]:  # fmt: skip
+    """The op's arguments, by position, without trailing defaults: torch leaves them out of graphs, too, and equal graphs are one cache entry.
+
+    For layers whose forward is traced: it makes no object, which Dynamo of every supported torch follows.
+
+    Args:
+        tokens: (hidden, expert_ids, expert_weights).
+        gate_up, down: as of :func:`fields_of_parts`.
+    """
+    (q1, s1, g1, gate_up_bias, gate_up_meta), (q2, s2, g2, down_bias, down_meta) = gate_up, down
+    args = (
+        *tokens, q1, s1, g1, q2, s2, g2, gate_up_bias, down_bias,
+        act.name, act.alpha, act.limit, act.interleaved, weight_on_input, expert_map, prefill, gate_up_meta, down_meta,
+    )  # fmt: skip
+    if down_meta is not None:
+        return args
+    if gate_up_meta is not None:
+        return args[:-1]
+    if prefill != "auto":
+        return args[: PREFILL + 1]
+    if expert_map is not None:
+        return args[:PREFILL]
+    if weight_on_input:
+        return args[: _ACTIVATION_END + 1]
+    if act.interleaved:
+        return args[:_ACTIVATION_END]
+    if act.limit is not None:
+        return args[: _ACTIVATION_END - 1]
+    if act.alpha != 1.0:
+        return args[: _ACTIVATION_END - 2]
+    if act.name != "silu":
+        return args[: _ACTIVATION_END - 3]
+    if down_bias is not None:
+        return args[: _ACTIVATION_END - 4]
+    return args[: _REQUIRED + 1] if gate_up_bias is not None else args[:_REQUIRED]
+
+
 @dataclass(slots=True, eq=False)
 class ExpertWeight:
     """The stacked weight of one of the two products; shapes as in :mod:`.moe`.
@@ -54,11 +103,8 @@ class ExpertWeight:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Any], bias: Any = None) -> ExpertWeight:
-        """From parts in the order of their storage: ``(qdata, scale, global_scale)`` or ``(values, meta, scale, global_scale)``."""
-        if len(parts) == 3:
-            return cls(parts[0], parts[1], parts[2], bias)
-        qdata, meta, scale, global_scale = parts
-        return cls(qdata, scale, global_scale, bias, meta)
+        """As :func:`fields_of_parts`."""
+        return cls(*fields_of_parts(parts, bias))
 
     @property
     def experts(self) -> int:
@@ -113,34 +159,9 @@ class MoeCall:
         return cls(hidden, ids, weights, gate_up, down, _activation(name, alpha, limit, interleaved), weight_on_input, expert_map, prefill)
 
     def flat(self) -> tuple[Any, ...]:
-        """The op's arguments, by position, without trailing defaults: torch leaves them out of graphs, too, and equal graphs are one cache entry."""
-        a, b, act = self.gate_up, self.down, self.activation
-        args = (
-            self.hidden, self.expert_ids, self.expert_weights, a.qdata, a.scale, a.global_scale, b.qdata, b.scale, b.global_scale, a.bias, b.bias,
-            act.name, act.alpha, act.limit, act.interleaved, self.weight_on_input, self.expert_map, self.prefill, a.meta, b.meta,
-        )  # fmt: skip
-        if b.meta is not None:
-            return args
-        if a.meta is not None:
-            return args[:-1]
-        if self.prefill != "auto" or self.expert_map is not None:
-            return args[: PREFILL + 1 if self.prefill != "auto" else PREFILL]
-        if self.weight_on_input:
-            return args[: _ACTIVATION_END + 1]
-        return args[: self._plain_end()]
-
-    def _plain_end(self) -> int:
-        """How many arguments are left if none behind the activation is given."""
-        act, bias = self.activation, _ACTIVATION_END - 4
-        if act.interleaved:
-            return _ACTIVATION_END
-        if act.limit is not None:
-            return _ACTIVATION_END - 1
-        if act.alpha != 1.0:
-            return _ACTIVATION_END - 2
-        if act.name != "silu":
-            return _ACTIVATION_END - 3
-        return bias if self.down.bias is not None else bias - 1 if self.gate_up.bias is not None else _REQUIRED
+        """The op's arguments, by position: :func:`flat`."""
+        a, b = ((w.qdata, w.scale, w.global_scale, w.bias, w.meta) for w in (self.gate_up, self.down))
+        return flat((self.hidden, self.expert_ids, self.expert_weights), a, b, self.activation, self.weight_on_input, self.expert_map, self.prefill)
 
     @property
     def assignments(self) -> int:

@@ -17,7 +17,7 @@ from ...errors import CheckpointError, UnsupportedOpError
 from ...formats import nvfp4
 from ...formats.packing import PackedExperts, pack_experts
 from ...ops.activation import Activation
-from ...ops.moe_call import ExpertWeight, MoeCall
+from ...ops.moe_call import flat
 from . import compiling
 from .dummy import fill_dummy
 from .engine import FusedMoEMethodBase, FusedMoEQuantConfig, FusedMoeWeightScaleSupported, initialize_online_processing, set_weight_attrs
@@ -104,15 +104,15 @@ class _Experts(FusedMoEMethodBase):
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None, shared_experts_input: Any = None) -> Tensor:
         gate_up, down = (
-            ExpertWeight(
+            (
                 *(getattr(layer, f"{name}_weight{part}") for part in ("", "_scale", "_global_scale")),
                 *(getattr(layer, f"{name}_{part}", None) for part in ("bias", META)),
             )
             for name in ("w13", "w2")
         )
         on_input = bool(layer.apply_router_weight_on_input)
-        call = MoeCall(x, topk_ids, topk_weights, gate_up, down, self.activation, on_input, layer.expert_map, self.settings.prefill)
-        return torch.ops.fp4.moe(*call.flat())
+        tokens = x, topk_ids, topk_weights
+        return torch.ops.fp4.moe(*flat(tokens, gate_up, down, self.activation, on_input, layer.expert_map, self.settings.prefill))
 
 
 class FP4MoEMethod(_Experts):
