@@ -56,7 +56,9 @@ def three_kernels(monkeypatch: Any) -> Iterator[tuple[collections.Counter, list]
 
     def three(call, config):
         found = plan(call, config)
-        return replace(found, rows=(*(replace(found.rows[-1], regime=r, max_m=m) for r, m in BOUNDS.items()), found.rows[-1]))
+        last = found.rows[-1]
+        limited = (replace(last, implementation=replace(last.implementation, regime=r), max_m=m) for r, m in BOUNDS.items())
+        return replace(found, rows=(*limited, last))
 
     def decided(options, m, symbols, config):
         decisions.append(decide(options, m, symbols, config))
