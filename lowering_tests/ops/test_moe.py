@@ -244,3 +244,12 @@ def test_bad_input_is_typed(case):
 
 def test_every_activation_is_tested_here():
     assert {act.name for act, _ in FORMULAS.values()} == set(ACTIVATIONS)
+
+
+def test_traced_layers_make_no_struct():
+    """Dynamo of torch 2.11 ends a graph at a dataclass with slots, so whole models could not be compiled as one graph there."""
+    from fp4_inductor.integrations import transformers
+    from fp4_inductor.modules import experts
+
+    for module in (experts, transformers):
+        assert not {"MoeCall", "ExpertWeight"} & set(vars(module)), module.__name__
