@@ -35,16 +35,20 @@ class ActivationCode(enum.IntEnum):
     RELU = 4  # max(z, 0)
 
 
+_CODES = {"" if code is ActivationCode.NONE else code.name.lower(): int(code) for code in ActivationCode}
+
+
 def activation_code(name: str) -> int:
     """The number of ``name``, ``""`` being none. A plain int: generated code prints it.
 
     Raises:
         ConfigError: no kernel has this activation in its epilogue.
     """
-    known = {"" if code is ActivationCode.NONE else code.name.lower(): int(code) for code in ActivationCode}
-    if name not in known:
-        raise ConfigError("no kernel applies this activation to its sums", value=repr(name), limit=list(known), remedy="Call fp4.linear and apply it yourself.")
-    return known[name]
+    if name not in _CODES:
+        raise ConfigError(
+            "no kernel applies this activation to its sums", value=repr(name), limit=list(_CODES), remedy="Call fp4.linear and apply it yourself."
+        )
+    return _CODES[name]
 
 
 # name -> (needs a gate, uses alpha)
