@@ -252,19 +252,6 @@ def _large_nvfp4(row: Span, x, qdata, scale, global_scale, m, n, k, bounds=()):
     return linear_w4a4.product(nvfp4_rows(x), (qdata, scale, global_scale), x.get_dtype(), m, n, k, bounds)
 
 
-# Kernels with no form inside generated code: an operator is called.
-CALLED = {
-    "cpu",
-    "cuda_small",
-    "cuda_small_any_k",
-    "cuda_table",
-    "cuda_wide",
-    "cuda_wide_fp8",
-    "cuda_sparse_small",
-    "cuda_sparse_table",
-    "cuda_sparse_wide",
-    "cuda_sparse_wide_fp8",
-}
 _LOWER = {
     "triton_gemv": _gemv,
     "triton_mid": _mid,
