@@ -32,7 +32,7 @@ class ExplainRow:
         module: path of the module, where torch knows it.
         m: number of activation rows (of fp4.moe: tokens times choices): a number, or the symbolic expression of the compiled graph.
         n, k: weight shape.
-        regime, kernel: the row of ``kernels/choose`` that serves the call; ``"any"`` and ``"by M"`` when the op decides at run time.
+        regime, kernel: of the kernel that serves the call, as ``kernels/choose`` prefers; ``"any"`` and ``"by M"`` when the op decides at run time.
         decision: ``"proven"``, ``"guard"`` or ``"runtime"``.
         epilogue: operations fused behind the kernel.
         refused: ``(kernel, reason)`` of each row that does not apply.

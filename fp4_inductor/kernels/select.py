@@ -191,11 +191,13 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
     _check(config, limits)
     of_op = {kernel.name: kernel for kernel in (registry.kernels() if kernels is None else kernels) if kernel.op == call.op}
     reasons = {name: _why_not(kernel, call, config) for name, kernel in of_op.items()}
-    able = frozenset(name for name, reason in reasons.items() if reason is None)
+    able = {name: on for name, kernel in of_op.items() if reasons[name] is None and (on := kernel.at(call.arch)) is not None}
     off = frozenset(name for name in able if limits.get(of_op[name].regime) == 0)
-    foreign = [kernel for kernel in of_op.values() if kernel.name in able - off and kernel.until is not None and call.scales == 1]
-    wanted: list[tuple[int | None, str]] = [(kernel.until(call), kernel.name) for kernel in foreign if kernel.until is not None]
-    wanted += choose.spans(call, choose.Can(able, off))
+    can = choose.Can(frozenset(able), off)
+    wanted: list[tuple[int | None, str]] = [
+        (kernel.until(call), name) for name, kernel in of_op.items() if kernel.until is not None and can(name) and call.scales == 1
+    ]
+    wanted += choose.spans(call, can)
     last = next((name for most, name in wanted if most is None), None)
     if last is None:
         raise KernelError(
@@ -213,7 +215,7 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
             continue  # never reached
         if before and before.kernel == name and not kernel.tile_by_bound:
             spans.pop()
-        spans.append(Span(kernel, most, kernel.at(call.arch) or kernel.on[0], for_scales(kernel.csrc, call.scales)))
+        spans.append(Span(kernel, most, able[name], for_scales(kernel.csrc, call.scales)))
     chosen = {span.kernel for span in spans}
     preferred = f"{choose.place(call.arch)} prefers {', '.join(dict.fromkeys(span.kernel for span in spans))} for N = {call.n}, K = {call.k}"
     reasons |= dict.fromkeys(off, "switched off by DispatchConfig.thresholds")
@@ -223,12 +225,12 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
 
 def _check(config: DispatchConfig, limits: dict[str, int]) -> None:
     """Are the names in ``config`` those of regimes and of kernels that are off somewhere?"""
-    regimes = registry.regimes()
+    regimes = registry.regimes() if limits else ()
     if unknown := set(limits) - set(regimes):
         raise ConfigError(
             "a threshold names an unknown regime", value=sorted(unknown), limit=list(regimes), remedy="Correct the names in DispatchConfig(thresholds=...)."
         )
-    off = {kernel.name for kernel in registry.kernels() if any(on.off for on in kernel.on)}
+    off = {kernel.name for kernel in registry.kernels() if any(on.off for on in kernel.on)} if config.candidates else set()
     if strangers := set(config.candidates) - off:
         raise ConfigError(
             "a candidate is not a kernel that waits to be switched on",

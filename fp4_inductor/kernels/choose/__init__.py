@@ -8,6 +8,7 @@ The reasons stand as comments where the choice is made; the figures are in ``ben
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 from ..kernel import Call
@@ -31,11 +32,13 @@ class Can(NamedTuple):
 
 def spans(call: Call, can: Can) -> Spans:
     """The choice for ``call``."""
-    family = cpu if call.arch == 0 else sm80 if call.arch < 90 else sm90 if call.arch < 100 else sm100
-    yield from getattr(family, call.op)(call, can)
+    yield from getattr(_family(call.arch), call.op)(call, can)
 
 
 def place(arch: int) -> str:
     """The file that chooses for ``arch``, for messages."""
-    family = cpu if arch == 0 else sm80 if arch < 90 else sm90 if arch < 100 else sm100
-    return f"kernels/choose/{family.__name__.rpartition('.')[2]}.py"
+    return f"kernels/choose/{_family(arch).__name__.rpartition('.')[2]}.py"
+
+
+def _family(arch: int) -> ModuleType:
+    return cpu if arch == 0 else sm80 if arch < 90 else sm90 if arch < 100 else sm100

@@ -7,7 +7,7 @@ same with one table gather per byte: right, and five to ten times slower; ``expl
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,18 +37,21 @@ def linear(
     n, k = qdata.shape[0], x.shape[-1]
     m = x.shape[:-1].numel()
     # Only this option and kernels from outside let M decide what is computed on a CPU, so only they ask for the choice.
-    if (prefill == "nvfp4" or registry.foreign("linear")) and m and n and k:
-        row = host.row_for("linear", x, m, n, k, prefill, scales=len(rows or (0,)))
-        if row.implementation.launch is not None:
-            return _launched(row.implementation.launch, x, (qdata, scale, global_scale), bias, rows)
-        if row.kernel != "cpu":
-            return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias, rows).view(*x.shape[:-1], n)
+    if registry.foreign("linear") and (y := _from_outside("linear", x, (qdata, scale, global_scale), bias, prefill, rows)) is not None:
+        return y
+    if prefill == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, prefill).kernel != "cpu":
+        return w4a4_contract.rounded(x.reshape(m, k), qdata, scale, global_scale, bias, rows).view(*x.shape[:-1], n)
     return _product(x, (qdata,), scale, global_scale, bias, rows)
 
 
-def _launched(launch: Callable[..., Tensor], x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, rows: Sequence[int] | None) -> Tensor:
-    """By a kernel from outside."""
-    n, g = weight[0].shape[0], weight[-1]
+def _from_outside(op: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, prefill: str, rows: Sequence[int] | None) -> Tensor | None:
+    """By the kernel from outside that serves this M; None: none does."""
+    n, k, m, g = weight[0].shape[0], x.shape[-1], x.shape[:-1].numel(), weight[-1]
+    if not (m and n and k):
+        return None
+    launch = host.row_for(op, x, m, n, k, prefill, scales=len(rows or (0,))).implementation.launch
+    if launch is None:
+        return None
     y = launch(x.reshape(-1, x.shape[-1]).contiguous(), *(t.contiguous() for t in weight[:-1]), g.reshape(()) if rows else g, bias)
     return y.view(*x.shape[:-1], n)
 
@@ -76,11 +79,9 @@ def sparse_linear(
 ) -> Tensor:  # fmt: skip
     """As :func:`linear`, W 2:4-sparse. Illegal metadata is a SparsityError here: the C kernels read it anyway."""
     sparse_contract.check(x, values, meta, scale, global_scale, bias, prefill, rows)
-    n, k, m = values.shape[0], x.shape[-1], x.shape[:-1].numel()
-    if registry.foreign("sparse_linear") and m and n and k:
-        row = host.row_for("sparse_linear", x, m, n, k, prefill, scales=len(rows or (0,)))
-        if row.implementation.launch is not None:
-            return _launched(row.implementation.launch, x, (values, meta, scale, global_scale), bias, rows)
+    weight = values, meta, scale, global_scale
+    if registry.foreign("sparse_linear") and (y := _from_outside("sparse_linear", x, weight, bias, prefill, rows)) is not None:
+        return y
     return _product(x, (values, meta), scale, global_scale, bias, rows)
 
 
