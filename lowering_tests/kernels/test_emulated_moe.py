@@ -142,6 +142,7 @@ def test_the_bits_do_not_depend_on_the_order_of_threads_nor_tokens_on_each_other
 
 
 def test_arguments_that_no_kernel_takes():
+    test_a_broken_kernel_is_caught("TEAMS_SHARE_RINGS", "race", 8)  # what it says must not be said of the next call
     parts, x, (ids, w) = layer(2, 64, 64), torch.randn(3, 64).to(BF16), routed(3, 2, 2)
     for changed in (dict(tile=24), dict(space=4096), dict(x=torch.randn(3, 96).to(BF16))):
         with pytest.raises(EmulatorError, match="status"):

@@ -675,6 +675,7 @@ void* emulator_allocate(size_t bytes, size_t offset) {
 
 void emulator_free_all() {
   using namespace emulated;
+  message[0] = 0;  // a call that its host refuses launches nothing: what the last call said is not its own
   if (!device) return;
   memset(valid, 0, allocated);
   allocated = 0;
