@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace fp4 {
 
@@ -21,11 +22,23 @@ inline void require(bool condition, const char* op, const char* what) { STD_TORC
 
 // Contiguous and at a multiple of 16 bytes: the kernels read 16 bytes at once.
 inline bool is_dense(const Tensor& t) { return t.is_contiguous() && (uintptr_t)t.data_ptr() % 16 == 0; }
-// Copied if it is not.
-inline Tensor dense(const Tensor& t) {
-  Tensor c = t.is_contiguous() ? t : torch::stable::contiguous(t);
-  return is_dense(c) ? c : torch::stable::clone(c);
-}
+
+// A tensor that a call may lack.
+using Optional = std::optional<Tensor>;
+using Maybe = const Tensor*;
+inline Maybe at(const Optional& t) { return t ? &*t : nullptr; }
+
+// Gives the address of a tensor's data, of a copy's if the tensor is not dense; null of none. Copies live as long as this.
+class Dense {
+  std::vector<Tensor> copies;
+
+ public:
+  const void* operator()(Maybe t) {
+    if (!t || is_dense(*t)) return t ? t->data_ptr() : nullptr;
+    const Tensor c = torch::stable::contiguous(*t);
+    return copies.emplace_back(is_dense(c) ? c : torch::stable::clone(c)).data_ptr();
+  }
+};
 
 inline int dtype_code(const Tensor& x, const char* op) {
   const ScalarType type = x.scalar_type();

@@ -1,5 +1,6 @@
 // torch.ops.fp4_csrc: the kernels of gemm/, sparse/ and moe/ as torch operators. The kernels' libraries know no torch and this one
 // knows no CUDA: a resolver hands their functions over, per architecture, when they are first needed.
+#include "../common/call.h"
 #include "checks.h"
 
 #include <atomic>
@@ -16,367 +17,309 @@ __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 
 namespace fp4 {
 
-using Resolver = void*(const char* name, int arch);
+using Resolver = void*(const char* name, int arch, int scratch);
 
 namespace {
 
-// A dense kernel, its tile described by numbers of the types given, before them whether it begins early, if it can.
-template <typename... Tile>
-using Linear = int(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y, int M, int N,
-                   int K, int dtype, int second, int third, int act, Tile... tile, void* stream);
-// The sparse ones likewise.
-template <typename... Tile>
-using SparseLinear = int(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                         int dtype, int second, int third, Tile... tile, void* stream);
-using LinearWideFP8 = int(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                          int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
-using SparseLinearWideFP8 = int(const void* x8, const void* x_scale, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y,
-                                int M, int N, int K, int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream);
-using LinearW4A4 = int(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
-                       int M, int N, int K, int dtype, void* stream);
-using MoeGroupedWide = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
-                           const void* g2, const void* bias, const void* down_bias, const void* map, void* y, int tokens, int top_k, int E, int K, int I, int N,
-                           int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved, int tile,
-                           int64_t workspace_bytes, void* workspace, void* stream);
-using MoeDecodeTable = int(const void* x, const void* ids, const void* weights, const void* q1, const void* s1, const void* g1, const void* q2, const void* s2,
-                           const void* g2, const void* bias, const void* down_bias, const void* map, const void* meta1, const void* meta2, void* y, int tokens, int top_k,
-                           int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved,
-                           int sets, int sets_a_warp, int k_groups, int down_sets, int down_sets_a_warp, int down_k_groups, int down_splits, int64_t workspace_bytes,
-                           void* workspace, void* stream);
-
 std::mutex mutex;
-std::map<std::pair<std::string, int64_t>, void*> functions;
+std::map<std::pair<std::string, int64_t>, std::pair<void*, void*>> functions;
 std::atomic<Resolver*> resolver = nullptr;
 
-template <typename F> F* function(const char* name, int64_t arch) {
+// A kernel's C functions. scratch: how many bytes of memory a call takes besides; null: none.
+template <typename Params> struct Kernel {
+  int (*run)(const Params*);
+  int64_t (*scratch)(const Params*);
+};
+
+template <typename Params> Kernel<Params> kernel(const char* name, int64_t arch) {
+  auto of = [](const std::pair<void*, void*>& found) { return Kernel<Params>{(int (*)(const Params*))found.first, (int64_t (*)(const Params*))found.second}; };
   {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = functions.find({name, arch});
-    if (found != functions.end()) return (F*)found->second;
+    if (found != functions.end()) return of(found->second);
   }
   // Outside the lock: whoever answers may need a lock of its own (Python's), which another caller of ours holds.
   Resolver* resolve = resolver;
-  void* answer = resolve ? resolve(name, (int)arch) : nullptr;
+  void* answer = resolve ? resolve(name, (int)arch, false) : nullptr;
   STD_TORCH_CHECK(answer, "fp4_csrc::", name, " has no kernel for sm_", arch);
+  void* scratch = resolve(name, (int)arch, true);
   const std::lock_guard<std::mutex> lock(mutex);
-  return (F*)(functions[{name, arch}] = answer);
+  return of(functions[{name, arch}] = {answer, scratch});
 }
 
-const void* pointer(const std::optional<Tensor>& t) { return t ? t->data_ptr() : nullptr; }
-
-// x [M, K] with a weight of N rows; checks what the kernels take for granted about x, bias and the weight's parts.
-template <typename Place, typename Run>
-Tensor call(const char* op, const Tensor& x, const std::optional<Tensor>& bias, int64_t n, int64_t columns,
-            std::initializer_list<std::pair<Tensor, int64_t>> parts, Run run) {
-  require(x.dim() == 2, op, "activations are [M, K]");
-  const int64_t m = x.size(0), k = x.size(1);
-  for (const auto& [part, per_byte] : parts) {
-    require(part.get_device() == x.get_device(), op, "tensors on different devices");
-    require(part.dim() == 2 && part.size(0) == n && part.size(1) * per_byte == k, op, "a part of the weight does not fit N and K");
-  }
-  require(!bias || (bias->dim() == 1 && bias->size(0) == n && bias->scalar_type() == x.scalar_type()), op, "the bias is [N] in the activations' dtype");
-  require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, op, "sizes below 2^31");
-  const int dtype = dtype_code(x, op);
-  const Place place(x, op);
-  Tensor y = torch::stable::new_empty(x, {m, columns});
-  if (m == 0 || columns == 0) return y;
-  const Tensor rows = dense(x);
-  const std::optional<Tensor> b = bias ? std::optional<Tensor>(dense(*bias)) : std::nullopt;
-  const int status = run(rows.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, dtype, place.stream);
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
-  return y;
+// Returns a cudaError_t. `like`: on whose device scratch memory is.
+template <typename Params> int run(const Kernel<Params>& kernel, Params& p, const Tensor& like) {
+  const int64_t bytes = kernel.scratch ? kernel.scratch(&p) : 0;
+  if (bytes <= 0) return kernel.run(&p);
+  const Tensor scratch = torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
+  p.scratch = scratch.data_ptr(), p.scratch_bytes = bytes;
+  return kernel.run(&p);
 }
 
-// The kernels refuse more rows, too, with cudaErrorInvalidValue, which says neither how many they serve nor why there are so many.
-void require_rows(const char* op, const Tensor& x, int64_t most) {
-  STD_TORCH_CHECK(x.dim() != 2 || x.size(0) <= most, "fp4_csrc::", op, " serves at most M = ", most, " activation rows, got M = ", x.size(0),
+// What activations are: of the result's dtype; E4M3 with a float32 scale a row, whose results are bfloat16; codes, which carry no dtype.
+enum Activations { kPlain, kE4M3, kCodes };
+
+// A linear operator.
+struct Linear {
+  const char* name;
+  int64_t (*most_rows)(int64_t arch);  // as most_rows() of csrc.py has it
+  Activations activations = kPlain;
+  int parts = 1;  // rows of the weight that make one column of the result
+};
+
+// Its tensors.
+struct Operands {
+  const Tensor &x, &codes, &scale, &global_scale;
+  Maybe bias, x_scale = nullptr, row_scale = nullptr, meta = nullptr, mul = nullptr, residual = nullptr;
+};
+
+// y [M, N] of x [M, K] and a weight of N rows. p: numbers besides sizes. Checks what the kernels take for granted.
+template <typename Place> Tensor call(const Linear& op, int64_t arch, const Operands& t, LinearParams p) {
+  const char* name = op.name;
+  const Tensor& x = t.x;
+  // The kernels refuse more rows, too, with cudaErrorInvalidValue, which says neither how many they serve nor why there are so many.
+  const int64_t most = op.most_rows(arch);
+  STD_TORCH_CHECK(x.dim() != 2 || x.size(0) <= most, "fp4_csrc::", name, " serves at most M = ", most, " activation rows, got M = ", x.size(0),
                   ". A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
                   "which serves every M.");
-}
+  const Kernel<LinearParams> f = kernel<LinearParams>(name, arch);
+  require(t.global_scale.numel() > (p.second > 0) + (p.third > 0), name, "fewer global scales than siblings");
+  const bool plain = op.activations == kPlain, codes = op.activations == kCodes;
+  require(x.dim() == 2 && (!codes || t.codes.dim() == 2), name, codes ? "codes are [M, K/2] and [N, K/2]" : "activations are [M, K]");
+  const int64_t m = x.size(0), n = t.codes.size(0), k = x.size(1) * (codes ? 2 : 1), columns = n / op.parts;
+  if (plain) p.dtype = dtype_code(x, name);
+  const ScalarType type = p.dtype ? ScalarType::Half : ScalarType::BFloat16;
+  if (op.activations == kE4M3)
+    require(x.scalar_type() == ScalarType::Float8_e4m3fn && t.x_scale->scalar_type() == ScalarType::Float, name,
+            "activations are float8_e4m3fn, their scales float32");
 
-// What a library is compiled for: FP4_FINISH of common/epilogue.cuh.
-enum Variant { kPlain, kPointwise, kGlu };
-struct Names {
-  const char* of[3];
-};
-constexpr Names kSmall{{"linear_small", "linear_small_pointwise", "linear_small_glu"}}, kTable{{"linear_table", "linear_table_pointwise", "linear_table_glu"}},
-    kWide{{"linear_wide", "linear_wide_pointwise", "linear_wide_glu"}};
-
-using Optional = std::optional<Tensor>;
-// Most rows of a call, as most_rows() of csrc.py has them: of the kernels that split M, and where shared memory decides (kLargeSharedMemory of device.cuh).
-constexpr int64_t kManyRows = 1 << 20;
-constexpr bool large_shared_memory(int64_t arch) { return arch == 80 || arch == 87 || arch == 90 || (arch >= 100 && arch < 120); }
-
-template <typename Place, Variant VARIANT, typename... Tile>
-Tensor linear(const Names& names, int64_t most, const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-              int64_t arch, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, Tile... tile) {
-  const char* op = names.of[VARIANT];
-  require_rows(op, x, most);
-  auto* f = function<Linear<Tile...>>(op, arch);
-  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
-  const Tensor q = dense(qdata), s = dense(scale);
-  const int64_t n = q.size(0), columns = VARIANT == kGlu ? n / 2 : n;
-  for (const Optional& t : {mul, residual})
-    require(!t || (t->dim() == 2 && t->size(0) == x.size(0) && t->size(1) == columns && t->scalar_type() == x.scalar_type() &&
-                   t->get_device() == x.get_device()), op, "mul and residual are as the result");
-  const Optional a = mul ? Optional(dense(*mul)) : std::nullopt, b = residual ? Optional(dense(*residual)) : std::nullopt;
-  return call<Place>(op, x, bias, n, columns, {{q, 2}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, pointer(a), pointer(b), yp, m, n, k, dtype, (int)second, (int)third, (int)act,
-             tile..., stream);
-  });
-}
-
-template <typename Place, Variant VARIANT>
-Tensor linear_small(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows_16,
-                    int64_t warps, int64_t stages, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
-  return linear<Place, VARIANT>(kSmall, arch == 90 ? 32 : 16, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, (int)rows_16,
-                                (int)warps, (int)stages);
-}
-
-// A kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
-template <typename... Part> int begins(int64_t early, const Part&... parts) { return early && (is_dense(parts) && ...); }
-
-template <typename Place, Variant VARIANT>
-Tensor linear_table(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t sets,
-                    int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t second, int64_t third, int64_t act, const Optional& mul,
-                    const Optional& residual, int64_t early) {
-  return linear<Place, VARIANT>(kTable, VARIANT == kPlain ? 24 : 16, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual,
-                                begins(early, qdata, scale), (int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps);
-}
-
-// As scratch_bytes() of csrc.py: float32 sums of 132 blocks of 128 rows, and a flag each.
-constexpr int64_t shared_sums(int64_t tokens) { return 132 * 4 * 128 * tokens + 1024; }
-
-template <typename Place, Variant VARIANT>
-Tensor linear_wide(const Tensor& x, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias, int64_t arch, int64_t rows,
-                   int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual,
-                   int64_t early) {
-  const Tensor scratch = torch::stable::new_empty(x, {shared_sums(128) / 2});
-  return linear<Place, VARIANT>(kWide, kManyRows, x, qdata, scale, global_scale, bias, arch, second, third, act, mul, residual, begins(early, qdata, scale),
-                                (int)rows, (int)tokens, (int)k_groups, (int)splits, scratch.data_ptr());
-}
-
-template <typename Place, typename... Tile>
-Tensor sparse_linear(const char* op, int64_t most, const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                     const Optional& bias, int64_t arch, int64_t second, int64_t third, Tile... tile) {
-  require_rows(op, x, most);
-  auto* f = function<SparseLinear<Tile...>>(op, arch);
-  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
-  const Tensor v = dense(values), e = dense(meta), s = dense(scale);
-  return call<Place>(op, x, bias, v.size(0), v.size(0), {{v, 4}, {e, 8}, {s, 16}}, [&](auto* xp, auto* bp, auto* yp, int m, int n, int k, int dtype, void* stream) {
-    return f(xp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, dtype, (int)second, (int)third, tile..., stream);
-  });
-}
-
-// The kernels that take one global scale, and those of the libraries that take several.
-template <typename Place, bool SEVERAL>
-Tensor sparse_linear_small(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                           int64_t arch, int64_t rows_16, int64_t warps, int64_t stages, int64_t splits, int64_t second, int64_t third) {
-  return sparse_linear<Place>(SEVERAL ? "sparse_linear_small_scales" : "sparse_linear_small", large_shared_memory(arch) ? 32 : 16, x, values, meta, scale,
-                              global_scale, bias, arch, second, third, (int)rows_16,
-                              (int)warps, (int)stages, (int)splits);
-}
-
-template <typename Place, bool SEVERAL>
-Tensor sparse_linear_table(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                           int64_t arch, int64_t sets, int64_t sets_a_warp, int64_t k_groups, int64_t substeps, int64_t second, int64_t third, int64_t early) {
-  return sparse_linear<Place>(SEVERAL ? "sparse_linear_table_scales" : "sparse_linear_table", 16, x, values, meta, scale, global_scale, bias, arch, second,
-                              third, begins(early, values, meta, scale), (int)sets, (int)sets_a_warp, (int)k_groups, (int)substeps);
-}
-
-template <typename Place, bool SEVERAL>
-Tensor sparse_linear_wide(const Tensor& x, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                          int64_t arch, int64_t rows, int64_t tokens, int64_t k_groups, int64_t splits, int64_t second, int64_t third, int64_t early) {
-  return sparse_linear<Place>(SEVERAL ? "sparse_linear_wide_scales" : "sparse_linear_wide", kManyRows, x, values, meta, scale, global_scale, bias, arch,
-                              second, third, begins(early, values, meta, scale), (int)rows, (int)tokens, (int)k_groups, (int)splits);
-}
-
-// Activations of several parts: [M, K / (elements per entry)] each, then those of the weight, [N, ...]. Checks them and the bias, which is as the result.
-struct Part {
-  Tensor tensor;
-  int64_t rows, per_entry;
-};
-void check_parts(const char* op, const Tensor& x, int64_t n, int64_t k, std::initializer_list<Part> parts, const Optional& bias, ScalarType type) {
-  for (const auto& [part, rows, per_entry] : parts) {
-    require(part.get_device() == x.get_device(), op, "tensors on different devices");
-    require(part.dim() == 2 && part.size(0) == rows && part.size(1) * per_entry == k, op, "a part does not fit M, N and K");
-  }
-  require(!bias || (bias->dim() == 1 && bias->size(0) == n && bias->scalar_type() == type), op, "the bias is [N] in the result's dtype");
-  require(n < INT32_MAX && k < INT32_MAX && x.size(0) < INT32_MAX, op, "sizes below 2^31");
-}
-
-// Activations as codes, which carry no dtype: half says whether bias and result are float16 or bfloat16.
-template <typename Place>
-Tensor linear_w4a4(const Tensor& x_qdata, const Tensor& x_scale, const Tensor& row_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale,
-                   const Optional& bias, int64_t arch, int64_t half) {
-  constexpr const char* op = "linear_w4a4";
-  require_rows(op, x_qdata, kManyRows);
-  auto* f = function<LinearW4A4>(op, arch);
-  require(x_qdata.dim() == 2 && qdata.dim() == 2, op, "codes are [M, K/2] and [N, K/2]");
-  const int64_t m = x_qdata.size(0), n = qdata.size(0), k = x_qdata.size(1) * 2;
-  const auto type = half ? ScalarType::Half : ScalarType::BFloat16;
-  check_parts(op, x_qdata, n, k, {{x_scale, m, 16}, {row_scale, m, k}, {qdata, n, 2}, {scale, n, 16}}, bias, type);
-  const Place place(x_qdata, op);
-  Tensor y = torch::stable::new_empty(x_qdata, {m, n}, type);
-  if (m == 0 || n == 0) return y;
-  const Tensor x = dense(x_qdata), xs = dense(x_scale), rows = dense(row_scale), q = dense(qdata), s = dense(scale);
-  const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
-  const int status = f(x.data_ptr(), xs.data_ptr(), rows.data_ptr(), q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), pointer(b), y.data_ptr(), (int)m,
-                       (int)n, (int)k, (int)(half != 0), place.stream);
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
-  return y;
-}
-
-// x [T, K], ids and weights [T, top_k]; weights [E, 2 I, K] and [E, N, I] by their parts, of which those that are 2:4-sparse have metadata, biases [E, 2 I] and
-// [E, N]. units: global scales of an expert's first weight, 1, or 2 of gate and up. tile: 0 for the kernel's own choice. workspace: bytes that the caller counted. run: calls the kernel with what it takes before y, metadata, y and the sizes, and what is last.
-template <typename Place, typename Run>
-Tensor moe_layer(const char* op, const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
-                 const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2,
-                 int64_t units, int64_t tile, const Tensor& workspace, Run run) {
-  require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && q1.dim() == 3 && s1.dim() == 3 && q2.dim() == 3 && s2.dim() == 3, op, "tokens and their choices have two dimensions, weights three");
-  const int64_t each1 = meta1 ? 4 : 2, each2 = meta2 ? 4 : 2;  // k for a byte of codes
-  const int64_t t = x.size(0), k = x.size(1), e = q1.size(0), n = q2.size(1), inner = q2.size(2) * each2, top_k = ids.size(1);
-  require(ids.size(0) == t && weights.size(0) == t && weights.size(1) == top_k, op, "tokens and their choices do not belong together");
-  for (const auto& [part, rows, per_byte, columns] : {std::tuple<Optional, int64_t, int64_t, int64_t>{q1, 2 * inner, each1, k}, {s1, 2 * inner, 16, k}, {meta1, 2 * inner, 8, k},
-                                                      {q2, n, each2, inner}, {s2, n, 16, inner}, {meta2, n, 8, inner}})
-    require(!part || (part->dim() == 3 && part->size(0) == e && part->size(1) == rows && part->size(2) * per_byte == columns), op, "a part of the weights does not fit");
-  require(g1.numel() == units * e && g2.numel() == e, op, units == 2 ? "gate_up has two global scales for each expert, down one" : "there is a global scale for each expert");
-  for (const auto& [b, rows] : {std::pair<Optional, int64_t>{bias, 2 * inner}, {down_bias, n}})
-    require(!b || (b->dim() == 2 && b->size(0) == e && b->size(1) == rows && b->scalar_type() == ScalarType::BFloat16), op, "biases are bfloat16, a row for each expert");
-  require(x.scalar_type() == ScalarType::BFloat16, op, "activations are bfloat16");
-  require(g1.scalar_type() == ScalarType::Float && g2.scalar_type() == ScalarType::Float, op, "global scales are float32");
-  auto wide = [&](const Tensor& v) {
-    require(v.scalar_type() == ScalarType::Int || v.scalar_type() == ScalarType::Long, op, "ids are int32 or int64");
-    return (int)(v.scalar_type() == ScalarType::Long);
+  struct Part {
+    Maybe tensor;
+    int64_t rows, per_entry;  // [rows, K / per_entry]
   };
-  const int weights_type = weights.scalar_type() == ScalarType::Float ? 2 : dtype_code(weights, op), ids_type = wide(ids), map_type = map ? wide(*map) : 0;
-  for (const Optional& v : {Optional(ids), Optional(weights), Optional(q1), Optional(s1), Optional(g1), Optional(q2), Optional(s2), Optional(g2), bias, down_bias, map, meta1, meta2,
-                            Optional(workspace)})
-    require(!v || v->get_device() == x.get_device(), op, "tensors on different devices");
-  require(t * top_k < INT32_MAX && e < INT32_MAX && k < INT32_MAX && inner < INT32_MAX && n < INT32_MAX, op, "sizes below 2^31");
-  const Place place(x, op);
-  Tensor y = torch::stable::new_empty(x, {t, n});
-  const Tensor a = dense(x), i = dense(ids), w = dense(weights), cq1 = dense(q1), cs1 = dense(s1), cg1 = dense(g1), cq2 = dense(q2), cs2 = dense(s2), cg2 = dense(g2);
-  auto given = [](const Optional& v) { return v ? Optional(dense(*v)) : std::nullopt; };
-  const Optional b1 = given(bias), b2 = given(down_bias), m = given(map), e1 = given(meta1), e2 = given(meta2);
-  const auto head = std::make_tuple(a.data_ptr(), i.data_ptr(), w.data_ptr(), cq1.data_ptr(), cs1.data_ptr(), cg1.data_ptr(), cq2.data_ptr(), cs2.data_ptr(), cg2.data_ptr(),
-                                    pointer(b1), pointer(b2), pointer(m));
-  const auto metas = std::make_tuple(pointer(e1), pointer(e2));
-  const auto sizes = std::make_tuple(y.data_ptr(), (int)t, (int)top_k, (int)e, (int)k, (int)inner, (int)n, ids_type, weights_type, map_type, map ? (int)map->numel() : 0);
-  const int status = run(head, metas, sizes, std::make_tuple((int64_t)workspace.numel(), workspace.data_ptr(), place.stream));
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e, ", tile ", tile);
+  for (const auto& [part, rows, per_entry] :
+       {Part{t.x_scale, m, codes ? 16 : k}, {t.row_scale, m, k}, {&t.codes, n, t.meta ? 4 : 2}, {t.meta, n, 8}, {&t.scale, n, 16}})
+    if (part) {
+      require(part->get_device() == x.get_device(), name, "tensors on different devices");
+      require(part->dim() == 2 && part->size(0) == rows && part->size(1) * per_entry == k, name,
+              plain ? "a part of the weight does not fit N and K" : "a part does not fit M, N and K");
+    }
+  require(!t.bias || (t.bias->dim() == 1 && t.bias->size(0) == n && t.bias->scalar_type() == type), name,
+          plain ? "the bias is [N] in the activations' dtype" : "the bias is [N] in the result's dtype");
+  for (Maybe other : {t.mul, t.residual})
+    require(!other || (other->dim() == 2 && other->size(0) == m && other->size(1) == columns && other->scalar_type() == type &&
+                       other->get_device() == x.get_device()), name, "mul and residual are as the result");
+  require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, name, "sizes below 2^31");
+
+  const Place place(x, name);
+  Tensor y = torch::stable::new_empty(x, {m, columns}, type);
+  if (m == 0 || columns == 0) return y;
+  // The kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
+  p.early = p.early && is_dense(t.codes) && is_dense(t.scale) && (!t.meta || is_dense(*t.meta));
+  Dense dense;
+  p.x = dense(&x), p.x_scale = dense(t.x_scale), p.row_scale = dense(t.row_scale);
+  p.codes = dense(&t.codes), p.meta = dense(t.meta), p.scale = dense(&t.scale), p.global_scale = t.global_scale.data_ptr();
+  p.bias = dense(t.bias), p.mul = dense(t.mul), p.residual = dense(t.residual), p.y = y.data_ptr();
+  p.M = (int)m, p.N = (int)n, p.K = (int)k, p.stream = place.stream;
+  const int status = run(f, p, x);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", name, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
   return y;
 }
 
-template <typename Place, bool FP8, bool SEVERAL>
-Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
-                        const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
-                        int64_t more, int64_t interleaved, int64_t tile, const Tensor& workspace, int64_t arch) {
-  constexpr const char* op = FP8 ? SEVERAL ? "moe_grouped_wide_fp8_scales" : "moe_grouped_wide_fp8" : SEVERAL ? "moe_grouped_wide_scales" : "moe_grouped_wide";
-  auto* f = function<MoeGroupedWide>(op, arch);
-  const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved, (int)tile);
-  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, std::nullopt, std::nullopt, SEVERAL ? 2 : 1, tile,
-                          workspace,
-                          [&](auto head, auto, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, sizes, form, rest)); });
+LinearParams numbers(std::initializer_list<int64_t> tile, int64_t second, int64_t third, int64_t act = 0, int64_t early = 0) {
+  LinearParams p{};
+  p.second = (int)second, p.third = (int)third, p.act = (int)act, p.early = (int)early;
+  int i = 0;
+  for (int64_t number : tile) p.tile[i++] = (int)number;
+  return p;
 }
 
-template <typename Place, bool SEVERAL>
-Tensor moe_decode_table(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2, const Tensor& s2,
-                        const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1, const Optional& meta2, double alpha,
-                        double limit, int64_t more, int64_t interleaved, const Tensor& workspace, int64_t arch) {
-  constexpr const char* op = SEVERAL ? "moe_decode_table_scales" : "moe_decode_table";
-  auto* f = function<MoeDecodeTable>(op, arch);
-  const auto form = std::make_tuple((float)alpha, (float)limit, (int)more, (int)interleaved);
-  const std::tuple<int, int, int, int, int, int, int> own_tiles{};
-  return moe_layer<Place>(op, x, ids, weights, q1, s1, g1, q2, s2, g2, bias, down_bias, map, meta1, meta2, SEVERAL ? 2 : 1, 0, workspace,
-                          [&](auto head, auto metas, auto sizes, auto rest) { return std::apply(f, std::tuple_cat(head, metas, sizes, form, own_tiles, rest)); });
+// The operators' signatures, each that of the kernels OP. q, v: codes of a dense and of a sparse weight; e: metadata; s, g: block and global scales.
+template <typename Place, const Linear& OP>
+Tensor linear_small(const Tensor& x, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0, int64_t t1, int64_t t2,
+                    int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual) {
+  return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual)},
+                     numbers({t0, t1, t2}, second, third, act));
 }
 
-// Activations in E4M3 with a float32 scale per token; bias and result in bfloat16.
-template <typename Place, typename Run>
-Tensor call_fp8(const char* op, const Tensor& x8, const Tensor& x_scale, int64_t n, std::initializer_list<Part> weight, const Optional& bias, Run run) {
-  require(x8.dim() == 2, op, "activations are [M, K]");
-  require(x8.scalar_type() == ScalarType::Float8_e4m3fn && x_scale.scalar_type() == ScalarType::Float, op, "activations are float8_e4m3fn, their scales float32");
-  const int64_t m = x8.size(0), k = x8.size(1);
-  check_parts(op, x8, n, k, {{x_scale, m, k}}, bias, ScalarType::BFloat16);
-  check_parts(op, x8, n, k, weight, bias, ScalarType::BFloat16);
-  const Place place(x8, op);
-  Tensor y = torch::stable::new_empty(x8, {m, n}, ScalarType::BFloat16);
-  if (m == 0 || n == 0) return y;
-  const Tensor scratch = torch::stable::new_empty(x8, {shared_sums(256)});
-  const Tensor x = dense(x8), xs = dense(x_scale);
-  const Optional b = bias ? Optional(dense(*bias)) : std::nullopt;
-  const int status = run(x.data_ptr(), xs.data_ptr(), pointer(b), y.data_ptr(), (int)m, (int)n, (int)k, scratch.data_ptr(), place.stream);
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", op, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
-  return y;
+template <typename Place, const Linear& OP>
+Tensor linear(const Tensor& x, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0, int64_t t1, int64_t t2,
+              int64_t t3, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, int64_t early) {
+  return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual)},
+                     numbers({t0, t1, t2, t3}, second, third, act, early));
+}
+
+template <typename Place, const Linear& OP>
+Tensor sparse_linear(const Tensor& x, const Tensor& v, const Tensor& e, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0,
+                     int64_t t1, int64_t t2, int64_t t3, int64_t second, int64_t third, int64_t early) {
+  return call<Place>(OP, arch, {.x = x, .codes = v, .scale = s, .global_scale = g, .bias = at(bias), .meta = &e},
+                     numbers({t0, t1, t2, t3}, second, third, 0, early));
+}
+
+template <typename Place, const Linear& OP>
+Tensor sparse_linear_small(const Tensor& x, const Tensor& v, const Tensor& e, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0,
+                           int64_t t1, int64_t t2, int64_t t3, int64_t second, int64_t third) {
+  return sparse_linear<Place, OP>(x, v, e, s, g, bias, arch, t0, t1, t2, t3, second, third, 0);
 }
 
 // Activations' k in the order of fp4.quantize_rows_fp8(lane_order=True).
-template <typename Place>
-Tensor linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& qdata, const Tensor& scale, const Tensor& global_scale, const Optional& bias,
-                       int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
-  constexpr const char* op = "linear_wide_fp8";
-  require_rows(op, x8, kManyRows);
-  auto* f = function<LinearWideFP8>(op, arch);
-  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
-  const Tensor q = dense(qdata), s = dense(scale);
-  const int64_t n = q.size(0);
-  return call_fp8<Place>(op, x8, x_scale, n, {{q, n, 2}, {s, n, 16}}, bias, [&](auto* xp, auto* xsp, auto* bp, auto* yp, int m, int n, int k, void* scratch, void* stream) {
-    return f(xp, xsp, q.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, 0, (int)second, (int)third, begins(early, qdata, scale), (int)tokens,
-             (int)splits, scratch, stream);
-  });
+template <typename Place, const Linear& OP>
+Tensor linear_wide_fp8(const Tensor& x, const Tensor& xs, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0,
+                       int64_t t1, int64_t second, int64_t third, int64_t early) {
+  return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .x_scale = &xs},
+                     numbers({t0, t1}, second, third, 0, early));
 }
 
-template <typename Place>
-Tensor sparse_linear_wide_fp8(const Tensor& x8, const Tensor& x_scale, const Tensor& values, const Tensor& meta, const Tensor& scale, const Tensor& global_scale,
-                              const Optional& bias, int64_t arch, int64_t tokens, int64_t splits, int64_t second, int64_t third, int64_t early) {
-  constexpr const char* op = "sparse_linear_wide_fp8";
-  require_rows(op, x8, kManyRows);
-  auto* f = function<SparseLinearWideFP8>(op, arch);
-  require(global_scale.numel() > (second > 0) + (third > 0), op, "fewer global scales than siblings");
-  const Tensor v = dense(values), e = dense(meta), s = dense(scale);
-  const int64_t n = v.size(0);
-  return call_fp8<Place>(op, x8, x_scale, n, {{v, n, 4}, {e, n, 8}, {s, n, 16}}, bias, [&](auto* xp, auto* xsp, auto* bp, auto* yp, int m, int n, int k, void* scratch, void* stream) {
-    return f(xp, xsp, v.data_ptr(), e.data_ptr(), s.data_ptr(), global_scale.data_ptr(), bp, yp, m, n, k, 0, (int)second, (int)third,
-             begins(early, values, meta, scale), (int)tokens, (int)splits, scratch, stream);
-  });
+template <typename Place, const Linear& OP>
+Tensor sparse_linear_wide_fp8(const Tensor& x, const Tensor& xs, const Tensor& v, const Tensor& e, const Tensor& s, const Tensor& g, const Optional& bias,
+                              int64_t arch, int64_t t0, int64_t t1, int64_t second, int64_t third, int64_t early) {
+  return call<Place>(OP, arch, {.x = x, .codes = v, .scale = s, .global_scale = g, .bias = at(bias), .x_scale = &xs, .meta = &e},
+                     numbers({t0, t1}, second, third, 0, early));
 }
+
+template <typename Place, const Linear& OP>
+Tensor linear_w4a4(const Tensor& x, const Tensor& xs, const Tensor& row_scale, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias,
+                   int64_t arch, int64_t half) {
+  LinearParams p{};
+  p.dtype = half != 0;
+  return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .x_scale = &xs, .row_scale = &row_scale}, p);
+}
+
+// An MoE operator. units: global scales of an expert's first weight, 1, or 2 of gate and up.
+struct Moe {
+  const char* name;
+  int units;
+};
+
+// The weight of one product of every expert.
+struct Expert {
+  const Tensor &codes, &scale, &global_scale;
+  Maybe bias, meta = nullptr;
+};
+
+// y [T, N] of x [T, K], ids and weights [T, top_k]; up is a weight [E, 2 I, K], down [E, N, I], biases are [E, 2 I] and [E, N]. p: numbers besides sizes.
+template <typename Place>
+Tensor call(const Moe& op, int64_t arch, const Tensor& x, const Tensor& ids, const Tensor& weights, const Expert& up, const Expert& down, Maybe map,
+            MoeParams p) {
+  const char* name = op.name;
+  const Kernel<MoeParams> f = kernel<MoeParams>(name, arch);
+  require(x.dim() == 2 && ids.dim() == 2 && weights.dim() == 2 && up.codes.dim() == 3 && up.scale.dim() == 3 && down.codes.dim() == 3 && down.scale.dim() == 3,
+          name, "tokens and their choices have two dimensions, weights three");
+  const int64_t t = x.size(0), k = x.size(1), top_k = ids.size(1);
+  const int64_t e = up.codes.size(0), n = down.codes.size(1), inner = down.codes.size(2) * (down.meta ? 4 : 2);
+  require(ids.size(0) == t && weights.size(0) == t && weights.size(1) == top_k, name, "tokens and their choices do not belong together");
+  for (const auto& [w, rows, columns] : {std::tuple<const Expert&, int64_t, int64_t>{up, 2 * inner, k}, {down, n, inner}}) {
+    for (const auto& [part, per_entry] : {std::pair<Maybe, int64_t>{&w.codes, w.meta ? 4 : 2}, {&w.scale, 16}, {w.meta, 8}})
+      require(!part || (part->dim() == 3 && part->size(0) == e && part->size(1) == rows && part->size(2) * per_entry == columns), name,
+              "a part of the weights does not fit");
+    require(!w.bias || (w.bias->dim() == 2 && w.bias->size(0) == e && w.bias->size(1) == rows && w.bias->scalar_type() == ScalarType::BFloat16), name,
+            "biases are bfloat16, a row for each expert");
+    require(w.global_scale.scalar_type() == ScalarType::Float, name, "global scales are float32");
+    for (Maybe part : {&w.codes, &w.scale, &w.global_scale, w.bias, w.meta})
+      require(!part || part->get_device() == x.get_device(), name, "tensors on different devices");
+  }
+  require(up.global_scale.numel() == op.units * e && down.global_scale.numel() == e, name,
+          op.units == 2 ? "gate_up has two global scales for each expert, down one" : "there is a global scale for each expert");
+  require(x.scalar_type() == ScalarType::BFloat16, name, "activations are bfloat16");
+  auto wide = [&](const Tensor& v) {
+    require(v.scalar_type() == ScalarType::Int || v.scalar_type() == ScalarType::Long, name, "ids are int32 or int64");
+    return (int)(v.scalar_type() == ScalarType::Long);
+  };
+  p.weights_type = weights.scalar_type() == ScalarType::Float ? 2 : dtype_code(weights, name);
+  p.ids_type = wide(ids), p.map_type = map ? wide(*map) : 0, p.map_size = map ? (int)map->numel() : 0;
+  for (Maybe v : {&ids, &weights, map}) require(!v || v->get_device() == x.get_device(), name, "tensors on different devices");
+  require(t * top_k < INT32_MAX && e < INT32_MAX && k < INT32_MAX && inner < INT32_MAX && n < INT32_MAX, name, "sizes below 2^31");
+
+  const Place place(x, name);
+  Tensor y = torch::stable::new_empty(x, {t, n});
+  Dense dense;
+  auto params = [&](const Expert& w) { return ExpertParams{dense(&w.codes), dense(w.meta), dense(&w.scale), dense(&w.global_scale), dense(w.bias)}; };
+  p.x = dense(&x), p.ids = dense(&ids), p.weights = dense(&weights), p.map = dense(map), p.gate_up = params(up), p.down = params(down), p.y = y.data_ptr();
+  p.tokens = (int)t, p.top_k = (int)top_k, p.E = (int)e, p.K = (int)k, p.I = (int)inner, p.N = (int)n, p.stream = place.stream;
+  const int status = run(f, p, x);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", name, " failed: cudaError ", status, " for T=", t, ", K=", k, ", I=", inner, ", N=", n, ", E=", e, ", tile ",
+                  p.tile[0]);
+  return y;
+}
+
+MoeParams form(double alpha, double limit, int64_t more, int64_t interleaved, int64_t tile) {
+  MoeParams p{};
+  p.alpha = (float)alpha, p.limit = (float)limit, p.more = (int)more, p.interleaved = (int)interleaved, p.tile[0] = (int)tile;
+  return p;
+}
+
+template <typename Place, const Moe& OP>
+Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
+                        const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
+                        int64_t more, int64_t interleaved, int64_t tile, int64_t arch) {
+  return call<Place>(OP, arch, x, ids, weights, {q1, s1, g1, at(bias)}, {q2, s2, g2, at(down_bias)}, at(map), form(alpha, limit, more, interleaved, tile));
+}
+
+template <typename Place, const Moe& OP>
+Tensor moe_decode_table(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
+                        const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1,
+                        const Optional& meta2, double alpha, double limit, int64_t more, int64_t interleaved, int64_t arch) {
+  return call<Place>(OP, arch, x, ids, weights, {q1, s1, g1, at(bias), at(meta1)}, {q2, s2, g2, at(down_bias), at(meta2)}, at(map),
+                     form(alpha, limit, more, interleaved, 0));
+}
+
+// Most rows of a call: of the kernels that split M; of a tile; where registers, and where shared memory decides (kLargeSharedMemory of device.cuh).
+int64_t many(int64_t) { return 1 << 20; }
+template <int ROWS> int64_t rows(int64_t) { return ROWS; }
+int64_t small(int64_t arch) { return arch == 90 ? 32 : 16; }
+int64_t sparse_small(int64_t arch) { return arch == 80 || arch == 87 || arch == 90 || (arch >= 100 && arch < 120) ? 32 : 16; }
+
+// X(operator, signature, what describes it).
+#define FP4_LINEAR(X)                                                      \
+  X(linear_small, linear_small, small)                                     \
+  X(linear_small_pointwise, linear_small, small)                           \
+  X(linear_small_glu, linear_small, small, kPlain, 2)                      \
+  X(linear_table, linear, rows<24>)                                        \
+  X(linear_table_pointwise, linear, rows<16>)                              \
+  X(linear_table_glu, linear, rows<16>, kPlain, 2)                         \
+  X(linear_wide, linear, many)                                             \
+  X(linear_wide_pointwise, linear, many)                                   \
+  X(linear_wide_glu, linear, many, kPlain, 2)                              \
+  X(linear_wide_fp8, linear_wide_fp8, many, kE4M3)                         \
+  X(sparse_linear_small, sparse_linear_small, sparse_small)                \
+  X(sparse_linear_small_scales, sparse_linear_small, sparse_small)         \
+  X(sparse_linear_table, sparse_linear, rows<16>)                          \
+  X(sparse_linear_table_scales, sparse_linear, rows<16>)                   \
+  X(sparse_linear_wide, sparse_linear, many)                               \
+  X(sparse_linear_wide_scales, sparse_linear, many)                        \
+  X(sparse_linear_wide_fp8, sparse_linear_wide_fp8, many, kE4M3)           \
+  X(linear_w4a4, linear_w4a4, many, kCodes)
+#define FP4_MOE(X)                                    \
+  X(moe_grouped_wide, moe_grouped_wide, 1)            \
+  X(moe_grouped_wide_scales, moe_grouped_wide, 2)     \
+  X(moe_grouped_wide_fp8, moe_grouped_wide, 1)        \
+  X(moe_grouped_wide_fp8_scales, moe_grouped_wide, 2) \
+  X(moe_decode_table, moe_decode_table, 1)            \
+  X(moe_decode_table_scales, moe_decode_table, 2)
+
+namespace operators {
+#define FP4_DESCRIBE(name, signature, ...) constexpr Linear name{#name, __VA_ARGS__};
+FP4_LINEAR(FP4_DESCRIBE)
+#undef FP4_DESCRIBE
+#define FP4_DESCRIBE(name, signature, ...) constexpr Moe name{#name, __VA_ARGS__};
+FP4_MOE(FP4_DESCRIBE)
+#undef FP4_DESCRIBE
+}  // namespace operators
 
 }  // namespace
 }  // namespace fp4
 
-// resolve: who is asked, once, for fp4_<name> of the kernel library for a compute capability (times ten); it answers null if there is none.
+// resolve: who is asked, once, for fp4_<name> of the kernel library for a compute capability (times ten), and for fp4_<name>_scratch; it answers null if there
+// is none.
 extern "C" __attribute__((visibility("default"))) void fp4_csrc_bind(fp4::Resolver* resolve, void* current_stream) {
   fp4::resolver = resolve;
   fp4::current_stream = (fp4::CurrentStream*)current_stream;
 }
 
 // The operators are defined where they are described to the compiler too (fp4_inductor/kernels/csrc.py).
-#define FP4_DENSE(name, Place)                                                        \
-  m.impl(#name, TORCH_BOX((&fp4::name<Place, fp4::kPlain>)));                         \
-  m.impl(#name "_pointwise", TORCH_BOX((&fp4::name<Place, fp4::kPointwise>)));        \
-  m.impl(#name "_glu", TORCH_BOX((&fp4::name<Place, fp4::kGlu>)));
-#define FP4_BOTH(name, Place)                                                         \
-  m.impl(#name, TORCH_BOX((&fp4::name<Place, false>)));                               \
-  m.impl(#name "_scales", TORCH_BOX((&fp4::name<Place, true>)));
-#define FP4_IMPLEMENT(key, Place)                                               \
-  STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, key, m) {                                 \
-    FP4_DENSE(linear_small, Place)                                              \
-    FP4_DENSE(linear_table, Place)                                              \
-    FP4_DENSE(linear_wide, Place)                                               \
-    m.impl("linear_wide_fp8", TORCH_BOX(&fp4::linear_wide_fp8<Place>));         \
-    FP4_BOTH(sparse_linear_small, Place)                                        \
-    FP4_BOTH(sparse_linear_table, Place)                                        \
-    FP4_BOTH(sparse_linear_wide, Place)                                         \
-    m.impl("sparse_linear_wide_fp8", TORCH_BOX(&fp4::sparse_linear_wide_fp8<Place>)); \
-    m.impl("linear_w4a4", TORCH_BOX(&fp4::linear_w4a4<Place>));                 \
-    m.impl("moe_grouped_wide", TORCH_BOX((&fp4::moe_grouped_wide<Place, false, false>)));          \
-    m.impl("moe_grouped_wide_scales", TORCH_BOX((&fp4::moe_grouped_wide<Place, false, true>)));    \
-    m.impl("moe_grouped_wide_fp8", TORCH_BOX((&fp4::moe_grouped_wide<Place, true, false>)));       \
-    m.impl("moe_grouped_wide_fp8_scales", TORCH_BOX((&fp4::moe_grouped_wide<Place, true, true>))); \
-    FP4_BOTH(moe_decode_table, Place)                                                              \
-  }
-FP4_IMPLEMENT(CUDA, fp4::OnDevice)
+#define FP4_ON_DEVICE(name, signature, ...) m.impl(#name, TORCH_BOX((&fp4::signature<fp4::OnDevice, fp4::operators::name>)));
+STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, CUDA, m) { FP4_LINEAR(FP4_ON_DEVICE) FP4_MOE(FP4_ON_DEVICE) }
 #ifdef FP4_EMULATED
-FP4_IMPLEMENT(CPU, fp4::OnHost)
+#define FP4_ON_HOST(name, signature, ...) m.impl(#name, TORCH_BOX((&fp4::signature<fp4::OnHost, fp4::operators::name>)));
+STABLE_TORCH_LIBRARY_IMPL(fp4_csrc, CPU, m) { FP4_LINEAR(FP4_ON_HOST) FP4_MOE(FP4_ON_HOST) }
 #endif

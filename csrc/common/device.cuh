@@ -5,6 +5,8 @@
 #pragma once
 #include <cstdint>
 
+#include "call.h"
+
 // 160 KB of shared memory a block and more; the others have 99 (CUDA C Programming Guide).
 constexpr bool kLargeSharedMemory = FP4_ARCH == 80 || FP4_ARCH == 87 || FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120);
 
@@ -338,3 +340,9 @@ cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int sh
 
 }  // namespace fp4
 #endif
+
+namespace fp4 {
+
+inline Stream stream_of(const LinearParams& p) { return {(cudaStream_t)p.stream, p.early != 0}; }
+
+}  // namespace fp4

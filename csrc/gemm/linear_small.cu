@@ -130,19 +130,17 @@ template <typename T> cudaError_t by_tokens(Tile tile, const Linear<T>& p, cudaS
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. second, third: rows of W at which the second and the third global scale begin,
-// 0: none. act (epilogue.cuh), mul and residual [M, N]: for the libraries with such an epilogue, else 0. (rows_16, warps, stages): one of
-// by_tile's, or (0, 0, 0) for best(); K % 64 != 0 has one tile of its own. 1 <= M <= 32 on sm_90, 16 elsewhere, K % 16 == 0; x and q
-// 16-byte aligned, scale 4-byte aligned; bias, mul and residual may be null.
-extern "C" int fp4_linear_small(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
-                                int M, int N, int K, int dtype, int second, int third, int act, int rows_16, int warps, int stages, void* stream) {
-  if (M < 1 || N < 1 || K < 16 || K % 16) return cudaErrorInvalidValue;
+// Returns a cudaError_t. Takes x, codes [N, K/2], scale E4M3 [N, K/16], global_scale, bias, second, third; act (epilogue.cuh), mul and residual [M, N] where
+// the library has such an epilogue. tile: (rows_16, warps, stages), one of by_tile's, or 0 for best(); K % 64 != 0 has one tile of its own. 1 <= M <= 32 on
+// sm_90, 16 elsewhere, K % 16 == 0; x and codes 16-byte aligned, scale 4-byte aligned; bias, mul and residual may be null.
+extern "C" int fp4_linear_small(const LinearParams* call) {
+  if (!is_call(call) || call->M < 1 || call->N < 1 || call->K < 16 || call->K % 16) return cudaErrorInvalidValue;
+  const int(&t)[4] = call->tile;
+  const Tile tile = t[0] ? Tile{t[0], t[1], t[2]} : best(call->M, call->N, call->K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Tile tile = rows_16 ? Tile{rows_16, warps, stages} : best(M, N, K);
-    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
-                      Epilogue<T>::of(mul, residual, second, third, act)};
-    return p.fits() ? by_tokens<T>(tile, p, (cudaStream_t)stream) : cudaErrorInvalidValue;
+    const Linear<T> p = Linear<T>::of(*call);
+    return p.fits() ? by_tokens<T>(tile, p, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
   };
-  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

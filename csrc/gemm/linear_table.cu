@@ -136,21 +136,20 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, a multiple of
-// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; substeps 1, or 4 of two sets a warp, where M <= 16, K % 1024 == 0 and k_groups % 4 == 0; all 0
-// for best(). 1 <= M <= 24, or 16 where more is done behind the sums, K % 256 == 0; x, q and scale 16-byte aligned; bias, mul and residual may be null. early: it may
-// begin, and fetch its first weights, while the kernel before it in its stream is still running; that one must not write the weight.
-extern "C" int fp4_linear_table(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
-                                int M, int N, int K, int dtype, int second, int third, int act, int early, int sets, int sets_a_warp, int k_groups, int substeps,
-                                void* stream) {
+// Returns a cudaError_t. Takes what linear_small does, and early. tile: (sets, sets_a_warp, k_groups, substeps): at most 16 sets, a multiple of
+// sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; substeps 1, or 4 of two sets a warp, where M <= 16, K % 1024 == 0 and
+// k_groups % 4 == 0. 1 <= M <= 24, or 16 where more is done behind the sums, K % 256 == 0; x, codes and scale 16-byte aligned.
+extern "C" int fp4_linear_table(const LinearParams* call) {
+  if (!is_call(call)) return cudaErrorInvalidValue;
+  const int M = call->M, N = call->N, K = call->K;
   if (M < 1 || M > kMostTokens || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
+  const auto [sets, sets_a_warp, k_groups, substeps] = call->tile;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(M, N, K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
-                      Epilogue<T>::of(mul, residual, second, third, act)};
-    const Stream at{(cudaStream_t)stream, early != 0};
+    const Linear<T> p = Linear<T>::of(*call);
+    const Stream at = stream_of(*call);
     return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, at) : M <= 16 ? by_tile<T, 16>(tile, p, at) : by_tile<T, kMostTokens>(tile, p, at);
   };
-  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

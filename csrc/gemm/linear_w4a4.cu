@@ -78,16 +78,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-// Returns a cudaError_t. dtype of y and bias 0: bfloat16, 1: float16. x codes [M, K/2], x_scale [M, K/16], row_scale [M]: the
-// activations as NVFP4, a global scale per token. 1 <= M <= 2^20, K % 64 == 0; codes 16-byte aligned, scales 4-byte aligned; bias may be null.
-extern "C" int fp4_linear_w4a4(const void* x, const void* x_scale, const void* row_scale, const void* q, const void* s, const void* g, const void* bias, void* y,
-                               int M, int N, int K, int dtype, void* stream) {
+// Returns a cudaError_t. Takes x codes [M, K/2], x_scale [M, K/16], row_scale [M]: the activations as NVFP4, a global scale per token; codes, scale,
+// global_scale and bias. 1 <= M <= 2^20, K % 64 == 0; codes 16-byte aligned, scales 4-byte aligned; bias may be null.
+extern "C" int fp4_linear_w4a4(const LinearParams* call) {
+  if (!is_call(call)) return cudaErrorInvalidValue;
+  const int M = call->M, N = call->N, K = call->K;
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
   auto run = [&](auto zero) {
     using T = decltype(zero);
     const dim3 blocks((N + kRows - 1) / kRows, (M + kTokens - 1) / kTokens);
-    return launch(linear_w4a4<T>, blocks, kThreads, kStages * kStage, 1, (cudaStream_t)stream, (const uint8_t*)x, (const uint8_t*)x_scale, (const float*)row_scale,
-                  (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K);
+    return launch(linear_w4a4<T>, blocks, kThreads, kStages * kStage, 1, (cudaStream_t)call->stream, (const uint8_t*)call->x, (const uint8_t*)call->x_scale,
+                  (const float*)call->row_scale, (const uint8_t*)call->codes, (const uint8_t*)call->scale, (const float*)call->global_scale,
+                  (const T*)call->bias, (T*)call->y, M, N, K);
   };
-  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -357,23 +357,30 @@ template <typename T> cudaError_t by_tile(Tile tile, bool mapped, const Linear<T
   return cudaErrorInvalidConfiguration;
 }
 
+bool fits(const LinearParams& p) { return p.M >= 1 && p.M <= 1 << 20 && p.N >= 1 && p.K >= 64 && p.K % 64 == 0; }
+bool has_map(const LinearParams& p) { return p.K % kWideK == 0 && (uintptr_t)p.scale % 16 == 0; }  // a tile map takes rows of 16 bytes
+Tile tile_of(const LinearParams& p) {
+  const auto [rows, tokens, k_groups, splits] = p.tile;
+  return tokens ? Tile{rows, tokens, k_groups, splits} : best(p.M, p.N, p.K, has_map(p));
+}
+
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, 0:
-// blocks stream, -1: two blocks share activations; all 0 for best(). 1 <= M <= 2^20, K % 64 == 0; x, q and scratch 16-byte aligned, scale 4-byte aligned; bias
-// may be null. scratch: 8.7 MB. early: it may begin, and fetch its first weights, while the kernel
-// before it in its stream is still running; that one must not write the weight.
-extern "C" int fp4_linear_wide(const void* x, const void* q, const void* s, const void* g, const void* bias, const void* mul, const void* residual, void* y,
-                               int M, int N, int K, int dtype, int second, int third, int act, int early, int rows, int tokens, int k_groups, int splits,
-                               void* scratch, void* stream) {
-  if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
-  const bool mapped = K % kWideK == 0 && (uintptr_t)s % 16 == 0;  // a tile map takes rows of 16 bytes
-  const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K, mapped);
+// Sums of every block that streams, and a flag each.
+extern "C" int64_t fp4_linear_wide_scratch(const LinearParams* call) {
+  if (!is_call(call) || !fits(*call)) return 0;
+  const Tile tile = tile_of(*call);
+  return tile.splits ? 0 : (int64_t)kMostBlocks * tile.rows * tile.tokens * sizeof(float) + kFlags * sizeof(int);
+}
+
+// Returns a cudaError_t. Takes what linear_small does, early, and scratch. tile: (rows, tokens, k_groups), one of by_tile's, and splits in {1, 2, 4}: blocks
+// that share K, 0: blocks stream, -1: two blocks share activations. 1 <= M <= 2^20, K % 64 == 0; x, codes and scratch 16-byte aligned, scale 4-byte aligned.
+extern "C" int fp4_linear_wide(const LinearParams* call) {
+  if (!is_call(call) || !fits(*call) || call->scratch_bytes < fp4_linear_wide_scratch(call)) return cudaErrorInvalidValue;
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Linear<T> p{(const T*)x, (const uint8_t*)q, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K,
-                      Epilogue<T>::of(mul, residual, second, third, act)};
-    return p.fits() ? by_tile<T>(tile, mapped, p, scratch, {(cudaStream_t)stream, early != 0}) : cudaErrorInvalidValue;
+    const Linear<T> p = Linear<T>::of(*call);
+    return p.fits() ? by_tile<T>(tile_of(*call), has_map(*call), p, call->scratch, stream_of(*call)) : cudaErrorInvalidValue;
   };
-  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

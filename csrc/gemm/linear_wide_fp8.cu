@@ -67,14 +67,13 @@ cudaError_t by_tile(Tile tile, const Call<Dense>& p, void* scratch, Stream strea
 
 }  // namespace
 
-// Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3 in the order of wide_fp8.cuh, x_scale [M]. (tokens, splits): one of by_tile's, splits 0: equal
-// shares; tokens 0 for best_tile(). 1 <= M <= 2^20, K % 256 == 0; x8, q, s, y and scratch 16-byte aligned; bias may be null. second, third: rows of W at which
-// the second and the third global scale begin, 0 for none. early: as of linear_wide. scratch: 17.5 MB.
-extern "C" int fp4_linear_wide_fp8(const void* x8, const void* x_scale, const void* q, const void* s, const void* g, const void* bias, void* y, int M, int N, int K,
-                                   int dtype, int second, int third, int early, int tokens, int splits, void* scratch, void* stream) {
-  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype || !Epilogue<__nv_bfloat16>::of(nullptr, nullptr, second, third, 0).fits(kPlain, N))
-    return cudaErrorInvalidValue;
-  const Call<Dense> p{(const uint8_t*)x8, (const float*)x_scale, {(const uint8_t*)q, (const uint8_t*)s}, (const float*)g, (const __nv_bfloat16*)bias, (__nv_bfloat16*)y,
-               M, N, K, second ? second : INT32_MAX, third ? third : INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, kCosts), p, scratch, {(cudaStream_t)stream, early != 0});
+extern "C" int64_t fp4_linear_wide_fp8_scratch(const LinearParams* call) { return is_call(call) ? scratch_bytes(*call) : 0; }
+
+// Returns a cudaError_t. Takes x [M, K] E4M3 in the order of wide_fp8.cuh, x_scale [M], codes, scale, global_scale, bias, second, third, early, and scratch.
+// tile: (tokens, splits), one of by_tile's, splits 0: equal shares; or 0 for best_tile(). dtype 0, 1 <= M <= 2^20, K % 256 == 0; x, codes, scale, y and scratch
+// 16-byte aligned; bias may be null.
+extern "C" int fp4_linear_wide_fp8(const LinearParams* call) {
+  if (!is_call(call) || !fits(*call) || call->scratch_bytes < scratch_bytes(*call)) return cudaErrorInvalidValue;
+  const Tile tile = call->tile[0] ? Tile{call->tile[0], call->tile[1]} : best_tile(call->M, call->N, call->K, kCosts);
+  return by_tile(tile, Call<Dense>::of(*call, {(const uint8_t*)call->codes, (const uint8_t*)call->scale}), call->scratch, stream_of(*call));
 }

@@ -264,7 +264,24 @@ template <typename Weight> struct Call {
   const __nv_bfloat16* bias;
   __nv_bfloat16* y;
   int M, N, K, second, third;
+
+  static Call of(const LinearParams& p, typename Weight::Parts w) {
+    return {(const uint8_t*)p.x, (const float*)p.x_scale, w, (const float*)p.global_scale, (const __nv_bfloat16*)p.bias, (__nv_bfloat16*)p.y, p.M, p.N, p.K,
+            p.second ? p.second : INT32_MAX, p.third ? p.third : INT32_MAX};
+  }
 };
+
+// Does it multiply so? E4M3 activations have bfloat16 results.
+inline bool fits(const LinearParams& p) {
+  return p.M >= 1 && p.M <= 1 << 20 && p.N >= 1 && p.K >= kWideK && p.K % kWideK == 0 && p.dtype == 0 &&
+         Epilogue<__nv_bfloat16>::of(nullptr, nullptr, p.second, p.third, 0).fits(kPlain, p.N);
+}
+
+// Sums of the clusters that share tiles, and their flags. Which tile the kernel chooses depends on the device, so that its own choice takes as much as any.
+inline int64_t scratch_bytes(const LinearParams& p) {
+  const int tokens = p.tile[0] ? p.tile[0] : 256, splits = p.tile[1];
+  return !fits(p) || splits == 1 ? 0 : (int64_t)kMostClusters * kBlocks * kRows * tokens * sizeof(float) + kFlags * sizeof(int);
+}
 
 inline int places_of(int M, int tokens) { return (M + tokens - 1) / tokens; }
 inline int most_clusters() { return at_most(multiprocessors() / kBlocks, kMostClusters); }

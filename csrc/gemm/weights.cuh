@@ -16,6 +16,10 @@ template <typename T> struct Linear {
   int M, N, K;
   Epilogue<T> then;
 
+  static Linear of(const LinearParams& p) {
+    return {(const T*)p.x, (const uint8_t*)p.codes, (const uint8_t*)p.scale, (const float*)p.global_scale, (const T*)p.bias, (T*)p.y, p.M, p.N, p.K,
+            Epilogue<T>::of(p.mul, p.residual, p.second, p.third, p.act)};
+  }
   bool fits() const { return then.fits(kFinish, N); }
   int columns() const { return N / Result<T>::kParts; }  // of y
 };

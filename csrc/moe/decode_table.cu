@@ -125,9 +125,15 @@ Tile best_down(const Layer& l, bool sparse, int tokens) {
   return found;
 }
 
+// What lies between the products, of the most tokens at a time and as many distinct experts as they can have.
+int64_t between_bytes(const Layer& l) {
+  const int64_t most = at_most(l.tokens, kTableTokens);
+  return most * most * l.top_k * ((l.I + kWideK - 1) / kWideK) * 512;
+}
+
 cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_meta, Tile up, Tile down, void* workspace, int64_t bytes, cudaStream_t stream) {
+  if (bytes < between_bytes(l)) return cudaErrorInvalidValue;
   int most = at_most(l.tokens, kTableTokens);
-  if (bytes < (int64_t)most * most * l.top_k * ((l.I + kWideK - 1) / kWideK) * 512) return cudaErrorInvalidValue;
   const bool own_up = !up.sets, own_down = !down.sets;
   auto choose = [&](int tokens) {  // x of all tokens lies in shared memory
     if (own_up) up = best_up(l, up_meta, tokens);
@@ -154,17 +160,20 @@ cudaError_t layer(const Layer& l, const uint8_t* up_meta, const uint8_t* down_me
 
 }  // namespace
 
-// Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
-// (2); x, y, and biases, which may be null, are bfloat16. gate_up_meta, down_meta: null where a weight is dense. K % 64 == 0, I % 64 == 0, % 256 where sparse, N % 8 == 0, E <= 1024;
-// x, codes, metadata, scales, y and workspace 16-byte aligned. limit <= 0: none. (sets, sets_a_warp, k_groups) of gate_up, and splits of down: see Tile; all 0 for best.
-extern "C" int fp4_decode_table(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
-                                const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
-                                const void* gate_up_meta, const void* down_meta, void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type,
-                                int map_type, int map_size, float alpha, float limit, int more, int interleaved, int sets, int sets_a_warp, int k_groups, int down_sets,
-                                int down_sets_a_warp, int down_k_groups, int down_splits, int64_t workspace_bytes, void* workspace, void* stream) {
-  const Layer l = Layer::of(x, ids, weights, gate_up, gate_up_scale, gate_up_global_scale, down, down_scale, down_global_scale, gate_up_bias, down_bias, map, y, tokens, top_k,
-                            E, K, I, N, ids_type, weights_type, map_type, map_size, alpha, limit, more, interleaved);
-  if (!l.fits() || (gate_up_meta && K % kWideK) || (down_meta && I % kWideK)) return cudaErrorInvalidValue;
-  return layer(l, (const uint8_t*)gate_up_meta, (const uint8_t*)down_meta, {sets, sets_a_warp, k_groups, 1}, {down_sets, down_sets_a_warp, down_k_groups, down_splits},
-               workspace, workspace_bytes, (cudaStream_t)stream);
+extern "C" int64_t fp4_decode_table_scratch(const MoeParams* call) {
+  if (!is_call(call)) return 0;
+  const Layer l = Layer::of(*call);
+  return l.fits() ? between_bytes(l) : 0;
+}
+
+// Returns a cudaError_t. x, y, and biases, which may be null, are bfloat16; map may be null, and metadata where a weight is dense. K % 64 == 0, I % 64 == 0, %
+// 256 where sparse, N % 8 == 0, E <= 1024; x, codes, metadata, scales, y and scratch 16-byte aligned. tile: (sets, sets_a_warp, k_groups) of gate_up, then
+// these and splits of down: see Tile; all 0 of a product for best.
+extern "C" int fp4_decode_table(const MoeParams* call) {
+  if (!is_call(call)) return cudaErrorInvalidValue;
+  const Layer l = Layer::of(*call);
+  const uint8_t *up_meta = (const uint8_t*)call->gate_up.meta, *down_meta = (const uint8_t*)call->down.meta;
+  if (!l.fits() || (up_meta && l.K % kWideK) || (down_meta && l.I % kWideK)) return cudaErrorInvalidValue;
+  const int(&t)[7] = call->tile;
+  return layer(l, up_meta, down_meta, {t[0], t[1], t[2], 1}, {t[3], t[4], t[5], t[6]}, call->scratch, call->scratch_bytes, (cudaStream_t)call->stream);
 }

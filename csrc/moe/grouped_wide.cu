@@ -13,7 +13,7 @@ namespace {
 using namespace fp4;
 using T = __nv_bfloat16;
 
-// What a call writes besides y, for tiles of so many tokens; gathered: x once a token. workspace_bytes() of kernels/moe/grouped_wide.py has the same sum.
+// What a call writes besides y, for tiles of so many tokens; gathered: x once a token. `at` may be null: only `bytes` counts then.
 struct Workspace {
   uint8_t *x, *h;
   T* out;
@@ -22,7 +22,7 @@ struct Workspace {
 
   Workspace(uint8_t* at, const Layer& l, int tokens, bool gathered) : bytes(0) {
     const int64_t P = l.pairs(), tiles = P / tokens + (P < l.E ? P : l.E);
-    auto take = [&](int64_t size) { return at + std::exchange(bytes, bytes + (size + 15) / 16 * 16); };
+    auto take = [&](int64_t size) { return (uint8_t*)((uintptr_t)at + std::exchange(bytes, bytes + (size + 15) / 16 * 16)); };
     x = take((gathered ? l.tokens : tiles * tokens) * 512 * ((l.K + kWideK - 1) / kWideK));
     h = take(tiles * tokens * 512 * ((l.I + kWideK - 1) / kWideK));
     routed.tiles = (int4*)take(tiles * 16);
@@ -107,14 +107,16 @@ cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cu
 
 }  // namespace
 
-// Returns a cudaError_t. ids [tokens, top_k] and map (null: none) are int32 (type 0) or int64 (1), weights [tokens, top_k] bfloat16 (0), float16 (1) or float32
-// (2); x, y, and biases, which may be null, are bfloat16. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <= 2^20, K and I at most 2^15; codes, scales, x, y and
-// workspace 16-byte aligned. limit <= 0: none. tile: one of by_tile's.
-extern "C" int fp4_grouped_wide(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
-                                const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map,
-                                void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha,
-                                float limit, int more, int interleaved, int tile, int64_t workspace_bytes, void* workspace, void* stream) {
-  const Layer l = Layer::of(x, ids, weights, gate_up, gate_up_scale, gate_up_global_scale, down, down_scale, down_global_scale, gate_up_bias, down_bias, map, y, tokens, top_k,
-                            E, K, I, N, ids_type, weights_type, map_type, map_size, alpha, limit, more, interleaved);
-  return l.fits() ? by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream) : cudaErrorInvalidValue;
+extern "C" int64_t fp4_grouped_wide_scratch(const MoeParams* call) {
+  if (!is_call(call) || call->tile[0] < 8) return 0;
+  const Layer l = Layer::of(*call);
+  return l.fits() ? Workspace(nullptr, l, call->tile[0] / 8 * 8, call->tile[0] % 8).bytes : 0;
+}
+
+// Returns a cudaError_t. x, y, and biases, which may be null, are bfloat16; map may be null. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <=
+// 2^20, K and I at most 2^15; codes, scales, x, y and scratch 16-byte aligned. tile: one of by_tile's. No metadata.
+extern "C" int fp4_grouped_wide(const MoeParams* call) {
+  if (!is_call(call)) return cudaErrorInvalidValue;
+  const Layer l = Layer::of(*call);
+  return l.fits() ? by_tile(call->tile[0], l, call->scratch, call->scratch_bytes, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
 }

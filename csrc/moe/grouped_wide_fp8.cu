@@ -12,7 +12,7 @@ namespace {
 using namespace fp4;
 using T = __nv_bfloat16;
 
-// What a call writes besides y, for tiles of up to so many tokens. workspace_bytes_fp8() of kernels/moe/grouped_wide.py has the same sum.
+// What a call writes besides y, for tiles of up to so many tokens. `at` may be null: only `bytes` counts then.
 struct Workspace {
   uint8_t* rows;  // of both products, one after the other
   float* scale;
@@ -22,7 +22,7 @@ struct Workspace {
 
   Workspace(uint8_t* at, const Layer& l, int tokens) : bytes(0) {
     const int64_t P = l.pairs(), tiles = P / tokens + (P < l.E ? P : l.E);
-    auto take = [&](int64_t size) { return at + std::exchange(bytes, bytes + (size + 15) / 16 * 16); };
+    auto take = [&](int64_t size) { return (uint8_t*)((uintptr_t)at + std::exchange(bytes, bytes + (size + 15) / 16 * 16)); };
     rows = take(P * row_bytes(l.K > l.I ? l.K : l.I));
     scale = (float*)take(P * 4);
     h = (T*)take(P * l.I * 2);
@@ -106,12 +106,15 @@ cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cu
 
 }  // namespace
 
+extern "C" int64_t fp4_grouped_wide_fp8_scratch(const MoeParams* call) {
+  if (!is_call(call) || call->tile[0] < 1) return 0;
+  const Layer l = Layer::of(*call);
+  return l.fits() ? Workspace(nullptr, l, call->tile[0]).bytes : 0;
+}
+
 // As fp4_grouped_wide (grouped_wide.cu), whose limits are these, too. tile: one of by_tile's, the most pairs of an expert that are multiplied at a time.
-extern "C" int fp4_grouped_wide_fp8(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale,
-                                    const void* down, const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias,
-                                    const void* map, void* y, int tokens, int top_k, int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size,
-                                    float alpha, float limit, int more, int interleaved, int tile, int64_t workspace_bytes, void* workspace, void* stream) {
-  const Layer l = Layer::of(x, ids, weights, gate_up, gate_up_scale, gate_up_global_scale, down, down_scale, down_global_scale, gate_up_bias, down_bias, map, y, tokens, top_k,
-                            E, K, I, N, ids_type, weights_type, map_type, map_size, alpha, limit, more, interleaved);
-  return l.fits() ? by_tile(tile, l, workspace, workspace_bytes, (cudaStream_t)stream) : cudaErrorInvalidValue;
+extern "C" int fp4_grouped_wide_fp8(const MoeParams* call) {
+  if (!is_call(call)) return cudaErrorInvalidValue;
+  const Layer l = Layer::of(*call);
+  return l.fits() ? by_tile(call->tile[0], l, call->scratch, call->scratch_bytes, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
 }

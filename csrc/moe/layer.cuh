@@ -69,27 +69,25 @@ struct Layer {
   int tokens, top_k, E, K, I, N, map_size;
   Between between;
 
-  // From what the C functions of csrc/moe are given.
-  static Layer of(const void* x, const void* ids, const void* weights, const void* gate_up, const void* gate_up_scale, const void* gate_up_global_scale, const void* down,
-                  const void* down_scale, const void* down_global_scale, const void* gate_up_bias, const void* down_bias, const void* map, void* y, int tokens, int top_k,
-                  int E, int K, int I, int N, int ids_type, int weights_type, int map_type, int map_size, float alpha, float limit, int more, int interleaved) {
+  static Layer of(const MoeParams& p) {
     using T = __nv_bfloat16;
-    return {(const T*)x,
-            {ids, ids_type},
-            {map, map_type},
-            {weights, weights_type},
-            {(const uint8_t*)gate_up, (const uint8_t*)down},
-            {(const uint8_t*)gate_up_scale, (const uint8_t*)down_scale},
-            {(const float*)gate_up_global_scale, (const float*)down_global_scale},
-            (T*)y,
-            tokens,
-            top_k,
-            E,
-            K,
-            I,
-            N,
-            map_size,
-            {(const T*)gate_up_bias, (const T*)down_bias, alpha, limit, more, interleaved}};
+    auto bytes = [](const void* at) { return (const uint8_t*)at; };
+    return {(const T*)p.x,
+            {p.ids, p.ids_type},
+            {p.map, p.map_type},
+            {p.weights, p.weights_type},
+            {bytes(p.gate_up.codes), bytes(p.down.codes)},
+            {bytes(p.gate_up.scale), bytes(p.down.scale)},
+            {(const float*)p.gate_up.global_scale, (const float*)p.down.global_scale},
+            (T*)p.y,
+            p.tokens,
+            p.top_k,
+            p.E,
+            p.K,
+            p.I,
+            p.N,
+            p.map_size,
+            {(const T*)p.gate_up.bias, (const T*)p.down.bias, p.alpha, p.limit, p.more, p.interleaved}};
   }
 
   int pairs() const { return tokens * top_k; }

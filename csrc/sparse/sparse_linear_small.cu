@@ -181,15 +181,15 @@ template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
-// metadata. (rows_16, warps, stages): one of by_tile's, splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90; all 0 for best(); K % 64 != 0 has one tile of its own.
-// 1 <= M <= 32 (16 where a block has 99 KB of shared memory), K % 32 == 0; x and values 16-byte aligned, meta 8-byte, scale 4-byte
-// aligned; bias may be null. second, third: the rows of W at which the second and the third global scale begin, 0 for none; FP4_SEVERAL_SCALES only.
-extern "C" int fp4_sparse_linear_small(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                       int K, int dtype, int second, int third, int rows_16, int warps, int stages, int splits, void* stream) {
-  if (M < 1 || M > 32 || N < 1 || K < 32 || K % 32 || !starts_fit(second, third)) return cudaErrorInvalidValue;
-  const Tile tile = rows_16 ? Tile{rows_16, warps, stages, splits} : best(M, N, K);
+// Returns a cudaError_t. Takes x, codes uint8 [N, K/4], meta uint8 [N, K/8], all legal metadata, scale E4M3 [N, K/16], global_scale, bias; second and third
+// where the library has FP4_SEVERAL_SCALES. tile: (rows_16, warps, stages), one of by_tile's, and splits in {1, 2, 4, 8}: blocks that share K, 1 below sm_90;
+// or 0 for best(); K % 64 != 0 has one tile of its own. 1 <= M <= 32 (16 where a block has 99 KB of shared memory), K % 32 == 0; x and codes 16-byte aligned,
+// meta 8-byte, scale 4-byte aligned; bias may be null.
+extern "C" int fp4_sparse_linear_small(const LinearParams* p) {
+  if (!is_call(p) || p->M < 1 || p->M > 32 || p->N < 1 || p->K < 32 || p->K % 32 || !starts_fit(p->second, p->third)) return cudaErrorInvalidValue;
+  const auto [rows_16, warps, stages, splits] = p->tile;
+  const Tile tile = rows_16 ? Tile{rows_16, warps, stages, splits} : best(p->M, p->N, p->K);
   if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
-  const Call call{x, values, meta, s, g, bias, y, M, N, K, second, third, (cudaStream_t)stream};
-  return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
+  const Call call{p->x, p->codes, p->meta, p->scale, p->global_scale, p->bias, p->y, p->M, p->N, p->K, p->second, p->third, (cudaStream_t)p->stream};
+  return p->dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
 }

@@ -154,18 +154,20 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& 
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
-// metadata. (sets, sets_a_warp, k_groups, substeps): at most 16 sets, of N rows or fewer, a multiple of sets_a_warp in {1, 2, 4}, in at most 16 warps,
-// sets / sets_a_warp * k_groups, 8 where sets_a_warp is 4; substeps in {2, 4}, of 128 k, k_groups even where they are 4; all 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, values, meta and scale 16-byte
-// aligned; bias may be null. early: as of linear_table; second, third: as of sparse_linear_small.
-extern "C" int fp4_sparse_linear_table(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                       int K, int dtype, int second, int third, int early, int sets, int sets_a_warp, int k_groups, int substeps, void* stream) {
-  if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256 || !starts_fit(second, third)) return cudaErrorInvalidValue;
+// Returns a cudaError_t. Takes what sparse_linear_small does, and early. tile: (sets, sets_a_warp, k_groups, substeps): at most 16 sets, of N rows or fewer, a
+// multiple of sets_a_warp in {1, 2, 4}, in at most 16 warps, sets / sets_a_warp * k_groups, 8 where sets_a_warp is 4; substeps in {2, 4}, of 128 k, k_groups
+// even where they are 4; or 0 for best(). 1 <= M <= 16, N >= 16, K % 256 == 0; x, codes, meta and scale 16-byte aligned.
+extern "C" int fp4_sparse_linear_table(const LinearParams* p) {
+  if (!is_call(p)) return cudaErrorInvalidValue;
+  const int M = p->M, N = p->N, K = p->K;
+  if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256 || !starts_fit(p->second, p->third)) return cudaErrorInvalidValue;
+  const auto [sets, sets_a_warp, k_groups, substeps] = p->tile;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(N, K);
   auto run = [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> c{(const T*)x, (const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s, (const float*)g, (const T*)bias, (T*)y, M, N, K, second, third, {(cudaStream_t)stream, early != 0}};
+    const Call<T> c{(const T*)p->x, (const uint8_t*)p->codes, (const uint8_t*)p->meta, (const uint8_t*)p->scale, (const float*)p->global_scale,
+                    (const T*)p->bias, (T*)p->y, M, N, K, p->second, p->third, stream_of(*p)};
     return M <= 8 ? by_tile<T, 8>(tile, c) : by_tile<T, 16>(tile, c);
   };
-  return dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  return p->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -233,14 +233,13 @@ template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
 
 }  // namespace
 
-// Returns a cudaError_t. dtype 0: bfloat16, 1: float16. values uint8 [N, K/4], meta uint8 [N, K/8], scale E4M3 [N, K/16], all legal
-// metadata. (rows, tokens, k_groups): one of by_tile's, splits in {1, 2, 4}: blocks that share K, or 0: two blocks share activations; all 0 for best().
-// M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned. early: as of linear_table; second, third: as of sparse_linear_small.
-extern "C" int fp4_sparse_linear_wide(const void* x, const void* values, const void* meta, const void* s, const void* g, const void* bias, void* y, int M, int N,
-                                      int K, int dtype, int second, int third, int early, int rows, int tokens, int k_groups, int splits, void* stream) {
-  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || !starts_fit(second, third)) return cudaErrorInvalidValue;
-  const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(M, N, K);
+// Returns a cudaError_t. Takes what sparse_linear_small does, and early. tile: (rows, tokens, k_groups), one of by_tile's, and splits in {1, 2, 4}: blocks that
+// share K, or 0: two blocks share activations; or 0 for best(). M >= 1, K % 256 == 0; all but bias, which may be null, 16-byte aligned.
+extern "C" int fp4_sparse_linear_wide(const LinearParams* p) {
+  if (!is_call(p) || p->M < 1 || p->M > 1 << 20 || p->N < 1 || p->K < kWideK || p->K % kWideK || !starts_fit(p->second, p->third)) return cudaErrorInvalidValue;
+  const auto [rows, tokens, k_groups, splits] = p->tile;
+  const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(p->M, p->N, p->K);
   if (tile.splits < 0) return cudaErrorInvalidConfiguration;
-  const Call call{x, values, meta, s, g, bias, y, M, N, K, second, third, {(cudaStream_t)stream, early != 0}};
-  return dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
+  const Call call{p->x, p->codes, p->meta, p->scale, p->global_scale, p->bias, p->y, p->M, p->N, p->K, p->second, p->third, stream_of(*p)};
+  return p->dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
 }

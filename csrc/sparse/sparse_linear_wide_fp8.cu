@@ -120,15 +120,13 @@ cudaError_t by_tile(Tile tile, const Call<Sparse>& p, void* scratch, Stream stre
 
 }  // namespace
 
-// Returns a cudaError_t. dtype of y and bias 0: bfloat16, the only one. x8 [M, K] E4M3, x_scale [M]; values uint8 [N, K/4], meta uint8 [N, K/8], s E4M3
-// [N, K/16], all legal metadata. (tokens, splits), second, third, early, scratch and limits: as of linear_wide_fp8.
-extern "C" int fp4_sparse_linear_wide_fp8(const void* x8, const void* x_scale, const void* values, const void* meta, const void* s, const void* g, const void* bias,
-                                          void* y, int M, int N, int K, int dtype, int second, int third, int early, int tokens, int splits, void* scratch,
-                                          void* stream) {
-  if (M < 1 || M > 1 << 20 || N < 1 || K < kWideK || K % kWideK || dtype || !Epilogue<__nv_bfloat16>::of(nullptr, nullptr, second, third, 0).fits(kPlain, N))
-    return cudaErrorInvalidValue;
-  const Call<Sparse> p{(const uint8_t*)x8, (const float*)x_scale, {(const uint8_t*)values, (const uint8_t*)meta, (const uint8_t*)s}, (const float*)g,
-                       (const __nv_bfloat16*)bias, (__nv_bfloat16*)y, M, N, K, second ? second : INT32_MAX,
-                       third ? third : INT32_MAX};
-  return by_tile(tokens ? Tile{tokens, splits} : best_tile(M, N, K, kCosts), p, scratch, {(cudaStream_t)stream, early != 0});
+extern "C" int64_t fp4_sparse_linear_wide_fp8_scratch(const LinearParams* call) { return is_call(call) ? scratch_bytes(*call) : 0; }
+
+// Returns a cudaError_t. Takes codes uint8 [N, K/4] and meta uint8 [N, K/8], all legal metadata, and else what linear_wide_fp8 does, whose tiles and limits are
+// these.
+extern "C" int fp4_sparse_linear_wide_fp8(const LinearParams* call) {
+  if (!is_call(call) || !fits(*call) || call->scratch_bytes < scratch_bytes(*call)) return cudaErrorInvalidValue;
+  const Tile tile = call->tile[0] ? Tile{call->tile[0], call->tile[1]} : best_tile(call->M, call->N, call->K, kCosts);
+  const Call<Sparse> c = Call<Sparse>::of(*call, {(const uint8_t*)call->codes, (const uint8_t*)call->meta, (const uint8_t*)call->scale});
+  return by_tile(tile, c, call->scratch, stream_of(*call));
 }

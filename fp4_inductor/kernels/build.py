@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import hashlib
 import os
@@ -66,11 +65,6 @@ def aligned(t: Tensor) -> Tensor:
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def pointer(t: Tensor | None) -> ctypes.c_void_p:
-    """The address of a tensor's data as a C argument; null for None."""
-    return ctypes.c_void_p(None if t is None else t.data_ptr())
-
-
 def shared_library(source: str, flags: tuple[str, ...]) -> Path:
     """Path of the C file ``csrc/<source>`` compiled to a shared library with ``flags``, building it if needed (about a second).
 
@@ -95,12 +89,12 @@ def cuda_flags(arch: int) -> tuple[str, ...]:
     return ("-O3", "-std=c++17", f"-gencode=arch=compute_{name},code=sm_{name}", f"-DFP4_ARCH={arch}", "-shared", "-Xcompiler", "-fPIC")
 
 
-def _with_headers(source: str, pattern: str) -> tuple[Path, ...]:
-    return (csrc_dir() / source, *sorted(csrc_dir().rglob(pattern)))
+def _with_headers(source: str, *patterns: str) -> tuple[Path, ...]:
+    return (csrc_dir() / source, *(header for pattern in patterns for header in sorted(csrc_dir().rglob(pattern))))
 
 
 def _cuda(source: str, arch: int, defines: tuple[str, ...]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    return _with_headers(source, "*.cuh"), (*cuda_flags(arch), *defines)
+    return _with_headers(source, "*.cuh", "common/*.h"), (*cuda_flags(arch), *defines)
 
 
 def cuda_identity(source: str, arch: int, defines: tuple[str, ...] = ()) -> str:

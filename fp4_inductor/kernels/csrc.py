@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .. import _notice
 from ..errors import DeviceError, KernelError, RowsError
-from . import build, registry
+from . import build, params, registry
 from .background import Background, Compilation
-from .build import aligned, pointer
+from .build import aligned
 from .kernel import ONE_SCALE, SEVERAL_SCALES
 from .linear.configs import Epilogue
 
@@ -37,7 +37,6 @@ class Library:
         finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
         early: takes whether it may begin, and fetch weights, while the kernel before it still runs (programmatic dependent launch). Nothing but a
             proof that this one does not write the weight may ask for it: ``_torch/order.py``.
-        scratch: takes memory of the caller's, :func:`scratch_bytes`, for blocks of up to so many tokens that share sums; 0: none.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
             bfloat16 results.
         siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so. A library that is
@@ -52,7 +51,6 @@ class Library:
     finish: str | None = "plain"
     early: bool = False
     activations: tuple[str, ...] = ("x",)
-    scratch: int = 0
     siblings: bool = False
     several: bool = False
 
@@ -87,7 +85,7 @@ class Library:
 KERNELS = {
     "linear_small": Library("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
     "linear_table": Library("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", early=True),
-    "linear_wide": Library("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True, scratch=128),
+    "linear_wide": Library("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True),
     "linear_wide_fp8": Library(
         "gemm/linear_wide_fp8.cu",
         ("qdata", "scale"),
@@ -96,7 +94,6 @@ KERNELS = {
         None,
         early=True,
         activations=("x8", "x_scale"),
-        scratch=256,
         siblings=True,
     ),
     "sparse_linear_small": Library(
@@ -116,7 +113,6 @@ KERNELS = {
         None,
         early=True,
         activations=("x8", "x_scale"),
-        scratch=256,
         siblings=True,
     ),
     "linear_w4a4": Library("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
@@ -130,12 +126,6 @@ FINISHES = ("plain", "pointwise", "glu")
 KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
 # FP4_SEVERAL_SCALES of csrc/common/epilogue.cuh: libraries of their own, too, so that those for one scale carry nothing of it.
 KERNELS |= {name + SEVERAL_SCALES: replace(KERNELS[name], several=True) for name in ONE_SCALE}
-
-
-def scratch_bytes(name: str) -> int:
-    """Bytes that a call needs besides its result, as ops.cpp has them: sums of 132 blocks of 128 rows, and a flag each."""
-    tokens = KERNELS[name].scratch
-    return 132 * 4 * 128 * tokens + 1024 if tokens else 0
 
 
 def most_rows(name: str, arch: int) -> int:
@@ -226,11 +216,11 @@ def why_not(name: str, arch: int) -> str:
     return "" if arch == 0 else _library(name, arch)[1]
 
 
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
-def _resolve(name: bytes, arch: int) -> int | None:
-    """The binding asks for a kernel's address."""
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+def _resolve(name: bytes, arch: int, scratch: int) -> int | None:
+    """The binding asks for the address of a kernel's function, or of the one that tells how much scratch memory a call takes."""
     library, _ = _library(name.decode(), arch)
-    return None if library is None else ctypes.cast(getattr(library, KERNELS[name.decode()].function), ctypes.c_void_p).value
+    return None if library is None else params.address(library, KERNELS[name.decode()].function, bool(scratch))
 
 
 def _current_stream() -> int | None:
@@ -320,30 +310,31 @@ def _through_ctypes(
             "which serves every M.",
         )
     kernel, compiled = KERNELS[name], library(name, arch)
-    first, *parts = (aligned(t) for t in (*x, *weight))
-    bias = None if bias is None else aligned(bias)
-    (m, k), n = first.shape, weight[0].shape[0]
-    dtype = _output_dtype(kernel, first.dtype, tile)
-    k, sizes = (k * 2, ()) if kernel.codes else (k, (*tile, *[0] * (len(kernel.tile) - len(tile))))
-    with torch.cuda.device(first.device):
-        y = torch.empty(m, _columns(kernel, n), dtype=dtype, device=first.device)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        pointers: list[Tensor | None] = [first, *parts, global_scale, bias]
-        numbers = [m, n, k, int(dtype == torch.float16)]
-        given: list[Any] = [*more, *kernel.defaults[len(more) :]]
-        if kernel.early and any(part is not t for part, t in zip(parts, weight, strict=True)):
-            given[-1] = 0  # the weight is copied right before
-        for declared, value in zip(kernel.more, given, strict=True):
-            if declared.startswith("int"):
-                numbers.append(value)
-            else:
-                pointers.append(None if value is None else value.contiguous())
-        scratch = [torch.empty(scratch_bytes(name), dtype=torch.uint8, device=first.device)] if kernel.scratch else []
-        status = getattr(compiled, kernel.function)(*map(pointer, [*pointers, y]), *numbers, *sizes, *map(pointer, scratch), stream)
+    parts, given = (*kernel.activations, *kernel.weight), (*x, *weight)
+    fields: dict[str, Any] = {_FIELDS.get(part, part): aligned(t) for part, t in zip(parts, given, strict=True)}
+    for declared, value in zip(kernel.more, (*more, *kernel.defaults[len(more) :]), strict=True):
+        fields[declared.split()[1].split("=")[0]] = aligned(value) if isinstance(value, Tensor) else value
+    if any(fields[_FIELDS.get(part, part)] is not t for part, t in zip(kernel.weight, weight, strict=True)):
+        fields["early"] = 0  # the weight is copied right before
+    fields["bias"] = None if bias is None else aligned(bias)
+    if not kernel.codes:
+        fields["tile"] = tuple(tile)
+    (m, k), n = x[0].shape, weight[0].shape[0]
+    dtype = _output_dtype(kernel, x[0].dtype, tile)
+    with torch.cuda.device(x[0].device):
+        y = torch.empty(m, _columns(kernel, n), dtype=dtype, device=x[0].device)
+        sizes = dict(M=m, N=n, K=k * 2 if kernel.codes else k, dtype=int(dtype == torch.float16))
+        stream = torch.cuda.current_stream().cuda_stream
+        filled = params.LinearParams.of(**fields, **sizes, global_scale=global_scale, y=y, stream=stream)
+        status = params.call(compiled, kernel.function, filled, x[0].device)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=switch_off(name))
     return y
+
+
+# Parts of the operators' tensors -> fields of LinearParams, where these have other names.
+_FIELDS = {"x8": "x", "x_qdata": "x", "qdata": "codes", "values": "codes"}
 
 
 def _columns(kernel: Library, n: int) -> int:

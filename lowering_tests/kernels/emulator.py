@@ -16,15 +16,17 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fp4_inductor._sources import csrc_dir
-from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels import params
+from fp4_inductor.ops.activation import Activation
 
 FOLDER = Path(__file__).parent / "emulated"
 COMMON = ("-std=c++17", "-fPIC", f"-I{FOLDER}")
@@ -134,15 +136,6 @@ class Emulated:
         finally:
             self.library.emulator_fault(b"")
 
-    @property
-    def scratch(self) -> int:
-        """Bytes that a call takes besides."""
-        return csrc.scratch_bytes(self.name)
-
-    def begin(self, early: bool = False) -> tuple[int, ...]:
-        """The argument before the tile that says whether the kernel begins early, where it can."""
-        return (int(early),) if csrc.KERNELS[self.name].early else ()
-
     def put(self, t: Tensor | None, offset: int = 0) -> ctypes.c_void_p:
         """A copy of ``t`` in device memory, ``offset`` bytes past an aligned place."""
         if t is None:
@@ -155,28 +148,48 @@ class Emulated:
         ctypes.memmove(place, t.data_ptr(), size)
         return ctypes.c_void_p(place)
 
-    def call(
-        self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0, constants: Iterable[int] = (), scratch: int = 0
+    def run(
+        self, kind: type[params.Struct], fields: Mapping[str, Any], out: Tensor, *, seed: int = 0, constants: Iterable[str] = (), scratch: int | None = None
     ) -> Tensor:
-        """``name(tensors..., out, rest..., [scratch,] stream)``; returns what was written to a copy of ``out``.
+        """A call of the source's C function; returns what was written to a copy of ``out``, its y.
 
-        ``constants``: which of ``tensors`` a kernel that begins early may read before it has waited.
-        ``scratch``: bytes of memory that the kernel takes besides.
+        Args:
+            kind: the struct that it takes.
+            fields: of the struct, by name; tensors where it has pointers.
+            constants: which of ``fields`` a kernel that begins early may read before it has waited.
+            scratch: bytes of scratch memory; None: as many as the source says.
 
         Raises:
             EmulatorError: a check of the emulator, or the status the function returned.
         """
+
+        def placed(fields: Mapping[str, Any]) -> dict[str, Any]:
+            given = {}
+            for name, value in fields.items():
+                given[name] = placed(value) if isinstance(value, dict) else self.put(value).value if isinstance(value, Tensor) else value
+                if name in constants and value is not None:
+                    self.library.emulator_constant(ctypes.c_void_p(given[name]), ctypes.c_size_t(value.nbytes))
+            return given
+
+        def launch(place: ctypes.c_void_p) -> int:
+            given = kind.of(**placed(fields), y=place.value)
+            size = params.scratch_bytes(self.library, self.function, given) if scratch is None else scratch
+            if size > 0:
+                given.scratch, given.scratch_bytes = self.put(torch.full((size,), 0xFF, dtype=torch.uint8)).value, size
+            return getattr(self.library, self.function)(ctypes.byref(given))
+
+        return self._written(out, seed, launch)
+
+    def call(self, name: str, tensors: Iterable[Tensor | None], out: Tensor, *rest: int, seed: int = 0) -> Tensor:
+        """As :meth:`run`, of a function of a test's own source: ``name(tensors..., out, rest..., stream)``."""
+        return self._written(out, seed, lambda place: getattr(self.library, name)(*[self.put(t) for t in tensors], place, *rest, ctypes.c_void_p(None)))
+
+    def _written(self, out: Tensor, seed: int, launch: Callable[[ctypes.c_void_p], int]) -> Tensor:
+        """What ``launch`` writes to the place of a copy of ``out``."""
         self.library.emulator_seed(seed)
         try:
-            tensors = list(tensors)
-            pointers = [self.put(t) for t in tensors]
-            for i in constants:
-                t = tensors[i]
-                if t is not None:
-                    self.library.emulator_constant(pointers[i], ctypes.c_size_t(t.numel() * t.element_size()))
             place = self.put(out)
-            more = [self.put(torch.full((scratch,), 0xFF, dtype=torch.uint8))] if scratch else []
-            status = getattr(self.library, name)(*pointers, place, *rest, *more, ctypes.c_void_p(None))
+            status = launch(place)
             message = self.library.emulator_message().decode()
             if status or message:
                 raise EmulatorError(message or f"status {status}")
@@ -185,6 +198,29 @@ class Emulated:
             return written
         finally:
             self.library.emulator_free_all()
+
+
+def linear_fields(x: Tensor, w: Sequence[Tensor], bias: Tensor | None, tile: tuple[int, ...], starts: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Of :class:`params.LinearParams`. ``w``: the parts of a weight, dense or 2:4-sparse, and its global scales, which begin at row 0 and at ``starts``."""
+    names = ("codes", "scale", "global_scale") if len(w) == 3 else ("codes", "meta", "scale", "global_scale")
+    numbers = dict(zip(("second", "third"), starts, strict=False), tile=tile, dtype=int(x.dtype == torch.float16))
+    return dict(zip(names, w, strict=True), x=x, bias=bias, M=x.shape[0], N=w[0].shape[0], K=x.shape[1], **numbers)
+
+
+_TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def moe_fields(x: Tensor, ids: Tensor, w: Tensor, parts: Sequence[Tensor | None], act: Activation, expert_map: Tensor | None, tile: Any) -> dict[str, Any]:
+    """Of :class:`params.MoeParams`. ``parts``: codes, scales and global scales of gate_up, then of down, both biases, and both weights' metadata, if any."""
+    *first, bias, down_bias, meta, down_meta = (*parts, None, None)[:10]
+    gate_up, down = (dict(zip(("codes", "scale", "global_scale"), three, strict=True)) for three in (first[:3], first[3:]))
+    (e, width, columns), types = first[3].shape, dict(ids_type=_TYPES[ids.dtype], weights_type=_TYPES[w.dtype])
+    sizes = dict(tokens=x.shape[0], top_k=ids.shape[1], E=e, K=x.shape[1], I=columns * (2 if down_meta is None else 4), N=width)
+    if expert_map is not None:
+        types |= dict(map_type=_TYPES[expert_map.dtype], map_size=expert_map.numel())
+    form = dict(alpha=act.alpha, limit=act.limit or 0.0, more=int(act.name == "swiglu_oai"), interleaved=int(act.interleaved))
+    weights = dict(gate_up=dict(gate_up, bias=bias, meta=meta), down=dict(down, bias=down_bias, meta=down_meta))
+    return dict(x=x, ids=ids, weights=w, map=expert_map, tile=tile if isinstance(tile, tuple) else (tile,), **weights, **sizes, **types, **form)
 
 
 @functools.cache

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fp4_inductor.formats import e2m1, nvfp4
+from fp4_inductor.kernels.params import LinearParams
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields
 
 LEGAL = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8)  # pos0 | pos1 << 2 with pos0 < pos1
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
-WEIGHT = (1, 2, 3)  # values, metadata and block scales of x, values, meta, scale, global_scale, bias
+WEIGHT = ("codes", "meta", "scale")
 
 
 def weight(n: int, k: int, nibbles: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -39,16 +40,15 @@ SEVERAL = ("-DFP4_SEVERAL_SCALES=1",)
 
 
 def run(
-    kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants: Sequence[int] = WEIGHT, starts: tuple[int, ...] = ()
+    kernel: Emulated, x, w, bias, tile, seed: int = 0, early: bool = False, constants: Sequence[str] = WEIGHT, starts: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """``x [M, K] @ w.T + bias``; ``constants``: what the kernel may read while the one before it runs, if it begins ``early``.
 
     ``starts``: the rows at which the second and the third global scale of ``w`` begin.
     """
-    (m, k), n = x.shape, w[0].shape[0]
-    out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    numbers = (m, n, k, int(x.dtype == torch.float16), *starts, *[0] * (2 - len(starts)), *kernel.begin(early))
-    return kernel.call(kernel.function, (x, *w, bias), out, *numbers, *tile, seed=seed, constants=constants if early else ())
+    out = torch.full((x.shape[0], w[0].shape[0]), float("nan"), dtype=x.dtype)
+    given = dict(linear_fields(x, w, bias, tile, starts), early=int(early))
+    return kernel.run(LinearParams, given, out, seed=seed, constants=constants if early else ())
 
 
 def error(y, x, w, bias=None) -> float:

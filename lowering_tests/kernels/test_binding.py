@@ -16,7 +16,7 @@ from fp4_inductor import FP4Linear, formats
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import build, csrc
+from fp4_inductor.kernels import build, csrc, params
 from fp4_inductor.kernels.csrc import KERNELS
 from fp4_inductor.kernels.linear.configs import Epilogue
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
@@ -36,11 +36,11 @@ def library_of(kernel: csrc.Library) -> ctypes.CDLL:
     return emulated(kernel.source, 120 if kernel.codes else ARCH, kernel.defines).library
 
 
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int)
-def resolve(name: bytes, arch: int):
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
+def resolve(name: bytes, arch: int, scratch: int):
     kernel = KERNELS[name.decode()]
     library = library_of(kernel) if arch == (120 if kernel.codes else ARCH) else None
-    return None if library is None else ctypes.cast(getattr(library, kernel.function), ctypes.c_void_p).value
+    return None if library is None else params.address(library, kernel.function, bool(scratch))
 
 
 @pytest.fixture(scope="module")
@@ -391,24 +391,23 @@ def test_a_moe_layer(ops, monkeypatch):
             assert torch.equal(grouped_wide.launch(given, ARCH), y)
             assert torch.equal(grouped_wide.launch(given, ARCH, fp8=True), rounded)
     form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
-    space = torch.empty(grouped_wide.workspace_bytes(t, t * 3, e, h, inner, n, 8), dtype=torch.uint8)
-    torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     for words, bad in {
-        "activations are bfloat16": (x.half(), ids, weights, *form, space),
-        "do not belong together": (x, ids[:3], weights, *form, space),
-        "a part of the weights does not fit": (x[:, :64], ids, weights, *form, space),
-        "ids are int32 or int64": (x, ids.to(torch.int16), weights, *form, space),
-        "cudaError 1 for T=9": (x, ids, weights, *form, space[:-16]),
-        "cudaError 9 for T=9": (x, ids, weights, *form[:-1], 24, space),
+        "activations are bfloat16": (x.half(), ids, weights, *form),
+        "do not belong together": (x, ids[:3], weights, *form),
+        "a part of the weights does not fit": (x[:, :64], ids, weights, *form),
+        "ids are int32 or int64": (x, ids.to(torch.int16), weights, *form),
+        "cudaError 1 for T=0": (x[:0], ids[:0], weights[:0], *form),
+        "cudaError 9 for T=9": (x, ids, weights, *form[:-1], 24),
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.moe_grouped_wide(*bad, ARCH)
     with pytest.raises(KernelError, match="was not launched"):
         grouped_wide.launch(moe_call.MoeCall(x, ids, weights, *map(moe_call.ExpertWeight.of_parts, parts)), ARCH, 24)
-    form, space = (*form[:9], None, None, *form[9:-1]), torch.empty(decode_table.workspace_bytes(t, 3, inner), dtype=torch.uint8)
-    torch.library.opcheck(ops.moe_decode_table, (x, ids, weights, *form, space, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
-    with pytest.raises(RuntimeError, match="cudaError 1 for T=9"):
-        ops.moe_decode_table(x, ids, weights, *form, space[:-16], ARCH)
+    form = (*form[:9], None, None, *form[9:-1])
+    torch.library.opcheck(ops.moe_decode_table, (x, ids, weights, *form, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
+    with pytest.raises(RuntimeError, match="cudaError 1 for T=0"):
+        ops.moe_decode_table(x[:0], ids[:0], weights[:0], *form, ARCH)
 
 
 def test_a_sparse_moe_layer(ops, monkeypatch):

@@ -5,22 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops import linear, quantize_rows_fp8
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields
 from lowering_tests.kernels.test_emulated_linear import BF16, TABLE, WIDE, error, weight
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 WIDE_FP8 = "gemm/linear_wide_fp8.cu"
-CODES_AND_SCALES = (1, 2)  # of x, q, scale, global_scale, bias
+CODES_AND_SCALES = ("codes", "scale")
 
 
 def run(kernel: Emulated, x, w, bias, tile, constants=CODES_AND_SCALES) -> torch.Tensor:
-    (m, k), n = x.shape, w[0].shape[0]
-    out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    return kernel.call(
-        kernel.function, (x, *w, bias, None, None), out, m, n, k, 0, 0, 0, 0, *kernel.begin(True), *tile, constants=constants, scratch=kernel.scratch
-    )
+    out = torch.full((x.shape[0], w[0].shape[0]), float("nan"), dtype=x.dtype)
+    return kernel.run(LinearParams, dict(linear_fields(x, w, bias, tile), early=1), out, constants=constants)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +40,9 @@ def test_weights_are_fetched_early():
 def test_activations_in_e4m3_and_their_scales_are_read_behind_the_kernel_before():
     kernel, x, w = emulated(WIDE_FP8), quantize_rows_fp8.reference(torch.randn(20, 512)), weight(40, 512)
     out = torch.empty(20, 40, dtype=BF16)
-    call = lambda early: kernel.call(kernel.function, (*x, *w, None), out, 20, 40, 512, 0, 0, 0, early, 128, 1, constants=(2, 3), scratch=kernel.scratch)  # noqa: E731
-    assert torch.equal(call(1), call(0))
+    given = dict(linear_fields(x[0], w, None, (128, 1)), x_scale=x[1])
+    calls = [kernel.run(LinearParams, dict(given, early=early), out, constants=CODES_AND_SCALES) for early in (1, 0)]
+    assert torch.equal(*calls)
 
 
 EARLY = "global memory before the previous"

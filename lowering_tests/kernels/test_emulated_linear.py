@@ -11,9 +11,10 @@ import torch
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import registry
+from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops import linear, quantize_rows_nvfp4
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields, tiles_of
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SMALL, TABLE, WIDE = "gemm/linear_small.cu", "gemm/linear_table.cu", "gemm/linear_wide.cu"
@@ -28,10 +29,8 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def run(kernel: Emulated, x, w, bias, tile, seed: int = 0, starts: tuple[int, ...] = ()) -> torch.Tensor:
-    (m, k), n = x.shape, w[0].shape[0]
-    out = torch.full((m, n), float("nan"), dtype=x.dtype)
-    numbers = (m, n, k, int(x.dtype == FP16), *starts, *(0,) * (2 - len(starts)), 0, *kernel.begin(), *tile)
-    return kernel.call(kernel.function, (x, *w, bias, None, None), out, *numbers, seed=seed, scratch=kernel.scratch)
+    out = torch.full((x.shape[0], w[0].shape[0]), float("nan"), dtype=x.dtype)
+    return kernel.run(LinearParams, linear_fields(x, w, bias, tile, starts), out, seed=seed)
 
 
 def error(y, x, w, bias) -> float:
@@ -236,8 +235,7 @@ def test_arguments_that_no_kernel_takes():
         kernel, one = emulated(source), 256 if source == TABLE else 64
 
         def call(m, n, k, second, third, act, tile, kernel=kernel):
-            numbers = (m, n, k, 0, second, third, act, *kernel.begin(), *tile)
-            kernel.call(kernel.function, (None,) * 7, torch.empty(1), *numbers, scratch=kernel.scratch)
+            kernel.run(LinearParams, dict(M=m, N=n, K=k, second=second, third=third, act=act, tile=tile), torch.empty(1))
 
         for m, n, k, t in ((0, 8, one, tile), (1, 0, one, tile), (1, 8, 0, tile), (1, 8, 72, tile), (1, 8, one, (9, *tile[1:]))):
             with pytest.raises(EmulatorError, match="status"):
@@ -249,7 +247,7 @@ def test_arguments_that_no_kernel_takes():
     of_one = [(m, (*tile, 1), 256) for m, tile in ((25, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1)))]
     for m, tile, k in (*of_one, *of_four):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(TABLE).call("fp4_linear_table", (None,) * 7, torch.empty(1), m, 8, k, 0, 0, 0, 0, 0, *tile)
+            emulated(TABLE).run(LinearParams, dict(M=m, N=8, K=k, tile=tile), torch.empty(1))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 64), (64, 128, 1152), (70, 131, 832)])
@@ -260,7 +258,8 @@ def test_both_operands_in_nvfp4(m, n, k, dtype):
     bias = torch.randn(n).to(dtype) * 1e3
     w = (*w[:2], torch.tensor(2.0**-12))  # float16 holds the sums
     out = torch.full((m, n), float("nan"), dtype=dtype)
-    y = emulated("gemm/linear_w4a4.cu", 120).call("fp4_linear_w4a4", (*x, *w, bias), out, m, n, k, int(dtype == FP16))
+    given = dict(linear_fields(x[0], w, bias, ()), K=k, dtype=int(dtype == FP16), x_scale=x[1], row_scale=x[2])
+    y = emulated("gemm/linear_w4a4.cu", 120).run(LinearParams, given, out)
     assert error(y, quantize_rows_nvfp4.dequantize(*x), w, bias) <= linear.CONTRACT.tolerance[dtype] * 2
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.moe import grouped_wide
+from fp4_inductor.kernels.params import MoeParams
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, moe_fields, tiles_of
 from lowering_tests.kernels.sparse24 import SEVERAL
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
@@ -20,7 +19,6 @@ SOURCE = "moe/grouped_wide.cu"
 TILES = [tile[0] for tile in tiles_of(SOURCE)]
 SILU, GPT_OSS = Activation(), Activation("swiglu_oai", 1.702, 7.0, True)
 BF16 = torch.bfloat16
-CODE = {torch.int32: 0, torch.int64: 1, BF16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def experts(e, n, k):
@@ -41,14 +39,8 @@ def two_scales(parts):
 
 
 def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=8, seed=0, space=None) -> torch.Tensor:
-    (t, h), (e, width), inner = x.shape, parts[3].shape[:2], parts[3].shape[2] * 2
-    space = grouped_wide.workspace_bytes(t, ids.numel(), e, h, inner, width, tile) if space is None else space
-    types = CODE[ids.dtype], CODE[w.dtype], *((0, 0) if expert_map is None else (CODE[expert_map.dtype], expert_map.numel()))
-    form = ctypes.c_float(act.alpha), ctypes.c_float(act.limit or 0.0), int(act.name == "swiglu_oai"), int(act.interleaved)
-    out = torch.full((t, width), float("nan"), dtype=x.dtype)
-    sizes = t, ids.shape[1], e, h, inner, width
-    rest = *sizes, *types, *form, tile, ctypes.c_int64(space)
-    return kernel.call("fp4_grouped_wide", (x, ids, w, *parts, expert_map), out, *rest, seed=seed, scratch=space)
+    out = torch.full((x.shape[0], parts[3].shape[1]), float("nan"), dtype=x.dtype)
+    return kernel.run(MoeParams, moe_fields(x, ids, w, parts, act, expert_map, tile), out, seed=seed, scratch=space)
 
 
 def error(y, x, ids, w, parts, act=SILU, expert_map=None) -> float:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
 from fp4_inductor.kernels.moe import grouped_wide
+from fp4_inductor.kernels.params import MoeParams
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops import quantize_rows_fp8
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from fp4_inductor.ops.dequantize_fp8 import reference as e4m3_weight
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, moe_fields, tiles_of
 from lowering_tests.kernels.sparse24 import SEVERAL
-from lowering_tests.kernels.test_emulated_moe import BF16, CODE, GPT_OSS, SILU, layer, routed, two_scales
+from lowering_tests.kernels.test_emulated_moe import BF16, GPT_OSS, SILU, layer, routed, two_scales
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/grouped_wide_fp8.cu"
@@ -26,13 +25,8 @@ FP8_TWICE = 0.09  # of the layer: rounding to E4M3
 
 
 def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=64, seed=0, space=None) -> torch.Tensor:
-    (t, h), (e, width), inner = x.shape, parts[3].shape[:2], parts[3].shape[2] * 2
-    space = grouped_wide.workspace_bytes_fp8(ids.numel(), e, h, inner, width, tile) if space is None else space
-    types = CODE[ids.dtype], CODE[w.dtype], *((0, 0) if expert_map is None else (CODE[expert_map.dtype], expert_map.numel()))
-    form = ctypes.c_float(act.alpha), ctypes.c_float(act.limit or 0.0), int(act.name == "swiglu_oai"), int(act.interleaved)
-    out = torch.full((t, width), float("nan"), dtype=x.dtype)
-    rest = t, ids.shape[1], e, h, inner, width, *types, *form, tile, ctypes.c_int64(space)
-    return kernel.call("fp4_grouped_wide_fp8", (x, ids, w, *parts, expert_map), out, *rest, seed=seed, scratch=space)
+    out = torch.full((x.shape[0], parts[3].shape[1]), float("nan"), dtype=x.dtype)
+    return kernel.run(MoeParams, moe_fields(x, ids, w, parts, act, expert_map, tile), out, seed=seed, scratch=space)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

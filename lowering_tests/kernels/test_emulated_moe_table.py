@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
+from fp4_inductor.kernels.params import MoeParams
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, moe_fields
 from lowering_tests.kernels.sparse24 import LEGAL, SEVERAL
-from lowering_tests.kernels.test_emulated_moe import CODE, GPT_OSS, SILU, awkward, experts, routed, two_scales
+from lowering_tests.kernels.test_emulated_moe import GPT_OSS, SILU, awkward, experts, routed, two_scales
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/decode_table.cu"
@@ -40,13 +39,8 @@ def layer(e=4, h=256, inner=256, width=None, biased=False, kinds=(experts, exper
 
 
 def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=OWN, seed=0, space=None) -> torch.Tensor:
-    (t, h), (e, width), inner = x.shape, parts[3].shape[:2], parts[3].shape[-1] * (2 if parts[9] is None else 4)
-    space = min(t, 8) * min(t, 8) * ids.shape[1] * -(-inner // 256) * 512 if space is None else space
-    types = CODE[ids.dtype], CODE[w.dtype], *((0, 0) if expert_map is None else (CODE[expert_map.dtype], expert_map.numel()))
-    form = ctypes.c_float(act.alpha), ctypes.c_float(act.limit or 0.0), int(act.name == "swiglu_oai"), int(act.interleaved)
-    out = torch.full((t, width), float("nan"), dtype=x.dtype)
-    rest = t, ids.shape[1], e, h, inner, width, *types, *form, *tile, ctypes.c_int64(space)
-    return kernel.call("fp4_decode_table", (x, ids, w, *parts[:8], expert_map, *parts[8:]), out, *rest, seed=seed, scratch=space)
+    out = torch.full((x.shape[0], parts[3].shape[1]), float("nan"), dtype=x.dtype)
+    return kernel.run(MoeParams, moe_fields(x, ids, w, parts, act, expert_map, tile), out, seed=seed, scratch=space)
 
 
 def error(y, x, ids, w, parts, act=SILU, expert_map=None) -> float:

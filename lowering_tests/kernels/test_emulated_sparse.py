@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp4_inductor.kernels import registry
+from fp4_inductor.kernels.params import LinearParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
@@ -72,7 +73,7 @@ def test_order_of_threads_and_neighbouring_rows_change_nothing():
 def test_arguments_that_no_kernel_takes():
     for m, n, k, tile in ((0, 8, 64, (0,) * 4), (33, 8, 64, (0,) * 4), (1, 8, 80, (0,) * 4), (1, 8, 64, (2, 8, 2, 3)), (1, 8, 64, (9, 8, 2, 1))):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_small", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, *tile)
+            emulated(SOURCE).run(LinearParams, dict(M=m, N=n, K=k, tile=tile), torch.empty(1))
     assert registry.named("sparse_linear")["cuda_sparse_small"].k_multiple == 32
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4_inductor.kernels.params import LinearParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
@@ -99,7 +100,7 @@ def test_arguments_that_no_kernel_takes():
         *((1, 512, 256, tile) for tile in ((17, 1, 1, 2), (3, 2, 1, 2), (2, 1, 9, 2), (4, 4, 9, 2), (1, 1, 0, 2), (4, 4, 1, 4), (1, 1, 1, 3))),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_table", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, 0, *tile)
+            emulated(SOURCE).run(LinearParams, dict(M=m, N=n, K=k, tile=tile), torch.empty(1))
     check(SOURCE, 1, 16, 256, one, BF16)
 
 
@@ -115,7 +116,7 @@ def test_begun_early_only_the_weight_is_read_before_the_kernel_before_has_ended(
 def test_every_part_of_the_weight_is_fetched_early(part):
     x, w = torch.randn(1, 1024).to(BF16), weight(70, 1024)
     with pytest.raises(EmulatorError, match="read of global memory before the previous kernel"):
-        run(emulated(SOURCE), x, w, None, (1, 1, 2, 2), early=True, constants=[i for i in WEIGHT if i != part])
+        run(emulated(SOURCE), x, w, None, (1, 1, 2, 2), early=True, constants=[name for name in WEIGHT if name != part])
 
 
 EARLY = "global memory before the previous"

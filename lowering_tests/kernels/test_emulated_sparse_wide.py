@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4_inductor.kernels.params import LinearParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 from lowering_tests.kernels.sparse24 import (
@@ -83,7 +84,7 @@ def test_arguments_that_no_kernel_takes():
         (1, 8, 256, (64, 16, 2, 1)),
     ):
         with pytest.raises(EmulatorError, match="status"):
-            emulated(SOURCE).call("fp4_sparse_linear_wide", (None,) * 6, torch.empty(1), m, n, k, 0, 0, 0, 0, *tile)
+            emulated(SOURCE).run(LinearParams, dict(M=m, N=n, K=k, tile=tile), torch.empty(1))
 
 
 @pytest.mark.parametrize("tile", [(64, 16, 4, SHARES), (128, 32, 2, 2), (64, 64, 2, 1)], ids=str)

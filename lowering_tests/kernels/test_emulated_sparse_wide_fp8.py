@@ -6,24 +6,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
-from lowering_tests.kernels.sparse24 import LEGAL, picks, weight
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields, tiles_of
+from lowering_tests.kernels.sparse24 import LEGAL, WEIGHT, picks, weight
 from lowering_tests.kernels.wide_fp8 import NINE, TOLERANCE, Products, one_hot, tokens
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "sparse/sparse_linear_wide_fp8.cu"
 TILES = [*tiles_of(SOURCE), *((tokens, 0) for (tokens,) in tiles_of(SOURCE, "STREAMED"))]
-WEIGHT = (2, 3, 4)  # of x8, x_scale, values, meta, scale, global_scale, bias
 
 
 def run(x, w, bias, tile, seed: int = 0, kernel: Emulated | None = None, early: bool = False, starts: tuple[int, ...] = ()) -> torch.Tensor:
     kernel = kernel or emulated(SOURCE, 90, NINE)
-    (m, k), n = x[0].shape, w[0].shape[0]
-    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
-    numbers = (m, n, k, 0, *starts, *[0] * (2 - len(starts)), int(early), *tile)
-    return kernel.call(kernel.function, (*x, *w, bias), out, *numbers, seed=seed, constants=WEIGHT if early else (), scratch=kernel.scratch)
+    out = torch.full((x[0].shape[0], w[0].shape[0]), float("nan"), dtype=torch.bfloat16)
+    given = dict(linear_fields(x[0], w, bias, tile, starts), x_scale=x[1], early=int(early))
+    return kernel.run(LinearParams, given, out, seed=seed, constants=WEIGHT if early else ())
 
 
 def e4m3_weight(w) -> torch.Tensor:
@@ -97,7 +96,7 @@ def test_arguments_that_it_does_not_take():
         (1, 1300, 1024, 0, (256, 4)),  # not all clusters at once
     ):
         with pytest.raises(EmulatorError, match="status"):
-            kernel.call(kernel.function, (None,) * 7, torch.empty(1), m, n, k, dtype, 0, 0, 0, *tile, scratch=kernel.scratch)
+            kernel.run(LinearParams, dict(M=m, N=n, K=k, dtype=dtype, tile=tile), torch.empty(1))
 
 
 # --- the test of the test: one line is broken (FP4_FAULT in the sources), and the emulator must say so ----------------

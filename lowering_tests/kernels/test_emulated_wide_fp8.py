@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from fp4_inductor.formats import nvfp4
+from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops import quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 from fp4_inductor.ops.dequantize_fp8 import reference as e4m3_weight
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, linear_fields, tiles_of
 from lowering_tests.kernels.wide_fp8 import NINE, TOLERANCE, Products, one_hot, tokens
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
@@ -26,11 +27,8 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def run(x, w, bias, tile, starts: tuple[int, ...] = (), seed: int = 0, kernel: Emulated | None = None) -> torch.Tensor:
     kernel = kernel or emulated(SOURCE, 90, NINE)
-    (m, k), n = x[0].shape, w[0].shape[0]
-    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16)
-    given = (quantize_rows_fp8.in_lane_order(x[0]), x[1], *w, bias)
-    return kernel.call("fp4_linear_wide_fp8", given, out, m, n, k, 0, *starts, *(0,) * (2 - len(starts)), 0, *tile, seed=seed,
-                       scratch=kernel.scratch)  # fmt: skip
+    out = torch.full((x[0].shape[0], w[0].shape[0]), float("nan"), dtype=torch.bfloat16)
+    return kernel.run(LinearParams, dict(linear_fields(quantize_rows_fp8.in_lane_order(x[0]), w, bias, tile, starts), x_scale=x[1]), out, seed=seed)
 
 
 PRODUCTS = Products(run, weight, lambda w: e4m3_weight(*w[:2]))
@@ -86,7 +84,7 @@ def test_arguments_that_it_does_not_take():
         (1, 1300, 1024, 0, (0, 0), (256, 4)),  # not all clusters at once
     ):
         with pytest.raises(EmulatorError, match="status"):
-            kernel.call("fp4_linear_wide_fp8", (None,) * 6, torch.empty(1), m, n, k, dtype, *starts, 0, *tile, scratch=kernel.scratch)
+            kernel.run(LinearParams, dict(M=m, N=n, K=k, dtype=dtype, second=starts[0], third=starts[1], tile=tile), torch.empty(1))
 
 
 # --- the test of the test: one line is broken (FP4_FAULT in the sources), and the emulator must say so ----------------

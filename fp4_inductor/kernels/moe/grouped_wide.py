@@ -4,7 +4,6 @@ internal operators that :mod:`.cuda` calls.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...ops.moe_call import MoeCall
@@ -24,33 +23,11 @@ def tile(pairs: int, experts: int, k: int, inner: int) -> int:
     return next((tokens for most, tokens in ((6, 8), (12, 16), (24, 32), (40, 48), (88, 96)) if mean <= most), 128)
 
 
-def workspace_bytes(rows: int, pairs: int, experts: int, k: int, inner: int, n: int, tile: int) -> int:
-    """What a call writes besides its result: activations of both products as tiles (an odd ``tile``: the first's once for each of ``rows``),
-    results of every pair, and the routing."""
-    tokens = tile // 8 * 8
-    tiles = pairs // tokens + min(pairs, experts)
-    activations = (rows if tile % 8 else tiles * tokens, k), (tiles * tokens, inner)
-    sizes = (*(m * 512 * -(-columns // 256) for m, columns in activations), pairs * n * 2, tiles * 16, pairs * 4, pairs * 4, 4)
-    return sum(-(-size // 16) * 16 for size in sizes)
-
-
 def tile_fp8(pairs: int, experts: int) -> int:
     """The most pairs of one expert that a cluster multiplies at a time (those of an expert are divided evenly among tiles of at most so many): the fastest on
     an H200, Qwen3-30B, Qwen3-Next, gpt-oss and Mixtral at 20 to 1024 pairs an expert."""
     mean = pairs / max(experts, 1)
     return next((tokens for most, tokens in ((40, 64), (88, 96), (104, 128), (400, 192)) if mean <= most), 256)
-
-
-def workspace_bytes_fp8(pairs: int, experts: int, k: int, inner: int, n: int, tile: int) -> int:
-    """As :func:`workspace_bytes`: rows of both products in E4M3, one after the other, with scales; what lies between them, and results of every pair."""
-    tiles = pairs // tile + min(pairs, experts)
-    sizes = pairs * 256 * -(-max(k, inner) // 256), pairs * 4, pairs * inner * 2, tiles * 16, pairs * 4, pairs * 4, 4, pairs * n * 2
-    return sum(-(-size // 16) * 16 for size in sizes)
-
-
-def space(name: str, rows: int, *sizes: int) -> int:
-    """Bytes of the workspace of either operator; ``sizes``: those of :func:`workspace_bytes_fp8`."""
-    return workspace_bytes_fp8(*sizes) if name == FP8 else workspace_bytes(rows, *sizes)
 
 
 def launch(call: MoeCall, arch: int, tokens: int = 0, fp8: bool = False) -> Tensor:
@@ -61,11 +38,9 @@ def launch(call: MoeCall, arch: int, tokens: int = 0, fp8: bool = False) -> Tens
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
-    assignments, experts, inner, (rows, k) = call.assignments, call.experts, call.inner, call.hidden.shape
-    name = FP8 if fp8 else NAME
-    tokens = tokens or (tile_fp8(assignments, experts) if fp8 else tile(assignments, experts, k, inner))
-    workspace = call.hidden.new_empty(space(name, rows, assignments, experts, k, inner, call.width, tokens), dtype=torch.uint8)
-    return on_csrc.launch(name, call, tokens, workspace, arch)
+    assignments, experts = call.assignments, call.experts
+    tokens = tokens or (tile_fp8(assignments, experts) if fp8 else tile(assignments, experts, call.hidden.shape[1], call.inner))
+    return on_csrc.launch(FP8 if fp8 else NAME, call, tokens, arch)
 
 
 for _name in (NAME, FP8):

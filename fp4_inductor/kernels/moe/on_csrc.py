@@ -5,7 +5,6 @@ They are defined, and reached, as the operators of :mod:`fp4_inductor.kernels.cs
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from ...errors import DeviceError, KernelError
 from ...ops.moe_call import MoeCall
-from .. import csrc
-from ..build import aligned, pointer
+from .. import csrc, params
+from ..build import aligned
 from ..kernel import for_scales
 
 _TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -24,16 +23,16 @@ _DENSE = (
     "Tensor down_qdata, Tensor down_scale, Tensor down_global_scale, Tensor? gate_up_bias, Tensor? down_bias, Tensor? expert_map"
 )
 _METAS = "Tensor? gate_up_meta, Tensor? down_meta"
-# name -> tensors before the activation, and the tile that its C function is given where the operator has no argument for one
-_OPERATORS: dict[str, tuple[int, tuple[int, ...]]] = {}
+# name -> tensors before the activation
+_OPERATORS: dict[str, int] = {}
 
 
-def define(name: str, sparse: bool = False, own_tile: tuple[int, ...] = ()) -> None:
-    """Define ``torch.ops.fp4_csrc.<name>``. ``sparse``: it takes metadata, too. ``own_tile``: as in ``_OPERATORS``."""
+def define(name: str, sparse: bool = False, tile: bool = True) -> None:
+    """Define ``torch.ops.fp4_csrc.<name>``. ``sparse``: it takes metadata, too. ``tile``: the caller chooses the tile, not the kernel."""
     tensors = f"{_DENSE}, {_METAS}" if sparse else _DENSE
-    _OPERATORS[name] = tensors.count("Tensor"), own_tile
-    tile = "" if own_tile else "int tile, "
-    csrc.DEFINITIONS.define(f"{name}({tensors}, float alpha, float limit, int more, int interleaved, {tile}Tensor workspace, int arch) -> Tensor")
+    _OPERATORS[name] = tensors.count("Tensor")
+    chosen = "int tile, " if tile else ""
+    csrc.DEFINITIONS.define(f"{name}({tensors}, float alpha, float limit, int more, int interleaved, {chosen}int arch) -> Tensor")
     csrc.DEFINITIONS.impl(name, functools.partial(_until_bound, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", _fake, lib=csrc.DEFINITIONS)
 
@@ -49,7 +48,7 @@ def launch(name: str, call: MoeCall, *rest: Any) -> Tensor:
         call.hidden, call.expert_ids, call.expert_weights, a.qdata, a.scale, a.global_scale, b.qdata, b.scale, b.global_scale, a.bias, b.bias,
         call.expert_map,
     )  # fmt: skip
-    metas = (a.meta, b.meta) if _OPERATORS[name][0] > len(tensors) else ()
+    metas = (a.meta, b.meta) if _OPERATORS[name] > len(tensors) else ()
     form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
     name = for_scales(name, a.global_scale.numel() // max(call.experts, 1))
     try:
@@ -69,23 +68,28 @@ def _until_bound(name: str, *args) -> Tensor:
 
 def through_ctypes(name: str, *args) -> Tensor:
     """The operator ``name`` where there is no binding."""
-    count, own_tile = _OPERATORS[name]
-    tensors, (alpha, limit, more, interleaved, *given_tile), (workspace, arch) = args[:count], args[count:-2], args[-2:]
-    hidden, ids, weights, gate_up, down, expert_map = (tensors[i] for i in (0, 1, 2, 3, 6, 11))
-    down_meta = tensors[13] if count > 12 else None
-    tile = own_tile or tuple(given_tile)
-    library = csrc.library(name, arch)
-    given = [None if t is None else aligned(t) for t in tensors]
+    count = _OPERATORS[name]
+    tensors: list[Any] = [None if t is None else aligned(t) for t in args[:count]]
+    alpha, limit, more, interleaved, *tile, arch = args[count:]
+    hidden, ids, weights, *parts, gate_up_bias, down_bias, expert_map = tensors[:12]
+    gate_up_meta, down_meta = tensors[12:] or (None, None)
+    gate_up, down = (dict(zip(("codes", "scale", "global_scale"), three, strict=True)) for three in (parts[:3], parts[3:]))
+    width, inner = parts[3].shape[1], parts[3].shape[2] * (2 if down_meta is None else 4)
+    (t, k), top_k, experts = hidden.shape, ids.shape[1], parts[0].shape[0]
+    sizes = dict(tokens=t, top_k=top_k, E=experts, K=k, I=inner, N=width)
     with torch.cuda.device(hidden.device):
-        y = hidden.new_empty(hidden.shape[0], down.shape[1])
-        sizes = (*ids.shape, gate_up.shape[0], hidden.shape[1], down.shape[2] * (2 if down_meta is None else 4), down.shape[1])
-        types = _TYPES[ids.dtype], _TYPES[weights.dtype], *((0, 0) if expert_map is None else (_TYPES[expert_map.dtype], expert_map.numel()))
-        rest = ctypes.c_float(alpha), ctypes.c_float(limit), more, interleaved, *tile, ctypes.c_int64(workspace.numel()), pointer(workspace)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = getattr(library, csrc.KERNELS[name].function)(*map(pointer, (*given, y)), *sizes, *types, *rest, stream)
+        y = hidden.new_empty(t, width)
+        filled = params.MoeParams.of(
+            x=hidden, ids=ids, weights=weights, map=expert_map, y=y, **sizes,
+            gate_up=dict(gate_up, meta=gate_up_meta, bias=gate_up_bias), down=dict(down, meta=down_meta, bias=down_bias),
+            ids_type=_TYPES[ids.dtype], weights_type=_TYPES[weights.dtype], map_type=0 if expert_map is None else _TYPES[expert_map.dtype],
+            map_size=0 if expert_map is None else expert_map.numel(), alpha=alpha, limit=limit, more=more, interleaved=interleaved, tile=tile,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+        status = params.call(csrc.library(name, arch), csrc.KERNELS[name].function, filled, hidden.device)
     if status:
         raise KernelError(
-            f"fp4_{name} was not launched", value=f"cudaError {status} for {sizes}, tile {tile}", limit="cudaSuccess", remedy=csrc.switch_off(name)
+            f"fp4_{name} was not launched", value=f"cudaError {status} for {sizes}, tile {tuple(tile)}", limit="cudaSuccess", remedy=csrc.switch_off(name)
         )
     return y
 

@@ -1,0 +1,51 @@
+// The arguments of a call: every kernel's C function takes a pointer to one of these structs. The kernels' sources, the binding, which knows no CUDA, and
+// fp4_inductor/kernels/params.py share them. A pointer that a kernel does not take is null, a number is 0.
+#pragma once
+#include <stdint.h>
+
+namespace fp4 {
+
+// y [M, N] by a linear kernel: x [M, K], a weight of N rows. Which parts a kernel takes, and of which sizes, is said where it is defined.
+struct LinearParams {
+  int64_t size = sizeof(LinearParams);  // as the caller knows it
+  const void *x, *x_scale, *row_scale;
+  const void *codes, *meta, *scale, *global_scale;
+  const void *bias, *mul, *residual;
+  void *y, *scratch;
+  int64_t scratch_bytes;
+  void* stream;
+  int M, N, K;
+  int dtype;           // of y and what is added to it, 0: bfloat16, 1: float16
+  int second, third;   // rows of the weight at which the second and the third global scale begin, 0: none
+  int act;             // activations.cuh
+  int early;           // it may begin, and fetch its first weights, while the kernel before it in its stream runs; that one must not write the weight
+  int tile[4];         // the kernel's own numbers; all 0: its own choice
+};
+
+// The weight of one product of every expert.
+struct ExpertParams {
+  const void *codes, *meta, *scale, *global_scale, *bias;
+};
+
+// y [tokens, N] by an MoE layer: x [tokens, K], ids and weights [tokens, top_k], gate_up of 2 I and down of N rows for each of E experts.
+struct MoeParams {
+  int64_t size = sizeof(MoeParams);  // as the caller knows it
+  const void *x, *ids, *weights;
+  const void* map;  // global id -> local id, of map_size
+  ExpertParams gate_up, down;
+  void *y, *scratch;
+  int64_t scratch_bytes;
+  void* stream;
+  int tokens, top_k, E, K, I, N;
+  int ids_type, map_type;  // 0: int32, 1: int64
+  int weights_type;        // 0: bfloat16, 1: float16, 2: float32
+  int map_size;
+  float alpha, limit;     // limit <= 0: none
+  int more, interleaved;  // more: act(gate) * (up + 1); interleaved: rows are gate, up, gate, up, ...
+  int tile[7];            // the kernel's own numbers
+};
+
+// False for a null pointer, and for the struct of a caller that was built with another version of this file.
+template <typename Params> bool is_call(const Params* p) { return p && p->size == (int64_t)sizeof(Params); }
+
+}  // namespace fp4

@@ -1,0 +1,102 @@
+"""The arguments of a call of a CUDA kernel: the structs of ``csrc/common/call.h``, field by field, and calls through ctypes.
+
+``lowering_tests/kernels/test_params.py`` compares sizes and offsets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+_Fields = Sequence[tuple[str, Any]]
+
+
+def _fields(kind: Any, names: str) -> _Fields:
+    return [(name, kind) for name in names.split()]
+
+
+class Struct(ctypes.Structure):
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Fields by name; the others are null or 0. A tensor gives its address, and has to live on until the call; a dictionary gives a struct's fields.
+
+        Raises:
+            TypeError: there is no such field.
+        """
+        made: Any = cls()
+        kinds: dict[str, Any] = {name: kind for name, kind, *_ in cls._fields_}
+        for name, value in values.items():
+            if name not in kinds:
+                raise TypeError(f"{cls.__name__} has no field {name}")
+            kind = kinds[name]
+            if isinstance(value, Tensor):
+                value = value.data_ptr()
+            elif isinstance(value, dict):
+                value = kind.of(**value)
+            elif isinstance(value, Sequence):
+                value = kind(*value)
+            setattr(made, name, value)
+        if "size" in kinds:
+            made.size = ctypes.sizeof(cls)
+        return made
+
+
+class LinearParams(Struct):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "size"),
+        *_fields(ctypes.c_void_p, "x x_scale row_scale codes meta scale global_scale bias mul residual y scratch"),
+        *_fields(ctypes.c_int64, "scratch_bytes"),
+        *_fields(ctypes.c_void_p, "stream"),
+        *_fields(ctypes.c_int, "M N K dtype second third act early"),
+        *_fields(ctypes.c_int * 4, "tile"),
+    ]
+
+
+class ExpertParams(Struct):
+    _fields_ = _fields(ctypes.c_void_p, "codes meta scale global_scale bias")
+
+
+class MoeParams(Struct):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "size"),
+        *_fields(ctypes.c_void_p, "x ids weights map"),
+        *_fields(ExpertParams, "gate_up down"),
+        *_fields(ctypes.c_void_p, "y scratch"),
+        *_fields(ctypes.c_int64, "scratch_bytes"),
+        *_fields(ctypes.c_void_p, "stream"),
+        *_fields(ctypes.c_int, "tokens top_k E K I N ids_type map_type weights_type map_size"),
+        *_fields(ctypes.c_float, "alpha limit"),
+        *_fields(ctypes.c_int, "more interleaved"),
+        *_fields(ctypes.c_int * 7, "tile"),
+    ]
+
+
+Params = LinearParams | MoeParams
+
+
+def address(library: ctypes.CDLL, function: str, scratch: bool) -> int | None:
+    """Of a kernel's function, or of the one that tells how many bytes of scratch memory a call takes. None: there is no such function."""
+    found = getattr(library, f"{function}_scratch" if scratch else function, None)
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
+
+
+def scratch_bytes(library: ctypes.CDLL, function: str, params: Params) -> int:
+    """How many bytes of scratch memory a call takes."""
+    told = getattr(library, f"{function}_scratch", None)
+    if told is None:
+        return 0
+    told.restype = ctypes.c_int64
+    return told(ctypes.byref(params))
+
+
+def call(library: ctypes.CDLL, function: str, params: Params, device: torch.device) -> int:
+    """Call a kernel, with as much scratch memory of ``device`` as it asks for; returns a cudaError_t."""
+    size = scratch_bytes(library, function, params)
+    if size > 0:
+        scratch = torch.empty(size, dtype=torch.uint8, device=device)  # lives on until the kernel is launched
+        params.scratch, params.scratch_bytes = scratch.data_ptr(), size
+    return getattr(library, function)(ctypes.byref(params))
