@@ -17,6 +17,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels import csrc, params
 from fp4_inductor.kernels.moe import decode_table, grouped_wide
+from fp4_inductor.kernels.params import LinearParams, MoeParams
 from lowering_tests.kernels import emulator
 
 ARCH = 90
@@ -58,9 +60,12 @@ class Memory:
         self.held.append(at)
         return at
 
-    def of(self, tensor: Tensor | None) -> ctypes.c_void_p | None:
-        if tensor is None:
-            return None
+    def placed(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """With addresses of copies where there are tensors."""
+        place = {Tensor: lambda t: self.of(t).value, dict: self.placed}
+        return {name: place[type(value)](value) if type(value) in place else value for name, value in fields.items()}
+
+    def of(self, tensor: Tensor) -> ctypes.c_void_p:
         tensor = tensor.contiguous()
         at = self.empty(tensor.nbytes)
         checked(cudart().cudaMemcpy(at, ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), 1), "cudaMemcpy")
@@ -84,12 +89,15 @@ def codes(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-def run(name: str, label: str, arguments, m: int, n: int) -> None:
-    """``arguments(memory, y)``: the C function's, without the stream."""
-    memory = Memory()
+def run(name: str, label: str, fields: dict[str, Any], m: int, n: int) -> None:
+    """``fields`` of the struct that the C function takes, tensors on the CPU."""
+    memory, struct = Memory(), MoeParams if "ids" in fields else LinearParams
     y = memory.empty(2 * m * n)
-    status = getattr(csrc.library(name, ARCH), csrc.KERNELS[name].function)(*arguments(memory, y), None)
-    checked(status, f"{name} {label}")
+    call = struct.of(**memory.placed(fields), y=y.value)
+    library, function = csrc.library(name, ARCH), csrc.KERNELS[name].function
+    call.scratch_bytes = params.scratch_bytes(library, function, call)
+    call.scratch = memory.empty(call.scratch_bytes).value
+    checked(getattr(library, function)(ctypes.byref(call)), f"{name} {label}")
     checked(cudart().cudaDeviceSynchronize(), f"{name} {label}")
     result = memory.read(y, m, n)
     memory.free()
@@ -98,28 +106,27 @@ def run(name: str, label: str, arguments, m: int, n: int) -> None:
     print(f"  {name} {label}", flush=True)
 
 
-def activations(memory: Memory, name: str, m: int, k: int) -> tuple:
+def activations(name: str, m: int, k: int) -> dict[str, Tensor]:
     if len(csrc.KERNELS[name].activations) == 1:
-        return (memory.of(torch.randn(m, k).bfloat16()),)
-    return memory.of(torch.randn(m, k).clamp(-4, 4).to(torch.float8_e4m3fn)), memory.of(torch.rand(m, 1))
+        return dict(x=torch.randn(m, k).bfloat16())
+    return dict(x=torch.randn(m, k).clamp(-4, 4).to(torch.float8_e4m3fn), x_scale=torch.rand(m, 1))
 
 
-def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], act: int = 0, starts: tuple[int, int] = (0, 0), early: int = 0) -> None:
-    kernel = csrc.KERNELS[name]
-    halves = 2 if kernel.finish == "glu" else 1
-    columns = n // halves
-    then = kernel.finish == "pointwise"
+def linear(
+    name: str, m: int, n: int, k: int, tile: tuple[int, ...], weight: dict[str, Tensor], act: int = 0, starts: tuple[int, int] = (0, 0), early: int = 0
+) -> None:
+    finish = csrc.KERNELS[name].finish
+    columns = n // (2 if finish == "glu" else 1)
+    fields = activations(name, m, k) | weight
+    fields |= dict(scale=scales(n, k // 16), global_scale=torch.rand(3), bias=torch.randn(n).bfloat16())
+    if finish == "pointwise":
+        fields |= dict(mul=torch.randn(m, columns).bfloat16(), residual=torch.randn(m, columns).bfloat16())
+    numbers = dict(M=m, N=n, K=k, second=starts[0], third=starts[1], act=act, early=early, tile=tile)
+    run(name, f"M={m} N={n} K={k} tile={tile} act={act} starts={starts}", fields | numbers, m, columns)
 
-    def arguments(memory: Memory, y):
-        x = activations(memory, name, m, k)
-        weight = memory.of(codes(n, k // 2)), memory.of(scales(n, k // 16)), memory.of(torch.rand(3))
-        more = (memory.of(torch.randn(m, columns).bfloat16() if then else None) for _ in range(2)) if kernel.finish else ()
-        flags = (*starts, act) if kernel.finish else starts if kernel.siblings else ()
-        rest = (early,) if kernel.early else ()
-        scratch = (memory.empty(csrc.scratch_bytes(name)),) if kernel.scratch else ()
-        return *x, *weight, memory.of(torch.randn(n).bfloat16()), *more, y, m, n, k, 0, *flags, *rest, *(tile or (0,) * len(kernel.tile)), *scratch
 
-    run(name, f"M={m} N={n} K={k} tile={tile} act={act} starts={starts}", arguments, m, columns)
+def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], **more: Any) -> None:
+    linear(name, m, n, k, tile, dict(codes=codes(n, k // 2)), **more)
 
 
 def metadata(*shape: int) -> torch.Tensor:
@@ -127,41 +134,33 @@ def metadata(*shape: int) -> torch.Tensor:
     return legal[codes(*shape).int() % len(legal)]
 
 
-def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], early: int = 0, starts: tuple[int, int] = (0, 0)) -> None:
-    kernel = csrc.KERNELS[name]
-
-    def arguments(memory: Memory, y):
-        x, meta = activations(memory, name, m, k), metadata(n, k // 8)
-        weight = memory.of(codes(n, k // 4)), memory.of(meta), memory.of(scales(n, k // 16)), memory.of(torch.rand(3))
-        begins = (early,) if kernel.early else ()
-        scratch = (memory.empty(csrc.scratch_bytes(name)),) if kernel.scratch else ()
-        return *x, *weight, memory.of(torch.randn(n).bfloat16()), y, m, n, k, 0, *starts, *begins, *(tile or (0,) * len(kernel.tile)), *scratch
-
-    run(name, f"M={m} N={n} K={k} tile={tile} starts={starts}", arguments, m, n)
+def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], **more: Any) -> None:
+    linear(name, m, n, k, tile, dict(codes=codes(n, k // 4), meta=metadata(n, k // 8)), **more)
 
 
 def moe(
     name: str, tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: tuple[int, ...], interleaved: int, biased: bool, kept: bool = False
 ) -> None:
-    ids = torch.rand(tokens, experts - 1).topk(top_k).indices.int()  # the last expert has no tokens
-    one, two = name.removesuffix(csrc.SEVERAL_SCALES), name.endswith(csrc.SEVERAL_SCALES)  # global scales of an expert's first weight
-    few = one == decode_table.NAME
-    size = decode_table.workspace_bytes(tokens, top_k, inner) if few else grouped_wide.space(one, tokens, tokens * top_k, experts, k, inner, n, *tile)
+    def weight(rows: int, columns: int, each: int) -> dict[str, Any]:
+        return dict(
+            codes=codes(experts, rows, columns // (4 if kept else 2)),
+            meta=metadata(experts, rows, columns // 8) if kept else None,
+            scale=scales(experts, rows, columns // 16),
+            global_scale=torch.rand(experts, each) / 64,
+            bias=torch.randn(experts, rows).bfloat16() if biased else None,
+        )
 
-    def arguments(memory: Memory, y):
-        weights = [
-            memory.of(t)
-            for rows, columns, each in ((2 * inner, k, 1 + two), (n, inner, 1))
-            for t in (codes(experts, rows, columns // (4 if kept else 2)), scales(experts, rows, columns // 16), torch.rand(experts, each) / 64)
-        ]
-        metas = [memory.of(metadata(experts, rows, columns // 8) if kept else None) for rows, columns in ((2 * inner, k), (n, inner))] if few else []
-        biases = [memory.of(torch.randn(experts, rows).bfloat16() if biased else None) for rows in (2 * inner, n)]
-        head = memory.of(torch.randn(tokens, k).bfloat16()), memory.of(ids), memory.of(torch.rand(tokens, top_k).bfloat16())
-        sizes = tokens, top_k, experts, k, inner, n, 0, 0, 0, 0
-        form = ctypes.c_float(1.702 if biased else 1.0), ctypes.c_float(7.0 if biased else 0.0), int(biased), interleaved
-        return *head, *weights, *biases, None, *metas, y, *sizes, *form, *tile, ctypes.c_int64(size), memory.empty(size)
-
-    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved} sparse={kept}", arguments, tokens, n)
+    each = 2 if name.endswith(csrc.SEVERAL_SCALES) else 1  # global scales of an expert's first weight
+    fields = dict(
+        x=torch.randn(tokens, k).bfloat16(),
+        ids=torch.rand(tokens, experts - 1).topk(top_k).indices.int(),  # the last expert has no tokens
+        weights=torch.rand(tokens, top_k).bfloat16(),
+        gate_up=weight(2 * inner, k, each),
+        down=weight(n, inner, 1),
+    )
+    sizes = dict(tokens=tokens, top_k=top_k, E=experts, K=k, I=inner, N=n)
+    form = dict(alpha=1.702 if biased else 1.0, limit=7.0 if biased else 0.0, more=int(biased), interleaved=interleaved, tile=tile)
+    run(name, f"T={tokens} E={experts} K={k} I={inner} N={n} tile={tile} interleaved={interleaved} sparse={kept}", fields | sizes | form, tokens, n)
 
 
 def tiles_of(name: str, macro: str = "TILE") -> list[tuple[int, ...]]:
@@ -202,13 +201,13 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
     for name, m in (("sparse_linear_small", 20), ("sparse_linear_table", 8), ("sparse_linear_wide", 50)):
         yield case(sparse, name + csrc.SEVERAL_SCALES, m, 650, 1280, (), starts=(512, 600))
     for name in (grouped_wide.NAME, grouped_wide.FP8, decode_table.NAME):
-        tile = decode_table.OWN_TILES if name == decode_table.NAME else (64,) if name == grouped_wide.FP8 else (32,)
+        tile = () if name == decode_table.NAME else (64,) if name == grouped_wide.FP8 else (32,)
         yield case(moe, name + csrc.SEVERAL_SCALES, 8, 3, 9, 512, 256, 264, tile, 0, False)
         yield case(moe, name + csrc.SEVERAL_SCALES, 8, 3, 9, 320, 192, 264, tile, 1, True)
     for name in (grouped_wide.NAME, grouped_wide.FP8):
         for (tile, *_), (k, inner, form) in itertools.product(tiles_of(name), ((512, 256, 0), (320, 192, 1))):
             yield case(moe, name, 150, 3, 9, k, inner, 264, (tile,), form, bool(form))
-    for tokens, tile in itertools.product((1, 3, 8, 11), (decode_table.OWN_TILES, (4, 2, 4, 6, 2, 4, 4), (2, 1, 8, 2, 1, 8, 2))):
+    for tokens, tile in itertools.product((1, 3, 8, 11), ((), (4, 2, 4, 6, 2, 4, 4), (2, 1, 8, 2, 1, 8, 2))):
         yield case(moe, decode_table.NAME, tokens, 3, 9, 512, 256, 264, tile, 0, False)
         yield case(moe, decode_table.NAME, tokens, 3, 9, 320, 192, 264, tile, 1, True)
         yield case(moe, decode_table.NAME, tokens, 3, 9, 512, 256, 264, tile, 0, False, kept=True)
