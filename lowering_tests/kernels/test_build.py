@@ -207,7 +207,9 @@ def test_a_wheel_needs_no_compiler(fresh, fake_compiler, monkeypatch):
     monkeypatch.setattr(build, "cxx", lambda: None)
     found = [build.cuda_library(*library) for library in libraries] + [build.binding_library()]
     assert sorted(path.name for path in found) == names and prebuilt.architectures() == [90, 120]
-    for changed, call in ((tree / "common" / "nvfp4.cuh", lambda: build.cuda_library(*libraries[0])), (tree / "binding" / "checks.h", build.binding_library)):
+    kernel = lambda: build.cuda_library(*libraries[0])  # noqa: E731
+    binding, shared = build.binding_library, tree / "common" / "call.h"
+    for changed, call in ((tree / "common" / "nvfp4.cuh", kernel), (tree / "binding" / "checks.h", binding), (shared, kernel), (shared, binding)):
         before = changed.read_text()
         changed.write_text(before + "\n")
         with pytest.raises(errors.KernelError, match="compiler|no CUDA kernels"):
