@@ -17,7 +17,6 @@ from lowering_tests.kernels.emulator import EmulatorError, emulated
 
 needs_emulator = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCES = sorted({kernel.source for kernel in KERNELS.values()})
-BF16 = torch.bfloat16
 
 
 @pytest.mark.skipif(build.cxx() is None, reason="no C++ compiler")
@@ -91,3 +90,23 @@ def test_scratch_memory(source, size, tile, blocks):
     if asked:
         with pytest.raises(EmulatorError, match="status 1$"):
             kernel.run(LinearParams, fields, torch.empty(1), scratch=asked - 1)
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("source", "tile", "asked"),
+    [
+        ("moe/decode_table.cu", (), 8 * 8 * 3 * 512),  # eight tokens at a time, of up to 24 experts
+        # x and h as tiles of 8, of which there are 33 / 8 and one an expert; results of 33 pairs; tiles, order, place and total of the routing
+        ("moe/grouped_wide.cu", (8,), 2 * 9 * 8 * 512 + 33 * 264 * 2 + 9 * 16 + 2 * 144 + 16),
+        ("moe/grouped_wide.cu", (9,), (11 + 9 * 8) * 512 + 33 * 264 * 2 + 9 * 16 + 2 * 144 + 16),  # x once a token
+        # rows of either product and their scales, h, tiles, order, place and total of the routing, results
+        ("moe/grouped_wide_fp8.cu", (64,), 33 * 256 + 144 + 33 * 256 * 2 + 5 * 16 + 2 * 144 + 16 + 33 * 264 * 2),
+    ],
+)
+def test_scratch_memory_of_moe(source, tile, asked):
+    kernel, fields = emulated(source), dict(tokens=11, top_k=3, E=5, K=256, I=256, N=264, alpha=1.0, tile=tile)
+    assert params.scratch_bytes(kernel.library, kernel.function, MoeParams.of(**fields)) == asked
+    assert params.scratch_bytes(kernel.library, kernel.function, MoeParams.of(**fields | dict(tokens=0))) == 0
+    with pytest.raises(EmulatorError, match="status 1$"):
+        kernel.run(MoeParams, fields, torch.empty(1), scratch=asked - 1)
