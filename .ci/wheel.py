@@ -63,7 +63,7 @@ def problems(wheel: Path) -> list[str]:
         libraries = Path(folder) / "fp4_inductor" / "_lib"
         for arch in make_wheel.ARCHITECTURES:
             target, bytes_, kernels = f"sm_{arch}{'a' if arch >= 90 else ''}", 0, 0
-            for name, kernel in ((name, csrc.KERNELS[name]) for name in csrc.kernels_for(arch)):
+            for name, kernel in ((name, csrc.LIBRARIES[name]) for name in csrc.kernels_for(arch)):
                 library = libraries / f"{name}.sm_{arch}.so"
                 if not library.exists():
                     found.append(f"{library.name} is missing")

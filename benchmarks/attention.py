@@ -91,14 +91,14 @@ def measure(device: str, tiny: bool) -> list[dict]:
 def sweep() -> list[dict]:
     """Every tile for every size, the best four printed."""
     from fp4_inductor.kernels import host
-    from fp4_inductor.kernels.decode_attention import configs, launch
+    from fp4_inductor.kernels.decode_attention import split
 
     rows = []
     for sizes, case in cases("cuda", False):
         if (sizes["filled"] == sizes["length"]) != (sizes["length"] == LENGTHS[0]):
             continue  # the short cache full, the long one half full: what a model meets
         batch, kv_heads, d, length = (sizes[name] for name in ("batch", "kv_heads", "d", "length"))
-        default = configs.attention(batch, kv_heads, length, d, host.processors(case.query.device), host.arch(case.query.device))
+        default = split.attention(batch, kv_heads, length, d, host.processors(case.query.device), host.arch(case.query.device))
         shared = [s for s in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, default.splits}) if s == 1 or (batch * kv_heads * s <= 800 and s * 16 <= length)]
         tiles = [(32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
         found = []
@@ -106,10 +106,10 @@ def sweep() -> list[dict]:
             for splits in shared:
                 if batch * kv_heads * splits < 64 and splits != shared[-1]:
                     continue
-                c = configs.AttentionConfig(block, splits, warps, stages)
+                c = split.AttentionConfig(block, splits, warps, stages)
 
                 def call(i, c=c, case=case, d=d):
-                    return launch.split(case.query, *case.caches[i], case.mask, d**-0.5, c)
+                    return split.split(case.query, *case.caches[i], case.mask, d**-0.5, c)
 
                 try:
                     found.append((graph_us(call, min(case.copies, 32), 5), c == default, c))

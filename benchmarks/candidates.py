@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -22,12 +21,10 @@ from sparse import sparse_weights
 from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
 from fp4_inductor import dispatch
-from fp4_inductor.kernels import csrc, host
-from fp4_inductor.kernels.linear import configs, launch
-from fp4_inductor.kernels.linear_w4a4 import configs as w4a4
-from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
-from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
-from fp4_inductor.kernels.sparse_linear.configs import SparseSmallConfig, SparseTableConfig
+from fp4_inductor.kernels import csrc, host, registry, run
+from fp4_inductor.kernels.forms import Epilogue, Problem
+from fp4_inductor.kernels.linear_w4a4 import block_scaled, mma_sync
+from fp4_inductor.kernels.linear_w4a4 import cuda as cuda_w4a4
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
@@ -36,34 +33,36 @@ BOUND = 4e-3  # bf16: one rounding of the result
 TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
 
-def small_tiles(m: int) -> Iterator[configs.SmallConfig | None]:
+def small_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
     yield None  # the kernel's own choice
     if m <= 32:
-        yield from (configs.SmallConfig(*t) for t in ((2, 16, 2), (4, 8, 2), *([(4, 8, 3)] if m <= 8 else []), *([(2, 8, 4), (4, 4, 3)] if m > 16 else [])))
+        yield from (
+            csrc.tile("linear_small", *t) for t in ((2, 16, 2), (4, 8, 2), *([(4, 8, 3)] if m <= 8 else []), *([(2, 8, 4), (4, 4, 3)] if m > 16 else []))
+        )
 
 
-def table_tiles(m: int, k: int) -> Iterator[configs.TableConfig | None]:
+def table_tiles(m: int, k: int) -> Iterator[tuple[int, ...] | None]:
     yield None
-    yield from (configs.TableConfig(*t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
+    yield from (csrc.tile("linear_table", *t) for t in ((2, 2, 8), (2, 1, 8), (4, 2, 8), (4, 2, 4), (7, 1, 2), (8, 2, 4), (14, 2, 2)))
     if m <= 16 and k % 1024 == 0:
-        yield from (configs.TableConfig(*t, 4) for t in ((2, 2, 8), (4, 2, 4)))
+        yield from (csrc.tile("linear_table", *t, 4) for t in ((2, 2, 8), (4, 2, 4)))
 
 
-def wide_tiles(m: int) -> Iterator[configs.CudaWideConfig | None]:
+def wide_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
     yield None
     tokens = next((t for t in (32, 64) if m <= t), 128)
     tiles = ((64, tokens, 4 if tokens == 32 else 2), (128, tokens, 2 if tokens <= 64 else 1))
-    yield from (configs.CudaWideConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
-    yield configs.CudaWideConfig(256 if tokens == 32 else 192 if tokens == 64 else 128, tokens, 1, 0)
+    yield from (csrc.tile("linear_wide", *tile, splits) for tile in tiles for splits in (1, 2, 4))
+    yield csrc.tile("linear_wide", 256 if tokens == 32 else 192 if tokens == 64 else 128, tokens, 1, 0)
 
 
-def sparse_tiles(m: int) -> Iterator[SparseSmallConfig | None]:
+def sparse_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
     yield None
     tiles = ((2, 16, 2), (4, 8, 3), (2, 8, 2)) if m <= 8 else ((2, 8, 3), (4, 8, 2), (2, 8, 2)) if m <= 16 else ((2, 8, 2),)
-    yield from (SparseSmallConfig(*tile, splits) for tile in tiles for splits in (1, 2, 4))
+    yield from (csrc.tile("sparse_linear_small", *tile, splits) for tile in tiles for splits in (1, 2, 4))
 
 
-def sparse_table_tiles(n: int, k: int) -> Iterator[SparseTableConfig | None]:
+def sparse_table_tiles(n: int, k: int) -> Iterator[tuple[int, ...] | None]:
     """All that have 4 warps or more, and whose busiest of 132 blocks has at most 1.3 times as many rows as need be."""
     yield None
     busiest = {sets: -(-n // (16 * sets) // 132) * sets for sets in range(2, 17) if 16 * sets <= n}
@@ -72,7 +71,12 @@ def sparse_table_tiles(n: int, k: int) -> Iterator[SparseTableConfig | None]:
             for sets, rows in busiest.items():
                 warps = sets // a_warp * k_groups
                 if sets % a_warp == 0 and 4 <= warps <= (8 if a_warp == 4 else 16) and rows <= 1.3 * min(busiest.values()):
-                    yield SparseTableConfig(sets, a_warp, k_groups, substeps)
+                    yield csrc.tile("sparse_linear_table", sets, a_warp, k_groups, substeps)
+
+
+def product(op: str, kernel: str, x: torch.Tensor, weight: tuple, tile=None) -> torch.Tensor:
+    """``x @ W.T`` by one kernel, whoever serves the call otherwise."""
+    return run.by_form(registry.named(op)[kernel].form, x, weight, tile=tile)
 
 
 def measure(name: str, tile, call: Callable[[int], torch.Tensor], expected: torch.Tensor, copies: int, facts: dict) -> dict:
@@ -100,7 +104,7 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         want = y * torch.cat((torch.ones(n // 2), torch.full((third[1] - third[0],), 2.0), torch.full((n - third[1],), 0.5))).to(y)
         apart = lambda i: torch.cat(linear_siblings.one_by_one(x, q[i], s[i], scales, None, rows), -1)  # noqa: E731
         yield measure("siblings apart", None, apart, want, count, facts)
-        merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=configs.Epilogue(tuple(third)))  # noqa: E731
+        merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=Epilogue(tuple(third)))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
         sizes = [size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("wide", 33, 256)) if low <= m <= high]
@@ -109,11 +113,11 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
         yield measure("glu apart", None, apart, glu, count, facts)
         for size in sizes:
-            call = lambda i, name=f"linear_{size}_glu": csrc.call(name, x, (q[i], s[i]), g, None, arch, then=configs.Epilogue(act="silu"))  # noqa: E731
+            call = lambda i, name=f"linear_{size}_glu": csrc.call(name, x, (q[i], s[i]), g, None, arch, then=Epilogue(act="silu"))  # noqa: E731
             yield measure(f"{size} glu", None, call, glu, count, facts)
         yield measure("residual apart", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g) + residual, plus, count, facts)
         for size in sizes:
-            then = configs.Epilogue(residual=residual)
+            then = Epilogue(residual=residual)
             call = lambda i, name=f"linear_{size}_pointwise", then=then: csrc.call(name, x, (q[i], s[i]), g, None, arch, then=then)  # noqa: E731
             yield measure(f"{size} residual", None, call, plus, count, facts)
 
@@ -135,10 +139,10 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         yield measure("current", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), expected, count, facts)
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
-                yield measure("small", tile, lambda i: launch.small(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
+                yield measure("small", tile, lambda i: product("linear", "cuda_small", x, (q[i], s[i], g), tile), expected, count, facts)
         if "table" in kinds and m <= 24 and k % 256 == 0:
             for tile in table_tiles(m, k):
-                yield measure("table", tile, lambda i: launch.table(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
+                yield measure("table", tile, lambda i: product("linear", "cuda_table", x, (q[i], s[i], g), tile), expected, count, facts)
         if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
             for size in ("table", "wide")[m > 24 :]:
                 call = functools.partial(csrc.call, f"linear_{size}", early=True)
@@ -149,25 +153,25 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             oq, os, og = odd
             want = reference(x_odd, oq[0], os[0], og)
             yield measure("current K+16", None, lambda i: torch.ops.fp4.linear(x_odd, oq[i], os[i], og), want, count, facts)
-            yield measure("any_k K+16", None, lambda i: launch.small(x_odd, oq[i], os[i], og, None), want, count, facts)
+            yield measure("any_k K+16", None, lambda i: product("linear", "cuda_small", x_odd, (oq[i], os[i], og)), want, count, facts)
         if "wide" in kinds and m >= 2:
             for tile in wide_tiles(m):
-                yield measure("wide", tile, lambda i: launch.wide(x, q[i], s[i], g, None, tile=tile), expected, count, facts)
+                yield measure("wide", tile, lambda i: product("linear", "cuda_wide", x, (q[i], s[i], g), tile), expected, count, facts)
         if "w4a4" in kinds and m >= 16 and (not on_gpu or host.arch(x.device) >= 100):
             yield from w4a4_lines(x, q, s, g, count, facts)
         if "sparse" in kinds and m <= 32:
             v, e, ss, sg = sp
             want = sparse_reference(x, v[0], e[0], ss[0], sg)
             if m == 1:
-                yield measure("sparse gemv", None, lambda i: launch_sparse.gemv(x, v[i], e[i], ss[i], sg), want, count, facts)
+                yield measure("sparse gemv", None, lambda i: product("sparse_linear", "triton_sparse_gemv", x, (v[i], e[i], ss[i], sg)), want, count, facts)
             else:
-                yield measure("sparse triton", None, lambda i: launch_sparse.mid(x, v[i], e[i], ss[i], sg), want, count, facts)
+                yield measure("sparse triton", None, lambda i: product("sparse_linear", "triton_sparse_mid", x, (v[i], e[i], ss[i], sg)), want, count, facts)
             for tile in sparse_tiles(m):
-                yield measure("sparse", tile, lambda i: launch_sparse.small(x, v[i], e[i], ss[i], sg, None, tile=tile), want, count, facts)
+                yield measure("sparse", tile, lambda i: product("sparse_linear", "cuda_sparse_small", x, (v[i], e[i], ss[i], sg), tile), want, count, facts)
             if m <= 16 and k % 256 == 0:
                 for tile in sparse_table_tiles(n, k):
                     for begins in ("", " early")[: 1 + ("early" in kinds)]:
-                        call = functools.partial(csrc.call, "sparse_linear_table", tile=astuple(tile) if tile else (), early=bool(begins))
+                        call = functools.partial(csrc.call, "sparse_linear_table", tile=tile or (), early=bool(begins))
                         yield measure(f"sparse table{begins}", tile, lambda i, call=call: call(x, (v[i], e[i], ss[i]), sg, None, 90), want, count, facts)
 
 
@@ -178,10 +182,11 @@ def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:
     codes = (*torch.ops.fp4.quantize_rows_nvfp4(x, rows), rows)
     want = reference(quantize_rows_nvfp4.dequantize(*codes), q[0], s[0], g)
     arch = host.arch(x.device)
-    for tile in w4a4.choices(m, n, arch):
-        yield measure("w4a4", tile, lambda i, tile=tile: launch_w4a4.triton(*codes, q[i], s[i], g, None, x.dtype, tile), want, count, facts)
+    problem = Problem(m, n, x.shape[1], arch, x.dtype)
+    for tile in block_scaled.others(problem):
+        yield measure("w4a4", tile, lambda i, tile=tile: run.by_triton(block_scaled.FORM, (*codes, q[i], s[i], g), problem, tile), want, count, facts)
     if arch in (0, 120, 121):
-        yield measure("cuda_w4a4", None, lambda i: launch_w4a4.cuda(*codes, q[i], s[i], g, None, x.dtype), want, count, facts)
+        yield measure("cuda_w4a4", None, lambda i: cuda_w4a4.by_form(mma_sync.LIBRARY, codes, (q[i], s[i], g), problem, None), want, count, facts)
     with dispatch(thresholds={"mid": 8, "small": 0, "cpu": 8}):
         yield measure("w4a4 whole", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g, None, "nvfp4"), want, count, facts)
     rounding = lambda i: torch.ops.fp4.quantize_rows_nvfp4(x, quantize_rows_nvfp4.row_scales(x))[0]  # noqa: E731
@@ -193,7 +198,7 @@ def host_times() -> None:
     q, s, g = weights(64, 128, 1)
     x = torch.randn(8, 128, device="cuda", dtype=torch.bfloat16)
     arch = host.arch(x.device)
-    print("doors:", {name: csrc.door(name, arch) for name in csrc.KERNELS})
+    print("doors:", {name: csrc.door(name, arch) for name in csrc.LIBRARIES})
     op = torch.ops.fp4_csrc.linear_small.default
     for name, call in {
         "torch.ops.fp4.linear": lambda: torch.ops.fp4.linear(x, q[0], s[0], g),
@@ -220,7 +225,7 @@ def main() -> None:
     start = time.perf_counter()
     arch = host.arch(torch.device("cuda", torch.cuda.current_device()))
     with ThreadPoolExecutor() as pool:
-        for name, reason in zip(csrc.KERNELS, pool.map(lambda name: csrc.why_not(name, arch), csrc.KERNELS), strict=True):
+        for name, reason in zip(csrc.LIBRARIES, pool.map(lambda name: csrc.why_not(name, arch), csrc.LIBRARIES), strict=True):
             print(f"{name}: {reason or 'built'}", flush=True)
     print(f"built in {time.perf_counter() - start:.0f} s")
     host_times()

@@ -90,9 +90,9 @@ def measure(k: int, n: int, m_list: list[int], who: list[str], device: str, pref
 def in_a_graph(x, weight: tuple, g, prefill: str = "auto", op: str = "linear"):
     """What a compiled graph calls where it computed x itself: kernels that can begin while the one before them runs do. ``weight``: its parts."""
     row = host.row_for(op, x, len(x), weight[0].shape[0], x.shape[1], prefill)
-    if not (row.csrc and csrc.KERNELS[row.csrc].early):
+    if not (row.library and row.library.early):
         return getattr(torch.ops.fp4, op)(x, *weight, g, None, prefill)
-    parts = torch.ops.fp4.quantize_rows_fp8(x, row.kernel == "cuda_wide_fp8") if row.regime == "wide_fp8" else x
+    parts = torch.ops.fp4.quantize_rows_fp8(x, row.library.lane_order) if row.library.fp8 else x
     return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), early=True)
 
 
@@ -112,25 +112,28 @@ def contender(name: str, q, s, g, copies: int, prefill: str):
 
 
 def candidates(kind: str, m: int) -> list:
-    from fp4_inductor.kernels.linear import configs
+    from fp4_inductor.kernels.linear.gemv import GemvConfig
+    from fp4_inductor.kernels.linear.mid import MidConfig
 
     if kind == "gemv":
         bm = 1 if m == 1 else 2 if m == 2 else 4
         wide = [(bn, bw, w) for bn in (2, 4, 8, 16, 32) for bw in (128, 256, 512) for w in (2, 4, 8)]
-        return [configs.GemvConfig(bm, bn, bw, w) for bn, bw, w in wide if 8 <= bn * bw / (32 * w) <= 64 / bm + 16]
+        return [GemvConfig(bm, bn, bw, w) for bn, bw, w in wide if 8 <= bn * bw / (32 * w) <= 64 / bm + 16]
     if kind == "small":
         extra = ((4, 8, 3),) if m <= 8 else () if m <= 16 else ((2, 8, 4), (4, 4, 3))
-        return [configs.SmallConfig(*tile) for tile in ((2, 16, 2), (4, 8, 2), *extra)]
+        return [csrc.tile("linear_small", *tile) for tile in ((2, 16, 2), (4, 8, 2), *extra)]
     bm = max(16, min(128, 1 << (m - 1).bit_length()))
     tiles = [(64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (32, 128), (32, 256)]
     found = [(bn, bk, w, st) for bn, bk in tiles for w in (4, 8) for st in (2, 3, 4)]
-    return [configs.MidConfig(bm, *c) for c in found if c[0] * bm <= 128 * 128 and not (c[2] == 8 and c[0] * bm < 4096)]
+    return [MidConfig(bm, *c) for c in found if c[0] * bm <= 128 * 128 and not (c[2] == 8 and c[0] * bm < 4096)]
 
 
 def run(kind, config, x, q, s, g):
-    from fp4_inductor.kernels.linear import launch
+    from fp4_inductor.kernels import registry
+    from fp4_inductor.kernels import run as kernels
 
-    return getattr(launch, kind)(x, q, s, g, None, tile=config)
+    name = {"gemv": "triton_gemv", "small": "cuda_small", "mid": "triton_mid"}[kind]
+    return kernels.by_form(registry.named("linear")[name].form, x, (q, s, g), tile=config)
 
 
 def _compile(job) -> str:

@@ -24,7 +24,7 @@ ARCH = 90
 SHAPES = [(4096, 4096), (4096, 6144), (4096, 14336), (8192, 8192), (14336, 4096), (8192, 28672)]
 ROWS = (64, 96, 128, 136, 192, 256, 320, 384, 448, 512, 576, 768, 1024, 1536, 2048, 4096, 8192)
 FIELDS = ("gpu", "torch", "triton", "commit", "date", "kind", "k", "n", "m", "what", "us")
-KERNELS = {"dense": "linear_wide_fp8", "sparse": "sparse_linear_wide_fp8"}
+LIBRARIES = {"dense": "linear_wide_fp8", "sparse": "sparse_linear_wide_fp8"}
 
 
 def tiles(m: int) -> list[tuple[int, int]]:
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
 
                     def by(i, tile, x=x, kind=kind, weight=weight, scale=scale):
                         rows = torch.ops.fp4.quantize_rows_fp8(x, kind == "dense")
-                        return csrc.call(KERNELS[kind], rows, [part[i] for part in weight], scale, None, ARCH, tile, early=True)
+                        return csrc.call(LIBRARIES[kind], rows, [part[i] for part in weight], scale, None, ARCH, tile, early=True)
 
                     calls = {"bf16": lambda i, x=x, w16=w16: torch.nn.functional.linear(x, w16[i % len(w16)])}
                     calls["auto"] = lambda i, x=x, op=op, weight=weight, scale=scale: op(x, *(part[i] for part in weight), scale)
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=list(KERNELS), choices=list(KERNELS))
+    parser.add_argument("--kinds", nargs="+", default=list(LIBRARIES), choices=list(LIBRARIES))
     parser.add_argument("--m", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--out", type=Path, default=RESULTS / "wide_fp8.csv")
     main(parser.parse_args())

@@ -14,11 +14,10 @@ from moe import LAYERS, Case, packed
 from timing import RESULTS, graph_us, machine, write_csv
 from torch import Tensor
 
-from fp4_inductor.kernels.moe import configs
-from fp4_inductor.kernels.moe import cuda as launch
+from fp4_inductor.kernels.moe import many, routing
 from fp4_inductor.ops import dequantize_fp8
 
-Tile = configs.ManyConfig
+Tile = many.ManyConfig
 TILES = (
     Tile(64, 128, 128, 4, 4), Tile(64, 256, 128, 8, 4), Tile(64, 256, 128, 4, 4), Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 4), Tile(128, 256, 128, 8, 3),
     Tile(128, 256, 128, 8, 4), Tile(256, 128, 128, 8, 3), Tile(128, 256, 64, 8, 6), Tile(128, 256, 128, 8, 3, 4), Tile(128, 256, 128, 8, 3, 16), Tile(64, 128, 128, 4, 6),
@@ -26,7 +25,7 @@ TILES = (
 )  # fmt: skip
 
 
-def library(rows: launch.Rows, w8: Tensor, g: Tensor, routing: launch.Routing, dtype: torch.dtype, fast: bool) -> Tensor:
+def library(rows: many.Rows, w8: Tensor, g: Tensor, routing: routing.Routing, dtype: torch.dtype, fast: bool) -> Tensor:
     scale = (g.unsqueeze(1).expand(w8.shape[:2]) / dequantize_fp8.WEIGHT_FACTOR).contiguous()
     return torch._scaled_grouped_mm(rows[0], w8.mT, rows[1], scale, offs=routing.ends, out_dtype=dtype, use_fast_accum=fast)
 
@@ -36,15 +35,15 @@ def products(layer, tokens: int, only: tuple[str, ...]) -> Iterator[dict]:
     case = Case(layer, parts, tokens, "cuda")
     calls = [case.call(i) for i in range(2)]
     dtype = case.dtype
-    routings = {m: [launch.route(c, m) for c in calls] for m in (64, 128, 256)}
-    x = [launch.sorted_rows(c, r, True) for c, r in zip(calls, routings[64], strict=True)]
+    routings = {m: [routing.route(c, m) for c in calls] for m in (64, 128, 256)}
+    x = [many.sorted_rows(c, r, True) for c, r in zip(calls, routings[64], strict=True)]
     for name in only:
         weight = getattr(calls[0], name)
-        w8 = [launch.transient_fp8(weight, routings[64][0].ends) for _ in range(2)]
+        w8 = [many.transient_fp8(weight, routings[64][0].ends) for _ in range(2)]
         rows = x
         if name == "down":
             z = torch.randn(calls[0].assignments, 2 * layer.inner, device="cuda").to(dtype)
-            rows = [launch.activated_rows(c, r, z, True) for c, r in zip(calls, routings[64], strict=True)]
+            rows = [many.activated_rows(c, r, z, True) for c, r in zip(calls, routings[64], strict=True)]
         g = weight.global_scale
         some = min(48, int(routings[64][0].ends[0]))
         want = (rows[0][0][:some].double() @ w8[0][0].double().T) * (rows[0][1][:some, None] * g[0] / dequantize_fp8.WEIGHT_FACTOR).double()
@@ -61,7 +60,7 @@ def products(layer, tokens: int, only: tuple[str, ...]) -> Iterator[dict]:
             yield timed(f"library fast {fast}", lambda i, fast=fast, rows=rows, w8=w8, g=g: library(rows[i], w8[i], g, routings[64][i], dtype, fast))
         for tile in TILES:
             try:
-                yield timed(str(tile), lambda i, t=tile, rows=rows, w8=w8, g=g: launch.multiply_fp8(rows[i], w8[i], g, routings[t.block_m][i], dtype, t))
+                yield timed(str(tile), lambda i, t=tile, rows=rows, w8=w8, g=g: many.multiply_fp8(rows[i], w8[i], g, routings[t.block_m][i], dtype, t))
             except Exception as error:  # a tile that does not fit
                 print(layer.name, tile, type(error).__name__, str(error)[:200], flush=True)
 

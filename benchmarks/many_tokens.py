@@ -20,8 +20,7 @@ from torch import Tensor
 import fp4_inductor  # noqa: F401
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels.dequantize import launch as dequantize
-from fp4_inductor.kernels.moe import configs
-from fp4_inductor.kernels.moe import cuda as launch
+from fp4_inductor.kernels.moe import grouped, many, routing
 from fp4_inductor.ops import dequantize_fp8
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.moe_call import MoeCall
@@ -105,31 +104,31 @@ def few(case: Case) -> Tensor:
 
 def stages(calls: list[MoeCall]) -> Iterator[tuple[str, float]]:
     """Microseconds of every launch of the FP8 path; what it works on comes from the call before."""
-    tile = configs.many(calls[0].assignments, calls[0].experts)
-    routings = [launch.route(c, tile.block_m) for c in calls]
-    x = [launch.sorted_rows(c, r, True) for c, r in zip(calls, routings, strict=True)]
+    tile = many.tile_for(calls[0].assignments, calls[0].experts)
+    routings = [routing.route(c, tile.block_m) for c in calls]
+    x = [many.sorted_rows(c, r, True) for c, r in zip(calls, routings, strict=True)]
     dtype, count = calls[0].hidden.dtype, len(calls)
     each = list(zip(calls, routings, x, strict=True))
 
     def weights(i, parts):
-        return launch.transient_fp8(parts, routings[i].ends)
+        return many.transient_fp8(parts, routings[i].ends)
 
     def multiply(i, rows, w8, g):
-        return launch.multiply_fp8(rows[i], w8, g, routings[i], dtype, tile)
+        return many.multiply_fp8(rows[i], w8, g, routings[i], dtype, tile)
 
     up, up_scale = weights(0, calls[0].gate_up), calls[0].gate_up.global_scale
     z = multiply(0, x, up, up_scale)
-    h = [launch.activated_rows(c, r, z, True) for c, r in zip(calls, routings, strict=True)]
+    h = [many.activated_rows(c, r, z, True) for c, r in zip(calls, routings, strict=True)]
     down, down_scale = weights(0, calls[0].down), calls[0].down.global_scale
     y = multiply(0, h, down, down_scale)
-    yield "route", graph_us(lambda i: launch.route(calls[i], tile.block_m), count, 7)
-    yield "sorted_rows", graph_us(lambda i: launch.sorted_rows(*each[i][:2], True), count, 7)
+    yield "route", graph_us(lambda i: routing.route(calls[i], tile.block_m), count, 7)
+    yield "sorted_rows", graph_us(lambda i: many.sorted_rows(*each[i][:2], True), count, 7)
     yield "dequantize gate_up", graph_us(lambda i: weights(i, calls[i].gate_up), count, 7)
     yield "multiply gate_up", graph_us(lambda i: multiply(i, x, up, up_scale), count, 7)
-    yield "activated_rows", graph_us(lambda i: launch.activated_rows(*each[i][:2], z, True), count, 7)
+    yield "activated_rows", graph_us(lambda i: many.activated_rows(*each[i][:2], z, True), count, 7)
     yield "dequantize down", graph_us(lambda i: weights(i, calls[i].down), count, 7)
     yield "multiply down", graph_us(lambda i: multiply(i, h, down, down_scale), count, 7)
-    yield "combine", graph_us(lambda i: launch.combine(calls[i], y, routings[i].place, calls[i].down.bias), count, 7)
+    yield "combine", graph_us(lambda i: routing.combine(calls[i], y, routings[i].place, calls[i].down.bias), count, 7)
 
 
 def layers(chosen: list[Layer]) -> Iterator[dict]:
@@ -140,9 +139,9 @@ def layers(chosen: list[Layer]) -> Iterator[dict]:
             each = t * layer.top_k / layer.experts
             case = Case(layer, parts, t, "cuda")
             calls = [case.call(i) for i in range(4)]
-            paths = {"large_fp8": launch.large_fp8, "large_dense": launch.large_dense} | ({"grouped": launch.grouped} if each <= 65 else {})
-            paths |= {"grouped, tile 64": lambda c: launch.grouped(c, configs.GroupedConfig(64, 64, 64, 4, 3))} if each < 25 else {}
-            paths |= {"large_fp8, tile 64": lambda c: launch.large_fp8(c, configs.ManyConfig(64, 128, 128, 4, 4))} if 48 < each <= 129 else {}
+            paths = {"large_fp8": many.large_fp8, "large_dense": many.large_dense} | ({"grouped": grouped.grouped} if each <= 65 else {})
+            paths |= {"grouped, tile 64": lambda c: grouped.grouped(c, grouped.GroupedConfig(64, 64, 64, 4, 3))} if each < 25 else {}
+            paths |= {"large_fp8, tile 64": lambda c: many.large_fp8(c, many.ManyConfig(64, 128, 128, 4, 4))} if 48 < each <= 129 else {}
             want = few(case) if t in TOKENS else None
             for name, f in paths.items():
                 if name == "large_dense" and t != TOKENS[-1]:
@@ -161,8 +160,8 @@ def layers(chosen: list[Layer]) -> Iterator[dict]:
 def sparse_layer(layer: Layer) -> Iterator[dict]:
     case = Case(layer, packed(layer, "cuda", sparse=True), TOKENS[-1], "cuda")
     calls = [case.call(i) for i in range(4)]
-    error = case.error(launch.large_fp8(calls[0]))
-    us = graph_us(lambda i: launch.large_fp8(calls[i]), 4, 7)
+    error = case.error(many.large_fp8(calls[0]))
+    us = graph_us(lambda i: many.large_fp8(calls[i]), 4, 7)
     yield dict(stage="moe", layer=layer.name, weights="2:4", what=f"T={TOKENS[-1]} large_fp8", us=us, note=f"error {error:.1e}")
 
 
@@ -170,13 +169,13 @@ def in_parts(layer: Layer) -> Iterator[dict]:
     """The same result with a tenth of the transient memory."""
     case = Case(layer, packed(layer, "cuda"), 1024, "cuda")
     call = case.call(0)
-    whole, kept = launch.large_fp8(call), configs.TRANSIENT_BYTES
-    configs.TRANSIENT_BYTES = kept // 10
+    whole, kept = many.large_fp8(call), many.TRANSIENT_BYTES
+    many.TRANSIENT_BYTES = kept // 10
     try:
-        same = torch.equal(launch.large_fp8(call), whole)
-        us = graph_us(lambda i: launch.large_fp8(call), 1, 7)
+        same = torch.equal(many.large_fp8(call), whole)
+        us = graph_us(lambda i: many.large_fp8(call), 1, 7)
     finally:
-        configs.TRANSIENT_BYTES = kept
+        many.TRANSIENT_BYTES = kept
     yield dict(stage="moe", layer=layer.name, weights="dense", what="T=1024 large_fp8, a tenth of the memory", us=us, note=f"bit-equal {same}")
 
 

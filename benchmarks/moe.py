@@ -210,15 +210,15 @@ def _row(case: Case, weights: str, us: float, goal: float | None, dense: dict[st
 @torch.no_grad()
 def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
     """Every tile of the kernel that dispatch would choose, the fastest first."""
-    from fp4_inductor.kernels.moe import configs
-    from fp4_inductor.kernels.moe import cuda as launch
+    from fp4_inductor.kernels.moe import decode as few
+    from fp4_inductor.kernels.moe import grouped as several
 
     ups, downs = (
-        [configs.DecodeConfig(*c) for c in itertools.product(rows, (256, 512, 1024, 2048), (1, 2, 4, 8)) if 1024 <= c[1] * c[2] <= 8192]
+        [few.DecodeConfig(*c) for c in itertools.product(rows, (256, 512, 1024, 2048), (1, 2, 4, 8)) if 1024 <= c[1] * c[2] <= 8192]
         for rows in ((16, 32), (4, 8))
     )
     decode = [*((c, None) for c in ups), *((None, c) for c in downs)]  # one kernel's tile at a time
-    grouped = [configs.GroupedConfig(*c) for c in itertools.product((16, 32, 64), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4))]
+    grouped = [several.GroupedConfig(*c) for c in itertools.product((16, 32, 64), (32, 64, 128), (64, 128), (4, 8), (2, 3, 4))]
     for layer in layers:
         parts = packed(layer, "cuda")
         for t in tokens:
@@ -228,7 +228,7 @@ def sweep(layers: tuple[Layer, ...], tokens: tuple[int, ...]) -> Iterator[dict]:
             for tile in grouped if many else decode:
                 calls = [case.call(i) for i in range(len(case.routing))]
                 try:
-                    us = graph_us(lambda i, c=calls, s=tile: launch.grouped(c[i], s) if many else launch.decode(c[i], *s), len(calls))
+                    us = graph_us(lambda i, c=calls, s=tile: several.grouped(c[i], s) if many else few.decode(c[i], *s), len(calls))
                 except Exception as error:  # a tile that does not fit the architecture
                     print(layer.name, t, tile, type(error).__name__, str(error)[:100], flush=True)
                     continue

@@ -94,7 +94,7 @@ def run(name: str, label: str, fields: dict[str, Any], m: int, n: int) -> None:
     memory, struct = Memory(), MoeParams if "ids" in fields else LinearParams
     y = memory.empty(2 * m * n)
     call = struct.of(**memory.placed(fields), y=y.value)
-    library, function = csrc.library(name, ARCH), csrc.KERNELS[name].function
+    library, function = csrc.library(name, ARCH), csrc.LIBRARIES[name].function
     call.scratch_bytes = params.scratch_bytes(library, function, call)
     call.scratch = memory.empty(call.scratch_bytes).value
     checked(getattr(library, function)(ctypes.byref(call)), f"{name} {label}")
@@ -107,7 +107,7 @@ def run(name: str, label: str, fields: dict[str, Any], m: int, n: int) -> None:
 
 
 def activations(name: str, m: int, k: int) -> dict[str, Tensor]:
-    if len(csrc.KERNELS[name].activations) == 1:
+    if len(csrc.LIBRARIES[name].activations) == 1:
         return dict(x=torch.randn(m, k).bfloat16())
     return dict(x=torch.randn(m, k).clamp(-4, 4).to(torch.float8_e4m3fn), x_scale=torch.rand(m, 1))
 
@@ -115,7 +115,7 @@ def activations(name: str, m: int, k: int) -> dict[str, Tensor]:
 def linear(
     name: str, m: int, n: int, k: int, tile: tuple[int, ...], weight: dict[str, Tensor], act: int = 0, starts: tuple[int, int] = (0, 0), early: int = 0
 ) -> None:
-    finish = csrc.KERNELS[name].finish
+    finish = csrc.LIBRARIES[name].finish
     columns = n // (2 if finish == "glu" else 1)
     fields = activations(name, m, k) | weight
     fields |= dict(scale=scales(n, k // 16), global_scale=torch.rand(3), bias=torch.randn(n).bfloat16())
@@ -164,7 +164,7 @@ def moe(
 
 
 def tiles_of(name: str, macro: str = "TILE") -> list[tuple[int, ...]]:
-    return emulator.tiles_of(csrc.KERNELS[name].source, macro)
+    return emulator.tiles_of(csrc.LIBRARIES[name].source, macro)
 
 
 def cases() -> Iterator[tuple[str, functools.partial]]:

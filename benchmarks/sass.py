@@ -41,10 +41,10 @@ def loops(library: Path):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kernel", choices=list(csrc.KERNELS))
+    parser.add_argument("kernel", choices=list(csrc.LIBRARIES))
     parser.add_argument("--arch", type=int, default=90)
     args = parser.parse_args()
-    kernel = csrc.KERNELS[args.kernel]
+    kernel = csrc.LIBRARIES[args.kernel]
     for name, loop in sorted(loops(build.cuda_library(kernel.source, args.arch, kernel.defines))):
         sizes = [int(i) for i in re.findall(r"Li(\d+)E", name)]
         ops = Counter(re.sub(r"^@!?U?P\w+\s+", "", op).split()[0].split(".")[0] for op in loop)

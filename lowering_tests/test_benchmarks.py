@@ -91,14 +91,15 @@ def test_candidates(monkeypatch, tmp_path):
 
     from lowering_tests.kernels.emulator import tiles_of
 
-    def right(x, *rest, tile=None):
-        return torch.ops.fp4.linear(x, *rest[:3])
+    def right(x, *weight):
+        return torch.ops.fp4.linear(x, *weight)
 
-    for name in ("small", "table"):
-        monkeypatch.setattr(candidates.launch, name, right)
-    monkeypatch.setattr(candidates.launch, "wide", lambda x, *rest, tile: right(x, *rest) * 2)
-    for name in ("gemv", "mid", "small"):
-        monkeypatch.setattr(candidates.launch_sparse, name, lambda x, *rest, tile=None: candidates.sparse_reference(x, *rest[:4]).to(x.dtype))
+    def product(op, kernel, x, weight, tile=None):
+        if op == "sparse_linear":
+            return candidates.sparse_reference(x, *weight).to(x.dtype)
+        return right(x, *weight) * (2 if kernel == "cuda_wide" else 1)
+
+    monkeypatch.setattr(candidates, "product", product)
 
     def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
         if name.startswith("sparse"):
@@ -114,8 +115,8 @@ def test_candidates(monkeypatch, tmp_path):
 
     monkeypatch.setattr(candidates.csrc, "call", stand_in)
     monkeypatch.setattr(candidates, "BOUND", 8e-3)  # the stand-ins round on the way
-    for name in ("triton", "cuda"):
-        monkeypatch.setattr(candidates.launch_w4a4, name, lambda *args: torch.ops.fp4.linear_w4a4(*args[:8]))
+    monkeypatch.setattr(candidates.run, "by_triton", lambda form, inputs, p, tile: torch.ops.fp4.linear_w4a4(*inputs, None, p.dtype))
+    monkeypatch.setattr(candidates.cuda_w4a4, "by_form", lambda form, codes, weight, p, bias: torch.ops.fp4.linear_w4a4(*codes, *weight, bias, p.dtype))
     rows = list(candidates.shape(256, 64, (1, 4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
     fused = {f"{size} {what}" for size in ("small", "table", "wide") for what in ("glu", "residual")}
@@ -126,7 +127,7 @@ def test_candidates(monkeypatch, tmp_path):
     for row in rows:
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
     compiled = {}
-    for kernel in candidates.csrc.KERNELS.values():
+    for kernel in candidates.csrc.LIBRARIES.values():
         compiled[kernel.source] = {tile[-3:] for tile in tiles_of(kernel.source)}
         compiled[kernel.source] |= {(*tile, 1) for tile in tiles_of(kernel.source, "STREAMED")}
     for k, n in candidates.SHAPES:
@@ -140,7 +141,7 @@ def test_candidates(monkeypatch, tmp_path):
             ("sparse/sparse_linear_small.cu", candidates.sparse_tiles(m)),
         ):
             for tile in tiles:
-                sizes = tuple(v for name, v in vars(tile).items() if name != "splits") if tile else None
+                sizes = tuple(v for name, v in tile._asdict().items() if name != "splits") if tile else None
                 assert sizes is None or sizes in compiled[source], (source, tile)
 
 

@@ -3,7 +3,7 @@
 Convention for such a kernel: it ends with ``store_output(Y, idx_m, idx_n, y, mask, N)``; the parameters named in
 ``inputs`` are tensors; those in ``sizes`` are numbers, given here as lines of Jinja over the inputs; the rest are
 constexprs. The template is the kernel's own body with that last line replaced by Inductor's ``store_output``, behind
-which epilogues are fused, followed by the source of its helpers.
+which epilogues are fused, followed by the source of the Triton functions that it calls.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, Tri
 _STORE = '{{store_output(("idx_m", "idx_n"), "y", "mask", val_shape=("BLOCK_M", "BLOCK_N"))}}'
 
 
-def source_of(kernel, inputs: tuple[str, ...], sizes: dict[str, str], helpers: tuple) -> str:
-    """The Jinja source of the template."""
+def source_of(kernel, inputs: tuple[str, ...], sizes: dict[str, str]) -> str:
+    """The Jinja source of the template, the functions that it calls behind it."""
     text = textwrap.dedent(inspect.getsource(kernel.fn))
     function = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
     first, last = function.body[0], function.body[-1]
@@ -33,8 +33,24 @@ def source_of(kernel, inputs: tuple[str, ...], sizes: dict[str, str], helpers: t
     body = lines[first.lineno - 1 : last.lineno - 1]
     arguments = ", ".join(f'"{name}"' for name in inputs)
     prelude = [f"    {name} = {expression}" for name, expression in sizes.items()]
-    tails = [textwrap.dedent(inspect.getsource(h.fn)) for h in helpers]
+    tails = [textwrap.dedent(inspect.getsource(h.fn)) for h in called(kernel) if h.fn.__name__ != "store_output"]
     return "\n".join([f"{{{{def_kernel({arguments})}}}}", *prelude, *body, f"    {_STORE}", "", *tails])
+
+
+def called(kernel) -> list:
+    """The Triton functions that ``kernel`` calls, directly or not, each behind those that it calls."""
+    found: dict[str, Any] = {}
+
+    def visit(function) -> None:
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function.fn)))):
+            if isinstance(node, ast.Name) and node.id not in found:
+                other = function.fn.__globals__.get(node.id)
+                if type(other) is type(kernel):
+                    visit(other)
+                    found.setdefault(node.id, other)
+
+    visit(kernel)
+    return list(found.values())
 
 
 class _Kernel(TritonTemplateKernel):
@@ -50,9 +66,9 @@ class _TritonTemplate(TritonTemplate):
 class Template:
     """One Inductor template made from one kernel."""
 
-    def __init__(self, name: str, kernel, inputs: tuple[str, ...], sizes: dict[str, str], helpers: tuple, grid: Callable):
+    def __init__(self, name: str, kernel, inputs: tuple[str, ...], sizes: dict[str, str], grid: Callable):
         self.name = name
-        self.template = _TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source_of(kernel, inputs, sizes, helpers))
+        self.template = _TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source_of(kernel, inputs, sizes))
 
     def lower(self, arguments: tuple, size: list, dtype, configs: list[dict[str, Any]]):
         """IR of the kernel over realised ``arguments``; several ``configs`` are benchmarked by Inductor, one is taken as it is."""

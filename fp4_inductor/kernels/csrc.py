@@ -1,18 +1,19 @@
 """The CUDA kernels of ``csrc/`` at run time: ``torch.ops.fp4_csrc``, internal operators that ``fp4.linear`` and its lowering call.
 
-They are defined here, so that a cached graph finds them in a new process. At the first call on a GPU the binding is loaded (C++,
-torch's stable ABI; it implements them for CUDA from then on, without Python); where it cannot be built, calls go through ctypes. Kernel
-libraries know no torch, the binding knows no CUDA; both are compiled by ``pip install`` where nvcc and a CUDA torch exist, else now.
+They are defined here. The first call on a GPU imports this module, and so does Inductor's first import, so that a cached graph finds them in
+a new process. At the first call on a GPU the binding is loaded (C++, torch's stable ABI; it implements them for CUDA from then on, without
+Python); where it cannot be built, calls go through ctypes. Kernel libraries know no torch, the binding knows no CUDA; both are compiled by
+``pip install`` where nvcc and a CUDA torch exist, else now.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections import namedtuple
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,116 +23,30 @@ from ..errors import DeviceError, KernelError, RowsError
 from . import build, params, registry
 from .background import Background, Compilation
 from .build import aligned
-from .kernel import ONE_SCALE, SEVERAL_SCALES
-from .linear.configs import Epilogue
+from .forms import SEVERAL_SCALES, Epilogue, Library
+
+LIBRARIES = registry.libraries()
 
 
-@dataclass(frozen=True)
-class Library:
-    """``fp4_<name>`` of ``csrc/<source>``.
-
-    Args:
-        weight: the weight's parts, all ``[N, ...]``; none: the operator is defined elsewhere.
-        tile: the integers that describe a tile; all 0 stands for the kernel's own choice.
-        regime: the regime of ``DispatchConfig.thresholds`` that switches it off.
-        finish: what its library is compiled to do behind the products, one of :data:`FINISHES`; None: no ``Epilogue``.
-        early: takes whether it may begin, and fetch weights, while the kernel before it still runs (programmatic dependent launch). Nothing but a
-            proof that this one does not write the weight may ask for it: ``_torch/order.py``.
-        activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3 has
-            bfloat16 results.
-        siblings: takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so. A library that is
-            not compiled for several refuses others than 0.
-        several: its library is compiled for several global scales, of an expert for two.
-    """
-
-    source: str
-    weight: tuple[str, ...]
-    tile: tuple[str, ...]
-    regime: str
-    finish: str | None = "plain"
-    early: bool = False
-    activations: tuple[str, ...] = ("x",)
-    siblings: bool = False
-    several: bool = False
-
-    @property
-    def codes(self) -> bool:
-        return "half" in self.tile
-
-    @property
-    def more(self) -> tuple[str, ...]:
-        """What the operator takes behind the tile."""
-        both = ("int second=0", "int third=0") if self.finish or self.siblings else ()
-        rest = ("int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else ()
-        return (*both, *rest, *(("int early=0",) if self.early else ()))
-
-    @property
-    def defaults(self) -> tuple:
-        """Of :attr:`more`."""
-        return tuple(0 if declared.startswith("int") else None for declared in self.more)
-
-    @property
-    def defines(self) -> tuple[str, ...]:
-        """nvcc's flags besides those of the architecture."""
-        finish = (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
-        return (*finish, "-DFP4_SEVERAL_SCALES=1") if self.several else finish
-
-    @property
-    def function(self) -> str:
-        """The C function of the library."""
-        return f"fp4_{Path(self.source).stem}"
+@functools.cache
+def _tile_type(name: str) -> type:
+    return namedtuple("Tile", LIBRARIES[name].tile, defaults=[1] * len(LIBRARIES[name].tile))  # type: ignore[misc]
 
 
-KERNELS = {
-    "linear_small": Library("gemm/linear_small.cu", ("qdata", "scale"), ("rows_16", "warps", "stages"), "small"),
-    "linear_table": Library("gemm/linear_table.cu", ("qdata", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", early=True),
-    "linear_wide": Library("gemm/linear_wide.cu", ("qdata", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", early=True),
-    "linear_wide_fp8": Library(
-        "gemm/linear_wide_fp8.cu",
-        ("qdata", "scale"),
-        ("tokens", "splits"),
-        "wide_fp8",
-        None,
-        early=True,
-        activations=("x8", "x_scale"),
-        siblings=True,
-    ),
-    "sparse_linear_small": Library(
-        "sparse/sparse_linear_small.cu", ("values", "meta", "scale"), ("rows_16", "warps", "stages", "splits"), "small", None, siblings=True
-    ),
-    "sparse_linear_table": Library(
-        "sparse/sparse_linear_table.cu", ("values", "meta", "scale"), ("sets", "sets_a_warp", "k_groups", "substeps"), "small", None, early=True, siblings=True
-    ),
-    "sparse_linear_wide": Library(
-        "sparse/sparse_linear_wide.cu", ("values", "meta", "scale"), ("rows", "tokens", "k_groups", "splits"), "wide", None, early=True, siblings=True
-    ),
-    "sparse_linear_wide_fp8": Library(
-        "sparse/sparse_linear_wide_fp8.cu",
-        ("values", "meta", "scale"),
-        ("tokens", "splits"),
-        "wide_fp8",
-        None,
-        early=True,
-        activations=("x8", "x_scale"),
-        siblings=True,
-    ),
-    "linear_w4a4": Library("gemm/linear_w4a4.cu", ("qdata", "scale"), ("half",), "large_nvfp4", None, activations=("x_qdata", "x_scale", "row_scale")),
-}
-# Of signatures of their own, defined where they are called (kernels/moe/on_csrc.py).
-KERNELS["moe_grouped_wide"] = Library("moe/grouped_wide.cu", (), (), "wide", None)
-KERNELS["moe_decode_table"] = Library("moe/decode_table.cu", (), (), "table", None)
-KERNELS["moe_grouped_wide_fp8"] = Library("moe/grouped_wide_fp8.cu", (), (), "wide_fp8", None)
-# FP4_FINISH of csrc/common/epilogue.cuh: libraries of their own, compiled when a row that names them is switched on.
-FINISHES = ("plain", "pointwise", "glu")
-KERNELS |= {f"{name}_{finish}": replace(kernel, finish=finish) for name, kernel in KERNELS.items() if kernel.finish for finish in FINISHES[1:]}
-# FP4_SEVERAL_SCALES of csrc/common/epilogue.cuh: libraries of their own, too, so that those for one scale carry nothing of it.
-KERNELS |= {name + SEVERAL_SCALES: replace(KERNELS[name], several=True) for name in ONE_SCALE}
+def tile(name: str, *numbers: int) -> tuple[int, ...]:
+    """A tile of the library, its numbers by name; those that are not given are 1."""
+    return cast(tuple[int, ...], _tile_type(name)(*numbers))
+
+
+def for_scales(name: str, count: int) -> str:
+    """The name of the library that takes ``count`` global scales where ``name`` takes one."""
+    return LIBRARIES[name].for_scales(count).name
 
 
 def most_rows(name: str, arch: int) -> int:
     """The most activation rows of one call, as the kernel itself and ops.cpp have it."""
     large_shared_memory = arch in (80, 87, 90) or 100 <= arch < 120
-    kernel = KERNELS[name]
+    kernel = LIBRARIES[name]
     limits = {
         "fp4_linear_small": 32 if arch == 90 else 16,
         "fp4_linear_table": 24 if kernel.finish == "plain" else 16,
@@ -144,12 +59,12 @@ def most_rows(name: str, arch: int) -> int:
 def kernels_for(arch: int) -> list[str]:
     """The CUDA kernels behind those that are written for ``arch``; the others may not even compile for it (wgmma, block-scaled MMA)."""
     named = {kernel.csrc for kernel in registry.kernels() if kernel.csrc and kernel.at(arch)}
-    return [name for name in KERNELS if name.removesuffix(SEVERAL_SCALES) in named]
+    return [name for name in LIBRARIES if name.removesuffix(SEVERAL_SCALES) in named]
 
 
 def libraries_for(arch: int) -> dict[str, tuple[str, int, tuple[str, ...]]]:
     """``{name: (source, arch, defines)}`` of each of :func:`kernels_for`."""
-    return {name: (KERNELS[name].source, arch, KERNELS[name].defines) for name in kernels_for(arch)}
+    return {name: (LIBRARIES[name].source, arch, LIBRARIES[name].defines) for name in kernels_for(arch)}
 
 
 _libraries = Background()
@@ -171,21 +86,21 @@ def _start_binding() -> None:
 
 
 def _compilation(name: str, arch: int) -> Compilation:
-    library = (KERNELS[name].source, arch, KERNELS[name].defines)
+    library = (LIBRARIES[name].source, arch, LIBRARIES[name].defines)
     return Compilation(lambda: build.cuda_ready(*library), lambda: build.cuda_library(*library))
 
 
 @functools.cache
 def _library(name: str, arch: int) -> tuple[ctypes.CDLL | None, str]:
     if name not in kernels_for(arch):
-        return None, f"csrc/{KERNELS[name].source} is not written for sm_{arch}"
+        return None, f"csrc/{LIBRARIES[name].source} is not written for sm_{arch}"
     start([name], arch)
     try:
         library = ctypes.CDLL(str(_libraries.result((name, arch))))
     except (KernelError, OSError) as error:
         _tell(arch, str(error))
         return None, str(error)
-    getattr(library, KERNELS[name].function).restype = ctypes.c_int
+    getattr(library, LIBRARIES[name].function).restype = ctypes.c_int
     return library, ""
 
 
@@ -203,7 +118,7 @@ def library(name: str, arch: int) -> ctypes.CDLL:
     found, reason = _library(name, arch)
     if found is None:
         raise KernelError(
-            f"csrc/{KERNELS[name].source} is not available",
+            f"csrc/{LIBRARIES[name].source} is not available",
             value=reason,
             limit=f"built for sm_{arch}",
             remedy="Call torch.ops.fp4.*, which takes another kernel then.",
@@ -220,7 +135,7 @@ def why_not(name: str, arch: int) -> str:
 def _resolve(name: bytes, arch: int, scratch: int) -> int | None:
     """The binding asks for the address of a kernel's function, or of the one that tells how much scratch memory a call takes."""
     library, _ = _library(name.decode(), arch)
-    return None if library is None else params.address(library, KERNELS[name.decode()].function, bool(scratch))
+    return None if library is None else params.address(library, LIBRARIES[name.decode()].function, bool(scratch))
 
 
 def _current_stream() -> int | None:
@@ -252,8 +167,8 @@ def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None =
     """Of the operator ``name``, behind ``arch``: none where every one is the default."""
     more = then.arguments() if then else ()
     if early:
-        more = (*more, *KERNELS[name].defaults[len(more) : -1], 1)
-    return (*(tile or [0] * len(KERNELS[name].tile)), *more) if more else tuple(tile)
+        more = (*more, *LIBRARIES[name].defaults[len(more) : -1], 1)
+    return (*(tile or [0] * len(LIBRARIES[name].tile)), *more) if more else tuple(tile)
 
 
 def call(
@@ -288,7 +203,8 @@ def call(
 
 def switch_off(name: str) -> str:
     """The remedy of an error."""
-    return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{KERNELS[name].regime}": 0}}).'
+    regime = next(kernel.regime for kernel in registry.kernels() if kernel.csrc and name in (kernel.csrc, kernel.csrc + SEVERAL_SCALES))
+    return f'Switch it off with fp4_inductor.dispatch(thresholds={{"{regime}": 0}}).'
 
 
 def _through_ctypes(
@@ -309,7 +225,7 @@ def _through_ctypes(
             remedy="A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
             "which serves every M.",
         )
-    kernel, compiled = KERNELS[name], library(name, arch)
+    kernel, compiled = LIBRARIES[name], library(name, arch)
     parts, given = (*kernel.activations, *kernel.weight), (*x, *weight)
     fields: dict[str, Any] = {_FIELDS.get(part, part): aligned(t) for part, t in zip(parts, given, strict=True)}
     for declared, value in zip(kernel.more, (*more, *kernel.defaults[len(more) :]), strict=True):
@@ -376,6 +292,6 @@ def _define(name: str, kernel: Library) -> None:
     torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=DEFINITIONS)
 
 
-for _name, _kernel in KERNELS.items():
+for _name, _kernel in LIBRARIES.items():
     if _kernel.weight:
         _define(_name, _kernel)

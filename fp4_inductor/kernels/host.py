@@ -1,20 +1,16 @@
-"""What every launcher on CUDA needs: the row for a call, the architecture, operands as the kernels read them."""
+"""What every call on CUDA needs: the row for a call, the architecture, operands as the kernels read them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import astuple
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..config import DispatchConfig, dispatch_config
-from . import csrc, registry, select
+from . import registry, select
 from .build import aligned as aligned
-from .kernel import Span, for_scales
-from .linear.configs import Epilogue
+from .kernel import Span
 
 arch = functools.cache(select.arch_of)
 
@@ -54,17 +50,3 @@ def plus(y: Tensor, bias: Tensor | None) -> Tensor:
 def launched_early(pdl: bool) -> dict[str, bool]:
     """The launch option of a Triton kernel that begins early (programmatic dependent launch), as its constant PDL says: none where the architecture cannot."""
     return {"launch_pdl": True} if pdl else {}
-
-
-def by_cuda(name: str) -> Callable[..., Tensor]:
-    """The launcher of a kernel of ``csrc/``: ``(x [M, K], *parts of the weight, global_scale, bias)`` to ``[M, N]``; it adds the bias itself.
-
-    Its ``tile`` is one of the op's ``configs``; None: the kernel's choice. ``bounds``: the rows at which the second and the third global scale begin.
-    """
-
-    def launch(x: Tensor, *tensors: Any, tile: Any = None, bounds: tuple[int, ...] = ()) -> Tensor:
-        *weight, global_scale, bias = tensors
-        own, then = for_scales(name, 1 + len(bounds)), Epilogue(starts=bounds)
-        return csrc.call(own, x, weight, global_scale, bias, arch(x.device), astuple(tile) if tile else (), then)
-
-    return launch

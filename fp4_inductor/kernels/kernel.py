@@ -5,13 +5,15 @@ Which of the kernels that can serve a call does serve it is another question: :m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..ops.linear import PREFILL
+from .forms import Form, Launches, Library
 
 BF16 = (torch.bfloat16,)
 HALF = (torch.bfloat16, torch.float16)
@@ -26,14 +28,11 @@ RIGHT: Status = "right on H200, not timed; elsewhere compiled"  # lowering_tests
 COMPILED: Status = "compiled, not run"
 IN_CI: Status = "runs in CI"
 
-# Kernels of csrc/ whose library takes one global scale, of an expert one: another library of the same source, of this name besides, takes several, or two.
-ONE_SCALE = ("sparse_linear_small", "sparse_linear_table", "sparse_linear_wide", "moe_decode_table", "moe_grouped_wide", "moe_grouped_wide_fp8")
-SEVERAL_SCALES = "_scales"
-
-
-def for_scales(name: str, count: int) -> str:
-    """The kernel of ``csrc/`` that takes ``count`` global scales where ``name`` takes one."""
-    return name + SEVERAL_SCALES if count > 1 and name in ONE_SCALE else name
+# What many kernels have in common: the values of ``prefill`` that allow FP8 products, and why results depend on how many rows share a call.
+FP8 = ("auto", "fp8")
+BY_LIBRARY = (1, "the library chooses its algorithm by M")
+SPLITS = (1, "the tile and the number of blocks that share K follow M")
+CPU_ROWS = (8, "up to 8 rows are summed in another order than more")
 
 
 @dataclass(frozen=True)
@@ -94,24 +93,24 @@ class On:
         return self.status in (EMULATED, LOST)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to serve one op. ``refusal`` decides whether it can serve a call; it knows nothing of speed.
 
     Args:
         op: as of :class:`Call`.
-        name: launcher and template are found by it.
+        name: as in ``explain()``, the journal and ``DispatchConfig.candidates``.
         regime: the name of ``DispatchConfig.thresholds`` that moves or ends its range of M.
         on: where it runs; the first range that holds an architecture counts.
         dtypes: activation dtypes.
         prefill: the values of ``prefill`` that allow its arithmetic.
         k_multiple, n_multiple: what K and N have to be multiples of.
         least_n: the fewest outputs that it takes.
-        csrc: name of the kernel of ``csrc/`` behind it (``kernels/csrc.py``); empty: none.
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
         batch: (up to this M all calls sum a row in one order, what changes above).
         tile_by_bound: its tile follows the largest M of its range, so two neighbouring ranges of it are not one.
+        form: what runs; None: the op computes the call itself, or another op does.
         until: for a kernel from outside of this package: the largest M that it should serve of a call, or None for all; 0 for none.
         launch: for a kernel from outside: ``launch(x, *parts of the weight, global_scale, bias) -> y``, x ``[M, K]`` contiguous, y ``[M, N]`` of
             its dtype. It is given one global scale.
@@ -126,13 +125,29 @@ class Kernel:
     k_multiple: int = 16
     n_multiple: int = 1
     least_n: int = 1
-    csrc: str = ""
     one_scale: bool = False
     plain: bool = False
     batch: tuple[int, str] = (1, "")
     tile_by_bound: bool = False
+    form: Form | None = None
     until: Callable[[Call], int | None] | None = None
     launch: Callable[..., torch.Tensor] | None = None
+
+    def source(self) -> Callable[..., Any]:
+        """The Python function of a kernel of form :class:`Launches`."""
+        if not isinstance(self.form, Launches):
+            raise TypeError(f"{self.name} is no Python function: {self.form}")
+        return self.form.source()
+
+    @functools.cached_property
+    def library(self) -> Library | None:
+        """The library of ``csrc/`` behind it."""
+        return self.form.library if isinstance(self.form, Launches) else self.form if isinstance(self.form, Library) else None
+
+    @property
+    def csrc(self) -> str:
+        """The name of :attr:`library`; empty: there is none."""
+        return self.library.name if self.library else ""
 
     def at(self, arch: int) -> On | None:
         """What is known of it on ``arch``; None: it is not written for it."""
@@ -176,7 +191,12 @@ class Span:
     implementation: Kernel
     max_m: int | None
     on: On
-    csrc: str = ""
+    library: Library | None = None
+
+    @property
+    def csrc(self) -> str:
+        """The name of the library of ``csrc/`` that serves the call; empty: none does."""
+        return self.library.name if self.library else ""
 
     @property
     def kernel(self) -> str:

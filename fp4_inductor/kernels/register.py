@@ -26,13 +26,8 @@ from ..ops import (
     sparse_linear,
     topk,
 )
-from . import csrc  # noqa: F401  defines torch.ops.fp4_csrc
 from .linear import cpu as linear_cpu
-from .moe import (
-    by_expert,
-    decode_table,  # noqa: F401  another of them
-    grouped_wide,  # noqa: F401  another of them
-)
+from .moe import by_expert
 from .quantize import cpu as quantize_cpu
 
 
@@ -48,13 +43,13 @@ linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 sparse_linear.CONTRACT.implement("CPU", linear_cpu.sparse_linear)
 sparse_dequantize.CONTRACT.implement("CPU", linear_cpu.sparse_dequantize)
-linear.CONTRACT.implement("CUDA", _at_first_call(".linear.launch", "linear"))
-linear_epilogue.CONTRACT.implement("CUDA", _at_first_call(".linear.epilogue", "linear_epilogue"))
-linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.launch", "linear_fp8"))
-linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.launch", "linear_glu"))
+linear.CONTRACT.implement("CUDA", _at_first_call(".linear.cuda", "linear"))
+linear_epilogue.CONTRACT.implement("CUDA", _at_first_call(".linear.cuda", "linear_epilogue"))
+linear_fp8.CONTRACT.implement("CUDA", _at_first_call(".linear_fp8.cuda", "linear_fp8"))
+linear_glu.CONTRACT.implement("CUDA", _at_first_call(".linear_glu.cuda", "linear_glu"))
 linear_w4a4.CONTRACT.implement("CPU", linear_cpu.linear_w4a4)
-linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.launch", "linear_w4a4"))
-decode_attention.CONTRACT.implement("CUDA", _at_first_call(".decode_attention.launch", "decode_attention"))
+linear_w4a4.CONTRACT.implement("CUDA", _at_first_call(".linear_w4a4.cuda", "linear_w4a4"))
+decode_attention.CONTRACT.implement("CUDA", _at_first_call(".decode_attention.cuda", "decode_attention"))
 quantize.CONTRACT.implement("CPU", quantize_cpu.quantize)
 moe.CONTRACT.implement("CPU", by_expert.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.cuda", "moe"))
@@ -64,7 +59,7 @@ quantize_glu_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))
 quantize_rows_nvfp4.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_nvfp4.launch", "quantize_rows_nvfp4"))
 router.CONTRACT.implement("CUDA", _at_first_call(".router.launch", "router"))
-sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.launch", "sparse_linear"))
+sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.cuda", "sparse_linear"))
 sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))
 sparse_dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize_fp8"))
 sparse_decompress.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_decompress"))

@@ -9,9 +9,21 @@ from collections.abc import Callable
 from .. import _salt
 from ..config import dispatch_observers
 from ..errors import ConfigError
+from .forms import Library
 from .kernel import Kernel
 
-_OURS = ("linear", "linear_glu", "linear_fp8", "linear_w4a4", "sparse_linear", "moe", "decode_attention")
+# Each file has the KERNELS of one source: what they are, their tiles, their launch. Those of an op stand in the order of the M that they serve.
+_FILES = (
+    "on_cpu",
+    *("linear.gemv", "linear.table", "linear.small", "linear.wide", "linear.mid", "linear.rounded", "linear.wide_fp8", "linear.temporary"),
+    *("linear_glu.gemv", "linear.unfused"),
+    *("linear_fp8.gemv", "linear_fp8.products"),
+    *("linear_w4a4.mma_sync", "linear_w4a4.block_scaled", "linear_w4a4.dequantized"),
+    *("sparse_linear.gemv", "sparse_linear.table", "sparse_linear.small", "sparse_linear.wide", "sparse_linear.mid", "sparse_linear.wide_fp8"),
+    "sparse_linear.temporary",
+    *("moe.decode", "moe.decode_table", "moe.grouped_wide", "moe.grouped", "moe.many", "moe.by_expert"),
+    *("decode_attention.split", "decode_attention.by_sdpa"),
+)
 FOREIGN = ("linear", "sparse_linear")  # ops that take kernels from outside
 _added: list[Kernel] = []
 plan_caches: list[Callable[[], None]] = []  # called after a kernel was added or taken back
@@ -19,12 +31,24 @@ plan_caches: list[Callable[[], None]] = []  # called after a kernel was added or
 
 @functools.cache
 def _ours() -> tuple[Kernel, ...]:
-    return tuple(kernel for folder in _OURS for kernel in importlib.import_module(f".{folder}.kernels", __package__).KERNELS)
+    return tuple(kernel for file in _FILES for kernel in importlib.import_module(f".{file}", __package__).KERNELS)
+
+
+def libraries() -> dict[str, Library]:
+    """The libraries of ``csrc/`` behind the package's kernels, those for several global scales besides, by the names of their operators."""
+    found = [kernel.library for kernel in _ours() if kernel.library]
+    return {library.name: library for one in found for library in (one, one.for_scales(2))}
 
 
 def kernels(op: str | None = None) -> tuple[Kernel, ...]:
     """All kernels, or those of ``op``. Kernels from outside of the package come first: where they ask for a call, they serve it."""
     return tuple(kernel for kernel in (*_added, *_ours()) if op in (None, kernel.op))
+
+
+def define_operators() -> None:
+    """Define ``torch.ops.fp4_csrc``, if it is not defined: before Inductor compiles a graph that calls it, or reads one from its cache."""
+    importlib.import_module(".csrc", __package__)
+    importlib.import_module(".moe.on_csrc", __package__)
 
 
 def named(op: str) -> dict[str, Kernel]:

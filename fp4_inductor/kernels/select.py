@@ -17,8 +17,8 @@ from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
 from ..formats.packing import MAX_SCALES
 from . import choose, registry
-from .kernel import LOST, Call, Kernel, Span, for_scales
-from .linear.configs import Epilogue
+from .forms import Epilogue
+from .kernel import LOST, Call, Kernel, Span
 
 
 def csrc_door(name: str, arch: int) -> str:
@@ -33,13 +33,6 @@ def csrc_arguments(name: str, then: Epilogue, early: bool) -> tuple:
     from . import csrc
 
     return csrc.extra_arguments(name, then=then, early=early)
-
-
-def csrc_begins_early(name: str) -> bool:
-    """Can the kernel ``name`` of ``csrc/`` begin while the kernel before it is still running?"""
-    from . import csrc
-
-    return csrc.KERNELS[name].early
 
 
 def moe_op(gate_up_meta: object, down_meta: object) -> str:
@@ -215,7 +208,7 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
             continue  # never reached
         if before and before.kernel == name and not kernel.tile_by_bound:
             spans.pop()
-        spans.append(Span(kernel, most, able[name], for_scales(kernel.csrc, call.scales)))
+        spans.append(Span(kernel, most, able[name], kernel.library.for_scales(call.scales) if kernel.library else None))
     chosen = {span.kernel for span in spans}
     preferred = f"{choose.place(call.arch)} prefers {', '.join(dict.fromkeys(span.kernel for span in spans))} for N = {call.n}, K = {call.k}"
     reasons |= dict.fromkeys(off, "switched off by DispatchConfig.thresholds")

@@ -6,8 +6,9 @@ import torch
 
 from .._torch import lowering as inductor
 from ..config import dispatch_config
+from ..formats.packing import MAX_SCALES
 from ..kernels import select
-from ..kernels.linear.configs import MAX_SCALES, Epilogue
+from ..kernels.forms import Epilogue
 from ..kernels.select import plan
 from ..ops.linear_glu import ACTIVATIONS
 from ..passes.epilogue import MANY_ROWS
@@ -33,7 +34,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
     decision = decide(options, m, symbols, dispatch_config())
     note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
-    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.csrc or len(rows or ()) > MAX_SCALES:
+    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.library or len(rows or ()) > MAX_SCALES:
         y = linear.lower(x, qdata, scale, global_scale, bias, prefill, rows, refused=refusals(options, decision))
         y = inductor.inline(_activation(act), (y,)) if act else y
         y = y if mul is None else inductor.mul(y, mul)
@@ -49,7 +50,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=N
         return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
 
     then = Epilogue(starts=tuple(rows or ())[1:], act=act, mul=_dense(flat(mul)), residual=_dense(flat(residual)))
-    y = linear.call_csrc(entry, decision.row.csrc, (flat(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
+    y = linear.call_csrc(entry, decision.row.library, (flat(x),), (qdata, scale, global_scale), bias, options.call.arch, then)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 

@@ -25,7 +25,7 @@ class ActivationCode(enum.IntEnum):
     """The number by which a kernel knows an activation of ``fp4.linear_glu`` or ``fp4.linear_epilogue``; its name there in lower case.
 
     ``csrc/common/activations.cuh`` is written from this class (``make activations``), so that CUDA and Python cannot disagree. The Triton
-    function ``activate`` in ``kernels/linear_glu/triton_gemv.py`` has the same numbers. A number never changes: generated code holds it.
+    function ``activate`` in ``kernels/linear_glu/triton_gemv_glu.py`` has the same numbers. A number never changes: generated code holds it.
     """
 
     NONE = 0  # z

@@ -68,13 +68,24 @@ def fake(
 
 def rounded(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, rows: Sequence[int] | None = None) -> Tensor:
     """``x [M, K]`` rounded to NVFP4 token by token, times the weight, in ``x.dtype``; ``rows``: as of ``fp4.linear``."""
+    return by_members(codes_of(x), qdata, scale, global_scale, bias, x.dtype, rows)
+
+
+def codes_of(x: Tensor) -> tuple[Tensor, ...]:
+    """``x [M, K]`` in NVFP4: codes, block scales, a scale a row."""
     row_scale = quantize_rows_nvfp4.row_scales(x)
-    codes = *torch.ops.fp4.quantize_rows_nvfp4(x, row_scale), row_scale
+    return *torch.ops.fp4.quantize_rows_nvfp4(x, row_scale), row_scale
+
+
+def by_members(
+    codes: tuple[Tensor, ...], qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: Sequence[int] | None
+) -> Tensor:
+    """``fp4.linear_w4a4`` of ``codes``, a call for each global scale; ``rows``: as of ``fp4.linear``."""
     if not rows:
-        return torch.ops.fp4.linear_w4a4(*codes, qdata, scale, global_scale, bias, x.dtype)
+        return torch.ops.fp4.linear_w4a4(*codes, qdata, scale, global_scale, bias, dtype)
     biases = [None if bias is None else bias[a:b] for a, b in spans(rows, qdata.shape[0])]
     parts = zip(members((qdata, scale), global_scale, rows), biases, strict=True)
-    return torch.cat([torch.ops.fp4.linear_w4a4(*codes, *part, b, x.dtype) for part, b in parts], -1)
+    return torch.cat([torch.ops.fp4.linear_w4a4(*codes, *part, b, dtype) for part, b in parts], -1)
 
 
 def dequantized(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.kernels.linear import launch
+from fp4_inductor.kernels import select
 from fp4_inductor.kernels.select import Plan, plan
 from fp4_inductor.ops import linear
 
@@ -46,7 +46,7 @@ def error(y: Tensor, r: Tensor) -> float:
 
 
 def plan_of(x: Tensor, q: Tensor, prefill: str = "auto") -> Plan:
-    return plan(launch.call_of(x, q, prefill), dispatch_config())
+    return plan(select.describe("linear", x.device, x.dtype, q.shape[0], q.shape[1] * 2, prefill), dispatch_config())
 
 
 def bound_of(x: Tensor, q: Tensor, prefill: str = "auto", fused: bool = False) -> float:

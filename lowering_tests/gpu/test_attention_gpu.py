@@ -7,8 +7,7 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, explain
-from fp4_inductor.kernels.decode_attention import launch
-from fp4_inductor.kernels.decode_attention.configs import AttentionConfig
+from fp4_inductor.kernels.decode_attention.split import AttentionConfig, split
 from fp4_inductor.ops import decode_attention as contract
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
 
@@ -66,7 +65,7 @@ def test_every_tile(tile):
     block, splits, warps, stages = tile
     query, key, value = operands(2, 32, 8, 1, 777, 128)
     for mask in (None, filled(2, 1, 777, 400)):
-        got = launch.split(query, key, value, mask, 128**-0.5, AttentionConfig(block, splits, warps, stages))
+        got = split(query, key, value, mask, 128**-0.5, AttentionConfig(block, splits, warps, stages))
         assert error(got, exact(query, key, value, mask)) <= contract.CONTRACT.tolerance[BF16]
 
 

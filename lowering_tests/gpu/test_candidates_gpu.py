@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import pytest
 import torch
 
 from fp4_inductor import FP4Linear, dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import csrc, host, select
-from fp4_inductor.kernels.linear import configs, launch
-from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
-from fp4_inductor.kernels.sparse_linear import launch as launch_sparse
+from fp4_inductor.kernels import csrc, host, registry, run, select
+from fp4_inductor.kernels.forms import Epilogue
 from fp4_inductor.ops import linear_glu, quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
@@ -24,6 +20,11 @@ pytestmark = pytest.mark.gpu
 fp4 = torch.ops.fp4
 
 
+def product(op, kernel, x, weight, bias, tile=None):
+    """By one kernel, whoever serves the call otherwise."""
+    return run.by_form(registry.named(op)[kernel].form, x, weight, bias, tile=tile)
+
+
 def hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0) or csrc.why_not("linear_wide", 90):
         pytest.skip("the rows of candidates name sm_90 with nvcc")
@@ -32,42 +33,45 @@ def hopper() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_table(dtype):
     hopper()
-    tiles = [None, *(configs.TableConfig(*t) for t in ((1, 1, 1), (2, 2, 8), (2, 1, 8), (3, 1, 5), (4, 2, 8), (7, 1, 2), (8, 2, 4), (14, 2, 2), (16, 2, 1)))]
-    shared = [configs.TableConfig(*t, 4) for t in ((2, 2, 8), (2, 2, 16), (8, 2, 4))]
+    tiles = [
+        None,
+        *(csrc.tile("linear_table", *t) for t in ((1, 1, 1), (2, 2, 8), (2, 1, 8), (3, 1, 5), (4, 2, 8), (7, 1, 2), (8, 2, 4), (14, 2, 2), (16, 2, 1))),
+    ]
+    shared = [csrc.tile("linear_table", *t, 4) for t in ((2, 2, 8), (2, 2, 16), (8, 2, 4))]
     for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 256), (4096, 14336)):
         w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
         for m in (1, 3, 8, 9, 16, 17, 24):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             for tile in [*tiles, *(shared if m <= 16 and k % 1024 == 0 else ())]:
-                first = launch.table(x, *w, bias, tile=tile)
+                first = product("linear", "cuda_table", x, w, bias, tile)
                 assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
-                assert all(torch.equal(launch.table(x, *w, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(product("linear", "cuda_table", x, w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
             if m <= 16 or n != 8200:  # as its row of the table says
-                assert torch.equal(launch.table(x[:1], *w, bias), launch.table(x, *w, bias)[:1]), (m, n, k)
+                assert torch.equal(product("linear", "cuda_table", x[:1], w, bias), product("linear", "cuda_table", x, w, bias)[:1]), (m, n, k)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_wide(dtype):
     hopper()
     source = "gemm/linear_wide.cu"
-    mapped = [configs.CudaWideConfig(*t, 1, 0) for t in tiles_of(source, "STREAMED")] + [configs.CudaWideConfig(*t, -1) for t in tiles_of(source, "SHARED")]
+    mapped = [csrc.tile("linear_wide", *t, 1, 0) for t in tiles_of(source, "STREAMED")] + [csrc.tile("linear_wide", *t, -1) for t in tiles_of(source, "SHARED")]
     for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 2112), (130, 64)):
-        split = [configs.CudaWideConfig(*t, s) for t in tiles_of(source, "ANY_K" if k % 256 else "TILE") for s in (1, 2, 4) if s <= -(-k // 256)]
+        split = [csrc.tile("linear_wide", *t, s) for t in tiles_of(source, "ANY_K" if k % 256 else "TILE") for s in (1, 2, 4) if s <= -(-k // 256)]
         tiles = [None, *split, *(mapped if k % 256 == 0 else ())]
         w, bias = weight(n, k), torch.randn(n, device=DEVICE).to(dtype)
         for m in (1, 64, 130, 300):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             for tile in tiles:
-                first = launch.wide(x, *w, bias, tile=tile)
+                first = product("linear", "cuda_wide", x, w, bias, tile)
                 assert error(first, exact(x, *w, bias)) <= bound_of(x, w[0], fused=True), (m, n, k, tile)
-                assert all(torch.equal(launch.wide(x, *w, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(product("linear", "cuda_wide", x, w, bias, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_wide_fp8():
     """Against float64 of the same E4M3 codes, where only sums and one rounding differ, and against the transient weight's path."""
     hopper()
     source = "gemm/linear_wide_fp8.cu"
-    tiles = [None, *(configs.WideFP8Config(*t) for t in tiles_of(source)), *(configs.WideFP8Config(*t, 0) for t in tiles_of(source, "STREAMED"))]
+    tiles = [None, *(csrc.tile("linear_wide_fp8", *t) for t in tiles_of(source)), *(csrc.tile("linear_wide_fp8", *t, 0) for t in tiles_of(source, "STREAMED"))]
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for n, k in ((512, 1024), (4096, 4096), (8208, 2048), (5120, 8192), (33, 256), (1000, 1280)):
         (q, s, g), bias = weight(n, k), torch.randn(n, device=DEVICE).to(BF16)
@@ -81,7 +85,7 @@ def test_wide_fp8():
             for tile in tiles:
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
-                sizes = astuple(tile) if tile else ()
+                sizes = tile or ()
                 first = csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, sizes)
                 assert error(first, want) <= (max(1.2 * transient, 2.5e-3) if n % 16 == 0 else 6e-3), (m, n, k, tile)
                 assert all(torch.equal(csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
@@ -252,20 +256,20 @@ def test_siblings_and_epilogues(dtype):
         for size, rows in (("small", (1, 8, 9, 32)), ("table", (1, 8, 9, 16) if k % 256 == 0 else ()), ("wide", (33, 64, 130, 300))):
             for m in rows:
                 x, bias = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
-                y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, then=configs.Epilogue((a, b)))
+                y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, then=Epilogue((a, b)))
                 for first, last, i in ((0, a, 0), (a, b, 1), (b, n, 2)):
                     want = exact(x, q[first:last], s[first:last], scales[i], bias[first:last])
                     assert error(y[:, first:last], want) <= bound_of(x, q, fused=True), (size, m, n, k, i)
                 z = exact(x, q, s, g, bias)
                 mul, residual = (torch.randn(m, n, device=DEVICE).to(dtype) for _ in range(2))
                 for act, f in (("", lambda t: t), *linear_glu.ACTIVATIONS.items()):
-                    then = configs.Epilogue((), act, mul, residual)
+                    then = Epilogue((), act, mul, residual)
                     y = csrc.call(f"linear_{size}_pointwise", x, (q, s), g, bias, 90, then=then)
                     assert error(y, f(z) * mul.double() + residual.double()) <= bound_of(x, q, fused=True), (size, m, n, k, act)
                     if act:
-                        y = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=configs.Epilogue((), act))
+                        y = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=Epilogue((), act))
                         assert error(y, f(z[:, : n // 2]) * z[:, n // 2 :]) <= bound_of(x, q, fused=True), (size, m, n, k, act)
-                        again = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=configs.Epilogue((), act))
+                        again = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=Epilogue((), act))
                         assert torch.equal(again, y)
 
 
@@ -275,8 +279,8 @@ def test_sparse_table(dtype):
     tiles = [
         None,
         *(
-            sparse_configs.SparseTableConfig(*t)
-            for t in ((1, 1, 1), (2, 2, 8), (1, 1, 8), (3, 1, 5), (4, 4, 8), (4, 2, 4, 4), (7, 1, 2), (2, 1, 8, 4), (4, 4, 8, 4))
+            csrc.tile("sparse_linear_table", *t)
+            for t in ((1, 1, 1, 2), (2, 2, 8, 2), (1, 1, 8, 2), (3, 1, 5, 2), (4, 4, 8, 2), (4, 2, 4, 4), (7, 1, 2, 2), (2, 1, 8, 4), (4, 4, 8, 4))
         ),
     ]
     for n, k in ((512, 1024), (4096, 4096), (129, 2560), (16, 256), (4099, 14336)):
@@ -291,12 +295,14 @@ def test_sparse_table(dtype):
             for tile in tiles:
                 if tile and (16 * tile.sets > n or k % (128 * tile.substeps)):
                     continue
-                first = launch_sparse.table(x, *parts, bias, tile=tile)
+                first = product("sparse_linear", "cuda_sparse_table", x, parts, bias, tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
-                assert all(torch.equal(launch_sparse.table(x, *parts, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
-            assert torch.equal(launch_sparse.table(x[:1], *parts, bias), launch_sparse.table(x, *parts, bias)[:1]), "one order of summation for 1 to 16 rows"
+                assert all(torch.equal(product("sparse_linear", "cuda_sparse_table", x, parts, bias, tile), first) for _ in range(20)), (m, n, k, tile)
+            assert torch.equal(
+                product("sparse_linear", "cuda_sparse_table", x[:1], parts, bias), product("sparse_linear", "cuda_sparse_table", x, parts, bias)[:1]
+            ), "one order of summation for 1 to 16 rows"
             if m > 1:
-                assert torch.equal(fp4.sparse_linear(x, *parts, bias), launch_sparse.table(x, *parts, bias))
+                assert torch.equal(fp4.sparse_linear(x, *parts, bias), product("sparse_linear", "cuda_sparse_table", x, parts, bias))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -304,7 +310,7 @@ def test_sparse(dtype):
     arch = host.arch(torch.device(DEVICE, 0))
     if csrc.why_not("sparse_linear_small", arch):
         pytest.skip("needs nvcc")
-    tiles = [None, *(sparse_configs.SparseSmallConfig(*t, s) for t in ((2, 8, 2), (2, 16, 2), (4, 8, 3)) if arch == 90 for s in (1, 2, 4, 8))]
+    tiles = [None, *(csrc.tile("sparse_linear_small", *t, s) for t in ((2, 8, 2), (2, 16, 2), (4, 8, 3)) if arch == 90 for s in (1, 2, 4, 8))]
     for n, k in ((512, 1024), (4096, 4096), (33, 2112), (130, 64), (70, 1056)):
         w = sparse.weight(n, k)
         reference = sparse.dense(*w).to(DEVICE)
@@ -313,15 +319,15 @@ def test_sparse(dtype):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             want = x.double() @ reference.T
             for tile in tiles if m <= 8 else tiles[:1]:
-                first = launch_sparse.small(x, *parts, None, tile=tile)
+                first = product("sparse_linear", "cuda_sparse_small", x, parts, None, tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype] * 2, (m, n, k, tile)
-                assert all(torch.equal(launch_sparse.small(x, *parts, None, tile=tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(product("sparse_linear", "cuda_sparse_small", x, parts, None, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_sparse_wide(dtype):
     hopper()
-    own = [sparse_configs.SparseWideConfig(*t, s) for t in tiles_of("sparse/sparse_linear_wide.cu") for s in (1, 2, 4, 0)]
+    own = [csrc.tile("sparse_linear_wide", *t, s) for t in tiles_of("sparse/sparse_linear_wide.cu") for s in (1, 2, 4, 0)]
     for n, k in ((512, 1024), (4096, 4096), (8200, 2048), (33, 1280)):
         w = sparse.weight(n, k)
         reference = sparse.dense(*w).to(DEVICE)
@@ -330,16 +336,16 @@ def test_sparse_wide(dtype):
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             want = x.double() @ reference.T + bias.double()
             for tile in (None, *own):
-                first = launch_sparse.wide(x, *parts, bias, tile=tile)
+                first = product("sparse_linear", "cuda_sparse_wide", x, parts, bias, tile)
                 assert ((first.double() - want).norm() / want.norm()).item() <= sparse.BOUND[dtype], (m, n, k, tile)
-                assert all(torch.equal(launch_sparse.wide(x, *parts, bias, tile=tile), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(product("sparse_linear", "cuda_sparse_wide", x, parts, bias, tile), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_sparse_wide_fp8():
     """Against float64 of the same E4M3 codes, where only sums and one rounding differ."""
     hopper()
     source = "sparse/sparse_linear_wide_fp8.cu"
-    tiles = [None, *(configs.WideFP8Config(*t) for t in tiles_of(source)), *(configs.WideFP8Config(*t, 0) for t in tiles_of(source, "STREAMED"))]
+    tiles = [None, *(csrc.tile("linear_wide_fp8", *t) for t in tiles_of(source)), *(csrc.tile("linear_wide_fp8", *t, 0) for t in tiles_of(source, "STREAMED"))]
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for n, k in ((512, 1024), (4096, 4096), (8208, 2048), (33, 256), (1000, 1280)):
         *parts, g = (t.to(DEVICE) for t in sparse.weight(n, k))
@@ -350,7 +356,7 @@ def test_sparse_wide_fp8():
             for tile in tiles:
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
-                sizes = astuple(tile) if tile else ()
+                sizes = tile or ()
                 first = csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, sizes)
                 assert error(first, want) <= 2.5e-3, (m, n, k, tile)
                 assert all(torch.equal(csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)

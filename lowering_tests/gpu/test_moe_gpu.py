@@ -11,7 +11,7 @@ import torch
 from fp4_inductor import dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import sparse24
-from fp4_inductor.kernels.moe import cuda as launch
+from fp4_inductor.kernels.moe import decode_table, grouped_wide, many
 from fp4_inductor.kernels.select import describe, moe_op, plan
 from fp4_inductor.modules import FP4Experts
 from fp4_inductor.modules.experts import quantize_stack
@@ -198,8 +198,8 @@ def test_graph_replay_is_eager_and_every_run_is_the_same(t):
 @pytest.mark.parametrize(
     ("kernel", "tile"),
     [
-        *((launch.wide, tile) for tile in (8, 9, 16, 17, 32, 33, 48, 49, 81, 96, 97, 128, 129)),
-        *((launch.wide_fp8, tile) for tile in (64, 96, 128, 192, 256)),
+        *((grouped_wide.wide, tile) for tile in (8, 9, 16, 17, 32, 33, 48, 49, 81, 96, 97, 128, 129)),
+        *((grouped_wide.wide_fp8, tile) for tile in (64, 96, 128, 192, 256)),
     ],
 )
 def test_every_tile_of_the_cuda_kernels(kernel, tile):
@@ -222,11 +222,11 @@ def test_every_tile_of_the_cuda_kernels(kernel, tile):
             if t == 700:
                 ids[:, 0] = 1
             given = moe_call(x, ids, w, parts[:3], parts[3:], *biases, *act.arguments(), False, table)
-            got, bound = kernel(given, tile), BOUND[BF16] if kernel is launch.wide else FP8_TWICE
+            got, bound = kernel(given, tile), BOUND[BF16] if kernel is grouped_wide.wide else FP8_TWICE
             assert error(got, contract.reference(replace(given, hidden=x.float())).double()) <= bound, (e, h, inner, t)
             assert all(torch.equal(kernel(given, tile), got) for _ in range(20))
-            if kernel is launch.wide_fp8:
-                assert error(got, launch.large_fp8(given).double()) <= 0.03
+            if kernel is grouped_wide.wide_fp8:
+                assert error(got, many.large_fp8(given).double()) <= 0.03
 
 
 @pytest.mark.skipif("torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="written for sm_90")
@@ -250,13 +250,13 @@ def test_the_kernel_of_a_few_tokens(shape, sparse):
             ids[::3, 0], ids[1, 1], ids[2, :2] = -1, e, 1
             table = torch.randint(-2, e, (e,), device=DEVICE)
         given = moe_call(x, ids, w, up, down, *biases, *act.arguments(), False, table)
-        got = launch.table(given)
+        got = decode_table.table(given)
         want = contract.reference(replace(given, hidden=x.float())).double()
         assert error(got, want) <= BOUND[BF16], t
-        assert all(torch.equal(launch.table(given), got) for _ in range(20))
+        assert all(torch.equal(decode_table.table(given), got) for _ in range(20))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch.table(given)
+        out = decode_table.table(given)
     for _ in range(100):
         graph.replay()
     assert torch.equal(out, got)
@@ -316,13 +316,13 @@ def test_the_transient_weights_are_bounded(monkeypatch, prefill):
     x, (ids, w) = torch.randn(4096, 2048, device=DEVICE).to(BF16), routed(4096, 2, 64)
     with dispatch(thresholds={"wide": 0, "wide_fp8": 0, "grouped": 0}):
         whole = moe(x, ids, w, *parts, prefill=prefill)
-        monkeypatch.setattr(launch.configs, "TRANSIENT_BYTES", 32 << 20)
+        monkeypatch.setattr(many, "TRANSIENT_BYTES", 32 << 20)
         moe(x, ids, w, *parts, prefill=prefill)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         in_parts = moe(x, ids, w, *parts, prefill=prefill)
     rows = ids.numel() * 2 * (2048 + 2 * 2048 + 1024 + 2048)  # x, the first product and a part of it, h, the second product
-    assert torch.cuda.max_memory_allocated() - before < 2 * launch.configs.TRANSIENT_BYTES + rows + (16 << 20)
+    assert torch.cuda.max_memory_allocated() - before < 2 * many.TRANSIENT_BYTES + rows + (16 << 20)
     assert error(in_parts, whole.double()) < 4e-3
 
 

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from fp4_inductor import FP4Linear, dispatch, explain
-from fp4_inductor.kernels import csrc, host
-from fp4_inductor.kernels.linear_w4a4 import configs, launch
+from fp4_inductor.kernels import csrc, host, run
+from fp4_inductor.kernels.forms import Problem
+from fp4_inductor.kernels.linear_w4a4 import block_scaled, mma_sync
+from fp4_inductor.kernels.linear_w4a4.cuda import by_form
 from fp4_inductor.ops import linear_w4a4, quantize_rows_nvfp4
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error, exact, weight
 
@@ -43,10 +45,13 @@ def test_every_tile(dtype):
             x = codes_of(torch.randn(m, k, device=DEVICE).to(dtype))
             want = exact(quantize_rows_nvfp4.dequantize(*x), *w, bias)
             calls = [lambda b, x=x, w=w: fp4.linear_w4a4(*x, *w, b, dtype)]
-            if arch >= 100 and launch.host.row_for("linear_w4a4", x[0], m, n, k, dtype=dtype).kernel == "triton_w4a4":
-                calls += [lambda b, x=x, w=w, t=t: launch.triton(*x, *w, b, dtype, t) for t in configs.choices(m, n, arch)]
+            problem = Problem(m, n, k, arch, dtype)
+            if arch >= 100 and host.row_for("linear_w4a4", x[0], m, n, k, dtype=dtype).kernel == "triton_w4a4":
+                calls += [
+                    lambda b, x=x, w=w, p=problem, t=t: host.plus(run.by_triton(block_scaled.FORM, (*x, *w), p, t), b) for t in block_scaled.others(problem)
+                ]
             if arch in (120, 121) and k % 64 == 0 and not csrc.why_not("linear_w4a4", arch):
-                calls.append(lambda b, x=x, w=w: launch.cuda(*x, *w, b, dtype))
+                calls.append(lambda b, x=x, w=w, p=problem: by_form(mma_sync.LIBRARY, x, w, p, b))
             for call in calls:
                 first = call(bias)
                 assert error(first, want) <= 2 * linear_w4a4.CONTRACT.tolerance[dtype], (m, n, k)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp4_inductor.kernels.decode_attention import configs
+from fp4_inductor.kernels.decode_attention import split as kernel
 from fp4_inductor.kernels.decode_attention.triton_split import decode_attention_combine, decode_attention_split
 from lowering_tests.kernels import aot
 
@@ -11,10 +11,10 @@ SMS = 132
 
 def split(
     cc: int, d: int = 128, batch: int = 1, kv_heads: int = 8, group: int = 4, queries: int = 1, length: int = 520, mask_kind: int = 1,
-    per_row: bool = False, dtype: str = "bf16", tile: configs.AttentionConfig | None = None,
-) -> tuple[aot.Compiled, configs.AttentionConfig]:  # fmt: skip
-    c = tile or configs.attention(batch, kv_heads, length, d, SMS, cc, per_row)
-    constants = configs.constants(c, group, queries, length, d, mask_kind, per_row, cc)
+    per_row: bool = False, dtype: str = "bf16", tile: kernel.AttentionConfig | None = None,
+) -> tuple[aot.Compiled, kernel.AttentionConfig]:  # fmt: skip
+    c = tile or kernel.attention(batch, kv_heads, length, d, SMS, cc, per_row)
+    constants = kernel.constants(c, group, queries, length, d, mask_kind, per_row, cc)
     types = dict(Q=f"*{dtype}", K=f"*{dtype}", V=f"*{dtype}", MASK="*u8" if mask_kind == 1 else "*bf16", OUT=f"*{dtype}", scale="fp32")
     types |= dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32")
     absent = {"MASK": None} if mask_kind == 0 else {}
@@ -26,6 +26,6 @@ def split(
 
 
 def combine(cc: int, d: int = 128, splits: int = 9, dtype: str = "bf16") -> aot.Compiled:
-    constants = configs.combine_constants(configs.AttentionConfig(64, splits), d, cc)
+    constants = kernel.combine_constants(kernel.AttentionConfig(64, splits), d, cc)
     signature = dict(OUT=f"*{dtype}", PEAK="*fp32", SUM="*fp32", PARTIAL="*fp32", SPLITS="i32")
     return aot.compile_kernel(decode_attention_combine, signature, constants, cc, 4, 2, ("OUT", "PEAK", "SUM", "PARTIAL"))

@@ -16,19 +16,21 @@ from lowering_tests import interpreter  # noqa: F401  (before anything imports T
 import torch  # isort: skip
 
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.kernels import host
+from fp4_inductor.kernels import forms, host, run
 from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequantize_rows
-from fp4_inductor.kernels.linear import configs, launch
-from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
-from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
-from fp4_inductor.kernels.linear_glu import configs as configs_glu
-from fp4_inductor.kernels.linear_glu import launch as launch_glu
+from fp4_inductor.kernels.forms import Problem
+from fp4_inductor.kernels.linear import gemv as dense_gemv
+from fp4_inductor.kernels.linear import mid as dense_mid
+from fp4_inductor.kernels.linear.gemv import GemvConfig
+from fp4_inductor.kernels.linear.mid import MidConfig
+from fp4_inductor.kernels.linear_fp8 import gemv as fp8_gemv
+from fp4_inductor.kernels.linear_glu import gemv as glu_gemv
 from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
 from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.router.launch import scores_tile
 from fp4_inductor.kernels.router.triton_router import router_choice, router_scores
-from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
-from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
+from fp4_inductor.kernels.sparse_linear import gemv as sparse_gemv_kernel
+from fp4_inductor.kernels.sparse_linear import mid as sparse_mid_kernel
 from fp4_inductor.kernels.topk.launch import tile as topk_tile
 from fp4_inductor.kernels.topk.triton_rows import topk_rows
 from fp4_inductor.ops import dequantize_fp8, linear, linear_fp8, linear_glu, linear_siblings, quantize_glu_rows_fp8, quantize_rows_fp8, router, topk
@@ -50,10 +52,6 @@ def weight(n, k):
     return q, s, torch.tensor(0.37)
 
 
-def _without_asm(constants):
-    return lambda *args: {**constants(*args), "ASM": False}
-
-
 def _float32_out(*shape, dtype, **options):
     """For ``torch.empty`` in the launchers: unwritten elements are NaN; bfloat16 results stay float32."""
     return torch.full(shape, float("nan"), dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
@@ -62,15 +60,14 @@ def _float32_out(*shape, dtype, **options):
 def launched(kind, x, w, tile, bounds=()):
     with (
         mock.patch.object(host, "arch", return_value=80),
-        mock.patch.object(configs, "gemv_constants", _without_asm(configs.gemv_constants)),
-        mock.patch.object(configs, "mid_constants", _without_asm(configs.mid_constants)),
+        mock.patch.object(forms, "ASM", False),
         mock.patch.object(torch, "empty", _float32_out),
     ):
-        return getattr(launch, kind)(x, *w, None, tile, bounds)
+        return run.by_form({"gemv": dense_gemv, "mid": dense_mid}[kind].FORM, x, w, None, bounds, tile)
 
 
 def gemv(x, q, s, g, block_m, config=None):
-    return launched("gemv", x, (q, s, g), config or configs.GemvConfig(block_m, 8, 64, 4))
+    return launched("gemv", x, (q, s, g), config or GemvConfig(block_m, 8, 64, 4))
 
 
 def mid(x, q, s, g, c):
@@ -92,13 +89,13 @@ def gemv_cases():
         report(f"gemv float32 activations of {size}", distance(gemv(x, *w, 4), exact(x, *w)), 1e-3)
     x, w = torch.randn(2, 528) * torch.logspace(-25, 25, 528), weight(13, 528)
     report("gemv fifty decades in one row", distance(gemv(x, *w, 2), exact(x, *w)), 1e-3)
-    c = configs.gemv(1, 13, 1040)
+    c = dense_gemv.tile(Problem(1, 13, 1040, 80, torch.float16))
     x, w = torch.randn(1, 1040).half(), weight(13, 1040)
     report("gemv default tile", distance(gemv(x, *w, 1, config=c), exact(x, *w)), 1e-3)
 
 
 def mid_cases():
-    tiles = (configs.MidConfig(16, 32, 64, 4, 2), configs.MidConfig(32, 16, 32, 4, 2, group_n=2))
+    tiles = (MidConfig(16, 32, 64, 4, 2), MidConfig(32, 16, 32, 4, 2, group_n=2))
     for m, n, k in ((16, 64, 128), (5, 64, 128), (33, 40, 128), (17, 50, 80), (1, 16, 16), (70, 33, 176)):
         for dtype, bound in ((torch.float16, 1e-3), (torch.float32, 2e-6)):
             for c in tiles:
@@ -121,7 +118,7 @@ def siblings_cases():
         bounds = tuple(rows[2::2])
         for m, kind in ((1, "gemv"), (3, "gemv"), (17, "mid")):
             x = torch.randn(m, 528).half()
-            tile = configs.GemvConfig(4 if m > 1 else 1, 8, 64, 4) if kind == "gemv" else configs.MidConfig(32, 16, 32, 4, 2)
+            tile = GemvConfig(4 if m > 1 else 1, 8, 64, 4) if kind == "gemv" else MidConfig(32, 16, 32, 4, 2)
             y = launched(kind, x, (q, s, g), tile, bounds)
             want = linear_siblings.reference(x.double().float(), q, s, g, None, rows)
             got = [y[:, a:b] for a, b in linear_siblings.spans(rows)]
@@ -143,10 +140,11 @@ def glu_cases():
             b = torch.randn(2 * n).to(dtype) if bias else None
             with (
                 mock.patch.object(host, "arch", return_value=80),
-                mock.patch.object(configs_glu, "gemv_constants", _without_asm(configs_glu.gemv_constants)),
+                mock.patch.object(forms, "ASM", False),
                 mock.patch.object(torch, "empty", _float32_out),
             ):
-                y = launch_glu.gemv(x, q, s, g if scales == 2 else g.reshape(()), b, act, configs.GemvConfig(1, 4, 64, 4))
+                form, inputs = glu_gemv.form(act, bias, scales), (x, q, s, g if scales == 2 else g.reshape(()), *((b,) if bias else ()))
+                y = run.by_triton(form, inputs, Problem(m, n, k, 80, dtype), GemvConfig(1, 4, 64, 4))
             want = linear_glu.reference(x.float(), q, s, g if scales == 2 else g.reshape(()), None if b is None else b.float(), act)
             report(f"glu {act} M{m} I{n} K{k} {dtype} scales {scales} bias {bias}", distance(y, want), 1e-3)
 
@@ -158,22 +156,22 @@ def fp8_head_cases():
             w.view(torch.uint8)[:, :4] = torch.tensor([0x7E, 0xFE, 0x01, 0x81], dtype=torch.uint8)  # the extremes of E4M3
             x = torch.randn(m, k).to(dtype)
             with mock.patch.object(host, "arch", return_value=80), mock.patch.object(torch, "empty", _float32_out):
-                y = launch_fp8.gemv(x, w, scale, configs_fp8.Fp8GemvConfig(4, 128, 4))
+                y = run.by_form(fp8_gemv.FORM, x, (w, scale), tile=fp8_gemv.Fp8GemvConfig(4, 128, 4))
             report(f"fp8_gemv {(m, n, k)} {dtype}", distance(y, linear_fp8.reference(x.float(), w, scale)), 1e-3 if dtype == torch.float16 else 2e-6)
 
 
 def rows_stay_apart():
     """NaN and Inf stay in their row; a zero row gives exact zeros; what lies behind the last row is not read."""
     w = weight(13, 80)
-    for kind, run in (("gemv", lambda x: gemv(x, *w, 4)), ("mid", lambda x: mid(x, *w, configs.MidConfig(16, 16, 32, 4, 2)))):
+    for kind, launch in (("gemv", lambda x: gemv(x, *w, 4)), ("mid", lambda x: mid(x, *w, MidConfig(16, 16, 32, 4, 2)))):
         for bad in (float("nan"), float("inf")):
             memory = torch.randn(9, 80).half()
             memory[5:] = float("nan")  # behind the five rows of x
             x = memory[:5]
-            clean = run(x)
+            clean = launch(x)
             x[2, 79] = bad
             x[3] = 0
-            y = run(x)
+            y = launch(x)
             others = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and bool(clean.isfinite().all())
             zero = not y[3].any()
             # 0 * inf, and inf, are not finite for any weight
@@ -223,11 +221,10 @@ def sparse_weight(n, k):
 def sparse_launched(kind, x, w, tile):
     with (
         mock.patch.object(host, "arch", return_value=80),
-        mock.patch.object(sparse_configs, "gemv_constants", _without_asm(sparse_configs.gemv_constants)),
-        mock.patch.object(sparse_configs, "mid_constants", _without_asm(sparse_configs.mid_constants)),
+        mock.patch.object(forms, "ASM", False),
         mock.patch.object(torch, "empty", _float32_out),
     ):
-        return getattr(sparse_launch, kind)(x, *w, None, tile)
+        return run.by_form({"gemv": sparse_gemv_kernel, "mid": sparse_mid_kernel}[kind].FORM, x, w, tile=tile)
 
 
 def sparse_gemv(x, w, tile):
@@ -239,7 +236,7 @@ def sparse_exact(x, w):
 
 
 def sparse_cases():
-    tile = sparse_configs.GemvConfig(8, 32, 4)
+    tile = sparse_gemv_kernel.GemvConfig(8, 32, 4)
     for m in (1, 3):
         for n, k in ((16, 1024), (13, 512), (8, 544), (5, 32), (11, 608)):  # aligned; N tail; K % 32 == 0 only; both
             for dtype in (torch.bfloat16, torch.float16):
@@ -251,7 +248,7 @@ def sparse_cases():
     x, w = torch.randn(1, 544) * torch.logspace(-25, 25, 544), sparse_weight(13, 544)
     report("sparse_gemv fifty decades in one row", distance(sparse_gemv(x, w, tile), sparse_exact(x, w)), 1e-3)
     x, w = torch.randn(1, 1056).half(), sparse_weight(13, 1056)
-    report("sparse_gemv default tile", distance(sparse_gemv(x, w, sparse_configs.gemv(13, 1056)), sparse_exact(x, w)), 1e-3)
+    report("sparse_gemv default tile", distance(sparse_gemv(x, w, sparse_gemv_kernel.tile(Problem(1, 13, 1056, 80, torch.float16))), sparse_exact(x, w)), 1e-3)
     for i, pattern in enumerate(sparse24.NIBBLES):  # one pattern alone, activations that tell the positions apart
         values, meta, s, g = sparse_weight(5, 64)
         w = values, torch.full_like(meta, pattern * 17), s, g
@@ -267,7 +264,7 @@ def sparse_cases():
     apart = torch.equal(y[[0, 1, 4]], clean[[0, 1, 4]]) and not y[3].any() and bool(y[2].isnan().all())
     report("sparse_gemv NaN stays in its row", float(not apart), 0.0)
 
-    tiles = (sparse_configs.MidConfig(16, 32, 64, 4, 2), sparse_configs.MidConfig(32, 16, 32, 4, 2, group_n=2))
+    tiles = (MidConfig(16, 32, 64, 4, 2), MidConfig(32, 16, 32, 4, 2, group_n=2))
     for m, n, k in ((16, 64, 128), (33, 40, 128), (17, 50, 96), (1, 16, 32), (70, 33, 160)):
         for dtype, bound in ((torch.float16, 1e-3), (torch.float32, 2e-6)):
             x, w = torch.randn(m, k).to(dtype), sparse_weight(n, k)

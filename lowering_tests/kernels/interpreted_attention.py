@@ -12,8 +12,8 @@ from lowering_tests.kernels import interpreted  # switches the interpreter on
 import torch  # isort: skip
 
 from fp4_inductor.kernels import host
-from fp4_inductor.kernels.decode_attention import launch
-from fp4_inductor.kernels.decode_attention.configs import AttentionConfig
+from fp4_inductor.kernels.decode_attention import split as kernel
+from fp4_inductor.kernels.decode_attention.split import AttentionConfig
 from fp4_inductor.ops import decode_attention as contract
 
 NAN = float("nan")
@@ -25,7 +25,7 @@ def run(query, key, value, mask=None, scale=None, tile=None):
         mock.patch.object(host, "processors", return_value=4),
         mock.patch.object(torch, "empty", interpreted._float32_out),
     ):
-        return launch.split(query, key, value, mask, contract.scale_of(query, scale), tile)
+        return kernel.split(query, key, value, mask, contract.scale_of(query, scale), tile)
 
 
 def operands(b, h, kv, q, s, d, dtype=torch.float16):
@@ -80,7 +80,7 @@ def masked():
             for splits in (1, 4):
                 check(f"mask {kind} {(b, h, kv, q, s)} in {splits}", *operands(b, h, kv, q, s, 64), mask, tile=AttentionConfig(32, splits))
     # A mask too long to be read whole by every program: each reads its part's.
-    with mock.patch.object(launch.configs, "_SCANNED", 128):
+    with mock.patch.object(kernel, "_SCANNED", 128):
         for kind, mask in masks(2, 4, 1, 700):
             check(f"long mask {kind}", *operands(2, 4, 2, 1, 700, 64), mask, tile=AttentionConfig(32, 3))
 

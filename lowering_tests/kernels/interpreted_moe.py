@@ -16,14 +16,20 @@ from lowering_tests.kernels import interpreted as common  # switches the interpr
 import torch  # isort: skip
 
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.kernels import host
-from fp4_inductor.kernels.moe import configs
-from fp4_inductor.kernels.moe import cuda as launch
+from fp4_inductor.kernels import forms, host
+from fp4_inductor.kernels.moe import decode as moe_decode
+from fp4_inductor.kernels.moe import grouped as moe_grouped
+from fp4_inductor.kernels.moe import many
+from fp4_inductor.kernels.moe.decode import DecodeConfig
+from fp4_inductor.kernels.moe.grouped import GroupedConfig
+from fp4_inductor.kernels.moe.many import ManyConfig
+from fp4_inductor.kernels.moe.routing import route
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.moe_call import ExpertWeight, MoeCall
 
-TILES = (configs.GroupedConfig(16, 32, 64, 4, 2), configs.GroupedConfig(32, 16, 32, 4, 2))
+LAUNCH = {"decode": moe_decode.decode, "grouped": moe_grouped.grouped}
+TILES = (GroupedConfig(16, 32, 64, 4, 2), GroupedConfig(32, 16, 32, 4, 2))
 
 
 report, distance = common.report, common.distance
@@ -40,14 +46,14 @@ def _float32_out(*shape, dtype, **options):
 def interpreted(arch=80):
     with (
         mock.patch.object(host, "arch", return_value=arch),
-        mock.patch.object(configs, "decode_constants", lambda *a: {**_decode(*a), "ASM": False, "CVT": False}),
-        mock.patch.object(configs, "grouped_constants", common._without_asm(configs.grouped_constants)),
+        mock.patch.object(forms, "ASM", False),
+        mock.patch.object(moe_decode, "constants_of", lambda *a: {**_decode(*a), "CVT": False}),
         mock.patch.object(torch, "empty", _float32_out),
     ):
         yield
 
 
-_decode = configs.decode_constants
+_decode = moe_decode.constants_of
 
 
 def weight(e, n, k, pattern=None):
@@ -82,12 +88,12 @@ def both(name: str, c: MoeCall, decode=True, tiles=TILES, rows=32) -> None:
     want = exact(c)
     with interpreted():
         if decode:
-            wide = (configs.DecodeConfig(rows, 128, 2), configs.DecodeConfig(64, 128, 2))  # the interpreter pays by the program
-            report(f"decode {name}", distance(launch.decode(c, *wide), want), 1e-3)  # activations become half precision inside
+            wide = (DecodeConfig(rows, 128, 2), DecodeConfig(64, 128, 2))  # the interpreter pays by the program
+            report(f"decode {name}", distance(moe_decode.decode(c, *wide), want), 1e-3)  # activations become half precision inside
         if c.hidden.dtype != torch.bfloat16:
             for tile in tiles:
                 bound = 4e-6 if c.hidden.dtype == torch.float32 else 1e-3
-                report(f"grouped {name} {tile.block_m}", distance(launch.grouped(c, tile), want), bound)
+                report(f"grouped {name} {tile.block_m}", distance(moe_grouped.grouped(c, tile), want), bound)
 
 
 ACTS = {
@@ -157,7 +163,7 @@ def metadata():
         c = layer(1, 16, 16, e, 1, ids=torch.zeros(1, 1, dtype=torch.int32))
         c = replace(c, expert_ids=ids, expert_weights=torch.rand(p, 1))
         with interpreted():
-            r = launch.route(c, block_m)
+            r = route(c, block_m)
         valid = torch.where((ids >= 0) & (ids < e), ids, e).flatten()
         order = torch.argsort(valid, stable=True)[: int((valid < e).sum())]
         wrong = int(not torch.equal(r.order[: order.numel()].long(), order))
@@ -175,26 +181,26 @@ def metadata():
 
 def rows_stay_apart():
     c = layer(4, 48, 32, 5, 2)
-    wide = {"decode": (configs.DecodeConfig(32, 128, 2), configs.DecodeConfig(64, 128, 2)), "grouped": ()}
+    wide = {"decode": (DecodeConfig(32, 128, 2), DecodeConfig(64, 128, 2)), "grouped": ()}
     with interpreted():
-        clean = {f: getattr(launch, f)(c, *tiles) for f, tiles in wide.items()}
+        clean = {f: LAUNCH[f](c, *tiles) for f, tiles in wide.items()}
         for bad in (float("nan"), float("inf")):
             c.hidden[2, 5] = bad
             for f, want in clean.items():
-                got = getattr(launch, f)(c, *wide[f])
+                got = LAUNCH[f](c, *wide[f])
                 others = torch.arange(4) != 2
                 report(f"apart {f} {bad}", float((got[others] != want[others]).sum() + torch.isfinite(got[2]).sum()), 0.0)
     # A NaN expert that only an invalid pair names is not read; one that is named reaches its tokens only.
     c = layer(4, 48, 32, 5, 2, ids=torch.tensor([[1, 2], [2, 3], [-1, 1], [4, 3]]))
     with interpreted():
-        want = {f: getattr(launch, f)(c) for f in ("decode", "grouped")}
+        want = {f: LAUNCH[f](c) for f in ("decode", "grouped")}
         c.gate_up.global_scale[0] = float("nan")
         c.down.global_scale[0] = float("nan")
         for f in want:
-            report(f"apart unused expert {f}", float((getattr(launch, f)(c) != want[f]).sum()), 0.0)
+            report(f"apart unused expert {f}", float((LAUNCH[f](c) != want[f]).sum()), 0.0)
         c.down.global_scale[4] = float("nan")
         for f in want:
-            got = getattr(launch, f)(c)
+            got = LAUNCH[f](c)
             report(f"apart NaN expert {f}", float((got[:3] != want[f][:3]).sum() + torch.isfinite(got[3]).sum()), 0.0)
 
 
@@ -259,16 +265,16 @@ def many_tokens():
             more = dict(ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table, two=bool(two))
             c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, **more)
             c.expert_weights[(c.expert_ids < 0) | (c.expert_ids > 4)] = float("nan") if table is None else 0.5
-            steps = mock.patch.object(configs, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
-            with interpreted(), steps, mock.patch.object(configs, "TRANSIENT_BYTES", limit):
-                got = launch._many(c, product, fp8)
+            steps = mock.patch.object(many, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
+            with interpreted(), steps, mock.patch.object(many, "TRANSIENT_BYTES", limit):
+                got = many._many(c, product, fp8)
             form = f"{act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} two scales {bool(two)}"
             report(f"many {form} fp8 {fp8}", distance(got, exact(c)), 4e-6)
     c = layer(6, 64, 48, 5, 2, ids=torch.randint(0, 5, (6, 2)))
     with interpreted():
-        clean = launch._many(c, product, False)
+        clean = many._many(c, product, False)
         c.hidden[2, 5] = float("nan")
-        got = launch._many(c, lambda *a: product((a[0][0], None), *a[1:]), True)  # scales left out: rows stay apart, whatever their size
+        got = many._many(c, lambda *a: product((a[0][0], None), *a[1:]), True)  # scales left out: rows stay apart, whatever their size
     others = torch.arange(6) != 2
     report(
         "many NaN stays in its token", float(not (torch.isfinite(got[others]).all() and torch.isfinite(clean).all() and not torch.isfinite(got[2]).any())), 0.0
@@ -278,16 +284,16 @@ def many_tokens():
 def products_of_tiles():
     """The grouped product alone: tails of every kind, tiles that end inside an expert, empty slots; rows without an expert stay unwritten."""
     for t, h, inner, e, k, tile in (
-        (30, 64, 48, 5, 3, configs.ManyConfig(16, 32, 32, 4, 2, 2)),
-        (30, 80, 40, 5, 3, configs.ManyConfig(16, 32, 64, 4, 2, 3)),
-        (3, 80, 208, 9, 1, configs.ManyConfig(16, 64, 32, 4, 2, 8)),
+        (30, 64, 48, 5, 3, ManyConfig(16, 32, 32, 4, 2, 2)),
+        (30, 80, 40, 5, 3, ManyConfig(16, 32, 64, 4, 2, 3)),
+        (3, 80, 208, 9, 1, ManyConfig(16, 64, 32, 4, 2, 8)),
     ):
         c = layer(t, h, 48, e, k, ids=torch.randint(-1, e + 1, (t, k)))
         w, g = torch.randn(e, inner, h), torch.rand(e, inner) if inner == 40 else torch.rand(e)  # of rows, too
         with interpreted():
-            routing = launch.route(c, tile.block_m)
-            x, row_scale = launch.sorted_rows(c, routing, True)
-            y = launch.multiply_fp8((x, row_scale), w, g, routing, torch.float32, tile)
+            routing = route(c, tile.block_m)
+            x, row_scale = many.sorted_rows(c, routing, True)
+            y = many.multiply_fp8((x, row_scale), w, g, routing, torch.float32, tile)
         ends = routing.ends.tolist()
         want = torch.cat(
             [(x[a:b] * row_scale[a:b, None]).double() @ w[i].double().T * g[i] * 8 for i, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
@@ -307,14 +313,14 @@ def two_scales():
         codes, scale, g = c.gate_up.qdata, c.gate_up.scale, c.gate_up.global_scale
         rows = contract.scale_of_rows(g.view(-1, 2), 96, interleaved)
         with interpreted(), mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
-            routing = launch.route(c, 16)
-            w = launch._transient(ExpertWeight(codes, scale, rows), rows, torch.float32, routing.ends)
+            routing = route(c, 16)
+            w = many._transient(ExpertWeight(codes, scale, rows), rows, torch.float32, routing.ends)
         want = nvfp4.dequantize(codes.unsqueeze(2), scale.unsqueeze(2), rows, torch.float32).squeeze(2)
         wrong = float((w[[1, 3]] != want[[1, 3]]).sum() + (~w[[0, 2, 4]].isnan()).sum())  # of experts without tokens nothing is written
         report(f"two scales, transient weight, interleaved {interleaved}", wrong, 0.0)
 
 
-_whole_row = configs.whole_row
+_whole_row = many.whole_row
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ from lowering_tests.kernels import interpreted  # switches the interpreter on
 import torch  # isort: skip
 
 from fp4_inductor.formats import e2m1, nvfp4
-from fp4_inductor.kernels import host
-from fp4_inductor.kernels.linear_w4a4 import configs, launch
+from fp4_inductor.kernels import host, run
+from fp4_inductor.kernels.forms import Problem
+from fp4_inductor.kernels.linear.mid import MidConfig
+from fp4_inductor.kernels.linear_w4a4 import block_scaled
 from fp4_inductor.kernels.quantize_rows_nvfp4 import launch as launch_rows
 from fp4_inductor.kernels.quantize_rows_nvfp4.triton_blocks import quantize_blocks
 from fp4_inductor.ops import linear_siblings, linear_w4a4, quantize_rows_nvfp4
 
-TILE = configs.MidConfig(32, 32, 64, 4, 2)
+TILE = MidConfig(32, 32, 64, 4, 2)
 
 
 def quantize(x, rows):
@@ -70,14 +72,16 @@ def quantize_cases():
     interpreted.report("quantize_nvfp4 every scale", float((q != want[0]).sum() + (s != want[1].view(torch.uint8)).sum()), 0.0)
 
 
-def product(x, w, bias, dtype, tile=TILE, bounds=None):
-    real = configs.constants
+def product(x, w, bias, dtype, tile=TILE, bounds=()):
+    form = block_scaled.FORM
+    real = form.constants
     with (
         mock.patch.object(host, "arch", return_value=120),
-        mock.patch.object(configs, "constants", lambda c, k: {**real(c, k, bounds), "NATIVE": False}),
+        mock.patch.object(form, "constants", lambda c, p: {**real(c, p), "NATIVE": False}),
         mock.patch.object(torch, "empty", interpreted._float32_out),
     ):
-        return launch.triton(*x, *w, bias, dtype, tile)
+        problem = Problem(len(x[0]), len(w[0]), w[0].shape[1] * 2, 120, dtype, bounds)
+        return host.plus(run.by_triton(form, (*x, *w), problem, tile), bias)
 
 
 def codes(m, k):
@@ -86,7 +90,7 @@ def codes(m, k):
 
 
 def product_cases():
-    tiles = (TILE, configs.MidConfig(16, 64, 128, 4, 2, group_n=2))
+    tiles = (TILE, MidConfig(16, 64, 128, 4, 2, group_n=2))
     for m, n, k in ((32, 64, 128), (5, 64, 128), (17, 50, 80), (1, 16, 16), (70, 33, 176)):
         for tile in tiles:
             x, w = codes(m, k), interpreted.weight(n, k)
@@ -98,7 +102,7 @@ def product_cases():
     q, s, _ = interpreted.weight(61, 80)
     g = torch.tensor([0.37, 0.011, 0.002])
     x = codes(19, 80)
-    y = product(x, (q, s, g), None, torch.bfloat16, bounds=dict(B1=16, B2=48))
+    y = product(x, (q, s, g), None, torch.bfloat16, bounds=(16, 48))
     dense = quantize_rows_nvfp4.dequantize(*x)
     want = linear_siblings.reference(dense, q, s, g, None, rows)
     worst = max(interpreted.distance(y[:, a:b], part) for (a, b), part in zip(linear_siblings.spans(rows), want, strict=True))

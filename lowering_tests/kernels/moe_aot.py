@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe import decode, grouped, many, routing
 from fp4_inductor.kernels.moe.triton_decode import moe_decode_down, moe_decode_up
 from fp4_inductor.kernels.moe.triton_grouped import moe_combine, moe_grouped_down, moe_grouped_up
 from fp4_inductor.kernels.moe.triton_many import moe_many_between, moe_many_in, moe_many_product
@@ -54,7 +54,7 @@ def decode_up(
     sparse: bool = False, tokens: int = 1, two: bool = False,
 ):  # fmt: skip
     h, inner = LAYERS[layer][:2]
-    c = configs.decode_up(h, tokens)
+    c = decode.up_tile(h, tokens)
     constants = {
         **activation(act, gated),
         "TWO": two,
@@ -63,20 +63,20 @@ def decode_up(
         "HAS_MAP": mapped,
         "HAS_BIAS": biased,
         "SPARSE_DOWN": sparse,
-        **configs.decode_constants(c, inner, h, cc, sparse),
+        **decode.constants_of(c, inner, h, cc, sparse),
     }
     return compile_kernel(moe_decode_up, constants, cc, layer, dtype, c.num_warps, H="*fp16"), c.num_warps
 
 
 def decode_down(cc: int, layer: str, *, biased: bool = False, mapped: bool = False, dtype: str = "bf16", sparse: bool = False, tokens: int = 1):
     h, inner, _, k = LAYERS[layer]
-    c = configs.decode_down(inner, k, tokens)
+    c = decode.down_tile(inner, k, tokens)
     constants = {
         "TOP_K": k,
         "ON_INPUT": False,
         "HAS_MAP": mapped,
         "HAS_BIAS": biased,
-        **configs.decode_constants(c, h, inner, cc, sparse),
+        **decode.constants_of(c, h, inner, cc, sparse),
     }
     return compile_kernel(moe_decode_down, constants, cc, layer, dtype, c.num_warps, H="*fp16"), c.num_warps
 
@@ -85,42 +85,42 @@ def grouped_up(
     cc: int, layer: str, pairs: int, act: Activation = SILU, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False,
     two: bool = False,
 ):  # fmt: skip
-    c = configs.grouped(pairs, LAYERS[layer][2], gated)
-    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, "TWO": two, **configs.grouped_constants(c, DTYPES[dtype], sparse)}
+    c = grouped.tile_for(pairs, LAYERS[layer][2], gated)
+    constants = {**activation(act, gated), "ON_INPUT": False, "HAS_BIAS": biased, "TWO": two, **grouped.constants_of(c, DTYPES[dtype], sparse)}
     return compile_kernel(moe_grouped_up, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 
 def grouped_down(cc: int, layer: str, pairs: int, *, gated: bool = True, biased: bool = False, dtype: str = "bf16", sparse: bool = False):
-    c = configs.grouped(pairs, LAYERS[layer][2], gated)
-    constants = {"HAS_BIAS": biased, **configs.grouped_constants(c, DTYPES[dtype], sparse)}
+    c = grouped.tile_for(pairs, LAYERS[layer][2], gated)
+    constants = {"HAS_BIAS": biased, **grouped.constants_of(c, DTYPES[dtype], sparse)}
     return compile_kernel(moe_grouped_down, constants, cc, layer, dtype, c.num_warps, c.num_stages, H=f"*{dtype}"), c.num_warps
 
 
 def route(cc: int, mapped: bool = False, pairs: int = 1024):
-    c = configs.route(pairs)
+    c = routing.route_tile(pairs)
     constants = {"BLOCK_M": 16, "HAS_MAP": mapped, "BLOCK": c["BLOCK"]}
     return compile_kernel(moe_route, constants, cc, "qwen3_30b", warps=c["num_warps"]), c["num_warps"]
 
 
 def combine(cc: int, is_sorted: bool = False):
-    constants = {"TOP_K": 8, "ON_INPUT": False, "HAS_MAP": False, "SORTED": is_sorted, "HAS_BIAS": is_sorted, "BLOCK_N": configs.COMBINE_BLOCK}
+    constants = {"TOP_K": 8, "ON_INPUT": False, "HAS_MAP": False, "SORTED": is_sorted, "HAS_BIAS": is_sorted, "BLOCK_N": routing.COMBINE_BLOCK}
     return compile_kernel(moe_combine, constants, cc, "qwen3_30b"), 4
 
 
 def many_in(cc: int, layer: str, fp8: bool, on_input: bool = False):
-    block, one_step, warps = configs.whole_row(LAYERS[layer][0])
+    block, one_step, warps = many.whole_row(LAYERS[layer][0])
     constants = {"ON_INPUT": on_input, "HAS_MAP": False, "FP8": fp8, "ONE_STEP": one_step, "BLOCK": block}
     return compile_kernel(moe_many_in, constants, cc, layer, warps=warps, OUT="*fp8e4nv" if fp8 else "*bf16"), warps
 
 
 def many_between(cc: int, layer: str, fp8: bool, act: Activation = SILU, *, gated: bool = True, biased: bool = False):
-    block, one_step, warps = configs.whole_row(LAYERS[layer][1])
+    block, one_step, warps = many.whole_row(LAYERS[layer][1])
     constants = {**activation(act, gated), "HAS_MAP": False, "HAS_BIAS": biased, "FP8": fp8, "ONE_STEP": one_step, "BLOCK": block}
     return compile_kernel(moe_many_between, constants, cc, layer, warps=warps, H="*fp8e4nv" if fp8 else "*bf16"), warps
 
 
 def many_product(cc: int, layer: str, pairs: int, of_rows: bool = False):
-    c = configs.many(pairs, LAYERS[layer][2])
+    c = many.tile_for(pairs, LAYERS[layer][2])
     constants = dict(BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group, EXACT=c.exact, OF_ROWS=of_rows)
     tiles = {"ROWS": f"tensordesc<fp8e4nv[{c.block_m},{c.block_k}]>", "WEIGHT": f"tensordesc<fp8e4nv[{c.block_n},{c.block_k}]>"}
     return compile_kernel(

@@ -1,9 +1,11 @@
 """Every Triton kernel compiled for every architecture it serves, and its machine code read: no spills, the intended instructions.
 
-Tiles come from ``configs``, architectures from the dispatch table, so a new tile or row is held to the same rules.
+Tiles come from the kernels, architectures from the dispatch table, so a new tile or row is held to the same rules.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,13 @@ import torch
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.kernels.dequantize import launch as launch_dequantize
 from fp4_inductor.kernels.dequantize.triton_rows import decompress_rows, dequantize_rows
-from fp4_inductor.kernels.linear import configs
-from fp4_inductor.kernels.linear.triton_gemv import linear_gemv
-from fp4_inductor.kernels.linear.triton_mid import linear_mid
-from fp4_inductor.kernels.linear_fp8 import configs as configs_fp8
-from fp4_inductor.kernels.linear_fp8.triton_gemv import linear_fp8_gemv
-from fp4_inductor.kernels.linear_glu import configs as configs_glu
-from fp4_inductor.kernels.linear_glu.triton_gemv import linear_glu_gemv
+from fp4_inductor.kernels.forms import Problem, Triton
+from fp4_inductor.kernels.linear import gemv as dense_gemv
+from fp4_inductor.kernels.linear import mid as dense_mid
+from fp4_inductor.kernels.linear.mid import MidConfig
+from fp4_inductor.kernels.linear_fp8 import gemv as fp8_gemv
+from fp4_inductor.kernels.linear_fp8.triton_gemv_fp8 import linear_fp8_gemv
+from fp4_inductor.kernels.linear_glu import gemv as glu_gemv
 from fp4_inductor.kernels.quantize_rows_fp8.launch import glu_tile
 from fp4_inductor.kernels.quantize_rows_fp8.launch import tile as quantize_tile
 from fp4_inductor.kernels.quantize_rows_fp8.triton_glu_rows import quantize_glu_rows
@@ -25,9 +27,8 @@ from fp4_inductor.kernels.quantize_rows_fp8.triton_rows import quantize_rows
 from fp4_inductor.kernels.router.launch import scores_tile
 from fp4_inductor.kernels.router.triton_router import router_choice, router_scores
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
-from fp4_inductor.kernels.sparse_linear.triton_gemv import sparse_gemv
-from fp4_inductor.kernels.sparse_linear.triton_mid import sparse_mid
+from fp4_inductor.kernels.sparse_linear import gemv as sparse_gemv_kernel
+from fp4_inductor.kernels.sparse_linear import mid as sparse_mid_kernel
 from fp4_inductor.kernels.topk.launch import tile as topk_tile
 from fp4_inductor.kernels.topk.triton_rows import topk_rows
 from fp4_inductor.ops.activation import ActivationCode
@@ -53,17 +54,25 @@ def compile_linear(kernel, constants: dict, cc: int, m: int, n: int, k: int, dty
     return aot.compile_kernel(kernel, signature, constants, cc, warps, stages, aligned)
 
 
+def compiled(form: Triton, cc: int, m: int, n: int, k: int, dtype: str = "bf16", bounds: tuple[int, ...] = ()) -> tuple[aot.Compiled, Any]:
+    """A kernel with its own tile, and the tile."""
+    p = Problem(m, n, k, cc, DTYPES[dtype], bounds)
+    c = form.tile(p)
+    constants = form.constants(c, p) | dict.fromkeys(form.absent)
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+    return compile_linear(form.source(), constants, cc, m, n, k, dtype, warps, stages), c
+
+
 def gemv(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, int]:
-    c = configs.gemv(m, n, k)
-    return compile_linear(linear_gemv, configs.gemv_constants(c, n, k, cc), cc, m, n, k, dtype, c.num_warps, 2), c.num_warps
+    done, c = compiled(dense_gemv.FORM, cc, m, n, k, dtype)
+    return done, c.num_warps
 
 
-def mid(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, configs.MidConfig]:
-    c = configs.mid(m, n, k)
-    return compile_linear(linear_mid, configs.mid_constants(c, n, k, DTYPES[dtype]), cc, m, n, k, dtype, c.num_warps, c.num_stages), c
+def mid(cc: int, m: int, n: int, k: int, dtype: str = "bf16") -> tuple[aot.Compiled, MidConfig]:
+    return compiled(dense_mid.FORM, cc, m, n, k, dtype)
 
 
-def tensor_core(cc: int, tile: configs.MidConfig) -> str:
+def tensor_core(cc: int, tile: MidConfig) -> str:
     """The weight's rows are the MMA's M: wgmma and tcgen05 want 64 of them; a narrower tile uses mma.sync."""
     return TENSOR_CORE[cc] if tile.block_n >= 64 else "HMMA"
 
@@ -112,11 +121,8 @@ def test_gemv_off_the_tile(cc, n, k, dtype):
 
 
 def glu(cc: int, n: int, k: int, dtype: str = "bf16", bias: bool = False, scales: int = 2, act: str = "silu") -> tuple[aot.Compiled, int]:
-    c = configs_glu.gemv(n, k)
-    constants = configs_glu.gemv_constants(c, n, k, cc, act, bias, scales)
-    if not bias:
-        constants["BIAS"] = None
-    return compile_linear(linear_glu_gemv, constants, cc, 1, n, k, dtype, c.num_warps, 2), c.num_warps
+    done, c = compiled(glu_gemv.form(act, bias, scales), cc, 1, n, k, dtype)
+    return done, c.num_warps
 
 
 @pytest.mark.parametrize("cc", [80, 89, 90, 100, 120, aot.GB10])
@@ -146,9 +152,7 @@ def test_glu_off_the_tile(cc, n, k, dtype, bias, act):
 @pytest.mark.parametrize("cc", [80, 90, 120])
 def test_siblings_cost_no_registers(cc):
     """Global scales by row: the measured kernel with another last line."""
-    c = configs.gemv(1, 6144, 4096)
-    constants = [configs.gemv_constants(c, 6144, 4096, cc, bounds) for bounds in ((), (4096, 5120))]
-    one, three = (compile_linear(linear_gemv, each, cc, 1, 6144, 4096, "bf16", c.num_warps, 2) for each in constants)
+    (one, _), (three, c) = (compiled(dense_gemv.FORM, cc, 1, 6144, 4096, bounds=bounds) for bounds in ((), (4096, 5120)))
     assert_fits(three, c.num_warps, cc, blocks=2)
     assert three.registers <= one.registers + 8
 
@@ -156,21 +160,18 @@ def test_siblings_cost_no_registers(cc):
 @pytest.mark.parametrize(("kind", "cc"), [("gemv", 80), ("gemv", 90), ("mid", 90)])
 def test_several_scales_of_a_sparse_weight_cost_no_registers(kind, cc):
     """By row, as of a dense one: another last line."""
-    c = sparse_configs.gemv(6144, 4096) if kind == "gemv" else sparse_configs.mid(32, 6144, 4096)
-    common, stages = ((6144, 4096, cc), 2) if kind == "gemv" else ((6144, 4096, torch.bfloat16), c.num_stages)
-    kernel, constants = (sparse_gemv, sparse_configs.gemv_constants) if kind == "gemv" else (sparse_mid, sparse_configs.mid_constants)
-    one, three = (
-        compile_linear(kernel, constants(c, *common, bounds), cc, 1 if kind == "gemv" else 32, 6144, 4096, "bf16", c.num_warps, stages)
-        for bounds in ((), (4096, 5120))
-    )
+    form, m = (sparse_gemv_kernel.FORM, 1) if kind == "gemv" else (sparse_mid_kernel.FORM, 32)
+    (one, _), (three, c) = (compiled(form, cc, m, 6144, 4096, bounds=bounds) for bounds in ((), (4096, 5120)))
     assert_fits(three, c.num_warps, cc)
     assert three.registers <= one.registers + 16
 
 
 @pytest.mark.parametrize(("cc", "n", "k"), [(80, 151936, 4096), (90, 151936, 4096), (100, 151936, 4096), (120, 151936, 4096), (90, 49153, 576)])
 def test_fp8_head(cc, n, k):
-    c = configs_fp8.gemv(n, k)
-    constants = configs_fp8.gemv_constants(c, n, k, cc)
+    p = Problem(1, n, k, cc, torch.bfloat16)
+    c = fp8_gemv.tile(p)
+    constants = fp8_gemv.constants(c, p)
+    del constants["num_warps"], constants["num_stages"]
     signature = {"X": "*bf16", "WEIGHT": "*u8", "WEIGHT_SCALE": "*fp32", "Y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
     aligned = ("X", "WEIGHT", "WEIGHT_SCALE", "Y", *(("K",) if k % 16 == 0 else ()))
     done = aot.compile_kernel(linear_fp8_gemv, signature, constants, cc, c.num_warps, 2, aligned)
@@ -183,8 +184,7 @@ SPARSE_GEMV = [(cc, 4096, 4096, "bf16") for cc in (80, 89, 90, 100, aot.GB10)] +
 
 @pytest.mark.parametrize(("cc", "n", "k", "dtype"), SPARSE_GEMV)
 def test_sparse_gemv(cc, n, k, dtype):
-    c = sparse_configs.gemv(n, k)
-    done = compile_linear(sparse_gemv, sparse_configs.gemv_constants(c, n, k, cc), cc, 1, n, k, dtype, c.num_warps, 2)
+    done, c = compiled(sparse_gemv_kernel.FORM, cc, 1, n, k, dtype)
     assert_fits(done, c.num_warps, cc, blocks=2 if n % 16 == 0 else 1)
     assert tensor_core_instructions(done) == 0
     assert (done.count(UNPACK) > 0) == (cc >= 89)
@@ -200,7 +200,7 @@ def mid_cases():
         seen = set()
         for n in shapes:
             for m in (16, 32, 64, 256) if cc in (80, 90) else (16, 64):
-                tile = configs.mid(m, n, 4096)
+                tile = dense_mid.tile(Problem(m, n, 4096, cc, torch.bfloat16))
                 if m <= last and tile not in seen:
                     seen.add(tile)
                     yield cc, m, n
@@ -227,8 +227,7 @@ SPARSE_MID += [(80, 64, 8192), (89, 64, 8192), (100, 64, 8192), (100, 16, 8192),
 
 @pytest.mark.parametrize(("cc", "m", "n"), SPARSE_MID)
 def test_sparse_mid(cc, m, n):
-    c = sparse_configs.mid(m, n, 4096)
-    done = compile_linear(sparse_mid, sparse_configs.mid_constants(c, n, 4096, torch.bfloat16), cc, m, n, 4096, "bf16", c.num_warps, c.num_stages)
+    done, c = compiled(sparse_mid_kernel.FORM, cc, m, n, 4096)
     assert_fits(done, c.num_warps, cc)
     assert done.count(tensor_core(cc, c)) > 0, done.opcodes()
     assert not global_atomics(done)

@@ -17,8 +17,8 @@ from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc, params
-from fp4_inductor.kernels.csrc import KERNELS
-from fp4_inductor.kernels.linear.configs import Epilogue
+from fp4_inductor.kernels.csrc import LIBRARIES
+from fp4_inductor.kernels.forms import Epilogue
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, moe_call, quantize_rows_fp8, quantize_rows_nvfp4
@@ -38,7 +38,7 @@ def library_of(kernel: csrc.Library) -> ctypes.CDLL:
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
 def resolve(name: bytes, arch: int, scratch: int):
-    kernel = KERNELS[name.decode()]
+    kernel = LIBRARIES[name.decode()]
     library = library_of(kernel) if arch == (120 if kernel.codes else ARCH) else None
     return None if library is None else params.address(library, kernel.function, bool(scratch))
 
@@ -104,7 +104,7 @@ def test_sparse_siblings(ops, name):
     """A library of its own takes several global scales; the one for one scale refuses them."""
     op, (*packed, _) = getattr(ops, f"{name}_scales"), sparse24.weight(70, 256)
     g, x = torch.tensor([0.37, 1.9, 0.02]), torch.randn(5, 256).to(torch.bfloat16)
-    tile = (0,) * len(KERNELS[name].tile)
+    tile = (0,) * len(LIBRARIES[name].tile)
     y = op(x, *packed, g, None, ARCH, *tile, 32, 48)
     for i, (a, b) in enumerate(((0, 32), (32, 48), (48, 70))):
         want = x.double() @ sparse24.dense(*(p[a:b] for p in packed), g[i]).T
@@ -151,7 +151,7 @@ def test_epilogues(ops):
 
 def test_through_ctypes_it_is_the_same(ops, monkeypatch):
     """Where no C++ compiler is found: every argument in its place."""
-    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(KERNELS[name]), ""))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(LIBRARIES[name]), ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     q, s, g = weight(40, 128)
@@ -164,7 +164,7 @@ def test_through_ctypes_it_is_the_same(ops, monkeypatch):
         ("linear_small_pointwise", Epilogue((8,), "", None, residual)),
         ("linear_wide", Epilogue((16,))),
     ):
-        tile = [0] * len(KERNELS[name].tile)
+        tile = [0] * len(LIBRARIES[name].tile)
         want = getattr(ops, name)(x, q, s, g, bias, ARCH, *tile, *then.arguments())
         assert torch.equal(csrc._through_ctypes(name, (x,), (q, s), g, bias, ARCH, (), then.arguments()), want), (name, then)
     (q, s, _), x8, bias = weight(40, 256), quantize_rows_fp8.reference(torch.randn(6, 256)), bias.bfloat16()
@@ -229,13 +229,13 @@ def arguments_for(kernel: csrc.Library, m: int, n: int = 32, k: int = 256) -> tu
     return *x, *w, scales
 
 
-LINEAR = [name for name, kernel in KERNELS.items() if kernel.weight]
+LINEAR = [name for name, kernel in LIBRARIES.items() if kernel.weight]
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_kernel_says_how_many_rows_it_serves(ops, monkeypatch, name):
     """A graph whose guards nobody checks may bring any number of rows. Both ways to a kernel refuse before they touch it, and name both numbers."""
-    kernel, device = KERNELS[name], contextlib.nullcontext()
+    kernel, device = LIBRARIES[name], contextlib.nullcontext()
     monkeypatch.setattr(torch.cuda, "device", lambda _: device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(csrc, "_library", lambda name, arch: 1 / 0)
@@ -250,8 +250,8 @@ def test_a_kernel_says_how_many_rows_it_serves(ops, monkeypatch, name):
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if csrc.most_rows(name, ARCH) <= 32])
 def test_that_is_how_many_rows_the_kernel_serves(ops, monkeypatch, name):
-    kernel, most = KERNELS[name], csrc.most_rows(name, ARCH)
-    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(KERNELS[name]), ""))
+    kernel, most = LIBRARIES[name], csrc.most_rows(name, ARCH)
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(LIBRARIES[name]), ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     args = arguments_for(kernel, most)
@@ -270,7 +270,7 @@ def test_no_choice_gives_a_kernel_more_rows_than_it_serves():
     for op, arch, prefill in itertools.product(("linear", "linear_glu", "linear_epilogue", "sparse_linear"), (80, 86, 90, 100, 120), ("auto", "bf16", "nvfp4")):
         for n, k in ((64, 64), (64, 1088), (4096, 4096), (8192, 2880), (16384, 16384), (65536, 4096)):
             for row in plan(Call(op, arch, torch.bfloat16, n, k, prefill), off).rows:
-                if row.csrc and KERNELS[row.csrc].weight:
+                if row.csrc and LIBRARIES[row.csrc].weight:
                     seen.add(row.csrc)
                     assert (row.max_m or 0) <= csrc.most_rows(row.csrc, arch), row
     assert {"linear_small", "linear_table", "linear_small_glu", "linear_table_pointwise", "sparse_linear_small", "sparse_linear_table"} <= seen
@@ -363,7 +363,7 @@ def test_a_moe_layer(ops, monkeypatch):
     """By the operator and through ctypes: every argument in its place."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(KERNELS[name].source, arch).library, ""))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(LIBRARIES[name].source, arch).library, ""))
     e, t, h, inner, n = 5, 9, 192, 128, 136
     parts = [
         (torch.randint(0, 256, (e, r, k // 2), dtype=torch.uint8), torch.randint(0x28, 0x40, (e, r, k // 16), dtype=torch.uint8).view(nvfp4.SCALE_DTYPE),
@@ -414,7 +414,7 @@ def test_a_sparse_moe_layer(ops, monkeypatch):
     """One product 2:4-sparse, or both, by the operator and through ctypes."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(KERNELS[name].source, arch).library, ""))
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (emulated(LIBRARIES[name].source, arch).library, ""))
     e, t, h, inner, n = 3, 3, 256, 256, 40
     x, ids, w = torch.randn(t, h).to(torch.bfloat16), torch.randint(0, e, (t, 2)), torch.rand(t, 2)
     for kinds in ((True, True), (False, True), (True, False)):

@@ -99,7 +99,7 @@ LARGE = [("sparse/sparse_linear_wide.cu", 90), ("sparse/sparse_linear_table.cu",
 # The libraries with more behind their products.
 VARIANTS = [
     pytest.param(name, arch, marks=[pytest.mark.slow] if kernel.several and arch != 90 else [])
-    for name, kernel in csrc.KERNELS.items()
+    for name, kernel in csrc.LIBRARIES.items()
     if kernel.defines
     for arch in (80, 90, 100, 120)
     if name in csrc.kernels_for(arch)
@@ -111,7 +111,7 @@ DTYPES = pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest
 @DTYPES
 @pytest.mark.parametrize(("name", "arch"), VARIANTS)
 def test_every_variant_compiles_without_spills(name, arch, both, tmp_path):
-    check_compiled(csrc.KERNELS[name].source, arch, tmp_path, csrc.KERNELS[name].defines, both)
+    check_compiled(csrc.LIBRARIES[name].source, arch, tmp_path, csrc.LIBRARIES[name].defines, both)
 
 
 @needs_nvcc
@@ -239,8 +239,8 @@ def test_a_register_that_is_overwritten_is_found(tmp_path):
 
 def test_a_kernel_is_built_only_where_a_row_names_it():
     """wgmma is sm_90's, block-scaled MMA sm_120's: for other targets they do not compile, and installing would stop at them."""
-    hopper = {name for name in csrc.KERNELS if name.startswith(("linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))}
-    assert {arch: set(csrc.KERNELS) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
+    hopper = {name for name in csrc.LIBRARIES if name.startswith(("linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))}
+    assert {arch: set(csrc.LIBRARIES) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
         80: {*hopper, "linear_w4a4"},
         90: {"linear_w4a4"},
         100: {*hopper, "linear_w4a4"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -12,10 +13,9 @@ import torch
 pytest.importorskip("triton")
 
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.kernels import host
-from fp4_inductor.kernels.decode_attention import configs, launch
+from fp4_inductor.kernels import host, registry
+from fp4_inductor.kernels.decode_attention import by_sdpa, cuda, split, triton_split
 from fp4_inductor.kernels.select import Call, attention_form, plan
-from fp4_inductor.ops import decode_attention as contract
 from lowering_tests.kernels import aot, attention_aot
 from lowering_tests.kernels.test_aot import assert_fits, global_atomics
 from lowering_tests.own_process import cases_of
@@ -56,8 +56,8 @@ def test_a_decode_step(cc, d, batch):
 @pytest.mark.parametrize(("cc", "mask_kind", "per_row", "queries"), MASKS_COMPILED)
 def test_other_masks(cc, mask_kind, per_row, queries):
     for splits in (1, 9):
-        tile = configs.attention(1, 8, 520, 128, 132, cc, per_row)
-        tile = configs.AttentionConfig(tile.block_s, splits, tile.num_warps, tile.num_stages)
+        tile = split.attention(1, 8, 520, 128, 132, cc, per_row)
+        tile = split.AttentionConfig(tile.block_s, splits, tile.num_warps, tile.num_stages)
         done, c = attention_aot.split(cc, 128, queries=queries, mask_kind=mask_kind, per_row=per_row, tile=tile)
         assert_fits(done, c.num_warps, cc)
         assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in done.opcodes())
@@ -97,7 +97,7 @@ def test_which_calls_the_kernel_serves(arch):
 @pytest.mark.parametrize("heads", [1, 8, 64, 256, 4096])
 def test_parts_fill_the_gpu_and_no_part_is_idle(heads, length, processors):
     for d in (64, 256):
-        c = configs.attention(1, heads, length, d, processors, 90)
+        c = split.attention(1, heads, length, d, processors, 90)
         assert 1 <= c.splits <= max(1, -(-length // c.block_s))
         assert c.splits == 1 or heads * c.splits <= 3 * processors
         assert heads * c.splits >= 1.3 * processors or c.splits in (64, -(-length // c.block_s))
@@ -107,14 +107,14 @@ def test_parts_fill_the_gpu_and_no_part_is_idle(heads, length, processors):
 
 
 def launched(query, key, value, mask=None, tile=None, arch=90):
-    """``[(grid, arguments by name)]`` of the kernels that :func:`launch.split` would run."""
+    """``[(grid, arguments by name)]`` of the kernels that :func:`split.split` would run."""
     calls = []
     with (
         mock.patch.multiple(host, arch=mock.Mock(return_value=arch), processors=mock.Mock(return_value=132)),
-        mock.patch.object(launch, "decode_attention_split", _Spy(launch.decode_attention_split, calls)),
-        mock.patch.object(launch, "decode_attention_combine", _Spy(launch.decode_attention_combine, calls)),
+        mock.patch.object(triton_split, "decode_attention_split", _Spy(triton_split.decode_attention_split, calls)),
+        mock.patch.object(triton_split, "decode_attention_combine", _Spy(triton_split.decode_attention_combine, calls)),
     ):
-        launch.split(query, key, value, mask, 0.1, tile)
+        split.split(query, key, value, mask, 0.1, tile)
     return calls
 
 
@@ -162,7 +162,7 @@ MASKS = [
 @pytest.mark.parametrize(("shape", "h", "q", "per_row"), MASKS)
 def test_a_mask_is_never_expanded_in_memory(shape, h, q, per_row):
     for mask in (torch.ones(shape, dtype=torch.bool), torch.zeros(shape)):
-        ((_, given),) = launched(*operands(2, h, 2, q, 70, 64), mask, configs.AttentionConfig(64, 1))
+        ((_, given),) = launched(*operands(2, h, 2, q, 70, 64), mask, split.AttentionConfig(64, 1))
         assert given["MASK"].data_ptr() == mask.data_ptr()
         assert given["PER_ROW"] == per_row and given["MASK_KIND"] == (1 if mask.dtype == torch.bool else 2)
         strides = [given[f"stride_m{x}"] for x in "bhqs"]
@@ -172,9 +172,13 @@ def test_a_mask_is_never_expanded_in_memory(shape, h, q, per_row):
 
 def test_the_library_serves_the_rest_on_a_gpu():
     query, key, value = operands(2, 4, 2, 3, 20, 64)
-    row = mock.Mock(kernel="sdpa")
-    with mock.patch.object(host, "row_for", return_value=row), mock.patch.object(contract, "by_library", return_value="library") as library:
-        assert launch.decode_attention(query, key, value) == "library"
+    row = mock.Mock(implementation=registry.named("decode_attention")["sdpa"])
+    with (
+        mock.patch.object(host, "row_for", return_value=row),
+        mock.patch.object(by_sdpa, "sdpa", return_value="library") as library,
+        mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
+    ):
+        assert cuda.decode_attention(query, key, value) == "library"
     library.assert_called_once()
-    empty = launch.decode_attention(query, key[:, :, :0], value[:, :, :0])
+    empty = cuda.decode_attention(query, key[:, :, :0], value[:, :, :0])
     assert empty.shape == (2, 3, 4, 64) and not empty.any()

@@ -7,7 +7,7 @@ import torch
 
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc
-from fp4_inductor.kernels.linear.configs import Epilogue
+from fp4_inductor.kernels.forms import Epilogue
 from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops import linear
 from fp4_inductor.ops.linear_epilogue import finish
@@ -29,7 +29,7 @@ def run(kernel: Emulated, x, w, bias, tile, then: Epilogue, columns: int) -> tor
 
 
 def library(name: str) -> Emulated:
-    return emulated(csrc.KERNELS[name].source, 90, csrc.KERNELS[name].defines)
+    return emulated(csrc.LIBRARIES[name].source, 90, csrc.LIBRARIES[name].defines)
 
 
 def z(x, w, bias):

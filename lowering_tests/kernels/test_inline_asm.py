@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from fp4_inductor.formats import e2m1, nvfp4, sparse24
 from fp4_inductor.kernels.dequantize import triton_rows
-from fp4_inductor.kernels.sparse_linear import triton_gemv
+from fp4_inductor.kernels.sparse_linear import triton_sparse_gemv
 from fp4_inductor.ops import dequantize_fp8
 
 
@@ -139,7 +139,7 @@ def halves(word: np.ndarray) -> torch.Tensor:
 
 def test_kept_codes_become_pairs():
     words = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
-    got = torch.stack([halves(h) for h in run(assembly(triton_gemv.decode_kept), words)], 1).flatten(1)
+    got = torch.stack([halves(h) for h in run(assembly(triton_sparse_gemv.decode_kept), words)], 1).flatten(1)
     codes = torch.from_numpy(np.stack([(words >> np.uint32(4 * i)) & np.uint32(15) for i in range(8)], 1).astype(np.uint8))
     assert torch.equal(got.float(), e2m1.decode(codes) * 2.0**-6)
 
@@ -150,7 +150,7 @@ def test_every_four_patterns_gather_the_kept_activations():
     k = np.arange(1, 17, dtype=np.uint32)  # sixteen different halves
     pairs = k[0::2] | k[1::2] << 16
     a, b = ([np.full_like(meta, pairs[2 * g + h]) for g in range(4)] for h in (0, 1))
-    got = run(assembly(triton_gemv.gather_kept), meta, *a, *b)
+    got = run(assembly(triton_sparse_gemv.gather_kept), meta, *a, *b)
     for g in range(4):
         first, second = nibbles[:, g] & 3, nibbles[:, g] >> 2
         assert (got[g] & 0xFFFF == k[4 * g + first]).all()
@@ -161,7 +161,7 @@ def test_illegal_metadata_picks_some_activation_of_its_group():
     meta = np.arange(2**16, dtype=np.uint32)
     a = [np.full_like(meta, 0x00020001 + 0x00040004 * g) for g in range(4)]
     b = [np.full_like(meta, 0x00040003 + 0x00040004 * g) for g in range(4)]
-    for g, word in enumerate(run(assembly(triton_gemv.gather_kept), meta, *a, *b)):
+    for g, word in enumerate(run(assembly(triton_sparse_gemv.gather_kept), meta, *a, *b)):
         for half in (word & 0xFFFF, word >> 16):
             assert ((half >= 4 * g + 1) & (half <= 4 * g + 4)).all()
 

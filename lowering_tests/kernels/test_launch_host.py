@@ -10,10 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import host
-from fp4_inductor.kernels.linear import launch
+from fp4_inductor.kernels import forms, host, registry, run
+from fp4_inductor.kernels.linear import cuda as linear
 from fp4_inductor.kernels.router import launch as router_launch
-from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
+from fp4_inductor.kernels.sparse_linear import cuda as sparse_linear
 from lowering_tests.fake_cuda import pretend_cuda
 
 
@@ -38,8 +38,8 @@ def parts(n: int, k: int) -> tuple[torch.Tensor, ...]:
 def test_empty_dimensions_launch_nothing(fake_gpu, lead, n, k, with_bias):
     launched = mock.Mock(side_effect=AssertionError("launched"))
     bias = torch.empty(n, device="cuda") if with_bias else None
-    with mock.patch.dict(launch._LAUNCHERS, dict.fromkeys(launch._LAUNCHERS, launched)):
-        y = launch.linear(torch.empty(*lead, k, device="cuda"), *parts(n, k), bias)
+    with mock.patch.object(run, "launched", launched):
+        y = linear.linear(torch.empty(*lead, k, device="cuda"), *parts(n, k), bias)
     assert (tuple(y.shape), y.dtype, y.device.type) == ((*lead, n), torch.float32, "cuda")
 
 
@@ -84,41 +84,48 @@ def test_an_empty_sparse_weight_launches_nothing(fake_gpu, lead):
     n, k = (5, 32) if 0 in lead else (0, 32)
     _, scale, g = parts(n, k)
     weight = torch.empty(n, k // 4, dtype=torch.uint8, device="cuda"), torch.empty(n, k // 8, dtype=torch.uint8, device="cuda"), scale, g
-    with mock.patch.dict(sparse_launch.LAUNCHERS, dict.fromkeys(sparse_launch.LAUNCHERS, launched)):
-        assert tuple(sparse_launch.sparse_linear(torch.empty(*lead, k, device="cuda"), *weight).shape) == (*lead, n)
+    with mock.patch.object(run, "launched", launched):
+        assert tuple(sparse_linear.sparse_linear(torch.empty(*lead, k, device="cuda"), *weight).shape) == (*lead, n)
 
 
-@pytest.mark.parametrize("kind", ["gemv", "mid"])
-def test_a_sparse_launcher_gives_its_kernel_every_argument_and_no_other(kind):
+TRITON = {(kernel.op, kernel.name): kernel.form for kernel in registry.kernels() if isinstance(kernel.form, forms.Triton)}
+
+
+def parts_of(op: str) -> tuple[torch.Tensor, ...]:
+    """Of a weight ``[40, 96]``, without its global scales."""
+    q, s, _ = nvfp4.quantize(torch.randn(40, 96))
+    sparse = torch.empty(40, 24, dtype=torch.uint8), torch.empty(40, 12, dtype=torch.uint8), s
+    codes = torch.empty(3, 48, dtype=torch.uint8), torch.empty(3, 6, dtype=torch.uint8), torch.ones(3, 1)
+    return {"sparse_linear": sparse, "linear_fp8": (torch.empty(40, 96, dtype=torch.float8_e4m3fn),), "linear_w4a4": (*codes, q, s)}.get(op, (q, s))
+
+
+@pytest.mark.parametrize(("op", "name"), TRITON)
+def test_a_triton_kernel_is_given_every_argument_and_no_other(op, name):
     """A constant that the kernel does not take would be an error on a GPU only."""
-    kernel = getattr(sparse_launch, f"sparse_{kind}")
-    spy = mock.MagicMock()
-    _, scale, g = nvfp4.quantize(torch.randn(40, 96))
-    weight = torch.empty(40, 24, dtype=torch.uint8), torch.empty(40, 12, dtype=torch.uint8), scale, g
-    with mock.patch.object(sparse_launch, f"sparse_{kind}", spy):
-        getattr(sparse_launch, kind)(torch.randn(3, 96).half(), *weight)
+    form, spy = TRITON[op, name], mock.MagicMock()
+    inputs = (*(() if op == "linear_w4a4" else (torch.randn(3, 96).half(),)), *parts_of(op), torch.tensor(1.0))
+    with mock.patch.object(forms, "source", return_value=spy):
+        run.by_triton(form, inputs, forms.Problem(3, 40, 96, 90, torch.float16))
     positional, keywords = spy.__getitem__.return_value.call_args
-    given = [*kernel.arg_names[: len(positional)], *keywords]
-    assert sorted(given) == sorted([*kernel.arg_names, "num_warps", "num_stages"])
-
-
-def given(launched):
-    """``(weights' rows, global scales, bounds, bias)`` of each launch."""
-    found = []
-    for call in launched.mock_calls:
-        _, codes, *_, scales, bias = call.args
-        found.append((codes.shape[0], tuple(scales.shape), call.kwargs.get("bounds", ()), None if bias is None else len(bias)))
-    return found
+    names = form.source().arg_names
+    given = {*names[: len(positional)], *keywords}
+    assert len(given) == len(positional) + len(keywords)
+    assert given == {*names, "num_warps", "num_stages"}
 
 
 @pytest.mark.parametrize("op", ["linear", "sparse_linear"])
 def test_several_scales_are_one_launch_and_more_than_three_are_several(fake_gpu, op):
-    owner, launchers = (launch, launch._LAUNCHERS) if op == "linear" else (sparse_launch, sparse_launch.LAUNCHERS)
+    owner = linear if op == "linear" else sparse_linear
     codes, scale, _ = parts(64, 64)
     weight = (codes, scale) if op == "linear" else (codes.new_empty(64, 16), codes.new_empty(64, 8), scale)
-    launched = mock.Mock(side_effect=lambda x, *rest, **more: x.new_empty(x.shape[0], rest[0].shape[0]))
+    calls = []
+
+    def launched(kernel, x, weight, bias, bounds=()):
+        calls.append((weight[0].shape[0], tuple(weight[-1].shape), bounds, None if bias is None else len(bias)))
+        return x.new_empty(x.shape[0], weight[0].shape[0])
+
     x, bias = torch.empty(5, 64, device="cuda", dtype=torch.float16), torch.empty(64, device="cuda", dtype=torch.float16)
-    with mock.patch.dict(launchers, dict.fromkeys(launchers, launched)):
+    with mock.patch.object(run, "launched", launched):
         for rows, want in (
             ([0], [(64, (), (), 64)]),
             ([0, 7], [(64, (2,), (7,), 64)]),
@@ -126,19 +133,24 @@ def test_several_scales_are_one_launch_and_more_than_three_are_several(fake_gpu,
             ([0, 7, 9, 40], [(40, (3,), (7, 9), 40), (24, (), (), 24)]),
             ([0, 7, 9, 40, 50], [(40, (3,), (7, 9), 40), (24, (2,), (10,), 24)]),
         ):
-            launched.reset_mock()
+            calls.clear()
             y = getattr(owner, op)(x, *weight, torch.empty(len(rows), device="cuda"), bias, "auto", rows)
             assert tuple(y.shape) == (5, 64)
-            assert given(launched) == want, rows
+            assert calls == want, rows
 
 
-@pytest.mark.parametrize(("kind", "bounds"), [("gemv", (8,)), ("mid", (8, 24))])
-def test_a_triton_kernel_is_told_where_scales_begin(kind, bounds):
-    q, s, _ = nvfp4.quantize(torch.randn(40, 96))
-    weight = {launch: (q, s), sparse_launch: (torch.empty(40, 24, dtype=torch.uint8), torch.empty(40, 12, dtype=torch.uint8), s)}
-    for owner, name in ((launch, f"linear_{kind}"), (sparse_launch, f"sparse_{kind}")):
-        spy = mock.MagicMock()
-        with mock.patch.object(owner, name, spy), mock.patch.object(host, "arch", return_value=90):
-            getattr(owner, kind)(torch.randn(3, 96).half(), *weight[owner], torch.ones(3), bounds=bounds)
-        constants = spy.__getitem__.return_value.call_args.kwargs
-        assert (constants["B1"], constants["B2"]) == (8, 24 if len(bounds) > 1 else 2**31 - 1)
+@pytest.mark.parametrize(("op", "name"), [key for key in TRITON if key[0] in ("linear", "sparse_linear", "linear_w4a4")])
+@pytest.mark.parametrize("bounds", [(8,), (8, 24)])
+def test_a_triton_kernel_is_told_where_scales_begin(op, name, bounds):
+    constants = TRITON[op, name].options(forms.Problem(3, 40, 96, 90, torch.float16, bounds), False)[0]
+    assert (constants["B1"], constants["B2"]) == (8, 24 if len(bounds) > 1 else 2**31 - 1)
+
+
+def test_an_fp8_product_rounds_its_activations_and_may_begin_early():
+    library = registry.named("linear")["cuda_wide_fp8"].library
+    with mock.patch.object(run.csrc, "call") as call, mock.patch.object(host, "arch", return_value=90):
+        run.by_library(library, torch.randn(3, 256).bfloat16(), (*nvfp4.quantize(torch.randn(16, 256)),), None, (8,))
+    (name, (x8, x_scale), _, _, _, arch, tile, then), keywords = call.call_args
+    assert (name, x8.dtype, tuple(x_scale.shape), arch, tile, then.starts, keywords) == (
+        "linear_wide_fp8", torch.float8_e4m3fn, (3, 1), 90, (), (8,), {"early": True},
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.kernels.moe import configs
+from fp4_inductor.kernels.moe import decode, many
 from fp4_inductor.kernels.select import Call, moe_form, plan
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import aot, moe_aot
@@ -244,7 +244,7 @@ def test_thresholds_override_both_bounds():
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 8, 10, 64])
 @pytest.mark.parametrize("k", [16, 32, 48, 512, 736, 768, 2048, 2880, 4096, 14336])
 def test_decode_tiles(k, top_k, tokens):
-    up, down = configs.decode_up(k, tokens), configs.decode_down(k, top_k, tokens)
+    up, down = decode.up_tile(k, tokens), decode.down_tile(k, top_k, tokens)
     assert up.block_n % 16 == 0  # whole scale blocks of h
     for c in (up, down):
         assert 1024 * c.num_warps == c.groups * c.block_k  # 32 k a thread
@@ -259,8 +259,8 @@ def test_decode_tiles(k, top_k, tokens):
 )
 def test_transient_weights_are_bounded(rows, experts, k, parts):
     """In E4M3; the last two are DeepSeek-V3's."""
-    part = configs.part_of_rows(rows, experts * k)
+    part = many.part_of_rows(rows, experts * k)
     assert 16 <= part <= rows
     assert part % 16 == 0
-    assert part * experts * k <= configs.TRANSIENT_BYTES
+    assert part * experts * k <= many.TRANSIENT_BYTES
     assert -(-rows // part) == parts

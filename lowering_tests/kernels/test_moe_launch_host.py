@@ -13,16 +13,21 @@ pytest.importorskip("triton")
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import host
-from fp4_inductor.kernels.moe import configs
-from fp4_inductor.kernels.moe import cuda as launch
+from fp4_inductor.kernels.dequantize import launch as dequantize
+from fp4_inductor.kernels.moe import cuda, decode, decode_table, grouped, many, on_csrc, routing, triton_decode, triton_grouped, triton_many, triton_route
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.moe_call import ExpertWeight, MoeCall
 
-MANY = ("moe_route", "moe_many_in", "moe_many_between", "moe_many_product", "moe_combine")
-KERNELS = ("moe_decode_up", "moe_decode_down", "moe_grouped_up", "moe_grouped_down", *MANY)
-KERNEL_SOURCES = types.SimpleNamespace(**{name: getattr(launch, name) for name in MANY})
-DEQUANTIZE = launch.dequantize.dequantize_rows
+SOURCES = {
+    triton_route: ("moe_route",),
+    triton_many: ("moe_many_in", "moe_many_between", "moe_many_product"),
+    triton_grouped: ("moe_combine", "moe_grouped_up", "moe_grouped_down"),
+    triton_decode: ("moe_decode_up", "moe_decode_down"),
+}
+KERNELS = {name: module for module, names in SOURCES.items() for name in names}
+KERNEL_SOURCES = types.SimpleNamespace(**{name: getattr(module, name) for name, module in KERNELS.items()})
+DEQUANTIZE = dequantize.dequantize_rows
 
 
 class Spy:
@@ -39,8 +44,8 @@ class Spy:
 def launches():
     calls = []
     with contextlib.ExitStack() as stack:
-        for name in KERNELS:
-            stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
+        for name, module in KERNELS.items():
+            stack.enter_context(mock.patch.object(module, name, Spy(name, calls)))
         stack.enter_context(mock.patch.object(host, "arch", return_value=90))
         yield calls
 
@@ -52,23 +57,23 @@ def layer(t, k=2, e=8, h=64, inner=48, dtype=torch.bfloat16, act=None, gated=Tru
     biases = (torch.randn(e, rows).to(dtype), torch.randn(e, h).to(dtype)) if biased else (None, None)
     ids = torch.randint(0, e, (t, k)) if ids is None else ids
     weights = map(ExpertWeight.of_parts, quantized, biases)
-    return launch.dense(MoeCall(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), *weights, act or Activation()))
+    return cuda.dense(MoeCall(torch.randn(t, h).to(dtype), ids, torch.rand(t, k), *weights, act or Activation()))
 
 
 def test_decode_is_two_launches(launches):
-    y = launch.decode(layer(3))
+    y = decode.decode(layer(3))
     assert [name for name, *_ in launches] == ["moe_decode_up", "moe_decode_down"]
-    up, down = configs.decode_up(64, 3), configs.decode_down(48, 2, 3)
+    up, down = decode.up_tile(64, 3), decode.down_tile(48, 2, 3)
     assert [grid for _, grid, *_ in launches] == [(-(-48 // up.block_n) * 6,), (-(-64 // down.block_n) * 3,)]
     assert (tuple(y.shape), y.dtype) == ((3, 64), torch.bfloat16)
 
 
 def test_grouped_is_four_launches_and_no_memory_is_cleared(launches):
     with mock.patch.object(torch, "zeros", side_effect=AssertionError("a launch to clear memory")):
-        launch.grouped(layer(40))
+        grouped.grouped(layer(40))
     assert [name for name, *_ in launches] == ["moe_route", "moe_grouped_up", "moe_grouped_down", "moe_combine"]
-    tile = configs.grouped(80, 8, True)
-    slots = configs.slots(80, 8, tile.block_m)
+    tile = grouped.tile_for(80, 8, True)
+    slots = routing.slots(80, 8, tile.block_m)
     assert [grid for _, grid, *_ in launches] == [(8,), (-(-48 // tile.block_n) * slots,), (-(-64 // tile.block_n) * slots,), (40,)]
     outputs = launches[0][2][2:7]
     assert [t.numel() for t in outputs] == [80, 80, 8, slots, slots]
@@ -76,8 +81,8 @@ def test_grouped_is_four_launches_and_no_memory_is_cleared(launches):
 
 
 def test_sparse_decode_is_two_launches_on_grids_of_its_own_tiles(launches):
-    launch.decode(layer(3, inner=96, sparse=(True, True)))
-    up, down = configs.decode_up(64, 3), configs.decode_down(96, 2, 3)
+    decode.decode(layer(3, inner=96, sparse=(True, True)))
+    up, down = decode.up_tile(64, 3), decode.down_tile(96, 2, 3)
     assert [(name, grid) for name, grid, *_ in launches] == [
         ("moe_decode_up", (-(-96 // up.block_n) * 6,)),
         ("moe_decode_down", (-(-64 // down.block_n) * 3,)),
@@ -88,8 +93,8 @@ def test_sparse_decode_is_two_launches_on_grids_of_its_own_tiles(launches):
 @pytest.mark.parametrize("sparse", [(False, False), (True, False), (True, True)])
 def test_the_table_kernel_gets_the_layer(launches, sparse):
     call = layer(11, k=3, h=256, inner=256, sparse=sparse)
-    with mock.patch.object(torch.ops.fp4_csrc, "moe_decode_table", create=True) as op:
-        launch.table(call)
+    with mock.patch.object(on_csrc.torch.ops.fp4_csrc, "moe_decode_table") as op:
+        decode_table.table(call)
     *given, arch = op.call_args.args
     assert launches == [] and arch == 90
     assert (
@@ -104,16 +109,16 @@ def test_every_argument_has_a_parameter():
     for dtype, act, biased in ((torch.bfloat16, Activation(), False), (torch.float16, Activation("swiglu_oai", 1.702, 7.0, True), True)):
         calls = []
         with contextlib.ExitStack() as stack:
-            for name in KERNELS:
-                stack.enter_context(mock.patch.object(launch, name, Spy(name, calls)))
+            for name, module in KERNELS.items():
+                stack.enter_context(mock.patch.object(module, name, Spy(name, calls)))
             stack.enter_context(mock.patch.object(host, "arch", return_value=90))
-            launch.decode(layer(3, dtype=dtype, act=act, biased=biased))
-            launch.decode(layer(3, dtype=dtype, inner=64, sparse=(True, True)))
-            launch.grouped(layer(30, dtype=dtype, sparse=(True, False)))
-            launch.grouped(layer(30, dtype=dtype, act=act, biased=biased))
-            launch.combine(layer(3), torch.zeros(6, 64), torch.zeros(6, dtype=torch.int32))
+            decode.decode(layer(3, dtype=dtype, act=act, biased=biased))
+            decode.decode(layer(3, dtype=dtype, inner=64, sparse=(True, True)))
+            grouped.grouped(layer(30, dtype=dtype, sparse=(True, False)))
+            grouped.grouped(layer(30, dtype=dtype, act=act, biased=biased))
+            routing.combine(layer(3), torch.zeros(6, 64), torch.zeros(6, dtype=torch.int32))
         for name, _, args, kwargs in calls:
-            names = getattr(launch, name).arg_names
+            names = getattr(KERNEL_SOURCES, name).arg_names
             given = list(names[: len(args)]) + [k for k in kwargs if k not in ("num_warps", "num_stages", "launch_pdl")]
             assert sorted(given) == sorted(names), name
 
@@ -127,7 +132,7 @@ def routed(c, block_m):
     place[order[:valid]] = torch.arange(valid, dtype=torch.int32)
     order[valid:] = 2**30
     ends = torch.bincount(local[local >= 0], minlength=c.experts).cumsum(0)
-    return launch.Routing(order.int(), place, ends.int(), order.int(), order.int())
+    return routing.Routing(order.int(), place, ends.int(), order.int(), order.int())
 
 
 def sorted_rows(c, routing, fp8):
@@ -179,11 +184,11 @@ def test_the_transient_weight_path_with_torchs_grouped_product(act, gated, biase
     ours = dict(route=routed, sorted_rows=sorted_rows, activated_rows=activated_rows, combine=combined)
     with contextlib.ExitStack() as stack:
         for name, f in ours.items():
-            stack.enter_context(mock.patch.object(launch, name, f))
+            stack.enter_context(mock.patch.object(many, name, f))
         product = stack.enter_context(mock.patch.object(torch, "_grouped_mm", wraps=torch._grouped_mm))
-        stack.enter_context(mock.patch.object(launch.dequantize, "transient", transient))
-        stack.enter_context(mock.patch.object(configs, "TRANSIENT_BYTES", limit))
-        got = launch.large_dense(c).double()
+        stack.enter_context(mock.patch.object(dequantize, "transient", transient))
+        stack.enter_context(mock.patch.object(many, "TRANSIENT_BYTES", limit))
+        got = many.large_dense(c).double()
     assert float((got - want).norm() / want.norm()) < 8e-3
     assert product.call_count == 2 if parts == 1 else product.call_count > 4
 
@@ -193,20 +198,20 @@ def test_many_tokens_are_eight_launches(launches, act, gated, biased, sparse):
     """Nothing else touches a row: no pass to gather, to add a bias, to round."""
     c = layer(30, 3, inner=64, act=act, gated=gated, biased=biased, sparse=sparse)
     with (
-        mock.patch.object(launch.dequantize, "dequantize_rows", Spy("dequantize_rows", launches)),
+        mock.patch.object(dequantize, "dequantize_rows", Spy("dequantize_rows", launches)),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
     ):
-        y = launch.large_fp8(c)
+        y = many.large_fp8(c)
     assert (tuple(y.shape), y.dtype) == ((30, 64), torch.bfloat16)
     product = ["dequantize_rows", "moe_many_product"]
     assert [name for name, *_ in launches] == ["moe_route", "moe_many_in", *product, "moe_many_between", *product, "moe_combine"]
     assert [grid for _, grid, *_ in launches][:2] == [(8,), (30,)]
     assert [kwargs["ENDS"] is not None for name, _, _, kwargs in launches if name == "dequantize_rows"] == [True, True]
-    tile, tiles = configs.many(90, 8), launches[0][3]["BLOCK_M"]
+    tile, tiles = many.tile_for(90, 8), launches[0][3]["BLOCK_M"]
     assert tiles == tile.block_m
     rows = 128 if gated else 64
     products = [(grid, args) for name, grid, args, _ in launches if name == "moe_many_product"]
-    assert [grid for grid, _ in products] == [(-(-n // tile.block_n) * configs.slots(90, 8, tiles),) for n in (rows, 64)]
+    assert [grid for grid, _ in products] == [(-(-n // tile.block_n) * routing.slots(90, 8, tiles),) for n in (rows, 64)]
     assert [(a[0].base.dtype, tuple(a[0].base.shape), tuple(a[5].base.shape)) for _, a in products] == [
         (torch.float8_e4m3fn, (90, 64), (8 * rows, 64)),
         (torch.float8_e4m3fn, (90, 64), (8 * 64, 64)),

@@ -10,13 +10,13 @@ import torch
 
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import build, params
-from fp4_inductor.kernels.csrc import KERNELS
+from fp4_inductor.kernels.csrc import LIBRARIES
 from fp4_inductor.kernels.params import ExpertParams, LinearParams, MoeParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 
 needs_emulator = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
-SOURCES = sorted({kernel.source for kernel in KERNELS.values()})
+SOURCES = sorted({kernel.source for kernel in LIBRARIES.values()})
 
 
 @pytest.mark.skipif(build.cxx() is None, reason="no C++ compiler")

@@ -11,8 +11,8 @@ import torch
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
-from fp4_inductor.kernels import registry
-from fp4_inductor.kernels.csrc import KERNELS
+from fp4_inductor.kernels import build, forms, registry
+from fp4_inductor.kernels.csrc import LIBRARIES
 from fp4_inductor.kernels.kernel import ANY, COMPILED, EMULATED, HALF, LOST, Kernel, On
 from fp4_inductor.kernels.select import Call, plan
 
@@ -58,39 +58,18 @@ def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_num
             assert bool(row.batch) == bool(row.implementation.batch[1] and (row.max_m is None or row.max_m > row.implementation.batch[0]))
 
 
-def test_every_launcher_and_lowering_exists():
-    """A row whose kernel nobody implements would be found by the first user of that architecture."""
-    from fp4_inductor.kernels.linear import launch
-    from fp4_inductor.kernels.linear_fp8 import launch as launch_fp8
-    from fp4_inductor.kernels.linear_glu import launch as launch_glu
-    from fp4_inductor.kernels.linear_w4a4 import launch as launch_w4a4
-    from fp4_inductor.kernels.moe import cuda as cuda_moe
-    from fp4_inductor.kernels.sparse_linear import launch as sparse_launch
-    from fp4_inductor.lowerings import linear, linear_fp8, linear_glu, sparse_linear
-
-    served = {
-        "linear": (launch._LAUNCHERS, linear._LOWER),
-        "sparse_linear": (sparse_launch.LAUNCHERS, sparse_linear.LOWER),
-        "linear_fp8": (launch_fp8._LAUNCHERS, linear_fp8._LOWER),
-        "linear_glu": (launch_glu._LAUNCHERS, linear_glu._LOWER),
-    }
-    for op, (launchers, lowered) in served.items():
-        own = op in ("linear", "sparse_linear")  # the others call the operator of a csrc row straight away
-        kernels = {kernel.name for kernel in registry.kernels(op) if kernel.regime not in ("cpu", "unfused") and (own or not kernel.csrc)}
-        assert kernels <= set(launchers)
-        assert kernels <= set(lowered) | {kernel.name for kernel in registry.kernels(op) if kernel.csrc}  # an operator is called
-    assert {kernel.name for op in ("moe", "sparse_moe") for kernel in registry.kernels(op)} == {*cuda_moe._LAUNCHERS, "cpu", "by expert"}
-    finishes = {
-        "linear_glu": "glu",
-        "linear_epilogue": "pointwise",
-        "linear": "plain",
-        "sparse_linear": None,
-        "linear_w4a4": None,
-        "moe": None,
-        "sparse_moe": None,
-    }
-    assert all(KERNELS[kernel.csrc].finish == finishes[kernel.op] for kernel in registry.kernels() if kernel.csrc and kernel.regime != "wide_fp8")
-    assert {kernel.name for kernel in registry.kernels("linear_w4a4") if kernel.regime != "cpu"} == set(launch_w4a4.LAUNCHERS)
+def test_every_kernel_has_a_form_that_runs():
+    """One that nobody implements would be found by the first user of that architecture."""
+    of_op = {"linear_glu": "glu", "linear_epilogue": "pointwise"}
+    for kernel in registry.kernels():
+        if kernel.form is None:  # a CPU's op chooses itself, the two steps of a fused op are other ops
+            assert kernel.regime in ("cpu", "unfused")
+        elif isinstance(kernel.form, forms.Triton | forms.Launches):
+            assert callable(kernel.form.source()) or hasattr(kernel.form.source(), "arg_names")
+        if kernel.library:
+            assert LIBRARIES[kernel.csrc] == kernel.library and (build.csrc_dir() / kernel.library.source).exists()
+            assert kernel.library.finish in (None, of_op.get(kernel.op, "plain"))
+    assert {library.name for library in LIBRARIES.values()} == set(LIBRARIES)
 
 
 def test_one_ascending_list_that_ends_without_a_limit():

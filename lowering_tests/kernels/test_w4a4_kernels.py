@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 from fp4_inductor.formats import e2m1
 from fp4_inductor.kernels import host
-from fp4_inductor.kernels.linear.configs import scale_bounds
-from fp4_inductor.kernels.linear_w4a4 import configs, launch
+from fp4_inductor.kernels.forms import Problem
+from fp4_inductor.kernels.linear.mid import MidConfig
+from fp4_inductor.kernels.linear_w4a4 import block_scaled
 from fp4_inductor.kernels.linear_w4a4.triton_block_scaled import linear_w4a4
 from fp4_inductor.kernels.quantize_rows_nvfp4 import launch as launch_rows
 from fp4_inductor.kernels.quantize_rows_nvfp4 import triton_blocks
@@ -36,14 +37,22 @@ def test_in_the_interpreter():
     assert Counter(c["case"].split()[0] for c in cases) == {"quantize_nvfp4": 17, "w4a4": 12}
 
 
-def compiled(cc: int, tile: configs.MidConfig, k: int, dtype: str = "bf16", bounds: tuple[int, ...] = ()) -> aot.Compiled:
-    constants = {**configs.constants(tile, k), **scale_bounds(bounds)}
+def tiles(cc: int) -> list[MidConfig]:
+    """Those that max-autotune times, the default first."""
+    p = Problem(4096, 4096, 4096, cc, torch.bfloat16)
+    default = block_scaled.tile(p)
+    return [default, *(t for t in block_scaled.others(p) if t != default)]
+
+
+def compiled(cc: int, tile: MidConfig, k: int, dtype: str = "bf16", bounds: tuple[int, ...] = ()) -> aot.Compiled:
+    constants = block_scaled.constants(tile, Problem(4096, 4096, k, cc, torch.bfloat16, bounds))
+    del constants["num_warps"], constants["num_stages"]
     pointers = {"X": "*u8", "X_SCALE": "*u8", "ROW_SCALE": "*fp32", "QDATA": "*u8", "SCALE": "*u8", "GLOBAL_SCALE": "*fp32", "Y": f"*{dtype}"}
     aligned = (*pointers, "N", *(["K"] if k % 16 == 0 else []))
     return aot.compile_kernel(linear_w4a4, {**pointers, "M": "i32", "N": "i32", "K": "i32"}, constants, cc, tile.num_warps, tile.num_stages, aligned)
 
 
-def check(cc: int, tile: configs.MidConfig, done: aot.Compiled) -> None:
+def check(cc: int, tile: MidConfig, done: aot.Compiled) -> None:
     assert_fits(done, tile.num_warps, cc, older=0)
     assert re.search(PTX.get(cc, MMA_SYNC), done.ptx)
     assert done.count(SASS.get(cc, "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X")) > 0
@@ -53,7 +62,7 @@ def check(cc: int, tile: configs.MidConfig, done: aot.Compiled) -> None:
 
 @pytest.mark.parametrize(("cc", "i"), [(100, 0), (100, 1), (120, 0), (120, 3), *((cc, 0) for cc in NATIVE[2:])])
 def test_block_scaled_mma(cc, i):
-    tile = configs.choices(4096, 4096, cc)[i]
+    tile = tiles(cc)[i]
     done = compiled(cc, tile, 4096)
     check(cc, tile, done)
     copies = {op: n for op, n in done.opcodes().items() if op.startswith("LDG")}
@@ -65,7 +74,7 @@ def test_block_scaled_mma(cc, i):
     ("cc", "k", "dtype", "bounds"), [(100, 4112, "bf16", ()), (120, 4112, "fp16", ()), (100, 4096, "fp16", (4096,)), (120, 4096, "bf16", (4096, 5120))]
 )
 def test_off_the_tile_and_siblings(cc, k, dtype, bounds):
-    tile = configs.choices(4096, 4096, cc)[0]
+    tile = tiles(cc)[0]
     check(cc, tile, compiled(cc, tile, k, dtype, bounds))
 
 
@@ -93,18 +102,11 @@ def test_the_conversion_instruction_gives_the_bytes_of_the_comparisons():
     assert torch.equal(got, e2m1.pack(e2m1.encode(torch.stack((lo, hi), -1).flatten(1))))
 
 
-def test_launchers_give_their_kernels_every_argument_and_no_other():
+def test_the_quantizing_kernel_is_given_every_argument_and_no_other():
     x = torch.randn(70, 96)
-    rows = quantize_rows_nvfp4.row_scales(x)
-    codes, w = quantize_rows_nvfp4.reference(x, rows), torch.ops.fp4.quantize(torch.randn(40, 96))
-    for owner, kernel, call in (
-        (launch, "block_scaled", lambda: launch.triton(*codes, rows, *w, None, torch.bfloat16)),
-        (launch_rows, "quantize_blocks", lambda: launch_rows.quantize_rows_nvfp4(x, rows)),
-    ):
-        spy, names = mock.MagicMock(), getattr(owner, kernel).arg_names
-        with mock.patch.object(owner, kernel, spy), mock.patch.object(host, "arch", return_value=120), mock.patch("torch.cuda.device"):
-            call()
-        positional, keywords = spy.__getitem__.return_value.call_args
-        given = {*names[: len(positional)], *keywords} - {"num_warps", "num_stages"}
-        assert given | {"B1", "B2"} == set(names) | {"B1", "B2"}
+    spy, names = mock.MagicMock(), launch_rows.quantize_blocks.arg_names
+    with mock.patch.object(launch_rows, "quantize_blocks", spy), mock.patch.object(host, "arch", return_value=120), mock.patch("torch.cuda.device"):
+        launch_rows.quantize_rows_nvfp4(x, quantize_rows_nvfp4.row_scales(x))
+    positional, keywords = spy.__getitem__.return_value.call_args
+    assert {*names[: len(positional)], *keywords} - {"num_warps", "num_stages"} == set(names)
     assert spy.__getitem__.call_args.args[0] == (70, 1)

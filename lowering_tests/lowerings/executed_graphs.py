@@ -18,10 +18,9 @@ from torch import nn
 
 from fp4_inductor import FP4Linear, Sparse24Linear, dispatch
 from fp4_inductor.formats import sparse24
-from fp4_inductor.kernels.linear import configs
-from fp4_inductor.kernels.linear_glu import configs as glu_configs
-from fp4_inductor.kernels.linear_w4a4 import configs as w4a4_configs
-from fp4_inductor.kernels.sparse_linear import configs as sparse_configs
+from fp4_inductor.kernels import forms
+from fp4_inductor.kernels.linear.mid import MidConfig
+from fp4_inductor.kernels.linear_w4a4 import block_scaled
 from fp4_inductor.modules import FP8Linear
 from fp4_inductor.ops.linear_glu import ACTIVATIONS
 from lowering_tests.executed import execute
@@ -160,12 +159,10 @@ def w4a4_cases() -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    real = w4a4_configs.constants
-    mock.patch.object(w4a4_configs, "constants", lambda *a: {**real(*a), "NATIVE": False}).start()
-    mock.patch.object(w4a4_configs, "choices", return_value=[w4a4_configs.MidConfig(16, 32, 64, 4, 2)]).start()
-    for owner, name in ((configs, "gemv"), (configs, "mid"), (glu_configs, "gemv"), (sparse_configs, "gemv"), (sparse_configs, "mid")):
-        constants = getattr(owner, f"{name}_constants")
-        mock.patch.object(owner, f"{name}_constants", lambda *a, constants=constants: {**constants(*a), "ASM": False}).start()
+    real = block_scaled.FORM.constants
+    mock.patch.object(block_scaled.FORM, "constants", lambda *a: {**real(*a), "NATIVE": False}).start()
+    mock.patch.object(block_scaled.FORM, "tile", return_value=MidConfig(16, 32, 64, 4, 2)).start()
+    mock.patch.object(forms, "ASM", False).start()
     for cases in (dense_cases, epilogue_cases, sibling_cases, glu_cases, sparse_cases, scales_cases, head_cases, w4a4_cases):
         cases()
 

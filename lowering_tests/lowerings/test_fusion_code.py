@@ -12,7 +12,8 @@ from torch import nn
 
 from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.kernels import registry, select
-from fp4_inductor.kernels.linear_glu import configs as glu_configs
+from fp4_inductor.kernels.forms import Problem
+from fp4_inductor.kernels.linear_glu import gemv as glu_gemv
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import FP8Linear
@@ -237,9 +238,8 @@ def test_a_fused_weight_with_bias_and_residual(name):
 
 
 def test_autotuning_measures_tiles_of_the_same_kernel():
-    choices = glu_configs.gemv_choices(12288, 4096)
-    assert choices[0] == glu_configs.gemv(12288, 4096)
-    assert len(choices) > 1
+    choices = glu_gemv.form("silu", False, 1).options(Problem(1, 12288, 4096, 90, BF16), autotune=True)
+    assert len(choices) > 1 and len({tuple(c.items()) for c in choices}) == len(choices)
 
 
 # --- FP8 ----------------------------------------------------------------------------------------------------------

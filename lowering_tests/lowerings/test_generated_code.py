@@ -17,7 +17,10 @@ from torch.testing import FileCheck
 
 from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.kernels import registry
-from fp4_inductor.kernels.linear import configs
+from fp4_inductor.kernels.linear.gemv import FORM as GEMV
+from fp4_inductor.kernels.linear.gemv import GemvConfig
+from fp4_inductor.kernels.linear.mid import FORM as MID
+from fp4_inductor.kernels.linear.mid import MidConfig
 from fp4_inductor.kernels.select import plan
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
@@ -55,8 +58,8 @@ class Base(TestCase):
         stack.enter_context(dispatch(thresholds=(("gemv", 4), ("mid", 256))))
         pinned = {
             (lowering, "plan"): lambda a, b: plan(a, b, PORTABLE),
-            (configs, "gemv"): lambda max_m, n, k: configs.GemvConfig(1 if max_m == 1 else 2 if max_m == 2 else 4, 8, 128, 4),
-            (configs, "mid"): lambda m, n, k: configs.MidConfig(16 if m <= 16 else 64, 64, 64, 4, 3),
+            (GEMV, "tile"): lambda p: GemvConfig(1 if p.m == 1 else 2 if p.m == 2 else 4, 8, 128, 4),
+            (MID, "tile"): lambda p: MidConfig(16 if p.m <= 16 else 64, 64, 64, 4, 3),
         }
         for (owner, name), value in pinned.items():
             stack.enter_context(mock.patch.object(owner, name, value))

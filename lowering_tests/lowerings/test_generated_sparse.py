@@ -13,8 +13,9 @@ from torch.testing import FileCheck
 
 from fp4_inductor import Sparse24Linear, dispatch
 from fp4_inductor.kernels import registry
+from fp4_inductor.kernels.linear.mid import MidConfig
 from fp4_inductor.kernels.select import plan
-from fp4_inductor.kernels.sparse_linear import configs
+from fp4_inductor.kernels.sparse_linear import gemv, mid
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests.fake_cuda import call, call_body, code_generation, generated_code, triton_ptx, triton_sources
@@ -48,8 +49,8 @@ class Generated(TestCase):
         self.addCleanup(stack.close)
         stack.enter_context(dispatch(thresholds=(("gemv", 1), ("mid", 64))))
         stack.enter_context(mock.patch.object(lowering, "plan", lambda a, b: plan(a, b, PORTABLE)))
-        stack.enter_context(mock.patch.object(configs, "gemv", return_value=configs.GemvConfig(8, 64, 4)))
-        stack.enter_context(mock.patch.object(configs, "mid", return_value=configs.MidConfig(64, 64, 64, 4, 3)))
+        stack.enter_context(mock.patch.object(gemv.FORM, "tile", return_value=gemv.GemvConfig(8, 64, 4)))
+        stack.enter_context(mock.patch.object(mid.FORM, "tile", return_value=MidConfig(64, 64, 64, 4, 3)))
 
     def compile(self, build, *shapes, **options) -> str:
         shapes = [s if isinstance(s[0], tuple) else (s, BF16) for s in shapes]

@@ -18,7 +18,8 @@ from torch.testing import FileCheck
 
 from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.kernels import select
-from fp4_inductor.kernels.linear_w4a4 import configs
+from fp4_inductor.kernels.linear.mid import MidConfig
+from fp4_inductor.kernels.linear_w4a4 import block_scaled
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests.fake_cuda import call, call_body, code_generation, generated_code, triton_ptx, triton_sources
 from lowering_tests.lowerings.decoder_block import Block
@@ -26,7 +27,7 @@ from lowering_tests.test_explain import explain_cuda
 
 BF16 = torch.bfloat16
 K, N = 1024, 2048
-TILE = configs.MidConfig(128, 128, 128, 8, 3)
+TILE = MidConfig(128, 128, 128, 8, 3)
 
 
 def layer(dtype=BF16, bias=False, k=K):
@@ -42,7 +43,7 @@ class Generated(TestCase):
     def setUp(self):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        stack.enter_context(mock.patch.object(configs, "choices", return_value=[TILE]))
+        stack.enter_context(mock.patch.object(block_scaled.FORM, "tile", return_value=TILE))
 
     def compile(self, build, *shapes, cc=(12, 0), mark=many, **options) -> str:
         graphs: list[str] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp4_inductor import errors
-from fp4_inductor.kernels.linear.configs import Epilogue
+from fp4_inductor.kernels.forms import Epilogue
 from fp4_inductor.ops import activation, linear_glu
 from fp4_inductor.ops.activation import ActivationCode, activation_code
 

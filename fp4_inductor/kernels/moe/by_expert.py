@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...ops import moe as contract
 from ...ops.moe_call import ExpertWeight, MoeCall
+from ..forms import Launches
+from ..kernel import ANY, RIGHT, Kernel, On
 from ..linear import cpu as linear
 
 fp4 = torch.ops.fp4
@@ -75,3 +77,11 @@ class _Experts:
         if isinstance(global_scale, float):  # on a CPU
             return linear.product(x, packed, scale, global_scale)
         return (fp4.linear if len(packed) == 1 else fp4.sparse_linear)(x, *packed, scale, global_scale, None, self.prefill)
+
+
+_BY_EXPERT = "no tensor cores serve this dtype or shape; reads the ids back, so there is no CUDA graph"
+BY_EXPERT = "by expert"
+KERNELS = tuple(
+    Kernel(op, BY_EXPERT, "by_expert", (On(80, 129, RIGHT, _BY_EXPERT),), ANY, batch=(1, "not examined"), form=Launches("moe.by_expert:moe"))
+    for op in ("moe", "sparse_moe")
+)

@@ -15,7 +15,6 @@ from ...errors import DeviceError, KernelError
 from ...ops.moe_call import MoeCall
 from .. import csrc, params
 from ..build import aligned
-from ..kernel import for_scales
 
 _TYPES = {torch.int32: 0, torch.int64: 1, torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _DENSE = (
@@ -50,7 +49,7 @@ def launch(name: str, call: MoeCall, *rest: Any) -> Tensor:
     )  # fmt: skip
     metas = (a.meta, b.meta) if _OPERATORS[name] > len(tensors) else ()
     form = act.alpha, act.limit or 0.0, int(act.name == "swiglu_oai"), int(act.interleaved)
-    name = for_scales(name, a.global_scale.numel() // max(call.experts, 1))
+    name = csrc.for_scales(name, a.global_scale.numel() // max(call.experts, 1))
     try:
         return getattr(torch.ops.fp4_csrc, name)(*tensors, *metas, *form, *rest)
     except RuntimeError as error:
@@ -86,7 +85,7 @@ def through_ctypes(name: str, *args) -> Tensor:
             map_size=0 if expert_map is None else expert_map.numel(), alpha=alpha, limit=limit, more=more, interleaved=interleaved, tile=tile,
             stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
-        status = params.call(csrc.library(name, arch), csrc.KERNELS[name].function, filled, hidden.device)
+        status = params.call(csrc.library(name, arch), csrc.LIBRARIES[name].function, filled, hidden.device)
     if status:
         raise KernelError(
             f"fp4_{name} was not launched", value=f"cudaError {status} for {sizes}, tile {tuple(tile)}", limit="cudaSuccess", remedy=csrc.switch_off(name)
@@ -96,3 +95,8 @@ def through_ctypes(name: str, *args) -> Tensor:
 
 def _fake(*args) -> Tensor:
     return args[0].new_empty(args[0].shape[0], args[6].shape[1])
+
+
+for _name, _library in csrc.LIBRARIES.items():
+    if not _library.weight:
+        define(_name, sparse=_library.metas, tile=not _library.metas)

@@ -12,7 +12,7 @@ reads it: float16, each scale block normalised by a power of two, in the decode'
 PDL (programmatic dependent launch, sm_90 on): either kernel is launched while the one before it runs out. The first waits for that one before
 anything else. The second requests its first weights and only then waits for the first, whose programs had all begun: ids are complete by then.
 
-The codes of 2:4-sparse experts are the kept ones: a word of 8 is 16 k there, one scale block (:mod:`..sparse_linear.triton_gemv`).
+The codes of 2:4-sparse experts are the kept ones: a word of 8 is 16 k there, one scale block (:mod:`..sparse_linear.triton_sparse_gemv`).
 """
 
 from __future__ import annotations

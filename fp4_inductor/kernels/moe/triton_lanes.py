@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.triton_gemv import decode8, dot8, half2_dot, pack_half2
-from ..sparse_linear.triton_gemv import decode_kept, gather_kept
+from ..sparse_linear.triton_sparse_gemv import decode_kept, gather_kept
 from ..triton_common import e4m3_to_f32
+from ..triton_words import decode8, dot8, half2_dot, pack_half2
 
 
 @triton.jit

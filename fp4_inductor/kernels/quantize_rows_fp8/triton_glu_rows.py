@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear_glu.triton_gemv import activate
+from ..linear_glu.triton_gemv_glu import activate
 from .triton_rows import columns, inverse_of, larger, limited, scale_of
 
 

@@ -1,0 +1,15 @@
+"""sdpa: many queries, limited by products and not by reading the cache: torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from ...ops import decode_attention as contract
+from ..forms import Launches
+from ..kernel import ANY, BY_LIBRARY, IN_CI, Kernel, On
+
+sdpa = contract.by_library
+_WHY = "many queries are limited by products, not by reading the cache: F.scaled_dot_product_attention"
+KERNELS = (
+    Kernel(
+        "decode_attention", "sdpa", "library", (On(0, 129, IN_CI, _WHY),), ANY, k_multiple=1, batch=BY_LIBRARY, form=Launches("decode_attention.by_sdpa:sdpa")
+    ),
+)  # fmt: skip

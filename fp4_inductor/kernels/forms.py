@@ -1,0 +1,254 @@
+"""What a kernel runs: a library of ``csrc/``, one Triton kernel, or torch operators. Eager calls (:mod:`.run`) and lowerings read the same description."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from ..formats.packing import MAX_SCALES
+from ..ops.activation import activation_code
+
+# FP4_FINISH of csrc/common/epilogue.cuh: what a library is compiled to do behind its products.
+FINISHES = ("plain", "pointwise", "glu")
+SEVERAL_SCALES = "_scales"
+ASM = True  # Triton kernels use inline PTX; Triton's interpreter cannot
+
+
+@dataclass(frozen=True)
+class Library:
+    """``csrc/<source>``, compiled for what stands here.
+
+    Args:
+        weight: the weight's parts, all ``[N, ...]``; none: the operator has a signature of its own (``kernels/moe/on_csrc.py``).
+        tile: the integers that describe a tile; all 0 stands for the kernel's own choice, ``best()`` in the source.
+        finish: one of :data:`FINISHES`; None: the library takes no ``Epilogue``.
+        early: it takes whether it may begin, and fetch weights, while the kernel before it still runs (programmatic dependent launch). Nothing but
+            a proof that this one does not write the weight may ask for it: ``_torch/order.py``.
+        activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3
+            activations have bfloat16 results.
+        lane_order: E4M3 activations have their K in the order of ``fp4.quantize_rows_fp8(lane_order=True)``.
+        siblings: it takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
+        apart: several global scales (of an expert: two) need a library of their own, so that the one for one scale carries nothing of it.
+        several: it is that library.
+        metas: of ``fp4.moe``: its operator takes the metadata of 2:4-sparse experts, and no tile.
+    """
+
+    source: str
+    weight: tuple[str, ...] = ()
+    tile: tuple[str, ...] = ()
+    finish: str | None = "plain"
+    early: bool = False
+    activations: tuple[str, ...] = ("x",)
+    lane_order: bool = False
+    siblings: bool = False
+    apart: bool = False
+    several: bool = False
+    metas: bool = False
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Of its operator in ``torch.ops.fp4_csrc``."""
+        path = PurePath(self.source)
+        finish = f"_{self.finish}" if self.finish in FINISHES[1:] else ""
+        return ("moe_" if path.parts[0] == "moe" else "") + path.stem + finish + (SEVERAL_SCALES if self.several else "")
+
+    @property
+    def function(self) -> str:
+        """The C function of the library."""
+        return f"fp4_{PurePath(self.source).stem}"
+
+    @property
+    def codes(self) -> bool:
+        return "half" in self.tile
+
+    @property
+    def fp8(self) -> bool:
+        """Are its activations E4M3, with a scale a row?"""
+        return self.activations == ("x8", "x_scale")
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """What the operator takes behind the tile."""
+        both = ("int second=0", "int third=0") if self.finish or self.siblings else ()
+        rest = ("int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else ()
+        return (*both, *rest, *(("int early=0",) if self.early else ()))
+
+    @property
+    def defaults(self) -> tuple:
+        """Of :attr:`more`."""
+        return tuple(0 if declared.startswith("int") else None for declared in self.more)
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """nvcc's flags besides those of the architecture."""
+        finish = (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
+        return (*finish, "-DFP4_SEVERAL_SCALES=1") if self.several else finish
+
+    def for_scales(self, count: int) -> Library:
+        """The library that takes ``count`` global scales."""
+        return replace(self, several=True) if count > 1 and self.apart else self
+
+
+class Problem(NamedTuple):
+    """What the tile of a Triton kernel may follow.
+
+    ``m``: the rows of the call; in a compiled graph the largest or a likely number of them. ``bounds``: the rows at which the second and the third
+    global scale begin.
+    """
+
+    m: int
+    n: int
+    k: int
+    arch: int
+    dtype: torch.dtype
+    bounds: tuple[int, ...] = ()
+
+
+class Size(NamedTuple):
+    """A number that a Triton kernel takes, and what it is: ``tensor.shape[dim] * times // over``."""
+
+    name: str
+    tensor: str
+    dim: int
+    times: int = 1
+    over: int = 1
+
+
+class Grid(Protocol):
+    def __call__(self, m: Any, n: Any, meta: Mapping[str, Any], *, cdiv: Callable[[Any, Any], Any]) -> tuple[Any, Any, Any]: ...
+
+
+@dataclass(eq=False)
+class Triton:
+    """A kernel that is one Triton launch. Its source is launched by eager calls and is the template of compiled ones.
+
+    Args:
+        function: ``module:name`` below ``kernels/``. It takes the inputs, the result, the sizes, and constexprs.
+        template: the name of the kernel in generated code.
+        inputs: names of its tensors, activations first; a name in ``absent`` is None in an eager call and left out of the template.
+        sizes: what it takes behind the result.
+        tile: its tile for a problem, a pure function, so that eager and compiled calls agree.
+        others: what max-autotune times besides.
+        constants: its constexprs, ``num_warps`` and ``num_stages`` for a tile and a problem.
+        variant: of an op with arguments that change its constexprs: ``variant(arguments)`` is the form for them.
+        likely: the M that a compiled graph assumes if it knows none; 0: the tile holds for the largest M of the graph's range.
+    """
+
+    function: str
+    template: str
+    inputs: tuple[str, ...]
+    sizes: tuple[Size, ...]
+    grid: Grid
+    tile: Callable[[Problem], Any]
+    others: Callable[[Problem], list[Any]]
+    constants: Callable[[Any, Problem], dict[str, Any]]
+    likely: int = 0
+    absent: tuple[str, ...] = ()
+    variant: Callable[..., Triton] | None = None
+
+    def source(self) -> Any:
+        """The Triton function. Triton is imported here."""
+        return source(self.function)
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Where an eager call reads its sizes: the number of an input, a dimension, times, over."""
+        return tuple((self.inputs.index(size.tensor), size.dim, size.times, size.over) for size in self.sizes)
+
+    @functools.cached_property
+    def missing(self) -> tuple[None, ...]:
+        return (None,) * len(self.absent)
+
+    def given(self, *arguments: Any) -> Triton:
+        """The form for these arguments of the op."""
+        return self.variant(*arguments) if self.variant else self
+
+    def options(self, problem: Problem, autotune: bool) -> list[dict[str, Any]]:
+        """Constants of the tile, or with ``autotune`` of all tiles worth timing, the tile first."""
+        first = self.tile(problem)
+        tiles = [first, *(t for t in self.others(problem) if t != first)] if autotune else [first]
+        return [self.constants(t, problem) for t in tiles]
+
+
+@functools.cache
+def source(function: str) -> Any:
+    """``module:name`` below ``kernels/``."""
+    module, name = function.split(":")
+    return getattr(importlib.import_module(f".{module}", __package__), name)
+
+
+def rows_grid(m, n, meta, *, cdiv):
+    """A program for BLOCK_N outputs of BLOCK_M rows."""
+    return (cdiv(n, meta["BLOCK_N"]), cdiv(m, meta["BLOCK_M"]), 1)
+
+
+def tiles_grid(m, n, meta, *, cdiv):
+    """A program for each tile, numbered by the kernel itself."""
+    return (cdiv(n, meta["BLOCK_N"]) * cdiv(m, meta["BLOCK_M"]), 1, 1)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Torch operators around a library's product: the same function in eager calls and, traced, in compiled graphs.
+
+    Args:
+        product: ``product(activations, weight, problem, bias) -> [M, N]``; activations and weight are tuples of tensors, m of ``problem`` is unknown.
+        rounded: activations are ``(x,)``, or x rounded to ``"fp8"`` (codes and a scale a row) or ``"nvfp4"`` (codes, scales, a scale a row).
+    """
+
+    product: Callable[..., torch.Tensor]
+    rounded: Literal["", "fp8", "nvfp4"] = ""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """A Python function that launches what it needs: several kernels, or a library's.
+
+    Args:
+        function: ``module:name`` below ``kernels/``; it takes the op's call and returns its result.
+        library: the library of ``csrc/`` that it calls.
+    """
+
+    function: str
+    library: Library | None = None
+
+    def source(self) -> Callable[..., torch.Tensor]:
+        return source(self.function)
+
+
+Form = Library | Triton | Composed | Launches
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a kernel does with its sums besides the bias: ``act(sums) * mul + residual``, or ``act(gate) * up``.
+
+    Args:
+        starts: the rows of W at which the second and the third global scale begin.
+        act: ``""`` or an activation of ``fp4.linear_glu``.
+        mul, residual: as the result, contiguous; a compiler passes its own kind of tensor.
+    """
+
+    starts: tuple[int, ...] = ()
+    act: str = ""
+    mul: Any = None
+    residual: Any = None
+
+    def arguments(self) -> tuple:
+        """Of the operator, behind its tile, without defaults at the end."""
+        given = [*self.starts, *[0] * (MAX_SCALES - 1 - len(self.starts)), activation_code(self.act), self.mul, self.residual]
+        while given and (given[-1] is None or (isinstance(given[-1], int) and given[-1] == 0)):
+            given.pop()
+        return tuple(given)
+
+
+def scale_bounds(bounds: tuple[int, ...]) -> dict[str, int]:
+    """Constexprs for the rows at which the second and the third of up to :data:`MAX_SCALES` global scales begin; none: one scale for all rows."""
+    b1, b2 = (*bounds, *(2**31 - 1 if bounds else 0,) * 2)[:2]
+    return dict(B1=b1, B2=b2)

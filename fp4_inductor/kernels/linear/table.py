@@ -1,0 +1,21 @@
+"""cuda_table: up to 24 rows, weights decoded by a table in shared memory (``csrc/gemm/linear_table.cu``); alone, or with an epilogue."""
+
+from __future__ import annotations
+
+from ..forms import Library
+from ..kernel import Kernel
+from .finishes import finishes, measured
+
+# A tile is 16 * sets rows of the weight a block and 16 * sets_a_warp a warp; k_groups warps share K, ``substeps`` of them a stage.
+_TILE = ("sets", "sets_a_warp", "k_groups", "substeps")
+_SEVEN = (16, "for more than 16 rows seven warps share K in place of eight where 6337 <= N <= 8448 and K >= 2048")
+_WHY = "decodes by a table in shared memory: 14.4 us at N = K = 8192, M = 8, and 15.3 at M = 16, where cuda_small takes 17.3 and 24.7"
+_FUSED = "timed in a whole model only (cuda_table alone: 14.4 us at N = K = 8192, M = 8)"
+
+
+def _kernel(op: str, finish: str, why: str) -> Kernel:
+    library = Library("gemm/linear_table.cu", ("qdata", "scale"), _TILE, finish, early=True)
+    return Kernel(op, f"cuda_table{'' if finish == 'plain' else f'_{finish}'}", "small", measured(why), k_multiple=256, batch=_SEVEN, form=library)
+
+
+KERNELS = (_kernel("linear", "plain", _WHY), *(_kernel(op, finish, f"{saves}; {_FUSED}") for op, finish, saves in finishes()))
