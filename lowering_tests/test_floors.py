@@ -45,7 +45,7 @@ NEIGHBOURS = {
     ("lowerings", "passes"),
 }
 # F3 sees kernels through their registry, the selection, and their forms, which say what is inlined into generated code. Never what launches them.
-KERNEL_DOORS = {"kernel", "registry", "select", "forms"}
+KERNEL_DOORS = {"kernel", "registry", "select", "forms", "operators"}
 
 LINES = 600
 PRIVATE_TORCH_ATTRIBUTES = {"_inductor", "_dynamo", "_functorch", "_library", "_subclasses", "_higher_order_ops", "_export", "_prims", "_decomp", "_guards"}

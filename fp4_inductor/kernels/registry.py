@@ -45,12 +45,6 @@ def kernels(op: str | None = None) -> tuple[Kernel, ...]:
     return tuple(kernel for kernel in (*_added, *_ours()) if op in (None, kernel.op))
 
 
-def define_operators() -> None:
-    """Define ``torch.ops.fp4_csrc``, if it is not defined: before Inductor compiles a graph that calls it, or reads one from its cache."""
-    importlib.import_module(".csrc", __package__)
-    importlib.import_module(".moe.on_csrc", __package__)
-
-
 def named(op: str) -> dict[str, Kernel]:
     """The package's kernels of ``op`` by name."""
     return {kernel.name: kernel for kernel in _ours() if kernel.op == op}

@@ -1,0 +1,4 @@
+"""Importing this defines ``torch.ops.fp4_csrc``: before Inductor compiles a graph that calls one of its operators, or reads such a graph from its cache."""
+
+from . import csrc  # noqa: F401
+from .moe import on_csrc  # noqa: F401
