@@ -46,6 +46,14 @@ def test_decode(tmp_path):
     assert "x bf16" in said
 
 
+def test_turns(tmp_path):
+    said = run("turns.py", str(ROOT), str(ROOT), "--smoke", "--only", "dense", "sparse", "moe", "eager", "--rounds", "2", "--out", str(tmp_path / "turns.csv"))
+    rows = rows_of(tmp_path / "turns.csv")
+    assert {row["kind"] for row in rows} == {"dense", "sparse", "moe", "eager"}
+    assert all(row["sum"] == "equal" and float(row["old"]) > 0 for row in rows)
+    assert "geometric mean" in said
+
+
 def test_attention(tmp_path):
     run("attention.py", "--smoke", "--out", str(tmp_path / "attention.csv"))
     rows = rows_of(tmp_path / "attention.csv")
