@@ -167,24 +167,16 @@ template <typename W, Blocks BLOCKS> struct Work {
   }
 
   // The sums of a block that does not store this tile, to scratch memory; then those of block b, from there, once they are complete.
+  static constexpr int kConsumers = W::Tile::kConsumers;
   template <int TILES> __device__ __forceinline__ void put(const float (&acc)[TILES][4]) const {
-    constexpr int kConsumers = W::Tile::kConsumers, kMine = TILES * kConsumers;
-    float4* to = partial + (size_t)blockIdx.x * kMine + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) __stcg(to + i * kConsumers, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+    put_sums<0, TILES, kConsumers>(partial + (size_t)blockIdx.x * (TILES * kConsumers) + threadIdx.x, acc);
     __threadfence();
     named_barrier_sync(1, kConsumers);
     if (threadIdx.x == 0) flag_set(flags + blockIdx.x);
   }
   template <int TILES> __device__ __forceinline__ void add(float (&acc)[TILES][4], int b) const {
-    constexpr int kConsumers = W::Tile::kConsumers, kMine = TILES * kConsumers;
     while (!flag_get(flags + b)) {}
-    const float4* from = partial + (size_t)b * kMine + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const float4 v = __ldcg(from + i * kConsumers);
-      acc[i][0] += v.x, acc[i][1] += v.y, acc[i][2] += v.z, acc[i][3] += v.w;
-    }
+    add_sums<0, TILES, kConsumers>(partial + (size_t)b * (TILES * kConsumers) + threadIdx.x, acc);
   }
 };
 
