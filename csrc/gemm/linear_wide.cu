@@ -16,8 +16,8 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, bool MAPPED> struct Den
   using Tile = WideTile<T, ROWS, TOKENS, KGROUPS>;
   static constexpr int kParts = Result<T>::kParts, kColumns = kBlockColumns<T, ROWS>, kCodes = ROWS * 128, kRowBytes = 128 + 16, kSteps = 1;
   static constexpr int kMostStages = 8, kTokenStages = TOKENS == 128 ? 2 : KGROUPS == 4 ? 8 : ROWS <= 128 ? 4 : 3;
-  // Codes are decoded by table where there is room for it beside the activations, and where rings need not be deep: with four warpgroups for the same 64 rows
-  // they do.
+  // Codes are decoded by table if there is room for it beside the activations and rings need not be deep. With four warpgroups for the same 64 rows they must
+  // be.
   static constexpr bool kByTable = TOKENS <= 32 && ROWS > 64;
   static constexpr int kTable = kByTable ? kPairTable : 0, kBatch = Tile::kGroups == 4 ? 1 : 2;
 
@@ -26,7 +26,7 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, bool MAPPED> struct Den
     const uint8_t* scale;
     int M, N, K;
   };
-  // That TMA copies bring to a stage.
+  // Bytes that the TMA copies of a step bring.
   __device__ __forceinline__ static int bytes() { return MAPPED && !FP4_FAULT(EXPECT_CODES_ONLY) ? ROWS * kRowBytes : kCodes; }
   __device__ __forceinline__ static void prefetch(const Source& from) {
     prefetch_tensor_map(from.codes);
@@ -58,7 +58,7 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS, bool MAPPED> struct Den
     own = kept(kByTable ? 0x5504 | t << 4 : own_byte<T>(t));
   }
 
-  // Scales of step k, which no tile map takes, are loaded a step ahead.
+  // Scales of step k, which no tile map takes, are loaded a step ahead. A function of values: as a body of the member, their addresses take branches.
   __device__ __forceinline__ void load_ahead(int n0, int k) {
     if (!MAPPED) load_scales(ahead, from.scale, n0, local, g, t, k, from.N, from.K);
   }

@@ -3,7 +3,8 @@
 // those of table.cuh.
 //
 // As with multiply_wide.cuh, ptxas is sensitive to the form: an Epilogue made before the loop, or handed over by reference, gives other registers and another
-// schedule. Compare the machine code of both libraries after a change, and time it.
+// schedule. So do rings that fetch() computes, and a base class for what both Layouts have. Compare the machine code of both libraries after a change, and
+// time it.
 #pragma once
 #include "table.cuh"
 

@@ -51,7 +51,7 @@ template <typename T, int ROWS, int TOKENS, int KGROUPS> struct Sparse {
 
   // What a step loads before it waits for its activations. second: of the two steps of a stage, if one warpgroup takes both.
   struct Loaded {
-    uint4 v[2][4], e[2], s[2];  // values, metadata and scales of rows g and g + 8
+    uint4 v[2][4], e[2], s[2];  // values, metadata and scales of rows g and g + 8; e in load() would order the sums' registers otherwise
     uint32_t meta[4];
   };
   __device__ __forceinline__ void load(Loaded& l, int stage, int second) const {
@@ -121,8 +121,8 @@ struct OneTile {
 
 template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES>
 __global__ void __launch_bounds__(WideTile<T, ROWS, TOKENS, KGROUPS>::kThreads, 1)
-    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int tile_tokens,
-                       int M, int N, int K, int second_scale, int third_scale) {
+    sparse_linear_wide(const __grid_constant__ Maps maps, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y,
+                       int tile_tokens, int M, int N, int K, int second_scale, int third_scale) {
   multiply_wide<Sparse<T, ROWS, TOKENS, KGROUPS>, SHARES ? Blocks::kShare : Blocks::kSplit>(
       {maps, M, N}, maps.x, tile_tokens,
       [&]() -> OneTile {
