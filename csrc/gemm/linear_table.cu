@@ -4,7 +4,7 @@
 // a time; codes, scales and activations come as tiles through one ring, fetched by a warp of their own. A warp owns 16 * R rows of W and every
 // k_groups-th step of K; activations lie as they lie in memory, swizzled, and the lanes of a quad take the words of their 64 k in different
 // orders, so that they read different banks. Where blocks have few rows a stage holds SUBSTEPS steps, each another warp's: as many bytes in fewer copies.
-#include "table.cuh"
+#include "multiply_table.cuh"
 
 namespace {
 
@@ -25,67 +25,61 @@ template <int SUBSTEPS> struct Layout {
   int bytes() const { return mbarriers() + 16 * stages; }
 };
 
-template <typename T, int TOKENS, int R, int SUBSTEPS>
-__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
-    linear_table(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap activations, const Layout<SUBSTEPS> layout,
-                 const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K, const Epilogue<T> then) {
-  constexpr int kTiles = TOKENS / 8, kParts = Result<T>::kParts, kScales = 16 * SUBSTEPS;  // bytes of a row
+template <typename T, int SUBSTEPS> struct Dense {
+  static constexpr int kSharers = SUBSTEPS, kStepK = SUBSTEPS * kWideK, kPlanes = 4 * SUBSTEPS, kParts = Result<T>::kParts;
+  static constexpr int kScales = 16 * SUBSTEPS;  // bytes of a row
   static_assert(kParts == 1 || SUBSTEPS == 1);  // the rows of a step lie one behind the other
-  uint8_t* shared = dynamic_shared();
-  const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / (SUBSTEPS * kWideK), rows = layout.rows(), n0 = blockIdx.x * (rows / kParts);
-  const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
 
-  if (threadIdx.x == 32 * layout.warps()) {
-    init_ring(full, free, layout.stages, layout.row_warps() * SUBSTEPS);
-    prefetch_tensor_map(codes);
-    prefetch_tensor_map(scales);
-    prefetch_tensor_map(activations);
+  struct Source {
+    const TensorMap &codes, &scales;
+    int N;
+  };
+  struct Rings {
+    Shared first, scales;
+  };
+  __device__ __forceinline__ static Rings rings(const Layout<SUBSTEPS>& layout, uint8_t* shared) {
+    return {shared_address(shared + kPairTable), shared_address(shared + layout.scales())};
   }
-  __syncthreads();
-
-  if (warp == layout.warps()) {
-    if (lane == 0) {
-      const Shared ring = shared_address(shared + kPairTable), scale_ring = shared_address(shared + layout.scales());
-      auto fetch_weights = [&](int k, int at) {
-        const Shared to = ring + at * layout.stage(), mbarrier = full + 8 * at;
-        mbarrier_arrive_expect_tx(mbarrier, layout.stage() + SUBSTEPS * rows * 16);
+  __device__ __forceinline__ static int first_column(const Source&, int rows) { return blockIdx.x * (rows / kParts); }
+  __device__ __forceinline__ static int first_stored(int, int) { return 0; }
+  __device__ __forceinline__ static void prefetch(const Source& from) { prefetch_tensor_map(from.codes), prefetch_tensor_map(from.scales); }
+  __device__ __forceinline__ static void fetch(const Source& from, const Layout<SUBSTEPS>& layout, const Rings& rings, int rows, int n0, int k, int at,
+                                               Shared full) {
+    const Shared to = rings.first + at * layout.stage(), mbarrier = full + 8 * at;
+    mbarrier_arrive_expect_tx(mbarrier, layout.stage() + SUBSTEPS * rows * 16);
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          const int row = n0 + p * (N / 2), local = p * (rows / 2);
-          if constexpr (SUBSTEPS == 1)  // as a plane of one, and SUBSTEPS a variable, it took up to a tenth longer
-            tma_load_2d(to + layout.x_bytes() + local * 128, codes, k * 128, row, mbarrier);
-          else
-            tma_load_3d(to + layout.x_bytes(), codes, 0, row, k * SUBSTEPS, mbarrier);
-          tma_load_2d(scale_ring + (at * rows + local) * kScales, scales, k * kScales, row, mbarrier);
-        }
-      };
-      fetch_steps(steps, layout.stages, layout.early, free, fetch_weights,
-                  [&](int k, int at) { tma_load_3d(ring + at * layout.stage(), activations, 0, 0, k * 4 * SUBSTEPS, full + 8 * at); });
+    for (int p = 0; p < kParts; ++p) {
+      const int row = n0 + p * (from.N / 2), local = p * (rows / 2);
+      if constexpr (SUBSTEPS == 1)  // as a plane of one, and SUBSTEPS a variable, it took up to a tenth longer
+        tma_load_2d(to + layout.x_bytes() + local * 128, from.codes, k * 128, row, mbarrier);
+      else
+        tma_load_3d(to + layout.x_bytes(), from.codes, 0, row, k * SUBSTEPS, mbarrier);
+      tma_load_2d(rings.scales + (at * rows + local) * kScales, from.scales, k * kScales, row, mbarrier);
     }
-    return;
   }
 
-  const int threads = 32 * layout.warps();
-  fill_pairs<T, true>(shared, threadIdx.x, threads);
-  if (!FP4_FAULT(SKIP_BARRIER_AFTER_TABLE)) named_barrier_sync(1, threads);
-  const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
-  const int local = row_warp * (16 * R);  // the warp's first row
-  const int substep = SUBSTEPS > 1 ? k_group % SUBSTEPS : 0;  // of a stage, which the warp takes
-  const int x_row = (substep * 4 + t) * layout.x_rows + (g & layout.x_rows - 1);  // of all rows of the step's planes, by whose number chunks are swizzled
-  const Shared table = shared_address(shared);
-  float acc[R][kTiles][4] = {};
-  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
-  take_turns(steps, layout.stages, layout.k_groups / SUBSTEPS, k_group / SUBSTEPS, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
+  int local, substep, x_row;  // x_row: of all rows of the step's planes, by whose number chunks are swizzled
+  Shared table;
+  __device__ __forceinline__ Dense(const Layout<SUBSTEPS>& layout, uint8_t* shared, int local, int substep, int g, int t, int)
+      : local(local), substep(substep), x_row((substep * 4 + t) * layout.x_rows + (g & layout.x_rows - 1)), table(shared_address(shared)) {}
+  __device__ __forceinline__ int row(int g) const { return local + g; }
+  template <int R, int TILES>
+  __device__ __forceinline__ void multiply(float (&acc)[R][TILES][4], const Layout<SUBSTEPS>& layout, uint8_t* shared, int rows, int stage, int g, int t,
+                                           int lane) const {
     const uint8_t* from = shared + kPairTable + stage * layout.stage();
     const uint8_t* my_codes = from + layout.x_bytes() + (substep * rows + local + g) * 128;
     const uint8_t* my_scales = shared + layout.scales() + (stage * rows + local + g) * kScales + place_of<kScales>(substep, g) * 16 + 4 * t;
-    multiply_by_table<T, 16>(acc, table, my_codes, [&](int r, int h) { return my_scales + (16 * r + 8 * h) * kScales; }, 8, from + x_row * 128, x_row & 7, lane);
-    return bits_of(acc);
-  });
+    auto scales = [&](int r, int h) { return my_scales + (16 * r + 8 * h) * kScales; };
+    multiply_by_table<T, 16>(acc, table, my_codes, scales, 8, from + x_row * 128, x_row & 7, lane);
+  }
+};
 
-  if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) named_barrier_sync(1, threads);  // nobody reads the ring any more
-  sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, local + g, k_group, layout.k_groups, threads, n0, 0,
-                                    {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
+template <typename T, int TOKENS, int R, int SUBSTEPS>
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
+    linear_table(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap activations,
+                 const Layout<SUBSTEPS> layout, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K,
+                 const Epilogue<T> then) {
+  multiply_table<Dense<T, SUBSTEPS>, R, TOKENS / 8>({codes, scales, N}, activations, layout, global_scale, bias, y, M, N, K, then);
 }
 
 constexpr int kMostTokens = kFinish == kPlain ? 24 : 16;  // more than 24 spill, of gates and ups more than 16; more with other epilogues were not timed
@@ -95,8 +89,8 @@ struct Tile {
   int sets, sets_a_warp, k_groups, substeps;
 };
 
-// Measured on an H200 (benchmarks/NOTES.md). A block for nearly every SM, up to 16 rows of x in the same order of summation. For 32 rows of W a copy brings 1024 k
-// of them, which takes an eighth less time at K = 14336; with more rows or tokens rings of such stages are too short.
+// Measured on an H200 (benchmarks/NOTES.md). A block for nearly every SM, up to 16 rows of x in the same order of summation. For 32 rows of W a copy brings
+// 1024 k of them, which takes an eighth less time at K = 14336; with more rows or tokens rings of such stages are too short.
 Tile best(int M, int N, int K) {
   int sets = sets_a_block(N);
   if (sets % 2 && (sets >= 7 || N >= 9216 && sets == 5 || kFinish == kGlu)) ++sets;  // two sets a warp save more than a sixth of the blocks, while 96 are left

@@ -49,19 +49,6 @@ template <int SPLITS> struct Work {
   }
 };
 
-// Sums of tokens 8 FROM .. 8 TO - 1, to and from another cluster.
-template <int FROM, int TO, int TILES> __device__ __forceinline__ void put(float4* to, const float (&acc)[TILES][4]) {
-#pragma unroll
-  for (int i = FROM; i < TO; ++i) __stcg(to + i * kConsumers, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
-}
-template <int FROM, int TO, int TILES> __device__ __forceinline__ void add(const float4* from, float (&acc)[TILES][4]) {
-#pragma unroll
-  for (int i = FROM; i < TO; ++i) {
-    const float4 v = __ldcg(from + i * kConsumers);
-    acc[i][0] += v.x, acc[i][1] += v.y, acc[i][2] += v.z, acc[i][3] += v.w;
-  }
-}
-
 template <int SPLITS, int PART = 0, typename F> __device__ __forceinline__ void each_part(F f) {
   if constexpr (PART < SPLITS) {
     f(std::integral_constant<int, PART>());
@@ -212,7 +199,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
       while (!FP4_FAULT(SKIP_FLAG_WAIT) && !flag_get(flags + cluster * kBlocks + rank)) {}
     };
     if (SPLITS == 1 && k > 0) {  // a later cluster has the tile's first steps, and stores it
-      put<0, kTiles>(sums(blockIdx.x), acc);
+      put_sums<0, kTiles, kConsumers>(sums(blockIdx.x), acc);
       set_mine();
       continue;
     }
@@ -221,7 +208,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
     if constexpr (SPLITS == 1) {
       for (int c = (int)blockIdx.x - 1; count < steps && c >= 0 && Work<1>::end(streamed * steps, c) > tile * steps; --c) {
         wait_for(c);
-        add<0, kTiles>(sums(c), acc);
+        add_sums<0, kTiles, kConsumers>(sums(c), acc);
       }
       if (!FP4_FAULT(SKIP_TOKEN_SCALES_WAIT)) named_barrier_sync(1, kConsumers);
       out.store<0, kTiles>(acc, token_scales, staging, m0, n0 + local);
@@ -229,7 +216,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
       const int part = blockIdx.x % SPLITS;
       each_part<SPLITS>([&](auto p) {
         constexpr int kFrom = decltype(p)::value * kTiles / SPLITS;
-        if (part != decltype(p)::value) put<kFrom, kFrom + kTiles / SPLITS>(sums(blockIdx.x), acc);
+        if (part != decltype(p)::value) put_sums<kFrom, kFrom + kTiles / SPLITS, kConsumers>(sums(blockIdx.x), acc);
       });
       set_mine();
       each_part<SPLITS>([&](auto p) {
@@ -239,7 +226,7 @@ __global__ void __launch_bounds__(Shape<Weight, TOKENS>::kThreads, 1)
         for (int i = 1; i < SPLITS; ++i) {
           const int other = (int)blockIdx.x - part + (part + i) % SPLITS;
           wait_for(other);
-          add<kFrom, kTo>(sums(other), acc);
+          add_sums<kFrom, kTo, kConsumers>(sums(other), acc);
         }
         out.store<kFrom, kTo>(acc, token_scales, staging, m0, n0 + local);
       });

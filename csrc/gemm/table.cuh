@@ -1,5 +1,5 @@
-// What linear_table and sparse_linear_table share: a ring of stages fetched by a warp of its own, the turns of the warps that share K at its steps, and
-// their sums.
+// The loops of kernels that decode by table (multiply_table.cuh, moe/decode_table.cuh): a ring of stages fetched by a warp of its own, the turns of the warps
+// that share K at its steps, and their sums.
 #pragma once
 #include "wide.cuh"
 

@@ -56,6 +56,19 @@ cudaError_t launch_sharing(bool share, int* flags, void (*kernel)(P...), dim3 bl
   return status == cudaSuccess ? launch_second(kernel, blocks, threads, shared_bytes, cluster, stream, arguments...) : status;
 }
 
+// Sums of tokens 8 FROM .. 8 TO - 1, to and from another block through global memory; each of THREADS has its own place there.
+template <int FROM, int TO, int THREADS, int TILES> __device__ __forceinline__ void put_sums(float4* to, const float (&acc)[TILES][4]) {
+#pragma unroll
+  for (int i = FROM; i < TO; ++i) __stcg(to + i * THREADS, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+}
+template <int FROM, int TO, int THREADS, int TILES> __device__ __forceinline__ void add_sums(const float4* from, float (&acc)[TILES][4]) {
+#pragma unroll
+  for (int i = FROM; i < TO; ++i) {
+    const float4 v = __ldcg(from + i * THREADS);
+    acc[i][0] += v.x, acc[i][1] += v.y, acc[i][2] += v.z, acc[i][3] += v.w;
+  }
+}
+
 // Bytes of shared memory that sum_k_groups_and_store needs.
 template <int ROWS> constexpr int kSumPitch = ROWS + 4;
 template <int ROWS, int TOKENS, int KGROUPS> constexpr int kWideSums = KGROUPS * TOKENS * kSumPitch<ROWS> * 4;

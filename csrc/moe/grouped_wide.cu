@@ -33,9 +33,28 @@ struct Workspace {
   }
 };
 
-template <bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
-cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
-  using S = Stages<UP, SHIFTED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BLOCKS>;
+// Of a product: warpgroups of a block, sets of rows a warpgroup, stages of weights and of activations, MMAs that are decoded at a time, blocks or teams an SM.
+struct Sizes {
+  int groups, sets, w_stages, x_stages, batch, blocks;
+};
+struct Tile {
+  int tokens;
+  bool gathers_only;  // compiled only in the form whose first product gathers tokens itself; else also in the form for which gather() has arranged them
+  Sizes up, down;
+};
+
+// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products.
+constexpr Tile kTiles[] = {
+    {8, false, {1, 2, 3, 4, 1, 2}, {1, 2, 3, 4, 1, 2}},  {16, false, {1, 2, 2, 4, 1, 2}, {1, 2, 2, 4, 1, 2}},
+    {32, false, {1, 2, 4, 2, 1, 2}, {1, 2, 4, 2, 1, 2}}, {48, false, {2, 2, 4, 2, 1, 1}, {2, 2, 4, 2, 1, 1}},
+    {80, true, {2, 2, 3, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},  {96, false, {2, 1, 6, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},
+    {128, false, {2, 1, 4, 2, 1, 1}, {2, 1, 4, 2, 1, 1}},
+};
+
+template <bool UP, bool SHIFTED, bool GATHERED, int TILE> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+  constexpr int kTokens = kTiles[TILE].tokens;
+  constexpr Sizes kSizes = UP ? kTiles[TILE].up : kTiles[TILE].down;
+  using S = Stages<UP, SHIFTED, kTokens, kSizes.groups, kSizes.sets, kSizes.w_stages, kSizes.x_stages, kSizes.blocks>;
   static_assert(S::kBlocks * (S::kBytes + 1024) <= 228 * 1024 && S::kBytes <= 227 * 1024 && S::kWStages > 1);
   const int N = UP ? l.I : l.N, K = UP ? l.K : l.I, groups = UP ? (N + 255) / 256 * S::kOfBlock : (N + S::kRows - 1) / S::kRows;
   const int64_t rows = (int64_t)l.E * (UP ? 2 : 1) * N;
@@ -54,20 +73,18 @@ cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
       status = tensor_map_3d(&maps[i], from + up * N / each * bytes, {bytes, 64 / each, (rows - up * N) / 64, bytes, 64 / each * bytes}, 4, 8 * S::kSets / each, tile_bytes);
     if (status != cudaSuccess) return status;
   }
-  return launch_second(product<T, UP, SHIFTED, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>, dim3(multiprocessors() * S::kBlocks),
+  constexpr auto kProduct = product<T, UP, SHIFTED, GATHERED, kTokens, kSizes.groups, kSizes.sets, kSizes.w_stages, kSizes.x_stages, kSizes.batch, kSizes.blocks>;
+  return launch_second(kProduct, dim3(multiprocessors() * S::kBlocks),
                        S::kTeams * S::kThreads, S::kBytes, 1, stream, maps[0], maps[1], maps[2], maps[3], (const uint8_t*)(UP ? space.x : space.h), space.routed,
                        l.global_scale[!UP], space.h, space.out, N, K, groups, l.top_k, l.between);
 }
 
-template <bool UP, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
-cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
-  return (UP ? l.K : l.I) % kWideK ? run<UP, true, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream)
-                                   : run<UP, false, GATHERED, TOKENS, GROUPS, SETS, W_STAGES, X_STAGES, BATCH, BLOCKS>(l, space, stream);
+template <bool UP, bool GATHERED, int TILE> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
+  return (UP ? l.K : l.I) % kWideK ? run<UP, true, GATHERED, TILE>(l, space, stream) : run<UP, false, GATHERED, TILE>(l, space, stream);
 }
 
-// Tile of the first product: warpgroups, sets, stages of weights and of activations, batch, blocks or teams an SM; then that of the second.
-template <int TOKENS, bool GATHERED, int G, int S, int W, int X, int B, int P, int DOWN_G, int DOWN_S, int DOWN_W, int DOWN_X, int DOWN_B, int DOWN_P>
-cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+template <int TILE, bool GATHERED> cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+  constexpr int TOKENS = kTiles[TILE].tokens;
   const Workspace space((uint8_t*)workspace, l, TOKENS, GATHERED);
   if (space.bytes > bytes) return cudaErrorInvalidValue;
   const int64_t words = (int64_t)l.tokens * ((l.K + kWideK - 1) / kWideK) * 8;
@@ -78,30 +95,20 @@ cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t s
   if constexpr (!GATHERED)
     if (status == cudaSuccess)
       status = launch_second(gather<T, TOKENS, kByWarp<TOKENS>>, dim3(4 * multiprocessors()), 256, 0, 1, stream, l.x, space.x, space.routed, l.top_k, l.K);
-  if (status == cudaSuccess) status = run<true, GATHERED, TOKENS, G, S, W, X, B, P>(l, space, stream);
-  if (status == cudaSuccess) status = run<false, false, TOKENS, DOWN_G, DOWN_S, DOWN_W, DOWN_X, DOWN_B, DOWN_P>(l, space, stream);
+  if (status == cudaSuccess) status = run<true, GATHERED, TILE>(l, space, stream);
+  if (status == cudaSuccess) status = run<false, false, TILE>(l, space, stream);
   if (status != cudaSuccess) return status;
   return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
 }
 
-// Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products. A number of tokens and one more: GATHERED.
-cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
-#define TILE(size, ...) \
-  if (tile == size) return layer<size / 8 * 8, size % 8 == 1, __VA_ARGS__>(l, workspace, bytes, stream);
-  TILE(8, 1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 1, 2)
-  TILE(16, 1, 2, 2, 4, 1, 2, 1, 2, 2, 4, 1, 2)
-  TILE(32, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
-  TILE(48, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
-  TILE(96, 2, 1, 6, 2, 1, 1, 2, 2, 3, 2, 1, 1)
-  TILE(128, 2, 1, 4, 2, 1, 1, 2, 1, 4, 2, 1, 1)
-  TILE(9, 1, 2, 3, 4, 1, 2, 1, 2, 3, 4, 1, 2)
-  TILE(17, 1, 2, 2, 4, 1, 2, 1, 2, 2, 4, 1, 2)
-  TILE(33, 1, 2, 4, 2, 1, 2, 1, 2, 4, 2, 1, 2)
-  TILE(49, 2, 2, 4, 2, 1, 1, 2, 2, 4, 2, 1, 1)
-  TILE(81, 2, 2, 3, 2, 1, 1, 2, 2, 3, 2, 1, 1)
-  TILE(97, 2, 1, 6, 2, 1, 1, 2, 2, 3, 2, 1, 1)
-  TILE(129, 2, 1, 4, 2, 1, 1, 2, 1, 4, 2, 1, 1)
-#undef TILE
+// tile: a number of tokens, and one more where the first product gathers them.
+template <int TILE = 0> cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+  if constexpr (TILE < sizeof(kTiles) / sizeof(Tile)) {
+    if (tile == kTiles[TILE].tokens + 1) return layer<TILE, true>(l, workspace, bytes, stream);
+    if constexpr (!kTiles[TILE].gathers_only)
+      if (tile == kTiles[TILE].tokens) return layer<TILE, false>(l, workspace, bytes, stream);
+    return by_tile<TILE + 1>(tile, l, workspace, bytes, stream);
+  }
   return cudaErrorInvalidConfiguration;
 }
 

@@ -112,30 +112,6 @@ FP4_WGMMA_SPARSE(E4M3, 16, "m64n128k64", "e4m3", "1, 1, 1", FP4_SUMS64, "%64,%65
 FP4_WGMMA_SPARSE(E4M3, 24, "m64n192k64", "e4m3", "1, 1, 1", FP4_SUMS96, "%96,%97,%98,%99", "%100", "%101", "%102", FP4_D16(0), FP4_D8(16))
 FP4_WGMMA_SPARSE(E4M3, 32, "m64n256k64", "e4m3", "1, 1, 1", FP4_SUMS128, "%128,%129,%130,%131", "%132", "%133", "%134", FP4_D32(0))
 
-#undef FP4_WGMMA_SPARSE_SIZES
-#undef FP4_WGMMA_SPARSE
-#undef FP4_WGMMA_SIZES
-#undef FP4_WGMMA
-#undef FP4_SUMS128
-#undef FP4_SUMS96
-#undef FP4_SUMS80
-#undef FP4_SUMS72
-#undef FP4_SUMS64
-#undef FP4_SUMS48
-#undef FP4_SUMS40
-#undef FP4_SUMS32
-#undef FP4_SUMS24
-#undef FP4_SUMS16
-#undef FP4_SUMS8
-#undef FP4_SUMS4
-#undef FP4_D32
-#undef FP4_D16
-#undef FP4_D12
-#undef FP4_D10
-#undef FP4_D8
-#undef FP4_D4
-#undef FP4_D
-
 template <typename T, int TILES>
 __device__ __forceinline__ void wgmma(float (&d)[TILES][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b) {
   Wgmma<T, TILES>::run(d, a0, a1, a2, a3, b);

@@ -1,10 +1,11 @@
 // fp4.sparse_linear for 1 to 16 rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical 2:4-sparse NVFP4.
 //
-// As gemm/linear_table: values, metadata, scales and activations come as tiles through one ring, and a byte of values, the two kept codes of a group of four, becomes
-// a pair of numbers by the table. The weight is the sparse operand of mma.sp, whose k may be in any order as long as metadata and activations follow it. A step of K
-// is 2 * SUBSTEPS chunks of 64 k: pair p of the lanes of a quad decodes chunk SUBSTEPS * p + s in substep s, the lanes of a pair taking turns at its bytes. So lanes
-// read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. A warp takes two substeps, whose
-// metadata one pair gives each. Four a step are two warps' work: rows of tiles are longer, and as little is in hand.
+// As gemm/linear_table: values, metadata, scales and activations come as tiles through one ring, and a byte of values, the two kept codes of a group of four,
+// becomes a pair of numbers by the table. The weight is the sparse operand of mma.sp, whose k may be in any order as long as metadata and activations follow
+// it. A step of K is 2 * SUBSTEPS chunks of 64 k: pair p of the lanes of a quad decodes chunk SUBSTEPS * p + s in substep s, the lanes of a pair taking turns
+// at its bytes. So lanes read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. A
+// warp takes two substeps, whose metadata one pair gives each. Four a step are two warps' work: rows of tiles are longer, and as little is in hand.
+#include "../gemm/multiply_table.cuh"
 #include "table.cuh"
 
 namespace {
@@ -29,6 +30,68 @@ struct Layout {
   int bytes() const { return mbarriers() + 16 * stages; }
 };
 
+template <typename T, int SUBSTEPS> struct Sparse {
+  static constexpr int kSharers = SUBSTEPS / 2, kStepK = 128 * SUBSTEPS, kPlanes = 2 * SUBSTEPS;
+  static constexpr int kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
+
+  struct Source {
+    const TensorMap &values, &metadata, &scales;
+    int N;
+  };
+  struct Rings {
+    Shared first, meta, scales;
+  };
+  __device__ __forceinline__ static Rings rings(const Layout& layout, uint8_t* shared) {
+    return {shared_address(shared + kPairTable), shared_address(shared + layout.meta()), shared_address(shared + layout.scales())};
+  }
+  // The last block begins earlier instead of reading past N, where metadata would be zeros, which are illegal; what it shares with its neighbour is not stored,
+  // but for one column, with the same bits, where N is odd.
+  __device__ __forceinline__ static int first_column(const Source& from, int rows) {
+    return FP4_FAULT(READ_ROWS_PAST_N) ? blockIdx.x * rows : min((int)blockIdx.x * rows, from.N - rows);
+  }
+  __device__ __forceinline__ static int first_stored(int rows, int n0) { return ((int)blockIdx.x * rows - n0) & ~1; }
+  __device__ __forceinline__ static void prefetch(const Source& from) {
+    prefetch_tensor_map(from.values), prefetch_tensor_map(from.metadata), prefetch_tensor_map(from.scales);
+  }
+  __device__ __forceinline__ static void fetch(const Source& from, const Layout& layout, const Rings& rings, int, int n0, int k, int at, Shared full) {
+    const Shared mbarrier = full + 8 * at;
+    mbarrier_arrive_expect_tx(mbarrier, layout.step() - (FP4_FAULT(EXPECT_NO_METADATA) ? layout.meta_bytes() : 0));
+    tma_load_2d(rings.first + at * layout.stage() + layout.x_bytes(), from.values, k * kValues, n0, mbarrier);
+    tma_load_2d(rings.meta + at * layout.meta_bytes(), from.metadata, k * kMeta, n0, mbarrier);
+    tma_load_2d(rings.scales + at * layout.scale_bytes(), from.scales, k * kScales, n0, mbarrier);
+  }
+
+  // Of the warp's first substep and product; the others' chunks lie where some bits of the address differ.
+  int my_row, value_at, meta_at, scale_at, x_rows, x_at;
+  __device__ __forceinline__ Sparse(const Layout& layout, uint8_t*, int local, int sharer, int g, int, int lane) {
+    const int p = lane >> 1 & 1, first = FP4_FAULT(BOTH_TAKE_FIRST_HALF) ? 0 : sharer * 2;
+    // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
+    my_row = local + (g ^ (g & 2) << 1);
+    const int swizzle = FP4_FAULT(SWIZZLE_OF_ANOTHER_ROW) ? g : my_row & 7, scale_from = 4 * (SUBSTEPS * p + first);
+    value_at = kPairTable + layout.x_bytes() + my_row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
+    meta_at = layout.meta() + my_row * kMeta + place_of<kMeta>(first / 2, swizzle) * 16 + 8 * p;
+    scale_at = layout.scales() + my_row * kScales + place_of<kScales>(scale_from / 16, swizzle) * 16 + scale_from % 16;
+    // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them. Planes of 64 k have fewer than eight rows where M is small: tiles of
+    // 128 bytes are swizzled by the number of a row among all.
+    x_rows = layout.x_rows;
+    const int x_row = (SUBSTEPS * (lane >> 3 & 1) + first) * x_rows + (lane & 7 & x_rows - 1);
+    x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : x_row & 7)) * 16;
+  }
+  __device__ __forceinline__ int row(int) const { return my_row; }
+  template <int R, int TILES>
+  __device__ __forceinline__ void multiply(float (&acc)[R][TILES][4], const Layout& layout, uint8_t* shared, int, int stage, int, int, int lane) const {
+    const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
+    multiply_sparse_by_table<T, SUBSTEPS, 16>(acc, shared, values_from, meta_from, shared + scale_at + stage * layout.scale_bytes(), 8, x_from, x_rows * 128,
+                                              FP4_FAULT(SWIZZLE_OF_ANOTHER_PLANE) ? 0 : (x_rows & 7) * 16, lane);
+  }
+};
+
+// The rows of W at which the second and the third global scale begin.
+template <typename T> struct Starts {
+  int second, third;
+  __device__ __forceinline__ operator Epilogue<T>() const { return Epilogue<T>::scales(second, third); }
+};
+
 // A warp needs the registers of two where it has four sets of rows.
 template <int R> constexpr int kWarps = R > 2 ? kMostWarps / 2 : kMostWarps;
 
@@ -37,67 +100,8 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
     sparse_linear_table(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap metadata, const __grid_constant__ TensorMap scales,
                         const __grid_constant__ TensorMap activations, const Layout layout, const float* __restrict__ global_scale, const T* __restrict__ bias,
                         T* __restrict__ y, int M, int N, int K, int second, int third) {
-  constexpr int kTiles = TOKENS / 8, kSharers = SUBSTEPS / 2, kStepK = 128 * SUBSTEPS, kValues = 32 * SUBSTEPS, kMeta = 16 * SUBSTEPS, kScales = 8 * SUBSTEPS;  // bytes of a row
-  uint8_t* shared = dynamic_shared();
-  const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, steps = K / kStepK, rows = layout.rows();
-  // The last block begins earlier instead of reading past N, where metadata would be zeros, which are illegal; what it shares with its neighbour is not stored,
-  // but for one column, with the same bits, where N is odd.
-  const int n0 = FP4_FAULT(READ_ROWS_PAST_N) ? blockIdx.x * rows : min((int)blockIdx.x * rows, N - rows);
-  const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
-
-  if (threadIdx.x == 32 * layout.warps()) {
-    init_ring(full, free, layout.stages, layout.row_warps() * (FP4_FAULT(ONE_OF_TWO_WARPS_FREES) ? 1 : kSharers));
-    prefetch_tensor_map(values);
-    prefetch_tensor_map(metadata);
-    prefetch_tensor_map(scales);
-    prefetch_tensor_map(activations);
-  }
-  __syncthreads();
-
-  if (warp == layout.warps()) {
-    if (lane == 0) {
-      const Shared ring = shared_address(shared + kPairTable), meta_ring = shared_address(shared + layout.meta()), scale_ring = shared_address(shared + layout.scales());
-      fetch_steps(
-          steps, layout.stages, layout.early, free,
-          [&](int k, int at) {
-            const Shared mbarrier = full + 8 * at;
-            mbarrier_arrive_expect_tx(mbarrier, layout.step() - (FP4_FAULT(EXPECT_NO_METADATA) ? layout.meta_bytes() : 0));
-            tma_load_2d(ring + at * layout.stage() + layout.x_bytes(), values, k * kValues, n0, mbarrier);
-            tma_load_2d(meta_ring + at * layout.meta_bytes(), metadata, k * kMeta, n0, mbarrier);
-            tma_load_2d(scale_ring + at * layout.scale_bytes(), scales, k * kScales, n0, mbarrier);
-          },
-          [&](int k, int at) { tma_load_3d(ring + at * layout.stage(), activations, 0, 0, k * 2 * SUBSTEPS, full + 8 * at); });
-    }
-    return;
-  }
-
-  const int threads = 32 * layout.warps();
-  fill_pairs<T, true>(shared, threadIdx.x, threads);
-  if (!FP4_FAULT(SKIP_BARRIER_AFTER_TABLE)) named_barrier_sync(1, threads);
-  const int g = lane >> 2, p = lane >> 1 & 1, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), first = FP4_FAULT(BOTH_TAKE_FIRST_HALF) ? 0 : k_group % kSharers * 2;
-  // The lanes of half a warp have rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks.
-  const int row = row_warp * (16 * R) + (g ^ (g & 2) << 1), swizzle = FP4_FAULT(SWIZZLE_OF_ANOTHER_ROW) ? g : row & 7;
-  const int scale_from = 4 * (SUBSTEPS * p + first);
-  // Of the warp's first substep and product; the others' chunks lie where some bits of the address differ.
-  const int value_at = kPairTable + layout.x_bytes() + row * kValues + place_of<kValues>(SUBSTEPS * p + first, swizzle) * 16;
-  const int meta_at = layout.meta() + row * kMeta + place_of<kMeta>(first / 2, swizzle) * 16 + 8 * p;
-  const int scale_at = layout.scales() + row * kScales + place_of<kScales>(scale_from / 16, swizzle) * 16 + scale_from % 16;
-  // Four matrices of 8 tokens by 8 k: of both pairs' chunks, then what follows in them. Planes of 64 k have fewer than eight rows where M is small: tiles of 128 bytes are
-  // swizzled by the number of a row among all.
-  const int x_rows = layout.x_rows, x_row = (SUBSTEPS * (lane >> 3 & 1) + first) * x_rows + (lane & 7 & x_rows - 1);
-  const int x_at = kPairTable + x_row * 128 + (lane >> 4 ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : x_row & 7)) * 16;
-  float acc[R][kTiles][4] = {};
-  pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
-  take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
-    const int values_from = value_at + stage * layout.stage(), meta_from = meta_at + stage * layout.meta_bytes(), x_from = x_at + stage * layout.stage();
-    multiply_sparse_by_table<T, SUBSTEPS, 16>(acc, shared, values_from, meta_from, shared + scale_at + stage * layout.scale_bytes(), 8,
-                                              x_from, x_rows * 128, FP4_FAULT(SWIZZLE_OF_ANOTHER_PLANE) ? 0 : (x_rows & 7) * 16, lane);
-    return bits_of(acc);
-  });
-
-  named_barrier_sync(1, threads);  // nobody reads the ring any more
-  sum_turns_and_store<T, R, kTiles>(acc, (float*)(shared + kPairTable), rows, row, k_group, layout.k_groups, threads, n0, ((int)blockIdx.x * rows - n0) & ~1,
-                                    {y, global_scale, bias, M, N, Epilogue<T>::scales(second, third), *global_scale * kWeightUnit});
+  multiply_table<Sparse<T, SUBSTEPS>, R, TOKENS / 8>(
+      {values, metadata, scales, N}, activations, layout, global_scale, bias, y, M, N, K, Starts<T>{second, third});
 }
 
 template <typename T> struct Call {
@@ -115,8 +119,8 @@ struct Tile {
   int sets, sets_a_warp, k_groups, substeps;
 };
 
-// Measured on an H200 (benchmarks/NOTES.md): a block for nearly every SM, of at most 128 rows, in steps of 512 k, whose tiles have rows twice as long; no more steps in hand
-// than leave 40 KB under way; for 128 rows half as many warps, which load each activation for twice as many rows.
+// Measured on an H200 (benchmarks/NOTES.md): a block for nearly every SM, of at most 128 rows, in steps of 512 k, whose tiles have rows twice as long; no
+// more steps in hand than leave 40 KB under way; for 128 rows half as many warps, which load each activation for twice as many rows.
 Tile best(int N, int K) {
   const bool long_steps = K % 512 == 0;
   int sets = sets_a_block(N);

@@ -40,6 +40,12 @@ def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
     return [tuple(map(int, found.split(","))) for found in re.findall(rf"\b{macro}\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
 
 
+def grouped_tiles() -> list[int]:
+    """The tiles that ``csrc/moe/grouped_wide.cu`` compiles: a number of tokens, and one more where the first product gathers them."""
+    rows = re.findall(r"\{(\d+), (true|false), \{", (csrc_dir() / "moe/grouped_wide.cu").read_text())
+    return [int(tokens) + gathers for tokens, only in rows for gathers in ((1,) if only == "true" else (0, 1))]
+
+
 class EmulatorError(Exception):
     """What the emulator found wrong in a launch."""
 

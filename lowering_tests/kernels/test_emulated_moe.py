@@ -11,12 +11,12 @@ from fp4_inductor.kernels.params import MoeParams
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, moe_fields, tiles_of
+from lowering_tests.kernels.emulator import Emulated, EmulatorError, emulated, moe_fields
 from lowering_tests.kernels.sparse24 import SEVERAL
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/grouped_wide.cu"
-TILES = [tile[0] for tile in tiles_of(SOURCE)]
+TILES = emulator.grouped_tiles()
 SILU, GPT_OSS = Activation(), Activation("swiglu_oai", 1.702, 7.0, True)
 BF16 = torch.bfloat16
 
