@@ -78,6 +78,7 @@ def attention_form(d: int) -> tuple[str, ...]:
 
 
 ATTENTION_NOTE = "fp4.decode_attention: M is queries times heads that share a KV head, N heads, K the width of a head"
+CACHED_NOTE = f"in fp4.cached_attention, after it has appended. {ATTENTION_NOTE}"
 
 
 @functools.cache

@@ -4,9 +4,10 @@
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
     from ..kernels.registry import define_operators
-    from . import decode_attention, linear, linear_epilogue, linear_fp8, linear_glu, linear_w4a4, moe, sparse_linear
+    from . import cached_attention, decode_attention, linear, linear_epilogue, linear_fp8, linear_glu, linear_w4a4, moe, sparse_linear
 
     define_operators()
+    cached_attention.register()
     decode_attention.register()
     linear.register()
     linear_epilogue.register()
