@@ -21,12 +21,7 @@ _SCORES = 1 << 26  # float32 scores that are in memory at once, where they are c
 def cached_attention(c: CachedCall) -> Tensor:
     """Append, and ``[B, Q, H, Dv]``. Raises before anything is written."""
     contract.check(c)
-    at: int | None = 0 if c.empty else None
-    if c.position.device.type == "cpu":
-        at = int(c.position)
-        contract.check_room(c, at)
-    elif c.empty:
-        torch._assert_async(c.position == 0)  # a CUDA graph was replayed since the caller last looked
+    at = known(c)
     batch, heads, queries, _ = c.query.shape
     new = torch.arange(queries, device=c.query.device) + (c.position.reshape(()) if at is None else at)
     # Many tokens at once in a ring: appended first, they would overwrite what the first of them attends to.
@@ -40,6 +35,18 @@ def cached_attention(c: CachedCall) -> Tensor:
     if last:
         _append(c, new)
     return out
+
+
+def known(c: CachedCall) -> int | None:
+    """The number in ``position``, where the host can tell without waiting for a device."""
+    if c.position.device.type == "cpu":
+        at = int(c.position)
+        contract.check_room(c, at)
+        return at
+    if not c.empty:
+        return None
+    torch._assert_async(c.position == 0)  # a CUDA graph may have been replayed since the caller looked
+    return 0
 
 
 def _append(c: CachedCall, new: Tensor) -> None:
