@@ -147,7 +147,7 @@ class KVCache(Cache):
         self.batch, self.rollback = batch, rollback
         layers: list[Any] = []
         with torch.inference_mode(False):
-            self.counter = Counter(device, max_length)
+            self.counter = Counter(device, max_length, len(types))
             for kind in types:
                 if kind in served:
                     shape = (batch, heads, width)
@@ -196,6 +196,12 @@ class KVCache(Cache):
         if not isinstance(layer, CacheLayerMixin):  # linear attention: Transformers asks it for the masks of the others
             layer = next(other for other in layers if isinstance(other, CacheLayerMixin))
         return Offset(self.counter) if isinstance(layer, KVLayer) else layer.get_seq_length()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's ``update`` returns: handles, where it is served."""
+        if layer_idx >= len(self.layers):
+            self.counter.check_layers(layer_idx + 1)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back. ``tokens_to_remove``: their number, negative, as Transformers counts; 0: none. Reads the counter.

@@ -21,7 +21,8 @@ REMEDY = 'Select it with model.set_attn_implementation("fp4_inductor"); for a mo
 class Counter:
     """How many tokens a cache holds: one number on the device for all its layers. ``at``: that number, where the host knows it."""
 
-    def __init__(self, device: torch.device, max_length: int):
+    def __init__(self, device: torch.device, max_length: int, layers: int):
+        self.layers = layers
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.max_length = max_length
         self.at: int | None = None
@@ -45,6 +46,10 @@ class Counter:
         before = 0 if self.at is None or torch.compiler.is_compiling() else self.at
         if before + queries > self.max_length:
             raise too_long(before + queries, self.max_length)
+
+    def check_layers(self, layers: int) -> None:
+        if layers != self.layers:
+            raise ConfigError("KVCache: a cache of another model", value=f"{layers} layers", limit=f"{self.layers} layers", remedy="Make one for this model.")
 
     def advance(self, queries: int) -> None:
         self.position.add_(queries)
@@ -126,8 +131,10 @@ def mask_for(offset: Offset, arguments: dict[str, Any], sdpa_mask: Any) -> Tenso
 
     Raises:
         ShapeError: the 2-D mask counts more tokens than the cache holds.
+        ConfigError: the cache has not as many layers as the model that asks.
     """
     counter, padding, queries = offset.counter, arguments.get("attention_mask"), arguments["q_length"]
+    counter.check_layers(getattr(arguments.get("config"), "num_hidden_layers", counter.layers))
     if padding is not None and padding.shape[-1] > counter.max_length:
         raise too_long(padding.shape[-1], counter.max_length)
     # For a single query, Transformers forbids to leave out the mask of a compileable cache; whatever else it may add to causality lies ahead.

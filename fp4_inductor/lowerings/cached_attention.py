@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .._torch import lowering as inductor
-from ..kernels import select
 from .decode_attention import tell
 
 fp4 = torch.ops.fp4
@@ -20,7 +19,7 @@ def lower(
 ):  # fmt: skip
     """Lowering of ``fp4.cached_attention``. The journal gets the kernel of ``fp4.decode_attention`` that it attends with, if it does."""
     if softcap is None and sinks is None:
-        tell(query, key, select.CACHED_NOTE)
+        tell(query, key, "cached_attention")
     mask = None if mask is None else inductor.realized(mask)  # all layers share it
     rest = (mask, scale, window, causal, softcap, sinks, empty)
     return inductor.call_op(fp4.cached_attention.default, query, key, value, keys, values, position, *rest)
