@@ -1,11 +1,13 @@
-"""fp4.cached_attention by torch's operators around ``fp4.decode_attention``, on every device: no kernel of its own yet.
+"""fp4.cached_attention by torch's operators around the kernels of ``fp4.decode_attention``, on every device: no kernel of its own yet.
 
-On a CPU the position is read, and only the filled part of the cache is. On CUDA nothing is read by the host, so that a CUDA graph may hold the call:
-a mask over the slots is made from the position, which ``fp4.decode_attention`` reads before K and V. The first tokens of an empty cache are attended
-to where they are, on every device.
+On a CPU the position is read, and only the filled part of the cache is. On CUDA nothing is read by the host, so that a CUDA graph may hold the call. The
+Triton kernel for few queries takes the position itself; where there is a window or a mask, or for many queries, a mask over the slots is made from it.
+The first tokens of an empty cache are attended to where they are, on every device.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from torch import Tensor
 from ...ops import cached_attention as contract
 from ...ops.cached_attention import CachedCall
 from ...ops.decode_attention import scale_of
+from .. import host, select
+from ..forms import Launches
 
 _SCORES = 1 << 26  # float32 scores that are in memory at once, where they are computed one by one
 
@@ -30,6 +34,9 @@ def cached_attention(c: CachedCall) -> Tensor:
         _append(c, new)
     if not c.query.numel() or not c.value.shape[3]:
         out = c.query.new_zeros((batch, queries, heads, c.value.shape[3]))
+    elif c.query.is_cuda and at is None and (kernel := _counting(c)):
+        with torch.cuda.device(c.query.device):
+            out = kernel(c.query, c.keys, c.values, None, scale_of(c.query, c.scale), position=c.position)
     else:
         out = _attend(c, *_held(c, new, at, last), new, at)
     if last:
@@ -47,6 +54,15 @@ def known(c: CachedCall) -> int | None:
         return None
     torch._assert_async(c.position == 0)  # a CUDA graph may have been replayed since the caller looked
     return 0
+
+
+def _counting(c: CachedCall) -> Callable[..., Tensor] | None:
+    """The kernel that takes the position in the place of a mask, if it serves this call: it attends to slots 0 to position + Q - 1, causally."""
+    heads, queries, d = c.query.shape[1:]
+    if not c.causal or c.mask is not None or c.window is not None or c.softcap is not None or c.sinks is not None or c.value.shape[3] != d:
+        return None
+    kernel = host.row_for("decode_attention", c.query, queries * (heads // c.key.shape[1]), heads, d, form=select.attention_form(d)).implementation
+    return kernel.form.source() if kernel.name == "triton_decode_attention" and isinstance(kernel.form, Launches) else None
 
 
 def _append(c: CachedCall, new: Tensor) -> None:
