@@ -26,6 +26,7 @@ _PUBLIC = {
     "load": ".api",
     "load_pretrained": ".integrations.pretrained",
     "export_pretrained": ".integrations.pretrained",
+    "KVCache": ".integrations.cache",
     "inspect_checkpoint": ".checkpoint.inspection",
     "evaluate": ".models.evaluate",
     "FP4InductorConfig": ".integrations.pretrained",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from .explain import decisions, explain
     from .formats.packing import PackedExperts, PackedLinear, pack_experts, pack_linear
     from .formats.reciprocal import reciprocal_scale
+    from .integrations.cache import KVCache
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear

@@ -17,6 +17,7 @@ from .formats.packing import MAX_SCALES
 from .kernels import select
 from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
+from .ops.cached_attention import CachedCall
 from .ops.moe_call import MoeCall
 from .passes.missed import Missed
 
@@ -283,9 +284,13 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         form = select.moe_form(call.activation.name, call.gated, call.inner, call.experts, call.weight_on_input, biases, moe_op)
         scales = select.scales_of(gate_up.global_scale.shape)
         return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, call.experts, form, scales
-    if op is torch.ops.fp4.decode_attention.default:
+    if op is fp4.cached_attention.default:
+        cached = CachedCall.of(*args)
+        if cached.softcap is not None or cached.sinks is not None:
+            return None  # computed by torch's operators alone
+    if op in (fp4.decode_attention.default, fp4.cached_attention.default):
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
-        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d), 1
+        return "decode_attention", queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d), 1
     return None
 
 

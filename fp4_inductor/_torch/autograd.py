@@ -1,4 +1,4 @@
-"""What a kernel returns to autograd."""
+"""What a kernel returns to autograd, and how a function goes on below it."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def returns_no_view(kernel: Callable) -> Callable:
             return kernel(*args, **kwargs)
 
     return call
+
+
+def below_autograd() -> Any:
+    """A context in which an op's own kernel is called: the one that autograd's has been in front of."""
+    return torch._C._AutoDispatchBelowAutograd()

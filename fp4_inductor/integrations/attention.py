@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.symbols import statically_known_true
+from ..errors import UnsupportedOpError
 from ..kernels import registry
 from ..kernels.choose.common import FEW_QUERIES
 from ..kernels.select import attention_form
+from .handles import Handle, Offset, attend, mask_for
 
 NAME = "fp4_inductor"
 _KERNEL = registry.named("decode_attention")["triton_decode_attention"]
@@ -44,7 +46,15 @@ def register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, attention_mask)
+
+
+def attention_mask(**arguments: Any) -> Tensor | None:
+    """Transformers' mask interface: ``"sdpa"``'s masks, but for a :class:`fp4_inductor.KVCache`, which says itself how far it is filled."""
+    from transformers.masking_utils import sdpa_mask
+
+    offset = arguments.get("q_offset")
+    return mask_for(offset, arguments, sdpa_mask) if isinstance(offset, Offset) else sdpa_mask(**arguments)
 
 
 def implementations(model: Any) -> dict[str, str]:
@@ -90,15 +100,21 @@ def use_attention_backend(model: Any, choice: str = "auto") -> list[str]:
 def attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Handle,
+    value: Tensor | Handle,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: query ``[B, H, Q, D]``, key and value ``[B, Hkv, S, D]`` -> ``[B, Q, H, D]``."""
+    """Transformers' attention interface: query ``[B, H, Q, D]``, key and value ``[B, Hkv, S, D]`` or handles of a KVCache -> ``[B, Q, H, D]``."""
+    if isinstance(key, Handle) or isinstance(value, Handle):
+        return attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, _with_meaning(kwargs)), None
+    if kwargs.get("s_aux") is not None:  # "sdpa" would leave them out, silently
+        raise UnsupportedOpError(
+            'the attention "fp4_inductor" of a model with sinks', value="s_aux", limit="a KVCache", remedy='model.set_attn_implementation("eager")'
+        )
     if _is_ours(query, key, value, attention_mask, dropout, kwargs):
         return torch.ops.fp4.decode_attention(query, key, value, attention_mask, scaling), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -112,7 +128,7 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dro
         return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
-    if dropout or any(x is not None and x is not False and name not in _WITHOUT_MEANING for name, x in kwargs.items()):
+    if dropout or _with_meaning(kwargs):
         return False
     heads, queries, d = query.shape[1], query.shape[2], query.shape[3]
     kv_heads = key.shape[1]
@@ -121,6 +137,11 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dro
     if mask is None:
         return statically_known_true(queries == 1) and heads // kv_heads <= FEW_QUERIES  # more without a mask: causal
     return mask.dim() == 4 and statically_known_true(queries * (heads // kv_heads) <= FEW_QUERIES)
+
+
+def _with_meaning(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of a call's options that change its result."""
+    return {name: x for name, x in kwargs.items() if x is not None and x is not False and name not in _WITHOUT_MEANING}
 
 
 def _decodes(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from ..ops import (
+    cached_attention,
     decode_attention,
     dequantize,
     dequantize_fp8,
@@ -26,6 +27,7 @@ from ..ops import (
     sparse_linear,
     topk,
 )
+from .cached_attention import composed
 from .linear import cpu as linear_cpu
 from .moe import by_expert
 from .quantize import cpu as quantize_cpu
@@ -39,6 +41,8 @@ def _at_first_call(module: str, name: str) -> Callable:
     return call
 
 
+cached_attention.CONTRACT.implement("CPU", composed.cached_attention)
+cached_attention.CONTRACT.implement("CUDA", composed.cached_attention)
 linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 sparse_linear.CONTRACT.implement("CPU", linear_cpu.sparse_linear)

@@ -77,7 +77,9 @@ def attention_form(d: int) -> tuple[str, ...]:
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
 
 
-ATTENTION_NOTE = "fp4.decode_attention: M is queries times heads that share a KV head, N heads, K the width of a head"
+ATTENTION_NOTE = (
+    "fp4.decode_attention, and fp4.cached_attention after it has appended: M is queries times heads that share a KV head, N heads, K the width of a head"
+)
 
 
 @functools.cache

@@ -37,17 +37,18 @@ class Entry:
 listen = LOWERED.listen
 
 
-def record(plan: Plan, decision: Decision, m: Any, *, refused: Sequence[Refused] = (), module: str = "", note: str = "") -> Entry:
+def record(plan: Plan, decision: Decision, m: Any, *, refused: Sequence[Refused] = (), module: str = "", note: str = "", op: str = "") -> Entry:
     """The node being lowered, M rows of the call that ``plan`` is for.
 
     Args:
         refused: what else was not taken.
         module: path of the layer, if not that of the node.
         note: what else a reader of explain() should know.
+        op: that of the node, if it is another than the one of the kernels.
     """
     call = plan.call
     node, path = inductor.current_names()
-    op = "moe" if call.op == "sparse_moe" else call.op
+    op = op or ("moe" if call.op == "sparse_moe" else call.op)
     dtype = str(call.dtype).removeprefix("torch.")
     reasons = _shared((*plan.refused, *refused))
     modules = inductor.in_every_layer(module or path)

@@ -2,6 +2,7 @@
 
 from . import (
     bmm,
+    cached_attention,
     decode_attention,
     dequantize,
     dequantize_fp8,
@@ -31,6 +32,7 @@ __all__ = [
     "CONTRACTS",
     "OpContract",
     "bmm",
+    "cached_attention",
     "cast_for_autocast",
     "decode_attention",
     "dequantize",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch.autograd import returns_no_view
+from .._torch.autograd import below_autograd, returns_no_view
 from ..errors import UnsupportedOpError
 
 LIBRARY = torch.library.Library("fp4", "FRAGMENT")
@@ -71,6 +71,32 @@ class OpContract:
 
         del flat.__wrapped__  # its signature is not that of flat
         return flat
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The numbers of the arguments that a call writes."""
+        return tuple(i for i, argument in enumerate(self.op._schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write)
+
+    def refuse_gradients(self) -> None:
+        """For an op that writes some of its arguments, which torch lets nobody differentiate: whoever asks for a gradient gets a typed error.
+
+        Autograd is told besides which arguments were written.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+                raise UnsupportedOpError(
+                    f"fp4.{self.name} has no gradient: it writes a cache",
+                    value="requires_grad=True",
+                    limit="tensors that require none",
+                    remedy="Run under torch.no_grad().",
+                )
+            with below_autograd():
+                result = self.op(*args, **kwargs)
+            torch.autograd.graph.increment_version([args[i] for i in self.written if i < len(args)])
+            return result
+
+        LIBRARY.impl(self.name, call, "Autograd")
 
     def differentiate(self, backward: Callable, setup_context: Callable) -> None:
         """Register the gradient. Every op has one, if only to refuse: an op without would give None, silently."""

@@ -201,7 +201,7 @@ THEIRS = {
     "training": (dict(requires_grad=True), MASK, {}),
     "dropout": ({}, MASK, dict(dropout=0.1)),
     "position bias": ({}, MASK, dict(position_bias=torch.zeros(2, 8, 1, 20, dtype=torch.bfloat16))),
-    "an option nobody knows": ({}, MASK, dict(s_aux=torch.zeros(8))),
+    "an option nobody knows": ({}, MASK, dict(something_new=torch.zeros(8))),
     "attentions asked for": ({}, MASK, dict(output_attentions=True)),
     "values of another width": (dict(value_d=32), MASK, {}),
     "a width that is no multiple of 8": (dict(d=36), MASK, {}),

@@ -15,11 +15,11 @@ def split(
 ) -> tuple[aot.Compiled, kernel.AttentionConfig]:  # fmt: skip
     c = tile or kernel.attention(batch, kv_heads, length, d, SMS, cc, per_row)
     constants = kernel.constants(c, group, queries, length, d, mask_kind, per_row, cc)
-    types = dict(Q=f"*{dtype}", K=f"*{dtype}", V=f"*{dtype}", MASK="*u8" if mask_kind == 1 else "*bf16", OUT=f"*{dtype}", scale="fp32")
+    types = dict(Q=f"*{dtype}", K=f"*{dtype}", V=f"*{dtype}", MASK={1: "*u8", 3: "*i64"}.get(mask_kind, "*bf16"), OUT=f"*{dtype}", scale="fp32")
     types |= dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32")
     absent = {"MASK": None} if mask_kind == 0 else {}
     absent |= dict.fromkeys(("PEAK", "SUM", "PARTIAL")) if c.splits == 1 else {}
-    constants = {**constants, **absent, **({"stride_ms": 1} if mask_kind else {})}  # Triton makes a constant of an argument that is 1
+    constants = {**constants, **absent, **({"stride_ms": 1} if mask_kind in (1, 2) else {})}  # Triton makes a constant of an argument that is 1
     signature = {name: types.get(name, "i32") for name in decode_attention_split.arg_names if name not in constants}
     aligned = tuple(name for name in signature if name not in ("scale", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq"))
     return aot.compile_kernel(decode_attention_split, signature, constants, cc, c.num_warps, c.num_stages, aligned), c

@@ -19,13 +19,13 @@ from fp4_inductor.ops import decode_attention as contract
 NAN = float("nan")
 
 
-def run(query, key, value, mask=None, scale=None, tile=None):
+def run(query, key, value, mask=None, scale=None, tile=None, position=None):
     with (
         mock.patch.object(host, "arch", return_value=80),
         mock.patch.object(host, "processors", return_value=4),
         mock.patch.object(torch, "empty", interpreted._float32_out),
     ):
-        return kernel.split(query, key, value, mask, contract.scale_of(query, scale), tile)
+        return kernel.split(query, key, value, mask, contract.scale_of(query, scale), tile, position)
 
 
 def operands(b, h, kv, q, s, d, dtype=torch.float16):
@@ -99,6 +99,30 @@ def unread():
                 interpreted.report(f"unread {bad} {kind} {(b, h, kv, q, s)}", float(not torch.equal(got, clean)), 0.0)
 
 
+def counted():
+    """A position in the place of a mask: causal, and what lies behind the last query may hold anything."""
+    for b, h, kv, q, s, at in ((2, 4, 2, 1, 150, 0), (2, 4, 2, 1, 150, 70), (1, 6, 2, 3, 97, 94), (2, 8, 2, 4, 200, 31), (1, 16, 1, 1, 33, 32)):
+        for splits in (1, 3, 5):
+            query, key, value = operands(b, h, kv, q, s, 64)
+            mask = (torch.arange(s) <= at + torch.arange(q)[:, None]).expand(1, 1, q, s)
+            want = contract.reference(*(t.float() for t in (query, key, value)), mask)
+            key[:, :, at + q :], value[:, :, at + q :] = NAN, NAN
+            got = run(query, key, value, tile=AttentionConfig(32, splits), position=torch.tensor(at))
+            interpreted.report(f"counted {(b, h, kv, q, s, at)} in {splits}", interpreted.distance(got, want), contract.CONTRACT.tolerance[query.dtype])
+            same = run(query, key[:, :, : at + q], value[:, :, : at + q], mask[..., : at + q], tile=AttentionConfig(32, 1))
+            if splits == 1:
+                interpreted.report(f"counted as masked {(b, h, kv, q, s, at)}", interpreted.distance(got, same.float()), 1e-3)
+    query, key, value = operands(2, 4, 2, 1, 100, 64)
+    for at in (-1, 200):  # nothing, and no further than the cache is long
+        seen = max(0, min(at + 1, 100))
+        want = contract.reference(*(t.float() for t in (query, key, value)), (torch.arange(100) < seen)[None, None, None])
+        interpreted.report(f"counted at {at}", interpreted.distance(run(query, key, value, position=torch.tensor(at)), want), 1e-3 if seen else 0.0)
+    long = [run(query, key, value, tile=AttentionConfig(32, n), position=torch.tensor(99)) for n in (1, 4)]
+    for n, got in enumerate(long):
+        want = contract.reference(*(t.float() for t in (query, key, value)))
+        interpreted.report(f"counted to the end {n}", interpreted.distance(got, want), contract.CONTRACT.tolerance[query.dtype])
+
+
 def strided():
     query, key, value = operands(2, 8, 2, 1, 90, 64)
     want = run(query, key, value)
@@ -134,5 +158,6 @@ if __name__ == "__main__":
     shapes()
     masked()
     unread()
+    counted()
     strided()
     kept_apart()

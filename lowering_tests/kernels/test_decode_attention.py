@@ -13,9 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.kernels import host, registry
+from fp4_inductor.kernels import forms, host, registry
+from fp4_inductor.kernels.cached_attention import composed
 from fp4_inductor.kernels.decode_attention import by_sdpa, cuda, split, triton_split
 from fp4_inductor.kernels.select import Call, attention_form, plan
+from fp4_inductor.ops.cached_attention import CachedCall
 from lowering_tests.kernels import aot, attention_aot
 from lowering_tests.kernels.test_aot import assert_fits, global_atomics
 from lowering_tests.own_process import cases_of
@@ -25,7 +27,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_attention.py"))
-    assert Counter(c["case"].split()[0] for c in cases) == {"attention": 114, "unread": 40, "strided": 3, "apart:": 2}
+    assert Counter(c["case"].split()[0] for c in cases) == {"attention": 114, "counted": 24, "unread": 40, "strided": 3, "apart:": 2}
 
 
 # --- machine code -----------------------------------------------------------------------------------------------
@@ -38,6 +40,7 @@ OTHERS = ((80, 1), (128, 1), (128, 32), (256, 1))
 STEPS += [(cc, d, batch) for cc in (80, 120) for d, batch in OTHERS]
 STEPS += [pytest.param(cc, d, batch, marks=[pytest.mark.slow] if d < 256 else []) for cc in (89, 100, aot.GB10) for d, batch in OTHERS]
 MASKS_COMPILED = [(90, 0, False, 1), (90, 2, False, 1), (90, 1, True, 4), (90, 2, True, 2), (80, 2, True, 2), (120, 2, True, 2)]
+MASKS_COMPILED += [(90, 3, False, 1), (90, 3, False, 4), (80, 3, False, 4), (120, 3, False, 1)]
 
 
 @pytest.mark.parametrize(("cc", "d", "batch"), STEPS)
@@ -182,3 +185,52 @@ def test_the_library_serves_the_rest_on_a_gpu():
     library.assert_called_once()
     empty = cuda.decode_attention(query, key[:, :, :0], value[:, :, :0])
     assert empty.shape == (2, 3, 4, 64) and not empty.any()
+
+
+def test_a_position_takes_the_place_of_a_mask():
+    query, key, value = operands(8, 32, 8, 1, 4096, 128)
+    position = torch.tensor(519)
+    with (
+        mock.patch.multiple(host, arch=mock.Mock(return_value=90), processors=mock.Mock(return_value=132)),
+        mock.patch.object(triton_split, "decode_attention_split", spy := mock.MagicMock()),
+    ):
+        split.split(query, key, value, None, 0.1, split.AttentionConfig(64, 1), position)
+    given = dict(zip(triton_split.decode_attention_split.arg_names, spy[(64,)].call_args.args, strict=False)) | spy[(64,)].call_args.kwargs
+    assert given["MASK"] is position and given["MASK_KIND"] == 3 and given["LENGTH"] == 4096
+    assert given["BALANCED"] and not given["PER_ROW"] and given["SCAN"] == 128
+
+
+COUNTED = {
+    "a step": ({}, {}, True),
+    "four queries": (dict(q=4), {}, True),
+    "a prompt": (dict(q=5), {}, False),
+    "float32": (dict(dtype=FP32), {}, False),
+    "a mask": ({}, dict(mask=torch.ones(1, 1, 1, 40, dtype=torch.bool)), False),
+    "a window": ({}, dict(window=8), False),
+    "sinks": ({}, dict(sinks=torch.zeros(8)), False),
+    "a soft-cap": ({}, dict(softcap=1.0), False),
+    "an empty cache": ({}, dict(empty=True, position=torch.tensor(0)), False),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_which_calls_of_cached_attention_read_the_counter_in_the_kernel(case, monkeypatch):
+    sizes, options, counted = COUNTED[case]
+    q, dtype = sizes.get("q", 1), sizes.get("dtype", BF16)
+    query, key, value = torch.randn(2, 8, q, 64).to(dtype), *torch.randn(2, 2, 2, q, 64).to(dtype)
+    keys, values = torch.zeros(2, 2, 2, 40, 64, dtype=dtype)
+    call = CachedCall(query, key, value, keys, values, **{"position": torch.tensor(7)} | options)
+    seen = []
+
+    def ours(query, keys, values, mask, scale, position):
+        seen.append((keys.data_ptr(), mask, scale, position, bool(keys[:, :, 7].any())))
+        return query.transpose(1, 2)
+
+    monkeypatch.setattr(composed, "known", lambda c: 0 if c.empty else None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(host, "row_for", lambda op, x, m, n, k, form=(): plan(Call(op, 90, x.dtype, n, k, form=form), DispatchConfig()).pick(m))
+    monkeypatch.setattr(forms, "source", lambda name: ours)  # which keeps what it found
+    composed.cached_attention(call)
+    # After the append, on the whole cache where it lies.
+    assert seen == ([(keys.data_ptr(), None, 0.125, call.position, True)] if counted else [])

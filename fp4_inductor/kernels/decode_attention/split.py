@@ -44,11 +44,11 @@ def parts(heads: int, length: int, block_s: int, processors: int) -> int:
 
 
 def constants(c: AttentionConfig, group: int, queries: int, length: int, d: int, mask_kind: int, per_row: bool, arch: int) -> dict[str, object]:
-    """Constexprs of ``decode_attention_split``. ``mask_kind``: 0 none, 1 bool, 2 floating; ``per_row``: the rows of a KV head have masks of their own."""
+    """Constexprs of ``decode_attention_split``. ``mask_kind``: 0 none, 1 bool, 2 floating, 3 a position; ``per_row``: each row has its own mask."""
     # At once as much of the mask as fits in registers: 16 rows of 128 positions, or one of up to 4096.
     scan = 128 if per_row else max(128, min(4096, _power(length)))
-    tile = dict(BLOCK_R=max(16, _power(group * queries)), BLOCK_S=c.block_s, BLOCK_D=max(16, _power(d)), SCAN=scan if mask_kind else 128)
-    balanced = not mask_kind or length <= _SCANNED or c.splits == 1
+    tile = dict(BLOCK_R=max(16, _power(group * queries)), BLOCK_S=c.block_s, BLOCK_D=max(16, _power(d)), SCAN=scan if mask_kind in (1, 2) else 128)
+    balanced = mask_kind not in (1, 2) or length <= _SCANNED or c.splits == 1
     return dict(**tile, GROUP=group, D=d, MASK_KIND=mask_kind, PER_ROW=per_row, BALANCED=balanced, WHOLE=c.splits == 1, PDL=arch >= 90)
 
 
@@ -62,8 +62,10 @@ def _power(n: int) -> int:
     return 1 << (max(n, 1) - 1).bit_length()
 
 
-def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, tile: AttentionConfig | None = None) -> Tensor:
-    """At most 16 queries of one KV head; see :mod:`.triton_split`."""
+def split(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, tile: AttentionConfig | None = None, position: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """At most 16 queries of one KV head; see :mod:`.triton_split`. ``position``: in the place of a mask, the first query's, int64: causal attention."""
     from .triton_split import decode_attention_combine, decode_attention_split
 
     (batch, heads, queries, d), (_, kv_heads, length, _) = query.shape, key.shape
@@ -76,7 +78,9 @@ def split(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale:
         mask = mask.expand(batch, heads, queries, length)
         kind, strides = (1 if mask.dtype == torch.bool else 2), mask.stride()
         mask = mask.view(torch.uint8) if kind == 1 else mask
-    per_row = kind != 0 and bool((queries > 1 and strides[2]) or (group > 1 and strides[1]))
+    if position is not None:
+        kind, mask = 3, position
+    per_row = kind in (1, 2) and bool((queries > 1 and strides[2]) or (group > 1 and strides[1]))
     c = tile or attention(batch, kv_heads, length, d, host.processors(device), arch, per_row)
     constexprs = constants(c, group, queries, length, d, kind, per_row, arch)
     out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=device)

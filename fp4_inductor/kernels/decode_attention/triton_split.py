@@ -7,7 +7,8 @@ its maximum, sum and unnormalised output, which a second kernel combines.
 A cache is as long as it may get, and a mask says how far it is filled. Each program reads the mask first (a byte a
 position, where K and V have 256 of them and more) and looks for the first and the last position that one of its rows
 attends to. Only what lies between them is divided among the programs, read and computed. Inside, a position that no row
-attends to is not loaded either: zeros take its place, so what lies there cannot leak as 0 * NaN.
+attends to is not loaded either: zeros take its place, so what lies there cannot leak as 0 * NaN. Where attention is causal and a counter on the device
+says how far the cache is filled (``fp4.cached_attention``), the counter is read in the place of a mask.
 
 PDL (programmatic dependent launch, sm_90 on): as in :mod:`..moe.triton_decode`. Source: Dao et al., "Flash-Decoding" (2023).
 """
@@ -55,7 +56,10 @@ def attend(
     q, K, V, MASK, inside, row, begin, end, stride_ks, stride_vs, stride_s, scale, MASK_KIND: tl.constexpr, PER_ROW: tl.constexpr,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """(maximum [R], sum [R], output [R, D] not yet divided by the sum) over the positions ``begin .. end``. ``scale``: times log2(e)."""
+    """(maximum [R], sum [R], output [R, D] not yet divided by the sum) over the positions ``begin .. end``. ``scale``: times log2(e).
+
+    ``row``: where the mask of each row begins; with MASK_KIND 3 the last position that each row attends to.
+    """
     offset = tl.arange(0, BLOCK_S)
     near = offset.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -68,7 +72,7 @@ def attend(
     for start in range(0, end - begin, BLOCK_S):
         at = begin + start + offset
         used = at < end
-        if MASK_KIND != 0:
+        if MASK_KIND == 1 or MASK_KIND == 2:
             added = mask_tile(MASK, inside, row, at, end, stride_s, MASK_KIND, PER_ROW)
             used = used & (tl.max(added, 0) > float("-inf"))
         far = tl.cast(start, tl.int64)
@@ -78,6 +82,8 @@ def attend(
         s = tl.dot(q, tl.trans(k)) * scale
         if MASK_KIND == 0:
             s = tl.where(used[None, :], s, float("-inf"))
+        elif MASK_KIND == 3:
+            s = tl.where(used[None, :] & (at[None, :] <= row[:, None]), s, float("-inf"))
         else:
             s = tl.where(added > float("-inf"), s + added, float("-inf"))
         higher = tl.maximum(m, tl.max(s, 1))
@@ -103,7 +109,10 @@ def decode_attention_split(
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, MASK_KIND: tl.constexpr, PER_ROW: tl.constexpr, BALANCED: tl.constexpr,
     WHOLE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One part of SPLITS for one (sequence, KV head). MASK_KIND: 0 none, 1 bool, 2 floating. WHOLE: SPLITS is 1, write OUT."""
+    """One part of SPLITS for one (sequence, KV head). WHOLE: SPLITS is 1, write OUT.
+
+    MASK_KIND: 0 none, 1 bool, 2 floating; 3: MASK is the position of the first query, one int64, and attention is causal.
+    """
     if PDL:  # what came before is complete for both kernels once this one goes on
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -124,6 +133,10 @@ def decode_attention_split(
     V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
     if MASK_KIND == 0:
         first, last = tl.full((), 0, tl.int32), LENGTH
+    elif MASK_KIND == 3:
+        position = tl.load(MASK).to(tl.int32)
+        first, last = tl.full((), 0, tl.int32), tl.minimum(position + QUERIES, LENGTH)
+        row = position + query
     else:
         MASK += b * stride_mb
         if not PER_ROW:

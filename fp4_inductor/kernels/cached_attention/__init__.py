@@ -1,0 +1,1 @@
+"""``fp4.cached_attention``: an append, and attention over what the cache then holds."""

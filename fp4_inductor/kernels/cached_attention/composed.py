@@ -1,0 +1,151 @@
+"""fp4.cached_attention by torch's operators around the kernels of ``fp4.decode_attention``, on every device: no kernel of its own yet.
+
+On a CPU the position is read, and only the filled part of the cache is. On CUDA nothing is read by the host, so that a CUDA graph may hold the call. The
+Triton kernel for few queries takes the position itself; where there is a window or a mask, or for many queries, a mask over the slots is made from it.
+The first tokens of an empty cache are attended to where they are, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops import cached_attention as contract
+from ...ops.cached_attention import CachedCall
+from ...ops.decode_attention import scale_of
+from .. import host, select
+from ..forms import Launches
+
+_SCORES = 1 << 26  # float32 scores that are in memory at once, where they are computed one by one
+
+
+def cached_attention(c: CachedCall) -> Tensor:
+    """Append, and ``[B, Q, H, Dv]``. Raises before anything is written."""
+    contract.check(c)
+    at = known(c)
+    batch, heads, queries, _ = c.query.shape
+    new = torch.arange(queries, device=c.query.device) + (c.position.reshape(()) if at is None else at)
+    # Many tokens at once in a ring: appended first, they would overwrite what the first of them attends to.
+    last = c.window is not None and queries > c.slots - c.window + 1
+    if not last:
+        _append(c, new)
+    if not c.query.numel() or not c.value.shape[3]:
+        out = c.query.new_zeros((batch, queries, heads, c.value.shape[3]))
+    elif c.query.is_cuda and at is None and (kernel := _counting(c)):
+        with torch.cuda.device(c.query.device):
+            out = kernel(c.query, c.keys, c.values, None, scale_of(c.query, c.scale), position=c.position)
+    else:
+        out = _attend(c, *_held(c, new, at, last), new, at)
+    if last:
+        _append(c, new)
+    return out
+
+
+def known(c: CachedCall) -> int | None:
+    """The number in ``position``, where the host can tell without waiting for a device."""
+    if c.position.device.type == "cpu":
+        at = int(c.position)
+        contract.check_room(c, at)
+        return at
+    if not c.empty:
+        return None
+    torch._assert_async(c.position == 0)  # a CUDA graph may have been replayed since the caller looked
+    return 0
+
+
+def _counting(c: CachedCall) -> Callable[..., Tensor] | None:
+    """The kernel that takes the position in the place of a mask, if it serves this call: it attends to slots 0 to position + Q - 1, causally."""
+    heads, queries, d = c.query.shape[1:]
+    if not c.causal or c.mask is not None or c.window is not None or c.softcap is not None or c.sinks is not None or c.value.shape[3] != d:
+        return None
+    kernel = host.row_for("decode_attention", c.query, queries * (heads // c.key.shape[1]), heads, d, form=select.attention_form(d)).implementation
+    return kernel.form.source() if kernel.name == "triton_decode_attention" and isinstance(kernel.form, Launches) else None
+
+
+def _append(c: CachedCall, new: Tensor) -> None:
+    kept = min(c.query.shape[2], c.slots)
+    if kept:
+        slots = new[-kept:] if c.window is None else new[-kept:] % c.slots
+        c.keys.index_copy_(2, slots, c.key[:, :, -kept:])
+        c.values.index_copy_(2, slots, c.value[:, :, -kept:])
+
+
+def _held(c: CachedCall, new: Tensor, at: int | None, last: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """K, V and the positions of their tokens; negative: there is none."""
+    if at == 0:
+        return c.key, c.value, new
+    queries = c.query.shape[2]
+    filled = c.slots if at is None else min(c.slots, at if last else at + queries)
+    slot = torch.arange(filled, device=c.query.device)
+    where = slot
+    if c.window is not None:
+        newest = new[0] - 1 if last else new[-1]
+        where = newest - (newest - slot) % c.slots
+    keys, values = c.keys[:, :, :filled], c.values[:, :, :filled]
+    if last:
+        return torch.cat([keys, c.key], 2), torch.cat([values, c.value], 2), torch.cat([where, new])
+    return keys, values, where
+
+
+def _attend(c: CachedCall, k: Tensor, v: Tensor, where: Tensor, new: Tensor, at: int | None) -> Tensor:
+    queries = c.query.shape[2]
+    plain = c.softcap is None and c.sinks is None and k.shape[3] == v.shape[3]
+    whole = c.causal and c.mask is None and (c.window is None or (at == 0 and queries <= c.window))
+    if whole and plain and at == 0 and queries > 1:
+        q, k, v = (t.contiguous() for t in (c.query, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=c.scale, enable_gqa=q.shape[1] != k.shape[1])
+        return c.query.new_empty((q.shape[0], queries, q.shape[1], v.shape[3])).copy_(out.transpose(1, 2))
+    mask = None if whole and at is not None and queries == 1 else _mask(c, where, new)
+    if plain:
+        return torch.ops.fp4.decode_attention(c.query, k, v, mask, c.scale)
+    return _by_scores(c, k, v, mask)
+
+
+def _mask(c: CachedCall, where: Tensor, new: Tensor) -> Tensor:
+    """What is attended to, over the tokens at the positions ``where``."""
+    query = new[:, None]
+    seen = (where <= (query if c.causal else new[-1])) & (where >= 0)
+    if c.window is not None:
+        seen = seen & (where > query - c.window)
+    seen = seen[None, None]  # one row, where all queries see the same
+    if c.mask is None:
+        return seen
+    length = c.mask.shape[3]
+    seen = seen & (where < length)
+    mask = c.mask[..., : len(where)] if c.window is None and length >= len(where) else c.mask[..., where.clamp(0, length - 1)]
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+
+
+def _by_scores(c: CachedCall, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax in float32, with what no library takes: a soft-cap, sinks, values of another width. A part of the queries at a time."""
+    batch, heads, queries, _ = c.query.shape
+    kv_heads = k.shape[1]
+    group = (kv_heads, heads // kv_heads)
+    unseen = None
+    if mask is not None:
+        seen = (mask if mask.dtype == torch.bool else mask != float("-inf")).expand(batch, heads, queries, -1)
+        unseen = ~seen.unflatten(1, group).any(2).any(2)[..., None]  # what lies there may be NaN
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    k, v = k.float().contiguous()[:, :, None], v.float().contiguous()[:, :, None]
+    out = c.query.new_empty((batch, queries, heads, v.shape[4]))
+    step = max(1, _SCORES // max(1, batch * heads * k.shape[3]))
+    for begin in range(0, queries, step):
+        part = slice(begin, begin + step)
+        scores = c.query[:, :, part].float().contiguous().unflatten(1, group) @ k.mT * scale_of(c.query, c.scale)
+        if c.softcap is not None:
+            scores = c.softcap * (scores / c.softcap).tanh()
+        if mask is not None:
+            rows = mask.expand(batch, heads, queries, -1)[:, :, part].unflatten(1, group)
+            scores = scores.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else scores + rows.float()
+        peak = scores.amax(-1, keepdim=True)
+        sink = None if c.sinks is None else c.sinks.float().view(*group, 1, 1)
+        peak = peak if sink is None else torch.maximum(peak, sink)
+        peak = peak.masked_fill(peak == float("-inf"), 0.0)
+        weights = (scores - peak).exp()
+        total = weights.sum(-1, keepdim=True) + (0.0 if sink is None else (sink - peak).exp())
+        weights = torch.where(total > 0, weights / total, 0.0)
+        out[:, part] = (weights @ v).flatten(1, 2).transpose(1, 2).to(out.dtype)
+    return out
