@@ -28,6 +28,11 @@ _PUBLIC = {
     "export_pretrained": ".integrations.pretrained",
     "inspect_checkpoint": ".checkpoint.inspection",
     "evaluate": ".models.evaluate",
+    "generate": ".generation",
+    "generate_loop": ".generation",
+    "generation_record": ".generation",
+    "GenerationRecord": ".generation",
+    "LoopOptions": ".generation",
     "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
     "decisions": ".explain",
@@ -67,6 +72,7 @@ if TYPE_CHECKING:
     from .explain import decisions, explain
     from .formats.packing import PackedExperts, PackedLinear, pack_experts, pack_linear
     from .formats.reciprocal import reciprocal_scale
+    from .generation import GenerationRecord, LoopOptions, generate, generate_loop, generation_record
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear
