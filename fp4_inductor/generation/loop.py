@@ -14,7 +14,7 @@ from .. import _notice
 from ..errors import ConfigError
 from . import caches, reasons
 from .masks import why_no_masks
-from .options import LoopOptions, check_ids, check_mask, check_sampling
+from .options import LoopOptions, check_ids, check_mask, check_ranges, check_together
 from .processors import read_criteria, read_processors
 from .record import GenerationRecord
 from .session import Plan, Prompt, session_of
@@ -68,9 +68,10 @@ def generate(
         )
     check_ids(ids, model)
     given_config = options.get("generation_config")
+    given = {**vars(given_config), **options} if given_config is not None else options
+    check_ranges(given)
     config, _ = model._prepare_generation_config(given_config, **{name: value for name, value in options.items() if name != "generation_config"})
-    given = {**{k: v for k, v in vars(given_config or ()).items()}, **options} if given_config is not None else options
-    check_sampling(given, bool(config.do_sample))
+    check_together(given, bool(config.do_sample))
     why = reasons.of_mode(config, options.get("assistant_model"))
     if config.stop_strings is not None:
         why.append("stop strings are looked for in text, on the host")

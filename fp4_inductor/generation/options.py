@@ -58,11 +58,11 @@ def _is_real(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and not math.isnan(x)
 
 
-def check_sampling(given: dict[str, Any], do_sample: bool) -> None:
-    """Are the numbers in range, and do they not contradict each other? ``given`` holds what the caller gave, ``do_sample`` what results.
+def check_ranges(given: dict[str, Any]) -> None:
+    """Are the numbers that the caller gave in range?
 
     Raises:
-        ConfigError: the first that is wrong.
+        ConfigError: the first that is not.
     """
     for name, (limit, accepts) in _RANGES.items():
         value = given.get(name)
@@ -70,6 +70,14 @@ def check_sampling(given: dict[str, Any], do_sample: bool) -> None:
             greedy = name == "temperature" and value == 0
             remedy = "Write do_sample=False for the likeliest token." if greedy else f"Leave {name} out, or give one in range."
             raise ConfigError(f"{name} is out of range", value=repr(value), limit=limit, remedy=remedy)
+
+
+def check_together(given: dict[str, Any], do_sample: bool) -> None:
+    """Do the options not contradict each other? ``given`` holds what the caller gave, ``do_sample`` what results.
+
+    Raises:
+        ConfigError: the first that does.
+    """
     if not do_sample:
         for name, neutral in _OF_SAMPLING.items():
             value = given.get(name)

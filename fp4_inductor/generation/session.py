@@ -185,19 +185,18 @@ class Session:
         mail.post(produced)
         stopped = False
         while True:
-            if produced < plan.new and not stopped:
-                for _ in range(min(every, plan.new - produced)):
-                    self._step(plan, state, record)
-                    produced += 1
-                mail.post(produced)
-            if mail.under_way > ahead or produced == plan.new or stopped:
+            while mail.under_way > (0 if stopped or produced == plan.new else ahead):
                 look = mail.take()
                 record.looks += 1
                 self._check(look, plan)
                 outlet.give(look.length)
                 stopped = stopped or look.done
-                if (stopped or produced == plan.new) and not mail.under_way:
-                    return produced, look
+            if stopped or produced == plan.new:
+                return produced, look
+            for _ in range(min(every, plan.new - produced)):
+                self._step(plan, state, record)
+                produced += 1
+            mail.post(produced)
 
     def _check(self, look: Look, plan: Plan) -> None:
         if look.bad:

@@ -186,3 +186,15 @@ def test_a_token_is_where_the_sum_of_probabilities_passes_the_number(vocabulary)
     near = (upto[None] - chances[:, None]).abs().amin(-1) < 1e-6  # float32 softmax: on the edge either token is right
     assert torch.equal(got[~near], wanted[~near]) and near.float().mean() < 0.05
     assert (scores[0, got] > -torch.inf).all()
+
+
+def test_a_compiled_draw_is_the_same_draw():
+    """Inductor's own code for integers and for float64."""
+    scores, seed, count = scores_of(), torch.tensor(2**40 + 3), torch.tensor(9)
+
+    def choose(scores, seed, count):
+        return sampling.draw(scores, sampling.uniform(seed, count, 7))
+
+    compiled = torch.compile(choose, fullgraph=True)
+    for i in range(20):
+        assert torch.equal(compiled(scores, seed, count + i), choose(scores, seed, count + i))
