@@ -5,7 +5,8 @@ Source: transformers.cache_utils (5.17 to 5.23).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ class Holder:
     """What the loop keeps on a model or on a cache. A copy of the model or of the cache begins without."""
 
     def __init__(self) -> None:
-        self.in_use = False  # of a cache
+        self.lock = threading.Lock()  # of a cache: held while a generate() uses it
         self.session: Any = None  # of a cache: its buffers and graphs
         self.cache: Any = None  # of a model: the cache of the last call that brought none
         self.record: Any = None  # of a model: of its last generate()
@@ -50,12 +51,14 @@ def rounded(length: int, most: int | None) -> int:
     return max(length, min(size, most)) if most is not None else size
 
 
-def own_cache(model: Any, length: int, batch: int) -> Any:
-    """An empty cache for a call that brought none: the one of the call before, if it fits, with its graphs."""
+def claim_own_cache(model: Any, length: int, batch: int) -> Any:
+    """An empty cache for a call that brought none, claimed: the one of the call before, if it fits, with its graphs."""
     held = holder_of(model)
     cache = held.cache
-    if cache is not None and is_in_use(cache):
-        return make_cache(model, length, batch)  # two calls at a time: the second keeps nothing
+    if cache is not None and not _claim(cache):  # by a second call at a time, whose cache is not kept
+        cache = make_cache(model, length, batch)
+        _claim(cache)
+        return cache
     if cache is not None:
         most, rows = holds(cache), cache.batch_size
         keys = cache.layers[0].keys
@@ -63,11 +66,11 @@ def own_cache(model: Any, length: int, batch: int) -> Any:
         if fits and rows in (-1, batch) and (keys is None or (keys.device == model.device and keys.dtype == model.dtype)):
             cache.reset()
             return cache
-    if cache is not None:
         holder_of(cache).session = None  # the session and the cache hold each other
     held.cache = cache = None  # its memory is free before the next one's is taken
-    held.cache = make_cache(model, length, batch)
-    return held.cache
+    held.cache = cache = make_cache(model, length, batch)
+    _claim(cache)
+    return cache
 
 
 def make_cache(model: Any, length: int, batch: int) -> Any:
@@ -110,6 +113,17 @@ def advance(cache: Any, tokens: int = 1) -> None:
     """Count ``tokens`` in Python where Transformers does, after a replay that ran no Python."""
     for layer in host_counted(cache):
         layer.cumulative_length_int += tokens
+
+
+def keep_counts(cache: Any) -> Callable[[], None]:
+    """A function that sets the Python counts back to what they are now."""
+    counts = [(layer, layer.cumulative_length_int) for layer in host_counted(cache)]
+
+    def restore() -> None:
+        for layer, count in counts:
+            layer.cumulative_length_int = count
+
+    return restore
 
 
 def can_crop(cache: Any, length: int) -> bool:
@@ -178,26 +192,35 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
         )
 
 
+def _claim(cache: Any) -> bool:
+    return holder_of(cache).lock.acquire(blocking=False)
+
+
 def is_in_use(cache: Any) -> bool:
-    return holder_of(cache).in_use
+    return holder_of(cache).lock.locked()
 
 
-@contextmanager
-def in_use(cache: Any) -> Iterator[None]:
-    """Inside, a second ``generate()`` on ``cache`` is refused.
+def claim(cache: Any) -> None:
+    """From here to :func:`release` a second ``generate()`` on ``cache`` is refused.
 
     Raises:
         CacheInUseError: it is in use already.
     """
-    if is_in_use(cache):
+    if not _claim(cache):
         raise CacheInUseError(
             "the cache is in use by another generate()",
             value=type(cache).__name__,
             limit="one generate() on a cache at a time",
             remedy="Wait until it has returned, or give each its own cache.",
         )
-    holder_of(cache).in_use = True
-    try:
+
+
+def release(cache: Any) -> None:
+    holder_of(cache).lock.release()
+
+
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Tensors that are made inside can be written in ``torch.inference_mode`` and outside of it, whichever comes first."""
+    with torch.inference_mode(False), torch.no_grad():
         yield
-    finally:
-        holder_of(cache).in_use = False

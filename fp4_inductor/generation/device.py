@@ -100,25 +100,36 @@ class Runner:
 
     WARM = 3
 
-    def __init__(self, device: Host, step: Callable[[], None], capture: bool, after_replay: Callable[[], None]):
-        self.device, self.step, self.after_replay = device, step, after_replay
-        self.capture = capture and device.captures
+    def __init__(self, device: Host, step: Callable[[], None], after_replay: Callable[[], None], keep: Callable[[], Callable[[], None]]):
+        """``after_replay`` counts on the host what a step counts there; ``keep`` returns a function that sets these counts back."""
+        self.device, self.step, self.after_replay, self.keep = device, step, after_replay, keep
+        self.captures = device.captures
         self.graph: Replayable | None = None
+        self.note: str | None = None
         self.runs = 0
 
     def __call__(self) -> str:
         """Run the step; ``"run"``, ``"capture"`` or ``"replay"``: how."""
         if self.graph is not None:
             self.graph.replay()
-            self.after_replay()  # a replay runs no Python: what the step counts on the host is counted here
+            self.after_replay()  # a replay runs no Python
             return "replay"
-        if not self.capture:
+        if not self.captures:
             self.step()
             return "run"
         if self.runs < self.WARM:
             self.device.aside(self.step)
             self.runs += 1
             return "run"
-        self.graph = self.device.capture(self.step)
-        self.graph.replay()
+        restore = self.keep()
+        try:
+            graph = self.device.capture(self.step)
+        except RuntimeError as error:  # the step reads something on the host
+            restore()
+            self.captures = False
+            self.note = f"the step is not captured: {str(error).strip().splitlines()[0]}"
+            self.step()
+            return "run"
+        self.graph = graph
+        graph.replay()
         return "capture"

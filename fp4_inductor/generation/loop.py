@@ -85,8 +85,8 @@ def generate(
         rows = ids.shape[0] * (config.num_return_sequences or 1)
         columns = attention_mask.shape[1] if attention_mask is not None else ids.shape[1]
         caches.check_cache(past_key_values, model, rows, columns, max(new, 1))
-        with caches.in_use(past_key_values):  # refused here, before the streamer gets anything
-            pass
+        caches.claim(past_key_values)  # refused here, before the streamer gets anything; the loop claims it again
+        caches.release(past_key_values)
     if past_key_values is not None:
         options["past_key_values"] = past_key_values
     if why:
@@ -170,16 +170,7 @@ def _run(call: Call, loop: LoopOptions) -> Any:
     new = stops.max_length - call.ids.shape[1]
     check_ids(call.ids, model)
     columns = call.ids.shape[1] if mask is None else mask.shape[1]
-    if given is None:
-        cache = caches.own_cache(model, columns + new, call.ids.shape[0])
-    else:
-        cache = given
-        caches.check_cache(cache, model, call.ids.shape[0], columns, new)
-    no_masks = why_no_masks(model, cache)
-    if no_masks is not None:
-        return _theirs(call, loop, [no_masks])
     pad = config._pad_token_tensor
-    returned = given is not None or bool(config.return_dict_in_generate)
     plan = Plan(
         program=program,
         stops=stops,
@@ -187,17 +178,34 @@ def _run(call: Call, loop: LoopOptions) -> Any:
         pad=int(pad) if pad is not None else (stops.eos or (0,))[0],
         seed=_seed(loop.seed) if config.do_sample else 0,
         check_every=loop.check_every,
-        returned=returned,
+        returned=given is not None or bool(config.return_dict_in_generate),
     )
-    record = GenerationRecord(seed=plan.seed if config.do_sample else None)
-    compiled = model.device.type == "cuda" if loop.compiled is None else loop.compiled
-    with caches.in_use(cache):
+    prompt = Prompt(call.ids, mask, arguments)
+    if given is None:
+        with caches.allocating():  # the cache too, whose tensors come with the prompt
+            return _run_over(call, prompt, plan, loop, caches.claim_own_cache(model, columns + new, call.ids.shape[0]))
+    caches.check_cache(given, model, call.ids.shape[0], columns, new)
+    caches.claim(given)
+    return _run_over(call, prompt, plan, loop, given)
+
+
+def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: Any) -> Any:
+    """Run ``plan`` over a cache that is claimed, and release it."""
+    model, config = call.model, call.config
+    try:
+        no_masks = why_no_masks(model, cache)
+        if no_masks is not None:
+            return _theirs(call, loop, [no_masks])
+        record = GenerationRecord(seed=plan.seed if config.do_sample else None)
         _record(model, record)
-        tokens = session_of(model, cache, compiled).run(Prompt(call.ids, mask, arguments), plan, call.streamer, record)
+        compiled = model.device.type == "cuda" if loop.compiled is None else loop.compiled
+        tokens = session_of(model, cache, compiled).run(prompt, plan, call.streamer, record)
+    finally:
+        caches.release(cache)
     sequences = torch.cat([call.ids, tokens.T], dim=-1)
     if not config.return_dict_in_generate:
         return sequences
-    if given is None:
+    if caches.holder_of(model).cache is cache:
         caches.holder_of(model).cache = None  # it is the caller's now
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 

@@ -37,9 +37,11 @@ def of_model(model: Any, arguments: dict[str, Any]) -> list[str]:
     found = []
     if model.config.is_encoder_decoder:
         found.append("the model has an encoder")
-    if len(set(getattr(model, "hf_device_map", None) or ())) > 1 and len(set(model.hf_device_map.values())) > 1:
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         found.append("the model lies on several devices")
-    found += [f"the model is given {name}" for name, value in arguments.items() if name not in _TAKEN and value is not None and value is not False]
+    found += [
+        f"the model is given {name}" for name, value in arguments.items() if name not in (*_TAKEN, *_OUTPUTS) and value is not None and value is not False
+    ]
     position = arguments.get("position_ids")
     if position is not None and position.dim() != 2:
         found.append("positions have several coordinates")

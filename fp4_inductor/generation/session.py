@@ -77,7 +77,7 @@ class Compiled:
 
 
 class Session:
-    """Runs prompts over ``cache``. Whoever calls holds :func:`fp4_inductor.generation.caches.in_use`."""
+    """Runs prompts over ``cache``. Whoever calls holds :func:`fp4_inductor.generation.caches.claim`."""
 
     def __init__(self, model: Any, cache: Any, compiled: bool, device: Host | None = None):
         self.model, self.cache, self.compiled = model, cache, compiled
@@ -127,16 +127,17 @@ class Session:
         past = caches.seq_length(self.cache)
         columns = past + prompt.ids.shape[1] if prompt.mask is None else prompt.mask.shape[1]
         logits = self._run_prompt(prompt, past, record)
-        state, mail = self._buffers(logits, plan.new, columns)
-        if plan.program.needs_seen:
-            state.remember()
+        signature = plan.program.signature
+        with caches.allocating():
+            state, mail = self._buffers(logits, plan.new, columns)
+            if plan.program.needs_seen:
+                state.remember()
+            self._values[signature] = load_values(self._values.get(signature), plan.program, state)
         padded = prompt.mask is not None and not bool(prompt.mask.all())
         positions = prompt.arguments.get("position_ids")
         last = positions[:, -1:] if positions is not None else torch.full_like(prompt.ids[:, -1:], columns - 1)
         state.begin(prompt.ids, prompt.mask, columns, last + 1, plan.seed)
         state.stop_at(plan.stops.eos, plan.pad)
-        signature = plan.program.signature
-        self._values[signature] = load_values(self._values.get(signature), plan.program, state)
         self._padded = padded
         mail.restart()
         self._emit(logits, state, signature, self._values[signature])
@@ -217,6 +218,8 @@ class Session:
         record.steps += 1
         record.replays += how != "run"
         record.captures += how == "capture"
+        if runner.note and runner.note not in record.notes:
+            record.notes.append(runner.note)
 
     def _make_runner(self, signature: tuple, padded: bool, phase: tuple[bool, ...], state: State) -> Runner:
         forward = self._forwards.get((padded, phase))
@@ -231,7 +234,7 @@ class Session:
             self._emit(forward(), state, signature, values)
             move_on(state)
 
-        return Runner(self.device, step, capture=True, after_replay=(lambda: caches.advance(self.cache)) if self.counted else (lambda: None))
+        return Runner(self.device, step, lambda: caches.advance(self.cache) if self.counted else None, lambda: caches.keep_counts(self.cache))
 
 
 def session_of(model: Any, cache: Any, compiled: bool) -> Session:

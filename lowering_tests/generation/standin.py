@@ -73,9 +73,12 @@ class Replaying(Host):
         step()
 
     def capture(self, step: Any) -> _Graph:
-        with _Recorder() as recorder:
-            step()
-        for storage, held in recorder.before.values():
-            storage.copy_(held)
+        recorder = _Recorder()
+        try:
+            with recorder:
+                step()
+        finally:
+            for storage, held in recorder.before.values():
+                storage.copy_(held)
         self.graphs.append(_Graph(recorder.calls))
         return self.graphs[-1]

@@ -203,6 +203,15 @@ def test_a_returned_cache_is_the_callers(llama):
     assert int(output.past_key_values.get_seq_length()) == 9 + 26 - 1
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_comes_and_goes(first):
+    model = build("gemma3")
+    wanted = fp4_inductor.generate(build("gemma3"), IDS, seed=1, repetition_penalty=1.1, **SAMPLED)
+    for mode in (first, not first, first):
+        with torch.inference_mode(mode):
+            assert torch.equal(fp4_inductor.generate(model, IDS, seed=1, repetition_penalty=1.1, **SAMPLED), wanted)
+
+
 def test_copies_of_model_and_cache_have_nothing_of_the_loop():
     model = build("llama")
     cache = static(model)
