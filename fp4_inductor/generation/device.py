@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedOpError
+
 
 class Replayable(Protocol):
     def replay(self) -> None: ...
@@ -45,7 +47,7 @@ class Host:
 
     def capture(self, step: Callable[[], None]) -> Replayable:
         """Record what ``step`` does to the device without doing it."""
-        raise NotImplementedError
+        raise UnsupportedOpError("this device captures no steps", value=type(self).__name__, limit="a CUDA device", remedy="Run the step as it is.")
 
     def wait(self) -> None:
         """Wait for everything that is queued."""

@@ -11,7 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import fp4_inductor
 from fp4_inductor.generation import caches
+from fp4_inductor.generation.streaming import Look, Mail
 from lowering_tests.generation.conftest import build
+from lowering_tests.generation.standin import Replaying
 
 IDS = torch.randint(3, 128, (3, 6), generator=torch.Generator().manual_seed(0))
 GREEDY = dict(max_new_tokens=12, do_sample=False, pad_token_id=1)
@@ -113,6 +115,21 @@ def test_an_interrupt_inside_the_model(monkeypatch):
         monkeypatch.undo()
         cache.reset()
         assert torch.equal(fp4_inductor.generate(model, IDS, **options, **GREEDY), wanted)
+
+
+def test_a_block_keeps_its_own_status_while_a_later_one_is_under_way():
+    tokens, status = torch.zeros(4, 2, dtype=torch.int64), torch.tensor([1, 0, 0])
+    mail = Mail(Replaying(), tokens, status)
+    for first in (10, 20, 30):
+        mail.restart()
+        for end, before in ((1, 0), (3, 1), (4, 3)):
+            tokens[before:end] = first + end
+            status.copy_(torch.tensor([end, end == 4, first]))
+            mail.post(end)
+            if before:
+                assert mail.take() == Look(end=before, length=before, done=False, bad=first)
+        assert mail.take() == Look(end=4, length=4, done=True, bad=first) and mail.under_way == 0
+        assert mail.arrived[:, 0].tolist() == [first + 1, first + 3, first + 3, first + 4]
 
 
 def test_a_reader_in_another_thread(llama):
