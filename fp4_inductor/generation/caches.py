@@ -26,6 +26,7 @@ class Holder:
         self.lock = threading.Lock()  # of a cache: held while a generate() uses it
         self.session: Any = None  # of a cache: its buffers and graphs
         self.cache: Any = None  # of a model: the cache of the last call that brought none
+        self.made_for: Any = None  # the batch, device and dtype of that cache
         self.record: Any = None  # of a model: of its last generate()
         self.said: set[str] = set()  # of a model: reasons that were logged
 
@@ -60,15 +61,15 @@ def claim_own_cache(model: Any, length: int, batch: int) -> Any:
         _claim(cache)
         return cache
     if cache is not None:
-        most, rows = holds(cache), cache.batch_size
-        keys = cache.layers[0].keys
-        fits = most is None or length <= most <= 4 * rounded(length, None)
-        if fits and rows in (-1, batch) and (keys is None or (keys.device == model.device and keys.dtype == model.dtype)):
+        most = holds(cache)
+        fits = most is None or length <= most <= 4 * rounded(length, None)  # attention over a cache that is far too long takes longer
+        if fits and (held.made_for == (batch, model.device, model.dtype)):
             cache.reset()
             return cache
         holder_of(cache).session = None  # the session and the cache hold each other
     held.cache = cache = None  # its memory is free before the next one's is taken
     held.cache = cache = make_cache(model, length, batch)
+    held.made_for = (batch, model.device, model.dtype)
     _claim(cache)
     return cache
 

@@ -113,14 +113,15 @@ class Session:
             if plan.returned:
                 caches.crop(self.cache, record.overrun)
             return state.tokens[: look.length].clone()
-        except BaseException as error:
-            if not isinstance(error, torch.cuda.OutOfMemoryError):
-                self.device.wait()  # the buffers are not freed, nor used again, under work that is queued
+        except BaseException:
+            self.device.wait()  # the buffers are not freed, nor used again, under work that is queued
             raise
         finally:
             record.notes += [c.note for c in (self._prompt, self._emit, *self._forwards.values()) if c.note and c.note not in record.notes]
             if outlet is not None:
                 outlet.end()
+            elif streamer is not None:  # the prompt has failed: who reads the streamer in another thread does not wait for ever
+                streamer.end()
 
     def _begin(self, prompt: Prompt, plan: Plan, record: GenerationRecord) -> tuple[State, Mail]:
         """Run the prompt and choose the first token."""

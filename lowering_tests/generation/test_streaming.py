@@ -91,8 +91,9 @@ def test_a_streamer_that_raises_leaves_model_and_cache_usable(error, at):
         assert torch.equal(fp4_inductor.generate(model, IDS, **options, **GREEDY), wanted)
 
 
-def test_an_interrupt_inside_the_model(monkeypatch):
-    """Ctrl-C between two layers: one has the token, the other has not."""
+@pytest.mark.parametrize("call", [1, 5])
+def test_an_interrupt_inside_the_model(monkeypatch, call):
+    """Ctrl-C between two layers, of the prompt or of a step: one has the token, the other has not."""
     model = build("gemma3")
     wanted = model.generate(IDS, **GREEDY)
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -101,7 +102,7 @@ def test_an_interrupt_inside_the_model(monkeypatch):
 
     def interrupted(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == call:
             raise KeyboardInterrupt
         return forward(*args, **kwargs)
 
