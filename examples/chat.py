@@ -1,4 +1,4 @@
-"""Talk to a quantized model; its answers stream from the device, and the conversation stays in one cache.
+"""Talk to a quantized model; its answers stream from the device, all over one cache and so by one CUDA graph. Every turn reads the conversation anew.
 
 python examples/chat.py                                        a small model that ships with the repository and goes on with your text
 python examples/chat.py --model Qwen/Qwen3-8B --device cuda
