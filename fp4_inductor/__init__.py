@@ -29,6 +29,11 @@ _PUBLIC = {
     "KVCache": ".integrations.cache",
     "inspect_checkpoint": ".checkpoint.inspection",
     "evaluate": ".models.evaluate",
+    "generate": ".generation",
+    "generate_loop": ".generation",
+    "generation_record": ".generation",
+    "GenerationRecord": ".generation",
+    "LoopOptions": ".generation",
     "FP4InductorConfig": ".integrations.pretrained",
     "explain": ".explain",
     "decisions": ".explain",
@@ -68,6 +73,7 @@ if TYPE_CHECKING:
     from .explain import decisions, explain
     from .formats.packing import PackedExperts, PackedLinear, pack_experts, pack_linear
     from .formats.reciprocal import reciprocal_scale
+    from .generation import GenerationRecord, LoopOptions, generate, generate_loop, generation_record
     from .integrations.cache import KVCache
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate

@@ -121,6 +121,10 @@ class CalibrationError(FP4Error, ValueError):
     """Calibration data is missing, empty, or never reached a layer."""
 
 
+class CacheInUseError(FP4Error, RuntimeError):
+    """A second ``generate()`` on a cache whose first one has not returned."""
+
+
 class UnsupportedOpError(FP4Error, NotImplementedError):
     """An operation on a quantized tensor that has no faithful meaning."""
 

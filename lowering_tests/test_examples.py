@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RUNS = {
     "load_nvfp4_checkpoint.py": (["--tokens", "8", "--eager"], [r"coverage +100\.00 %", r"loaded [\d.]+ MB in", r"tokens/s"]),
     "generate_moe.py": (["--tokens", "4", "--eager"], [r"8 weights of routed experts in FP4: [89]\d\.\d %", r"tokens/s"]),
+    "chat.py": (["--tokens", "8", "--length", "64"], [r"tokens/s; generate\(\): 8 tokens[^$]*tokens/s; generate\(\): 8 tokens"]),
     "gpt_oss.py": (["--tokens", "4", "--eager"], [r"quantized +4 layers", r"tokens/s"]),
     "finetune_lora.py": (
         ["--steps", "8", "--batch", "4", "--windows", "2"],
@@ -23,12 +24,15 @@ RUNS = {
 }
 
 
+SAID = {"chat.py": "They arrived at Bath.\nCatherine was\n"}
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name, tmp_path):
     arguments, wanted = RUNS[name]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(EXAMPLES / name), *(a.format(out=tmp_path / "out") for a in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+    done = subprocess.run(command, input=SAID.get(name), capture_output=True, text=True, timeout=300, env=env, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     for pattern in wanted:
         assert re.search(pattern, done.stdout), f"{pattern!r} not in:\n{done.stdout[-3000:]}"

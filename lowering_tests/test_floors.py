@@ -21,7 +21,7 @@ FLOORS = [
     {"ops"},
     {"tensors", "modules", "kernels"},
     {"passes", "lowerings"},
-    {"models", "checkpoint", "integrations"},
+    {"models", "checkpoint", "integrations", "generation"},
     {"api", "explain", "regimes", "report", "__init__"},
     {"cli", "__main__"},
 ]

@@ -113,7 +113,10 @@ def attention_forward(
         return attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, _with_meaning(kwargs)), None
     if kwargs.get("s_aux") is not None:  # "sdpa" would leave them out, silently
         raise UnsupportedOpError(
-            'the attention "fp4_inductor" of a model with sinks', value="s_aux", limit="a KVCache", remedy='model.set_attn_implementation("eager")'
+            'the attention "fp4_inductor" of a model with sinks',
+            value="s_aux",
+            limit="a KVCache",
+            remedy='Pass a KVCache, or call model.set_attn_implementation("eager").',
         )
     if _is_ours(query, key, value, attention_mask, dropout, kwargs):
         return torch.ops.fp4.decode_attention(query, key, value, attention_mask, scaling), None

@@ -117,7 +117,7 @@ def check(c: CachedCall) -> None:
         )
     if c.position.dtype != torch.int64 or c.position.numel() != 1:
         got = f"{tuple(c.position.shape)} {c.position.dtype}"
-        raise ShapeError(f"{NAME}: position", value=got, limit="one number, int64", remedy="torch.zeros((), dtype=torch.int64, device=...)")
+        raise ShapeError(f"{NAME}: position", value=got, limit="one number, int64", remedy="Pass torch.zeros((), dtype=torch.int64, device=...).")
     _check_options(c)
     tensors = {name: t for name, t in c._asdict().items() if isinstance(t, Tensor)}
     devices = {name: str(t.device) for name, t in tensors.items()}

@@ -1,0 +1,13 @@
+"""F4: ``generate()`` with every step on the device. Importing this package does not import transformers.
+
+``loop.py`` has the two doors, ``options.py`` and ``reasons.py`` what is refused and what runs Transformers' loop, ``session.py`` the loop over a cache,
+``step.py`` one step, ``sampling.py`` and ``processors.py`` the choice of a token, ``device.py`` what is specific to CUDA.
+"""
+
+from __future__ import annotations
+
+from .loop import generate, generate_loop, generation_record
+from .options import LoopOptions
+from .record import GenerationRecord
+
+__all__ = ["GenerationRecord", "LoopOptions", "generate", "generate_loop", "generation_record"]

@@ -1,0 +1,227 @@
+"""What the loop does with a cache of Transformers: make one, ask how much it holds, take tokens back, say that it is in use.
+
+Source: transformers.cache_utils (5.17 to 5.23).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CacheInUseError, DeviceError, ShapeError
+
+_LEAST = 256
+_HOLDER = "_fp4_loop"
+
+
+class Holder:
+    """What the loop keeps on a model or on a cache. A copy of the model or of the cache begins without."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of a cache: held while a generate() uses it
+        self.session: Any = None  # of a cache: its buffers and graphs
+        self.cache: Any = None  # of a model: the cache of the last call that brought none
+        self.made_for: Any = None  # the batch, device and dtype of that cache
+        self.record: Any = None  # of a model: of its last generate()
+        self.said: set[str] = set()  # of a model: reasons that were logged
+
+    def __deepcopy__(self, memo: dict) -> Holder:
+        return Holder()
+
+    def __reduce__(self) -> tuple:
+        return (Holder, ())
+
+
+def holder_of(thing: Any) -> Holder:
+    """The holder of a model or of a cache."""
+    held = vars(thing).get(_HOLDER)
+    if held is None:
+        held = Holder()
+        setattr(thing, _HOLDER, held)
+    return held
+
+
+def rounded(length: int, most: int | None) -> int:
+    """A power of two for ``length`` tokens, at least 256, but not above ``most`` if that is enough: few lengths are few graphs."""
+    size = max(_LEAST, 1 << (length - 1).bit_length())
+    return max(length, min(size, most)) if most is not None else size
+
+
+def claim_own_cache(model: Any, length: int, batch: int) -> Any:
+    """An empty cache for a call that brought none, claimed: the one of the call before, if it fits, with its graphs."""
+    held = holder_of(model)
+    cache = held.cache
+    if cache is not None and not _claim(cache):  # by a second call at a time, whose cache is not kept
+        cache = make_cache(model, length, batch)
+        _claim(cache)
+        return cache
+    if cache is not None:
+        most = holds(cache)
+        fits = most is None or length <= most <= 4 * rounded(length, None)  # attention over a cache that is far too long takes longer
+        if fits and (held.made_for == (batch, model.device, model.dtype)):
+            cache.reset()
+            return cache
+        holder_of(cache).session = None  # the session and the cache hold each other
+    held.cache = cache = None  # its memory is free before the next one's is taken
+    held.cache = cache = make_cache(model, length, batch)
+    held.made_for = (batch, model.device, model.dtype)
+    _claim(cache)
+    return cache
+
+
+def make_cache(model: Any, length: int, batch: int) -> Any:
+    """An empty cache for ``length`` tokens of ``batch`` rows. The only place where the loop makes one."""
+    from transformers import StaticCache
+
+    config = model.config.get_text_config(decoder=True)
+    cache = StaticCache(config=config, max_cache_len=rounded(length, getattr(config, "max_position_embeddings", None)))
+    shape = model._get_static_cache_init_shape()
+    if shape is not None and getattr(config, "global_head_dim", None) is None:  # else its first update does it, with the shapes that come
+        cache.early_initialization(batch_size=batch, num_heads=shape[0], head_dim=shape[1], dtype=model.dtype, device=model.device)
+    return cache
+
+
+def seq_length(cache: Any) -> int:
+    """Tokens that the cache holds. Waits for the device."""
+    return int(cache.get_seq_length())
+
+
+def holds(cache: Any) -> int | None:
+    """The most tokens that the cache can take; None: no limit, because all its layers slide."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        return int(cache.get_max_length())
+    limits = [layer.get_max_length() for layer in layers if not getattr(layer, "is_sliding", False)]
+    return min((int(limit) for limit in limits if limit >= 0), default=None)
+
+
+def host_counted(cache: Any) -> list[Any]:
+    """Layers that count their tokens in Python, too: a step has to be told apart by it, and a replay has to advance it."""
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(getattr(layer, "cumulative_length_int", None), int)]
+
+
+def phase(cache: Any) -> tuple[bool, ...]:
+    """Which of those layers are full: a full one shifts its window at every step, which is another graph."""
+    return tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in host_counted(cache))
+
+
+def advance(cache: Any, tokens: int = 1) -> None:
+    """Count ``tokens`` in Python where Transformers does, after a replay that ran no Python."""
+    for layer in host_counted(cache):
+        layer.cumulative_length_int += tokens
+
+
+def keep_counts(cache: Any) -> Callable[[], None]:
+    """A function that sets the Python counts back to what they are now."""
+    counts = [(layer, layer.cumulative_length_int) for layer in host_counted(cache)]
+
+    def restore() -> None:
+        for layer, count in counts:
+            layer.cumulative_length_int = count
+
+    return restore
+
+
+def can_crop(cache: Any, length: int) -> bool:
+    """Can tokens be taken back from a cache that will have held ``length`` of them?"""
+    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+    if getattr(cache, "is_croppable", False):
+        return True
+    layers = getattr(cache, "layers", ())
+    if not layers or any(type(layer) not in (StaticLayer, StaticSlidingWindowLayer) for layer in layers):
+        return False
+    return all(length <= layer.max_cache_len for layer in layers if type(layer) is StaticSlidingWindowLayer)
+
+
+def crop(cache: Any, tokens: int) -> None:
+    """Take the last ``tokens`` tokens back. What is written there stays, unread, until it is written again."""
+    if not tokens:
+        return
+    if getattr(cache, "is_croppable", False):
+        cache.crop(-tokens)
+        return
+    for layer in cache.layers:  # of a StaticCache, which has no crop of its own
+        layer.cumulative_length.sub_(tokens)
+    advance(cache, -tokens)
+
+
+def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int) -> None:
+    """Is this a cache in which ``batch`` rows of ``prompt`` and ``new`` tokens fit? ``prompt`` counts from the cache's first token.
+
+    Raises:
+        ShapeError, DeviceError: what does not fit.
+    """
+    layers = getattr(cache, "layers", ())
+    wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)  # type: ignore[union-attr, operator]
+    if layers and isinstance(wanted, int) and len(layers) < wanted:
+        raise ShapeError(
+            "past_key_values is a cache of another model",
+            value=f"{len(layers)} layers",
+            limit=f"{wanted} layers",
+            remedy="Make a cache from this model's config.",
+        )
+    rows = getattr(cache, "batch_size", -1)
+    if isinstance(rows, int) and rows > 0 and rows != batch:
+        raise ShapeError(
+            "the batch does not fit the cache",
+            value=f"{batch} rows",
+            limit=f"{rows} rows",
+            remedy="Make a cache for this batch, or leave past_key_values out.",
+        )
+    keys = getattr(layers[0], "keys", None) if layers else None
+    if isinstance(keys, torch.Tensor) and keys.device != model.device:
+        raise DeviceError(
+            "the cache lies on another device than the model",
+            value=str(keys.device),
+            limit=str(model.device),
+            remedy="Make a new cache; it goes where the model is.",
+        )
+    most = holds(cache)
+    if most is not None and prompt + new - 1 > most:  # the last token is not put into it
+        long = prompt >= most
+        raise ShapeError(
+            "the prompt is longer than the cache" if long else "prompt and max_new_tokens do not fit the cache",
+            value=f"{prompt} tokens" if long else f"{prompt} + {new} tokens",
+            limit=f"{most} tokens in the cache, and one behind it",
+            remedy="Make a longer cache, leave past_key_values out, or generate fewer tokens.",
+        )
+
+
+def _claim(cache: Any) -> bool:
+    return holder_of(cache).lock.acquire(blocking=False)
+
+
+def is_in_use(cache: Any) -> bool:
+    return holder_of(cache).lock.locked()
+
+
+def claim(cache: Any) -> None:
+    """From here to :func:`release` a second ``generate()`` on ``cache`` is refused.
+
+    Raises:
+        CacheInUseError: it is in use already.
+    """
+    if not _claim(cache):
+        raise CacheInUseError(
+            "the cache is in use by another generate()",
+            value=type(cache).__name__,
+            limit="one generate() on a cache at a time",
+            remedy="Wait until it has returned, or give each its own cache.",
+        )
+
+
+def release(cache: Any) -> None:
+    holder_of(cache).lock.release()
+
+
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Tensors that are made inside can be written in ``torch.inference_mode`` and outside of it, whichever comes first."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

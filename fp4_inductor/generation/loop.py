@@ -1,0 +1,276 @@
+"""The two doors to the loop: :func:`generate`, and :func:`generate_loop` for ``model.generate(custom_generate=...)``."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _notice
+from ..errors import ConfigError
+from . import caches, reasons
+from .masks import why_no_masks
+from .options import LoopOptions, check_ids, check_mask, check_ranges, check_together
+from .processors import read_criteria, read_processors
+from .record import GenerationRecord
+from .session import Plan, Prompt, session_of
+
+
+def generate(
+    model: Any,
+    ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    streamer: Any = None,
+    loop: LoopOptions | None = None,
+    **options: Any,
+) -> Any:
+    """Generate tokens behind ``ids``; the host only replays one CUDA graph a token and looks now and then whether all rows have ended.
+
+    One step, from the token before to the next one, runs on the device: the model, the logits processors, the choice, the end of rows. On CUDA it is
+    compiled and captured in one CUDA graph. Greedy tokens are those of ``model.generate``; sampled ones follow its distribution, and depend on the seed
+    alone. What the device cannot do runs Transformers' loop: :func:`fp4_inductor.generation_record` says which ran and why, and a line on stderr does.
+
+    Args:
+        model: a causal language model of Transformers, quantized or not.
+        ids: int64 ``[B, T]`` on the model's device; shorter rows are padded on the left.
+        attention_mask: ``[B, T]``, 0 for padding; None: no padding, or where the model's ``pad_token_id`` is.
+        past_key_values: a cache of fixed size, such as ``StaticCache``. It is used from where it stands, and afterwards holds all tokens but the last. None:
+            one that the next call takes over, with its graph.
+        streamer: of Transformers. It gets the prompt, then each token ``[B]`` in order, in blocks of ``check_every``, then ``end()``.
+        loop: a :class:`fp4_inductor.LoopOptions`; or give its fields ``seed``, ``check_every`` and ``compiled`` themselves.
+        options: of ``model.generate``: ``max_new_tokens``, ``min_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,
+            ``typical_p``, ``repetition_penalty``, ``eos_token_id``, ``pad_token_id``, ``generation_config``, ...
+
+    Returns:
+        What ``model.generate`` returns: int64 ``[B, T + new]``, or with ``return_dict_in_generate=True`` an output with ``sequences`` and ``past_key_values``.
+
+    Raises:
+        ConfigError, DTypeError, ShapeError, DeviceError, CacheInUseError: before anything has run.
+        NonFiniteError: logits were NaN or infinite; told at the next look.
+    """
+    fields = {name: options.pop(name) for name in ("seed", "check_every", "compiled") if name in options}
+    if loop is not None and fields:
+        raise ConfigError("loop and its fields are given", value=sorted(fields), limit="one of the two", remedy="Put all into LoopOptions(...).")
+    loop = LoopOptions(**fields) if loop is None else loop
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if not (callable(getattr(model, "can_generate", None)) and model.can_generate()):
+        raise ConfigError(
+            "the model writes no text",
+            value=type(model).__name__,
+            limit="a model of Transformers with generate(): a causal language model",
+            remedy="Run a model with a language head.",
+        )
+    check_ids(ids, model)
+    given_config = options.get("generation_config")
+    given = {**vars(given_config), **options} if given_config is not None else options
+    check_ranges(given)
+    config, _ = model._prepare_generation_config(given_config, **{name: value for name, value in options.items() if name != "generation_config"})
+    check_together(given, bool(config.do_sample))
+    why = reasons.of_mode(config, options.get("assistant_model"))
+    if config.stop_strings is not None:
+        why.append("stop strings are looked for in text, on the host")
+    fixed = past_key_values is not None and not reasons.of_cache(past_key_values)
+    before = caches.seq_length(past_key_values) if fixed else 0
+    if attention_mask is not None:
+        check_mask(attention_mask, ids, before)
+        options["attention_mask"] = attention_mask
+    if fixed and not why:
+        new = config.max_new_tokens or ((config.max_length or 0) - ids.shape[1]) or 1
+        rows = ids.shape[0] * (config.num_return_sequences or 1)
+        columns = attention_mask.shape[1] if attention_mask is not None else ids.shape[1]
+        caches.check_cache(past_key_values, model, rows, columns, max(new, 1))
+        caches.claim(past_key_values)  # refused here, before the streamer gets anything; the loop claims it again
+        caches.release(past_key_values)
+    if past_key_values is not None:
+        options["past_key_values"] = past_key_values
+    if why:
+        _record(model, GenerationRecord(loop="transformers", reasons=why, seed=loop.seed))
+        with _seeded(loop.seed, model.device):
+            return model.generate(ids, streamer=streamer, **options)
+
+    def run(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs), loop)
+
+    return model.generate(ids, streamer=streamer, custom_generate=run, **options)
+
+
+def generate_loop(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any = None,
+    seed: int | None = None,
+    check_every: int = 8,
+    compiled: bool | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The loop of :func:`fp4_inductor.generate` for ``model.generate(ids, custom_generate=fp4_inductor.generate_loop, ...)``.
+
+    Transformers prepares everything and calls this function in the place of its own loop; the arguments are those of its convention. ``seed``,
+    ``check_every`` and ``compiled`` are given to ``model.generate``, as in ``model.generate(ids, custom_generate=fp4_inductor.generate_loop, seed=1)``.
+
+    Returns, raises: as :func:`fp4_inductor.generate`; what only one of Transformers' other ways to decode can do is a ConfigError if it needs arguments
+    that the convention leaves out (assisted generation).
+    """
+    loop = LoopOptions(check_every=check_every, seed=seed, compiled=compiled)
+    streamer = _streamer_of_caller(model) if streamer is None else streamer
+    return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs), loop)
+
+
+def generation_record(model: Any) -> GenerationRecord | None:
+    """What the last ``generate()`` of ``model`` by this package did, as a :class:`fp4_inductor.GenerationRecord`; None if there was none."""
+    held = getattr(getattr(model, "_orig_mod", model), "_fp4_loop", None)
+    return None if held is None else held.record
+
+
+@dataclass
+class Call:
+    """The arguments of Transformers' convention for a ``custom_generate``."""
+
+    model: Any
+    ids: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    streamer: Any
+    arguments: dict[str, Any]
+
+
+def _run(call: Call, loop: LoopOptions) -> Any:
+    model, config, arguments = call.model, call.config, dict(call.arguments)
+    given = arguments.pop("past_key_values", None)
+    given = given if getattr(given, "_is_user_defined", False) else None
+    mask = arguments.pop("attention_mask", None)
+    program, why = read_processors(call.processors, call.ids.shape[1], bool(config.do_sample))
+    stops, more = read_criteria(call.criteria)
+    why = [*reasons.of_config(config), *reasons.of_model(model, arguments), *why, *more]
+    if given is not None:
+        why += reasons.of_cache(given)
+    else:
+        why += reasons.of_architecture(model)
+    if stops.max_length is None:
+        why.append("the number of tokens has no limit")
+    if why or stops.max_length is None:
+        return _theirs(call, loop, why)
+    new = stops.max_length - call.ids.shape[1]
+    check_ids(call.ids, model)
+    columns = call.ids.shape[1] if mask is None else mask.shape[1]
+    pad = config._pad_token_tensor
+    plan = Plan(
+        program=program,
+        stops=stops,
+        new=new,
+        pad=int(pad) if pad is not None else (stops.eos or (0,))[0],
+        seed=_seed(loop.seed) if config.do_sample else 0,
+        check_every=loop.check_every,
+        returned=given is not None or bool(config.return_dict_in_generate),
+    )
+    prompt = Prompt(call.ids, mask, arguments)
+    if given is None:
+        with caches.allocating():  # the cache too, whose tensors come with the prompt
+            return _run_over(call, prompt, plan, loop, caches.claim_own_cache(model, columns + new, call.ids.shape[0]))
+    caches.check_cache(given, model, call.ids.shape[0], columns, new)
+    caches.claim(given)
+    return _run_over(call, prompt, plan, loop, given)
+
+
+def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: Any) -> Any:
+    """Run ``plan`` over a cache that is claimed, and release it."""
+    model, config = call.model, call.config
+    try:
+        no_masks = why_no_masks(model, cache)
+        if no_masks is not None:
+            return _theirs(call, loop, [no_masks])
+        record = GenerationRecord(seed=plan.seed if config.do_sample else None)
+        _record(model, record)
+        compiled = model.device.type == "cuda" if loop.compiled is None else loop.compiled
+        tokens = session_of(model, cache, compiled).run(prompt, plan, call.streamer, record)
+    finally:
+        caches.release(cache)
+    sequences = torch.cat([call.ids, tokens.T], dim=-1)
+    if not config.return_dict_in_generate:
+        return sequences
+    if caches.holder_of(model).cache is cache:
+        caches.holder_of(model).cache = None  # it is the caller's now
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
+
+
+def _theirs(call: Call, loop: LoopOptions, why: list[str]) -> Any:
+    """Transformers' loop, with what it has prepared."""
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+    mode = call.config.get_generation_mode(None)
+    name = GENERATION_MODES_MAPPING[mode]
+    streams = {} if call.streamer is None else {"streamer": call.streamer}
+    if name not in ("_sample", "_beam_search") or (streams and name != "_sample"):
+        raise ConfigError(
+            f"{str(mode.value).replace('_', ' ')} cannot run behind custom_generate" + (" with a streamer" if streams else ""),
+            value=why[0],
+            limit="sampling, greedy tokens and beam search; a streamer without beams",
+            remedy="Leave custom_generate out, or call fp4_inductor.generate.",
+        )
+    _record(call.model, GenerationRecord(loop="transformers", reasons=why, seed=loop.seed))
+    with _seeded(loop.seed, call.model.device):
+        return getattr(type(call.model), name)(
+            call.model,
+            call.ids,
+            logits_processor=call.processors,
+            stopping_criteria=call.criteria,
+            generation_config=call.config,
+            **streams,
+            **call.arguments,
+        )
+
+
+def _record(model: Any, record: GenerationRecord) -> None:
+    held = caches.holder_of(model)
+    held.record = record
+    if record.reasons and str(record) not in held.said:  # one line for each reason, not for each call
+        held.said.add(str(record))
+        _notice.say(str(record))
+
+
+def _seed(seed: int | None) -> int:
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64)) if seed is None else seed
+
+
+def _seeded(seed: int | None, device: torch.device) -> AbstractContextManager:
+    """Inside, torch's own generators begin with ``seed``; afterwards they are what they were."""
+    return nullcontext() if seed is None else _forked(seed, device)
+
+
+@contextmanager
+def _forked(seed: int, device: torch.device) -> Any:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _streamer_of_caller(model: Any) -> Any:
+    """The ``streamer=`` of the ``model.generate`` that calls. It gives its streamer the prompt, but hands it to no callable (Transformers 5.17)."""
+    from transformers.generation.utils import GenerationMixin
+
+    generate = getattr(GenerationMixin.generate, "__wrapped__", GenerationMixin.generate)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is generate.__code__ and frame.f_locals.get("self") is model:
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,259 @@
+"""The loop over one cache: its buffers, its compiled functions and its captured steps, kept from one ``generate()`` to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.compiling import is_compile_error
+from ..errors import NonFiniteError, ShapeError
+from . import caches
+from .device import Host, Runner, device_for
+from .masks import Masks
+from .processors import Program, Stops
+from .record import GenerationRecord
+from .step import State, emit, forward_of, load_values, move_on, own_code
+from .streaming import Look, Mail, Outlet
+
+
+@dataclass
+class Prompt:
+    """What ``generate()`` of Transformers has prepared.
+
+    Attributes:
+        ids: int64 ``[B, T]``.
+        mask: ``[B, T']``, T' = T or the tokens in the cache before and T; None: the model takes none.
+        arguments: of the model's forward.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """How one call runs.
+
+    Attributes:
+        new: tokens to generate at most.
+        pad: what rows that have ended are filled with.
+        returned: does the caller see the cache afterwards? Then over-run tokens are taken back from it.
+    """
+
+    program: Program
+    stops: Stops
+    new: int
+    pad: int
+    seed: int
+    check_every: int
+    returned: bool
+
+
+class Compiled:
+    """A function that is compiled when it is first called, or runs as it is if that fails, with a note."""
+
+    def __init__(self, function: Callable, compiled: bool, name: str):
+        self.plain, self.name = function, name
+        self.note: str | None = None
+        self.run = torch.compile(own_code(function), fullgraph=True) if compiled else function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.run is self.plain:
+            return self.plain(*args, **kwargs)
+        try:
+            return self.run(*args, **kwargs)
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            self.run = self.plain
+            self.note = f"{self.name} is not compiled: {str(error).strip().splitlines()[0]}"
+            return self.plain(*args, **kwargs)
+
+
+class Session:
+    """Runs prompts over ``cache``. Whoever calls holds :func:`fp4_inductor.generation.caches.claim`."""
+
+    def __init__(self, model: Any, cache: Any, compiled: bool, device: Host | None = None):
+        self.model, self.cache, self.compiled = model, cache, compiled
+        self.device = device_for(model.device) if device is None else device
+        self.accepts = model_accepts(model)
+        self.counted = bool(caches.host_counted(cache))
+        self.state: State | None = None
+        self.mail: Mail | None = None
+        self._values: dict[tuple, list[list[Tensor]]] = {}
+        self._runners: dict[tuple, Runner] = {}
+        self._forwards: dict[tuple, Compiled] = {}
+        self._emit = Compiled(emit, compiled, "the sampling")
+
+        def prompt_forward(**inputs: Any) -> Tensor:
+            return model(**inputs, return_dict=True).logits[:, -1]
+
+        self._prompt = Compiled(prompt_forward, compiled, "the prompt")
+        self._prompt_plain = prompt_forward
+
+    def run(self, prompt: Prompt, plan: Plan, streamer: Any, record: GenerationRecord) -> Tensor:
+        """Generate behind ``prompt``: int64 ``[new, B]`` on the device, new <= plan.new.
+
+        Raises:
+            NonFiniteError: logits were NaN or infinite. Whatever the model or the streamer raises.
+        """
+        outlet: Outlet | None = None
+        try:
+            state, mail = self._begin(prompt, plan, record)
+            outlet = Outlet(streamer, mail)
+            with _decoding(self.model):
+                produced, look = self._loop(plan, state, mail, outlet, record)
+            record.tokens, record.overrun = look.length, produced - look.length
+            if plan.returned:
+                caches.crop(self.cache, record.overrun)
+            return state.tokens[: look.length].clone()
+        except BaseException:
+            self.device.wait()  # the buffers are not freed, nor used again, under work that is queued
+            raise
+        finally:
+            record.notes += [c.note for c in (self._prompt, self._emit, *self._forwards.values()) if c.note and c.note not in record.notes]
+            if outlet is not None:
+                outlet.end()
+            elif streamer is not None:  # the prompt has failed: who reads the streamer in another thread does not wait for ever
+                streamer.end()
+
+    def _begin(self, prompt: Prompt, plan: Plan, record: GenerationRecord) -> tuple[State, Mail]:
+        """Run the prompt and choose the first token."""
+        past = caches.seq_length(self.cache)
+        columns = past + prompt.ids.shape[1] if prompt.mask is None else prompt.mask.shape[1]
+        logits = self._run_prompt(prompt, past, record)
+        signature = plan.program.signature
+        with caches.allocating():
+            state, mail = self._buffers(logits, plan.new, columns)
+            if plan.program.needs_seen:
+                state.remember()
+            self._values[signature] = load_values(self._values.get(signature), plan.program, state)
+        padded = prompt.mask is not None and not bool(prompt.mask.all())
+        positions = prompt.arguments.get("position_ids")
+        last = positions[:, -1:] if positions is not None else torch.full_like(prompt.ids[:, -1:], columns - 1)
+        state.begin(prompt.ids, prompt.mask, columns, last + 1, plan.seed)
+        state.stop_at(plan.stops.eos, plan.pad)
+        self._padded = padded
+        mail.restart()
+        self._emit(logits, state, signature, self._values[signature])
+        return state, mail
+
+    def _run_prompt(self, prompt: Prompt, past: int, record: GenerationRecord) -> Tensor:
+        fresh = None
+        if prompt.mask is not None and prompt.ids.shape[1] == prompt.mask.shape[1]:  # all tokens, those in the cache too
+            fresh = prompt.ids.shape[1] - past
+            if fresh <= 0:
+                raise ShapeError(
+                    "the cache holds the whole prompt already",
+                    value=f"{prompt.ids.shape[1]} tokens, {past} of them in the cache",
+                    limit="at least one token that is not in the cache",
+                    remedy="Reset the cache, or pass all tokens of the text so far and new ones.",
+                )
+        arguments = prompt.arguments | {"past_key_values": self.cache, "use_cache": True}
+        if prompt.mask is not None:
+            arguments["attention_mask"] = prompt.mask
+        inputs = self.model.prepare_inputs_for_generation(prompt.ids, next_sequence_length=fresh, is_first_iteration=True, **arguments)
+        if self.compiled and not getattr(self.cache, "is_initialized", True):
+            # Tensors that a compiled function allocates have no address that a later graph may rely on.
+            record.notes.append("the prompt is not compiled: the cache was empty of tensors")
+            return self._prompt_plain(**inputs)
+        return self._prompt(**inputs)
+
+    def _buffers(self, logits: Tensor, new: int, columns: int) -> tuple[State, Mail]:
+        batch, vocabulary = logits.shape
+        most = caches.holds(self.cache)
+        state = self.state
+        fits = state is not None and (state.batch, state.vocabulary) == (batch, vocabulary) and new <= state.most and columns + new <= state.columns + 1
+        if state is None or self.mail is None or not fits:
+            length = caches.rounded(columns + new, None) if most is None else most
+            self.state = state = State(batch, vocabulary, caches.rounded(new, None), length, logits.device)
+            self.mail = Mail(self.device, state.tokens, state.status)
+            self._values, self._runners, self._forwards = {}, {}, {}
+        return state, self.mail
+
+    def _loop(self, plan: Plan, state: State, mail: Mail, outlet: Outlet, record: GenerationRecord) -> tuple[int, Look]:
+        """Run steps until all rows have ended and the host has seen it; how many tokens were made, and the last look."""
+        every, ahead = plan.check_every, self.device.ahead
+        if plan.returned and plan.stops.eos and not caches.can_crop(self.cache, int(state.column) + plan.new):
+            every, ahead = 1, 0
+            record.notes.append("every token is looked at, because no token can be taken back from this cache")
+        produced = 1
+        mail.post(produced)
+        stopped = False
+        while True:
+            while mail.under_way > (0 if stopped or produced == plan.new else ahead):
+                look = mail.take()
+                record.looks += 1
+                self._check(look, plan)
+                outlet.give(look.length)
+                stopped = stopped or look.done
+            if stopped or produced == plan.new:
+                return produced, look
+            for _ in range(min(every, plan.new - produced)):
+                self._step(plan, state, record)
+                produced += 1
+            mail.post(produced)
+
+    def _check(self, look: Look, plan: Plan) -> None:
+        if look.bad:
+            names = ", ".join(entry.name for entry in plan.program.entries)
+            raise NonFiniteError(
+                f"the scores of token {look.bad} hold no finite largest one",
+                value="NaN or infinite" + (f", after {names}" if names else ""),
+                limit="at least one finite score in each row, and none that is NaN or +inf",
+                remedy="Look at the weights (fp4_inductor.report(model)) and at the dtype: float16 overflows where bfloat16 does not. Reset the cache.",
+            )
+
+    def _step(self, plan: Plan, state: State, record: GenerationRecord) -> None:
+        key = (plan.program.signature, self._padded, caches.phase(self.cache) if self.counted else ())
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = self._runners[key] = self._make_runner(*key, state)
+        how = runner()
+        record.steps += 1
+        record.replays += how != "run"
+        record.captures += how == "capture"
+        if runner.note and runner.note not in record.notes:
+            record.notes.append(runner.note)
+
+    def _make_runner(self, signature: tuple, padded: bool, phase: tuple[bool, ...], state: State) -> Runner:
+        forward = self._forwards.get((padded, phase))
+        if forward is None:
+            extra: dict[str, Any] = {"position_ids": state.position} if "position_ids" in self.accepts else {}
+            extra |= {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
+            function = forward_of(self.model, self.cache, state, Masks(self.model, self.cache, any(phase)), padded, extra)
+            forward = self._forwards[padded, phase] = Compiled(function, self.compiled, "the step")
+        values = self._values[signature]
+
+        def step() -> None:
+            self._emit(forward(), state, signature, values)
+            move_on(state)
+
+        return Runner(self.device, step, lambda: caches.advance(self.cache) if self.counted else None, lambda: caches.keep_counts(self.cache))
+
+
+def session_of(model: Any, cache: Any, compiled: bool) -> Session:
+    """The session of ``cache``, with the graphs of earlier calls."""
+    held = caches.holder_of(cache)
+    if held.session is None or held.session.model is not model or held.session.compiled != compiled:
+        held.session = Session(model, cache, compiled)
+    return held.session
+
+
+def model_accepts(model: Any) -> set[str]:
+    """Names of the arguments of the model's forward."""
+    import inspect
+
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _decoding(model: Any) -> AbstractContextManager:
+    """Transformers' own switch to the experts' implementation for decode steps."""
+    switch = getattr(model, "_optimize_model_for_decode", None)
+    return switch() if callable(switch) else nullcontext()

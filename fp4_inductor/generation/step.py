@@ -1,0 +1,135 @@
+"""One step of the loop: from the token before to the next one, all of it on the device, in buffers that never move."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import sampling
+from .masks import Masks
+from .processors import FILTERS, Program, among
+
+
+class State:
+    """The buffers of a loop. A step reads and writes them in place; a call of ``generate()`` only fills them.
+
+    Attributes:
+        token: int64 ``[B, 1]``, the input of the next step.
+        position: int64 ``[B, 1]``, its position in its row, padding not counted.
+        column: int64 ``[]``, tokens in the cache, padding counted.
+        padding: bool ``[B, S]``, False where the prompt is padded, True for the rest.
+        tokens: int64 ``[most, B]``, what was generated; rows that have ended hold ``pad``.
+        count: int64 ``[]``, how many tokens of each row were generated.
+        finished: bool ``[B]``, rows that have ended.
+        status: int64 ``[3]``: tokens that belong to the result, have all rows ended, the first bad token (from 1; 0: none).
+        seen: bool ``[B, V]``, the tokens of each row, the prompt's included; one column wide until a program needs it.
+        eos: bool ``[V]``, tokens that end a row.
+        pad, seed: int64 ``[]``.
+    """
+
+    def __init__(self, batch: int, vocabulary: int, most: int, columns: int, device: torch.device):
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def flags(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.bool, device=device)
+
+        self.batch, self.vocabulary, self.most, self.columns, self.device = batch, vocabulary, most, columns, device
+        self.token, self.position, self.column = numbers(batch, 1), numbers(batch, 1), numbers()
+        self.padding = torch.ones((batch, columns), dtype=torch.bool, device=device)
+        self.tokens, self.count, self.finished, self.status = numbers(most, batch), numbers(), flags(batch), numbers(3)
+        self.seen, self.eos = flags(batch, 1), flags(vocabulary)
+        self.pad, self.seed = numbers(), numbers()
+
+    def begin(self, prompt: Tensor, mask: Tensor | None, column: int, position: Tensor, seed: int) -> None:
+        """Fill the buffers for a prompt: ``[B, T]``, its mask ``[B, T']`` or None, tokens in the cache behind it, the next position ``[B, 1]``."""
+        self.position.copy_(position)
+        self.column.fill_(column)
+        self.padding.fill_(True)
+        if mask is not None:
+            self.padding[:, : mask.shape[1]].copy_(mask)
+        for buffer in (self.count, self.finished, self.status):
+            buffer.zero_()
+        self.seed.fill_(seed)
+        if self.seen.shape[1] > 1:
+            self.seen.zero_()
+            self.seen.scatter_(1, prompt, True)
+
+    def remember(self) -> None:
+        """Make room for the tokens of each row."""
+        if self.seen.shape[1] == 1:
+            self.seen = torch.zeros((self.batch, self.vocabulary), dtype=torch.bool, device=self.device)
+
+    def stop_at(self, eos: Sequence[int], pad: int) -> None:
+        self.eos.copy_(among(eos, self.vocabulary))
+        self.pad.fill_(pad)
+
+
+def forward_of(model: Any, cache: Any, state: State, masks: Masks, padded: bool, extra: dict[str, Any]) -> Callable[[], Tensor]:
+    """A function that runs the model on ``state.token``: logits ``[B, V]`` of the next token."""
+
+    def forward() -> Tensor:
+        mask = masks(state.padding if padded else None, state.column)
+        output = model(input_ids=state.token, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        return output.logits[:, -1]
+
+    return forward
+
+
+def emit(logits: Tensor, state: State, signature: tuple, values: list[list[Tensor]]) -> None:
+    """Choose the next token of each row from ``logits`` ``[B, V]`` and write it down.
+
+    Args:
+        signature: of the program, :attr:`fp4_inductor.generation.processors.Program.signature`.
+        values: the tensors of its entries.
+    """
+    sample, *entries = signature
+    scores = logits.float()
+    largest = scores.amax(-1)
+    for (name, numbers), tensors in zip(entries, values):
+        scores = FILTERS[name](scores, tensors, numbers, state)
+    if sample:
+        token = sampling.draw(scores, sampling.uniform(state.seed, state.count, scores.shape[0]))
+    else:
+        token = torch.argmax(scores, dim=-1)
+    going = ~state.finished
+    any_going = going.any()
+    # amax hands NaN on, is inf if one score is, and -inf if all are: of none of these a softmax can be taken.
+    bad = (~(torch.isfinite(largest) & torch.isfinite(scores.amax(-1))) & going).any()
+    token = torch.where(going, token, state.pad)
+    state.tokens.index_copy_(0, state.count.view(1), token.view(1, -1))
+    state.finished.logical_or_(state.eos[token] & going)
+    state.count.add_(1)
+    length = state.status[0] + any_going
+    first_bad = torch.where((state.status[2] == 0) & bad, state.count, state.status[2])
+    state.status.copy_(torch.stack([length, state.finished.all().long(), first_bad]))
+    state.token.copy_(token.view(-1, 1))
+    if state.seen.shape[1] > 1:
+        state.seen.scatter_(1, token.view(-1, 1), True)
+
+
+def move_on(state: State) -> None:
+    """The cache holds one token more."""
+    state.position.add_(1)
+    state.column.add_(1)
+
+
+def own_code(function: Callable) -> Callable:
+    """``function`` with a code object of its own: Dynamo counts recompilations by code object, gives up at eight, and counts those of other loops, too."""
+    code: types.CodeType = function.__code__.replace()  # type: ignore[attr-defined]
+    return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)  # type: ignore[attr-defined]
+
+
+def load_values(stored: list[list[Tensor]] | None, program: Program, state: State) -> list[list[Tensor]]:
+    """The tensors of ``program`` on the device, in the buffers of an earlier program with its signature if there was one."""
+    fresh = program.tensors(state.vocabulary)
+    if stored is None:
+        return [[tensor.to(state.device) for tensor in tensors] for tensors in fresh]
+    for old, new in zip(stored, fresh):
+        for buffer, tensor in zip(old, new):
+            buffer.copy_(tensor)
+    return stored
