@@ -1,10 +1,11 @@
 """What the loop does with a cache of Transformers: make one, ask how much it holds, take tokens back, say that it is in use.
 
-Source: transformers.cache_utils (5.17 to 5.23).
+Source: transformers.cache_utils (5.17 to 5.24).
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,12 @@ from ..errors import CacheInUseError, DeviceError, ShapeError
 
 _LEAST = 256
 _HOLDER = "_fp4_loop"
+NAMES = ("past_key_values", "cache")  # what Transformers calls a cache: the second from 5.24 on
+
+
+def name_in(function: Callable) -> str:
+    """The name under which ``function`` takes a cache."""
+    return next((name for name in reversed(NAMES) if name in inspect.signature(function).parameters), NAMES[0])
 
 
 class Holder:

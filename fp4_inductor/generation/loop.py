@@ -138,6 +138,12 @@ def generation_record(model: Any) -> GenerationRecord | None:
     return None if held is None else held.record
 
 
+def transformers_version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
 @dataclass
 class Call:
     """The arguments of Transformers' convention for a ``custom_generate``."""
@@ -153,12 +159,13 @@ class Call:
 
 def _run(call: Call, loop: LoopOptions) -> Any:
     model, config, arguments = call.model, call.config, dict(call.arguments)
-    given = arguments.pop("past_key_values", None)
+    brought = [arguments.pop(name, None) for name in caches.NAMES]
+    given = next((cache for cache in brought if cache is not None), None)
     given = given if getattr(given, "_is_user_defined", False) else None
     mask = arguments.pop("attention_mask", None)
     program, why = read_processors(call.processors, call.ids.shape[1], bool(config.do_sample))
     stops, more = read_criteria(call.criteria)
-    why = [*reasons.of_config(config), *reasons.of_model(model, arguments), *why, *more]
+    why = [*reasons.of_version(transformers_version()), *reasons.of_config(config), *reasons.of_model(model, arguments), *why, *more]
     if given is not None:
         why += reasons.of_cache(given)
     else:
@@ -209,7 +216,7 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
         caches.holder_of(model).cache = None  # it is the caller's now
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{caches.name_in(GenerateDecoderOnlyOutput): cache})  # type: ignore[arg-type]
 
 
 def _theirs(call: Call, loop: LoopOptions, why: list[str]) -> Any:

@@ -98,6 +98,15 @@ class KVLayer(CacheLayerMixin):
             cache.copy_(cache.index_select(0, beam_idx.to(cache.device)))
 
 
+_SERVED = {"full_attention", "sliding_attention"}
+
+
+def _layers(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The type of each layer, and the arguments of a cache's layer for it: from Transformers 5.24 on it has them for each layer, before for all."""
+    types, kwargs = get_layer_types_and_kwargs(config)
+    return types, kwargs if isinstance(kwargs, list) else [kwargs] * len(types)
+
+
 class KVCache(Cache):
     """Keys and values of ``batch`` sequences of up to ``max_length`` tokens, for ``model.generate(ids, past_key_values=cache)`` or ``model(...)``.
 
@@ -138,10 +147,9 @@ class KVCache(Cache):
             raise ConfigError("KVCache: not a model of Transformers", value=type(model).__name__, limit="PreTrainedModel", remedy="Pass the model itself.")
         config = model.config.get_text_config(decoder=True)
         _check_model(model, config)
-        types, kwargs = get_layer_types_and_kwargs(config)
-        served = {kind: kwargs.get("sliding_window") if kind == "sliding_attention" else None for kind in ("full_attention", "sliding_attention")}
-        if not served.keys() & set(types):
-            raise ConfigError("KVCache: it serves no layer of this model", value=sorted(set(types)), limit=sorted(served), remedy=_STATIC)
+        types, kwargs = _layers(config)
+        if not _SERVED & set(types):
+            raise ConfigError("KVCache: it serves no layer of this model", value=sorted(set(types)), limit=sorted(_SERVED), remedy=_STATIC)
         device, dtype = _place(model)
         self.notes: list[str] = _select_attention(model, config)
         heads, width = _sizes(config)
@@ -149,19 +157,21 @@ class KVCache(Cache):
         layers: list[Any] = []
         with torch.inference_mode(False):
             self.counter = Counter(device, max_length, len(types))
-            for kind in types:
-                if kind in served:
-                    shape = (batch, heads, width)
-                    layers.append(KVLayer(self.counter, shape, served[kind], rollback, dtype, sliding=kind == "sliding_attention"))
+            for kind, own in zip(types, kwargs, strict=True):
+                if kind in _SERVED:
+                    sliding = kind == "sliding_attention"
+                    layers.append(
+                        KVLayer(self.counter, (batch, heads, width), own.get("sliding_window") if sliding else None, rollback, dtype, sliding=sliding)
+                    )
                 else:
-                    layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=max_length, **kwargs))
+                    layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=max_length, **own))
         super().__init__(layers=layers)
         ours = self._ours
         ours[0].first = ours[-1].last = True
         for tensor in (self.counter.position, *(t for layer in ours for t in (layer.keys, layer.values))):
             keep_address(tensor)
-        for kind, count in Tally(kind for kind in types if kind not in served).items():
-            self.notes.append(f"{count} layers of {kind}: Transformers' own {STATIC_LAYER_TYPE_MAPPING[kind].__name__}; KVCache serves {sorted(served)}")
+        for kind, count in Tally(kind for kind in types if kind not in _SERVED).items():
+            self.notes.append(f"{count} layers of {kind}: Transformers' own {STATIC_LAYER_TYPE_MAPPING[kind].__name__}; KVCache serves {sorted(_SERVED)}")
 
     @property
     def _ours(self) -> list[KVLayer]:

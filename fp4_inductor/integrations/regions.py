@@ -58,7 +58,8 @@ def _forward_of(cls: type[nn.Module]) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _is_region(kwargs.get("past_key_values")):
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))  # its name from Transformers 5.24 on
+        if torch.compiler.is_compiling() and _is_region(cache):
             return region(self, *args, **kwargs)
         return cls.forward(self, *args, **kwargs)
 
