@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import StaticCache
 
 import fp4_inductor
 from fp4_inductor.generation.device import Runner
-from lowering_tests.generation.conftest import build
+
+transformers = pytest.importorskip("transformers")
+
+from lowering_tests.generation.conftest import build  # noqa: E402  (imports transformers)
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +47,7 @@ def test_quantized_with_a_late_look_and_a_cache_of_the_caller():
     ids = IDS[:1].cuda()
     free = fp4_inductor.generate(model, ids, max_new_tokens=40, do_sample=False)
     eos = int(free[0, 9 + 10])
-    cache = StaticCache(config=model.config, max_cache_len=64)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
     got = fp4_inductor.generate(model, ids, past_key_values=cache, max_new_tokens=40, do_sample=False, eos_token_id=eos, pad_token_id=0)
     assert torch.equal(got, free[:, : got.shape[1]]) and int(got[0, -1]) == eos
     assert fp4_inductor.generation_record(model).overrun > 0
