@@ -121,11 +121,10 @@ def join(*remarks: str) -> str:
     return "; ".join(filter(None, remarks))
 
 
-def product(op, storage: Storage | None, x, weight: tuple, bias, prefill: str, *, note="", refused=(), module="", begin=None):
+def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note="", refused=(), module="", begin=None):
     """IR of ``op(x, *weight, bias, prefill, begin)``: that of the kernel that serves M, or the op itself.
 
     Args:
-        storage: of the weight; None: its first part is ``[N, K]``.
         note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
         begin: the rows at which those with a global scale each begin; None: there is one scale.
     """
@@ -135,8 +134,7 @@ def product(op, storage: Storage | None, x, weight: tuple, bias, prefill: str, *
     own = (begin,) if begin else ()  # behind the arguments that every call has
     symbols = inductor.Symbols()
     lead = x.get_size()[:-1]
-    shape = weight[0].get_size()
-    n, k = map(symbols.static_int, storage.logical(shape) if storage else shape)
+    n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
     if n is None or k is None:
         return inductor.call_op(op, x, *weight, bias, prefill, *own)
     m = inductor.rows_of(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._torch import lowering as inductor
+from ..formats import fp8
 from . import linear
 
 fp4 = torch.ops.fp4
@@ -16,4 +17,4 @@ def register() -> None:
 
 def lower(x, weight, weight_scale, bias=None, prefill="auto"):
     """Lowering of ``fp4.linear_fp8``: x ``[..., K]`` -> ``[..., N]``."""
-    return linear.product(fp4.linear_fp8.default, None, x, (weight, weight_scale), bias, prefill)
+    return linear.product(fp4.linear_fp8.default, fp8.STORAGE, x, (weight, weight_scale), bias, prefill)
