@@ -27,7 +27,6 @@ OTHERS = {
     ("integrations/handles.py", "AttributeError"): "the protocol of __getattr__",
     ("ops/cached_attention.py", "error"): "the typed error that was found",
     ("kernels/kernel.py", "TypeError"): "a kernel of another form: a defect of this package, not of a caller",
-    ("kernels/linear_w4a4/cuda.py", "TypeError"): "as kernels/kernel.py",
     ("kernels/params.py", "TypeError"): "a field that the struct of a kernel does not have: a defect of this package",
     ("kernels/run.py", "TypeError"): "as kernels/kernel.py",
     ("lowerings/forms.py", "TypeError"): "as kernels/kernel.py",

@@ -70,10 +70,16 @@ def by_form(form: Form | None, x: Tensor, weight: tuple[Tensor, ...], bias: Tens
     if isinstance(form, Library):
         return by_library(form, x, weight, bias, bounds, tile or ())
     problem = Problem(x.shape[0], weight[0].shape[0], x.shape[1], host.arch(x.device), x.dtype, bounds)
+    activations = _activations(form.rounded, x) if isinstance(form, Composed) else (x,)
+    return multiplied(form, activations, weight, problem, bias, tile)
+
+
+def multiplied(form: object, activations: tuple[Tensor, ...], weight: tuple[Tensor, ...], p: Problem, bias: Tensor | None, tile: Any = None) -> Tensor:
+    """``[M, N]`` in ``p.dtype`` from activations as the kernel takes them, by one Triton launch or by torch's operators."""
     if isinstance(form, Triton):
-        return host.plus(by_triton(form, (x, *weight), problem, tile), bias)
+        return host.plus(by_triton(form, (*activations, *weight), p, tile), bias)
     if isinstance(form, Composed):
-        return form.product(_activations(form.rounded, x), weight, problem, bias)
+        return form.product(activations, weight, p, bias)
     raise TypeError(f"a kernel of this form serves no product: {form}")
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...ops import linear_w4a4 as contract
 from ...ops.linear import without_products
 from .. import csrc, host, run
-from ..forms import Composed, Library, Problem, Triton
+from ..forms import Library, Problem
 
 
 def linear_w4a4(
@@ -31,8 +31,4 @@ def by_form(form: object, codes: tuple[Tensor, ...], weight: tuple[Tensor, ...],
     """``[M, N]`` in ``p.dtype``; tensors are contiguous and aligned."""
     if isinstance(form, Library):  # codes carry no dtype: ``half`` says it
         return csrc.call(form.name, codes, weight[:-1], weight[-1], bias, p.arch, (int(p.dtype == torch.float16),))
-    if isinstance(form, Triton):
-        return host.plus(run.by_triton(form, (*codes, *weight), p), bias)
-    if isinstance(form, Composed):
-        return form.product(codes, weight, p, bias)
-    raise TypeError(f"a kernel of this form serves no product: {form}")
+    return run.multiplied(form, codes, weight, p, bias)
