@@ -92,7 +92,11 @@ class Library:
 
     def for_scales(self, count: int) -> Library:
         """The library that takes ``count`` global scales."""
-        return replace(self, several=True) if count > 1 and self.apart else self
+        return self._for_several if count > 1 and self.apart else self
+
+    @functools.cached_property
+    def _for_several(self) -> Library:  # eager calls ask for it
+        return replace(self, several=True)
 
 
 class Problem(NamedTuple):
