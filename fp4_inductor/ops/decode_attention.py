@@ -84,6 +84,13 @@ def fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, 
     return query.new_empty((batch, queries, heads, width))
 
 
+def without_unseen(key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V with zeros where no row of a KV head attends, for what lies there may be NaN. ``seen``: bool ``[B, H, Q, S]``."""
+    kv_heads = key.shape[1]
+    unseen = ~seen.unflatten(1, (kv_heads, seen.shape[1] // kv_heads)).any(2).any(2)[..., None]
+    return key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
+
+
 def by_library(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
     """``F.scaled_dot_product_attention``, made to keep this op's promises: what every device can do, however many queries there are."""
     check(query, key, value, mask, scale)
@@ -94,8 +101,7 @@ def by_library(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
     if mask is not None:
         seen = (mask if mask.dtype == torch.bool else mask != float("-inf")).expand(batch, heads, queries, key.shape[2])
         nothing = ~seen.any(-1, keepdim=True)
-        used = seen.unflatten(1, (key.shape[1], heads // key.shape[1])).any(2).any(2)[..., None]
-        key, value = key.masked_fill(~used, 0.0), value.masked_fill(~used, 0.0)
+        key, value = without_unseen(key, value, seen)
         mask = (mask if mask.dtype == torch.bool else mask.to(query.dtype)).contiguous()
     # Some backends of the library want a contiguous last dimension, of the mask too; the others would sum in another order without.
     query, key, value = (t.contiguous() for t in (query, key, value))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...ops import cached_attention as contract
 from ...ops.cached_attention import CachedCall
-from ...ops.decode_attention import scale_of
+from ...ops.decode_attention import scale_of, without_unseen
 from .. import host, select
 from ..forms import Launches
 
@@ -124,11 +124,9 @@ def _by_scores(c: CachedCall, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
     batch, heads, queries, _ = c.query.shape
     kv_heads = k.shape[1]
     group = (kv_heads, heads // kv_heads)
-    unseen = None
     if mask is not None:
         seen = (mask if mask.dtype == torch.bool else mask != float("-inf")).expand(batch, heads, queries, -1)
-        unseen = ~seen.unflatten(1, group).any(2).any(2)[..., None]  # what lies there may be NaN
-        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+        k, v = without_unseen(k, v, seen)
     k, v = k.float().contiguous()[:, :, None], v.float().contiguous()[:, :, None]
     out = c.query.new_empty((batch, queries, heads, v.shape[4]))
     step = max(1, _SCORES // max(1, batch * heads * k.shape[3]))
