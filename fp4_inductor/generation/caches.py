@@ -1,11 +1,10 @@
 """What the loop does with a cache of Transformers: make one, ask how much it holds, take tokens back, say that it is in use.
 
-Source: transformers.cache_utils (5.17 to 5.24).
+Source: transformers.cache_utils (5.17 to 5.23).
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +16,7 @@ from torch import nn
 from ..errors import CacheInUseError, DeviceError, ShapeError
 
 _LEAST = 256
-_HOLDER = "_fp4_loop"
-NAMES = ("past_key_values", "cache")  # what Transformers calls a cache: the second from 5.24 on
-
-
-def name_in(function: Callable) -> str:
-    """The name under which ``function`` takes a cache."""
-    return next((name for name in reversed(NAMES) if name in inspect.signature(function).parameters), NAMES[0])
+HOLDER = "_fp4_loop"
 
 
 class Holder:
@@ -46,10 +39,10 @@ class Holder:
 
 def holder_of(thing: Any) -> Holder:
     """The holder of a model or of a cache."""
-    held = vars(thing).get(_HOLDER)
+    held = vars(thing).get(HOLDER)
     if held is None:
         held = Holder()
-        setattr(thing, _HOLDER, held)
+        setattr(thing, HOLDER, held)
     return held
 
 

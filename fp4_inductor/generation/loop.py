@@ -134,7 +134,7 @@ def generate_loop(
 
 def generation_record(model: Any) -> GenerationRecord | None:
     """What the last ``generate()`` of ``model`` by this package did, as a :class:`fp4_inductor.GenerationRecord`; None if there was none."""
-    held = getattr(getattr(model, "_orig_mod", model), "_fp4_loop", None)
+    held = getattr(getattr(model, "_orig_mod", model), caches.HOLDER, None)
     return None if held is None else held.record
 
 
@@ -159,8 +159,7 @@ class Call:
 
 def _run(call: Call, loop: LoopOptions) -> Any:
     model, config, arguments = call.model, call.config, dict(call.arguments)
-    brought = [arguments.pop(name, None) for name in caches.NAMES]
-    given = next((cache for cache in brought if cache is not None), None)
+    given = arguments.pop("past_key_values", None)
     given = given if getattr(given, "_is_user_defined", False) else None
     mask = arguments.pop("attention_mask", None)
     program, why = read_processors(call.processors, call.ids.shape[1], bool(config.do_sample))
@@ -216,7 +215,7 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
         caches.holder_of(model).cache = None  # it is the caller's now
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    return GenerateDecoderOnlyOutput(sequences=sequences, **{caches.name_in(GenerateDecoderOnlyOutput): cache})  # type: ignore[arg-type]
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache)  # type: ignore[arg-type]
 
 
 def _theirs(call: Call, loop: LoopOptions, why: list[str]) -> Any:

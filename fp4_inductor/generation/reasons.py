@@ -9,15 +9,15 @@ from torch import nn
 _TAKEN = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "return_dict"}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CACHES = (None, "dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked")
-
-
 _EXAMINED = ((5, 17), (5, 23))  # versions of Transformers whose caches, masks and loop this folder was written after
 
 
 def of_version(version: str) -> list[str]:
     """A version of Transformers that nobody has examined. Its caches may count, or be cropped, in another way: from 5.24 on they do."""
-    known = _EXAMINED[0] <= tuple(map(int, version.split(".")[:2])) <= _EXAMINED[1]
-    return [] if known else [f"Transformers {version}: the loop knows 5.17 to 5.23"]
+    first, last = _EXAMINED
+    if first <= tuple(map(int, version.split(".")[:2])) <= last:
+        return []
+    return [f"Transformers {version}: the loop knows {'.'.join(map(str, first))} to {'.'.join(map(str, last))}"]
 
 
 def of_mode(config: Any, assistant: Any = None) -> list[str]:

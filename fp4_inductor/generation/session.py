@@ -155,7 +155,7 @@ class Session:
                     limit="at least one token that is not in the cache",
                     remedy="Reset the cache, or pass all tokens of the text so far and new ones.",
                 )
-        arguments = prompt.arguments | {caches.name_in(self.model.forward): self.cache, "use_cache": True}
+        arguments = prompt.arguments | {"past_key_values": self.cache, "use_cache": True}
         if prompt.mask is not None:
             arguments["attention_mask"] = prompt.mask
         inputs = self.model.prepare_inputs_for_generation(prompt.ids, next_sequence_length=fresh, is_first_iteration=True, **arguments)

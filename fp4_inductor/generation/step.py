@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import sampling
-from .caches import name_in
 from .masks import Masks
 from .processors import FILTERS, Program, among
 
@@ -73,11 +72,9 @@ class State:
 def forward_of(model: Any, cache: Any, state: State, masks: Masks, padded: bool, extra: dict[str, Any]) -> Callable[[], Tensor]:
     """A function that runs the model on ``state.token``: logits ``[B, V]`` of the next token."""
 
-    extra = extra | {name_in(model.forward): cache}
-
     def forward() -> Tensor:
         mask = masks(state.padding if padded else None, state.column)
-        output = model(input_ids=state.token, attention_mask=mask, use_cache=True, return_dict=True, **extra)
+        output = model(input_ids=state.token, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **extra)
         return output.logits[:, -1]
 
     return forward
