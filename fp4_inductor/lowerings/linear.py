@@ -169,7 +169,7 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note=
 
 
 def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue):
-    """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel begins early."""
+    """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch."""
     operator = getattr(torch.ops.fp4_csrc, library.name).default
     given, early = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False
     if library.early:

@@ -162,7 +162,7 @@ class Emulated:
         Args:
             kind: the struct that it takes.
             fields: of the struct, by name; tensors where it has pointers.
-            constants: which of ``fields`` a kernel that begins early may read before it has waited.
+            constants: which of ``fields`` a kernel may read before its PDL wait.
             scratch: bytes of scratch memory; None: as many as the source says.
 
         Raises:
