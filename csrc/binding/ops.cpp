@@ -62,7 +62,7 @@ enum Activations { kPlain, kE4M3, kCodes };
 // A linear operator.
 struct Linear {
   const char* name;
-  int64_t (*most_rows)(int64_t arch);  // as most_rows() of csrc.py has it
+  int64_t (*most_rows)(int64_t arch);  // as the Library of the kernel has it
   Activations activations = kPlain;
   int parts = 1;  // rows of the weight that make one column of the result
 };

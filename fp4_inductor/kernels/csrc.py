@@ -44,16 +44,8 @@ def for_scales(name: str, count: int) -> str:
 
 
 def most_rows(name: str, arch: int) -> int:
-    """The most activation rows of one call, as the kernel itself and ops.cpp have it."""
-    large_shared_memory = arch in (80, 87, 90) or 100 <= arch < 120
-    kernel = LIBRARIES[name]
-    limits = {
-        "fp4_linear_small": 32 if arch == 90 else 16,
-        "fp4_linear_table": 24 if kernel.finish == "plain" else 16,
-        "fp4_sparse_linear_small": 32 if large_shared_memory else 16,
-        "fp4_sparse_linear_table": 16,
-    }
-    return limits.get(kernel.function, 1 << 20)
+    """The most activation rows of one call."""
+    return LIBRARIES[name].most_rows(arch)
 
 
 def kernels_for(arch: int) -> list[str]:

@@ -20,6 +20,11 @@ SEVERAL_SCALES = "_scales"
 ASM = True  # Triton kernels use inline PTX; Triton's interpreter cannot
 
 
+def many_rows(arch: int) -> int:
+    """Of a kernel that divides rows among blocks."""
+    return 1 << 20
+
+
 @dataclass(frozen=True)
 class Library:
     """``csrc/<source>``, compiled for what stands here.
@@ -32,6 +37,7 @@ class Library:
             a proof that this one does not write the weight may ask for it: ``_torch/order.py``.
         activations: the activations' parts, all ``[M, ...]``. Codes, two a byte, carry no dtype: ``half`` in place of a tile says it. E4M3
             activations have bfloat16 results.
+        most_rows: the most activation rows of one call on an architecture, as the source itself and ``csrc/binding/ops.cpp`` have it.
         lane_order: E4M3 activations have their K in the order of ``fp4.quantize_rows_fp8(lane_order=True)``.
         siblings: it takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
         apart: several global scales (of an expert: two) need a library of their own, so that the one for one scale carries nothing of it.
@@ -45,6 +51,7 @@ class Library:
     finish: str | None = "plain"
     early: bool = False
     activations: tuple[str, ...] = ("x",)
+    most_rows: Callable[[int], int] = many_rows
     lane_order: bool = False
     siblings: bool = False
     apart: bool = False

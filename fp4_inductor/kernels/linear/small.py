@@ -21,8 +21,12 @@ _FUSED = {
 }
 
 
+def _most_rows(arch: int) -> int:
+    return 32 if arch == 90 else 16
+
+
 def _library(finish: str) -> Library:
-    return Library("gemm/linear_small.cu", ("qdata", "scale"), _TILE, finish)
+    return Library("gemm/linear_small.cu", ("qdata", "scale"), _TILE, finish, most_rows=_most_rows)
 
 
 KERNELS = (

@@ -14,7 +14,8 @@ _FUSED = "timed in a whole model only (cuda_table alone: 14.4 us at N = K = 8192
 
 
 def _kernel(op: str, finish: str, why: str) -> Kernel:
-    library = Library("gemm/linear_table.cu", ("qdata", "scale"), _TILE, finish, early=True)
+    most = 24 if finish == "plain" else 16  # kMostTokens
+    library = Library("gemm/linear_table.cu", ("qdata", "scale"), _TILE, finish, early=True, most_rows=lambda arch: most)
     return Kernel(op, f"cuda_table{'' if finish == 'plain' else f'_{finish}'}", "small", measured(why), k_multiple=256, batch=_SEVEN, form=library)
 
 
