@@ -22,7 +22,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
 _ONE = 2.0**48  # a probability of 1 as an integer: sums of integers are the same in every order, and below 2**53 exact as float64
-_WIDTH = 512  # tokens of the vocabulary in a block of ``draw``
+_WIDTH = 512  # tokens of the vocabulary in a block of ``largest`` and ``draw``
 
 
 class Seen(Protocol):
@@ -107,6 +107,21 @@ def uniform(seed: Tensor, count: Tensor, rows: int) -> Tensor:
     return ((first << 21) | (second >> 11)).double() * 2.0**-53
 
 
+def _blocks(scores: Tensor, rest: float) -> Tensor:
+    """``[B, V]`` as ``[B, blocks, _WIDTH]``, filled up with ``rest``."""
+    return torch.nn.functional.pad(scores, (0, -scores.shape[-1] % _WIDTH), value=rest).view(scores.shape[0], -1, _WIDTH)
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score of each row and the first token that has it, NaN above all: scores ``[B, V]`` -> ``[B]``, int64 ``[B]``.
+
+    In two steps, because Inductor gives ``argmax`` of a row to one program: 32 us on an H100 for 151,936 tokens.
+    """
+    best, inside = _blocks(scores, -math.inf).max(-1)
+    value, block = best.max(-1)
+    return value, block * _WIDTH + inside.gather(1, block[:, None]).squeeze(1)
+
+
 def draw(scores: Tensor, chance: Tensor) -> Tensor:
     """A token of each row, by inversion of its distribution: scores ``[B, V]`` float32, chance float64 ``[B]`` in [0, 1) -> int64 ``[B]``.
 
@@ -115,7 +130,7 @@ def draw(scores: Tensor, chance: Tensor) -> Tensor:
     """
     weights = (torch.softmax(scores, dim=-1).double() * _ONE).long()
     rows, vocabulary = weights.shape
-    blocks = torch.nn.functional.pad(weights, (0, -vocabulary % _WIDTH)).view(rows, -1, _WIDTH)
+    blocks = _blocks(weights, 0)
     upto = blocks.sum(-1).cumsum(-1)  # [B, blocks]
     total = upto[:, -1]
     target = torch.minimum((chance * total.double()).long(), total - 1)[:, None]

@@ -89,17 +89,18 @@ def emit(logits: Tensor, state: State, signature: tuple, values: list[list[Tenso
     """
     sample, *entries = signature
     scores = logits.float()
-    largest = scores.amax(-1)
+    given, token = sampling.largest(scores)
+    left = given
     for (name, numbers), tensors in zip(entries, values):
         scores = FILTERS[name](scores, tensors, numbers, state)
+    if entries:
+        left, token = sampling.largest(scores)
     if sample:
         token = sampling.draw(scores, sampling.uniform(state.seed, state.count, scores.shape[0]))
-    else:
-        token = torch.argmax(scores, dim=-1)
     going = ~state.finished
     any_going = going.any()
-    # amax hands NaN on, is inf if one score is, and -inf if all are: of none of these a softmax can be taken.
-    bad = (~(torch.isfinite(largest) & torch.isfinite(scores.amax(-1))) & going).any()
+    # The largest is NaN or inf if one score is, and -inf if all are: of none of these a softmax can be taken.
+    bad = (~(torch.isfinite(given) & torch.isfinite(left)) & going).any()
     token = torch.where(going, token, state.pad)
     state.tokens.index_copy_(0, state.count.view(1), token.view(1, -1))
     state.finished.logical_or_(state.eos[token] & going)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import types
 
 import pytest
@@ -198,3 +199,16 @@ def test_a_compiled_draw_is_the_same_draw():
     compiled = torch.compile(choose, fullgraph=True)
     for i in range(20):
         assert torch.equal(compiled(scores, seed, count + i), choose(scores, seed, count + i))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 512, 513, 4099])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_largest_is_argmax_with_ties_and_nan(vocabulary, compiled):
+    find = torch.compile(sampling.largest) if compiled else sampling.largest
+    scores = torch.randint(-3, 3, (6, vocabulary)).float()  # many ties
+    scores[1] = -math.inf
+    scores[2, vocabulary // 2] = math.nan
+    scores[3, -1] = math.inf
+    scores[4] = -1e30
+    value, token = find(scores)
+    assert torch.equal(token, scores.argmax(-1)) and torch.equal(value.nan_to_num(7e37), scores.amax(-1).nan_to_num(7e37))

@@ -1,0 +1,138 @@
+"""Milliseconds a token of ``generate()``: this package's loop over its two caches beside Transformers' loop, and the seconds until the first token.
+
+    python benchmarks/generate.py                                    # Qwen3-8B's size, batch 1 and 8
+    python benchmarks/generate.py --model qwen3-30b --batch 1
+    python benchmarks/generate.py --layers 8 --loops kv --profile    # fewer layers, one loop, the kernels of its steps
+    python benchmarks/generate.py --smoke                            # a tiny model on a CPU: does everything run?
+
+Random weights, a random prompt of ``--context`` tokens, greedy tokens. ``ms`` is the median of ``(time of N tokens - time of one token) / (N - 1)``, the
+loops taking turns: what a user waits for each further token. ``first_ms``: one token behind a prompt, everything compiled. ``first_use_s``: the first call.
+``gap``: by how much at most a token of the first row was not the likeliest of an eager model that reads the same text, in standard deviations of the logits.
+
+Loops: ``kv`` is fp4_inductor.generate over a KVCache, ``static`` over a StaticCache, ``transformers`` is model.generate with cache_implementation="static".
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import decode
+import kernels_of
+import torch
+import torch._inductor.config as inductor_config
+from timing import machine, save
+
+import fp4_inductor
+from fp4_inductor import NVFP4Config
+
+LOOPS = ("kv", "static", "transformers")
+
+
+def loop_of(name: str, model: Any, length: int, batch: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """A function of a prompt and a number of tokens: the tokens ``[B, T + new]``."""
+    if name == "transformers":
+        return lambda ids, new: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, cache_implementation="static")
+    if name == "kv":
+        cache = fp4_inductor.KVCache(model, length, batch)
+    else:
+        from transformers import StaticCache
+
+        cache = StaticCache(config=model.config, max_cache_len=length)
+
+    def run(ids: torch.Tensor, new: int) -> torch.Tensor:
+        cache.reset()
+        return fp4_inductor.generate(model, ids, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None)
+
+    return run
+
+
+def seconds(call: Callable[[], Any], device: str) -> tuple[float, Any]:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, result
+
+
+@torch.inference_mode()
+def gap_of(model: Any, text: torch.Tensor, prompt: int) -> float:
+    """See above; ``text`` ``[T]``."""
+    logits = model(text[None, :-1], use_cache=False).logits[0, prompt - 1 :].float()
+    chosen = logits.gather(1, text[prompt:, None])[:, 0]
+    return float(((logits.amax(1) - chosen) / logits.std(1)).max())
+
+
+def measure(model: Any, batch: int, args: argparse.Namespace, device: str) -> list[dict]:
+    ids = torch.randint(0, min(1000, model.config.vocab_size), (batch, args.context), device=device)
+    length = args.context + args.new
+    length = -(-length // 256) * 256
+    runs, rows, gaps = {}, {}, {}
+    for name in args.loops:
+        runs[name] = loop_of(name, model, length, batch)
+        first, _ = seconds(lambda run=runs[name]: run(ids, 1), device)
+        first_use, _ = seconds(lambda run=runs[name]: run(ids, args.new), device)
+        _, result = seconds(lambda run=runs[name]: run(ids, args.new), device)
+        gaps[name] = round(gap_of(model, result[0], args.context), 3)
+        rows[name] = dict(first_use_s=round(first + first_use, 1), times=[], first=[])
+        if name != "transformers":
+            print(name, fp4_inductor.generation_record(model), flush=True)
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            one, _ = seconds(lambda run=run: run(ids, 1), device)
+            all_, _ = seconds(lambda run=run: run(ids, args.new), device)
+            rows[name]["times"].append((all_ - one) / (args.new - 1) * 1e3)
+            rows[name]["first"].append(one * 1e3)
+    found = []
+    for name, row in rows.items():
+        ms, first_ms = sorted(row["times"])[args.rounds // 2], sorted(row["first"])[args.rounds // 2]
+        what = dict(
+            model=f"{args.model}-shape x{model.config.num_hidden_layers} layers", loop=name, pdl=args.pdl, batch=batch, context=args.context, new=args.new
+        )
+        figures = dict(ms=round(ms, 3), first_ms=round(first_ms, 2), first_use_s=row["first_use_s"], gap=gaps[name])
+        found.append(dict(machine(), **what, **figures))
+        print(
+            f"{name:12} batch {batch:3}: {ms:7.3f} ms a token, first token {first_ms:8.2f} ms, first use {row['first_use_s']:6.1f} s, gap {gaps[name]}",
+            flush=True,
+        )
+    if args.profile and device == "cuda":
+        for name in (n for n in args.loops if n != "transformers"):
+            spans = kernels_of.spans_of(lambda run=runs[name]: run(ids, 17))
+            step = [i for i, (kernel, *_) in enumerate(spans) if "argmax" in kernel.lower()]
+            print(name, *kernels_of.table(spans[step[-2] + 1 : step[-1] + 1] if len(step) > 2 else spans[-400:], 40), sep="\n", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(decode.MODELS), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of them")
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--new", type=int, default=129)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
+    parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step after the times")
+    parser.add_argument("--pdl", action="store_true", help="torch._inductor.config.triton.enable_pdl")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    device = "cuda"
+    if args.smoke:
+        torch.set_num_threads(1)
+        device, args.model, args.batch, args.context, args.new, args.rounds = "cpu", "tiny", [1], 16, 5, 1
+    inductor_config.triton.enable_pdl = args.pdl
+    model = decode.build(args.model, args.layers, device)
+    fp4_inductor.quantize_model(model, NVFP4Config("amax", lm_head=args.lm_head), progress=False)
+    rows = [row for batch in args.batch for row in measure(model, batch, args, device)]
+    save(rows, "generate.csv", args.out, args.smoke)
+
+
+if __name__ == "__main__":
+    main()
