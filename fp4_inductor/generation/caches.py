@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -89,6 +89,12 @@ def make_cache(model: Any, length: int, batch: int) -> Any:
 def seq_length(cache: Any) -> int:
     """Tokens that the cache holds. Waits for the device."""
     return int(cache.get_seq_length())
+
+
+def starting(cache: Any, held: int) -> AbstractContextManager:
+    """What a prompt behind ``held`` tokens runs in: a cache that can make use of it is told that it is empty."""
+    from_empty = getattr(cache, "from_empty", None)
+    return from_empty() if from_empty is not None and held == 0 else nullcontext()
 
 
 def holds(cache: Any) -> int | None:

@@ -163,7 +163,8 @@ class Session:
             # Tensors that a compiled function allocates have no address that a later graph may rely on.
             record.notes.append("the prompt is not compiled: the cache was empty of tensors")
             return self._prompt_plain(**inputs)
-        return self._prompt(**inputs)
+        with caches.starting(self.cache, past):
+            return self._prompt(**inputs)
 
     def _buffers(self, logits: Tensor, new: int, columns: int) -> tuple[State, Mail]:
         batch, vocabulary = logits.shape

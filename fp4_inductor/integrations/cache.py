@@ -8,6 +8,8 @@ Source: transformers.cache_utils (5.17 to 5.23).
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +76,7 @@ class KVLayer(CacheLayerMixin):
         if self.first:
             self.counter.look(queries)
             self.counter.check_room(queries)
-        empty = not torch.compiler.is_compiling() and self.counter.at == 0
+        empty = self.counter.starts if torch.compiler.is_compiling() else self.counter.at == 0
         return Handle(self, key_states, empty), Handle(self, value_states, empty)
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
@@ -249,6 +251,22 @@ class KVCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
                 layer.reset()
+
+    @contextmanager
+    def from_empty(self) -> Iterator[None]:
+        """Inside, the cache is empty when the model is called: a compiled model then attends to the prompt where it is, and reads no cache.
+
+        Raises:
+            ConfigError: it holds tokens. Reads the counter.
+        """
+        at = int(self.counter.position)
+        if at:
+            raise ConfigError("KVCache.from_empty", value=f"{at} tokens", limit="an empty cache", remedy="reset() it, or call the model without.")
+        self.counter.starts = True
+        try:
+            yield
+        finally:
+            self.counter.starts = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise _fixed_batch("batch_repeat_interleave", self.batch)

@@ -26,6 +26,7 @@ class Counter:
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.max_length = max_length
         self.at: int | None = None
+        self.starts = False  # a compiled call, which cannot read the position, is given an empty cache (``KVCache.from_empty``)
         self.padded: bool | None = None  # is a token of the batch masked? None: nobody has looked
         self.furthest = 0  # the highest position that was ever written, plus one, as of the last crop
 

@@ -227,6 +227,29 @@ def test_a_copy_of_a_cache_would_be_seen():
     assert cache_copies(code, (1, 2, 24, 16))
 
 
+def test_a_compiled_prompt_is_told_that_the_cache_is_empty():
+    model = build("llama")
+    ids, _ = prompt()
+    cache, told = ours(model), []
+
+    def look(graph, inputs):
+        calls = graph.graph.find_nodes(op="call_function", target=torch.ops.fp4.cached_attention)
+        told.append({call.args[12] for call in calls})  # ``empty``
+        return graph
+
+    run = torch.compile(lambda ids: model(ids, past_key_values=cache).logits, backend=look, fullgraph=True)
+    with torch.inference_mode():
+        with cache.from_empty():
+            run(ids)
+        wanted = run(ids)
+        with pytest.raises(errors.ConfigError, match="18 tokens"), cache.from_empty():
+            pass
+        cache.reset()
+        model(ids, past_key_values=cache)
+        assert torch.equal(model(ids, past_key_values=cache).logits, wanted)
+    assert told == [{True}, {False}]
+
+
 def test_a_padded_batch_in_one_graph():
     """The mask is over positions, made outside of the graph, and has the shape of the longest sequence."""
     from torch._dynamo.testing import CompileCounterWithBackend
