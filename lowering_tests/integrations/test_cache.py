@@ -323,7 +323,7 @@ def test_which_masks_are_made():
     ones = torch.ones(2, 9, dtype=torch.bool)
     holes = ones.clone()
     holes[0, 0] = False
-    counter = handles.Counter(torch.device("cpu"), 16, 2)
+    counter = handles.Counter(torch.device("cpu"), 16, 2, 4)
 
     def mask(padding, queries, **more):
         arguments = dict(batch_size=2, q_length=queries, kv_length=16, attention_mask=padding, allow_is_causal_skip=queries > 1)
