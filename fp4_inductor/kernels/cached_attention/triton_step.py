@@ -102,7 +102,42 @@ def with_sink(m, total, SINKS, head, inside, HAS: tl.constexpr):
         return total, tl.where(total == 0.0, 0.0, 1.0)
 
 
-@triton.jit(do_not_specialize=["SLOTS", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_cb"])
+@triton.jit
+def combine(
+    OUT, PEAK, SUM, PARTIAL, SINKS, base, parts, b, kv_head, HEADS, QUERIES, GROUP: tl.constexpr, SINK: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Write the rows of one KV head from their parts, whose results begin at row ``base``; BLOCK_P parts at a time."""
+    ROWS = GROUP * QUERIES
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    p = tl.arange(0, BLOCK_P)
+    row = g < ROWS
+    peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    whole = tl.zeros((BLOCK_G,), tl.float32)
+    out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for i in range(0, parts, BLOCK_P):
+        has = ((i + p) < parts)[:, None] & row[None, :]
+        at = base + (i + p)[:, None] * ROWS + g[None, :]
+        peaks = tl.load(PEAK + at, mask=has, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(SUM + at, mask=has, other=0.0, cache_modifier=".cg")
+        has = has[:, :, None] & (d < D)[None, None, :]
+        outs = tl.load(PARTIAL + at[:, :, None] * D + d[None, None, :], mask=has, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        reference = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(peak - reference)
+        weight = tl.exp2(peaks - reference[None, :])
+        whole = whole * shrink + tl.sum(sums * weight, 0)
+        out = out * shrink[:, None] + tl.sum(outs * weight[:, :, None], 0)
+        peak = higher
+    head_g = kv_head * GROUP + g % GROUP
+    whole, shrink = with_sink(peak, whole, SINKS, head_g, row, SINK)
+    y = out * tl.where(whole == 0.0, 0.0, shrink / whole)[:, None]
+    to = (b * QUERIES + g // GROUP) * HEADS + head_g
+    tl.store(OUT + to[:, None] * D + d[None, :], y.to(OUT.dtype.element_ty), mask=row[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["SLOTS", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb"])
 def cached_attention_step(
     Q, KEY, VALUE, K, V, POSITION, MASK, SINKS, Q_NORM, K_NORM, COS, SIN, OUT, PEAK, SUM, PARTIAL, ARRIVALS, SLOTS, LENGTH, HEADS, QUERIES, SPLITS,
     stride_qb, stride_qh, stride_qq, stride_nb, stride_nh, stride_nq, stride_wb, stride_wh, stride_wq, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
@@ -219,29 +254,7 @@ def cached_attention_step(
         tl.debug_barrier()
         arrived = tl.atomic_add(ARRIVALS + of_all, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
-            g = tl.arange(0, BLOCK_G)
-            p = tl.arange(0, BLOCK_P)
-            row = g < ROWS
-            peak = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-            whole = tl.zeros((BLOCK_G,), tl.float32)
-            out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-            for i in range(0, parts, BLOCK_P):
-                has = ((i + p) < parts)[:, None] & row[None, :]
-                at = base + (i + p)[:, None] * ROWS + g[None, :]
-                peaks = tl.load(PEAK + at, mask=has, other=float("-inf"), cache_modifier=".cg")
-                sums = tl.load(SUM + at, mask=has, other=0.0, cache_modifier=".cg")
-                has = has[:, :, None] & (d < D)[None, None, :]
-                outs = tl.load(PARTIAL + at[:, :, None] * D + d[None, None, :], mask=has, other=0.0, cache_modifier=".cg")
-                higher = tl.maximum(peak, tl.max(peaks, 0))
-                reference = tl.where(higher == float("-inf"), 0.0, higher)
-                shrink = tl.exp2(peak - reference)
-                weight = tl.exp2(peaks - reference[None, :])
-                whole = whole * shrink + tl.sum(sums * weight, 0)
-                out = out * shrink[:, None] + tl.sum(outs * weight[:, :, None], 0)
-                peak = higher
-            head_g = kv_head * GROUP + g % GROUP
-            whole, shrink = with_sink(peak, whole, SINKS, head_g, row, SINK)
-            y = out * tl.where(whole == 0.0, 0.0, shrink / whole)[:, None]
-            to = (b * QUERIES + g // GROUP) * HEADS + head_g
-            tl.store(OUT + to[:, None] * D + d[None, :], y.to(OUT.dtype.element_ty), mask=row[:, None] & (d < D)[None, :])
+            combine(
+                OUT, PEAK, SUM, PARTIAL, SINKS, base, parts, b, kv_head, HEADS, QUERIES, GROUP, SINK, D, BLOCK_G, BLOCK_P, BLOCK_D
+            )  # fmt: skip
             tl.store(ARRIVALS + of_all, 0)
