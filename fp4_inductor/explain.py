@@ -60,7 +60,8 @@ class ExplainRow:
 class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
-    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes.
+    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes, and per attention over a cache
+    whose query is normed and rotated by kernels of its own.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)
@@ -86,12 +87,14 @@ class Explanation:
             remarks.append(("not taken", f"{_counted(kernels, 'kernel')}, {_counted(reasons, 'reason')}: {hint}"))
         if self.matches:
             remarks.append(("patterns", ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items()))))
-        left: dict[tuple[str, str], list[str]] = {}
+        left: dict[tuple[str, str, str], list[str]] = {}
         for m in self.missed:
-            left.setdefault((m.shape, m.reason), []).append(m.node)
-        for (shape, reason), nodes in left.items():
-            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} weights {shape} ({join_names(nodes, _NAMED)}) are"
-            remarks.append(("left dense", f"{named} dequantized: {reason}"))
+            left.setdefault((m.shape, m.reason, m.is_done), []).append(m.node)
+        for (shape, reason, is_done), nodes in left.items():
+            weights = is_done == "dequantized"
+            kind = "weights" if weights else "queries"
+            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {kind} {shape} ({join_names(nodes, _NAMED)}) are"
+            remarks.append(("left dense" if weights else "left apart", f"{named} {is_done}: {reason}"))
         return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])
 
     def not_taken(self, width: int | None = None) -> str:
