@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._torch import lowering as inductor
+from .._torch.order import why_not_early
 from ..config import dispatch_config
 from ..kernels import select
 from ..ops.cached_attention import CachedCall
@@ -13,6 +14,8 @@ from .journal import record
 from .regime import known
 
 fp4 = torch.ops.fp4
+# Old tokens may be requested while the kernel before runs, where that is proven to be safe. Off: nobody has timed it.
+EARLY = False
 
 
 def register() -> None:
@@ -23,9 +26,13 @@ def lower(*args, **kwargs):
     """Lowering of ``fp4.cached_attention``. The journal gets the regime that the number of queries lies in."""
     c = CachedCall.of(*args, **kwargs)
     tell(c)
-    mask = None if c.mask is None else inductor.realized(c.mask)  # all layers share it
-    last = () if c.prologue is None else c.prologue._replace(**{n: inductor.realized(t) for n, t in (("cos", c.prologue.cos), ("sin", c.prologue.sin)) if t})
-    return inductor.call_op(fp4.cached_attention.default, *c._replace(mask=mask)[:-1], *last)
+    new, cache = (c.query, c.key, c.value), (c.keys, c.values, c.position)
+    for shared in (c.mask, *new, *((c.prologue.cos, c.prologue.sin) if c.prologue else ())):
+        if shared is not None:
+            inductor.realized(shared)  # all layers share mask and angles; each would make them again
+    if EARLY and c.mask is None and c.query.get_device().type == "cuda":
+        c = c._replace(early=not why_not_early(new, cache))
+    return inductor.call_op(fp4.cached_attention.default, *c[:-1], *(c.prologue or ()))
 
 
 def tell(c: CachedCall) -> None:

@@ -247,7 +247,7 @@ def test_explain_tells_the_kernel():
         for called in (model, torch.compile(model, fullgraph=True)):
             found = fp4_inductor.explain(called, input_ids=torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
             rows = [row for row in found.rows if row.op == "fp4.cached_attention"]
-            assert [(row.kernel, row.m, row.n, row.k) for row in rows] == [("sdpa", "2", 4, 16)] * 2
+            assert [(row.kernel, row.m, row.n, row.k) for row in rows] == [("append + attention", "2", 4, 16)] * 2
             assert [row.module.rsplit(".", 2)[-2:] for row in rows] == [["0", "self_attn"], ["1", "self_attn"]]
 
 
