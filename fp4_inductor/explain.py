@@ -60,7 +60,8 @@ class ExplainRow:
 class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
-    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes.
+    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes, and per attention over a cache
+    whose query is normed and rotated by kernels of its own.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)
@@ -86,12 +87,14 @@ class Explanation:
             remarks.append(("not taken", f"{_counted(kernels, 'kernel')}, {_counted(reasons, 'reason')}: {hint}"))
         if self.matches:
             remarks.append(("patterns", ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items()))))
-        left: dict[tuple[str, str], list[str]] = {}
+        left: dict[tuple[str, str, str], list[str]] = {}
         for m in self.missed:
-            left.setdefault((m.shape, m.reason), []).append(m.node)
-        for (shape, reason), nodes in left.items():
-            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} weights {shape} ({join_names(nodes, _NAMED)}) are"
-            remarks.append(("left dense", f"{named} dequantized: {reason}"))
+            left.setdefault((m.shape, m.reason, m.is_done), []).append(m.node)
+        for (shape, reason, is_done), nodes in left.items():
+            weights = is_done == "dequantized"
+            kind = "weights" if weights else "queries"
+            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {kind} {shape} ({join_names(nodes, _NAMED)}) are"
+            remarks.append(("left dense" if weights else "left apart", f"{named} {is_done}: {reason}"))
         return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])
 
     def not_taken(self, width: int | None = None) -> str:
@@ -284,13 +287,10 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         form = select.moe_form(call.activation.name, call.gated, call.inner, call.experts, call.weight_on_input, biases, moe_op)
         scales = select.scales_of(gate_up.global_scale.shape)
         return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, call.experts, form, scales
-    if op is fp4.cached_attention.default:
-        cached = CachedCall.of(*args)
-        if cached.softcap is not None or cached.sinks is not None:
-            return None  # computed by torch's operators alone
     if op in (fp4.decode_attention.default, fp4.cached_attention.default):
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
-        return "decode_attention", queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, select.attention_form(d), 1
+        form = select.cached_form(CachedCall.of(*args)) if op is fp4.cached_attention.default else select.attention_form(d)
+        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, form, 1
     return None
 
 
@@ -321,7 +321,7 @@ def _note(row: Span | None, arch: int, note: str = "", experts: int = 1) -> str:
 
         native, text = status()
         note = f"C kernels ({text})" if native else f"ATen path, slower: {text}"
-    if row is not None and row.op == "decode_attention" and not note:
+    if row is not None and row.op in ("decode_attention", "cached_attention") and not note:
         note = select.ATTENTION_NOTE
     kind = "2:4-sparse experts" if row is not None and row.op == "sparse_moe" else "experts"
     return note if experts == 1 else f"fp4.moe, {experts} {kind}: M is tokens times choices{f'; {note}' if note else ''}"

@@ -134,6 +134,20 @@ def _only_size() -> sympy.Symbol | None:
     return graph.__dict__["fp4_only_size"]
 
 
+def on_meta(call):
+    """A NamedTuple of the arguments of an operator, with a tensor on the meta device for each IR value; where a size is symbolic, a likely one."""
+    return call._replace(**{name: _on_meta(x) for name, x in call._asdict().items() if isinstance(x, ir.IRNode)})
+
+
+def _on_meta(x):
+    def likely(sizes):
+        return [int(V.graph.sizevars.optimization_hint(size, fallback=1)) for size in sizes]
+
+    strides = x.maybe_get_stride()
+    like = torch.empty(likely(x.get_size()), dtype=x.get_dtype(), device="meta")
+    return like if strides is None else like.as_strided(like.shape, likely(strides))
+
+
 def call_op(op, *args):
     """Emit a call of ``op`` as it is."""
     return fallback_handler(op, add_to_fallback_set=False)(*args)

@@ -158,7 +158,7 @@ class KVCache(Cache):
         self.batch, self.rollback = batch, rollback
         layers: list[Any] = []
         with torch.inference_mode(False):
-            self.counter = Counter(device, max_length, len(types))
+            self.counter = Counter(device, max_length, len(types), batch * heads)
             for kind, own in zip(types, kwargs, strict=True):
                 if kind in _SERVED:
                     sliding = kind == "sliding_attention"
@@ -170,7 +170,7 @@ class KVCache(Cache):
         super().__init__(layers=layers)
         ours = self._ours
         ours[0].first = ours[-1].last = True
-        for tensor in (self.counter.position, *(t for layer in ours for t in (layer.keys, layer.values))):
+        for tensor in (self.counter.position, self.counter.arrivals, *(t for layer in ours for t in (layer.keys, layer.values))):
             keep_address(tensor)
         for kind, count in Tally(kind for kind in types if kind not in _SERVED).items():
             self.notes.append(f"{count} layers of {kind}: Transformers' own {STATIC_LAYER_TYPE_MAPPING[kind].__name__}; KVCache serves {sorted(_SERVED)}")

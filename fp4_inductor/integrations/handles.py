@@ -19,11 +19,16 @@ REMEDY = 'Select it with model.set_attn_implementation("fp4_inductor"); for a mo
 
 
 class Counter:
-    """How many tokens a cache holds: one number on the device for all its layers. ``at``: that number, where the host knows it."""
+    """How many tokens a cache holds: one number on the device for all its layers. ``at``: that number, where the host knows it.
 
-    def __init__(self, device: torch.device, max_length: int, layers: int):
+    ``arrivals``: zeros for the sequences times KV heads of a layer, ``rows`` of them, in which the programs of one launch count themselves. It is zero
+    again when that has ended, and all layers share it, because they follow each other.
+    """
+
+    def __init__(self, device: torch.device, max_length: int, layers: int, rows: int):
         self.layers = layers
         self.position = torch.zeros((), dtype=torch.int64, device=device)
+        self.arrivals = torch.zeros(rows, dtype=torch.int32, device=device)
         self.max_length = max_length
         self.at: int | None = None
         self.starts = False  # a compiled call, which cannot read the position, is given an empty cache (``KVCache.from_empty``)
@@ -32,6 +37,7 @@ class Counter:
 
     def reset(self) -> None:
         self.position.zero_()
+        self.arrivals.zero_()  # an aborted launch may have left it otherwise
         self.at = self.padded = None
         self.furthest = 0
 
@@ -195,8 +201,9 @@ def attend(
     layer, queries = key.layer, query.shape[2]
     causal = mask is None or mask.shape[2] == 1
     sinks = None if sinks is None else sinks.to(query.dtype)
+    counter = layer.counter
     out = torch.ops.fp4.cached_attention(
-        query, key.new, value.new, layer.keys, layer.values, layer.counter.position, mask, scaling, layer.window, causal, softcap, sinks, key.empty
+        query, key.new, value.new, layer.keys, layer.values, counter.position, mask, scaling, layer.window, causal, softcap, sinks, key.empty, counter.arrivals
     )
     if layer.last:
         layer.counter.advance(queries)

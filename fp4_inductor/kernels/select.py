@@ -16,6 +16,7 @@ import torch
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
 from ..formats.packing import MAX_SCALES
+from ..ops.cached_attention import CachedCall
 from . import choose, registry
 from .forms import Epilogue
 from .kernel import LOST, Call, Kernel, Span
@@ -77,8 +78,24 @@ def attention_form(d: int) -> tuple[str, ...]:
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
 
 
+def cached_form(c: CachedCall) -> tuple[str, ...]:
+    """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
+    width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
+    asked = {
+        "no counters of arrival": c.arrivals is None,
+        "a cache that is known to be empty": c.empty,
+        f"values of another width, {c.value.shape[3]}": c.value.shape[3] != width,
+        "a mask that adds numbers": mask is not None and mask.dtype != torch.bool,
+        "a mask for each query or head": mask is not None and tuple(mask.shape[1:3]) != (1, 1),
+        "attention that is not causal": not c.causal,
+        f"more new tokens than a ring of {c.slots} keeps besides its window": c.window is not None and queries > c.slots - c.window + 1,
+        "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
+    }
+    return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
+
+
 ATTENTION_NOTE = (
-    "fp4.decode_attention, and fp4.cached_attention after it has appended: M is queries times heads that share a KV head, N heads, K the width of a head"
+    "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 )
 
 

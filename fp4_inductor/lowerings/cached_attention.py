@@ -5,21 +5,45 @@ from __future__ import annotations
 import torch
 
 from .._torch import lowering as inductor
-from .decode_attention import tell
+from .._torch.order import why_not_early
+from ..config import dispatch_config
+from ..kernels import select
+from ..ops.cached_attention import CachedCall
+from .decode_attention import RUNTIME
+from .journal import record
+from .regime import known
 
 fp4 = torch.ops.fp4
+# Old tokens may be requested while the kernel before runs, where that is proven to be safe. Off: nobody has timed it.
+EARLY = False
 
 
 def register() -> None:
     inductor.register(fp4.cached_attention.default, lower)
 
 
-def lower(
-    query, key, value, keys, values, position, mask=None, scale=None, window=None, causal=True, softcap=None, sinks=None, empty=False
-):  # fmt: skip
-    """Lowering of ``fp4.cached_attention``. The journal gets the kernel of ``fp4.decode_attention`` that it attends with, if it does."""
-    if softcap is None and sinks is None:
-        tell(query, key, "cached_attention")
-    mask = None if mask is None else inductor.realized(mask)  # all layers share it
-    rest = (mask, scale, window, causal, softcap, sinks, empty)
-    return inductor.call_op(fp4.cached_attention.default, query, key, value, keys, values, position, *rest)
+def lower(*args, **kwargs):
+    """Lowering of ``fp4.cached_attention``. The journal gets the regime that the number of queries lies in."""
+    c = CachedCall.of(*args, **kwargs)
+    tell(c)
+    new, cache = (c.query, c.key, c.value), (c.keys, c.values, c.position)
+    for shared in (c.mask, *new, *((c.prologue.cos, c.prologue.sin) if c.prologue else ())):
+        if shared is not None:
+            inductor.realized(shared)  # all layers share mask and angles; each would make them again
+    if EARLY and c.mask is None and c.query.get_device().type == "cuda":
+        c = c._replace(early=not why_not_early(new, cache))
+    return inductor.call_op(fp4.cached_attention.default, *c[:-1], *(c.prologue or ()))
+
+
+def tell(c: CachedCall) -> None:
+    """Tell the journal which kernel serves the call, and why not the one launch, if that does not."""
+    symbols = inductor.Symbols()
+    _, heads, queries, d = c.query.get_size()
+    heads, kv_heads, d = (symbols.static_int(size) for size in (heads, c.key.get_size()[1], d))
+    if heads is None or not kv_heads or d is None:
+        return
+    m = queries * (heads // kv_heads)
+    form = select.cached_form(inductor.on_meta(c))
+    call = select.describe("cached_attention", c.query.get_device(), c.query.get_dtype(), heads, d, form=form)
+    options = select.plan(call, dispatch_config())
+    record(options, known(options, m, symbols, RUNTIME), m, note=select.ATTENTION_NOTE)

@@ -12,7 +12,7 @@ from .journal import record
 from .regime import known
 
 fp4 = torch.ops.fp4
-_RUNTIME = "fp4.decode_attention picks its kernel at each call: no guard"
+RUNTIME = "the operator picks its kernel at each call: no guard"
 
 
 def register() -> None:
@@ -21,14 +21,6 @@ def register() -> None:
 
 def lower(query, key, value, mask=None, scale=None):
     """Lowering of ``fp4.decode_attention``. The journal gets the regime that the number of queries lies in."""
-    tell(query, key, "decode_attention")
-    # The layers of a model share one mask, and each would make it again.
-    mask = None if mask is None else inductor.realized(mask)
-    return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale)
-
-
-def tell(query, key, op: str) -> None:
-    """Tell the journal which kernel of ``fp4.decode_attention`` serves ``query [B, H, Q, D]`` over a key ``[B, Hkv, ..., D]`` for ``op``."""
     symbols = inductor.Symbols()
     _, heads, queries, d = query.get_size()
     heads, kv_heads, d = (symbols.static_int(size) for size in (heads, key.get_size()[1], d))
@@ -36,4 +28,8 @@ def tell(query, key, op: str) -> None:
         m = queries * (heads // kv_heads)
         call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=select.attention_form(d))
         options = plan(call, dispatch_config())
-        record(options, known(options, m, symbols, _RUNTIME), m, note=select.ATTENTION_NOTE, op=op)
+        record(options, known(options, m, symbols, RUNTIME), m, note=select.ATTENTION_NOTE)
+    # The layers of a model share one mask, and each would make it again.
+    mask = None if mask is None else inductor.realized(mask)
+    return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale)
+

@@ -13,7 +13,19 @@
     softcap   scores become softcap * tanh(scores / softcap) before the mask
     sinks     [H]                    a score for each head that has a share of the softmax and no value
     empty     the caller knows that position is 0: only the new tokens are attended to
+    arrivals  int32, B * Hkv or more, contiguous: zeros, which a kernel of one launch counts in and leaves zero; None: such a kernel is not used.
+              Calls that share it follow each other on one stream
+    early     the caller knows that the kernel before this one on its stream writes neither keys, values nor position: they may be read while it runs
     out       [B, Q, H, Dv]          contiguous
+
+Query and key may come as they left their projections; what is to be done to them first is the *prologue*, all of it None if it is nothing:
+
+    q_norm, k_norm  [D], floating    x becomes x / sqrt(mean(x^2) + eps) * (norm_offset + norm), over the width of each head (RMSNorm)
+    cos, sin        [B or 1, Q, C]   then its first R elements turn: x[d] cos[d mod C] + turned[d] sin[d mod C], where turned is the second half of
+                                     them, negated, and then the first ("rotate_half")
+    rotary          None: R = C. R, even: C is R or R / 2
+
+It is computed in float32 (float64 in the reference) and rounded once, to the dtype of query. Keys are cached as they are after it.
 
 What lies in slots beyond position + Q, or at masked positions, changes nothing, NaN and Inf included. A row that attends to nothing is zero.
 
@@ -37,6 +49,41 @@ from .decode_attention import scale_of
 NAME = "fp4.cached_attention"
 
 
+class Prologue(NamedTuple):
+    """What is done to query and key first: RMSNorm over each head, then the rotation of positions."""
+
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    norm_offset: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    rotary: int | None = None
+
+    @property
+    def turning(self) -> int:
+        """R, how many elements of a head are rotated."""
+        return 0 if self.cos is None else self.cos.shape[-1] if self.rotary is None else self.rotary
+
+    def of_query(self, x: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+        """``x [B, H, Q, D]`` after it, computed in ``wide`` and rounded once to its own dtype."""
+        return self._applied(x, self.q_norm, wide)
+
+    def of_key(self, x: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
+        return self._applied(x, self.k_norm, wide)
+
+    def _applied(self, x: Tensor, norm: Tensor | None, wide: torch.dtype) -> Tensor:
+        y = x.to(wide)
+        if norm is not None:
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * (self.norm_offset + norm.to(wide))
+        if self.cos is not None and self.sin is not None:
+            first, second = y[..., : self.turning].chunk(2, -1)
+            cos, sin = (torch.cat([t] * (self.turning // t.shape[-1]), -1).to(wide)[:, None] for t in (self.cos, self.sin))
+            turned = torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
+            y = torch.cat([turned, y[..., self.turning :]], -1)
+        return y.to(x.dtype)
+
+
 class CachedCall(NamedTuple):
     """The arguments of one call."""
 
@@ -53,10 +100,23 @@ class CachedCall(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     empty: bool = False
+    arrivals: Tensor | None = None
+    early: bool = False
+    prologue: Prologue | None = None
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> CachedCall:
-        return cls(*args, **kwargs)
+        """From the op's own arguments, the last of which are those of :class:`Prologue`."""
+        own = len(cls._fields) - 1
+        last = dict(zip(Prologue._fields, args[own:], strict=False)) | {name: kwargs.pop(name) for name in Prologue._fields if name in kwargs}
+        prologue = Prologue(**last)
+        return cls(*args[:own], **kwargs, prologue=None if prologue[:2] == (None, None) and prologue.cos is None and prologue.sin is None else prologue)
+
+    def prepared(self, wide: torch.dtype = torch.float32) -> CachedCall:
+        """The call after its prologue."""
+        if self.prologue is None:
+            return self
+        return self._replace(query=self.prologue.of_query(self.query, wide), key=self.prologue.of_key(self.key, wide), prologue=None)
 
     @property
     def slots(self) -> int:
@@ -68,6 +128,7 @@ def reference(c: CachedCall) -> Tensor:
     check(c)
     at, queries = int(c.position), c.query.shape[2]
     check_room(c, at)
+    c = c.prepared(torch.float64)
     held = torch.arange(max(0, at - c.slots), at, device=c.query.device)  # the positions whose tokens the cache has, oldest first
     new = torch.arange(at, at + queries, device=c.query.device)
     k, v = (torch.cat([cache[:, :, held % max(c.slots, 1)], token], 2).double() for cache, token in ((c.keys, c.key), (c.values, c.value)))
@@ -119,7 +180,10 @@ def check(c: CachedCall) -> None:
         got = f"{tuple(c.position.shape)} {c.position.dtype}"
         raise ShapeError(f"{NAME}: position", value=got, limit="one number, int64", remedy="Pass torch.zeros((), dtype=torch.int64, device=...).")
     _check_options(c)
-    tensors = {name: t for name, t in c._asdict().items() if isinstance(t, Tensor)}
+    if c.prologue is not None:
+        _check_prologue(c, c.prologue)
+    given = c._asdict() | (c.prologue._asdict() if c.prologue is not None else {})
+    tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
     devices = {name: str(t.device) for name, t in tensors.items()}
     if len(set(devices.values())) > 1:
         raise DeviceError(f"{NAME}: tensors on different devices", value=devices, limit="one device", remedy="Move them with .to(device).")
@@ -144,6 +208,11 @@ def _check_options(c: CachedCall) -> None:
     if c.sinks is not None and (c.sinks.shape != (heads,) or not c.sinks.is_floating_point()):
         got = f"{tuple(c.sinks.shape)} {c.sinks.dtype}"
         raise ShapeError(f"{NAME}: sinks", value=got, limit=f"({heads},), floating: one for each head", remedy="Pass the module's own sinks.")
+    least = c.query.shape[0] * c.key.shape[1]
+    if c.arrivals is not None and (c.arrivals.dtype != torch.int32 or c.arrivals.numel() < least or not c.arrivals.is_contiguous()):
+        got = f"{tuple(c.arrivals.shape)} {c.arrivals.dtype}"
+        remedy = f"Pass torch.zeros({least}, dtype=torch.int32, device=...)."
+        raise ShapeError(f"{NAME}: arrivals", value=got, limit=f"int32, contiguous, {least} numbers or more", remedy=remedy)
     if c.mask is None:
         if not c.causal:
             raise ConfigError(
@@ -159,6 +228,27 @@ def _check_options(c: CachedCall) -> None:
             value=tuple(c.mask.shape),
             limit=f"4 dimensions, the first three 1 or those of {full}, the last for every position so far and the new ones",
             remedy="Broadcast the other dimensions, never the last.",
+        )
+
+
+def _check_prologue(c: CachedCall, p: Prologue) -> None:
+    batch, _, queries, width = c.query.shape
+    for name, norm in (("q_norm", p.q_norm), ("k_norm", p.k_norm)):
+        if norm is not None and (norm.shape != (width,) or not norm.is_floating_point()):
+            got = f"{tuple(norm.shape)} {norm.dtype}"
+            raise ShapeError(f"{NAME}: {name}", value=got, limit=f"({width},), floating: the width of a head", remedy="Pass the weight of the head's own norm.")
+    if (p.cos is None) != (p.sin is None):
+        raise ConfigError(f"{NAME}: cos and sin", value="one of them", limit="both or none", remedy="Pass both.")
+    if p.cos is None or p.sin is None:
+        return
+    shape, r = tuple(p.cos.shape), p.turning
+    fits = shape == tuple(p.sin.shape) and len(shape) == 3 and shape[0] in (1, batch) and shape[1] == queries and p.cos.dtype == p.sin.dtype
+    if not fits or not p.cos.is_floating_point() or r not in (shape[2], 2 * shape[2]) or r % 2 or not 0 < r <= width:
+        raise ShapeError(
+            f"{NAME}: cos and sin",
+            value=f"{shape} {p.cos.dtype}, {tuple(p.sin.shape)} {p.sin.dtype}, rotary {p.rotary}",
+            limit=f"(1 or {batch}, {queries}, C), floating; C is rotary or half of it, rotary is even and at most {width}",
+            remedy="Pass those of the model's rotary embedding.",
         )
 
 
@@ -199,6 +289,9 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
         (2, 4, 2, 6, 23, 24, 24, 11, 9, "sinks softcap"),
         (1, 4, 4, 2, 18, 48, 32, 7, None, ""),
         (1, 3, 3, 1, 30, 56, 56, 5, None, "nothing"),
+        (2, 8, 2, 1, 40, 64, 64, 25, None, "prologue norm"),
+        (2, 6, 3, 3, 21, 48, 48, 16, 18, "prologue"),
+        (1, 4, 1, 2, 33, 40, 40, 12, None, "prologue norm half padded"),
         (1, 2, 1, 0, 16, 64, 64, 3, None, ""),
         (0, 4, 2, 1, 16, 64, 64, 3, None, ""),
     )
@@ -208,7 +301,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
             end = at + q
             mask: Tensor | None = None
-            if extra == "padded":
+            if "padded" in extra:
                 mask = (torch.arange(end + 3, device=device) >= torch.arange(b, device=device)[:, None] * 4)[:, None, None]
             if extra == "bidirectional":
                 mask = torch.rand(b, 1, q, end, device=device) < 0.7
@@ -218,14 +311,23 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
                 mask = torch.zeros(1, 1, 1, end, dtype=torch.bool, device=device)
             sinks = torch.randn(h, device=device).to(dtype) if "sinks" in extra else None
             position = torch.full((), at, dtype=torch.int64, device=device)
+            last: tuple[Any, ...] = ()
+            if "prologue" in extra:
+                norms = [torch.randn(d, device=device).to(dtype) if "norm" in extra else None for _ in range(2)]
+                r = d - 8 if "half" in extra else d
+                angle = torch.rand(b if at % 2 else 1, q, r // 2 if "half" in extra else r, device=device) * 6
+                arrivals = torch.zeros(b * kv, dtype=torch.int32, device=device)
+                last = (arrivals, False, *norms, 1e-6, 1.0 if "half" in extra else 0.0, angle.cos().to(dtype), angle.sin().to(dtype), r)
             options = (mask, 0.3 if extra == "float" else None, window, extra != "bidirectional", 2.0 if "softcap" in extra else None, sinks, extra == "empty")
-            yield f"B{b} H{h} Hkv{kv} Q{q} S{s} D{d} Dv{dv} at {at} window {window} {extra} {dtype}", (*tensors, position, *options)
+            yield f"B{b} H{h} Hkv{kv} Q{q} S{s} D{d} Dv{dv} at {at} window {window} {extra} {dtype}", (*tensors, position, *options, *last)
 
 
 CONTRACT = OpContract(
     name="cached_attention",
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor position, Tensor? mask=None, float? scale=None, "
-    "int? window=None, bool causal=True, float? softcap=None, Tensor? sinks=None, bool empty=False) -> Tensor",
+    "int? window=None, bool causal=True, float? softcap=None, Tensor? sinks=None, bool empty=False, "
+    "Tensor(c!)? arrivals=None, bool early=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, float norm_offset=0.0, Tensor? cos=None, "
+    "Tensor? sin=None, int? rotary=None) -> Tensor",
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -93,7 +93,7 @@ class OpContract:
                 )
             with below_autograd():
                 result = self.op(*args, **kwargs)
-            torch.autograd.graph.increment_version([args[i] for i in self.written if i < len(args)])
+            torch.autograd.graph.increment_version([args[i] for i in self.written if i < len(args) and args[i] is not None])
             return result
 
         LIBRARY.impl(self.name, call, "Autograd")

@@ -7,11 +7,13 @@ import weakref
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, errors
 from fp4_inductor.integrations import attention, handles
 from fp4_inductor.integrations.attention import NAME
+from fp4_inductor.passes import missed, rope_attention
 
 BASE = dict(
     vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -270,8 +272,52 @@ def test_explain_tells_the_kernel():
         for called in (model, torch.compile(model, fullgraph=True)):
             found = fp4_inductor.explain(called, input_ids=torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
             rows = [row for row in found.rows if row.op == "fp4.cached_attention"]
-            assert [(row.kernel, row.m, row.n, row.k) for row in rows] == [("sdpa", "2", 4, 16)] * 2
+            assert [(row.kernel, row.m, row.n, row.k) for row in rows] == [("append + attention", "2", 4, 16)] * 2
             assert [row.module.rsplit(".", 2)[-2:] for row in rows] == [["0", "self_attn"], ["1", "self_attn"]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "gpt_oss"])
+def test_a_compiled_step_is_one_attention_between_two_products(family, monkeypatch):
+    """As on a GPU that serves it in one launch: norm and rotation of query and key are in the call. Tokens are those of Transformers' own cache.
+
+    In the generated code angles are computed once, nothing of query, key, value or a cache is copied, and there is one counter.
+    """
+    monkeypatch.setattr(rope_attention, "serves", lambda node: True)
+    model, (ids, _) = build(family), prompt()
+    want = model.generate(ids, **GREEDY)
+    cache = ours(model)
+
+    def greedy(output):
+        output.logits[..., 2] = float("-inf")  # min_new_tokens
+        return output.logits[:, -1:].argmax(-1)
+
+    token = greedy(model(ids, past_key_values=cache))
+    tokens, step, code = [ids, token], torch.compile(model, fullgraph=True), ""
+    with missed.listen() as left:
+        for _ in range(NEW - 1):
+            if not code:
+                (output, (code, *_)) = run_and_get_code(step, token, past_key_values=cache)
+            else:
+                output = step(token, past_key_values=cache)
+            tokens.append(token := greedy(output))
+    assert torch.equal(torch.cat(tokens, 1), want)
+    assert not left, [str(m) for m in left]
+    body = code[code.index("def call(") :]
+    calls = re.findall(r"fp4\.cached_attention\.default\((.*)\)", body)
+    assert len(calls) == 2
+    for call in calls:
+        operands = re.findall(r"reinterpret_tensor\((\w+), \(2, [42], 1, 16\), \((\d+), 16, ", call)
+        assert len(operands) == 3, "query, key and value are views of products"
+        products = {name for name, _ in operands}
+        assert all(re.search(rf"extern_kernels\.(add)?mm\(.*out={name}\)", body) for name in products), products
+    angles = [set(re.findall(r"buf\d+", call.rpartition("None, False, ")[2])[-2:]) for call in calls]
+    if family != "gemma3":  # whose two kinds of layers turn by angles of their own
+        assert angles[0] == angles[1] and len(angles[0]) == 2
+    pointwise = re.findall(r"^ +(cpp_fused_\w+)\(", body, re.M)
+    assert sum("cos" in name and "sin" in name for name in pointwise) <= (2 if family == "gemma3" else 1)
+    assert sum("copy_" in name.replace("to_copy", "") for name in pointwise) == 1, "the counter"
+    assert "index_copy" not in body and not any("clone" in name for name in pointwise)
 
 
 # --- what a cache says and does --------------------------------------------------------------------------------------
@@ -346,7 +392,7 @@ def test_which_masks_are_made():
     ones = torch.ones(2, 9, dtype=torch.bool)
     holes = ones.clone()
     holes[0, 0] = False
-    counter = handles.Counter(torch.device("cpu"), 16, 2)
+    counter = handles.Counter(torch.device("cpu"), 16, 2, 4)
 
     def mask(padding, queries, **more):
         arguments = dict(batch_size=2, q_length=queries, kv_length=16, attention_mask=padding, allow_is_causal_skip=queries > 1)

@@ -214,7 +214,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("case", COUNTED)
-def test_which_calls_of_cached_attention_read_the_counter_in_the_kernel(case, monkeypatch):
+def test_which_calls_in_several_launches_read_the_counter_in_the_kernel(case, monkeypatch):
     sizes, options, counted = COUNTED[case]
     q, dtype = sizes.get("q", 1), sizes.get("dtype", BF16)
     query, key, value = torch.randn(2, 8, q, 64).to(dtype), *torch.randn(2, 2, 2, q, 64).to(dtype)
@@ -231,6 +231,6 @@ def test_which_calls_of_cached_attention_read_the_counter_in_the_kernel(case, mo
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(host, "row_for", lambda op, x, m, n, k, form=(): plan(Call(op, 90, x.dtype, n, k, form=form), DispatchConfig()).pick(m))
     monkeypatch.setattr(forms, "source", lambda name: ours)  # which keeps what it found
-    composed.cached_attention(call)
+    composed.apart(call)
     # After the append, on the whole cache where it lies.
     assert seen == ([(keys.data_ptr(), None, 0.125, call.position, True)] if counted else [])

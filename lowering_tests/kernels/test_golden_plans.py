@@ -37,6 +37,7 @@ def calls() -> Iterator[Call]:
         yield Call(op, arch, dtype, n, k, prefill, csrc, experts, form=form)
     for arch, dtype, k in itertools.product(ARCHS, DTYPES, (60, 64, 128, 256)):
         yield Call("decode_attention", arch, dtype, 32, k)
+        yield Call("cached_attention", arch, dtype, 32, k)
     for dtype, scales in itertools.product(DTYPES, (1, 2)):
         yield Call("linear_w4a4", 121, dtype, 4096, 4096, triton=(3, 6), scales=scales)
 

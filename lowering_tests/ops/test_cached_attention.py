@@ -31,7 +31,15 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def copies(args) -> tuple:
-    return tuple(a.clone() if i in CONTRACT.written else a for i, a in enumerate(args))
+    return tuple(a.clone() if i in CONTRACT.written and a is not None else a for i, a in enumerate(args))
+
+
+def written_alike(ours, theirs, got) -> bool:
+    """What a call has written: bit for bit the new tokens; after a prologue, which is computed in float32, to one rounding. Counters are zero again."""
+    caches = zip((ours[3], ours[4]), (theirs[3], theirs[4]), strict=True)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[got.dtype]
+    same = all(torch.equal(a, b) or (len(ours) > 15 and relative(a, b) < rounding) for a, b in caches)
+    return same and (len(ours) < 14 or ours[13] is None or not ours[13].any())
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
@@ -41,7 +49,7 @@ def test_the_contract_in_float64(device):
         theirs, ours = copies(args), copies(args)
         want, got = CONTRACT.reference(*theirs), op(*ours)
         assert relative(got, want) <= CONTRACT.tolerance[got.dtype], description
-        assert all(torch.equal(theirs[i], ours[i]) for i in CONTRACT.written), description
+        assert written_alike(ours, theirs, got), description
 
 
 def straight(query, key, value, window=None):

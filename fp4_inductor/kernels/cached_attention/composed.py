@@ -1,4 +1,6 @@
-"""fp4.cached_attention by torch's operators around the kernels of ``fp4.decode_attention``, on every device: no kernel of its own yet.
+"""append + attention: fp4.cached_attention by torch's operators around the kernels of ``fp4.decode_attention``, on every device and for every call.
+
+A decode step on a GPU is one launch where :mod:`.step` takes the call.
 
 On a CPU the position is read, and only the filled part of the cache is. On CUDA nothing is read by the host, so that a CUDA graph may hold the call. The
 Triton kernel for few queries takes the position itself; where there is a window or a mask, or for many queries, a mask over the slots is made from it.
@@ -20,6 +22,7 @@ from ...ops.cached_attention import CachedCall
 from ...ops.decode_attention import scale_of, without_unseen
 from .. import host, select
 from ..forms import Launches
+from ..kernel import ANY, BY_LIBRARY, IN_CI, Kernel, On
 
 # From so many queries on cuDNN's attention on sm_90 gains more than its plan for a new length costs.
 _CUDNN = 2048
@@ -28,9 +31,20 @@ _SCORES = 1 << 26  # float32 scores that are in memory at once, where they are c
 
 
 def cached_attention(c: CachedCall) -> Tensor:
-    """Append, and ``[B, Q, H, Dv]``. Raises before anything is written."""
+    """Append, and ``[B, Q, H, Dv]``, by the kernel that ``select.plan`` gives on a GPU. Raises before anything is written."""
     contract.check(c)
+    if c.query.is_cuda and c.query.numel() and c.value.numel():
+        heads, queries, d = c.query.shape[1:]
+        kernel = host.row_for("cached_attention", c.query, queries * (heads // c.key.shape[1]), heads, d, form=select.cached_form(c)).implementation
+        with torch.cuda.device(c.query.device):
+            return kernel.source()(c)
+    return apart(c)
+
+
+def apart(c: CachedCall) -> Tensor:
+    """By torch's operators around the kernels of ``fp4.decode_attention``."""
     at = known(c)
+    c = c.prepared()
     batch, heads, queries, _ = c.query.shape
     new = torch.arange(queries, device=c.query.device) + (c.position.reshape(()) if at is None else at)
     # Many tokens at once in a ring: appended first, they would overwrite what the first of them attends to.
@@ -160,3 +174,12 @@ def _by_scores(c: CachedCall, k: Tensor, v: Tensor, mask: Tensor | None) -> Tens
         weights = torch.where(total > 0, weights / total, 0.0)
         out[:, part] = (weights @ v).flatten(1, 2).transpose(1, 2).to(out.dtype)
     return out
+
+
+_WHY = "many queries, and what the one launch does not take: torch's operators append, and make a mask of the slots where the counter does not do"
+KERNELS = (
+    Kernel(
+        "cached_attention", "append + attention", "library", (On(0, 129, IN_CI, _WHY),), ANY, k_multiple=1, batch=BY_LIBRARY,
+        form=Launches("cached_attention.composed:apart"),
+    ),
+)  # fmt: skip

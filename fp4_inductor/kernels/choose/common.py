@@ -51,3 +51,9 @@ def decode_attention(call, can):
     if can("triton_decode_attention"):
         yield FEW_QUERIES, "triton_decode_attention"  # the cache is read once, by KV head
     yield from first(can, "sdpa")
+
+
+def cached_attention(call, can):
+    if can("triton_cached_attention"):
+        yield FEW_QUERIES, "triton_cached_attention"  # a decode step: one launch in the place of five and more
+    yield from first(can, "append + attention")

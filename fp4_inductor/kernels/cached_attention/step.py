@@ -1,0 +1,106 @@
+"""triton_cached_attention: one launch for up to 16 queries of one KV head. Source: :mod:`.triton_step`.
+
+M of its problem is queries times the heads that share a KV head, N heads, K the width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ops.cached_attention import CachedCall
+from ...ops.decode_attention import scale_of
+from .. import host
+from ..decode_attention.split import parts
+from ..forms import Launches
+from ..kernel import COMPILED, Kernel, On
+
+_COMBINED = 8192  # float32 numbers of partial results that the last program has in registers at once
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """``block_s`` positions a tile, at most ``splits`` parts of the cache, each of a multiple of ``least`` positions."""
+
+    block_s: int
+    splits: int
+    least: int = 32
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def config(batch: int, kv_heads: int, length: int, d: int, processors: int, arch: int) -> StepConfig:
+    """For caches ``[batch, kv_heads, ..., d]`` of which at most ``length`` positions are attended to: two programs for each multiprocessor."""
+    # Two or three tiles of K and V in shared memory: as in ..decode_attention.split.attention.
+    large = arch in (80, 90) or 100 <= arch < 120 or d <= 64
+    block_s = 32 if d > 128 else 64
+    return StepConfig(block_s, parts(batch * kv_heads, length, block_s, processors), num_stages=3 if large else 2)
+
+
+def constants(t: StepConfig, c: CachedCall, arch: int) -> dict[str, object]:
+    """Constexprs of ``cached_attention_step``."""
+    p, (_, heads, queries, d) = c.prologue, c.query.shape
+    rows = queries * (heads // c.key.shape[1])
+    block_d, block_g = max(16, _power(d)), max(2, _power(rows))
+    turning = p.turning if p else 0
+    return dict(
+        GROUP=heads // c.key.shape[1], D=d, WINDOW=c.window or 0, MASKED=c.mask is not None, SOFTCAP=c.softcap is not None, SINK=c.sinks is not None,
+        NORM_Q=p is not None and p.q_norm is not None, NORM_K=p is not None and p.k_norm is not None, ROTARY=turning,
+        ANGLES=p.cos.shape[2] if p and p.cos is not None else 1, LEAST=t.least, BLOCK_R=max(16, _power(rows)), BLOCK_S=t.block_s, BLOCK_D=block_d,
+        BLOCK_G=block_g, BLOCK_P=max(2, min(_power(t.splits), _COMBINED // (block_g * block_d))), WHOLE=t.splits == 1,
+        EARLY=c.early and c.mask is None, PDL=arch >= 90,
+    )  # fmt: skip
+
+
+def _power(n: int) -> int:
+    """The least power of two that is not below ``n``."""
+    return 1 << (max(n, 1) - 1).bit_length()
+
+
+def step(c: CachedCall, tile: StepConfig | None = None) -> Tensor:
+    """``[B, Q, H, D]``; see :mod:`.triton_step`. ``form_of(c)`` is empty, and nothing of ``c`` is."""
+    from .triton_step import cached_attention_step
+
+    (batch, heads, queries, d), kv_heads, device = c.query.shape, c.key.shape[1], c.query.device
+    arch = host.arch(device)
+    t = tile or config(batch, kv_heads, c.window or c.slots, d, host.processors(device), arch)
+    constexprs = constants(t, c, arch)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (c.query, c.key, c.value))
+    out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=device)
+    peak = total = partial = arrivals = None
+    if t.splits > 1:
+        rows = out.numel() // d * t.splits
+        scratch = torch.empty(rows * (d + 2), dtype=torch.float32, device=device)
+        partial, peak, total = scratch.split([rows * d, rows, rows])
+        arrivals = c.arrivals
+    mask, mask_strides, length = None, (0, 1), 0
+    if c.mask is not None:
+        mask, length = c.mask.view(torch.uint8), c.mask.shape[3]
+        mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+    q_norm = k_norm = cos = sin = None
+    eps = offset = 0.0
+    turns = (0, 0)
+    if c.prologue is not None:
+        q_norm, k_norm, eps, offset, cos, sin, _ = c.prologue
+        if cos is not None and sin is not None:
+            cos, sin = cos.contiguous(), sin.contiguous()  # as models make them
+            turns = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    cached_attention_step[(batch * kv_heads * t.splits,)](
+        query, key, value, c.keys, c.values, c.position, mask, c.sinks, q_norm, k_norm, cos, sin, out, peak, total, partial, arrivals, c.slots, length,
+        heads, queries, t.splits, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *c.keys.stride()[:3], *c.values.stride()[:3], *mask_strides,
+        *turns, scale_of(query, c.scale) * math.log2(math.e), (c.softcap or 0.0) * math.log2(math.e), eps, offset, **constexprs, num_warps=t.num_warps,
+        num_stages=t.num_stages, **host.launched_early(bool(constexprs["PDL"])),
+    )  # fmt: skip
+    return out
+
+
+_WHY = "one launch: norm and rotation of query and key, append, attention by KV head over what the counter says, combination by the last program"
+KERNELS = (
+    Kernel(
+        "cached_attention", "triton_cached_attention", "attention", (On(80, 129, COMPILED, _WHY),), k_multiple=8, plain=True,
+        batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.step:step"),
+    ),
+)  # fmt: skip
