@@ -13,7 +13,7 @@ from ..formats import nvfp4
 from ..formats.packing import MAX_SCALES
 from ..formats.storage import Storage
 from ..kernels import select
-from ..kernels.forms import Composed, Epilogue, Library
+from ..kernels.forms import Composed, Epilogue, Library, Norm
 from ..kernels.kernel import Span
 from ..kernels.select import plan
 from ..ops.linear_siblings import begins, spans
@@ -168,22 +168,30 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note=
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
-def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue):
-    """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch."""
+def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue, norm: Norm | None = None):
+    """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch.
+
+    ``norm``: what the kernel does with its activations first, if it takes one (``Library.norm``): its weight is ``[K]`` in their dtype.
+    """
     operator = getattr(torch.ops.fp4_csrc, library.name).default
     given, early = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False
-    if library.early:
-        why_not = _why_not_early(given, len(parts))
+    if norm is not None:
+        norm = norm._replace(weight=inductor.contiguous(norm.weight))
+    if library.early and arch >= _FIRST_PDL:
+        read = (*given[len(parts) : -1], *(() if norm is None else (norm.weight,)))  # before the kernel before has ended; the global scale is not
+        why_not = _why_not_early(given[: len(parts)], read)
         early = not why_not
         entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
-    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, then, early))
+    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, then, early, norm))
 
 
-def _why_not_early(given: tuple, activations: int) -> str:
-    """``given``: so many parts of the activations, those of the weight, its global scale."""
+_FIRST_PDL = 90  # programmatic dependent launch
+
+
+def _why_not_early(activations: tuple, read: tuple) -> str:
     if dispatch_config().early == "never":
         return 'DispatchConfig(early="never")'
-    return order.why_not_early(given[:activations], given[activations:-1])
+    return order.why_not_early(activations, read)
 
 
 def _empty(x, lead, n, bias):
