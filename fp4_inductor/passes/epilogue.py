@@ -25,7 +25,7 @@ from ..ranges import range_in_force
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
-from .layout import is_call, linear_arguments, value
+from .layout import is_call, linear_arguments, rows_of, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ def fuse(graph: Graph) -> None:
         if not any(row.csrc for row in options.rows):
             linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.kernel.csrc)
             continue
-        if _kernel_follows(found.last) and not (found.only_adds and likely(value(linear).shape[:-1].numel(), 0, graph, range_in_force()) >= MANY_ROWS):
+        if _kernel_follows(found.last) and not (found.only_adds and likely(rows_of(linear), 0, graph, range_in_force()) >= MANY_ROWS):
             linear.meta[LEFT_APART] = tuple(
                 Refused(r.implementation, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc
             )
