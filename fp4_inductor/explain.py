@@ -19,7 +19,7 @@ from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
 from .ops.cached_attention import CachedCall
 from .ops.moe_call import MoeCall
-from .passes.missed import Missed
+from .passes.missed import DENSE, Missed
 
 _NAMED = 6  # groups of modules beside one line of the table
 
@@ -60,7 +60,8 @@ class ExplainRow:
 class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
-    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes.
+    ``missed`` has one entry (``.node .shape .reason .what``) per weight of several experts that the compiled graph dequantizes, and per norm
+    that a kernel could have computed and that is a kernel of its own.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)
@@ -86,12 +87,13 @@ class Explanation:
             remarks.append(("not taken", f"{_counted(kernels, 'kernel')}, {_counted(reasons, 'reason')}: {hint}"))
         if self.matches:
             remarks.append(("patterns", ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items()))))
-        left: dict[tuple[str, str], list[str]] = {}
+        left: dict[tuple[str, str, str], list[str]] = {}
         for m in self.missed:
-            left.setdefault((m.shape, m.reason), []).append(m.node)
-        for (shape, reason), nodes in left.items():
-            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} weights {shape} ({join_names(nodes, _NAMED)}) are"
-            remarks.append(("left dense", f"{named} dequantized: {reason}"))
+            left.setdefault((m.shape, m.reason, m.what), []).append(m.node)
+        for (shape, reason, what), nodes in left.items():
+            kind, several, are = ("left dense", "weights", "are") if what == DENSE else ("left apart", "norms", "are each")
+            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {several} {shape} ({join_names(nodes, _NAMED)}) {are}"
+            remarks.append((kind, f"{named} {what}: {reason}"))
         return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])
 
     def not_taken(self, width: int | None = None) -> str:
