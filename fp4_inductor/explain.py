@@ -61,7 +61,7 @@ class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
     ``missed`` has one entry (``.node .shape .reason .what``) per weight of several experts that the compiled graph dequantizes, and per norm
-    that a kernel could have computed and that is a kernel of its own.
+    that the kernel of a linear layer could have computed and does not.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)
@@ -91,8 +91,8 @@ class Explanation:
         for m in self.missed:
             left.setdefault((m.shape, m.reason, m.what), []).append(m.node)
         for (shape, reason, what), nodes in left.items():
-            kind, several, are = ("left dense", "weights", "are") if what == DENSE else ("left apart", "norms", "are each")
-            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {several} {shape} ({join_names(nodes, _NAMED)}) {are}"
+            kind, several = ("left dense", "weights") if what == DENSE else ("left apart", "norms")
+            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {several} {shape} ({join_names(nodes, _NAMED)}) are"
             remarks.append((kind, f"{named} {what}: {reason}"))
         return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])
 

@@ -31,14 +31,29 @@ KERNELS = {"linear": kernel("linear", "plain"), "linear_epilogue": kernel("linea
 def plan(call: Call, config: DispatchConfig) -> Plan:
     """As ``select.plan``, M = 1 served by :data:`KERNELS`."""
     options, first = select.plan(call, config), KERNELS.get(call.op)
-    if first is None or call.arch != 90:
+    if first is None or call.arch != 90 or first.refusal(call):
         return options
     rest = tuple(row for row in options.rows if row.max_m is None or row.max_m > 1)
     return replace(options, rows=(Span(first, 1, ON[0], first.library), *rest))
 
 
 @contextmanager
-def serving(most: int = 1) -> Iterator[None]:
+def on_a_cpu() -> Iterator[None]:
+    """Inside, passes rewrite graphs of CPU tensors as if they were on a GPU that such plans are for."""
+
+    def describe(op, device, dtype, n, k, prefill="auto", experts=1, form=(), scales=1):
+        return Call(op, 90, dtype, n, k, prefill, "", experts, form=form, scales=scales)
+
+    def plan_of(linear):
+        x, qdata = (argument.meta["val"] for argument in linear.args[:2])
+        return plan(describe("linear_epilogue", x.device, x.dtype, qdata.shape[0], 2 * qdata.shape[1]), DispatchConfig())
+
+    with serving(), mock.patch.object(select, "describe", describe), mock.patch.object(epilogue, "_plan_of", plan_of):
+        yield
+
+
+@contextmanager
+def serving() -> Iterator[None]:
     """Inside, passes and lowerings see such plans, and the kernels' operators exist."""
     libraries = {k.library.name: k.library for k in KERNELS.values()}
     for name, library in libraries.items():

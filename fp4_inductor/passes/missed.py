@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from .._journal import LEFT_DENSE
 
-DENSE, APART = "dequantized", "a kernel of its own"
+DENSE, APART = "dequantized", "not part of a linear layer"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ from .rms_norm import RMSNorm, read
 
 aten, fp4 = torch.ops.aten, torch.ops.fp4
 LINEARS = (fp4.linear.default, fp4.linear_siblings.default, fp4.linear_glu.default)
-VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default}
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip
 # Operators of torch's that are not computed by a kernel that Inductor writes.
 _IN_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
@@ -123,7 +125,7 @@ def _plan_of(linear: Node) -> Plan | None:
     """Of a call of one of :data:`LINEARS`; None if no CUDA kernel serves it in one launch."""
     x, qdata, _, global_scale, *rest = linear.args
     (n, half_k), x = value(qdata).shape, value(x)
-    if x.device.type != "cuda" or type(n) is not int or type(half_k) is not int:
+    if type(n) is not int or type(half_k) is not int:
         return None
     op = "linear_glu" if linear.target is fp4.linear_glu.default else "linear"
     prefill, scales = rest[2] if len(rest) > 2 else "auto", 1

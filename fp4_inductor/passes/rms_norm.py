@@ -97,9 +97,10 @@ def _radicand(node: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
         return args[0], 0.5, (node,)
     if is_call(node, aten.pow.Tensor_Scalar) and args[1] in (0.5, -0.5):
         return args[0], float(args[1]), (node,)
-    if is_call(node, aten.reciprocal.default):
+    if is_call(node, aten.reciprocal.default) or (is_call(node, aten.mul.Tensor) and args[1] == 1):  # 1 / root is the product of both
         below = _radicand(args[0])
-        return None if below is None else (below[0], -below[1], (node, *below[2]))
+        sign = 1 if node.target is aten.mul.Tensor else -1
+        return None if below is None else (below[0], sign * below[1], (node, *below[2]))
     return None
 
 
@@ -161,7 +162,7 @@ class _Reader:
         squares = self._bare(squares)
         self.inside.add(squares)
         args = squares.args
-        if (is_call(squares, aten.pow.Tensor_Scalar) and args[1] == 2) or (is_call(squares, aten.mul.Tensor) and args[0] is args[1]):
+        if (is_call(squares, aten.pow.Tensor_Scalar) and args[1] == 2) or (is_call(squares, aten.mul.Tensor) and _are_equal(*args)):
             return exact(args[0])
         raise _OtherError
 
@@ -253,6 +254,11 @@ def exact(node: Node) -> Node:
 
 def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(same, a, b))
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    """Are both one node, or casts of one that lose nothing?"""
+    return isinstance(a, Node) and isinstance(b, Node) and exact(a) is exact(b)
 
 
 def _number(arg: Any) -> float | None:
