@@ -19,7 +19,7 @@ from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
 from .ops.cached_attention import CachedCall
 from .ops.moe_call import MoeCall
-from .passes.missed import Missed
+from .passes.missed import APART, DENSE, Missed
 
 _NAMED = 6  # groups of modules beside one line of the table
 
@@ -60,8 +60,8 @@ class ExplainRow:
 class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
-    ``missed`` has one entry (``.node .shape .reason``) per weight of several experts that the compiled graph dequantizes, and per attention over a cache
-    whose query is normed and rotated by kernels of its own.
+    ``missed`` has one entry (``.node .shape .reason .what``) per weight of several experts that the compiled graph dequantizes, per norm that the
+    kernel of a linear layer could have computed and does not, and per attention over a cache whose query is normed and rotated by kernels of its own.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)
@@ -89,12 +89,11 @@ class Explanation:
             remarks.append(("patterns", ", ".join(f"{name} x{count}" for name, count in sorted(self.matches.items()))))
         left: dict[tuple[str, str, str], list[str]] = {}
         for m in self.missed:
-            left.setdefault((m.shape, m.reason, m.is_done), []).append(m.node)
-        for (shape, reason, is_done), nodes in left.items():
-            weights = is_done == "dequantized"
-            kind = "weights" if weights else "queries"
-            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {kind} {shape} ({join_names(nodes, _NAMED)}) are"
-            remarks.append(("left dense" if weights else "left apart", f"{named} {is_done}: {reason}"))
+            left.setdefault((m.shape, m.reason, m.what), []).append(m.node)
+        for (shape, reason, what), nodes in left.items():
+            kind, several = ("left dense", "weights") if what == DENSE else ("left apart", "norms" if what == APART else "queries")
+            named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {several} {shape} ({join_names(nodes, _NAMED)}) are"
+            remarks.append((kind, f"{named} {what}: {reason}"))
         return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])
 
     def not_taken(self, width: int | None = None) -> str:

@@ -70,7 +70,7 @@ struct Linear {
 // Its tensors.
 struct Operands {
   const Tensor &x, &codes, &scale, &global_scale;
-  Maybe bias, x_scale = nullptr, row_scale = nullptr, meta = nullptr, mul = nullptr, residual = nullptr;
+  Maybe bias, x_scale = nullptr, row_scale = nullptr, meta = nullptr, mul = nullptr, residual = nullptr, norm_weight = nullptr;
 };
 
 // y [M, N] of x [M, K] and a weight of N rows. p: numbers besides sizes. Checks what the kernels take for granted.
@@ -109,17 +109,20 @@ template <typename Place> Tensor call(const Linear& op, int64_t arch, const Oper
   for (Maybe other : {t.mul, t.residual})
     require(!other || (other->dim() == 2 && other->size(0) == m && other->size(1) == columns && other->scalar_type() == type &&
                        other->get_device() == x.get_device()), name, "mul and residual are as the result");
+  const Maybe norm = t.norm_weight;
+  require(!norm || (norm->dim() == 1 && norm->size(0) == k && norm->scalar_type() == type && norm->get_device() == x.get_device()), name,
+          "the norm's weight is [K] in the activations' dtype");
   require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, name, "sizes below 2^31");
 
   const Place place(x, name);
   Tensor y = torch::stable::new_empty(x, {m, columns}, type);
   if (m == 0 || columns == 0) return y;
   // The kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
-  p.early = p.early && is_dense(t.codes) && is_dense(t.scale) && (!t.meta || is_dense(*t.meta));
+  p.early = p.early && is_dense(t.codes) && is_dense(t.scale) && (!t.meta || is_dense(*t.meta)) && (!norm || is_dense(*norm));
   Dense dense;
   p.x = dense(&x), p.x_scale = dense(t.x_scale), p.row_scale = dense(t.row_scale);
   p.codes = dense(&t.codes), p.meta = dense(t.meta), p.scale = dense(&t.scale), p.global_scale = t.global_scale.data_ptr();
-  p.bias = dense(t.bias), p.mul = dense(t.mul), p.residual = dense(t.residual), p.y = y.data_ptr();
+  p.bias = dense(t.bias), p.mul = dense(t.mul), p.residual = dense(t.residual), p.norm_weight = dense(norm), p.y = y.data_ptr();
   p.M = (int)m, p.N = (int)n, p.K = (int)k, p.stream = place.stream;
   const int status = run(f, p, x);
   STD_TORCH_CHECK(status == 0, "fp4_csrc::", name, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
@@ -147,6 +150,17 @@ Tensor linear(const Tensor& x, const Tensor& q, const Tensor& s, const Tensor& g
               int64_t t3, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, int64_t early) {
   return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual)},
                      numbers({t0, t1, t2, t3}, second, third, act, early));
+}
+
+template <typename Place, const Linear& OP>
+Tensor linear_gemv(const Tensor& x, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0, int64_t t1, int64_t t2,
+                   int64_t t3, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, int64_t early,
+                   const Optional& norm_weight, double eps, double norm_offset) {
+  LinearParams p = numbers({t0, t1, t2, t3}, second, third, act, early);
+  p.eps = (float)eps, p.norm_offset = (float)norm_offset;
+  return call<Place>(
+      OP, arch,
+      {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual), .norm_weight = at(norm_weight)}, p);
 }
 
 template <typename Place, const Linear& OP>
@@ -271,6 +285,9 @@ int64_t sparse_small(int64_t arch) { return arch == 80 || arch == 87 || arch == 
 
 // X(operator, signature, what describes it).
 #define FP4_LINEAR(X)                                                      \
+  X(linear_gemv, linear_gemv, rows<1>)                                     \
+  X(linear_gemv_pointwise, linear_gemv, rows<1>)                           \
+  X(linear_gemv_glu, linear_gemv, rows<1>, kPlain, 2)                      \
   X(linear_small, linear_small, small)                                     \
   X(linear_small_pointwise, linear_small, small)                           \
   X(linear_small_glu, linear_small, small, kPlain, 2)                      \

@@ -11,6 +11,7 @@ struct LinearParams {
   const void *x, *x_scale, *row_scale;
   const void *codes, *meta, *scale, *global_scale;
   const void *bias, *mul, *residual;
+  const void* norm_weight;  // [K], in the dtype of x: x is normalised first, by its root mean square; null: it is not
   void *y, *scratch;
   int64_t scratch_bytes;
   void* stream;
@@ -19,6 +20,7 @@ struct LinearParams {
   int second, third;   // rows of the weight at which the second and the third global scale begin, 0: none
   int act;             // activations.cuh
   int early;           // it may begin, and fetch its first weights, while the kernel before it in its stream runs; that one must not write the weight
+  float eps, norm_offset;  // of that norm: x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight)
   int tile[4];         // the kernel's own numbers; all 0: its own choice
 };
 
@@ -47,5 +49,8 @@ struct MoeParams {
 
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.
 template <typename Params> bool is_call(const Params* p) { return p && p->size == (int64_t)sizeof(Params); }
+
+// Of a linear kernel; norm: it takes one, without which it refuses a call that asks for it.
+inline bool is_call(const LinearParams* p, bool norm = false) { return p && p->size == (int64_t)sizeof(LinearParams) && (norm || !p->norm_weight); }
 
 }  // namespace fp4

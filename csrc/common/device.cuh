@@ -165,6 +165,33 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   return d;
 }
 
+// a * b + c.
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// One number of a pair; `high` is known when compiling.
+__device__ __forceinline__ float half_of(uint32_t pair, bool high) {
+  float v;
+  if (high)
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, h;}" : "=f"(v) : "r"(pair));
+  else
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;}" : "=f"(v) : "r"(pair));
+  return v;
+}
+// Rounded to nearest even.
+__device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(d) : "f"(low), "f"(high));
+  return d;
+}
+
 // Both halves of a times one half of b; `high` is known when compiling. Unpacking becomes an operand modifier of the multiplication.
 __device__ __forceinline__ uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) {
   uint32_t d;

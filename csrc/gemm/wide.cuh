@@ -33,15 +33,6 @@ template <int TOKENS> __device__ __forceinline__ void clear_other_tokens(uint8_t
 
 constexpr int kFlags = 160;  // of blocks that share sums through global memory: one a block, and of whole warps
 
-// What a thread does before it stores: the kernel before may still read what is written here. The trigger comes second, because the next kernel may read what
-// the kernel before wrote.
-__device__ __forceinline__ void pdl_wait_then_trigger() {
-  if (FP4_FAULT(TRIGGER_BEFORE_PDL_WAIT)) griddepcontrol_launch_dependents();
-  if (FP4_FAULT(STORE_BEFORE_PDL_WAIT)) return;
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-}
-
 template <int COUNT> __global__ void __launch_bounds__(COUNT) clear_flags(int* __restrict__ flags) {
   pdl_trigger_in_call();
   if (!FP4_FAULT(CLEAR_FLAGS_BEFORE_PDL_WAIT)) griddepcontrol_wait();  // it may use the same memory

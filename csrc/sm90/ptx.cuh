@@ -157,3 +157,16 @@ inline cudaError_t tensor_map_3d(TensorMap* map, const void* matrix, const Plane
 
 }  // namespace fp4
 #endif
+
+namespace fp4 {
+
+// What a thread does before it stores: the kernel before may still read what is written here. The trigger comes second, because the next kernel may read what
+// the kernel before wrote.
+__device__ __forceinline__ void pdl_wait_then_trigger() {
+  if (FP4_FAULT(TRIGGER_BEFORE_PDL_WAIT)) griddepcontrol_launch_dependents();
+  if (FP4_FAULT(STORE_BEFORE_PDL_WAIT)) return;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
+}  // namespace fp4

@@ -23,7 +23,7 @@ from ..errors import DeviceError, KernelError, RowsError
 from . import build, params, registry
 from .background import Background, Compilation
 from .build import aligned
-from .forms import SEVERAL_SCALES, Epilogue, Library
+from .forms import SEVERAL_SCALES, Epilogue, Library, Norm
 
 LIBRARIES = registry.libraries()
 
@@ -155,11 +155,9 @@ def door(name: str, arch: int) -> str:
     return f"called through ctypes, which costs host time: {reason}" if reason else "called as a torch operator"
 
 
-def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None = None, early: bool = False) -> tuple:
+def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None = None, early: bool = False, norm: Norm | None = None) -> tuple:
     """Of the operator ``name``, behind ``arch``: none where every one is the default."""
-    more = then.arguments() if then else ()
-    if early:
-        more = (*more, *LIBRARIES[name].defaults[len(more) : -1], 1)
+    more = LIBRARIES[name].arguments(then, early, norm)
     return (*(tile or [0] * len(LIBRARIES[name].tile)), *more) if more else tuple(tile)
 
 
@@ -173,20 +171,22 @@ def call(
     tile: Sequence[int] = (),
     then: Epilogue | None = None,
     early: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
     """``[M, N]`` from ``x [M, K]``, or the parts of x, and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
 
     Args:
         tile: a tile that the source instantiates; empty: the kernel's choice.
         then: what the kernel does besides; None: nothing.
-        early: it may begin while the kernel before it is still running, which must not write the weight.
+        early: it may begin while the kernel before it is still running, which must write neither the weight nor that of the norm.
+        norm: what it does with x first, of a kernel that takes it (``Library.norm``); None: nothing.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
     try:
         parts = (*(x if isinstance(x, tuple) else (x,)), *weight)
-        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then, early))
+        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then, early, norm))
     except RuntimeError as error:
         if "fp4_csrc::" not in str(error):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise
@@ -222,8 +222,11 @@ def _through_ctypes(
     fields: dict[str, Any] = {_FIELDS.get(part, part): aligned(t) for part, t in zip(parts, given, strict=True)}
     for declared, value in zip(kernel.more, (*more, *kernel.defaults[len(more) :]), strict=True):
         fields[declared.split()[1].split("=")[0]] = aligned(value) if isinstance(value, Tensor) else value
-    if any(fields[_FIELDS.get(part, part)] is not t for part, t in zip(kernel.weight, weight, strict=True)):
-        fields["early"] = 0  # the weight is copied right before
+    early = [(fields[_FIELDS.get(part, part)], t) for part, t in zip(kernel.weight, weight, strict=True)]
+    if kernel.norm and fields["norm_weight"] is not None:
+        early.append((fields["norm_weight"], next(value for value in reversed(more) if isinstance(value, Tensor))))
+    if any(used is not t for used, t in early):
+        fields["early"] = 0  # what is read early is copied right before
     fields["bias"] = None if bias is None else aligned(bias)
     if not kernel.codes:
         fields["tile"] = tuple(tile)

@@ -39,6 +39,7 @@ class Library:
             activations have bfloat16 results.
         most_rows: the most activation rows of one call on an architecture, as the source itself and ``csrc/binding/ops.cpp`` have it.
         lane_order: E4M3 activations have their K in the order of ``fp4.quantize_rows_fp8(lane_order=True)``.
+        norm: it normalises its activations first, if a call has a :class:`Norm`.
         siblings: it takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
         apart: several global scales (of an expert: two) need a library of their own, so that the one for one scale carries nothing of it.
         several: it is that library.
@@ -53,6 +54,7 @@ class Library:
     activations: tuple[str, ...] = ("x",)
     most_rows: Callable[[int], int] = many_rows
     lane_order: bool = False
+    norm: bool = False
     siblings: bool = False
     apart: bool = False
     several: bool = False
@@ -84,12 +86,22 @@ class Library:
         """What the operator takes behind the tile."""
         both = ("int second=0", "int third=0") if self.finish or self.siblings else ()
         rest = ("int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else ()
-        return (*both, *rest, *(("int early=0",) if self.early else ()))
+        norm = ("Tensor? norm_weight=None", "float eps=0.0", "float norm_offset=0.0") if self.norm else ()
+        return (*both, *rest, *(("int early=0",) if self.early else ()), *norm)
 
     @property
     def defaults(self) -> tuple:
         """Of :attr:`more`."""
-        return tuple(0 if declared.startswith("int") else None for declared in self.more)
+        kinds = {"int": 0, "float": 0.0}
+        return tuple(kinds.get(declared.split()[0]) for declared in self.more)
+
+    def arguments(self, then: Epilogue | None, early: bool, norm: Norm | None) -> tuple:
+        """Of the operator, behind its tile, as :attr:`more` declares them; without defaults at the end."""
+        more = then.arguments() if then else ()
+        if not (early or norm):
+            return more
+        ahead = len(self.more) - self.early - len(Norm._fields) * self.norm  # those of ``then``
+        return (*more, *self.defaults[len(more) : ahead], *((int(early),) if self.early else ()), *(norm or ()))
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -234,6 +246,17 @@ class Launches:
 
 
 Form = Library | Triton | Composed | Launches
+
+
+class Norm(NamedTuple):
+    """What a kernel does with its activations first: ``x * rsqrt(mean(x ** 2) + eps) * (offset + weight)`` in float32, rounded once to the dtype of x.
+
+    ``weight``: ``[K]``, in the dtype of x, contiguous; a compiler passes its own kind of tensor. ``offset``: 1 for Gemma, 0 for most others.
+    """
+
+    weight: Any
+    eps: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)

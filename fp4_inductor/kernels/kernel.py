@@ -105,6 +105,7 @@ class Kernel:
         dtypes: activation dtypes.
         prefill: the values of ``prefill`` that allow its arithmetic.
         k_multiple, n_multiple: what K and N have to be multiples of.
+        most_k: the largest K that it takes; None: any.
         least_n: the fewest outputs that it takes.
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
@@ -124,6 +125,7 @@ class Kernel:
     prefill: tuple[str, ...] = PREFILL
     k_multiple: int = 16
     n_multiple: int = 1
+    most_k: int | None = None
     least_n: int = 1
     one_scale: bool = False
     plain: bool = False
@@ -173,6 +175,8 @@ class Kernel:
             return f"needs Triton {here.triton[0]}.{here.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
         if call.k % self.k_multiple:
             return f"K = {call.k} is not a multiple of {self.k_multiple}"
+        if self.most_k is not None and call.k > self.most_k:
+            return f"K = {call.k} is more than {self.most_k}"
         if call.n % self.n_multiple:
             return f"N = {call.n} is not a multiple of {self.n_multiple}"
         if call.n < self.least_n:

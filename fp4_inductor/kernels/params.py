@@ -48,10 +48,11 @@ class Struct(ctypes.Structure):
 class LinearParams(Struct):
     _fields_ = [
         *_fields(ctypes.c_int64, "size"),
-        *_fields(ctypes.c_void_p, "x x_scale row_scale codes meta scale global_scale bias mul residual y scratch"),
+        *_fields(ctypes.c_void_p, "x x_scale row_scale codes meta scale global_scale bias mul residual norm_weight y scratch"),
         *_fields(ctypes.c_int64, "scratch_bytes"),
         *_fields(ctypes.c_void_p, "stream"),
         *_fields(ctypes.c_int, "M N K dtype second third act early"),
+        *_fields(ctypes.c_float, "eps norm_offset"),
         *_fields(ctypes.c_int * 4, "tile"),
     ]
 

@@ -15,7 +15,7 @@ from .kernel import Kernel
 # Each file has the KERNELS of one source: what they are, their tiles, their launch. Those of an op stand in the order of the M that they serve.
 _FILES = (
     "on_cpu",
-    *("linear.gemv", "linear.table", "linear.small", "linear.wide", "linear.mid", "linear.rounded", "linear.wide_fp8", "linear.temporary"),
+    *("linear.gemv", "linear.gemv_cuda", "linear.table", "linear.small", "linear.wide", "linear.mid", "linear.rounded", "linear.wide_fp8", "linear.temporary"),
     *("linear_glu.gemv", "linear.unfused"),
     *("linear_fp8.gemv", "linear_fp8.products"),
     *("linear_w4a4.mma_sync", "linear_w4a4.block_scaled", "linear_w4a4.dequantized"),

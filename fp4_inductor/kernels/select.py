@@ -18,7 +18,7 @@ from ..errors import ConfigError, KernelError
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_attention import CachedCall
 from . import choose, registry
-from .forms import Epilogue
+from .forms import Epilogue, Norm
 from .kernel import LOST, Call, Kernel, Span
 
 
@@ -29,11 +29,11 @@ def csrc_door(name: str, arch: int) -> str:
     return csrc.door(name, arch)
 
 
-def csrc_arguments(name: str, then: Epilogue, early: bool) -> tuple:
+def csrc_arguments(name: str, then: Epilogue, early: bool, norm: Norm | None = None) -> tuple:
     """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``: its own choice of a tile, what it does besides the product, whether it begins early."""
     from . import csrc
 
-    return csrc.extra_arguments(name, then=then, early=early)
+    return csrc.extra_arguments(name, then=then, early=early, norm=norm)
 
 
 def moe_op(gate_up_meta: object, down_meta: object) -> str:
@@ -218,7 +218,7 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
             limit=[f"{name}: {reason}" for name, reason in reasons.items() if reason],
             remedy="Remove one of these reasons, or move the model to the CPU.",
         )
-    limited = [(limits.get(of_op[name].regime, most) if name != last else most, name) for most, name in wanted if most is not None]
+    limited = [(_limit(of_op[name], most, limits, call.arch) if name != last else most, name) for most, name in wanted if most is not None]
     spans: list[Span] = []
     for most, name in [*sorted(limited, key=lambda span: span[0]), (None, last)]:
         kernel = of_op[name]
@@ -233,6 +233,14 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
     reasons |= dict.fromkeys(off, "switched off by DispatchConfig.thresholds")
     refused = tuple(Refused(kernel, reasons[name] or preferred) for name, kernel in of_op.items() if name not in chosen)
     return Plan(call, tuple(spans), refused)
+
+
+def _limit(kernel: Kernel, most: int, limits: dict[str, int], arch: int) -> int:
+    """The largest M of a kernel that is preferred up to ``most``: a threshold moves it, as far as the kernel takes so many rows."""
+    limit = limits.get(kernel.regime)
+    if limit is None:
+        return most
+    return min(limit, kernel.library.most_rows(arch)) if kernel.library else limit
 
 
 def _check(config: DispatchConfig, limits: dict[str, int]) -> None:

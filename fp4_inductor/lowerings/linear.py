@@ -13,13 +13,14 @@ from ..formats import nvfp4
 from ..formats.packing import MAX_SCALES
 from ..formats.storage import Storage
 from ..kernels import select
-from ..kernels.forms import Composed, Epilogue, Library
+from ..kernels.forms import Composed, Epilogue, Library, Norm
 from ..kernels.kernel import Span
 from ..kernels.select import plan
 from ..ops.linear_siblings import begins, spans
 from ..passes.epilogue import LEFT_APART
 from ..passes.siblings import MEMBERS
 from . import forms, linear_w4a4
+from . import norm as norms
 from .journal import Entry, record
 from .quantize_rows import nvfp4_rows, quantized_rows
 from .regime import decide
@@ -30,26 +31,28 @@ fp4 = torch.ops.fp4
 def register() -> None:
     inductor.register(fp4.linear.default, lower)
     inductor.register(fp4.linear_siblings.default, lower_siblings)
+    inductor.register(fp4.norm_linear.default, norms.in_front_of(lower))
+    inductor.register(fp4.norm_linear_siblings.default, norms.in_front_of(lower_siblings))
 
 
-def lower(x, qdata, scale, global_scale, bias=None, prefill="auto", rows=None, refused=()):
-    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``refused``: what else explain() should say was not taken."""
-    return _call(x, (qdata, scale, global_scale), bias, prefill, refused=refused or inductor.current_meta(LEFT_APART) or (), begin=rows)
+def lower(x, qdata, scale, global_scale, bias=None, prefill="auto", rows=None, refused=(), norm: Norm | None = None):
+    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``refused``: what else explain() should say was not taken; ``norm``: x is normalised."""
+    return _call(x, (qdata, scale, global_scale), bias, prefill, refused=refused or inductor.current_meta(LEFT_APART) or (), begin=rows, norm=norm)
 
 
 def _call(x, weight: tuple, bias, prefill: str, **remarks):
     return product(fp4.linear.default, nvfp4.STORAGE, x, weight, bias, prefill, **remarks)
 
 
-def lower_siblings(x, qdata, scale, global_scale, bias, rows, prefill="auto"):
+def lower_siblings(x, qdata, scale, global_scale, bias, rows, prefill="auto", norm: Norm | None = None):
     """Lowering of ``fp4.linear_siblings``: views of one call by all rows where the kernel of this M takes their global scales, else a call each."""
-    call = Siblings(x, (qdata, scale, global_scale), bias, rows, prefill)
+    call = Siblings(x, (qdata, scale, global_scale), bias, rows, prefill, norm=norm)
     y = merged(call)
     return one_by_one(call) if y is None else members(y, rows)
 
 
 class Siblings(NamedTuple):
-    """A call of several layers, whose weights lie one behind the other: ``rows`` are the first and the last row of each."""
+    """A call of several layers, whose weights lie one behind the other: ``rows`` are the first and the last row of each; ``norm``: x is normalised first."""
 
     x: Any
     weight: tuple
@@ -58,6 +61,7 @@ class Siblings(NamedTuple):
     prefill: str
     note: str = ""
     refused: tuple = ()
+    norm: Norm | None = None
 
 
 def members(y, rows):
@@ -70,11 +74,11 @@ def one_by_one(call: Siblings):
     qdata, scale, global_scale = call.weight
     paths = inductor.current_meta(MEMBERS) or [""] * (len(call.rows) // 2)
     alone = join("siblings one by one: the kernel of this M takes one global scale", call.note)
-    out = []
+    x, out = norms.applied(call.x, call.norm), []
     for i, (a, b) in enumerate(spans(call.rows)):
         weight = (inductor.part(qdata, 0, a, b), inductor.part(scale, 0, a, b), inductor.element(global_scale, i))
         own_bias = None if call.bias is None else inductor.part(call.bias, 0, a, b)
-        out.append(_call(call.x, weight, own_bias, call.prefill, note=alone, refused=call.refused, module=paths[i]))
+        out.append(_call(x, weight, own_bias, call.prefill, note=alone, refused=call.refused, module=paths[i]))
     return out
 
 
@@ -85,7 +89,7 @@ def merged(call: Siblings):
         begin = begins(call.rows)
         if begin is None or not _serves_siblings(call.x, call.weight[0], begin, call.prefill):
             return None
-    return _call(call.x, call.weight, call.bias, call.prefill, note=join(together(), call.note), refused=call.refused, begin=begin)
+    return _call(call.x, call.weight, call.bias, call.prefill, note=join(together(), call.note), refused=call.refused, begin=begin, norm=call.norm)
 
 
 def _serves_siblings(x, qdata, begin, prefill) -> bool:
@@ -121,12 +125,13 @@ def join(*remarks: str) -> str:
     return "; ".join(filter(None, remarks))
 
 
-def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note="", refused=(), module="", begin=None):
+def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note="", refused=(), module="", begin=None, norm: Norm | None = None):
     """IR of ``op(x, *weight, bias, prefill, begin)``: that of the kernel that serves M, or the op itself.
 
     Args:
         note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
         begin: the rows at which those with a global scale each begin; None: there is one scale.
+        norm: x is normalised first, by the kernel if it takes that.
     """
     begin = list(begin or ())
     if len(begin) == 1:  # of all rows
@@ -136,7 +141,7 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note=
     lead = x.get_size()[:-1]
     n, k = map(symbols.static_int, storage.logical(weight[0].get_size()))
     if n is None or k is None:
-        return inductor.call_op(op, x, *weight, bias, prefill, *own)
+        return inductor.call_op(op, norms.applied(x, norm), *weight, bias, prefill, *own)
     m = inductor.rows_of(x)
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
@@ -146,16 +151,18 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note=
     decision = decide(options, m, symbols, dispatch_config())
     row = decision.row
     by_itself = row is None or call.arch == 0 or row.implementation.launch is not None or bool(begin and (scales == 1 or not takes_scales(row, x, n, k)))
+    if by_itself or not norms.takes_norm(row):
+        x, norm = norms.applied(x, norm), None
     remark = select.of_scales(len(begin), call.arch, apart=by_itself and row is not None)
     if note and remark.endswith("scales"):  # another remark says whose they are
         remark = ""
-    entry = record(options, decision, m, refused=refused, module=module, note=join(note, remark))
+    entry = record(options, decision, m, refused=refused, module=module, note=join(note, remark, norms.remark(norm)))
     if row is None or by_itself:
         return inductor.call_op(op, x, *weight, bias, prefill, *own)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.library:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         parts = quantized_rows(rows, lane_order=row.library.lane_order) if row.library.fp8 else (rows,)
-        y = call_csrc(entry, row.library, parts, weight, bias, call.arch, Epilogue(starts=tuple(begin[1:])))
+        y = call_csrc(entry, row.library, parts, weight, bias, call.arch, Epilogue(starts=tuple(begin[1:])), norm)
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     problem = forms.problem(rows, n, k, tuple(begin[1:]))
     if rounds_to_nvfp4(row):
@@ -168,22 +175,30 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note=
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
-def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue):
-    """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch."""
+def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue, norm: Norm | None = None):
+    """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch.
+
+    ``norm``: what the kernel does with its activations first, if it takes one (``Library.norm``): its weight is ``[K]`` in their dtype.
+    """
     operator = getattr(torch.ops.fp4_csrc, library.name).default
     given, early = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False
-    if library.early:
-        why_not = _why_not_early(given, len(parts))
+    if norm is not None:
+        norm = norm._replace(weight=inductor.contiguous(norm.weight))
+    if library.early and arch >= _FIRST_PDL:
+        read = (*given[len(parts) : -1], *(() if norm is None else (norm.weight,)))  # before the kernel before has ended; the global scale is not
+        why_not = _why_not_early(given[: len(parts)], read)
         early = not why_not
         entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
-    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, then, early))
+    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, then, early, norm))
 
 
-def _why_not_early(given: tuple, activations: int) -> str:
-    """``given``: so many parts of the activations, those of the weight, its global scale."""
+_FIRST_PDL = 90  # programmatic dependent launch
+
+
+def _why_not_early(activations: tuple, read: tuple) -> str:
     if dispatch_config().early == "never":
         return 'DispatchConfig(early="never")'
-    return order.why_not_early(given[:activations], given[activations:-1])
+    return order.why_not_early(activations, read)
 
 
 def _empty(x, lead, n, bias):

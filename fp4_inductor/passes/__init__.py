@@ -8,7 +8,7 @@ __all__ = ["matches", "register", "reset_matches"]
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
     from .._torch.fx import whole_graph
-    from . import dequantize_matmul, epilogue, floats, glu, identity, moe, rope_attention, siblings, tables, topk
+    from . import dequantize_matmul, epilogue, floats, glu, identity, moe, norm, rope_attention, siblings, tables, topk
 
     tables.register()
     floats.register()
@@ -17,6 +17,7 @@ def register() -> None:
     whole_graph(1, topk.replace)
     whole_graph(1, siblings.merge)
     whole_graph(1, glu.fuse)
+    whole_graph(1, norm.fold)
     whole_graph(1, epilogue.fuse)
     whole_graph(1, rope_attention.fuse)
     identity.register()

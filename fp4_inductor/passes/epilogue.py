@@ -2,8 +2,9 @@
 
 Inductor fuses what stands behind its own templates, but not behind an operator, which is what a CUDA kernel of csrc/ is in a graph.
 Each of the three steps may be missing; operands have the result's shape and dtype. Where there is no such kernel, or where a kernel of
-Inductor's reads the result and takes the steps with it (a residual in front of a norm), the graph stays as it is, and explain() says so. Except of many
-rows with a residual: their sum is to be one buffer (``lowerings/linear_epilogue.py``), or each norm would add up again what several layers added.
+Inductor's reads the result and takes the steps with it (a residual in front of a norm), the graph stays as it is, and explain() says so. Except where
+a linear layer with a norm of its own (:mod:`.norm`) reads the result, so that no such kernel can come first, and of many rows with a residual: their
+sum is to be one buffer (``lowerings/linear_epilogue.py``), or each norm would add up again what several layers added.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
 from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
+from ..ops import norm_linear
 from ..ranges import range_in_force
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
-from .layout import is_call, linear_arguments, value
+from .layout import is_call, linear_arguments, rows_of, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
-_VIEWS = {
+VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
     aten.split_with_sizes.default, aten.alias.default, aten.detach.default, operator.getitem,
 }  # fmt: skip
 _OPAQUE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
+NORMS = {contract.op for contract in (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU)}
 MANY_ROWS = 256  # from here on a sum is read from memory sooner than it is added up again
 LEFT_APART = "fp4_left_apart"  # node.meta: why what follows a linear layer is not done by its kernel
 
@@ -65,7 +68,8 @@ def fuse(graph: Graph) -> None:
         if not any(row.csrc for row in options.rows):
             linear.meta[LEFT_APART] = tuple(r for r in options.refused if r.kernel.csrc)
             continue
-        if _kernel_follows(found.last) and not (found.only_adds and likely(value(linear).shape[:-1].numel(), 0, graph, range_in_force()) >= MANY_ROWS):
+        many = found.only_adds and likely(rows_of(linear), 0, graph, range_in_force()) >= MANY_ROWS
+        if _kernel_follows(found.last) and not many and not _norm_follows(found.last):
             linear.meta[LEFT_APART] = tuple(
                 Refused(r.implementation, "what stands behind the layer is part of the kernel that reads it") for r in options.rows if r.csrc
             )
@@ -90,11 +94,30 @@ def _plan_of(linear: Node) -> Plan | None:
 def _kernel_follows(node: Node) -> bool:
     """Does a kernel that Inductor writes read ``node``, or a view of it? It computes ``node`` on the way, at the cost of a load or two."""
     for user in node.users:
-        if user.target in _VIEWS:
+        if user.target in VIEWS:
             if _kernel_follows(user):
                 return True
         elif user.op != "output" and user.target not in _OPAQUE and getattr(user.target, "namespace", "") != "fp4":
             return True
+    return False
+
+
+def _norm_follows(node: Node) -> bool:
+    """Does a linear layer with a norm of its own read ``node``, or a view of it?"""
+    return any(user.target in NORMS or (user.target in VIEWS and _norm_follows(user)) for user in node.users)
+
+
+def is_written_by_a_linear_layer(node: Node) -> bool:
+    """Would the CUDA kernel of a linear layer write ``node``, the end of what stands behind that layer, if a layer with a norm of its own read it?"""
+    above = [node]
+    for one in above:  # which grows
+        if is_call(one, torch.ops.fp4.linear.default):
+            found, options, m = _behind(one), _plan_of(one), rows_of(one)
+            ends_here = found.last is node and options is not None and type(m) is int and m > 0 and bool(options.pick(m).csrc)
+            if ends_here and in_one_mutation_region([one, node]) and (not found.chain or name_of(one, found.chain) is not None):
+                return True
+        elif len(above) < LONGEST and one.op == "call_function" and (one.target in CASTS or is_elementwise(one.target)):
+            above += [n for n in one.all_input_nodes if n not in above]
     return False
 
 

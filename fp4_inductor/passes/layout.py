@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,11 @@ def linear_arguments(linear: Node) -> tuple[Any, ...]:
 
 def is_call(node: object, target: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
+
+
+def rows_of(x: object) -> Any:
+    """M of an activation ``[..., K]``: an integer, or a symbol. Size.numel() would make a constant of it."""
+    return math.prod(value(x).shape[:-1])
 
 
 def value(node: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the passes leave as it is, for explain() and decisions(): one entry per weight or call, noted while a graph is being compiled."""
+"""What the passes leave as it is, for explain() and decisions(): one entry per weight, norm or query, noted while a graph is being compiled."""
 
 from __future__ import annotations
 
@@ -9,35 +9,32 @@ from torch.fx import Node
 
 from .._journal import LEFT_DENSE
 
+DENSE, APART, BEFORE_ATTENTION = "dequantized", "not part of a linear layer", "normed and rotated before fp4.cached_attention"
+
 
 @dataclass(frozen=True)
 class Missed:
-    """A quantized weight that a graph dequantises, or a query that it norms and rotates by kernels of their own.
+    """A quantized weight that a graph dequantizes, or a norm, or a norm and rotation of a query, that runs as kernels of its own.
 
     Args:
         node: its name in the graph; of a query, that of the attention.
-        shape: of the dense weight, or of the query, as text; sizes may be symbolic.
-        reason: why no pass could keep it packed, or take norm and rotation into the attention.
-        is_done: what the graph does.
+        shape: of the dense weight, of what the norm gives, or of the query, as text; sizes may be symbolic.
+        reason: why no pass could keep the weight packed, or put the norm into the layer or into the attention.
+        what: what it is therefore, one of :data:`DENSE`, :data:`APART` and :data:`BEFORE_ATTENTION`.
     """
 
     node: str
     shape: str
     reason: str
-    is_done: str = "dequantized"
+    what: str = DENSE
 
     def __str__(self) -> str:
-        return f"{self.node} {self.shape} is {self.is_done}: {self.reason}"
+        return f"{self.node} {self.shape} is {self.what}: {self.reason}"
 
 
 listen = LEFT_DENSE.listen
 
 
-def missed(node: Node, dense: Tensor, reason: str) -> None:
+def missed(node: Node, dense: Tensor, reason: str, what: str = DENSE) -> None:
     """Note ``node``."""
-    LEFT_DENSE.record(Missed(node.name, str(list(dense.shape)), reason))
-
-
-def apart(attention: Node, query: Tensor, reason: str) -> None:
-    """Note a call of ``fp4.cached_attention`` in front of which norm and rotation stay."""
-    LEFT_DENSE.record(Missed(attention.name, str(list(query.shape)), reason, "normed and rotated before fp4.cached_attention"))
+    LEFT_DENSE.record(Missed(node.name, str(list(dense.shape)), reason, what))

@@ -28,7 +28,7 @@ from ..ops.cached_attention import CachedCall
 from .counters import matched
 from .emit import emit, erase
 from .layout import is_call, same, value
-from .missed import apart
+from .missed import BEFORE_ATTENTION, missed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _HEADS_FIRST = [0, 2, 1, 3]
@@ -63,7 +63,7 @@ def fuse(graph: Graph) -> None:
         if node.args and node.args[0] is torch.ops.fp4.cached_attention.default and serves(node):
             reason = _fuse(graph, node)
             if reason:
-                apart(node, value(node.kwargs["query"]), reason)
+                missed(node, value(node.kwargs["query"]), reason, BEFORE_ATTENTION)
 
 
 def serves(node: Node) -> bool:

@@ -15,6 +15,8 @@ def linear(call, can):
 
 def few_rows(call, can, gemv, mid):
     """fp4.linear up to some dozens of rows; ``gemv``, ``mid``: up to how many the two Triton kernels serve."""
+    if can("cuda_gemv"):
+        yield 1, "cuda_gemv"
     if can("triton_gemv"):
         yield 1, "triton_gemv"  # bound by memory, and epilogues fuse behind it
         if not can("cuda_small"):
@@ -26,17 +28,18 @@ def few_rows(call, can, gemv, mid):
 
 
 def linear_glu(call, can):
-    yield from fused(can, "cuda_small_glu", "linear, then act * up", "triton_gemv_glu")
+    yield from fused(can, "cuda_small_glu", "linear, then act * up", ("cuda_gemv_glu", "triton_gemv_glu"))
 
 
 def linear_epilogue(call, can):
-    yield from fused(can, "cuda_small_pointwise", "linear, then pointwise")
+    yield from fused(can, "cuda_small_pointwise", "linear, then pointwise", ("cuda_gemv_pointwise",))
 
 
-def fused(can, small, apart, gemv=""):
-    """``small`` for 2 to 16 rows, if it is switched on; one row is the GEMV's, which fuses what is behind it."""
-    if gemv and can(gemv):
-        yield 1, gemv
+def fused(can, small, apart, gemvs):
+    """``small`` for 2 to 16 rows, if it is switched on; one row is the first of ``gemvs`` that is, else the GEMV's, which fuses what is behind it."""
+    for gemv in gemvs:
+        if can(gemv):
+            yield 1, gemv
     if can(small):
         yield 1, apart
         yield 16, small

@@ -10,6 +10,8 @@ __all__ = ["cached_attention", "decode_attention", "linear", "linear_epilogue", 
 
 
 def linear(call, can):
+    if can("cuda_gemv"):
+        yield 1, "cuda_gemv"
     smalls = can("cuda_table") or can("cuda_small") or can("cuda_small_any_k")
     if can("triton_gemv"):
         if call.k % 64 == 0:
@@ -63,6 +65,8 @@ def linear_epilogue(call, can):
 
 def fused(call, can, finish, apart, small):
     """The kernels of fp4.linear with an epilogue. One row is the GEMV's, behind which Inductor fuses the rest. ``small``: cuda_small's largest M."""
+    if can(f"cuda_gemv_{finish}"):
+        yield 1, f"cuda_gemv_{finish}"
     if finish == "glu" and can("triton_gemv_glu"):
         yield 1, "triton_gemv_glu"
     table, mma, wide = (f"cuda_{size}_{finish}" for size in ("table", "small", "wide"))

@@ -106,6 +106,12 @@ uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b) {
   return d;
 }
 
+uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d = 0;
+  for (int i = 0; i < 2; ++i) d |= (uint32_t)emulated::to_f16(value(true, a, i) * value(true, b, i) + value(true, c, i)) << (16 * i);
+  return d;
+}
+
 void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high) {
   auto half = [&](int i) { return (uint32_t)emulated::to_f16(from_e4m3(v >> (8 * i) & 255)); };
   low = half(0) | half(1) << 16, high = half(2) | half(3) << 16;

@@ -132,6 +132,10 @@ template <> inline constexpr bool kHalf<__half> = true;
 
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return multiply_pairs(false, a, b); }
 inline uint32_t mul_f16x2(uint32_t a, uint32_t b) { return multiply_pairs(true, a, b); }
+uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c);
+inline uint32_t add_f16x2(uint32_t a, uint32_t b) { return fma_f16x2(a, 0x3C003C00u, b); }
+inline float half_of(uint32_t pair, bool high) { return (float)emulated::from_f16((unsigned short)(high ? pair >> 16 : pair)); }
+inline uint32_t pack_f16x2(float low, float high) { return emulated::to_f16(low) | (uint32_t)emulated::to_f16(high) << 16; }
 inline uint32_t mul_bf16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_bf16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
 inline uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bool high) { return mul_f16x2(a, (high ? b >> 16 : b & 0xFFFF) * 0x10001u); }
 void unpack_e4m3(uint32_t v, uint32_t& low, uint32_t& high);

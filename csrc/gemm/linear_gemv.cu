@@ -1,0 +1,362 @@
+// fp4.linear for one row: y[1, N] = x[1, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4, for sm_80 and later. x may be normalised first (RMSNorm).
+//
+// Bound by memory: what has to be large are the bytes in flight. A warp owns groups of R rows of W and every k_groups-th segment of 1024 k of them; a step, R rows
+// by a segment, is copied by its own lanes (cp.async) to a ring of its own, which is refilled as soon as it has been read to registers: no warp waits for another
+// one. The whole ring is filled before the wait for the kernel before (PDL). Codes become half2 by the conversion from E4M3 (sm_89), elsewhere by shifts and masks;
+// a block's 16 products are summed in half2, and times its scale in float32. x lies in shared memory as half2 in the order of the decoded pairs, each block of 16
+// normalised by a power of two of its own, so that any bfloat16 is in range: exact but for what is less than 2^-32 of its block's largest.
+#include "../sm90/ptx.cuh"
+#include "weights.cuh"
+
+namespace {
+
+using namespace fp4;
+
+constexpr int kSegment = 1024;                          // k a step: 16 bytes of codes and 2 of scales a lane and row
+constexpr int kMostWarps = 16;                          // of a block; with 64 registers a thread, two such blocks fit a multiprocessor: this kernel's and the next one's
+constexpr int kMostStages = 8;
+constexpr bool kConverts = FP4_ARCH >= 89;              // E4M3 to half2 in one instruction
+constexpr float kUndo = kConverts ? 0x1p-10f : 0x1p-8f;  // of codes (2^-6; 2^-14), scales (1; 2^6), x (2^8), and kWeightUnit, which Result multiplies by
+
+// Half of what a multiprocessor has: of a kernel that takes more the next one could not begin before this one has ended.
+constexpr int kRoom = (kLargeSharedMemory ? 112 : 49) * 1024;
+constexpr int kMostRoom = (FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99) * 1024;
+
+// groups: of R rows, of a block; segments: of K. Shared memory: x, a factor for each of its blocks of 16, sums of squares, what is done to the columns, sums, and from
+// byte `ring` on the warps' rings.
+struct Layout {
+  int groups, segments, warps, k_groups, stages, columns, ring;
+
+  __host__ __device__ int row_warps() const { return warps / k_groups; }
+  __host__ __device__ int factors() const { return segments * kSegment * 2; }
+  __host__ __device__ int squares() const { return factors() + segments * kSegment / 16 * 4; }
+};
+
+// What is done to the sums of one column, loaded while x is.
+template <typename T> struct Column {
+  static constexpr int kParts = Result<T>::kParts;
+  float unit[kParts], bias[kParts], mul, residual;
+
+  __device__ __forceinline__ static Column load(const float* global_scale, const T* bias, const Epilogue<T>& then, int n, int columns) {
+    Column c;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      const int row = n + (FP4_FAULT(UP_WITH_GATE_SCALE) ? 0 : p * columns);
+      c.unit[p] = load_float(global_scale + (row < then.second ? 0 : row < then.third ? 1 : 2)) * kWeightUnit;
+      c.bias[p] = bias ? Numbers<T>::to_float(bias[n + p * columns]) : 0.f;
+    }
+    c.mul = kFinish == kPointwise && then.mul ? Numbers<T>::to_float(then.mul[n]) : 1.f;
+    c.residual = kFinish == kPointwise && then.residual ? Numbers<T>::to_float(then.residual[n]) : 0.f;
+    return c;
+  }
+  __device__ __forceinline__ T value(const float (&sums)[kParts], int act) const {
+    float v = sums[0] * unit[0] + bias[0];
+    if constexpr (kFinish != kPlain) v = activate(v, act);
+    if constexpr (kFinish == kGlu) v *= sums[kParts - 1] * unit[kParts - 1] + bias[kParts - 1];
+    if constexpr (kFinish == kPointwise) v = v * mul + residual;
+    return Numbers<T>::from_float(v);
+  }
+};
+
+template <int R> struct Step {
+  static constexpr int kCodes = R * kSegment / 2, kBytes = kCodes + R * kSegment / 16;
+};
+
+// 8 codes -> half2 times 2^-6, (1,3) (5,7) (0,2) (4,6); or times 2^-14, (0,4) (1,5) (2,6) (3,7).
+__device__ __forceinline__ void decode_word(uint32_t w, uint32_t (&pairs)[4]) {
+  if constexpr (kConverts) {  // a code in a byte: sign at 7, magnitude at 4..2
+    unpack_e4m3(masked_or<0x80808080u>(w, (w >> 2) & 0x1C1C1C1Cu), pairs[0], pairs[1]);
+    unpack_e4m3(masked_or<0x80808080u>(w << 4, (w << 2) & 0x1C1C1C1Cu), pairs[2], pairs[3]);
+  } else {
+    place<__half>(w, pairs);
+  }
+}
+
+// 8 neighbours of x in the same order.
+__device__ __forceinline__ uint4 in_order(const float (&x)[8]) {
+  if constexpr (kConverts) return {pack_f16x2(x[1], x[3]), pack_f16x2(x[5], x[7]), pack_f16x2(x[0], x[2]), pack_f16x2(x[4], x[6])};
+  return {pack_f16x2(x[0], x[4]), pack_f16x2(x[1], x[5]), pack_f16x2(x[2], x[6]), pack_f16x2(x[3], x[7])};
+}
+
+// The sum of a block of 16.
+__device__ __forceinline__ float dot(uint32_t w0, uint32_t w1, const uint4& x0, const uint4& x1) {
+  uint32_t a[4], b[4];
+  decode_word(w0, a), decode_word(w1, b);
+  uint32_t s = mul_f16x2(a[0], x0.x), t = mul_f16x2(b[0], x1.x);
+  s = fma_f16x2(a[1], x0.y, s), t = fma_f16x2(b[1], x1.y, t);
+  s = fma_f16x2(a[2], x0.z, s), t = fma_f16x2(b[2], x1.z, t);
+  s = fma_f16x2(a[3], x0.w, s), t = fma_f16x2(b[3], x1.w, t);
+  s = add_f16x2(s, t);
+  return half_of(s, false) + half_of(s, true);
+}
+
+// Where 8 neighbours of x lie, number `chunk` of them: those of a lane 512 bytes apart, so that all lanes read different banks, and lanes of different number
+// change places, so that neighbours, which one warp writes, lie in different banks, too.
+__device__ __forceinline__ int place_of_chunk(int chunk) {
+  const int j = chunk % 4, lane = chunk / 4 % 32;
+  return chunk / 128 * (kSegment * 2) + j * 512 + (lane ^ 2 * j) * 16;
+}
+
+// The 8 numbers of 16 bytes.
+template <typename T> __device__ __forceinline__ void floats_of(const uint4& v, float (&to)[8]) {
+  struct alignas(16) {
+    T v[8];
+  } all;
+  *(uint4*)&all = v;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = Numbers<T>::to_float(all.v[i]);
+}
+
+__device__ __forceinline__ void wait_for_all_but(int groups) {  // of this thread's copies
+  switch (groups) {
+    case 0: cp_async_wait_group<0>(); break;
+    case 1: cp_async_wait_group<1>(); break;
+    case 2: cp_async_wait_group<2>(); break;
+    case 3: cp_async_wait_group<3>(); break;
+    case 4: cp_async_wait_group<4>(); break;
+    case 5: cp_async_wait_group<5>(); break;
+    case 6: cp_async_wait_group<6>(); break;
+    case 7: cp_async_wait_group<7>(); break;
+    default: cp_async_wait_group<8>();
+  }
+}
+
+__device__ __forceinline__ float sum_of_warp(float v) {
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) v += shuffle_xor(v, mask);
+  return v;
+}
+
+// The lanes' sums of R rows: lane l gets that of row l / (32 / R).
+template <int R> __device__ __forceinline__ float sum_of_lanes(float (&acc)[R], int lane) {
+  int mask = 16;
+#pragma unroll
+  for (int n = R; n > 1; n /= 2, mask /= 2)
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      const bool upper = lane & mask;
+      const float mine = upper ? acc[i + n / 2] : acc[i], other = upper ? acc[i] : acc[i + n / 2];
+      acc[i] = mine + shuffle_xor(other, mask);
+    }
+  for (; mask; mask /= 2) acc[0] += shuffle_xor(acc[0], mask);
+  return acc[0];
+}
+
+// x is not __restrict__: the kernel before may still write it, and loads that are not coherent must not read it.
+template <typename T, int R>
+__global__ void __launch_bounds__(32 * kMostWarps, 2)
+    linear_gemv(const T* x, const uint8_t* __restrict__ q, const uint8_t* __restrict__ scale, const float* global_scale, const T* bias, T* y, const T* norm_weight,
+                int N, int K, const Layout layout, float eps, float norm_offset, const Epilogue<T> then) {
+  constexpr int kParts = Result<T>::kParts, kColumns = R / kParts;
+  using Stage = Step<R>;
+  uint8_t* shared = dynamic_shared();
+  const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), threads = 32 * layout.warps, columns = N / kParts;
+  const int first = blockIdx.x * layout.groups, groups = min(layout.groups, (columns + kColumns - 1) / kColumns - first), n0 = first * kColumns;
+  float* squares = (float*)(shared + layout.squares());
+  Column<T>* finish = (Column<T>*)(squares + kMostWarps);
+  float* sums = (float*)(finish + layout.columns);  // [k_groups][groups * R]
+  uint8_t* ring = shared + layout.ring + warp * (layout.stages * Stage::kBytes);
+  const Shared ring_address = shared_address(ring), x_address = shared_address(shared);
+  const int k_group = warp % layout.k_groups, row_warp = warp / layout.k_groups, row_warps = layout.row_warps(), chunks = layout.segments * (kSegment / 8);
+
+  struct Place {  // of a step
+    int group, segment;
+  };
+  auto next = [&](Place& at) {
+    at.segment += layout.k_groups;
+    if (at.segment >= layout.segments) at.segment = k_group, at.group += row_warps;
+  };
+  auto row = [&](int group, int i) {  // row i of a group; those past the last one are its, and not stored
+    return min(n0 + group * kColumns + i % kColumns, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + i / kColumns * columns;
+  };
+  auto fetch = [&](const Place& at, int slot) {
+    if (at.group < groups) {
+      const Shared to = ring_address + slot * Stage::kBytes;
+      const int k = at.segment * kSegment + lane * 32, word = at.segment * (kSegment / 16) + (lane & 15) * 4;
+      const bool live = k < K || FP4_FAULT(READ_K_PAST_K);
+#pragma unroll
+      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, q + (size_t)row(at.group, i) * (K / 2) + (live ? k / 2 : 0), live);
+#pragma unroll
+      for (int i = 0; i < R; i += 2)
+        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scale + (size_t)row(at.group, i + (lane >> 4)) * (K / 16) + (word < K / 16 ? word : 0),
+                             word < K / 16 ? 4 : 0);
+    }
+    cp_async_commit_group();
+  };
+
+  // Before the wait: what no kernel before writes. The norm's weight comes first, to where each thread's own part of x will lie.
+  if (norm_weight) {
+    for (int c = threadIdx.x; c < chunks; c += threads) cp_async_zfill<16>(x_address + place_of_chunk(c), norm_weight + (c * 8 < K ? c * 8 : 0), c * 8 < K);
+    cp_async_commit_group();
+  }
+  Place coming{row_warp, k_group}, here = coming;
+  for (int i = 0; i < layout.stages; ++i) fetch(coming, i), next(coming);
+#if FP4_ARCH >= 90
+  pdl_wait_then_trigger();
+#endif
+
+  Column<T> own = {};
+  const bool has_own = threadIdx.x < layout.columns && n0 + (int)threadIdx.x < columns;
+  if (has_own) own = Column<T>::load(global_scale, bias, then, n0 + threadIdx.x, columns);
+  auto load_x = [&](int c) { return c * 8 < K ? *(const uint4*)(x + c * 8) : uint4{}; };
+  float by = 1.f;
+  if (norm_weight) {
+    float sum = 0.f;
+    for (int c = threadIdx.x; c < chunks; c += threads) {
+      float v[8];
+      floats_of<T>(load_x(c), v);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += v[i] * v[i];
+    }
+    sum = sum_of_warp(sum);
+    if (lane == 0) squares[warp] = sum;
+    if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SQUARES)) __syncthreads();
+    sum = 0.f;
+    for (int i = 0; i < layout.warps; ++i) sum += squares[i];
+    by = 1.f / sqrtf(sum / K + eps);
+    wait_for_all_but(layout.stages);  // the norm's weight
+  }
+  for (int c = threadIdx.x; c < chunks; c += threads) {
+    uint4* to = (uint4*)(shared + place_of_chunk(c));
+    float v[8];
+    floats_of<T>(load_x(c), v);
+    if (norm_weight) {
+      float weight[8];
+      floats_of<T>(*to, weight);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = Numbers<T>::to_float(Numbers<T>::from_float(v[i] * by * (norm_offset + weight[i])));
+    }
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(v[i]));
+    largest = fmaxf(largest, shuffle_xor(largest, 1));  // of the other half of the block
+    const uint32_t exponent = max(__float_as_uint(largest) & 0x7F800000u, 0x08000000u);  // 2^-111: below it activations count as zero
+    const float up = __uint_as_float(0x7F000000u - exponent + 0x04000000u);            // 2^8 over the power of two
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= up;
+    *to = in_order(v);
+    if (c % 2 == 0) *(float*)(shared + layout.factors() + c / 2 * 4) = __uint_as_float(exponent) * kUndo;
+  }
+  if (has_own) finish[threadIdx.x] = own;
+  for (int c = threadIdx.x + threads; c < layout.columns && n0 + c < columns; c += threads) finish[c] = Column<T>::load(global_scale, bias, then, n0 + c, columns);
+  if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) __syncthreads();
+
+  float acc[R] = {};
+  for (int slot = 0; here.group < groups;) {
+    if (!FP4_FAULT(SKIP_COPY_WAIT)) wait_for_all_but(layout.stages - 1);
+    __syncwarp();  // a lane's scales were copied by another one
+    const uint8_t* from = ring + slot * Stage::kBytes;
+    uint4 codes[R];
+    uint32_t scales[R];
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      codes[i] = *(const uint4*)(from + i * (kSegment / 2) + lane * 16);
+      scales[i] = *(const uint16_t*)(from + Stage::kCodes + i * (kSegment / 16) + lane * 2);
+    }
+    if (!FP4_FAULT(SKIP_WARP_BARRIER)) __syncwarp();  // all have read it
+    fetch(coming, slot), next(coming);
+    if (++slot == layout.stages) slot = 0;
+    const uint8_t* my_x = shared + here.segment * (kSegment * 2);
+    const float2 undo = *(const float2*)(shared + layout.factors() + here.segment * (kSegment / 4) + lane * 8);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // the lane's two blocks
+      const uint4 x0 = *(const uint4*)(my_x + 2 * j * 512 + (lane ^ 4 * j) * 16), x1 = *(const uint4*)(my_x + (2 * j + 1) * 512 + (lane ^ (4 * j + 2)) * 16);
+#pragma unroll
+      for (int i = 0; i < R; ++i) {
+        uint32_t low, high;
+        if constexpr (kConverts)
+          unpack_e4m3(scales[i], low, high);
+        else
+          low = Numbers<__half>::scales(scales[i]);
+        acc[i] += dot(j ? codes[i].z : codes[i].x, j ? codes[i].w : codes[i].y, x0, x1) * (half_of(low, j) * (j ? undo.y : undo.x));
+      }
+    }
+    const int group = here.group;
+    next(here);
+    if (here.group != group) {
+      const float sum = sum_of_lanes<R>(acc, lane);
+      if (lane % (32 / R) == 0) sums[(k_group * layout.groups + group) * R + lane / (32 / R)] = sum;
+#pragma unroll
+      for (int i = 0; i < R; ++i) acc[i] = 0.f;
+    }
+  }
+  wait_for_all_but(0);  // groups without a copy
+  if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
+  for (int c = threadIdx.x; c < layout.columns && n0 + c < columns; c += threads) {
+    float all[kParts] = {};
+    for (int kg = 0; kg < layout.k_groups; ++kg)
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+        all[p] += sums[(kg * layout.groups + c / kColumns) * R + c % kColumns + (FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : p * kColumns)];
+    y[n0 + c] = finish[c].value(all, then.act);
+  }
+}
+
+// Rounded up.
+constexpr int divided(int a, int b) { return (a + b - 1) / b; }
+
+// rows: of a group; warps: of a block, of which 16 / warps share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring.
+struct Tile {
+  int rows, warps, k_groups, stages;
+};
+
+// Of a tile, for the device's multiprocessors: as many blocks as run at once, none with more than its share of the rows.
+template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
+  constexpr int kColumns = R / Result<T>::kParts;
+  const int all = divided(N / Result<T>::kParts, kColumns), groups = divided(all, multiprocessors() * (kMostWarps / tile.warps));
+  Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages, groups * kColumns, 0};
+  l.ring = divided(l.squares() + kMostWarps * 4 + l.columns * (int)sizeof(Column<T>) + l.k_groups * l.groups * R * 4, 16) * 16;
+  return l;
+}
+
+int steps_of(const Layout& l) { return divided(l.groups, l.row_warps()) * divided(l.segments, l.k_groups); }
+
+// Not measured. Four rows a step: what is read of x serves four. The k_groups by which the busiest warp has the fewest steps, and of these the fewest. Stages: all
+// that fit the half of shared memory that leaves room for the next kernel.
+template <typename T> Tile best(int N, int K) {
+  Tile tile{4, 16, 1, kMostStages};
+  int least = INT32_MAX;
+  for (int k_groups = 1; k_groups <= 16; k_groups *= 2) {
+    const int steps = steps_of(layout_of<T, 4>({4, 16, k_groups, 1}, N, K));
+    if (steps < least) least = steps, tile.k_groups = k_groups;
+  }
+  const int each = 16 * Step<4>::kBytes, room = kRoom - layout_of<T, 4>(tile, N, K).ring;
+  if (room < each) return {2, 8, 1, 2};  // a long row of x
+  tile.stages = min(min(room / each, least), kMostStages);
+  return tile;
+}
+
+template <typename T, int R> cudaError_t run(Tile tile, const Linear<T>& p, const LinearParams& call) {
+  const auto [rows, warps, k_groups, stages] = tile;
+  if ((warps != 4 && warps != 8 && warps != 16) || k_groups < 1 || warps % k_groups || stages < 1 || stages > kMostStages) return cudaErrorInvalidConfiguration;
+  const Layout layout = layout_of<T, R>(tile, p.N, p.K);
+  const int bytes = layout.ring + warps * stages * Step<R>::kBytes;
+  if (bytes > kMostRoom) return cudaErrorInvalidConfiguration;
+  const int all = divided(p.columns(), R / Result<T>::kParts);
+  return fp4::launch(linear_gemv<T, R>, dim3(divided(all, layout.groups)), 32 * warps, bytes, 1, Stream((cudaStream_t)call.stream, FP4_ARCH >= 90 && call.early),
+                     p.x, p.q, p.scale, p.global_scale, p.bias, p.y, (const T*)call.norm_weight, p.N, p.K, layout, call.eps, call.norm_offset, p.then);
+}
+
+template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, const LinearParams& call) {
+#define TILE(r) \
+  if (tile.rows == r) return run<T, r>(tile, p, call);
+  TILE(2) TILE(4)
+#undef TILE
+  return cudaErrorInvalidConfiguration;
+}
+
+}  // namespace
+
+// Returns a cudaError_t. Takes what linear_table does, and a norm: x is x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight [K]) in float32, rounded once to its
+// dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, warps in {4, 8, 16}, a multiple
+// of k_groups, 1 <= stages <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
+extern "C" int fp4_linear_gemv(const LinearParams* call) {
+  if (!is_call(call, true) || call->M != 1 || call->N < 1 || call->K < 64 || call->K % 64 || call->K > 32768) return cudaErrorInvalidValue;
+  const auto [rows, warps, k_groups, stages] = call->tile;
+  auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Linear<T> p = Linear<T>::of(*call);
+    return !p.fits() ? cudaErrorInvalidValue : by_tile<T>(rows ? Tile{rows, warps, k_groups, stages} : best<T>(p.N, p.K), p, *call);
+  };
+  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+}
