@@ -305,6 +305,7 @@ template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   constexpr int kColumns = R / Result<T>::kParts;
   const int all = divided(N / Result<T>::kParts, kColumns), groups = divided(all, multiprocessors() * (kMostWarps / tile.warps));
   Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages, groups * kColumns, 0};
+  while (l.k_groups > l.segments) l.k_groups /= 2;  // a power of two
   l.ring = divided(l.squares() + kMostWarps * 4 + l.columns * (int)sizeof(Column<T>) + l.k_groups * l.groups * R * 4, 16) * 16;
   return l;
 }
