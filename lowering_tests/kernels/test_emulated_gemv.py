@@ -20,10 +20,10 @@ from lowering_tests.kernels.test_emulated_linear import BF16, FP16, error, weigh
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 GEMV = "gemm/linear_gemv.cu"
 EARLY = ("codes", "scale", "norm_weight")  # what may be read before the kernel before has ended
-OWN = (0, 0, 0, 0)
+OWN, PLAIN = (0, 0, 0, 0), Epilogue()
 
 
-def run(x, w, bias=None, tile=OWN, then=Epilogue(), norm=(None, 0.0, 0.0), library="linear_gemv", arch=90, **more) -> torch.Tensor:
+def run(x, w, bias=None, tile=OWN, then=PLAIN, norm=(None, 0.0, 0.0), library="linear_gemv", arch=90, **more) -> torch.Tensor:
     columns = w[0].shape[0] // (2 if library.endswith("glu") else 1)
     out = torch.full((x.shape[0], columns), float("nan"), dtype=x.dtype)
     epilogue = dict(act=ACTS.index(then.act), mul=then.mul, residual=then.residual)

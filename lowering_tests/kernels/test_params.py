@@ -117,7 +117,7 @@ def test_scratch_memory_of_moe(source, tile, asked):
 def test_a_norm_is_refused_by_a_kernel_that_applies_none(source):
     """Zeros for all that a call reads: without the norm each of them takes it."""
     kernel, zeros = emulated(source, 120 if "w4a4" in source else 90), torch.zeros(1 << 16, dtype=torch.uint8)
-    names = "x x_scale row_scale codes meta scale global_scale".split()
+    names = ["x", "x_scale", "row_scale", "codes", "meta", "scale", "global_scale"]
     fields = dict.fromkeys(names, zeros) | dict(meta=torch.full_like(zeros, 0x44), eps=1.0, M=1, N=16, K=256)  # metadata: the first two of four are kept
     out = torch.ones(16, dtype=torch.bfloat16)
     assert not kernel.run(LinearParams, fields, out).any()
