@@ -28,7 +28,7 @@ from fp4_inductor.kernels.linear_w4a4 import cuda as cuda_w4a4
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
-KINDS = ("current", "small", "table", "early", "siblings", "epilogue", "any_k", "wide", "sparse", "w4a4")
+KINDS = ("current", "gemv", "small", "table", "early", "siblings", "epilogue", "any_k", "wide", "sparse", "w4a4")
 BOUND = 4e-3  # bf16: one rounding of the result
 TODAY, FP8_BOUND = ("current", "glu apart", "residual apart"), 15  # what serves the call today rounds more often, and on the FP8 path more coarsely
 
@@ -39,6 +39,14 @@ def small_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
         yield from (
             csrc.tile("linear_small", *t) for t in ((2, 16, 2), (4, 8, 2), *([(4, 8, 3)] if m <= 8 else []), *([(2, 8, 4), (4, 4, 3)] if m > 16 else []))
         )
+
+
+def gemv_tiles() -> Iterator[tuple[int, ...] | None]:
+    """Those with at least 36 KB of weights in flight on a multiprocessor."""
+    yield None
+    for rows, warps, k_groups in itertools.product((2, 4), (8, 16), (1, 2, 4)):
+        each = 16 * rows * 576
+        yield from (csrc.tile("linear_gemv", rows, warps, k_groups, stages) for stages in range(1, 9) if 36 * 1024 <= stages * each <= 112 * 1024)
 
 
 def table_tiles(m: int, k: int) -> Iterator[tuple[int, ...] | None]:
@@ -107,7 +115,7 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=Epilogue(tuple(third)))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
-        sizes = [size for size, low, high in (("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("wide", 33, 256)) if low <= m <= high]
+        sizes = [size for size, low, high in (("gemv", 1, 1), ("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("wide", 33, 256)) if low <= m <= high]
         residual = torch.randn(m, n, device=x.device, dtype=x.dtype)
         plus, glu = y + residual[: len(y)].double(), torch.nn.functional.silu(y[:, : n // 2]) * y[:, n // 2 :]
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
@@ -137,6 +145,11 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         facts = dict(machine(), k=k, n=n, m=m, floor_us=round(floor_us(k, n, m), 2), bf16_us=round(bf16, 2))
         print(f"K={k} N={n} M={m}: floor {floor_us(k, n, m):.2f}, bf16 {bf16:.2f} us", flush=True)
         yield measure("current", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g), expected, count, facts)
+        if "gemv" in kinds and m == 1:
+            for tile in gemv_tiles():
+                yield measure("gemv", tile, lambda i: product("linear", "cuda_gemv", x, (q[i], s[i], g), tile), expected, count, facts)
+                call = functools.partial(csrc.call, "linear_gemv", early=True)
+                yield measure("gemv early", tile, lambda i, call=call: call(x, (q[i], s[i]), g, None, host.arch(x.device), tile or ()), expected, count, facts)
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: product("linear", "cuda_small", x, (q[i], s[i], g), tile), expected, count, facts)

@@ -127,10 +127,10 @@ def test_candidates(monkeypatch, tmp_path):
     monkeypatch.setattr(candidates.cuda_w4a4, "by_form", lambda form, codes, weight, p, bias: torch.ops.fp4.linear_w4a4(*codes, *weight, bias, p.dtype))
     rows = list(candidates.shape(256, 64, (1, 4, 40), candidates.KINDS, "cpu"))
     kinds = {row["kernel"] for row in rows}
-    fused = {f"{size} {what}" for size in ("small", "table", "wide") for what in ("glu", "residual")}
+    fused = {f"{size} {what}" for size in ("gemv", "small", "table", "wide") for what in ("glu", "residual")}
     fused |= {"w4a4", "cuda_w4a4", "w4a4 whole", "rounding"}
     apart = {"current", "small", "table", "table early", "wide early", "wide", "sparse", "sparse gemv", "sparse triton", "sparse table", "sparse table early"}
-    apart |= {"current K+16", "any_k K+16", "siblings apart", "siblings", "glu apart", "residual apart"}
+    apart |= {"gemv", "gemv early", "current K+16", "any_k K+16", "siblings apart", "siblings", "glu apart", "residual apart"}
     assert kinds == apart | fused
     for row in rows:
         assert (row["us"] != row["us"]) == (row["kernel"] == "wide"), "what is wrong is not timed"
@@ -142,6 +142,7 @@ def test_candidates(monkeypatch, tmp_path):
         tiles = [tile for tile in candidates.sparse_table_tiles(n, k) if tile]
         assert {(tile.sets_a_warp, tile.substeps) for tile in tiles} <= set(tiles_of("sparse/sparse_linear_table.cu"))
         assert len(tiles) > 10
+    assert {(tile.rows,) for tile in candidates.gemv_tiles() if tile} == set(tiles_of("gemm/linear_gemv.cu"))
     for m in candidates.ROWS:
         for source, tiles in (
             ("gemm/linear_small.cu", candidates.small_tiles(m) if m <= 32 else ()),

@@ -30,30 +30,51 @@ struct Layout {
   __host__ __device__ int row_warps() const { return warps / k_groups; }
   __host__ __device__ int factors() const { return segments * kSegment * 2; }
   __host__ __device__ int squares() const { return factors() + segments * kSegment / 16 * 4; }
+  __host__ __device__ int behind() const { return squares() + kMostWarps * 4; }
+  __host__ __device__ int vector() const { return columns / 2 * 4 + 8; }  // bytes for neighbouring numbers of 16 bits, one for each column, from a multiple of four on
 };
 
-// What is done to the sums of one column, loaded while x is.
-template <typename T> struct Column {
-  static constexpr int kParts = Result<T>::kParts;
-  float unit[kParts], bias[kParts], mul, residual;
+// What is done to the sums of a block's columns, n0 and those behind it, in shared memory: global scales, biases, mul, residual. It is copied there while the product
+// is on its way: waiting for it, in memory as it may be, would delay the product.
+template <typename T> struct Behind {
+  static constexpr int kParts = Result<T>::kParts, kScales = 3, kVectors = kFinish == kPointwise ? 3 : kParts;
+  const uint8_t* at;
+  int vector, n0;
 
-  __device__ __forceinline__ static Column load(const float* global_scale, const T* bias, const Epilogue<T>& then, int n, int columns) {
-    Column c;
+  static __host__ __device__ int bytes(const Layout& l) { return kScales * 4 + kVectors * l.vector(); }
+  __device__ __forceinline__ void copy(const float* global_scale, const T* bias, const Epilogue<T>& then, int count, int columns) const {
+    const Shared to = shared_address((void*)at);
+    if (threadIdx.x == 0 || (threadIdx.x == 1 && then.second != INT32_MAX) || (threadIdx.x == 2 && then.third != INT32_MAX))
+      cp_async<4>(to + threadIdx.x * 4, global_scale + threadIdx.x);
+    auto numbers = [&](const T* from, int place, int first) {  // of columns n0 on, in front of which are `first` others
+      if (!from) return;
+      const int even = (first + n0) & ~1, end = first + columns;
+      for (int i = threadIdx.x; 2 * i < count + 1; i += blockDim.x) {
+        const int n = even + 2 * i;
+        if (n < end) cp_async_src_size<4>(to + kScales * 4 + place * vector + i * 4, from + n, n + 1 < end ? 4 : 2);
+      }
+    };
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) numbers(bias, p, p * columns);
+    if constexpr (kFinish == kPointwise) numbers(then.mul, 1, 0), numbers(then.residual, 2, 0);
+  }
+  __device__ __forceinline__ float number(int place, int first, int c) const {
+    return Numbers<T>::to_float(((const T*)(at + kScales * 4 + place * vector))[c + ((first + n0) & 1)]);
+  }
+  __device__ __forceinline__ T value(const float (&sums)[kParts], int c, const T* bias, const Epilogue<T>& then, int columns) const {
+    float z[kParts];
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      const int row = n + (FP4_FAULT(UP_WITH_GATE_SCALE) ? 0 : p * columns);
-      c.unit[p] = load_float(global_scale + (row < then.second ? 0 : row < then.third ? 1 : 2)) * kWeightUnit;
-      c.bias[p] = bias ? Numbers<T>::to_float(bias[n + p * columns]) : 0.f;
+      const int row = n0 + c + (FP4_FAULT(UP_WITH_GATE_SCALE) ? 0 : p * columns);
+      z[p] = sums[p] * (((const float*)at)[row < then.second ? 0 : row < then.third ? 1 : 2] * kWeightUnit) + (bias ? number(p, p * columns, c) : 0.f);
     }
-    c.mul = kFinish == kPointwise && then.mul ? Numbers<T>::to_float(then.mul[n]) : 1.f;
-    c.residual = kFinish == kPointwise && then.residual ? Numbers<T>::to_float(then.residual[n]) : 0.f;
-    return c;
-  }
-  __device__ __forceinline__ T value(const float (&sums)[kParts], int act) const {
-    float v = sums[0] * unit[0] + bias[0];
-    if constexpr (kFinish != kPlain) v = activate(v, act);
-    if constexpr (kFinish == kGlu) v *= sums[kParts - 1] * unit[kParts - 1] + bias[kParts - 1];
-    if constexpr (kFinish == kPointwise) v = v * mul + residual;
+    float v = z[0];
+    if constexpr (kFinish != kPlain) v = activate(v, then.act);
+    if constexpr (kFinish == kGlu) v *= z[kParts - 1];
+    if constexpr (kFinish == kPointwise) {
+      if (then.mul) v *= number(1, 0, c);
+      if (then.residual) v += number(2, 0, c);
+    }
     return Numbers<T>::from_float(v);
   }
 };
@@ -153,8 +174,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5), threads = 32 * layout.warps, columns = N / kParts;
   const int first = blockIdx.x * layout.groups, groups = min(layout.groups, (columns + kColumns - 1) / kColumns - first), n0 = first * kColumns;
   float* squares = (float*)(shared + layout.squares());
-  Column<T>* finish = (Column<T>*)(squares + kMostWarps);
-  float* sums = (float*)(finish + layout.columns);  // [k_groups][groups * R]
+  const Behind<T> behind{shared + layout.behind(), layout.vector(), n0};
+  float* sums = (float*)(behind.at + Behind<T>::bytes(layout));  // [k_groups][groups * R]
   uint8_t* ring = shared + layout.ring + warp * (layout.stages * Stage::kBytes);
   const Shared ring_address = shared_address(ring), x_address = shared_address(shared);
   const int k_group = warp % layout.k_groups, row_warp = warp / layout.k_groups, row_warps = layout.row_warps(), chunks = layout.segments * (kSegment / 8);
@@ -166,8 +187,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     at.segment += layout.k_groups;
     if (at.segment >= layout.segments) at.segment = k_group, at.group += row_warps;
   };
-  auto row = [&](int group, int i) {  // row i of a group; those past the last one are its, and not stored
-    return min(n0 + group * kColumns + i % kColumns, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + i / kColumns * columns;
+  auto row = [&](int group, int i) -> size_t {  // row i of a group; those past the last one are its, and not stored
+    return (uint32_t)(min(n0 + group * kColumns + i % kColumns, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + i / kColumns * columns);
   };
   auto fetch = [&](const Place& at, int slot) {
     if (at.group < groups) {
@@ -175,15 +196,16 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       const int k = at.segment * kSegment + lane * 32, word = at.segment * (kSegment / 16) + (lane & 15) * 4;
       const bool live = k < K || FP4_FAULT(READ_K_PAST_K);
 #pragma unroll
-      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, q + (size_t)row(at.group, i) * (K / 2) + (live ? k / 2 : 0), live);
+      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, q + row(at.group, i) * (uint32_t)(K / 2) + (live ? k / 2 : 0), live);
 #pragma unroll
       for (int i = 0; i < R; i += 2)
-        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scale + (size_t)row(at.group, i + (lane >> 4)) * (K / 16) + (word < K / 16 ? word : 0),
+        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scale + row(at.group, i + (lane >> 4)) * (uint32_t)(K / 16) + (word < K / 16 ? word : 0),
                              word < K / 16 ? 4 : 0);
     }
     cp_async_commit_group();
   };
 
+  const float share = 1.f / K;
   // Before the wait: what no kernel before writes. The norm's weight comes first, to where each thread's own part of x will lie.
   if (norm_weight) {
     for (int c = threadIdx.x; c < chunks; c += threads) cp_async_zfill<16>(x_address + place_of_chunk(c), norm_weight + (c * 8 < K ? c * 8 : 0), c * 8 < K);
@@ -195,9 +217,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   pdl_wait_then_trigger();
 #endif
 
-  Column<T> own = {};
-  const bool has_own = threadIdx.x < layout.columns && n0 + (int)threadIdx.x < columns;
-  if (has_own) own = Column<T>::load(global_scale, bias, then, n0 + threadIdx.x, columns);
+  const int count = min(layout.columns, columns - n0);
+  behind.copy(global_scale, bias, then, count, columns);  // with the group that is committed next
   auto load_x = [&](int c) { return c * 8 < K ? *(const uint4*)(x + c * 8) : uint4{}; };
   float by = 1.f;
   if (norm_weight) {
@@ -213,7 +234,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SQUARES)) __syncthreads();
     sum = 0.f;
     for (int i = 0; i < layout.warps; ++i) sum += squares[i];
-    by = 1.f / sqrtf(sum / K + eps);
+    by = rsqrtf(sum * share + eps);
     wait_for_all_but(layout.stages);  // the norm's weight
   }
   for (int c = threadIdx.x; c < chunks; c += threads) {
@@ -237,8 +258,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     *to = in_order(v);
     if (c % 2 == 0) *(float*)(shared + layout.factors() + c / 2 * 4) = __uint_as_float(exponent) * kUndo;
   }
-  if (has_own) finish[threadIdx.x] = own;
-  for (int c = threadIdx.x + threads; c < layout.columns && n0 + c < columns; c += threads) finish[c] = Column<T>::load(global_scale, bias, then, n0 + c, columns);
   if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) __syncthreads();
 
   float acc[R] = {};
@@ -280,22 +299,22 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       for (int i = 0; i < R; ++i) acc[i] = 0.f;
     }
   }
-  wait_for_all_but(0);  // groups without a copy
+  cp_async_commit_group(), wait_for_all_but(0);  // what is done to the sums; of a warp without steps nothing has committed it
   if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
-  for (int c = threadIdx.x; c < layout.columns && n0 + c < columns; c += threads) {
+  for (int c = threadIdx.x; c < count; c += threads) {
     float all[kParts] = {};
     for (int kg = 0; kg < layout.k_groups; ++kg)
 #pragma unroll
       for (int p = 0; p < kParts; ++p)
         all[p] += sums[(kg * layout.groups + c / kColumns) * R + c % kColumns + (FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : p * kColumns)];
-    y[n0 + c] = finish[c].value(all, then.act);
+    y[n0 + c] = behind.value(all, c, bias, then, columns);
   }
 }
 
 // Rounded up.
 constexpr int divided(int a, int b) { return (a + b - 1) / b; }
 
-// rows: of a group; warps: of a block, of which 16 / warps share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring.
+// rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring.
 struct Tile {
   int rows, warps, k_groups, stages;
 };
@@ -305,7 +324,8 @@ template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   constexpr int kColumns = R / Result<T>::kParts;
   const int all = divided(N / Result<T>::kParts, kColumns), groups = divided(all, multiprocessors() * (kMostWarps / tile.warps));
   Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages, groups * kColumns, 0};
-  l.ring = divided(l.squares() + kMostWarps * 4 + l.columns * (int)sizeof(Column<T>) + l.k_groups * l.groups * R * 4, 16) * 16;
+  while (l.k_groups > l.segments || l.warps % l.k_groups) --l.k_groups;
+  l.ring = divided(l.behind() + Behind<T>::bytes(l) + l.k_groups * l.groups * R * 4, 16) * 16;
   return l;
 }
 
@@ -328,7 +348,7 @@ template <typename T> Tile best(int N, int K) {
 
 template <typename T, int R> cudaError_t run(Tile tile, const Linear<T>& p, const LinearParams& call) {
   const auto [rows, warps, k_groups, stages] = tile;
-  if ((warps != 4 && warps != 8 && warps != 16) || k_groups < 1 || warps % k_groups || stages < 1 || stages > kMostStages) return cudaErrorInvalidConfiguration;
+  if (warps < 1 || warps > kMostWarps || k_groups < 1 || warps % k_groups || stages < 1 || stages > kMostStages) return cudaErrorInvalidConfiguration;
   const Layout layout = layout_of<T, R>(tile, p.N, p.K);
   const int bytes = layout.ring + warps * stages * Step<R>::kBytes;
   if (bytes > kMostRoom) return cudaErrorInvalidConfiguration;
@@ -348,8 +368,8 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, const L
 }  // namespace
 
 // Returns a cudaError_t. Takes what linear_table does, and a norm: x is x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight [K]) in float32, rounded once to its
-// dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, warps in {4, 8, 16}, a multiple
-// of k_groups, 1 <= stages <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
+// dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, at most 16 warps, a multiple of
+// k_groups, 1 <= stages <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
 extern "C" int fp4_linear_gemv(const LinearParams* call) {
   if (!is_call(call, true) || call->M != 1 || call->N < 1 || call->K < 64 || call->K % 64 || call->K > 32768) return cudaErrorInvalidValue;
   const auto [rows, warps, k_groups, stages] = call->tile;

@@ -236,11 +236,9 @@ def plan(call: Call, config: DispatchConfig, kernels: Iterable[Kernel] | None = 
 
 
 def _limit(kernel: Kernel, most: int, limits: dict[str, int], arch: int) -> int:
-    """The largest M of a kernel that is preferred up to ``most``: a threshold moves it, as far as the kernel takes so many rows."""
-    limit = limits.get(kernel.regime)
-    if limit is None:
-        return most
-    return min(limit, kernel.library.most_rows(arch)) if kernel.library else limit
+    """The largest M of a kernel that is preferred up to ``most``: a threshold moves it; a kernel for one row leaves more to others of its regime."""
+    limit = limits.get(kernel.regime, most)
+    return min(limit, 1) if kernel.library and kernel.library.most_rows(arch) == 1 else limit
 
 
 def _check(config: DispatchConfig, limits: dict[str, int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from fp4_inductor import FP4Linear, dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host, registry, run, select
-from fp4_inductor.kernels.forms import Epilogue
+from fp4_inductor.kernels.forms import Epilogue, Norm
 from fp4_inductor.ops import linear_glu, quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
@@ -134,6 +136,72 @@ def test_candidates_serve_when_switched_on():
                 z.fill_(float("nan"))
                 graph.replay()
             assert torch.equal(z, y)
+
+
+def rms_norm(x, own, eps, offset=0.0):
+    x = x.float()
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + own.float())).to(own.dtype)
+
+
+GEMV_TILES = [(), (4, 16, 1, 1), (4, 16, 4, 2), (4, 16, 2, 3), (2, 16, 4, 5), (2, 8, 8, 4), (4, 8, 2, 3), (4, 4, 1, 2)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gemv(dtype):
+    """Every tile that fits, alone, with a residual, with gates and ups; with a norm ahead; each call twenty times the same."""
+    arch = host.arch(torch.device(DEVICE))
+    for n, k in ((512, 1024), (6144, 4096), (4096, 12288), (8202, 2048), (34, 64), (130, 1088)):
+        (q, s, g), bias, own = weight(n, k), torch.randn(n, device=DEVICE).to(dtype), torch.randn(k, device=DEVICE).to(dtype)
+        x, residual = (torch.randn(1, size, device=DEVICE).to(dtype) for size in (k, n))
+        for norm in (None, Norm(own, 1e-6, 1.0)):
+            z = exact(x if norm is None else rms_norm(x, *norm), q, s, g, bias)
+            gate, up = z.split(n // 2, 1)
+            finishes = {
+                "": (Epilogue(), z),
+                "_pointwise": (Epilogue(residual=residual), z + residual.double()),
+                "_glu": (Epilogue(act="silu"), torch.nn.functional.silu(gate) * up),
+            }
+            for finish, (then, want) in finishes.items():
+                for tile in GEMV_TILES:
+                    call = functools.partial(csrc.call, f"linear_gemv{finish}", x, (q, s), g, bias, arch, tile, then, norm=norm)
+                    first = call()
+                    assert error(first, want) <= bound_of(x, q, fused=True), (n, k, finish, tile, norm is None)
+                    assert all(torch.equal(call(early=i % 2 == 1), first) for i in range(20)), (n, k, finish, tile)
+
+
+def test_gemv_of_several_global_scales():
+    (q, s, _), g, x = weight(6144, 4096), torch.tensor([0.3, 2.9, 0.01], device=DEVICE) / 64, torch.randn(1, 4096, device=DEVICE).to(BF16)
+    y = csrc.call("linear_gemv", x, (q, s), g, None, host.arch(torch.device(DEVICE)), then=Epilogue((4096, 5120)))
+    for i, (a, b) in enumerate(((0, 4096), (4096, 5120), (5120, 6144))):
+        assert error(y[:, a:b], exact(x, q[a:b], s[a:b], g[i])) <= bound_of(x, q, fused=True)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_gemv_early(norm):
+    """A chain of layers, each call the input of the next, replayed: what began too early would read what the replay before left."""
+    arch, n = host.arch(torch.device(DEVICE)), 4096
+    layers = [(weight(n, n), weight(2 * 12288, n), weight(n, 12288)) for _ in range(3)]
+    own = Norm(torch.randn(n, device=DEVICE).to(BF16), 1e-6) if norm else None
+    x = torch.randn(1, n, device=DEVICE).to(BF16)
+
+    def chain(early):
+        h = x
+        for o, gate_up, down in layers:
+            y = csrc.call("linear_gemv", h, o[:2], o[2], None, arch, early=early, norm=own)
+            h = csrc.call("linear_gemv_pointwise", y, o[:2], o[2], None, arch, then=Epilogue(residual=h), early=early)
+            y = csrc.call("linear_gemv_glu", h, gate_up[:2], gate_up[2], None, arch, then=Epilogue(act="silu"), early=early, norm=own)
+            h = csrc.call("linear_gemv_pointwise", y, down[:2], down[2], None, arch, then=Epilogue(residual=h), early=early)
+            h = h * 0.5  # a kernel that is none of ours between two of them
+        return h
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(True)
+    for _ in range(100):
+        x.copy_(torch.randn(1, n, device=DEVICE))
+        graph.replay()
+        assert torch.equal(got, chain(False))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -18,7 +18,7 @@ from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc, params
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.forms import Epilogue
+from fp4_inductor.kernels.forms import Epilogue, Norm
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, moe_call, quantize_rows_fp8, quantize_rows_nvfp4
@@ -190,6 +190,35 @@ def test_strided_and_misaligned_tensors_are_copied(ops):
     tall[::2] = q
     for args in ((wide[:, 3:131], q, s), (flat[1:].view(4, 128), q, s), (x.t().contiguous().t(), q, s), (x, tall[::2], s)):
         assert torch.equal(ops.linear_small(*args, g, None, ARCH), want)
+
+
+def test_one_row_with_a_norm(ops, monkeypatch):
+    """By the operator and through ctypes; what the operator refuses of a norm's weight."""
+    monkeypatch.setattr(csrc, "_library", lambda name, arch: (library_of(LIBRARIES[name]), ""))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    x, w, own = torch.randn(1, 192).bfloat16(), weight(70, 192), torch.randn(192).bfloat16()
+    h = torch.nn.functional.rms_norm(x.float(), (192,), own.float() + 1, 1e-5).bfloat16()
+    for name, then, want in (
+        ("linear_gemv", Epilogue(), exact(h, *w)),
+        ("linear_gemv_pointwise", Epilogue(residual=(r := torch.randn(1, 70).bfloat16())), exact(h, *w) + r.double()),
+    ):
+        for early in (False, True):
+            more = csrc.extra_arguments(name, (), then, early, Norm(own, 1e-5, 1.0))
+            y = getattr(ops, name)(x, *w, None, ARCH, *more)
+            assert error(y, want) <= 2 * linear.CONTRACT.tolerance[torch.bfloat16]
+            assert torch.equal(csrc._through_ctypes(name, (x,), w[:2], w[2], None, ARCH, more[:4], more[4:]), y)
+    strided = torch.stack((own, own), 1)[:, 0]  # copied, and not read early
+    assert torch.equal(ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", (), None, True, Norm(strided, 1e-5, 1.0))), ops.linear_gemv(
+        x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", norm=Norm(own, 1e-5, 1.0))
+    ))  # fmt: skip
+    for bad in (own.float(), own[:64], own[None]):
+        with pytest.raises(RuntimeError, match=r"the norm's weight is \[K\] in the activations' dtype"):
+            ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", norm=Norm(bad, 1e-5)))
+    more = csrc.extra_arguments("linear_gemv", (0, 0, 0, 0), None, True, Norm(own, 1e-5))
+    torch.library.opcheck(
+        ops.linear_gemv, (x, *w, None, ARCH, *more), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
 
 
 def test_empty(ops):

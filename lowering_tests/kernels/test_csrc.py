@@ -26,6 +26,7 @@ SOURCES = {
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", COPY),
         lambda arch, *finish: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
     ),
+    "gemm/linear_gemv.cu": (("HFMA2", COPY), lambda arch, *finish: 2 * len(tiles_of("gemm/linear_gemv.cu"))),
     "gemm/linear_table.cu": (
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.2D", r"UTMALDG\.3D"),
         lambda arch, *finish: 2 * {(): 8, ("-DFP4_FINISH=1",): 6, ("-DFP4_FINISH=2",): 4}[finish],
@@ -84,6 +85,7 @@ COMPILED = [
     *[("gemm/linear_small.cu", arch) for arch in (80, 90, 120)],
     pytest.param("gemm/linear_small.cu", 100, marks=pytest.mark.slow),  # takes the branches of sm_120
     pytest.param("gemm/linear_small.cu", 121, marks=[NEW, pytest.mark.slow]),
+    *[("gemm/linear_gemv.cu", arch) for arch in (80, 90, 100, 120)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
     ("sparse/sparse_linear_wide_fp8.cu", 90),
     ("gemm/linear_table.cu", 90),
@@ -149,7 +151,8 @@ def check_compiled(source, arch, folder, defines=(), both=True):
     usage = subprocess.run([aot.tool("cuobjdump"), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
-    early, wide = source in ("gemm/linear_table.cu", "sparse/sparse_linear_table.cu"), source.endswith(("linear_wide.cu", "linear_wide_fp8.cu"))
+    tables = "gemm/linear_table.cu", "sparse/sparse_linear_table.cu"
+    early, wide = source in tables or (source == "gemm/linear_gemv.cu" and arch >= 90), source.endswith(("linear_wide.cu", "linear_wide_fp8.cu"))
     assert len(kernels) == count(arch, *defines) // (1 if both else 2)
     assert {int(stack) for _, _, stack in kernels} == {0}
     sass = subprocess.run([aot.tool("cuobjdump"), "-sass", str(library)], capture_output=True, text=True, check=True).stdout

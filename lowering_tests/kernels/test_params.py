@@ -110,3 +110,19 @@ def test_scratch_memory_of_moe(source, tile, asked):
     assert params.scratch_bytes(kernel.library, kernel.function, MoeParams.of(**fields | dict(tokens=0))) == 0
     with pytest.raises(EmulatorError, match="status 1$"):
         kernel.run(MoeParams, fields, torch.empty(1), scratch=asked - 1)
+
+
+@needs_emulator
+@pytest.mark.parametrize("source", [source for source in SOURCES if not source.startswith("moe/")])
+def test_a_norm_is_refused_by_a_kernel_that_applies_none(source):
+    """Zeros for all that a call reads: without the norm each of them takes it."""
+    kernel, zeros = emulated(source, 120 if "w4a4" in source else 90), torch.zeros(1 << 16, dtype=torch.uint8)
+    names = ["x", "x_scale", "row_scale", "codes", "meta", "scale", "global_scale"]
+    fields = dict.fromkeys(names, zeros) | dict(meta=torch.full_like(zeros, 0x44), eps=1.0, M=1, N=16, K=256)  # metadata: the first two of four are kept
+    out = torch.ones(16, dtype=torch.bfloat16)
+    assert not kernel.run(LinearParams, fields, out).any()
+    if source in {library.source for library in LIBRARIES.values() if library.norm}:
+        assert not kernel.run(LinearParams, fields | dict(norm_weight=zeros), out).any()
+    else:
+        with pytest.raises(EmulatorError, match="status 1$"):
+            kernel.run(LinearParams, fields | dict(norm_weight=zeros), out, scratch=1 << 25)

@@ -362,6 +362,22 @@ def test_a_candidate_serves_only_when_it_is_switched_on():
     assert elsewhere.pick(33).kernel == "dequantize both + mm"
 
 
+def test_one_row_by_cuda_where_it_is_switched_on():
+    """A threshold that asks for more rows than the kernel takes does not get them from it."""
+    names = {"linear": "cuda_gemv", "linear_glu": "cuda_gemv_glu", "linear_epilogue": "cuda_gemv_pointwise"}
+    for op, name in names.items():
+        for arch in (80, 86, 90, 100, 120):
+            call = Call(op, arch, torch.bfloat16, 4096, 4096)
+            for thresholds in ({}, {"gemv": 4}):
+                rows = plan(call, DispatchConfig(candidates=tuple(names.values()), thresholds=thresholds)).rows
+                assert (rows[0].kernel, rows[0].max_m) == (name, 1) and all(row.kernel != name for row in rows[1:]), (op, arch)
+            off = plan(call, DispatchConfig(candidates=tuple(names.values()), thresholds={"gemv": 0})).rows
+            assert all(row.regime != "gemv" for row in off)
+    long = Call("linear", 90, torch.bfloat16, 4096, 32768 + 64)
+    [why] = [r.reason for r in plan(long, DispatchConfig(candidates=("cuda_gemv",))).refused if r.kernel.name == "cuda_gemv"]
+    assert why == "K = 32832 is more than 32768"
+
+
 def test_a_candidate_that_is_none_is_refused():
     for name in ("cuda_w4a5", "cuda_small"):
         with pytest.raises(ConfigError, match=name):

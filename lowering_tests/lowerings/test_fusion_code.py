@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from fp4_inductor import FP4Linear, dispatch
 from fp4_inductor.kernels import registry, select
-from fp4_inductor.kernels.forms import Problem
+from fp4_inductor.kernels.forms import Norm, Problem
 from fp4_inductor.kernels.linear_glu import gemv as glu_gemv
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
@@ -99,6 +100,38 @@ def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
     assert [(e.op, e.decision.row.kernel) for e in compiled(24, csrc="")[1]][1:] == [
         ("fp4.linear_glu", "cuda_small_glu" if 2 * INNER * K < 2**24 else "cuda_wide_glu"), ("fp4.linear_epilogue", "cuda_wide_pointwise")
     ]  # fmt: skip
+
+
+GEMVS = ("cuda_gemv", "cuda_gemv_glu", "cuda_gemv_pointwise")
+
+
+@pytest.mark.parametrize(("cc", "early"), [((9, 0), True), ((8, 0), False)])
+def test_one_row_by_the_cuda_kernels_that_wait_to_be_timed(cc, early):
+    """Each begins while the kernel before it runs, from sm_90 on; before, explain() says nothing of it."""
+    with dispatch(candidates=GEMVS):
+        code, entries = compiled(1, csrc="", cc=cc)
+    assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", GEMVS[0]), ("fp4.linear_glu", GEMVS[1]), ("fp4.linear_epilogue", GEMVS[2])]
+    assert ["begins while the kernel before it runs" in e.note for e in entries] == [early] * 3
+    body, arch, last = call_body(code), cc[0] * 10 + cc[1], ", 1" if early else ""
+    assert re.findall(rf"linear_gemv_glu\.default\(.*?, {arch}(.*?)\)", body) == [f", 0, 0, 0, 0, {INNER}, 0, 1{', None, None, 1' if early else ''}"]
+    assert re.findall(rf"linear_gemv_pointwise\.default\(.*?, {arch}(.*?)\)", body) == [f", 0, 0, 0, 0, 0, 0, 0, None, in0{last}"]
+    assert len(re.findall(r"triton_\w+\.run\(", body)) == 2  # the norm, the heads
+
+
+def test_a_norm_in_the_kernel(monkeypatch):
+    """As a lowering asks for it: behind all other arguments; its weight is one of those that must not be written before."""
+    seen = []
+    monkeypatch.setattr(lowering, "order", types.SimpleNamespace(why_not_early=lambda activations, read: seen.append(len(read)) or ""))
+    plain = lowering.call_csrc
+
+    def with_norm(entry, library, parts, weight, bias, arch, then):
+        return plain(entry, library, parts, weight, bias, arch, then, Norm(weight[1], 1e-6, 1.0))  # any tensor of the graph
+
+    monkeypatch.setattr(lowering, "call_csrc", with_norm)
+    with dispatch(candidates=GEMVS):
+        code = generated_code(lambda: FP4Linear(K, K, bias=False, dtype=BF16, device="cuda"), [((1, K), BF16)], csrc="")[0]
+    assert re.findall(r"linear_gemv\.default\(.*?, 90(.*?)\)", call_body(code)) == [", 0, 0, 0, 0, 0, 0, 0, None, None, 1, in2, 1e-06, 1.0"]
+    assert seen == [3]  # codes, scales, the norm's weight
 
 
 def launches(body: str) -> int:

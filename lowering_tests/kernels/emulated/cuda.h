@@ -57,6 +57,7 @@ enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline float __expf(float v) { return std::exp(v); }
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
