@@ -92,7 +92,7 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str) -> li
     for name, row in rows.items():
         ms, first_ms = sorted(row["times"])[args.rounds // 2], sorted(row["first"])[args.rounds // 2]
         what = dict(
-            model=f"{args.model}-shape x{model.config.num_hidden_layers} layers", loop=name, pdl=args.pdl, batch=batch, context=args.context, new=args.new
+            model=f"{args.model}-shape x{model.config.num_hidden_layers} layers", loop=name, pdl=args.pdl, candidates=" ".join(args.candidates), batch=batch, context=args.context, new=args.new
         )
         figures = dict(ms=round(ms, 3), first_ms=round(first_ms, 2), first_use_s=row["first_use_s"], gap=gaps[name])
         found.append(dict(machine(), **what, **figures))
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
+    parser.add_argument("--candidates", nargs="*", default=[], help="kernels that are off by default")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step after the times")
     parser.add_argument("--pdl", action="store_true", help="torch._inductor.config.triton.enable_pdl")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
@@ -128,6 +129,7 @@ def main() -> None:
         torch.set_num_threads(1)
         device, args.model, args.batch, args.context, args.new, args.rounds = "cpu", "tiny", [1], 16, 5, 1
     inductor_config.triton.enable_pdl = args.pdl
+    fp4_inductor.set_dispatch(candidates=tuple(args.candidates))
     model = decode.build(args.model, args.layers, device)
     fp4_inductor.quantize_model(model, NVFP4Config("amax", lm_head=args.lm_head), progress=False)
     rows = [row for batch in args.batch for row in measure(model, batch, args, device)]
