@@ -94,9 +94,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
 
 
-ATTENTION_NOTE = (
-    "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
-)
+ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 
 
 @functools.cache

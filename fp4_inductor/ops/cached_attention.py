@@ -109,8 +109,8 @@ class CachedCall(NamedTuple):
         """From the op's own arguments, the last of which are those of :class:`Prologue`."""
         own = len(cls._fields) - 1
         last = dict(zip(Prologue._fields, args[own:], strict=False)) | {name: kwargs.pop(name) for name in Prologue._fields if name in kwargs}
-        prologue = Prologue(**last)
-        return cls(*args[:own], **kwargs, prologue=None if prologue[:2] == (None, None) and prologue.cos is None and prologue.sin is None else prologue)
+        asked = any(last.get(name) is not None for name in ("q_norm", "k_norm", "cos", "sin"))
+        return cls(*args[:own], **kwargs)._replace(prologue=Prologue(**last) if asked else None)
 
     def prepared(self, wide: torch.dtype = torch.float32) -> CachedCall:
         """The call after its prologue."""
