@@ -34,6 +34,7 @@ SHAPES: dict[str, tuple[tuple[str, int, int, int], ...]] = {
     "moe": (("Qwen3 30B-A3B", 2048, 2048, 128), ("Mixtral 8x7B", 4096, 4096, 8), ("gpt-oss-20b", 2880, 2880, 32)),
     "sparse_moe": (("Qwen3 30B-A3B", 2048, 2048, 128), ("Mixtral 8x7B", 4096, 4096, 8)),
     "decode_attention": (("32 heads of 128", 32, 128, 1),),
+    "cached_attention": (("32 heads of 128", 32, 128, 1),),
 }  # fmt: skip
 
 

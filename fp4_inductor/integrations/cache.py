@@ -120,7 +120,7 @@ class KVCache(Cache):
     Attention sinks (gpt-oss) and soft-caps (Gemma 2, which ``"sdpa"`` leaves out) are computed.
 
     The 2-D attention mask of a one-token step on a GPU is taken to continue that of its prompt, as it does in ``generate()``: its length is checked, it is
-    not looked at. A one-token call on a GPU without such a mask is not checked: past ``max_length`` torch's ``index_copy_`` stops the device.
+    not looked at. A one-token call on a GPU without such a mask is not checked: past ``max_length`` its result is NaN, or ``index_copy_`` stops the device.
 
     Args:
         model: a Transformers model that generates. Its attention becomes ``"fp4_inductor"`` where it is ``"sdpa"``, as ``quantize_model`` does.

@@ -82,7 +82,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
     asked = {
-        "no counters of arrival": c.arrivals is None,
+        "no counters of arrival": c.arrivals is None or not c.arrivals.is_contiguous(),
         "a cache that is known to be empty": c.empty,
         f"values of another width, {c.value.shape[3]}": c.value.shape[3] != width,
         "a mask that adds numbers": mask is not None and mask.dtype != torch.bool,
@@ -94,9 +94,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
 
 
-ATTENTION_NOTE = (
-    "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
-)
+ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._torch import lowering as inductor
@@ -24,7 +26,7 @@ def register() -> None:
 
 def lower(*args, **kwargs):
     """Lowering of ``fp4.cached_attention``. The journal gets the regime that the number of queries lies in."""
-    c = CachedCall.of(*args, **kwargs)
+    c: Any = CachedCall.of(*args, **kwargs)  # of IR values
     tell(c)
     new, cache = (c.query, c.key, c.value), (c.keys, c.values, c.position)
     for shared in (c.mask, *new, *((c.prologue.cos, c.prologue.sin) if c.prologue else ())):
@@ -35,7 +37,7 @@ def lower(*args, **kwargs):
     return inductor.call_op(fp4.cached_attention.default, *c[:-1], *(c.prologue or ()))
 
 
-def tell(c: CachedCall) -> None:
+def tell(c: Any) -> None:
     """Tell the journal which kernel serves the call, and why not the one launch, if that does not."""
     symbols = inductor.Symbols()
     _, heads, queries, d = c.query.get_size()

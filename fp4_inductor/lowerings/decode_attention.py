@@ -32,4 +32,3 @@ def lower(query, key, value, mask=None, scale=None):
     # The layers of a model share one mask, and each would make it again.
     mask = None if mask is None else inductor.realized(mask)
     return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale)
-

@@ -13,7 +13,7 @@
     softcap   scores become softcap * tanh(scores / softcap) before the mask
     sinks     [H]                    a score for each head that has a share of the softmax and no value
     empty     the caller knows that position is 0: only the new tokens are attended to
-    arrivals  int32, B * Hkv or more, contiguous: zeros, which a kernel of one launch counts in and leaves zero; None: such a kernel is not used.
+    arrivals  int32, B * Hkv or more: zeros, which a kernel of one launch counts in and leaves zero; None, or not contiguous: no such kernel is used.
               Calls that share it follow each other on one stream
     early     the caller knows that the kernel before this one on its stream writes neither keys, values nor position: they may be read while it runs
     out       [B, Q, H, Dv]          contiguous
@@ -73,7 +73,7 @@ class Prologue(NamedTuple):
         return self._applied(x, self.k_norm, wide)
 
     def _applied(self, x: Tensor, norm: Tensor | None, wide: torch.dtype) -> Tensor:
-        y = x.to(wide)
+        y = x.to(wide).contiguous()  # or the mean would be summed in another order
         if norm is not None:
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * (self.norm_offset + norm.to(wide))
         if self.cos is not None and self.sin is not None:
@@ -109,8 +109,8 @@ class CachedCall(NamedTuple):
         """From the op's own arguments, the last of which are those of :class:`Prologue`."""
         own = len(cls._fields) - 1
         last = dict(zip(Prologue._fields, args[own:], strict=False)) | {name: kwargs.pop(name) for name in Prologue._fields if name in kwargs}
-        prologue = Prologue(**last)
-        return cls(*args[:own], **kwargs, prologue=None if prologue[:2] == (None, None) and prologue.cos is None and prologue.sin is None else prologue)
+        asked = any(last.get(name) is not None for name in ("q_norm", "k_norm", "cos", "sin"))
+        return cls(*args[:own], **kwargs)._replace(prologue=Prologue(**last) if asked else None)
 
     def prepared(self, wide: torch.dtype = torch.float32) -> CachedCall:
         """The call after its prologue."""
@@ -209,10 +209,10 @@ def _check_options(c: CachedCall) -> None:
         got = f"{tuple(c.sinks.shape)} {c.sinks.dtype}"
         raise ShapeError(f"{NAME}: sinks", value=got, limit=f"({heads},), floating: one for each head", remedy="Pass the module's own sinks.")
     least = c.query.shape[0] * c.key.shape[1]
-    if c.arrivals is not None and (c.arrivals.dtype != torch.int32 or c.arrivals.numel() < least or not c.arrivals.is_contiguous()):
+    if c.arrivals is not None and (c.arrivals.dtype != torch.int32 or c.arrivals.numel() < least):
         got = f"{tuple(c.arrivals.shape)} {c.arrivals.dtype}"
         remedy = f"Pass torch.zeros({least}, dtype=torch.int32, device=...)."
-        raise ShapeError(f"{NAME}: arrivals", value=got, limit=f"int32, contiguous, {least} numbers or more", remedy=remedy)
+        raise ShapeError(f"{NAME}: arrivals", value=got, limit=f"int32, {least} numbers or more", remedy=remedy)
     if c.mask is None:
         if not c.causal:
             raise ConfigError(
@@ -238,7 +238,7 @@ def _check_prologue(c: CachedCall, p: Prologue) -> None:
             got = f"{tuple(norm.shape)} {norm.dtype}"
             raise ShapeError(f"{NAME}: {name}", value=got, limit=f"({width},), floating: the width of a head", remedy="Pass the weight of the head's own norm.")
     if (p.cos is None) != (p.sin is None):
-        raise ConfigError(f"{NAME}: cos and sin", value="one of them", limit="both or none", remedy="Pass both.")
+        raise ConfigError(f"{NAME}: cos and sin", value="one of them", limit="both or none", remedy="Pass both of them.")
     if p.cos is None or p.sin is None:
         return
     shape, r = tuple(p.cos.shape), p.turning

@@ -17,7 +17,6 @@ import operator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._torch.fx import without_modes
@@ -105,8 +104,8 @@ def _fuse(graph: Graph, node: Node) -> str:
     eps, offset = numbers.pop() if numbers else (0.0, 0.0)
     with graph.inserting_before(node):
         raw = [emit(graph, aten.permute.default, (norm.x, _HEADS_FIRST)) if norm.moved else norm.x for norm in norms]
-    angles = dict(zip(("cos", "sin", "rotary"), ropes[0][1:], strict=True)) if ropes[0] is not None else {}
-    new = dict(query=raw[0], key=raw[1], q_norm=norms[0].weight, k_norm=norms[1].weight, eps=eps, norm_offset=offset, **angles)
+    angles: dict[str, Any] = dict(zip(("cos", "sin", "rotary"), ropes[0][1:], strict=True)) if ropes[0] is not None else {}
+    new: dict[str, Any] = dict(query=raw[0], key=raw[1], q_norm=norms[0].weight, k_norm=norms[1].weight, eps=eps, norm_offset=offset, **angles)
     node.kwargs = {**node.kwargs, **new}
     for old in (query, key):
         erase(old)
@@ -233,7 +232,7 @@ def _eps(x: object, root: object) -> float | None:
     square = mean.args[0]
     if len(mean.args) < 3 or mean.args[2] is not True or len(mean.args[1]) != 1 or not _is_last(square, mean.args[1][0]):
         return None
-    squared = is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 or is_call(square, aten.mul.Tensor) and square.args[1] is square.args[0]
+    squared = (is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2) or (is_call(square, aten.mul.Tensor) and square.args[1] is square.args[0])
     eps = float(added.args[1])
     return eps if squared and square.args[0] is x and math.isfinite(eps) else None
 

@@ -1,0 +1,92 @@
+"""A decode step of attention over a cache in the code that Inductor generates for a GPU: between the product of q, k and v and the attention lies nothing.
+
+The stand-in for a GPU traces no call that writes its inputs, so the cache is made in the graph here; that no cache is copied is tested on a CPU
+(integrations/test_cache.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fp4_inductor.lowerings import cached_attention as lowering
+from fp4_inductor.lowerings.journal import listen
+from fp4_inductor.passes import matches, reset_matches
+from lowering_tests.fake_cuda import call_body, generated_code
+
+BF16 = torch.bfloat16
+H, KV, D, S, K = 32, 8, 128, 520, 512
+ENDS = (H * D, (H + KV) * D, (H + 2 * KV) * D)
+
+
+class Attention(torch.nn.Module):
+    """As Qwen 3 writes it; ``queries`` new tokens of ``batch`` sequences."""
+
+    def __init__(self):
+        super().__init__()
+        made = dict(dtype=BF16, device="cuda")
+        self.w, self.g = torch.empty(ENDS[2], K // 2, dtype=torch.uint8, device="cuda"), torch.empty(3, device="cuda")
+        self.s = torch.empty(ENDS[2], K // 16, dtype=torch.float8_e4m3fn, device="cuda")
+        self.q_norm, self.k_norm = torch.empty(D, **made), torch.empty(D, **made)
+        self.position, self.turns = torch.empty((), dtype=torch.int64, device="cuda"), torch.empty(D // 2, device="cuda")
+
+    def norm(self, x, weight):
+        y = x.float()
+        return weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def forward(self, x, keys, values, arrivals):
+        spans = [0, ENDS[0], ENDS[0], ENDS[1], ENDS[1], ENDS[2]]
+        parts = torch.ops.fp4.linear_siblings(x.relu(), self.w, self.s, self.g, None, spans, "auto")
+        q, k, v = (part.view(*x.shape[:2], -1, D) for part in parts)
+        q, k = self.norm(q, self.q_norm).transpose(1, 2), self.norm(k, self.k_norm).transpose(1, 2)
+        angles = (self.position.float() * self.turns).reshape(1, 1, -1).expand(1, x.shape[1], -1)
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos().to(x.dtype).unsqueeze(1), angles.sin().to(x.dtype).unsqueeze(1)
+        q, k = (t * cos + torch.cat([-t.narrow(-1, D // 2, D // 2), t.narrow(-1, 0, D // 2)], -1) * sin for t in (q, k))
+        cache = keys * 2, values * 3, arrivals * 2
+        out = torch.ops.fp4.cached_attention(q, k, v.transpose(1, 2), *cache[:2], self.position, arrivals=cache[2])
+        return out.flatten(2)
+
+
+def body(queries=1, batch=1, cc=(9, 0)):
+    reset_matches()
+    cache = (batch, KV, S, D)
+    shapes = [((batch, queries, K), BF16), (cache, BF16), (cache, BF16), ((batch * KV,), torch.int32)]
+    with listen() as entries:
+        code = generated_code(Attention, shapes, csrc="", cc=cc)[0]
+    told = next(e for e in entries if e.op == "fp4.cached_attention")
+    return call_body(code), told
+
+
+@pytest.mark.parametrize(("queries", "batch", "cc"), [(1, 1, (9, 0)), (1, 8, (9, 0)), (4, 2, (9, 0)), (1, 1, (8, 0)), (1, 1, (12, 0))])
+def test_query_key_and_value_are_read_where_their_product_lies(queries, batch, cc):
+    code, told = body(queries, batch, cc)
+    assert told.decision.row.kernel == "triton_cached_attention"
+    assert matches()["rope_attention"] == 1
+    (arguments,) = re.findall(r"fp4\.cached_attention\.default\((.*)\)", code)
+    operands = re.findall(r"reinterpret_tensor\((\w+), \(\d+, (\d+), \d+, 128\), \([^)]*\), (\d+)\)", arguments)
+    assert [(int(heads), int(begin)) for _, heads, begin in operands] == [(H, 0), (KV, ENDS[0]), (KV, ENDS[1])]
+    assert len({name for name, _, _ in operands}) == 1, "one product"
+    assert "1e-06, 0.0" in arguments and arguments.endswith("128")
+    assert "mean" not in code and code.count("cos") == 1
+
+
+def test_many_tokens_are_normed_and_rotated_before():
+    """By Inductor's kernels: what attends to them is sdpa."""
+    code, told = body(queries=5)
+    assert told.decision.row.kernel == "append + attention"
+    assert "rope_attention" not in matches() and "mean" in code
+
+
+def test_old_tokens_are_requested_early_where_that_is_proven(monkeypatch):
+    asked = []
+    monkeypatch.setattr(lowering, "why_not_early", lambda new, cache: asked.append((len(new), len(cache))) or "")
+    code, _ = body()
+    early = re.compile(r"None, False, b\d+, (True|False), ")
+    assert early.search(code)[1] == "False" and not asked, "nobody has timed it"
+    monkeypatch.setattr(lowering, "EARLY", True)
+    assert early.search(body()[0])[1] == "True" and asked == [(3, 3)]
+    monkeypatch.setattr(lowering, "why_not_early", lambda new, cache: "not known")
+    assert early.search(body()[0])[1] == "False"
