@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ _LAUNCH = (
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
 )  # fmt: skip
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def why_not_early(activations: Sequence, weight: Sequence) -> str:
@@ -24,7 +26,8 @@ def why_not_early(activations: Sequence, weight: Sequence) -> str:
     Proven by two facts. A kernel of this graph made the ``activations``, so that the kernel before is one of this graph, whatever the scheduler's order. No
     kernel of this graph writes ``weight``: it is an input or a constant that nothing has changed so far, and what changes it later is ordered behind its
     reader. A region (``torch.compiler.nested_compile_region``) is lowered once for all of its calls, so there each call has to pass a weight that is an
-    input or a constant of the graph around it and that nothing writes. Arguments are realised buffers, or views of them.
+    input or a constant of the graph around it and that nothing writes, and activations that come from outside have to be what a kernel of that graph made.
+    Arguments are realised buffers, or views of them.
     """
     graph = V.graph
     if _has_streams():
@@ -38,7 +41,7 @@ def why_not_early(activations: Sequence, weight: Sequence) -> str:
     if not graph.mutated_buffers.isdisjoint(names):
         return "its weight is changed by the graph"
     device = weight[0].get_device()
-    if not any(_by_a_kernel(graph.try_get_buffer(t.get_name()), device) for t in activations):
+    if not any(_by_a_kernel(graph.try_get_buffer(t.get_name()), device) or _by_a_kernel_around(graph, t.get_name(), device) for t in activations):
         return "no kernel of the graph is known to run before it: its activations are not computed by one"
     return ""
 
@@ -49,13 +52,43 @@ _OPERANDS = 2  # of a call of a region: its graph and its name come first
 
 def _stay(graph: SubgraphLowering, names: Sequence[str]) -> bool:
     """Is each of these inputs of a region, at every call of it, an input or a constant of the graph around it, and written by nothing?"""
+    passed = _passed(graph, names)
+    return passed is not None and all(isinstance(node, torch.fx.Node) and node.op in ("placeholder", "get_attr") and not _is_written(node) for node in passed)
+
+
+def _passed(graph: SubgraphLowering, names: Sequence[str]) -> set[Any] | None:
+    """What the calls of a region pass for these of its inputs; None: that is not known."""
     here: Any = graph.parent.current_node
     if here is None or here.target is not _region or isinstance(graph.parent, SubgraphLowering):  # of regions in regions nothing is known
-        return False
+        return None
     positions = {name: i for i, name in enumerate(graph.graph_inputs)}
     calls = [node for node in here.graph.nodes if node.target is _region and node.args[0].target == here.args[0].target]
-    inputs = {call.args[_OPERANDS + positions[name]] for call in calls for name in names if name in positions}
-    return all(isinstance(node, torch.fx.Node) and node.op in ("placeholder", "get_attr") and not _is_written(node) for node in inputs)
+    return {call.args[_OPERANDS + positions[name]] for call in calls for name in names if name in positions}
+
+
+def _by_a_kernel_around(graph: Any, name: str, device: torch.device) -> bool:
+    """Is ``name`` an input of a region that a kernel of the graph around it makes before every call?"""
+    if not isinstance(graph, SubgraphLowering) or name not in graph.graph_inputs:
+        return False
+    passed = _passed(graph, [name])
+    return bool(passed) and all(_launches(node, device) for node in passed or ())
+
+
+def _launches(node: Any, device: torch.device) -> bool:
+    """Does a kernel compute this value of a graph that is not lowered yet?"""
+    if not isinstance(node, torch.fx.Node) or node.op != "call_function":
+        return False
+    if node.target is operator.getitem and node.args[0].target is _region:
+        call, index = node.args
+        region = getattr(call.graph.owning_module, call.args[0].target)
+        return _launches(next(iter(region.graph.find_nodes(op="output"))).args[0][index], device)
+    if node.target in _VIEWS:
+        return _launches(node.args[0], device)
+    example = node.meta.get("val")
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(example, torch.Tensor) or example.device != device:
+        return False
+    ours = node.target.namespace in ("fp4", "fp4_csrc") or node.target.overloadpacket in _LAUNCH
+    return ours or (torch.Tag.pointwise in node.target.tags and bool(node.all_input_nodes)) or node.target is aten.embedding.default
 
 
 def _is_written(node: Any) -> bool:

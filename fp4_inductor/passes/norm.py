@@ -125,7 +125,7 @@ def _plan_of(linear: Node) -> Plan | None:
     """Of a call of one of :data:`LINEARS`; None if no CUDA kernel serves it in one launch."""
     x, qdata, _, global_scale, *rest = linear.args
     (n, half_k), x = value(qdata).shape, value(x)
-    if type(n) is not int or type(half_k) is not int:
+    if type(n) is not int or type(half_k) is not int or n == 0 or half_k == 0:
         return None
     op = "linear_glu" if linear.target is fp4.linear_glu.default else "linear"
     prefill, scales = rest[2] if len(rest) > 2 else "auto", 1

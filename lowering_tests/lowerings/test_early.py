@@ -151,6 +151,35 @@ def test_a_region_whose_weight_is_written_by_the_graph_around_it(monkeypatch):
     assert calls == [""] and "may compute or change its weight" in notes[0] and len(names) == 4
 
 
+@pytest.mark.parametrize(
+    ("before", "early"),
+    [(lambda x: x.relu(), True), (lambda x: x.relu().view(1, M, K).view(M, K), True), (lambda x: x @ x.t() @ x, True), (lambda x: x, False),
+     (lambda x: x.view(1, M, K).view(M, K), False)],
+    ids=["a kernel", "a view of its result", "a product", "an input", "a view of an input"],
+)  # fmt: skip
+def test_a_region_whose_activations_come_from_outside(before, early):
+    """A decoder layer whose first linear layer computes its own norm reads what the layer before, or the embedding, has written."""
+    from torch.compiler import nested_compile_region
+
+    def build():
+        layers = [FP4Linear(K, K, bias=False, dtype=BF16, device="cuda") for _ in range(2)]
+        region = nested_compile_region(lambda x, q, s, g: torch.ops.fp4.linear(x, q, s, g) + 1)
+
+        def run(x):
+            x = before(x)
+            for layer in layers:
+                x = region(x, *parts(layer))
+            return x
+
+        return run
+
+    with listen() as entries:
+        code = generated_code(build, [((M, K), BF16)], csrc="")[0]
+    [arguments] = re.findall(r"fp4_csrc\.linear_table\.default\(.*?, 90(.*?)\)", code)
+    assert arguments.endswith(", 1") is early
+    assert entries[0].note.startswith("begins while" if early else "not begun early: no kernel of the graph is known to run before it")
+
+
 def test_what_writes_a_value():
     """In place, through a view, and inside a region; what only reads, or copies, does not."""
     aten = torch.ops.aten

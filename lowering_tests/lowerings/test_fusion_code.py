@@ -185,6 +185,8 @@ def test_a_residual_in_front_of_a_norm_is_part_of_the_norm():
     assert [(e.op, e.decision.row.kernel) for e in entries][1:] == [("fp4.linear_glu", "cuda_table_glu"), ("fp4.linear", "cuda_table")]
     assert len(re.findall(r"triton_\w+\.run\(", call_body(code))) == 3  # the first norm, the heads, the sum and its norm
     assert any(r.kernel.name == "cuda_table_pointwise" and r.reason.startswith("what stands behind the layer") for r in entries[2].refused)
+    # M stays dynamic: one that became a constant is an error for a marked size.
+    assert {e.decision.how for e in compiled(8, build=Normed, csrc="", mark=lambda x: torch._dynamo.mark_dynamic(x, 0))[1]} == {"guard"}
 
 
 @pytest.mark.parametrize(("m", "most"), [(512, 2), (16, 4)])

@@ -14,7 +14,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fp4_inductor
-from fp4_inductor.passes import norm
+from fp4_inductor.explain import Explanation
+from fp4_inductor.passes import missed, norm
 from fp4_inductor.passes.missed import APART, listen
 from lowering_tests import norm_kernels
 from lowering_tests.models.conftest import BASE, DENSE, MOE, build
@@ -241,6 +242,14 @@ def test_the_graph_of_a_cpu_stays_as_it_is(compiled):
     with listen() as left:
         c = compiled(Layer(llama), torch.randn(1, K).to(BF16))
     assert (c.matches, left) == ({}, [])
+
+
+def test_what_explain_prints():
+    left = [missed.Missed(f"mul_{i}", "[2, 64]", "M is 2: row takes one, up to M = 1", APART) for i in range(2)]
+    text = Explanation([], {}, [*left, missed.Missed("dequantize", "[4, 8, 8]", "no layer")]).text(200)
+    assert "left apart: 2 norms [2, 64] (mul_0, mul_1) are not part of a linear layer: M is 2: row takes one, up to M = 1" in text
+    assert "left dense: dequantize [4, 8, 8] is dequantized: no layer" in text
+    assert str(left[0]) == "mul_0 [2, 64] is not part of a linear layer: M is 2: row takes one, up to M = 1"
 
 
 # --- decoder layers -------------------------------------------------------------------------------------------------
