@@ -15,6 +15,7 @@ using namespace fp4;
 constexpr int kSegment = 1024;                          // k a step: 16 bytes of codes and 2 of scales a lane and row
 constexpr int kMostWarps = 16;                          // of a block; with 64 registers a thread, two such blocks fit a multiprocessor: this kernel's and the next one's
 constexpr int kMostStages = 8;
+constexpr int kBatch = 4;                               // of 8 numbers of x, a thread
 constexpr bool kConverts = FP4_ARCH >= 89;              // E4M3 to half2 in one instruction
 constexpr float kUndo = kConverts ? 0x1p-10f : 0x1p-8f;  // of codes (2^-6; 2^-14), scales (1; 2^6), x (2^8), and kWeightUnit, which Result multiplies by
 
@@ -25,7 +26,7 @@ constexpr int kMostRoom = (FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120)
 // groups: of R rows, of a block; segments: of K. Shared memory: x, a factor for each of its blocks of 16, sums of squares, what is done to the columns, sums, and from
 // byte `ring` on the warps' rings.
 struct Layout {
-  int groups, segments, warps, k_groups, stages, columns, ring;
+  int groups, segments, warps, k_groups, stages, ahead, columns, ring;  // ahead: steps behind those that fill the ring, which a warp fetches to L2 early
 
   __host__ __device__ int row_warps() const { return warps / k_groups; }
   __host__ __device__ int factors() const { return segments * kSegment * 2; }
@@ -213,21 +214,43 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   }
   Place coming{row_warp, k_group}, here = coming;
   for (int i = 0; i < layout.stages; ++i) fetch(coming, i), next(coming);
+  Place further = coming;
+  for (int i = 0; i < layout.ahead && further.group < groups; ++i, next(further)) {  // a line of 128 bytes a lane
+    const int line = lane % 4 * 128 + further.segment * (kSegment / 2);
+    if (lane < 4 * R) {
+      if (line < K / 2) prefetch_l2(q + row(further.group, lane / 4) * (uint32_t)(K / 2) + line);
+    } else if (lane < 5 * R) {
+      prefetch_l2(scale + row(further.group, lane - 4 * R) * (uint32_t)(K / 16) + further.segment * (kSegment / 16));
+    }
+  }
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
 
   const int count = min(layout.columns, columns - n0);
   behind.copy(global_scale, bias, then, count, columns);  // with the group that is committed next
-  auto load_x = [&](int c) { return c * 8 < K ? *(const uint4*)(x + c * 8) : uint4{}; };
+  uint4 raw[kBatch];  // parts of x, loaded together: stores to shared memory between two loads would keep the second one waiting
+  auto load_x = [&](int from) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = from + threadIdx.x + i * threads;
+      raw[i] = c * 8 < K ? *(const uint4*)(x + c * 8) : uint4{};
+    }
+  };
+  const int batch = kBatch * threads;
+  load_x(0);
   float by = 1.f;
   if (norm_weight) {
     float sum = 0.f;
-    for (int c = threadIdx.x; c < chunks; c += threads) {
-      float v[8];
-      floats_of<T>(load_x(c), v);
+    for (int from = 0; from < chunks; from += batch) {
+      if (from) load_x(from);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum += v[i] * v[i];
+      for (int i = 0; i < kBatch; ++i) {
+        float v[8];
+        floats_of<T>(raw[i], v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += v[j] * v[j];
+      }
     }
     sum = sum_of_warp(sum);
     if (lane == 0) squares[warp] = sum;
@@ -236,27 +259,34 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     for (int i = 0; i < layout.warps; ++i) sum += squares[i];
     by = rsqrtf(sum * share + eps);
     wait_for_all_but(layout.stages);  // the norm's weight
+    if (batch < chunks) load_x(0);
   }
-  for (int c = threadIdx.x; c < chunks; c += threads) {
-    uint4* to = (uint4*)(shared + place_of_chunk(c));
-    float v[8];
-    floats_of<T>(load_x(c), v);
-    if (norm_weight) {
-      float weight[8];
-      floats_of<T>(*to, weight);
+  for (int from = 0; from < chunks; from += batch) {
+    if (from) load_x(from);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = Numbers<T>::to_float(Numbers<T>::from_float(v[i] * by * (norm_offset + weight[i])));
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = from + threadIdx.x + i * threads;
+      if (c >= chunks) break;  // whole warps
+      uint4* to = (uint4*)(shared + place_of_chunk(c));
+      float v[8];
+      floats_of<T>(raw[i], v);
+      if (norm_weight) {
+        float weight[8];
+        floats_of<T>(*to, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = Numbers<T>::to_float(Numbers<T>::from_float(v[j] * by * (norm_offset + weight[j])));
+      }
+      float largest = 0.f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(v[j]));
+      largest = fmaxf(largest, shuffle_xor(largest, 1));  // of the other half of the block
+      const uint32_t exponent = max(__float_as_uint(largest) & 0x7F800000u, 0x08000000u);  // 2^-111: below it activations count as zero
+      const float up = __uint_as_float(0x7F000000u - exponent + 0x04000000u);            // 2^8 over the power of two
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] *= up;
+      *to = in_order(v);
+      if (c % 2 == 0) *(float*)(shared + layout.factors() + c / 2 * 4) = __uint_as_float(exponent) * kUndo;
     }
-    float largest = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(v[i]));
-    largest = fmaxf(largest, shuffle_xor(largest, 1));  // of the other half of the block
-    const uint32_t exponent = max(__float_as_uint(largest) & 0x7F800000u, 0x08000000u);  // 2^-111: below it activations count as zero
-    const float up = __uint_as_float(0x7F000000u - exponent + 0x04000000u);            // 2^8 over the power of two
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] *= up;
-    *to = in_order(v);
-    if (c % 2 == 0) *(float*)(shared + layout.factors() + c / 2 * 4) = __uint_as_float(exponent) * kUndo;
   }
   if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) __syncthreads();
 
@@ -314,7 +344,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
 // Rounded up.
 constexpr int divided(int a, int b) { return (a + b - 1) / b; }
 
-// rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring.
+// rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring, and 16 for
+// each further one that it fetches to L2 if it begins early.
 struct Tile {
   int rows, warps, k_groups, stages;
 };
@@ -323,7 +354,7 @@ struct Tile {
 template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   constexpr int kColumns = R / Result<T>::kParts;
   const int all = divided(N / Result<T>::kParts, kColumns), groups = divided(all, multiprocessors() * (kMostWarps / tile.warps));
-  Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages, groups * kColumns, 0};
+  Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages % 16, tile.stages / 16, groups * kColumns, 0};
   while (l.k_groups > l.segments || l.warps % l.k_groups) --l.k_groups;
   l.ring = divided(l.behind() + Behind<T>::bytes(l) + l.k_groups * l.groups * R * 4, 16) * 16;
   return l;
@@ -348,9 +379,10 @@ template <typename T> Tile best(int N, int K) {
 
 template <typename T, int R> cudaError_t run(Tile tile, const Linear<T>& p, const LinearParams& call) {
   const auto [rows, warps, k_groups, stages] = tile;
-  if (warps < 1 || warps > kMostWarps || k_groups < 1 || warps % k_groups || stages < 1 || stages > kMostStages) return cudaErrorInvalidConfiguration;
-  const Layout layout = layout_of<T, R>(tile, p.N, p.K);
-  const int bytes = layout.ring + warps * stages * Step<R>::kBytes;
+  if (warps < 1 || warps > kMostWarps || k_groups < 1 || warps % k_groups || stages < 1 || stages % 16 < 1 || stages % 16 > kMostStages) return cudaErrorInvalidConfiguration;
+  Layout layout = layout_of<T, R>(tile, p.N, p.K);
+  if (!call.early) layout.ahead = 0;
+  const int bytes = layout.ring + warps * layout.stages * Step<R>::kBytes;
   if (bytes > kMostRoom) return cudaErrorInvalidConfiguration;
   const int all = divided(p.columns(), R / Result<T>::kParts);
   return fp4::launch(linear_gemv<T, R>, dim3(divided(all, layout.groups)), 32 * warps, bytes, 1, Stream((cudaStream_t)call.stream, FP4_ARCH >= 90 && call.early),
@@ -369,7 +401,7 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, const L
 
 // Returns a cudaError_t. Takes what linear_table does, and a norm: x is x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight [K]) in float32, rounded once to its
 // dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, at most 16 warps, a multiple of
-// k_groups, 1 <= stages <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
+// k_groups, 1 <= stages % 16 <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
 extern "C" int fp4_linear_gemv(const LinearParams* call) {
   if (!is_call(call, true) || call->M != 1 || call->N < 1 || call->K < 64 || call->K % 64 || call->K > 32768) return cudaErrorInvalidValue;
   const auto [rows, warps, k_groups, stages] = call->tile;
