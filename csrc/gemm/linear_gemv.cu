@@ -5,6 +5,8 @@
 // one. The whole ring is filled before the wait for the kernel before (PDL). Codes become half2 by the conversion from E4M3 (sm_89), elsewhere by shifts and masks;
 // a block's 16 products are summed in half2, and times its scale in float32. x lies in shared memory as half2 in the order of the decoded pairs, each block of 16
 // normalised by a power of two of its own, so that any bfloat16 is in range: exact but for what is less than 2^-32 of its block's largest.
+#include <type_traits>
+
 #include "../sm90/ptx.cuh"
 #include "weights.cuh"
 
@@ -129,6 +131,17 @@ template <typename T> __device__ __forceinline__ void floats_of(const uint4& v, 
   for (int i = 0; i < 8; ++i) to[i] = Numbers<T>::to_float(all.v[i]);
 }
 
+// Two numbers rounded to T; by one instruction for both, as conversions of one take eight times as long.
+template <typename T> __device__ __forceinline__ void round_pair(float& a, float& b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const uint32_t pair = pack_f16x2(a, b);
+    a = half_of(pair, false), b = half_of(pair, true);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    a = Numbers<T>::to_float(pair.x), b = Numbers<T>::to_float(pair.y);
+  }
+}
+
 __device__ __forceinline__ void wait_for_all_but(int groups) {  // of this thread's copies
   switch (groups) {
     case 0: cp_async_wait_group<0>(); break;
@@ -194,14 +207,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   auto fetch = [&](const Place& at, int slot) {
     if (at.group < groups) {
       const Shared to = ring_address + slot * Stage::kBytes;
-      const int k = at.segment * kSegment + lane * 32, word = at.segment * (kSegment / 16) + (lane & 15) * 4;
-      const bool live = k < K || FP4_FAULT(READ_K_PAST_K);
+      const int byte = at.segment * (kSegment / 2) + lane * 16, word = at.segment * (kSegment / 16) + lane % 16 * 4;
+      const bool live = byte < K / 2 || FP4_FAULT(READ_K_PAST_K), live_scales = word < K / 16;
+      const uint8_t *codes = q + (live ? byte : 0), *scales = scale + (live_scales ? word : 0);
 #pragma unroll
-      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, q + row(at.group, i) * (uint32_t)(K / 2) + (live ? k / 2 : 0), live);
+      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, codes + row(at.group, i) * (uint32_t)(K / 2), live);
 #pragma unroll
       for (int i = 0; i < R; i += 2)
-        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scale + row(at.group, i + (lane >> 4)) * (uint32_t)(K / 16) + (word < K / 16 ? word : 0),
-                             word < K / 16 ? 4 : 0);
+        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scales + row(at.group, i + lane / 16) * (uint32_t)(K / 16), live_scales ? 4 : 0);
     }
     cp_async_commit_group();
   };
@@ -227,8 +240,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   pdl_wait_then_trigger();
 #endif
 
-  const int count = min(layout.columns, columns - n0);
-  behind.copy(global_scale, bias, then, count, columns);  // with the group that is committed next
   uint4 raw[kBatch];  // parts of x, loaded together: stores to shared memory between two loads would keep the second one waiting
   auto load_x = [&](int from) {
 #pragma unroll
@@ -239,6 +250,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   };
   const int batch = kBatch * threads;
   load_x(0);
+  const int count = min(layout.columns, columns - n0);
+  behind.copy(global_scale, bias, then, count, columns);  // with the group that is committed next
   float by = 1.f;
   if (norm_weight) {
     float sum = 0.f;
@@ -274,7 +287,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
         float weight[8];
         floats_of<T>(*to, weight);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = Numbers<T>::to_float(Numbers<T>::from_float(v[j] * by * (norm_offset + weight[j])));
+        for (int j = 0; j < 8; ++j) v[j] *= by * (norm_offset + weight[j]);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) round_pair<T>(v[j], v[j + 1]);
       }
       float largest = 0.f;
 #pragma unroll
