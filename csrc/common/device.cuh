@@ -362,6 +362,12 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
   return cudaLaunchKernelEx(&config, kernel, (P)arguments...);
 }
 
+// Of a kernel that takes less shared memory than there is: the rest is not to be L1 cache. Where it is, a block of the next kernel begins when none of this one's is
+// left on its multiprocessor, because memory is divided anew then.
+template <typename... P> cudaError_t prefer_shared_memory(void (*kernel)(P...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 // Right behind the first kernel of the call, with which it may overlap (sm_90).
 template <typename... P, typename... A>
 cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {

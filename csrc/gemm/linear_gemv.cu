@@ -4,7 +4,7 @@
 // by a segment, is copied by its own lanes (cp.async) to a ring of its own, which is refilled as soon as it has been read to registers: no warp waits for another
 // one. The whole ring is filled before the wait for the kernel before (PDL). Codes become half2 by the conversion from E4M3 (sm_89), elsewhere by shifts and masks;
 // a block's 16 products are summed in half2, and times its scale in float32. x lies in shared memory as half2 in the order of the decoded pairs, each block of 16
-// normalised by a power of two of its own, so that any bfloat16 is in range: exact but for what is less than 2^-32 of its block's largest.
+// normalised by a power of two of its own, so that any bfloat16 is in range, and rounded by at most 2^-33 of the block's largest.
 #include <type_traits>
 
 #include "../sm90/ptx.cuh"
@@ -399,6 +399,8 @@ template <typename T, int R> cudaError_t run(Tile tile, const Linear<T>& p, cons
   if (!call.early) layout.ahead = 0;
   const int bytes = layout.ring + warps * layout.stages * Step<R>::kBytes;
   if (bytes > kMostRoom) return cudaErrorInvalidConfiguration;
+  const cudaError_t status = prefer_shared_memory(linear_gemv<T, R>);
+  if (status != cudaSuccess) return status;
   const int all = divided(p.columns(), R / Result<T>::kParts);
   return fp4::launch(linear_gemv<T, R>, dim3(divided(all, layout.groups)), 32 * warps, bytes, 1, Stream((cudaStream_t)call.stream, FP4_ARCH >= 90 && call.early),
                      p.x, p.q, p.scale, p.global_scale, p.bias, p.y, (const T*)call.norm_weight, p.N, p.K, layout, call.eps, call.norm_offset, p.then);

@@ -198,6 +198,8 @@ inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int sh
   return emulated::launch(blocks, threads, shared_bytes, cluster, stream.early, [=] { kernel((P)arguments...); });
 }
 
+template <typename... P> inline cudaError_t prefer_shared_memory(void (*)(P...)) { return cudaSuccess; }
+
 template <typename... P, typename... A>
 inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
   return launch(kernel, blocks, threads, shared_bytes, cluster, {stream.at, false}, arguments...);  // the first one has ended here
