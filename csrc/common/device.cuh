@@ -75,6 +75,9 @@ __device__ __forceinline__ uint4 load_or_zero(const void* p, bool live) {
   return v;
 }
 
+// The line of 128 bytes around p begins to come to L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // As *p, but in one place, and not ahead of a condition: ptxas reorders the loops before it when it sees a plain load here.
 __device__ __forceinline__ float load_float(const float* p) {
   float v;
@@ -357,6 +360,12 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, (P)arguments...);
+}
+
+// Of a kernel that takes less shared memory than there is: the rest is not to be L1 cache. Where it is, a block of the next kernel begins when none of this one's is
+// left on its multiprocessor, because memory is divided anew then.
+template <typename... P> cudaError_t prefer_shared_memory(void (*kernel)(P...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 
 // Right behind the first kernel of the call, with which it may overlap (sm_90).

@@ -4,7 +4,9 @@
 // by a segment, is copied by its own lanes (cp.async) to a ring of its own, which is refilled as soon as it has been read to registers: no warp waits for another
 // one. The whole ring is filled before the wait for the kernel before (PDL). Codes become half2 by the conversion from E4M3 (sm_89), elsewhere by shifts and masks;
 // a block's 16 products are summed in half2, and times its scale in float32. x lies in shared memory as half2 in the order of the decoded pairs, each block of 16
-// normalised by a power of two of its own, so that any bfloat16 is in range: exact but for what is less than 2^-32 of its block's largest.
+// normalised by a power of two of its own, so that any bfloat16 is in range, and rounded by at most 2^-33 of the block's largest.
+#include <type_traits>
+
 #include "../sm90/ptx.cuh"
 #include "weights.cuh"
 
@@ -15,6 +17,7 @@ using namespace fp4;
 constexpr int kSegment = 1024;                          // k a step: 16 bytes of codes and 2 of scales a lane and row
 constexpr int kMostWarps = 16;                          // of a block; with 64 registers a thread, two such blocks fit a multiprocessor: this kernel's and the next one's
 constexpr int kMostStages = 8;
+constexpr int kBatch = 4;                               // of 8 numbers of x, a thread
 constexpr bool kConverts = FP4_ARCH >= 89;              // E4M3 to half2 in one instruction
 constexpr float kUndo = kConverts ? 0x1p-10f : 0x1p-8f;  // of codes (2^-6; 2^-14), scales (1; 2^6), x (2^8), and kWeightUnit, which Result multiplies by
 
@@ -25,7 +28,7 @@ constexpr int kMostRoom = (FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120)
 // groups: of R rows, of a block; segments: of K. Shared memory: x, a factor for each of its blocks of 16, sums of squares, what is done to the columns, sums, and from
 // byte `ring` on the warps' rings.
 struct Layout {
-  int groups, segments, warps, k_groups, stages, columns, ring;
+  int groups, segments, warps, k_groups, stages, ahead, columns, ring;  // ahead: steps behind those that fill the ring, which a warp fetches to L2 early
 
   __host__ __device__ int row_warps() const { return warps / k_groups; }
   __host__ __device__ int factors() const { return segments * kSegment * 2; }
@@ -128,6 +131,17 @@ template <typename T> __device__ __forceinline__ void floats_of(const uint4& v, 
   for (int i = 0; i < 8; ++i) to[i] = Numbers<T>::to_float(all.v[i]);
 }
 
+// Two numbers rounded to T; by one instruction for both, as conversions of one take eight times as long.
+template <typename T> __device__ __forceinline__ void round_pair(float& a, float& b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const uint32_t pair = pack_f16x2(a, b);
+    a = half_of(pair, false), b = half_of(pair, true);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    a = Numbers<T>::to_float(pair.x), b = Numbers<T>::to_float(pair.y);
+  }
+}
+
 __device__ __forceinline__ void wait_for_all_but(int groups) {  // of this thread's copies
   switch (groups) {
     case 0: cp_async_wait_group<0>(); break;
@@ -193,14 +207,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   auto fetch = [&](const Place& at, int slot) {
     if (at.group < groups) {
       const Shared to = ring_address + slot * Stage::kBytes;
-      const int k = at.segment * kSegment + lane * 32, word = at.segment * (kSegment / 16) + (lane & 15) * 4;
-      const bool live = k < K || FP4_FAULT(READ_K_PAST_K);
+      const int byte = at.segment * (kSegment / 2) + lane * 16, word = at.segment * (kSegment / 16) + lane % 16 * 4;
+      const bool live = byte < K / 2 || FP4_FAULT(READ_K_PAST_K), live_scales = word < K / 16;
+      const uint8_t *codes = q + (live ? byte : 0), *scales = scale + (live_scales ? word : 0);
 #pragma unroll
-      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, q + row(at.group, i) * (uint32_t)(K / 2) + (live ? k / 2 : 0), live);
+      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, codes + row(at.group, i) * (uint32_t)(K / 2), live);
 #pragma unroll
       for (int i = 0; i < R; i += 2)
-        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scale + row(at.group, i + (lane >> 4)) * (uint32_t)(K / 16) + (word < K / 16 ? word : 0),
-                             word < K / 16 ? 4 : 0);
+        cp_async_src_size<4>(to + Stage::kCodes + i * (kSegment / 16) + lane * 4, scales + row(at.group, i + lane / 16) * (uint32_t)(K / 16), live_scales ? 4 : 0);
     }
     cp_async_commit_group();
   };
@@ -213,21 +227,43 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   }
   Place coming{row_warp, k_group}, here = coming;
   for (int i = 0; i < layout.stages; ++i) fetch(coming, i), next(coming);
+  Place further = coming;
+  for (int i = 0; i < layout.ahead && further.group < groups; ++i, next(further)) {  // a line of 128 bytes a lane
+    const int line = lane % 4 * 128 + further.segment * (kSegment / 2);
+    if (lane < 4 * R) {
+      if (line < K / 2) prefetch_l2(q + row(further.group, lane / 4) * (uint32_t)(K / 2) + line);
+    } else if (lane < 5 * R) {
+      prefetch_l2(scale + row(further.group, lane - 4 * R) * (uint32_t)(K / 16) + further.segment * (kSegment / 16));
+    }
+  }
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
 
+  uint4 raw[kBatch];  // parts of x, loaded together: stores to shared memory between two loads would keep the second one waiting
+  auto load_x = [&](int from) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = from + threadIdx.x + i * threads;
+      raw[i] = c * 8 < K ? *(const uint4*)(x + c * 8) : uint4{};
+    }
+  };
+  const int batch = kBatch * threads;
+  load_x(0);
   const int count = min(layout.columns, columns - n0);
   behind.copy(global_scale, bias, then, count, columns);  // with the group that is committed next
-  auto load_x = [&](int c) { return c * 8 < K ? *(const uint4*)(x + c * 8) : uint4{}; };
   float by = 1.f;
   if (norm_weight) {
     float sum = 0.f;
-    for (int c = threadIdx.x; c < chunks; c += threads) {
-      float v[8];
-      floats_of<T>(load_x(c), v);
+    for (int from = 0; from < chunks; from += batch) {
+      if (from) load_x(from);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum += v[i] * v[i];
+      for (int i = 0; i < kBatch; ++i) {
+        float v[8];
+        floats_of<T>(raw[i], v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += v[j] * v[j];
+      }
     }
     sum = sum_of_warp(sum);
     if (lane == 0) squares[warp] = sum;
@@ -236,27 +272,36 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     for (int i = 0; i < layout.warps; ++i) sum += squares[i];
     by = rsqrtf(sum * share + eps);
     wait_for_all_but(layout.stages);  // the norm's weight
+    if (batch < chunks) load_x(0);
   }
-  for (int c = threadIdx.x; c < chunks; c += threads) {
-    uint4* to = (uint4*)(shared + place_of_chunk(c));
-    float v[8];
-    floats_of<T>(load_x(c), v);
-    if (norm_weight) {
-      float weight[8];
-      floats_of<T>(*to, weight);
+  for (int from = 0; from < chunks; from += batch) {
+    if (from) load_x(from);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = Numbers<T>::to_float(Numbers<T>::from_float(v[i] * by * (norm_offset + weight[i])));
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = from + threadIdx.x + i * threads;
+      if (c >= chunks) break;  // whole warps
+      uint4* to = (uint4*)(shared + place_of_chunk(c));
+      float v[8];
+      floats_of<T>(raw[i], v);
+      if (norm_weight) {
+        float weight[8];
+        floats_of<T>(*to, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] *= by * (norm_offset + weight[j]);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) round_pair<T>(v[j], v[j + 1]);
+      }
+      float largest = 0.f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(v[j]));
+      largest = fmaxf(largest, shuffle_xor(largest, 1));  // of the other half of the block
+      const uint32_t exponent = max(__float_as_uint(largest) & 0x7F800000u, 0x08000000u);  // 2^-111: below it activations count as zero
+      const float up = __uint_as_float(0x7F000000u - exponent + 0x04000000u);            // 2^8 over the power of two
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] *= up;
+      *to = in_order(v);
+      if (c % 2 == 0) *(float*)(shared + layout.factors() + c / 2 * 4) = __uint_as_float(exponent) * kUndo;
     }
-    float largest = 0.f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(v[i]));
-    largest = fmaxf(largest, shuffle_xor(largest, 1));  // of the other half of the block
-    const uint32_t exponent = max(__float_as_uint(largest) & 0x7F800000u, 0x08000000u);  // 2^-111: below it activations count as zero
-    const float up = __uint_as_float(0x7F000000u - exponent + 0x04000000u);            // 2^8 over the power of two
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] *= up;
-    *to = in_order(v);
-    if (c % 2 == 0) *(float*)(shared + layout.factors() + c / 2 * 4) = __uint_as_float(exponent) * kUndo;
   }
   if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) __syncthreads();
 
@@ -314,7 +359,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
 // Rounded up.
 constexpr int divided(int a, int b) { return (a + b - 1) / b; }
 
-// rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring.
+// rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring, and 16 for
+// each further one that it fetches to L2 if it begins early.
 struct Tile {
   int rows, warps, k_groups, stages;
 };
@@ -323,7 +369,7 @@ struct Tile {
 template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   constexpr int kColumns = R / Result<T>::kParts;
   const int all = divided(N / Result<T>::kParts, kColumns), groups = divided(all, multiprocessors() * (kMostWarps / tile.warps));
-  Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages, groups * kColumns, 0};
+  Layout l{groups, divided(K, kSegment), tile.warps, tile.k_groups, tile.stages % 16, tile.stages / 16, groups * kColumns, 0};
   while (l.k_groups > l.segments || l.warps % l.k_groups) --l.k_groups;
   l.ring = divided(l.behind() + Behind<T>::bytes(l) + l.k_groups * l.groups * R * 4, 16) * 16;
   return l;
@@ -348,10 +394,13 @@ template <typename T> Tile best(int N, int K) {
 
 template <typename T, int R> cudaError_t run(Tile tile, const Linear<T>& p, const LinearParams& call) {
   const auto [rows, warps, k_groups, stages] = tile;
-  if (warps < 1 || warps > kMostWarps || k_groups < 1 || warps % k_groups || stages < 1 || stages > kMostStages) return cudaErrorInvalidConfiguration;
-  const Layout layout = layout_of<T, R>(tile, p.N, p.K);
-  const int bytes = layout.ring + warps * stages * Step<R>::kBytes;
+  if (warps < 1 || warps > kMostWarps || k_groups < 1 || warps % k_groups || stages < 1 || stages % 16 < 1 || stages % 16 > kMostStages) return cudaErrorInvalidConfiguration;
+  Layout layout = layout_of<T, R>(tile, p.N, p.K);
+  if (!call.early) layout.ahead = 0;
+  const int bytes = layout.ring + warps * layout.stages * Step<R>::kBytes;
   if (bytes > kMostRoom) return cudaErrorInvalidConfiguration;
+  const cudaError_t status = prefer_shared_memory(linear_gemv<T, R>);
+  if (status != cudaSuccess) return status;
   const int all = divided(p.columns(), R / Result<T>::kParts);
   return fp4::launch(linear_gemv<T, R>, dim3(divided(all, layout.groups)), 32 * warps, bytes, 1, Stream((cudaStream_t)call.stream, FP4_ARCH >= 90 && call.early),
                      p.x, p.q, p.scale, p.global_scale, p.bias, p.y, (const T*)call.norm_weight, p.N, p.K, layout, call.eps, call.norm_offset, p.then);
@@ -369,7 +418,7 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, const L
 
 // Returns a cudaError_t. Takes what linear_table does, and a norm: x is x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight [K]) in float32, rounded once to its
 // dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, at most 16 warps, a multiple of
-// k_groups, 1 <= stages <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
+// k_groups, 1 <= stages % 16 <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
 extern "C" int fp4_linear_gemv(const LinearParams* call) {
   if (!is_call(call, true) || call->M != 1 || call->N < 1 || call->K < 64 || call->K % 64 || call->K > 32768) return cudaErrorInvalidValue;
   const auto [rows, warps, k_groups, stages] = call->tile;

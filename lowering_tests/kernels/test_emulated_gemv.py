@@ -33,7 +33,7 @@ def run(x, w, bias=None, tile=OWN, then=PLAIN, norm=(None, 0.0, 0.0), library="l
 
 
 # (rows, warps, k_groups, stages): a stage for all; more warps in K than segments; several stages
-TILES = [(4, 16, 1, 1), (4, 16, 2, 2), (2, 16, 4, 3), (2, 8, 8, 5), (4, 4, 2, 8), (2, 4, 1, 2), (4, 12, 6, 2), OWN]
+TILES = [(4, 16, 1, 1), (4, 16, 2, 2), (2, 16, 4, 3), (2, 8, 8, 5), (4, 4, 2, 8), (2, 4, 1, 2), (4, 12, 6, 2), (4, 4, 2, 2 + 16 * 3), (2, 4, 1, 1 + 16), OWN]
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -154,7 +154,16 @@ def test_what_it_refuses():
     status(k=32768 + 64)
     status(n=5, library="linear_gemv_glu")
     status(then=Epilogue((), "silu"))
-    for tile in ((3, 16, 1, 2), (4, 17, 1, 2), (4, 16, 3, 2), (4, 16, 32, 2), (4, 16, 1, 9), (4, 16, 1, 8)):  # the last one: more shared memory than there is
+    for tile in (
+        (3, 16, 1, 2),
+        (4, 17, 1, 2),
+        (4, 16, 3, 2),
+        (4, 16, 32, 2),
+        (4, 16, 1, 9),
+        (4, 16, 1, 16),
+        (4, 16, 1, -1),
+        (4, 16, 1, 8),
+    ):  # the last one: more shared memory than there is
         status("status 9$", tile=tile)
 
 

@@ -21,6 +21,7 @@ inline uint4 load_read_only(const void* p) { return *(const uint4*)p; }
 inline uint4 load_or_zero(const void* p, bool live) { return live ? *(const uint4*)p : uint4{}; }
 inline void griddepcontrol_wait() { emulated::griddepcontrol_wait(); }
 inline void griddepcontrol_launch_dependents() { emulated::griddepcontrol_launch_dependents(); }
+inline void prefetch_l2(const void* p) { emulated::check(p, 1, false); }
 inline float load_float(const float* p) { return *p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
@@ -196,6 +197,8 @@ inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int sh
   if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
   return emulated::launch(blocks, threads, shared_bytes, cluster, stream.early, [=] { kernel((P)arguments...); });
 }
+
+template <typename... P> inline cudaError_t prefer_shared_memory(void (*)(P...)) { return cudaSuccess; }
 
 template <typename... P, typename... A>
 inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
