@@ -127,14 +127,14 @@ class Session:
         """Run the prompt and choose the first token."""
         past = caches.seq_length(self.cache)
         columns = past + prompt.ids.shape[1] if prompt.mask is None else prompt.mask.shape[1]
-        logits = self._run_prompt(prompt, past, record)
+        padded = prompt.mask is not None and not bool(prompt.mask.all())
+        logits = self._run_prompt(prompt, past, padded, record)
         signature = plan.program.signature
         with caches.allocating():
             state, mail = self._buffers(logits, plan.new, columns)
             if plan.program.needs_seen:
                 state.remember()
             self._values[signature] = load_values(self._values.get(signature), plan.program, state)
-        padded = prompt.mask is not None and not bool(prompt.mask.all())
         positions = prompt.arguments.get("position_ids")
         last = positions[:, -1:] if positions is not None else torch.full_like(prompt.ids[:, -1:], columns - 1)
         state.begin(prompt.ids, prompt.mask, columns, last + 1, plan.seed)
@@ -144,7 +144,7 @@ class Session:
         self._emit(logits, state, signature, self._values[signature])
         return state, mail
 
-    def _run_prompt(self, prompt: Prompt, past: int, record: GenerationRecord) -> Tensor:
+    def _run_prompt(self, prompt: Prompt, past: int, padded: bool, record: GenerationRecord) -> Tensor:
         fresh = None
         if prompt.mask is not None and prompt.ids.shape[1] == prompt.mask.shape[1]:  # all tokens, those in the cache too
             fresh = prompt.ids.shape[1] - past
@@ -156,7 +156,7 @@ class Session:
                     remedy="Reset the cache, or pass all tokens of the text so far and new ones.",
                 )
         arguments = prompt.arguments | {"past_key_values": self.cache, "use_cache": True}
-        if prompt.mask is not None:
+        if padded:  # a mask that hides nothing would still be read, and attention with a mask takes longer
             arguments["attention_mask"] = prompt.mask
         inputs = self.model.prepare_inputs_for_generation(prompt.ids, next_sequence_length=fresh, is_first_iteration=True, **arguments)
         if self.compiled and not getattr(self.cache, "is_initialized", True):

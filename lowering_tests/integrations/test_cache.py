@@ -232,11 +232,11 @@ def test_a_copy_of_a_cache_would_be_seen():
 def test_a_compiled_prompt_is_told_that_the_cache_is_empty():
     model = build("llama")
     ids, _ = prompt()
-    cache, told = ours(model), []
+    cache, told, sdpa = ours(model), [], torch.nn.functional.scaled_dot_product_attention
 
     def look(graph, inputs):
         calls = graph.graph.find_nodes(op="call_function", target=torch.ops.fp4.cached_attention)
-        told.append({call.args[12] for call in calls})  # ``empty``
+        told.append(([call.args[12] for call in calls], len(graph.graph.find_nodes(op="call_function", target=sdpa))))  # ``empty``
         return graph
 
     run = torch.compile(lambda ids: model(ids, past_key_values=cache).logits, backend=look, fullgraph=True)
@@ -249,7 +249,7 @@ def test_a_compiled_prompt_is_told_that_the_cache_is_empty():
         cache.reset()
         model(ids, past_key_values=cache)
         assert torch.equal(model(ids, past_key_values=cache).logits, wanted)
-    assert told == [{True}, {False}]
+    assert told == [([], 2), ([False, False], 0)]
 
 
 def test_a_padded_batch_in_one_graph():

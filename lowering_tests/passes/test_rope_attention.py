@@ -176,5 +176,5 @@ def test_another_norm_stays_in_front():
 
 def test_the_reason_is_told():
     with missed.listen() as left:
-        missed.apart(type("Node", (), {"name": "attention"}), torch.empty(1, 4, 1, 16), "because")
+        missed.missed(type("Node", (), {"name": "attention"}), torch.empty(1, 4, 1, 16), "because", missed.BEFORE_ATTENTION)
     assert str(left[0]) == "attention [1, 4, 1, 16] is normed and rotated before fp4.cached_attention: because"

@@ -10,12 +10,10 @@ The first tokens of an empty cache are attended to where they are, on every devi
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops import cached_attention as contract
 from ...ops.cached_attention import CachedCall
@@ -24,9 +22,6 @@ from .. import host, select
 from ..forms import Launches
 from ..kernel import ANY, BY_LIBRARY, IN_CI, Kernel, On
 
-# From so many queries on cuDNN's attention on sm_90 gains more than its plan for a new length costs.
-_CUDNN = 2048
-_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _SCORES = 1 << 26  # float32 scores that are in memory at once, where they are computed one by one
 
 
@@ -114,20 +109,18 @@ def _attend(c: CachedCall, k: Tensor, v: Tensor, where: Tensor, new: Tensor, at:
     plain = c.softcap is None and c.sinks is None and k.shape[3] == v.shape[3]
     whole = c.causal and c.mask is None and (c.window is None or (at == 0 and queries <= c.window))
     if whole and plain and at == 0 and queries > 1:
-        return _prompt(c.query, k, v, c.scale)
+        return prompt(c.query, k, v, c.scale)
     mask = None if whole and at is not None and queries == 1 else _mask(c, where, new)
     if plain:
         return torch.ops.fp4.decode_attention(c.query, k, v, mask, c.scale)
     return _by_scores(c, k, v, mask)
 
 
-def _prompt(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def prompt(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention of tokens to themselves alone, ``[B, Q, H, Dv]``."""
     as_it_is = q.is_cuda and all(t.stride(3) == 1 for t in (q, k, v))  # on a CPU the order of sums would follow the strides
     q, k, v = (t if as_it_is else t.contiguous() for t in (q, k, v))
-    cudnn_first = q.is_cuda and q.shape[2] >= _CUDNN and host.arch(q.device) == 90
-    with sdpa_kernel(_CUDNN_FIRST, set_priority=True) if cudnn_first else nullcontext():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).contiguous()
 
 
