@@ -45,7 +45,7 @@ def on_a_cpu() -> Iterator[None]:
         return Call(op, 90, dtype, n, k, prefill, "", experts, form=form, scales=scales)
 
     def plan_of(linear):
-        x, qdata = (argument.meta["val"] for argument in linear.args[:2])
+        x, qdata = (argument.meta["val"] for argument in epilogue.arguments_of(linear)[1][:2])
         return plan(describe("linear_epilogue", x.device, x.dtype, qdata.shape[0], 2 * qdata.shape[1]), DispatchConfig())
 
     with serving(), mock.patch.object(select, "describe", describe), mock.patch.object(epilogue, "_plan_of", plan_of):

@@ -78,12 +78,12 @@ def _launches(node: Any, device: torch.device) -> bool:
     """Does a kernel compute this value of a graph that is not lowered yet?"""
     if not isinstance(node, torch.fx.Node) or node.op != "call_function":
         return False
-    if node.target is operator.getitem and node.args[0].target is _region:
-        call, index = node.args
-        region = getattr(call.graph.owning_module, call.args[0].target)
-        return _launches(next(iter(region.graph.find_nodes(op="output"))).args[0][index], device)
+    args: Any = node.args
+    if node.target is operator.getitem and args[0].target is _region:
+        region: Any = getattr(args[0].graph.owning_module, args[0].args[0].target)
+        return _launches(next(iter(region.graph.find_nodes(op="output"))).args[0][args[1]], device)
     if node.target in _VIEWS:
-        return _launches(node.args[0], device)
+        return _launches(args[0], device)
     example = node.meta.get("val")
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(example, torch.Tensor) or example.device != device:
         return False

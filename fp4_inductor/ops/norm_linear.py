@@ -1,4 +1,4 @@
-"""``fp4.norm_linear``, ``fp4.norm_linear_siblings``, ``fp4.norm_linear_glu``: the RMSNorm of a row, and the linear layer that reads it, in one op.
+"""``fp4.norm_linear``, ``_siblings``, ``_glu`` and ``_epilogue``: the RMSNorm of a row, and the linear layer that reads it, in one op.
 
     fp4.norm_linear(x, norm_weight, eps, norm_offset, *rest) == fp4.linear(norm(x), *rest)
     norm(x) = x / sqrt(mean(x^2) + eps) * (norm_offset + norm_weight)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DTypeError, ShapeError
-from . import linear, linear_glu, linear_siblings
+from . import linear, linear_epilogue, linear_glu, linear_siblings
 from .contract import CONTRACTS, OpContract, no_gradient, refuse_gradient
 
 LEADING = 3  # arguments of the norm, behind x
@@ -85,12 +85,15 @@ def _behind_a_norm(product: OpContract) -> OpContract:
     )
     contract.implement("CompositeExplicitAutograd", in_two_steps)
     # Written by a graph pass behind autograd; a caller who wants gradients has the norm and the op without it.
-    frozen = {name: position + LEADING for name, position in dict(scale=2, global_scale=3, bias=4).items()}
-    contract.differentiate(no_gradient, lambda ctx, inputs, output: refuse_gradient(name, ctx, x=0, norm_weight=1, **frozen))
+    arguments = [argument.name for argument in contract.op._schema.arguments]
+    frozen = {part: arguments.index(part) for part in ("x", "norm_weight", "scale", "global_scale", "bias", "mul", "residual") if part in arguments}
+    contract.differentiate(no_gradient, lambda ctx, inputs, output: refuse_gradient(name, ctx, **frozen))
     return contract
 
 
-LINEAR, LINEAR_SIBLINGS, LINEAR_GLU = map(_behind_a_norm, (linear.CONTRACT, linear_siblings.CONTRACT, linear_glu.CONTRACT))
+LINEAR, LINEAR_SIBLINGS, LINEAR_GLU, LINEAR_EPILOGUE = map(
+    _behind_a_norm, (linear.CONTRACT, linear_siblings.CONTRACT, linear_glu.CONTRACT, linear_epilogue.CONTRACT)
+)
 
 
 def with_norm(op: Any) -> Any:

@@ -27,7 +27,7 @@ from ..ranges import range_in_force
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
-from .layout import is_call, linear_arguments, rows_of, value
+from .layout import is_call, rows_of, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
@@ -37,7 +37,8 @@ VIEWS = {
     aten.split_with_sizes.default, aten.alias.default, aten.detach.default, operator.getitem,
 }  # fmt: skip
 _OPAQUE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
-NORMS = {contract.op for contract in (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU)}
+LINEARS = (torch.ops.fp4.linear.default, norm_linear.LINEAR.op)
+NORMS = {contract.op for contract in (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU, norm_linear.LINEAR_EPILOGUE)}
 MANY_ROWS = 256  # from here on a sum is read from memory sooner than it is added up again
 LEFT_APART = "fp4_left_apart"  # node.meta: why what follows a linear layer is not done by its kernel
 
@@ -58,7 +59,7 @@ class _Found:
 
 def fuse(graph: Graph) -> None:
     """Rewrite every such call in ``graph``."""
-    for linear in graph.find_nodes(op="call_function", target=torch.ops.fp4.linear.default):
+    for linear in [node for target in LINEARS for node in graph.find_nodes(op="call_function", target=target)]:
         found = _behind(linear)
         if found.last is linear:
             continue
@@ -81,10 +82,17 @@ def fuse(graph: Graph) -> None:
             _rewrite(graph, linear, found, act)
 
 
+def arguments_of(linear: Node) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of one of :data:`LINEARS`: what it says of its norm (empty: it has none), and the arguments of ``fp4.linear``."""
+    norm = linear.args[1 : 1 + norm_linear.LEADING] if linear.target is norm_linear.LINEAR.op else ()
+    args = (linear.args[0], *linear.args[1 + len(norm) :])
+    return norm, (*args, *(None, "auto", None)[len(args) - 4 :])
+
+
 def _plan_of(linear: Node) -> Plan | None:
     if linear.kwargs:
         return None
-    x, qdata, *_, prefill, rows = linear_arguments(linear)
+    _, (x, qdata, *_, prefill, rows) = arguments_of(linear)
     x, (n, half_k) = value(x), value(qdata).shape
     if x.device.type != "cuda" or type(n) is not int or type(half_k) is not int or len(rows or ()) > MAX_SCALES:
         return None
@@ -111,7 +119,7 @@ def is_written_by_a_linear_layer(node: Node) -> bool:
     """Would the CUDA kernel of a linear layer write ``node``, the end of what stands behind that layer, if a layer with a norm of its own read it?"""
     above = [node]
     for one in above:  # which grows
-        if is_call(one, torch.ops.fp4.linear.default):
+        if one.op == "call_function" and one.target in LINEARS:
             found, options, m = _behind(one), _plan_of(one), rows_of(one)
             ends_here = found.last is node and options is not None and type(m) is int and m > 0 and bool(options.pick(m).csrc)
             if ends_here and in_one_mutation_region([one, node]) and (not found.chain or name_of(one, found.chain) is not None):
@@ -165,13 +173,14 @@ def _other(node: Node, op: Any) -> tuple[Node, Node] | None:
 
 
 def _rewrite(graph: Graph, linear: Node, found: _Found, act: str) -> None:
-    *args, prefill, rows = linear_arguments(linear)
+    norm, (x, *args, prefill, rows) = arguments_of(linear)
     several = (list(rows),) if rows else ()
+    op = torch.ops.fp4.norm_linear_epilogue.default if norm else torch.ops.fp4.linear_epilogue.default
     with graph.inserting_before(found.last):
-        new = emit(graph, torch.ops.fp4.linear_epilogue.default, (*args, act, found.mul, found.residual, prefill, *several))
+        new = emit(graph, op, (x, *norm, *args, act, found.mul, found.residual, prefill, *several))
     new.meta = {**found.last.meta, **new.meta}
     if "nn_module_stack" in linear.meta:  # the call is still that of the linear layer, for explain()
         new.meta["nn_module_stack"] = linear.meta["nn_module_stack"]
     found.last.replace_all_uses_with(new)
     erase(found.last)
-    matched("linear_epilogue")
+    matched(op._opname)

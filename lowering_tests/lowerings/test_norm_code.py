@@ -178,7 +178,28 @@ return (b0, )""",
     )
 
 
-@pytest.mark.parametrize("name", ["norm_linear", "norm_linear_siblings", "norm_linear_glu"])
+def test_an_activation_behind_the_layer():
+    class Activated(Two):
+        def forward(self, x):
+            return F.silu(super().forward(x))
+
+    body, [entry], counted, *_ = compiled(Activated, shape=(1, K))
+    assert launched(body) == ["of_a_test_pointwise"] and counted == {"norm_linear": 1, "norm_linear_epilogue": 1}
+    assert entry.note.startswith("the RMSNorm of its input is in the kernel; in the kernel: silu")
+    for m in (8, 64):  # the op where its kernel takes no norm, against a graph that has none
+        calls = [compiled(lambda op=op: Epilogue(op), shape=(m, K)) for op in (True, False)]
+        assert len(launched(calls[0][0])) == len(launched(calls[1][0])) == 2
+        assert [e.decision.row.kernel for e in calls[0][1]] == [e.decision.row.kernel for e in calls[1][1]]
+
+
+class Epilogue(Two):
+    def forward(self, x):
+        if self.op:
+            return fp4.norm_linear_epilogue(x, self.w, EPS, 0.0, *self.linear.parts(), None, "silu")
+        return F.silu(self.linear(normalized(x, self.w)))
+
+
+@pytest.mark.parametrize("name", ["norm_linear", "norm_linear_siblings", "norm_linear_glu", "norm_linear_epilogue"])
 def test_compiled_on_a_cpu(name):
     """No kernel there takes a norm: the lowering's steps against the reference."""
     contract = CONTRACTS[name]

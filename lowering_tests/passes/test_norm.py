@@ -175,6 +175,19 @@ def test_two_layers_that_read_one_norm(folded):
     assert (c.matches, left, called(c.graph)) == ({"norm_linear": 2}, [], ["norm_linear"] * 2)
 
 
+def test_what_stands_behind_the_layer(folded):
+    """An activation and a residual are part of the call, too."""
+    c, left = folded(Layer(llama, lambda y, x, linear: F.gelu(linear(y)) + x[:, :N]), torch.randn(1, K).to(BF16))
+    assert (c.matches, left) == ({"norm_linear": 1, "norm_linear_epilogue": 1}, [])
+    assert_expected_inline(
+        c.graph,
+        """\
+v0 = aten.slice.Tensor(in1, 1, 0, 48)
+v1 = fp4.norm_linear_epilogue.default(in1, in0, 1e-05, 0.0, in3, in4, in5, in2, gelu, None, v0, auto)
+return v1""",
+    )
+
+
 def test_two_layers_one_of_which_has_no_such_kernel(folded, monkeypatch):
     class Gated(Layer):
         def __init__(self):
