@@ -100,7 +100,8 @@ def step(c: CachedCall, tile: StepConfig | None = None) -> Tensor:
 _WHY = "one launch: norm and rotation of query and key, append, attention by KV head over what the counter says, combination by the last program"
 KERNELS = (
     Kernel(
-        "cached_attention", "triton_cached_attention", "attention", (On(90, 90, RIGHT, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, plain=True,
+        "cached_attention", "triton_cached_attention", "attention",
+        (On(90, 90, RIGHT, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, plain=True,
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.step:step"),
     ),
 )  # fmt: skip
