@@ -92,7 +92,13 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str) -> li
     for name, row in rows.items():
         ms, first_ms = sorted(row["times"])[args.rounds // 2], sorted(row["first"])[args.rounds // 2]
         what = dict(
-            model=f"{args.model}-shape x{model.config.num_hidden_layers} layers", loop=name, pdl=args.pdl, candidates=" ".join(args.candidates), batch=batch, context=args.context, new=args.new
+            model=f"{args.model}-shape x{model.config.num_hidden_layers} layers",
+            loop=name,
+            pdl=args.pdl,
+            candidates=" ".join(args.candidates),
+            batch=batch,
+            context=args.context,
+            new=args.new,
         )
         figures = dict(ms=round(ms, 3), first_ms=round(first_ms, 2), first_use_s=row["first_use_s"], gap=gaps[name])
         found.append(dict(machine(), **what, **figures))

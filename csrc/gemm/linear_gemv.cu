@@ -375,20 +375,14 @@ template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   return l;
 }
 
-int steps_of(const Layout& l) { return divided(l.groups, l.row_warps()) * divided(l.segments, l.k_groups); }
-
-// Not measured. Four rows a step: what is read of x serves four. The k_groups by which the busiest warp has the fewest steps, and of these the fewest. Stages: all
-// that fit the half of shared memory that leaves room for the next kernel.
+// Swept on an H100 in a chain of the four products of an 8B model's layer, two norms ahead of them. Four rows a step: what is read of x serves four. Pairs of warps share
+// K, so that a kilobyte of a row is read at once. Three stages, also where that leaves the next kernel no room beside this one: a block that waits for more memory loses
+// more. Small weights in two blocks a multiprocessor: one is ready while the other ends.
 template <typename T> Tile best(int N, int K) {
-  Tile tile{4, 16, 1, kMostStages};
-  int least = INT32_MAX;
-  for (int k_groups = 1; k_groups <= 16; k_groups *= 2) {
-    const int steps = steps_of(layout_of<T, 4>({4, 16, k_groups, 1}, N, K));
-    if (steps < least) least = steps, tile.k_groups = k_groups;
-  }
-  const int each = 16 * Step<4>::kBytes, room = kRoom - layout_of<T, 4>(tile, N, K).ring;
+  Tile tile{4, (int64_t)N * K <= 1 << 24 ? kMostWarps / 2 : kMostWarps, K > kSegment ? 2 : 1, 3};
+  const int room = kMostRoom / (kMostWarps / tile.warps) - layout_of<T, 4>(tile, N, K).ring, each = tile.warps * Step<4>::kBytes;
   if (room < each) return {2, 8, 1, 2};  // a long row of x
-  tile.stages = min(min(room / each, least), kMostStages);
+  tile.stages = min(tile.stages, room / each);
   return tile;
 }
 

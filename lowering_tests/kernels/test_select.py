@@ -117,6 +117,8 @@ def test_a_reason_names_the_value():
                 assert why == f"N = {call.n} is less than {kernel.least_n}"
             elif on.status == EMULATED:
                 assert why.startswith("emulated, not timed") and kernel.name in why
+            elif on.status == LOST:
+                assert why.startswith(f"measured, off ({on.why})") and kernel.name in why
             else:
                 assert why.startswith("kernels/choose/") and why.endswith(f"for N = {call.n}, K = {call.k}"), why
 
