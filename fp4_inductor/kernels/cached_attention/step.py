@@ -34,7 +34,7 @@ class StepConfig:
 
 
 def config(batch: int, kv_heads: int, length: int, d: int, processors: int, arch: int) -> StepConfig:
-    """For caches ``[batch, kv_heads, ..., d]`` of which at most ``length`` positions are attended to: two programs for each multiprocessor, but not too many parts."""
+    """For caches ``[batch, kv_heads, ..., d]`` of which ``length`` positions or less are attended to: two programs a multiprocessor, in few parts."""
     # Two or three tiles of K and V in shared memory: as in ..decode_attention.split.attention.
     large = arch in (80, 90) or 100 <= arch < 120 or d <= 64
     block_s = 32 if d > 128 else 64
