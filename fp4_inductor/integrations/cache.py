@@ -137,8 +137,6 @@ class KVCache(Cache):
         DTypeError, DeviceError: a model that is not bfloat16, float16 or float32, or lies on several devices.
     """
 
-    in_regions = False  # of :mod:`.regions`: torch 2.13 does not functionalize a custom op that writes inside of invoke_subgraph
-
     def __init__(self, model: Any, max_length: int, batch: int = 1, *, rollback: int = 128):
         for name, number, least in (("max_length", max_length, 1), ("batch", batch, 1), ("rollback", rollback, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:

@@ -3,8 +3,7 @@
 ``quantize_model`` and the loaders mark the decoder layers of a Transformers model. A marked layer is a region only while
 ``torch.compile`` traces a call without gradients whose cache, if it has one, is a static one: there every family in
 ``lowering_tests/integrations/test_regions.py`` compiles to the same kernels as without. All else runs the layer's own forward:
-eager calls, training, ``torch.export``, a cache that grows, because a region may not replace a tensor that Python holds, and a
-KVCache, because torch functionalizes no op of ours that writes (``fp4.cached_attention``) inside of a region.
+eager calls, training, ``torch.export``, and a cache that grows, because a region may not replace a tensor that Python holds.
 ``FP4_INDUCTOR_REGIONS=0`` marks nothing.
 
 Source: torch.compiler.nested_compile_region (torch 2.11 to 2.13); figures: benchmarks/results/first_use.csv.
@@ -69,4 +68,4 @@ def _forward_of(cls: type[nn.Module]) -> Any:
 def _is_region(cache: Any) -> bool:
     if is_exporting() or torch.is_grad_enabled():
         return False
-    return cache is None or bool(getattr(cache, "is_compileable", False) and getattr(cache, "in_regions", True))
+    return cache is None or bool(getattr(cache, "is_compileable", False))

@@ -337,3 +337,4 @@ CONTRACT = OpContract(
     struct=CachedCall,
 )
 CONTRACT.refuse_gradients()
+CONTRACT.serve_regions()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import below_autograd, returns_no_view
+from .._torch.functional import give_twin
 from ..errors import UnsupportedOpError
 
 LIBRARY = torch.library.Library("fp4", "FRAGMENT")
@@ -97,6 +98,10 @@ class OpContract:
             return result
 
         LIBRARY.impl(self.name, call, "Autograd")
+
+    def serve_regions(self) -> None:
+        """Let an op that writes some of its arguments stand in a region that is compiled once for all of its calls."""
+        give_twin(LIBRARY, self.op, self.schema, self.fake)
 
     def differentiate(self, backward: Callable, setup_context: Callable) -> None:
         """Register the gradient. Every op has one, if only to refuse: an op without would give None, silently."""

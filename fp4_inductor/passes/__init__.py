@@ -7,9 +7,11 @@ __all__ = ["matches", "register", "reset_matches"]
 
 def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
+    from .._torch.functional import restored
     from .._torch.fx import whole_graph
     from . import dequantize_matmul, epilogue, floats, glu, identity, moe, norm, rope_attention, siblings, tables, topk
 
+    whole_graph(0, restored)
     tables.register()
     floats.register()
     moe.register()

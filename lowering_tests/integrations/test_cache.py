@@ -215,6 +215,28 @@ def test_two_graphs_that_write_the_cache_where_it_lies(family, backend):
         assert not cache_copies(code, tuple(cache.layers[0].keys.shape))
 
 
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_layers_that_are_alike_are_compiled_once(backend):
+    model = fp4_inductor.quantize_model(build("qwen3", num_hidden_layers=6), NVFP4Config("amax"), progress=False)
+    ids, _ = prompt(1)
+    with torch.inference_mode():
+        cache, plain = ours(model, batch=1), ours(model, batch=1)
+        run = torch.compile(lambda ids: model(ids, past_key_values=cache).logits, fullgraph=True, backend=backend)
+        model(ids, past_key_values=cache)
+        _, codes = run_and_get_code(run, ids[:, :1])
+        got = torch.cat([run(ids[:, i : i + 1]) for i in range(1, 5)], 1)
+        model(ids, past_key_values=plain)
+        model(ids[:, :1], past_key_values=plain)
+        wanted = torch.cat([model(ids[:, i : i + 1], past_key_values=plain).logits for i in range(1, 5)], 1)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    for a, b in zip(held(cache), held(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for code in codes:
+        assert code.count("cached_attention.default(") == 2, "the last layer counts besides"
+        assert not cache_copies(code, tuple(cache.layers[0].keys.shape)) and "cached_attention_functional" not in code
+    assert len(codes) == (backend == "inductor")
+
+
 def test_a_copy_of_a_cache_would_be_seen():
     """The control: a graph that needs what the cache held before must copy it."""
     from torch._inductor.utils import run_and_get_code
