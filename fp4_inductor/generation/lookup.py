@@ -132,7 +132,7 @@ def emit(logits: Tensor, ids: Tensor, found: Tensor, state: State, text: Text, c
     chance = sampling.uniform_at(state.seed, count, torch.zeros_like(place)) if signature[0] else None
     token, finite = choose(logits, _places(state, ids, count), signature, values, chance)
 
-    right = (token[:-1] == ids[1:]).long().cumprod(0).sum()  # drafts before the first wrong one
+    right = torch.where(token[:-1] == ids[1:], queries - 1, place[:-1]).amin()  # drafts before the first wrong one
     ends = state.eos[token]
     until = torch.where(ends, place, queries).amin()  # the first token that ends the row
     kept = torch.minimum(torch.minimum(right, until), text.limit - state.count - 1) + 1

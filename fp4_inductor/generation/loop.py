@@ -40,8 +40,8 @@ def generate(
         model: a causal language model of Transformers, quantized or not.
         ids: int64 ``[B, T]`` on the model's device; shorter rows are padded on the left.
         attention_mask: ``[B, T]``, 0 for padding; None: no padding, or where the model's ``pad_token_id`` is.
-        past_key_values: a cache of fixed size, such as ``StaticCache``. It is used from where it stands, and afterwards holds all tokens but the last. None:
-            one that the next call takes over, with its graph.
+        past_key_values: a cache of fixed size, such as ``StaticCache``; for prompt lookup a :class:`fp4_inductor.KVCache`. It is used from where it stands,
+            and afterwards holds all tokens but the last. None: one that the next call takes over, with its graph.
         streamer: of Transformers. It gets the prompt, then each token ``[B]`` in order, in blocks of ``check_every``, then ``end()``.
         loop: a :class:`fp4_inductor.LoopOptions`; or give its fields ``seed``, ``check_every`` and ``compiled`` themselves.
         options: of ``model.generate``: ``max_new_tokens``, ``min_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,

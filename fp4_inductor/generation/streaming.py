@@ -16,7 +16,7 @@ class Look:
     """What the host sees of the device after a block of steps.
 
     Attributes:
-        end: tokens of each row that were made so far.
+        end: tokens of each row that were made so far; with prompt lookup, how many there can be at most.
         length: of these, how many belong to the result: fewer than ``end`` if all rows had ended before.
         done: have all rows ended?
         bad: number of the token, from 1, whose logits had no finite largest score; 0: none.

@@ -149,13 +149,24 @@ def test_padding_is_not_attended_to():
 
 
 def test_min_new_tokens_counts_each_token(told):
+    """The row may end with its token 13, which is the second one of a step that began with eleven."""
     model = build("llama")
     free = fp4_inductor.generate(model, IDS, past_key_values=ring(model), **GREEDY)
-    options = GREEDY | dict(eos_token_id=free[0, 9:14].tolist(), min_new_tokens=12)
-    wanted = fp4_inductor.generate(model, IDS, past_key_values=ring(model), **options)
-    assert wanted.shape[1] >= 9 + 12 and not torch.equal(wanted, free[:, : wanted.shape[1]])
-    told(torch.cat([wanted, IDS], 1))
-    assert torch.equal(fp4_inductor.generate(model, IDS, **options, **drafting(4)), wanted)
+    for options in (dict(eos_token_id=int(free[0, 9 + 12]), min_new_tokens=12), dict(eos_token_id=free[0, 9:14].tolist(), min_new_tokens=12)):
+        wanted = fp4_inductor.generate(model, IDS, past_key_values=ring(model), **GREEDY, **options)
+        assert (wanted.shape[1] == 9 + 13) == torch.equal(wanted, free[:, : wanted.shape[1]])
+        told(torch.cat([wanted, IDS], 1))
+        assert torch.equal(fp4_inductor.generate(model, IDS, **GREEDY, **options, **drafting(4)), wanted)
+        assert record_of(model).accepted > 0
+
+
+def test_drafts_have_no_position_that_the_model_has_not(told):
+    """A table of positions that the answer fills; drafts behind its end lie outside."""
+    model = build("gpt2", num_key_value_heads=4)
+    options = GREEDY | dict(max_new_tokens=128 - 9)
+    wanted = model.generate(IDS, **options)
+    told(torch.cat([spelled_wrong(wanted, 7), IDS], 1))
+    assert torch.equal(fp4_inductor.generate(model, IDS, **options, **drafting(6, 2)), wanted)
     assert record_of(model).accepted > 0
 
 
@@ -313,6 +324,15 @@ def test_nan_is_told(monkeypatch):
     monkeypatch.setattr(lookup, "choose", right_and_nan(lookup.choose, wanted))
     with pytest.raises(errors.NonFiniteError, match="the scores of token 7 hold no finite"):  # 1 + 3 + 3
         fp4_inductor.generate(model, IDS, **GREEDY, **drafting(2))
+
+
+def test_nan_behind_a_draft_that_is_wrong_is_none(monkeypatch):
+    model = build("llama")
+    wanted = fp4_inductor.generate(model, IDS, past_key_values=ring(model), **GREEDY)
+    assert not (wanted == 2).any()
+    monkeypatch.setattr(lookup, "drafts", lambda text: (torch.tensor([2, 2]), torch.tensor(True)))
+    spoiled(monkeypatch, model, 3, float("nan"), row=0)
+    assert torch.equal(fp4_inductor.generate(model, IDS, **GREEDY, **drafting(2)), wanted)
 
 
 def right_and_nan(choose, wanted):
