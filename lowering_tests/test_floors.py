@@ -42,6 +42,7 @@ NEIGHBOURS = {
     ("checkpoint", "models"),
     ("integrations", "models"),
     ("integrations", "checkpoint"),
+    ("generation", "integrations"),
     ("lowerings", "passes"),
 }
 # F3 sees kernels through their registry, the selection, and their forms, which say what is inlined into generated code. Never what launches them.

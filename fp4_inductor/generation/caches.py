@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CacheInUseError, DeviceError, ShapeError
+from ..errors import CacheInUseError, ConfigError, DeviceError, ShapeError
+from .options import Lookup
 
 _LEAST = 256
+_ROLLBACK = 128  # tokens that a window of a KVCache made here can take back: fewer drafts than that need no other cache
 HOLDER = "_fp4_loop"
 
 
@@ -52,38 +54,67 @@ def rounded(length: int, most: int | None) -> int:
     return max(length, min(size, most)) if most is not None else size
 
 
-def claim_own_cache(model: Any, length: int, batch: int) -> Any:
-    """An empty cache for a call that brought none, claimed: the one of the call before, if it fits, with its graphs."""
+def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None) -> Any:
+    """An empty cache for a call that brought none, claimed: the one of the call before, if it fits, with its graphs.
+
+    Raises:
+        FP4Error: of prompt lookup: there is no KVCache for this model.
+    """
     held = holder_of(model)
     cache = held.cache
     if cache is not None and not _claim(cache):  # by a second call at a time, whose cache is not kept
-        cache = make_cache(model, length, batch)
+        cache = make_cache(model, length, batch, lookup)
         _claim(cache)
         return cache
     if cache is not None:
         most = holds(cache)
         fits = most is None or length <= most <= 4 * rounded(length, None)  # attention over a cache that is far too long takes longer
+        fits = fits and (lookup is None or (is_ours(cache) and takes_back(cache) >= lookup.tokens))
         if fits and (held.made_for == (batch, model.device, model.dtype)):
             cache.reset()
             return cache
         holder_of(cache).session = None  # the session and the cache hold each other
     held.cache = cache = None  # its memory is free before the next one's is taken
-    held.cache = cache = make_cache(model, length, batch)
+    held.cache = cache = make_cache(model, length, batch, lookup)
     held.made_for = (batch, model.device, model.dtype)
     _claim(cache)
     return cache
 
 
-def make_cache(model: Any, length: int, batch: int) -> Any:
-    """An empty cache for ``length`` tokens of ``batch`` rows. The only place where the loop makes one."""
+def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None) -> Any:
+    """An empty cache for ``length`` tokens of ``batch`` rows. The only place where the loop makes one. For prompt lookup it is a ``KVCache``."""
     from transformers import StaticCache
 
     config = model.config.get_text_config(decoder=True)
-    cache = StaticCache(config=config, max_cache_len=rounded(length, getattr(config, "max_position_embeddings", None)))
+    length = rounded(length, getattr(config, "max_position_embeddings", None))
+    if lookup is not None:
+        from ..integrations.cache import KVCache
+
+        return KVCache(model, length, batch, rollback=max(_ROLLBACK, lookup.tokens))
+    cache = StaticCache(config=config, max_cache_len=length)
     shape = model._get_static_cache_init_shape()
     if shape is not None and getattr(config, "global_head_dim", None) is None:  # else its first update does it, with the shapes that come
         cache.early_initialization(batch_size=batch, num_heads=shape[0], head_dim=shape[1], dtype=model.dtype, device=model.device)
     return cache
+
+
+def is_ours(cache: Any) -> bool:
+    """Is it a :class:`fp4_inductor.KVCache`?"""
+    from ..integrations.cache import KVCache
+
+    return isinstance(cache, KVCache)
+
+
+def takes_back(cache: Any) -> int:
+    """How many tokens a step may write into a KVCache and take back: what a ring holds beyond its window, where it can come round."""
+    rings = [layer.keys.shape[2] - layer.window for layer in cache.layers if getattr(layer, "window", None) is not None]
+    return min((spare for spare in rings if spare < cache.max_length), default=cache.max_length)
+
+
+def wrote_beyond(cache: Any, tokens: int) -> None:
+    """Up to ``tokens`` were written behind a KVCache's counter: a later ``crop`` can go back less far. Waits for the device, if a window slides."""
+    if takes_back(cache) < cache.max_length:
+        cache.counter.furthest = max(cache.counter.furthest, seq_length(cache) + tokens)
 
 
 def seq_length(cache: Any) -> int:
@@ -102,6 +133,8 @@ def holds(cache: Any) -> int | None:
     layers = getattr(cache, "layers", None)
     if layers is None:
         return int(cache.get_max_length())
+    if is_ours(cache):
+        return int(cache.max_length)
     limits = [layer.get_max_length() for layer in layers if not getattr(layer, "is_sliding", False)]
     return min((int(limit) for limit in limits if limit >= 0), default=None)
 
@@ -196,6 +229,21 @@ def check_cache(cache: Any, model: nn.Module, batch: int, prompt: int, new: int)
             value=f"{prompt} tokens" if long else f"{prompt} + {new} tokens",
             limit=f"{most} tokens in the cache, and one behind it",
             remedy="Make a longer cache, leave past_key_values out, or generate fewer tokens.",
+        )
+
+
+def check_takes_back(cache: Any, lookup: Lookup) -> None:
+    """Can a step's drafts be taken back from a KVCache?
+
+    Raises:
+        ConfigError: they overwrite what its sliding windows need.
+    """
+    if takes_back(cache) < lookup.tokens:
+        raise ConfigError(
+            "prompt_lookup_num_tokens is above what the cache can take back",
+            value=lookup.tokens,
+            limit=f"{takes_back(cache)} tokens (rollback={cache.rollback})",
+            remedy="Make it with a larger rollback, KVCache(model, max_length, rollback=...), or give a smaller number.",
         )
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import _notice
-from ..errors import ConfigError
+from ..errors import ConfigError, FP4Error
 from . import caches, reasons
 from .masks import why_no_masks
-from .options import LoopOptions, check_ids, check_mask, check_ranges, check_together
+from .options import LoopOptions, check_ids, check_mask, check_ranges, check_rows, check_together, lookup_of
 from .processors import read_criteria, read_processors
 from .record import GenerationRecord
 from .session import Plan, Prompt, session_of
@@ -40,12 +40,13 @@ def generate(
         model: a causal language model of Transformers, quantized or not.
         ids: int64 ``[B, T]`` on the model's device; shorter rows are padded on the left.
         attention_mask: ``[B, T]``, 0 for padding; None: no padding, or where the model's ``pad_token_id`` is.
-        past_key_values: a cache of fixed size, such as ``StaticCache``. It is used from where it stands, and afterwards holds all tokens but the last. None:
-            one that the next call takes over, with its graph.
+        past_key_values: a cache of fixed size, such as ``StaticCache``; for prompt lookup a :class:`fp4_inductor.KVCache`. It is used from where it stands,
+            and afterwards holds all tokens but the last. None: one that the next call takes over, with its graph.
         streamer: of Transformers. It gets the prompt, then each token ``[B]`` in order, in blocks of ``check_every``, then ``end()``.
         loop: a :class:`fp4_inductor.LoopOptions`; or give its fields ``seed``, ``check_every`` and ``compiled`` themselves.
         options: of ``model.generate``: ``max_new_tokens``, ``min_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,
-            ``typical_p``, ``repetition_penalty``, ``eos_token_id``, ``pad_token_id``, ``generation_config``, ...
+            ``typical_p``, ``repetition_penalty``, ``eos_token_id``, ``pad_token_id``, ``prompt_lookup_num_tokens``, ``max_matching_ngram_size``,
+            ``generation_config``, ...
 
     Returns:
         What ``model.generate`` returns: int64 ``[B, T + new]``, or with ``return_dict_in_generate=True`` an output with ``sequences`` and ``past_key_values``.
@@ -72,7 +73,11 @@ def generate(
     check_ranges(given)
     config, _ = model._prepare_generation_config(given_config, **{name: value for name, value in options.items() if name != "generation_config"})
     check_together(given, bool(config.do_sample))
+    rows = ids.shape[0] * (config.num_return_sequences or 1)
     why = reasons.of_mode(config, options.get("assistant_model"))
+    lookup = None if why else lookup_of(config, options.get("assistant_model"))
+    if lookup is not None:
+        check_rows(rows)
     if config.stop_strings is not None:
         why.append("stop strings are looked for in text, on the host")
     fixed = past_key_values is not None and not reasons.of_cache(past_key_values)
@@ -81,18 +86,21 @@ def generate(
         check_mask(attention_mask, ids, before)
         options["attention_mask"] = attention_mask
     if fixed and not why:
-        new = config.max_new_tokens or ((config.max_length or 0) - ids.shape[1]) or 1
-        rows = ids.shape[0] * (config.num_return_sequences or 1)
+        new = max(config.max_new_tokens or ((config.max_length or 0) - ids.shape[1]) or 1, 1)
         columns = attention_mask.shape[1] if attention_mask is not None else ids.shape[1]
-        caches.check_cache(past_key_values, model, rows, columns, max(new, 1))
+        caches.check_cache(past_key_values, model, rows, columns, new)
         caches.claim(past_key_values)  # refused here, before the streamer gets anything; the loop claims it again
         caches.release(past_key_values)
     if past_key_values is not None:
         options["past_key_values"] = past_key_values
-    if why:
+
+    def theirs(why: list[str]) -> Any:
         _record(model, GenerationRecord(loop="transformers", reasons=why, seed=loop.seed))
         with _seeded(loop.seed, model.device):
             return model.generate(ids, streamer=streamer, **options)
+
+    if why:
+        return theirs(why)
 
     def run(
         model: Any,
@@ -102,9 +110,15 @@ def generate(
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs), loop)
+        return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, lookup is not None), loop)
 
-    return model.generate(ids, streamer=streamer, custom_generate=run, **options)
+    if lookup is None:
+        return model.generate(ids, streamer=streamer, custom_generate=run, **options)
+    try:
+        return model.generate(ids, custom_generate=run, **options)
+    except _TheirsError as found:
+        why = found.why
+    return theirs(why)
 
 
 def generate_loop(
@@ -125,7 +139,7 @@ def generate_loop(
     ``check_every`` and ``compiled`` are given to ``model.generate``, as in ``model.generate(ids, custom_generate=fp4_inductor.generate_loop, seed=1)``.
 
     Returns, raises: as :func:`fp4_inductor.generate`; what only one of Transformers' other ways to decode can do is a ConfigError if it needs arguments
-    that the convention leaves out (assisted generation).
+    that the convention leaves out (an assistant, or prompt lookup with something else that this loop cannot do).
     """
     loop = LoopOptions(check_every=check_every, seed=seed, compiled=compiled)
     streamer = _streamer_of_caller(model) if streamer is None else streamer
@@ -144,9 +158,21 @@ def transformers_version() -> str:
     return transformers.__version__
 
 
+class _TheirsError(Exception):
+    """Transformers' loop has to run, and it needs what the convention for a ``custom_generate`` leaves out."""
+
+    def __init__(self, why: list[str]):
+        super().__init__("; ".join(why))
+        self.why = why
+
+
 @dataclass
 class Call:
-    """The arguments of Transformers' convention for a ``custom_generate``."""
+    """The arguments of Transformers' convention for a ``custom_generate``.
+
+    Attributes:
+        held: is the call :func:`generate`'s, which begins anew if Transformers' loop has to run? Then nobody has given the streamer the prompt.
+    """
 
     model: Any
     ids: Tensor
@@ -155,6 +181,7 @@ class Call:
     config: Any
     streamer: Any
     arguments: dict[str, Any]
+    held: bool = False
 
 
 def _run(call: Call, loop: LoopOptions) -> Any:
@@ -176,6 +203,9 @@ def _run(call: Call, loop: LoopOptions) -> Any:
     new = stops.max_length - call.ids.shape[1]
     check_ids(call.ids, model)
     columns = call.ids.shape[1] if mask is None else mask.shape[1]
+    lookup = lookup_of(config)
+    if lookup is not None:
+        check_rows(call.ids.shape[0])
     pad = config._pad_token_tensor
     plan = Plan(
         program=program,
@@ -185,11 +215,18 @@ def _run(call: Call, loop: LoopOptions) -> Any:
         seed=_seed(loop.seed) if config.do_sample else 0,
         check_every=loop.check_every,
         returned=given is not None or bool(config.return_dict_in_generate),
+        lookup=lookup,
     )
     prompt = Prompt(call.ids, mask, arguments)
     if given is None:
         with caches.allocating():  # the cache too, whose tensors come with the prompt
-            return _run_over(call, prompt, plan, loop, caches.claim_own_cache(model, columns + new, call.ids.shape[0]))
+            try:
+                cache = caches.claim_own_cache(model, columns + new + (lookup.queries if lookup else 0), call.ids.shape[0], lookup)
+            except FP4Error as error:
+                if lookup is None:
+                    raise
+                return _theirs(call, loop, [f"prompt lookup needs a KVCache: {error}"])
+            return _run_over(call, prompt, plan, loop, cache)
     caches.check_cache(given, model, call.ids.shape[0], columns, new)
     caches.claim(given)
     return _run_over(call, prompt, plan, loop, given)
@@ -200,9 +237,14 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
     model, config = call.model, call.config
     try:
         no_masks = why_no_masks(model, cache)
-        if no_masks is not None:
-            return _theirs(call, loop, [no_masks])
+        why = [no_masks] if no_masks is not None else reasons.of_lookup(cache, plan.lookup, prompt.columns, plan.new)
+        if why:
+            return _theirs(call, loop, why)
+        if call.held and call.streamer is not None:
+            call.streamer.put(call.ids.cpu())
         record = GenerationRecord(seed=plan.seed if config.do_sample else None)
+        if plan.lookup is not None and caches.holder_of(model).cache is cache:
+            record.notes += cache.notes  # what was changed in the model
         _record(model, record)
         compiled = model.device.type == "cuda" if loop.compiled is None else loop.compiled
         tokens = session_of(model, cache, compiled).run(prompt, plan, call.streamer, record)
@@ -220,6 +262,8 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
 
 def _theirs(call: Call, loop: LoopOptions, why: list[str]) -> Any:
     """Transformers' loop, with what it has prepared."""
+    if call.held:
+        raise _TheirsError(why)
     from transformers.generation.utils import GENERATION_MODES_MAPPING
 
     mode = call.config.get_generation_mode(None)

@@ -24,6 +24,8 @@ _RANGES: dict[str, tuple[str, Any]] = {
     "repetition_penalty": ("a number above 0; 1: none", lambda x: _is_real(x) and 0 < x < math.inf),
     "max_new_tokens": ("a whole number from 1", lambda x: _is_whole(x) and x >= 1),
     "min_new_tokens": ("a whole number from 0", lambda x: _is_whole(x) and x >= 0),
+    "prompt_lookup_num_tokens": ("a whole number from 1", lambda x: _is_whole(x) and x >= 1),
+    "max_matching_ngram_size": ("a whole number from 1", lambda x: _is_whole(x) and x >= 1),
 }
 
 
@@ -148,4 +150,43 @@ def check_mask(mask: Any, ids: Tensor, before: int = 0) -> None:
             value=f"rows {(mask[:, -1] == 0).nonzero().flatten().tolist()}",
             limit="padding on the left, so that every row ends with a token",
             remedy='Set tokenizer.padding_side = "left".',
+        )
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """``tokens`` drafts a step, behind the longest sequence of at most ``ngram`` last tokens that stood in the text before."""
+
+    tokens: int
+    ngram: int = 2
+
+    def __post_init__(self) -> None:
+        check_ranges({"prompt_lookup_num_tokens": self.tokens, "max_matching_ngram_size": self.ngram})
+
+    @property
+    def queries(self) -> int:
+        """Tokens that the model runs on in a step."""
+        return self.tokens + 1
+
+
+def lookup_of(config: Any, assistant: Any = None) -> Lookup | None:
+    """What a GenerationConfig asks for; None: no prompt lookup, or drafts that come from elsewhere.
+
+    Raises:
+        ConfigError: numbers that are out of range.
+    """
+    tokens = getattr(config, "prompt_lookup_num_tokens", None)
+    others = assistant is not None or getattr(config, "use_mtp", None) or getattr(config, "assistant_early_exit", None) is not None
+    return None if tokens is None or others else Lookup(tokens, 2 if config.max_matching_ngram_size is None else config.max_matching_ngram_size)
+
+
+def check_rows(rows: int) -> None:
+    """Is it one row? Rows of which different numbers of drafts are right would need a counter each.
+
+    Raises:
+        ConfigError: it is not; Transformers refuses it, too.
+    """
+    if rows != 1:
+        raise ConfigError(
+            "prompt lookup is for one row", value=f"{rows} rows", limit="batch 1, num_return_sequences=1", remedy="Leave prompt_lookup_num_tokens out."
         )

@@ -6,6 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import ConfigError
+from . import caches
+from .options import Lookup, lookup_of
+
 _TAKEN = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "return_dict"}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CACHES = (None, "dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked")
@@ -21,9 +25,10 @@ def of_version(version: str) -> list[str]:
 
 
 def of_mode(config: Any, assistant: Any = None) -> list[str]:
-    """Ways to decode other than one token of each row at a time. ``config``: a GenerationConfig."""
+    """Ways to decode other than sampling, greedy tokens, and both with prompt lookup. ``config``: a GenerationConfig."""
     mode = str(config.get_generation_mode(assistant).value)
-    return [] if mode in ("sample", "greedy_search") else [f"{mode.replace('_', ' ')} is another way to decode"]
+    looks_up = mode == "assisted_generation" and lookup_of(config, assistant) is not None
+    return [] if looks_up or mode in ("sample", "greedy_search") else [f"{mode.replace('_', ' ')} is another way to decode"]
 
 
 def of_config(config: Any) -> list[str]:
@@ -73,6 +78,30 @@ def of_cache(cache: Any) -> list[str]:
         return ["the cache is offloaded"]
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in getattr(cache, "layers", ())):
         return ["layers of the cache hold a recurrent state"]
+    return []
+
+
+def of_lookup(cache: Any, lookup: Lookup | None, columns: int, new: int) -> list[str]:
+    """A cache over which there is no prompt lookup. ``columns``: the prompt's tokens, from the cache's first; ``new``: tokens to generate.
+
+    Raises:
+        ConfigError: a cache that takes no tokens back, or less than the drafts of a step.
+    """
+    if lookup is None:
+        return []
+    if not caches.is_ours(cache):  # Transformers' loop takes none of fixed size
+        raise ConfigError(
+            "prompt lookup takes tokens back from the cache",
+            value=type(cache).__name__,
+            limit="fp4_inductor.KVCache, or one that grows, for Transformers' loop",
+            remedy="Make a KVCache, or leave past_key_values out.",
+        )
+    if not cache.is_croppable:
+        return [f"prompt lookup takes tokens back, which not all layers of the cache can: {'; '.join(cache.notes)}"]
+    caches.check_takes_back(cache, lookup)
+    needed = columns + new - 1 + lookup.queries
+    if needed > cache.max_length:
+        return [f"prompt lookup writes up to {lookup.queries} tokens behind the text: {needed} in a cache for {cache.max_length}"]
     return []
 
 

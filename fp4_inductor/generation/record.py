@@ -19,6 +19,8 @@ class GenerationRecord:
         captures: CUDA graphs that were captured.
         looks: how often the host waited for the device, to see whether all rows have ended.
         overrun: steps that were run after all rows had ended; result and cache do not have them.
+        drafted: with prompt lookup, tokens that were taken from the text, in steps where something was found.
+        accepted: how many tokens came without a step of their own, because a draft was right.
         seed: of the sampling; None for greedy tokens.
     """
 
@@ -31,10 +33,14 @@ class GenerationRecord:
     captures: int = 0
     looks: int = 0
     overrun: int = 0
+    drafted: int = 0
+    accepted: int = 0
     seed: int | None = None
 
     def __str__(self) -> str:
         if self.loop != "device":
             return "generate(): Transformers' loop, because " + "; ".join(self.reasons)
         text = f"generate(): {self.tokens} tokens, {self.steps} steps ({self.replays} replayed), {self.looks} looks, {self.overrun} steps over"
+        if self.drafted:
+            text += f", {self.accepted} of {self.drafted} drafted tokens accepted"
         return "; ".join([text, *self.notes])

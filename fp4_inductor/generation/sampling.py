@@ -26,10 +26,14 @@ _WIDTH = 512  # tokens of the vocabulary in a block of ``largest`` and ``draw``
 
 
 class Seen(Protocol):
-    """What filters know beside scores: ``seen`` bool ``[B, V]``, the tokens of each row so far; ``count`` int64 ``[]``, how many were generated."""
+    """What filters know beside scores: ``seen`` bool ``[B, V]``, the tokens of each row so far, and ``count`` int64 ``[]`` or ``[B, 1]``, how many were
+    generated."""
 
-    seen: Tensor
-    count: Tensor
+    @property
+    def seen(self) -> Tensor: ...
+
+    @property
+    def count(self) -> Tensor: ...
 
 
 def temperature(scores: Tensor, value: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def repetition_penalty(scores: Tensor, value: Tensor, seen: Tensor) -> Tensor:
 
 
 def suppress(scores: Tensor, tokens: Tensor, active: Tensor | None = None) -> Tensor:
-    """Scores of ``tokens`` bool ``[V]`` are -inf; only while ``active`` bool ``[]``, if it is given."""
+    """Scores of ``tokens`` bool ``[V]`` are -inf; only while ``active`` bool ``[]`` or ``[B, 1]``, if it is given."""
     return torch.where(tokens if active is None else tokens & active, -math.inf, scores)
 
 
@@ -101,8 +105,12 @@ def _product(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 def uniform(seed: Tensor, count: Tensor, rows: int) -> Tensor:
     """float64 ``[rows]`` in [0, 1), 53 bits each, for token ``count`` int64 ``[]`` under ``seed`` int64 ``[]``."""
-    row = torch.arange(rows, device=seed.device)
-    step, zero = count.expand(rows), torch.zeros_like(row)
+    return uniform_at(seed, count.expand(rows), torch.arange(rows, device=seed.device))
+
+
+def uniform_at(seed: Tensor, step: Tensor, row: Tensor) -> Tensor:
+    """The same for each pair of a token ``step`` and a ``row``, int64 ``[N]``."""
+    zero = torch.zeros_like(row)
     first, second, _, _ = philox((seed & _LOW, (seed >> 32) & _LOW), (step & _LOW, step >> 32, row, zero))
     return ((first << 21) | (second >> 11)).double() * 2.0**-53
 

@@ -14,7 +14,11 @@ from .._torch.compiling import is_compile_error
 from ..errors import NonFiniteError, ShapeError
 from . import caches
 from .device import Host, Runner, device_for
+from .lookup import Text
+from .lookup import emit as emit_drafts
+from .lookup import forward_of as forward_of_drafts
 from .masks import Masks
+from .options import Lookup
 from .processors import Program, Stops
 from .record import GenerationRecord
 from .step import State, emit, forward_of, load_values, move_on, own_code
@@ -35,6 +39,11 @@ class Prompt:
     mask: Tensor | None
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def columns(self) -> int:
+        """T'."""
+        return self.ids.shape[1] if self.mask is None else self.mask.shape[1]
+
 
 @dataclass
 class Plan:
@@ -44,6 +53,7 @@ class Plan:
         new: tokens to generate at most.
         pad: what rows that have ended are filled with.
         returned: does the caller see the cache afterwards? Then over-run tokens are taken back from it.
+        lookup: several tokens a step, with drafts from the text.
     """
 
     program: Program
@@ -53,6 +63,7 @@ class Plan:
     seed: int
     check_every: int
     returned: bool
+    lookup: Lookup | None = None
 
 
 class Compiled:
@@ -90,6 +101,8 @@ class Session:
         self._runners: dict[tuple, Runner] = {}
         self._forwards: dict[tuple, Compiled] = {}
         self._emit = Compiled(emit, compiled, "the sampling")
+        self._texts: dict[Lookup, Text] = {}
+        self._emits: dict[Lookup, Compiled] = {}
 
         def prompt_forward(**inputs: Any) -> Tensor:
             return model(**inputs, return_dict=True).logits[:, -1]
@@ -108,16 +121,26 @@ class Session:
             state, mail = self._begin(prompt, plan, record)
             outlet = Outlet(streamer, mail)
             with _decoding(self.model):
-                produced, look = self._loop(plan, state, mail, outlet, record)
-            record.tokens, record.overrun = look.length, produced - look.length
-            if plan.returned:
-                caches.crop(self.cache, record.overrun)
+                if plan.lookup is None:
+                    produced, look = self._loop(plan, state, mail, outlet, record)
+                else:
+                    look = self._loop_of_drafts(plan, plan.lookup, state, mail, outlet, record)
+            record.tokens = look.length
+            if plan.lookup is not None:  # a row that has ended puts nothing into the cache
+                record.overrun, record.drafted, record.accepted = record.steps - look.steps, look.drafted, look.length - 1 - look.steps
+                if plan.returned:
+                    caches.wrote_beyond(self.cache, plan.lookup.queries)
+            else:
+                record.overrun = produced - look.length
+                if plan.returned:
+                    caches.crop(self.cache, record.overrun)
             return state.tokens[: look.length].clone()
         except BaseException:
             self.device.wait()  # the buffers are not freed, nor used again, under work that is queued
             raise
         finally:
-            record.notes += [c.note for c in (self._prompt, self._emit, *self._forwards.values()) if c.note and c.note not in record.notes]
+            functions = (self._prompt, self._emit, *self._emits.values(), *self._forwards.values())
+            record.notes += [f.note for f in functions if f.note and f.note not in record.notes]
             if outlet is not None:
                 outlet.end()
             elif streamer is not None:  # the prompt has failed: who reads the streamer in another thread does not wait for ever
@@ -131,7 +154,7 @@ class Session:
         logits = self._run_prompt(prompt, past, padded, record)
         signature = plan.program.signature
         with caches.allocating():
-            state, mail = self._buffers(logits, plan.new, columns)
+            state, mail = self._buffers(logits, plan, columns)
             if plan.program.needs_seen:
                 state.remember()
             self._values[signature] = load_values(self._values.get(signature), plan.program, state)
@@ -142,6 +165,8 @@ class Session:
         self._padded = padded
         mail.restart()
         self._emit(logits, state, signature, self._values[signature])
+        if plan.lookup is not None:
+            self._texts[plan.lookup].begin(prompt.ids, state, plan.new)
         return state, mail
 
     def _run_prompt(self, prompt: Prompt, past: int, padded: bool, record: GenerationRecord) -> Tensor:
@@ -166,16 +191,20 @@ class Session:
         with caches.starting(self.cache, past):
             return self._prompt(**inputs)
 
-    def _buffers(self, logits: Tensor, new: int, columns: int) -> tuple[State, Mail]:
+    def _buffers(self, logits: Tensor, plan: Plan, columns: int) -> tuple[State, Mail]:
         batch, vocabulary = logits.shape
         most = caches.holds(self.cache)
+        rows = plan.new + (plan.lookup.queries if plan.lookup is not None else 0)  # a step writes behind the last token
         state = self.state
-        fits = state is not None and (state.batch, state.vocabulary) == (batch, vocabulary) and new <= state.most and columns + new <= state.columns + 1
+        fits = state is not None and (state.batch, state.vocabulary) == (batch, vocabulary) and rows <= state.most and columns + plan.new <= state.columns + 1
         if state is None or self.mail is None or not fits:
-            length = caches.rounded(columns + new, None) if most is None else most
-            self.state = state = State(batch, vocabulary, caches.rounded(new, None), length, logits.device)
+            length = caches.rounded(columns + plan.new, None) if most is None else most
+            self.state = state = State(batch, vocabulary, caches.rounded(rows, None), length, logits.device)
             self.mail = Mail(self.device, state.tokens, state.status)
             self._values, self._runners, self._forwards = {}, {}, {}
+        if plan.lookup is not None and plan.lookup not in self._texts:
+            self._texts[plan.lookup] = Text(plan.lookup, self.cache.max_length, logits.device)
+            self._emits[plan.lookup] = Compiled(emit_drafts, self.compiled, "the sampling")
         return state, self.mail
 
     def _loop(self, plan: Plan, state: State, mail: Mail, outlet: Outlet, record: GenerationRecord) -> tuple[int, Look]:
@@ -201,6 +230,29 @@ class Session:
                 produced += 1
             mail.post(produced)
 
+    def _loop_of_drafts(self, plan: Plan, drafting: Lookup, state: State, mail: Mail, outlet: Outlet, record: GenerationRecord) -> Look:
+        """The same with prompt lookup, where the host does not know how many tokens a step makes: the last look.
+
+        As many steps are queued as are needed even if all drafts are right, so that ``plan.new`` tokens take no step too many.
+        """
+        look = Look(end=1, length=1, done=False, bad=0)  # until the first one
+        steps = 0
+        mail.post(1)
+        while True:
+            most = min(plan.new, look.length + (steps - look.steps) * drafting.queries)
+            if look.done or most == plan.new or mail.under_way > self.device.ahead:
+                if not mail.under_way:
+                    return look
+                look = mail.take()
+                record.looks += 1
+                self._check(look, plan)
+                outlet.give(look.length)
+                continue
+            for _ in range(min(plan.check_every, -(-(plan.new - most) // drafting.queries))):
+                self._step(plan, state, record)
+                steps += 1
+            mail.post(min(plan.new, look.length + (steps - look.steps) * drafting.queries), begin=look.length)
+
     def _check(self, look: Look, plan: Plan) -> None:
         if look.bad:
             names = ", ".join(entry.name for entry in plan.program.entries)
@@ -212,7 +264,7 @@ class Session:
             )
 
     def _step(self, plan: Plan, state: State, record: GenerationRecord) -> None:
-        key = (plan.program.signature, self._padded, caches.phase(self.cache) if self.counted else ())
+        key = (plan.program.signature, self._padded, caches.phase(self.cache) if self.counted else (), plan.lookup)
         runner = self._runners.get(key)
         if runner is None:
             runner = self._runners[key] = self._make_runner(*key, state)
@@ -223,20 +275,28 @@ class Session:
         if runner.note and runner.note not in record.notes:
             record.notes.append(runner.note)
 
-    def _make_runner(self, signature: tuple, padded: bool, phase: tuple[bool, ...], state: State) -> Runner:
-        forward = self._forwards.get((padded, phase))
+    def _make_runner(self, signature: tuple, padded: bool, phase: tuple[bool, ...], drafting: Lookup | None, state: State) -> Runner:
+        forward = self._forwards.get((padded, phase, drafting))
+        text = None if drafting is None else self._texts[drafting]
         if forward is None:
             extra: dict[str, Any] = {"position_ids": state.position} if "position_ids" in self.accepts else {}
-            extra |= {"logits_to_keep": 1} if "logits_to_keep" in self.accepts else {}
-            function = forward_of(self.model, self.cache, state, Masks(self.model, self.cache, any(phase)), padded, extra)
-            forward = self._forwards[padded, phase] = Compiled(function, self.compiled, "the step")
+            extra |= {"logits_to_keep": 1 if drafting is None else drafting.queries} if "logits_to_keep" in self.accepts else {}
+            arguments = (self.model, self.cache, state, Masks(self.model, self.cache, any(phase)), padded, extra)
+            function = forward_of(*arguments) if text is None else forward_of_drafts(*arguments, text)
+            forward = self._forwards[padded, phase, drafting] = Compiled(function, self.compiled, "the step")
         values = self._values[signature]
 
         def step() -> None:
             self._emit(forward(), state, signature, values)
             move_on(state)
 
-        return Runner(self.device, step, lambda: caches.advance(self.cache) if self.counted else None, lambda: caches.keep_counts(self.cache))
+        def step_of_drafts() -> None:
+            choose(*forward(), state, text, self.cache.counter.position, signature, values)
+
+        if drafting is not None:
+            choose = self._emits[drafting]
+        run = step if drafting is None else step_of_drafts
+        return Runner(self.device, run, lambda: caches.advance(self.cache) if self.counted else None, lambda: caches.keep_counts(self.cache))
 
 
 def session_of(model: Any, cache: Any, compiled: bool) -> Session:

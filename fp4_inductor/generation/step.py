@@ -25,7 +25,8 @@ class State:
         tokens: int64 ``[most, B]``, what was generated; rows that have ended hold ``pad``.
         count: int64 ``[]``, how many tokens of each row were generated.
         finished: bool ``[B]``, rows that have ended.
-        status: int64 ``[3]``: tokens that belong to the result, have all rows ended, the first bad token (from 1; 0: none).
+        status: int64 ``[5]``: tokens that belong to the result, have all rows ended, the first bad token (from 1; 0: none); and of prompt lookup, else 0,
+            steps until the row ended, tokens that were drafted in them.
         seen: bool ``[B, V]``, the tokens of each row, the prompt's included; one column wide until a program needs it.
         eos: bool ``[V]``, tokens that end a row.
         pad, seed: int64 ``[]``.
@@ -41,7 +42,7 @@ class State:
         self.batch, self.vocabulary, self.most, self.columns, self.device = batch, vocabulary, most, columns, device
         self.token, self.position, self.column = numbers(batch, 1), numbers(batch, 1), numbers()
         self.padding = torch.ones((batch, columns), dtype=torch.bool, device=device)
-        self.tokens, self.count, self.finished, self.status = numbers(most, batch), numbers(), flags(batch), numbers(3)
+        self.tokens, self.count, self.finished, self.status = numbers(most, batch), numbers(), flags(batch), numbers(5)
         self.seen, self.eos = flags(batch, 1), flags(vocabulary)
         self.pad, self.seed = numbers(), numbers()
 
@@ -80,34 +81,41 @@ def forward_of(model: Any, cache: Any, state: State, masks: Masks, padded: bool,
     return forward
 
 
-def emit(logits: Tensor, state: State, signature: tuple, values: list[list[Tensor]]) -> None:
-    """Choose the next token of each row from ``logits`` ``[B, V]`` and write it down.
+def choose(logits: Tensor, seen: sampling.Seen, signature: tuple, values: list[list[Tensor]], chance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A token of each row of ``logits`` ``[B, V]``: int64 ``[B]``, and bool ``[B]``: could it be chosen?
 
     Args:
         signature: of the program, :attr:`fp4_inductor.generation.processors.Program.signature`.
         values: the tensors of its entries.
+        chance: float64 ``[B]`` in [0, 1), if it samples.
     """
-    sample, *entries = signature
     scores = logits.float()
     given, token = sampling.largest(scores)
     left = given
-    for (name, numbers), tensors in zip(entries, values):
-        scores = FILTERS[name](scores, tensors, numbers, state)
-    if entries:
+    for (name, numbers), tensors in zip(signature[1:], values):
+        scores = FILTERS[name](scores, tensors, numbers, seen)
+    if len(signature) > 1:
         left, token = sampling.largest(scores)
-    if sample:
-        token = sampling.draw(scores, sampling.uniform(state.seed, state.count, scores.shape[0]))
+    if chance is not None:
+        token = sampling.draw(scores, chance)
+    # The largest is NaN or inf if one score is, and -inf if all are: of none of these a softmax can be taken.
+    return token, torch.isfinite(given) & torch.isfinite(left)
+
+
+def emit(logits: Tensor, state: State, signature: tuple, values: list[list[Tensor]]) -> None:
+    """Choose the next token of each row from ``logits`` ``[B, V]`` and write it down. ``signature``, ``values``: as of :func:`choose`."""
+    chance = sampling.uniform(state.seed, state.count, logits.shape[0]) if signature[0] else None
+    token, finite = choose(logits, state, signature, values, chance)
     going = ~state.finished
     any_going = going.any()
-    # The largest is NaN or inf if one score is, and -inf if all are: of none of these a softmax can be taken.
-    bad = (~(torch.isfinite(given) & torch.isfinite(left)) & going).any()
+    bad = (~finite & going).any()
     token = torch.where(going, token, state.pad)
     state.tokens.index_copy_(0, state.count.view(1), token.view(1, -1))
     state.finished.logical_or_(state.eos[token] & going)
     state.count.add_(1)
     length = state.status[0] + any_going
     first_bad = torch.where((state.status[2] == 0) & bad, state.count, state.status[2])
-    state.status.copy_(torch.stack([length, state.finished.all().long(), first_bad]))
+    state.status[:3].copy_(torch.stack([length, state.finished.all().long(), first_bad]))
     state.token.copy_(token.view(-1, 1))
     if state.seen.shape[1] > 1:
         state.seen.scatter_(1, token.view(-1, 1), True)

@@ -16,16 +16,19 @@ class Look:
     """What the host sees of the device after a block of steps.
 
     Attributes:
-        end: tokens of each row that were made so far.
+        end: tokens of each row that were made so far; with prompt lookup, how many there can be at most.
         length: of these, how many belong to the result: fewer than ``end`` if all rows had ended before.
         done: have all rows ended?
         bad: number of the token, from 1, whose logits had no finite largest score; 0: none.
+        steps, drafted: of prompt lookup: steps until the row ended, and tokens drafted in them.
     """
 
     end: int
     length: int
     done: bool
     bad: int
+    steps: int = 0
+    drafted: int = 0
 
 
 class Mail:
@@ -34,7 +37,7 @@ class Mail:
     Args:
         device: allocates pinned memory and marks places in the queue of the device.
         tokens: int64 ``[most, B]`` on the device; a block is some of its rows.
-        status: int64 ``[3]`` on the device: length, all ended, bad.
+        status: int64 on the device: length, all ended, bad, and what else a :class:`Look` has.
     """
 
     def __init__(self, device: Host, tokens: Tensor, status: Tensor):
@@ -49,8 +52,9 @@ class Mail:
         self._under_way.clear()
         self._sent = 0
 
-    def post(self, end: int) -> None:
-        """Copy the tokens up to ``end``, and the status, behind the work that was queued so far."""
+    def post(self, end: int, begin: int | None = None) -> None:
+        """Copy the tokens from ``begin`` (None: those that were not sent yet) up to ``end``, and the status, behind the work that was queued so far."""
+        self._sent = self._sent if begin is None else begin
         slot = self._slots.pop(0)
         self._slots.append(slot)
         self.arrived[self._sent : end].copy_(self.tokens[self._sent : end], non_blocking=True)
@@ -66,8 +70,8 @@ class Mail:
         """Wait for the oldest block."""
         end, slot, mark = self._under_way.popleft()
         mark.synchronize()
-        length, done, bad = slot.tolist()
-        return Look(end, length, bool(done), bad)
+        length, done, bad, *more = slot.tolist()
+        return Look(end, length, bool(done), bad, *more)
 
 
 class Outlet:

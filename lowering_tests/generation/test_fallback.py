@@ -41,7 +41,7 @@ class Letters:
 CASES = {
     "beam search": ({"num_beams": 2}, "beam search is another way to decode"),
     "beam sample": ({"num_beams": 2, "do_sample": True}, "beam sample is another way to decode"),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 2, "ids": IDS[:1]}, "assisted generation is another way to decode"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 2, "ids": IDS[:1], "no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor is not served"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True keeps a tensor of every step"),
     "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states=True keeps"),
     "no cache": ({"use_cache": False}, "use_cache=False"),

@@ -11,6 +11,7 @@ from fp4_inductor.generation.device import Runner
 transformers = pytest.importorskip("transformers")
 
 from lowering_tests.generation.conftest import build  # noqa: E402  (imports transformers)
+from lowering_tests.generation.test_lookup import drafting, spelled_wrong, told  # noqa: E402, F401
 
 pytestmark = pytest.mark.gpu
 
@@ -69,3 +70,45 @@ def test_nan_is_told_and_the_next_call_runs():
         fp4_inductor.generate(model, ids, **options)
     model.lm_head.weight.data.copy_(head)
     assert torch.equal(fp4_inductor.generate(model, ids, **options), wanted)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_prompt_lookup_makes_the_tokens_of_the_loop_without_it(family, sample, told):  # noqa: F811
+    """One graph, of fewer steps, over a cache of the caller, whose windows of 16 tokens slide; then another prompt by the same graph."""
+    model, ids = build(family).cuda(), IDS[:1].cuda()
+    options = dict(max_new_tokens=60, do_sample=False, pad_token_id=0) | (
+        dict(do_sample=True, top_p=0.9, top_k=0, repetition_penalty=1.1, seed=1) if sample else {}
+    )
+    cache = fp4_inductor.KVCache(model, 128)
+    wanted = fp4_inductor.generate(model, ids, past_key_values=cache, **options)
+    assert sample or torch.equal(wanted, model.generate(ids, **options))
+    for every, at_most in ((100, 16), (6, 40), (100, 16)):
+        told(torch.cat([spelled_wrong(wanted, every), ids], 1))
+        cache.reset()
+        assert torch.equal(fp4_inductor.generate(model, ids, past_key_values=cache, **options, **drafting(3, 16)), wanted)
+        record = fp4_inductor.generation_record(model)
+        assert record.notes == [] and record.steps <= at_most and record.accepted == 59 - record.steps
+        assert int(cache.get_seq_length()) == 9 + 60 - 1
+    assert (record.captures, record.replays) == (0, record.steps)
+    eos = int(wanted[0, 9 + 20])
+    ended = 9 + 1 + (wanted[0, 9:] == eos).nonzero()[0].item()
+    cache.reset()
+    assert torch.equal(fp4_inductor.generate(model, ids, past_key_values=cache, eos_token_id=eos, **options, **drafting(3, 16)), wanted[:, :ended])
+    assert int(cache.get_seq_length()) == ended - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_prompt_lookup_of_a_quantized_model(family, told):  # noqa: F811
+    """bfloat16, attention in one launch: equal to the bit from call to call, and drafts of its own answer are right."""
+    model = fp4_inductor.quantize_model(build(family).cuda().bfloat16(), fp4_inductor.NVFP4Config("amax"), progress=False)
+    ids = IDS[:1].cuda()
+    options = dict(max_new_tokens=60, do_sample=False, pad_token_id=0) | drafting(3, 4)
+    first = fp4_inductor.generate(model, ids, **options)
+    for _ in range(20):
+        assert torch.equal(fp4_inductor.generate(model, ids, **options), first)
+    record = fp4_inductor.generation_record(model)
+    assert record.notes == [] and record.replays == record.steps and record.overrun == 0
+    told(torch.cat([first, ids], 1))
+    fp4_inductor.generate(model, ids, **options)
+    assert fp4_inductor.generation_record(model).accepted > 0
