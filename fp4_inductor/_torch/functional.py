@@ -56,7 +56,7 @@ def give_twin(library: torch.library.Library, op: Op, schema: str, fake: Callabl
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         given = all_of(args, kwargs)
-        torchs = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())
+        torchs: Any = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())  # type: ignore[arg-type]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
             result, *new = twin(**torchs.unwrap_tensors(given))
         for n, x in zip(names, new, strict=True):
