@@ -35,6 +35,7 @@ of keys; Liu et al., "KIVI" (arXiv 2402.02750), for the latest tokens; Xiao et a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -95,6 +96,10 @@ class Rows(NamedTuple):
     scale: Tensor
     blocks: Tensor | None = None
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Of ``change`` of each tensor."""
+        return Rows(change(self.codes), change(self.scale), None if self.blocks is None else change(self.blocks))
+
 
 def named(name: str) -> Format | None:
     """The format of that name; None: the dtype of the model.
@@ -138,9 +143,8 @@ def check_rows(kind: Kind, rows: Rows, width: int) -> None:
         ShapeError: of the width, or of a tensor. DTypeError: of a tensor.
     """
     check_width(width)
-    wanted = dict(zip(Rows._fields, zip(shapes(kind, tuple(rows.codes.shape[:-1]), width), (kind.dtype, SCALE_DTYPE, nvfp4.SCALE_DTYPE), strict=True), strict=True))
-    for name, t in rows._asdict().items():
-        shape, dtype = wanted[name]
+    dtypes = (kind.dtype, SCALE_DTYPE, nvfp4.SCALE_DTYPE)
+    for name, t, shape, dtype in zip(Rows._fields, rows, shapes(kind, tuple(rows.codes.shape[:-1]), width), dtypes, strict=True):
         if t is None or shape is None:
             if t is not shape:
                 raise ShapeError(f"KV cache: {name} of {kind.name}", value="none" if t is None else tuple(t.shape), limit=shape or "none", remedy=_TOGETHER)

@@ -169,8 +169,8 @@ class KVCache(Cache):
         notes: what was changed in the model, and which layers are not served, and why.
 
     Raises:
-        ConfigError: a number that is not positive, an unknown format, no model of Transformers, one with an encoder, with latent attention or with layers that share K and
-            V, or with another attention implementation; none of its layers is served.
+        ConfigError: a number that is not positive, an unknown format, no model of Transformers, one with an encoder, with latent attention or with layers
+            that share K and V, or with another attention implementation; none of its layers is served.
         ShapeError: heads whose width is no multiple of 16, in ``"fp8"``, ``"k8v4"`` or ``"nvfp4"``.
         DTypeError, DeviceError: a model that is not bfloat16, float16 or float32, or lies on several devices.
     """
@@ -226,7 +226,7 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The memory of all K and V in bytes, their scales, means and exact tokens included, and that of Transformers' own layers as far as they have any yet."""
+        """The memory of all K and V in bytes, scales, means and exact tokens included, that of Transformers' own layers as far as they have any yet."""
         others = [t for layer in self.layers if not isinstance(layer, KVLayer) for t in vars(layer).values() if isinstance(t, Tensor)]
         return sum(layer.nbytes for layer in self._ours) + sum(t.nbytes for t in others)
 

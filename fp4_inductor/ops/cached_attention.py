@@ -168,11 +168,9 @@ class CachedCall(NamedTuple):
 
     def rows(self, slots: Any = slice(None)) -> tuple[kv.Rows, kv.Rows]:
         """What a cache in 8 or 4 bits has of keys and of values in ``slots``: a slice."""
-        assert self.stored is not None
-        s = self.stored
-        parts = (self.keys, s.key_scale, s.key_blocks), (self.values, s.value_scale, s.value_blocks)
-        key, value = (kv.Rows(*(None if t is None else t[:, :, slots] for t in part)) for part in parts)
-        return key, value
+        s: Any = self.stored
+        key, value = kv.Rows(self.keys, s.key_scale, s.key_blocks), kv.Rows(self.values, s.value_scale, s.value_blocks)
+        return key.each(lambda t: t[:, :, slots]), value.each(lambda t: t[:, :, slots])
 
 
 OWN = tuple(name for name in CachedCall._fields if name not in ("prologue", "stored"))
@@ -239,13 +237,12 @@ def _bytes(t: Tensor) -> Tensor:
 def _stored(c: CachedCall, s: Stored, slot: Tensor, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
     """K, V and positions of what a cache in 8 or 4 bits holds and of the new tokens as it will hold them, which of them are exact copies, and what is to
     be written where. Writes the mean."""
-    f = c.format
-    assert f is not None
+    f: Any = c.format
     if len(new) and not int(c.position):
         s.key_mean.copy_(kv.mean_of(c.key))
     dense, last = [], []
     for kind, rows, token, mean in zip((f.key, f.value), c.rows(), (c.key, c.value), (s.key_mean, None), strict=True):
-        old = kv.Rows(*(None if t is None else _bytes(t)[:, :, slot].view(t.dtype) for t in rows))
+        old = rows.each(lambda t: _bytes(t)[:, :, slot].view(t.dtype))
         added = kv.quantize(token, kind, mean)
         dense.append(torch.cat([kv.dequantize(r, kind, mean) for r in (old, added)], 2).double())
         last += [(a, b) for a, b in zip(rows, added, strict=True) if a is not None and b is not None]
@@ -360,7 +357,7 @@ def _check_stored(c: CachedCall) -> None:
     if f is None or s is None:
         if f is not None or s is not None:
             got = f"codes of {f.name} without scales" if f else f"{c.keys.dtype} with scales"
-            raise ConfigError(f"{NAME}: the parts of a cache", value=got, limit="all or none", remedy="Pass codes together with key_scale, value_scale and key_mean.")
+            raise ConfigError(f"{NAME}: the parts of a cache", value=got, limit="all or none", remedy="Pass codes with key_scale, value_scale, key_mean.")
         return
     width, batch, heads = c.query.shape[3], *c.keys.shape[:2]
     if c.value.shape[3] != width:

@@ -30,7 +30,8 @@ def test_every_code_and_every_block_scale(scale):
     s = torch.tensor(scale, dtype=torch.float16)
     exact = float(s)
     every = torch.arange(256, dtype=torch.uint8)
-    for kind, codes, table in ((kv.FP8, every.view(torch.float8_e4m3fn), E4M3), (kv.INT8, every.view(torch.int8), np.arange(256).astype(np.int8).astype(float))):
+    signed = every.view(torch.int8)
+    for kind, codes, table in ((kv.FP8, every.view(torch.float8_e4m3fn), E4M3), (kv.INT8, signed, np.arange(256).astype(np.int8).astype(float))):
         got = kv.dequantize(kv.Rows(codes[None], s[None]), kind)
         np.testing.assert_array_equal(got[0].numpy(), (table * exact).astype(np.float32))
     codes = every.repeat(127).view(127, 256)  # a row for each block scale: 512 numbers, the low nibble first

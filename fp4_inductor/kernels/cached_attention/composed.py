@@ -14,6 +14,7 @@ token a query attends to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ...formats import kv
 from ...ops import cached_attention as contract
-from ...ops.cached_attention import CachedCall
+from ...ops.cached_attention import CachedCall, Stored
 from ...ops.decode_attention import scale_of, without_unseen
 from .. import host, select
 from ..forms import Launches
@@ -65,7 +66,7 @@ def apart(c: CachedCall) -> Tensor:
     if last:
         _append(c, appended, new)
     if raw.stored is not None:
-        _append_exact(raw, new)
+        _append_exact(raw.stored, raw.key, raw.value, new)
     return out
 
 
@@ -109,11 +110,12 @@ def _appended(c: CachedCall, at: int | None) -> tuple[tuple[Tensor, Tensor], ...
 
 def _rounded(c: CachedCall, appended: tuple[tuple[Tensor, Tensor], ...]) -> CachedCall:
     """With the new tokens as the cache will hold them."""
-    assert c.stored is not None and c.format is not None
-    of_key = 3 if c.format.key.blocks else 2
+    stored: Any = c.stored
+    f: Any = c.format
+    of_key = 3 if f.key.blocks else 2
     key, value = (kv.Rows(*(new for _, new in part)) for part in (appended[:of_key], appended[of_key:]))
     dtype = c.query.dtype
-    return c._replace(key=kv.dequantize(key, c.format.key, c.stored.key_mean, dtype), value=kv.dequantize(value, c.format.value, None, dtype))
+    return c._replace(key=kv.dequantize(key, f.key, stored.key_mean, dtype), value=kv.dequantize(value, f.value, None, dtype))
 
 
 def _dense(c: CachedCall, filled: int) -> tuple[Tensor, Tensor]:
@@ -145,10 +147,9 @@ def _exact(c: CachedCall, new: Tensor, at: int | None) -> tuple[Tensor, Tensor, 
     return torch.cat([c.stored.exact_keys, c.key], 2), torch.cat([c.stored.exact_values, c.value], 2), torch.cat([where, new])
 
 
-def _append_exact(c: CachedCall, new: Tensor) -> None:
-    assert c.stored is not None
-    queries = c.key.shape[2]
-    for cache, token in ((c.stored.exact_keys, c.key), (c.stored.exact_values, c.value)):
+def _append_exact(stored: Stored, key: Tensor, value: Tensor, new: Tensor) -> None:
+    queries = key.shape[2]
+    for cache, token in ((stored.exact_keys, key), (stored.exact_values, value)):
         if cache is None or not queries:
             continue
         kept = min(queries, cache.shape[2] - kv.FIRST)  # no two of them in one slot
