@@ -10,6 +10,7 @@ The rule is known to torch's Python dispatcher alone, under which graphs are tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,7 @@ def give_twin(library: torch.library.Library, op: Op, schema: str, fake: Callabl
     """
     names = written(op)
     arguments, _, returned = schema.rpartition(" -> ")
-    for i in range(len(names)):
-        arguments = arguments.replace(f"({'abcdefgh'[i]}!)", "")
+    arguments = re.sub(r"\([a-z]!\)", "", arguments)
     name = f"{op._opname}_functional"
     library.define(f"{name}{arguments} -> ({', '.join([returned] + [returned] * len(names))})", tags=(torch.Tag.pt2_compliant_tag, *_strides(op)))
 

@@ -20,7 +20,9 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLaye
 from .._torch.capture import original
 from .._torch.static import keep_address
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, UnsupportedOpError
+from ..formats import kv as formats
 from ..formats import nvfp4
+from ..ops.cached_attention import Stored
 from .attention import NAME, use_attention_backend
 from .handles import Counter, Handle, Offset
 
@@ -28,28 +30,55 @@ _STATIC = "Use transformers.StaticCache, or DynamicCache."
 
 
 class KVLayer(CacheLayerMixin):
-    """K ``[batch, heads, slots, width]`` and V of one layer: every token (``window`` None), or a ring of the last ones."""
+    """K ``[batch, heads, slots, width]`` and V of one layer: every token (``window`` None), or a ring of the last ones.
+
+    ``format`` and ``stored``: of a cache in 8 or 4 bits, whose codes are ``keys`` and ``values``; else None.
+    """
 
     is_compileable = True
     is_croppable = True
     keys: Tensor
     values: Tensor
+    stored: Stored | None = None
 
-    def __init__(self, counter: Counter, shape: tuple[int, int, int], window: int | None, rollback: int, dtype: torch.dtype, sliding: bool):
+    def __init__(
+        self,
+        counter: Counter,
+        shape: tuple[int, int, int],
+        window: int | None,
+        rollback: int,
+        dtype: torch.dtype,
+        sliding: bool,
+        format: formats.Format | None = None,
+    ):
         super().__init__()
         batch, heads, width = shape
         slots = counter.max_length if window is None else min(counter.max_length, window + rollback)
         self.window = None if window is None or window >= counter.max_length else window
         self.counter, self.batch_size, self.rollback, self.is_sliding = counter, batch, rollback, sliding
         self.first = self.last = False
+        self.width, self.dtype, self.format = width, dtype, format
         device = counter.position.device
-        self.keys = torch.zeros((batch, heads, slots, width), dtype=dtype, device=device)
-        self.values = torch.zeros((batch, heads, slots, width), dtype=dtype, device=device)
+        if format is None:
+            self.keys = torch.zeros((batch, heads, slots, width), dtype=dtype, device=device)
+            self.values = torch.zeros((batch, heads, slots, width), dtype=dtype, device=device)
+        else:
+            key, value = (formats.empty(kind, (batch, heads, slots), width, device) for kind in (format.key, format.value))
+            mean = torch.zeros((batch, heads, width), dtype=torch.float32, device=device)
+            exact = (batch, heads, formats.exact_slots(counter.max_length, rollback), width)
+            copies = [torch.zeros(exact, dtype=dtype, device=device) if format.exact else None for _ in range(2)]
+            self.keys, self.values = key.codes, value.codes
+            self.stored = Stored(key.scale, value.scale, key.blocks, value.blocks, mean, *copies)
         self.is_initialized = True
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a layer holds; the batch is the first dimension."""
+        return self.keys, self.values, *(t for t in self.stored or () if t is not None)
+
+    @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(t.nbytes for t in self.tensors)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the buffers are made with the cache."""
@@ -61,15 +90,15 @@ class KVLayer(CacheLayerMixin):
             ShapeError, DTypeError, DeviceError: they are those of another model or batch, or do not fit.
         """
         for new, held in ((key_states, self.keys), (value_states, self.values)):
-            if new.dim() != 4 or new.shape[:2] != held.shape[:2] or new.shape[3] != held.shape[3]:
+            if new.dim() != 4 or new.shape[:2] != held.shape[:2] or new.shape[3] != self.width:
                 raise ShapeError(
                     "KVCache: K and V of another model, or of another batch",
                     value=tuple(new.shape),
-                    limit=f"[{held.shape[0]}, {held.shape[1]}, tokens, {held.shape[3]}]: batch, heads, tokens, width",
+                    limit=f"[{held.shape[0]}, {held.shape[1]}, tokens, {self.width}]: batch, heads, tokens, width",
                     remedy="Make a cache for this model: fp4_inductor.KVCache(model, max_length, batch).",
                 )
-            if new.dtype != held.dtype:
-                raise DTypeError("KVCache: dtype of K and V", value=new.dtype, limit=held.dtype, remedy="Make it after model.to(dtype), without autocast.")
+            if new.dtype != self.dtype:
+                raise DTypeError("KVCache: dtype of K and V", value=new.dtype, limit=self.dtype, remedy="Make it after model.to(dtype), without autocast.")
             if new.device != held.device:
                 raise DeviceError("KVCache: device of K and V", value=new.device, limit=held.device, remedy="Make the cache after model.to(device).")
         queries = key_states.shape[2]
@@ -91,12 +120,17 @@ class KVLayer(CacheLayerMixin):
     def why_not_back_to(self, at: int) -> str:
         """Why the tokens that a query at position ``at`` attends to are not all here; empty: they are."""
         slots, furthest = self.keys.shape[2], self.counter.furthest
+        if self.stored is not None and self.stored.exact_keys is not None and at:
+            ring = self.stored.exact_keys.shape[2] - formats.FIRST
+            if furthest - formats.FIRST > ring and max(formats.FIRST, at - formats.LAST + 1) < furthest - ring:
+                return f"the last {formats.LAST} tokens exact, of which it holds {ring}, of {furthest}"
         if self.window is None or at == 0 or furthest <= slots or max(0, at - self.window + 1) >= furthest - slots:
             return ""
         return f"a window of {self.window} that holds {slots} tokens, of {furthest}"
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for cache in (self.keys, self.values):
+        for held in self.tensors:
+            cache = held.view(torch.uint8) if held.itemsize == 1 else held  # torch indexes no float8
             cache.copy_(cache.index_select(0, beam_idx.to(cache.device)))
 
 
@@ -126,18 +160,23 @@ class KVCache(Cache):
         model: a Transformers model that generates. Its attention becomes ``"fp4_inductor"`` where it is ``"sdpa"``, as ``quantize_model`` does.
         max_length: the most tokens of a sequence, its prompt included.
         batch: the number of sequences; with beam search or several answers to a prompt, times those.
-        rollback: how many tokens ``crop`` may take back from a full sliding window: that many slots more for each.
+        kv: the format of K and V (``docs/kv_cache.md`` has the loss that was measured). ``"bf16"``: the dtype of the model. ``"fp8"``: E4M3, a scale for
+            each token and head. ``"k8v4"``: K in INT8, V in NVFP4. ``"nvfp4"``: both in NVFP4, but the first 4 and the last 64 tokens, which are exact.
+            Of all three the mean of K is kept apart. No fused kernel reads them yet: they save memory, not time.
+        rollback: how many tokens ``crop`` may take back from a full sliding window, or from the exact tokens of ``"nvfp4"``: that many slots more for each.
 
     Attributes:
         notes: what was changed in the model, and which layers are not served, and why.
 
     Raises:
-        ConfigError: a number that is not positive, no model of Transformers, one with an encoder, with latent attention or with layers that share K and
-            V, or with another attention implementation; none of its layers is served.
+        ConfigError: a number that is not positive, an unknown format, no model of Transformers, one with an encoder, with latent attention or with layers
+            that share K and V, or with another attention implementation; none of its layers is served.
+        ShapeError: heads whose width is no multiple of 16, in ``"fp8"``, ``"k8v4"`` or ``"nvfp4"``.
         DTypeError, DeviceError: a model that is not bfloat16, float16 or float32, or lies on several devices.
     """
 
-    def __init__(self, model: Any, max_length: int, batch: int = 1, *, rollback: int = 128):
+    def __init__(self, model: Any, max_length: int, batch: int = 1, *, kv: str = formats.DENSE, rollback: int = 128):
+        self.format = formats.named(kv)
         for name, number, least in (("max_length", max_length, 1), ("batch", batch, 1), ("rollback", rollback, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ConfigError(f"KVCache: {name}", value=number, limit=f"a whole number, {least} or more", remedy="See help(fp4_inductor.KVCache).")
@@ -151,8 +190,10 @@ class KVCache(Cache):
         if not _SERVED & set(types):
             raise ConfigError("KVCache: it serves no layer of this model", value=sorted(set(types)), limit=sorted(_SERVED), remedy=_STATIC)
         device, dtype = _place(model)
-        self.notes: list[str] = _select_attention(model, config)
         heads, width = _sizes(config)
+        if self.format is not None:
+            formats.check_width(width)
+        self.notes: list[str] = _select_attention(model, config)
         self.batch, self.rollback = batch, rollback
         layers: list[Any] = []
         with torch.inference_mode(False):
@@ -160,15 +201,14 @@ class KVCache(Cache):
             for kind, own in zip(types, kwargs, strict=True):
                 if kind in _SERVED:
                     sliding = kind == "sliding_attention"
-                    layers.append(
-                        KVLayer(self.counter, (batch, heads, width), own.get("sliding_window") if sliding else None, rollback, dtype, sliding=sliding)
-                    )
+                    window = own.get("sliding_window") if sliding else None
+                    layers.append(KVLayer(self.counter, (batch, heads, width), window, rollback, dtype, sliding, self.format))
                 else:
                     layers.append(STATIC_LAYER_TYPE_MAPPING[kind](max_cache_len=max_length, **own))
         super().__init__(layers=layers)
         ours = self._ours
         ours[0].first = ours[-1].last = True
-        for tensor in (self.counter.position, self.counter.arrivals, *(t for layer in ours for t in (layer.keys, layer.values))):
+        for tensor in (self.counter.position, self.counter.arrivals, *(t for layer in ours for t in layer.tensors)):
             keep_address(tensor)
         for kind, count in Tally(kind for kind in types if kind not in _SERVED).items():
             self.notes.append(f"{count} layers of {kind}: Transformers' own {STATIC_LAYER_TYPE_MAPPING[kind].__name__}; KVCache serves {sorted(_SERVED)}")
@@ -184,7 +224,7 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The memory of all K and V in bytes, that of Transformers' own layers as far as they have any yet."""
+        """The memory of all K and V in bytes, scales, means and exact tokens included, that of Transformers' own layers as far as they have any yet."""
         others = [t for layer in self.layers if not isinstance(layer, KVLayer) for t in vars(layer).values() if isinstance(t, Tensor)]
         return sum(layer.nbytes for layer in self._ours) + sum(t.nbytes for t in others)
 
@@ -194,7 +234,8 @@ class KVCache(Cache):
         kinds.update(type(layer).__name__ for layer in self.layers if not isinstance(layer, KVLayer))
         layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         size = f"{self.nbytes / 2**20:,.1f} MiB"
-        return f"KVCache({str(ours[0].keys.dtype).removeprefix('torch.')}, batch {self.batch}, max_length {self.max_length}, layers: {layers}; {size})"
+        held = str(ours[0].dtype).removeprefix("torch.") if self.format is None else f"{self.format.name} of {str(ours[0].dtype).removeprefix('torch.')}"
+        return f"KVCache({held}, batch {self.batch}, max_length {self.max_length}, layers: {layers}; {size})"
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """The number of tokens in the cache: the counter itself, a tensor on the device."""
@@ -219,7 +260,8 @@ class KVCache(Cache):
 
         Raises:
             ConfigError: a positive number, or more tokens than there are.
-            UnsupportedOpError: a layer cannot go back so far: a full sliding window (``rollback``), or a layer of Transformers' own.
+            UnsupportedOpError: a layer cannot go back so far: a full sliding window or the exact tokens of ``"nvfp4"`` (``rollback``), or a layer of
+                Transformers' own.
         """
         if tokens_to_remove > 0:
             raise ConfigError("KVCache.crop", value=tokens_to_remove, limit="the number of tokens to remove, negative", remedy="cache.crop(-3) removes three.")

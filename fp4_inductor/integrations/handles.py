@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ShapeError, UnsupportedOpError
 from ..kernels.cached_attention.composed import prompt
+from ..ops.cached_attention import CachedCall, Stored
 
 REMEDY = 'Select it with model.set_attn_implementation("fp4_inductor"); for a model that computes with K and V itself use transformers.StaticCache.'
 
@@ -77,6 +78,7 @@ class CacheLayer(Protocol):
     window: int | None
     last: bool
     counter: Counter
+    stored: Stored | None
 
 
 class Handle:
@@ -209,16 +211,17 @@ def attend(
     causal = mask is None or mask.shape[2] == 1
     sinks = None if sinks is None else sinks.to(query.dtype)
     counter = layer.counter
-    if key.empty and mask is None and softcap is None and sinks is None and _alone(layer, query, key.new, value.new):
+    if layer.stored is None and key.empty and mask is None and softcap is None and sinks is None and _alone(layer, query, key.new, value.new):
         # torch's operators: they take less time of the host than one of ours, and Inductor writes the cache where it makes keys and values.
         for held, new in ((layer.keys, key.new), (layer.values, value.new)):
             held[:, :, :queries].copy_(new)
         out = prompt(query, key.new, value.new, scaling)
     else:
-        out = torch.ops.fp4.cached_attention(
+        call = CachedCall(
             query, key.new, value.new, layer.keys, layer.values, counter.position, mask, scaling, layer.window, causal, softcap, sinks, key.empty,
-            counter.arrivals,
+            counter.arrivals, stored=layer.stored,
         )  # fmt: skip
+        out = torch.ops.fp4.cached_attention(*call.flat())
     if layer.last:
         layer.counter.advance(queries)
     return out

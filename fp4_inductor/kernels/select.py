@@ -82,6 +82,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
     asked = {
+        f"a cache in {c.format.name if c.format else ''}, which no kernel reads yet": c.format is not None,
         "no counters of arrival": c.arrivals is None or not c.arrivals.is_contiguous(),
         "a cache that is known to be empty": c.empty,
         f"values of another width, {c.value.shape[3]}": c.value.shape[3] != width,

@@ -34,7 +34,7 @@ def lower(*args, **kwargs):
             inductor.realized(shared)  # all layers share mask and angles; each would make them again
     if EARLY and c.mask is None and c.query.get_device().type == "cuda":
         c = c._replace(early=not why_not_early(new, cache))
-    return inductor.call_op(fp4.cached_attention.default, *c[:-1], *(c.prologue or ()))
+    return inductor.call_op(fp4.cached_attention.default, *c.flat())
 
 
 def tell(c: Any) -> None:

@@ -27,6 +27,22 @@ Query and key may come as they left their projections; what is to be done to the
 
 It is computed in float32 (float64 in the reference) and rounded once, to the dtype of query. Keys are cached as they are after it.
 
+The cache may be in 8 or 4 bits: :mod:`fp4_inductor.formats.kv` has the formats. Its format is told by the dtypes of ``keys`` and ``values``; D = Dv, a
+multiple of 16, and the *rest of the cache* belongs to it. All of that is written but what the format lacks, which is None:
+
+    keys, values              codes [B, Hkv, S, D], or [B, Hkv, S, D/2] where two lie in a byte: float8_e4m3fn twice is "fp8", int8 and uint8 is "k8v4",
+                              uint8 twice is "nvfp4"
+    key_scale, value_scale    float16 [B, Hkv, S]
+    key_blocks, value_blocks  float8_e4m3fn [B, Hkv, S, D/16], where the kind is "nvfp4"
+    key_mean                  float32 [B, Hkv, D], subtracted from keys before they are rounded. It is written where position is 0: the mean of the first 128
+                              new tokens at most, and stays until position is 0 again
+    exact_keys, exact_values  [B, Hkv, 4 + R, D] in the dtype of query, where the format is "nvfp4": the first 4 tokens, and a ring of R tokens in which the
+                              token at position p >= 4 lies in slot 4 + (p - 4) mod R. R is 64 or more, or no less than window (without one: than S)
+
+A query then attends to what is *stored*, codes times scales plus mean, of the new tokens and of itself too, so that the result does not depend on how many
+tokens come in one call. Where the format is "nvfp4" a query at position q attends to the exact tokens at positions below 4 and above q - 64. A token with
+NaN or Inf is NaN in its head.
+
 What lies in slots beyond position + Q, or at masked positions, changes nothing, NaN and Inf included. A row that attends to nothing is zero.
 
 A ring (``window``) of more than W slots still has what a query needs after S - W tokens were taken back from ``position`` (speculation).
@@ -42,7 +58,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DeviceError, DTypeError, FP4Error, ShapeError
-from ..formats import nvfp4
+from ..formats import kv, nvfp4
 from .contract import OpContract
 from .decode_attention import scale_of
 
@@ -84,6 +100,18 @@ class Prologue(NamedTuple):
         return y.to(x.dtype)
 
 
+class Stored(NamedTuple):
+    """The rest of a cache in 8 or 4 bits, besides the codes ``keys`` and ``values``."""
+
+    key_scale: Tensor
+    value_scale: Tensor
+    key_blocks: Tensor | None
+    value_blocks: Tensor | None
+    key_mean: Tensor
+    exact_keys: Tensor | None = None
+    exact_values: Tensor | None = None
+
+
 class CachedCall(NamedTuple):
     """The arguments of one call."""
 
@@ -103,14 +131,25 @@ class CachedCall(NamedTuple):
     arrivals: Tensor | None = None
     early: bool = False
     prologue: Prologue | None = None
+    stored: Stored | None = None
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> CachedCall:
-        """From the op's own arguments, the last of which are those of :class:`Prologue`."""
-        own = len(cls._fields) - 1
-        last = dict(zip(Prologue._fields, args[own:], strict=False)) | {name: kwargs.pop(name) for name in Prologue._fields if name in kwargs}
+        """From the op's own arguments, the last of which are those of :class:`Prologue` and of :class:`Stored`."""
+        last = dict(zip((*Prologue._fields, *Stored._fields), args[len(OWN) :], strict=False))
+        last |= {name: kwargs.pop(name) for name in (*Prologue._fields, *Stored._fields) if name in kwargs}
         asked = any(last.get(name) is not None for name in ("q_norm", "k_norm", "cos", "sin"))
-        return cls(*args[:own], **kwargs)._replace(prologue=Prologue(**last) if asked else None)
+        prologue = Prologue(**{name: x for name, x in last.items() if name in Prologue._fields}) if asked else None
+        rest: dict[str, Any] = {name: last.get(name) for name in Stored._fields}
+        held = Stored(**rest) if any(x is not None for x in rest.values()) else None
+        return cls(*args[: len(OWN)], **kwargs)._replace(prologue=prologue, stored=held)
+
+    def flat(self) -> tuple[Any, ...]:
+        """The op's own arguments."""
+        own = tuple(getattr(self, name) for name in OWN)
+        if self.stored is not None:
+            return (*own, *(self.prologue or Prologue()), *self.stored)
+        return (*own, *(self.prologue or ()))
 
     def prepared(self, wide: torch.dtype = torch.float32) -> CachedCall:
         """The call after its prologue."""
@@ -122,6 +161,20 @@ class CachedCall(NamedTuple):
     def slots(self) -> int:
         return self.keys.shape[2]
 
+    @property
+    def format(self) -> kv.Format | None:
+        """Of the cache; None: it has the dtype of query."""
+        return kv.of_dtypes(self.keys.dtype, self.values.dtype)
+
+    def rows(self, slots: Any = slice(None)) -> tuple[kv.Rows, kv.Rows]:
+        """What a cache in 8 or 4 bits has of keys and of values in ``slots``: a slice."""
+        s: Any = self.stored
+        key, value = kv.Rows(self.keys, s.key_scale, s.key_blocks), kv.Rows(self.values, s.value_scale, s.value_blocks)
+        return key.each(lambda t: t[:, :, slots]), value.each(lambda t: t[:, :, slots])
+
+
+OWN = tuple(name for name in CachedCall._fields if name not in ("prologue", "stored"))
+
 
 def reference(c: CachedCall) -> Tensor:
     """float64 arithmetic, rounded once to ``query.dtype``. It writes ``keys`` and ``values``, as the op does."""
@@ -131,8 +184,13 @@ def reference(c: CachedCall) -> Tensor:
     c = c.prepared(torch.float64)
     held = torch.arange(max(0, at - c.slots), at, device=c.query.device)  # the positions whose tokens the cache has, oldest first
     new = torch.arange(at, at + queries, device=c.query.device)
-    k, v = (torch.cat([cache[:, :, held % max(c.slots, 1)], token], 2).double() for cache, token in ((c.keys, c.key), (c.values, c.value)))
-    where = torch.cat([held, new])
+    slot = held % max(c.slots, 1)
+    exact = None
+    if c.stored is None:
+        k, v = (torch.cat([cache[:, :, slot], token], 2).double() for cache, token in ((c.keys, c.key), (c.values, c.value)))
+        where = torch.cat([held, new])
+    else:
+        k, v, where, exact, last = _stored(c, c.stored, slot, held, new)
     group = c.query.shape[1] // max(c.key.shape[1], 1)
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = c.query.double() @ k.mT * scale_of(c.query, c.scale)
@@ -143,6 +201,8 @@ def reference(c: CachedCall) -> Tensor:
         seen = where <= new[:, None]
     if c.window is not None:
         seen = seen & (where > new[:, None] - c.window)
+    if exact is not None:
+        seen = seen & (kv.is_exact(new[:, None], where) == exact)
     if c.mask is not None:
         mask = c.mask[..., where]
         seen = seen & (mask if mask.dtype == torch.bool else mask != float("-inf"))
@@ -157,18 +217,57 @@ def reference(c: CachedCall) -> Tensor:
     else:
         weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
     out = (weights @ v).transpose(1, 2).to(c.query.dtype).contiguous()
-    last = new[-c.slots :] if c.slots else new[:0]
-    for cache, token in ((c.keys, c.key), (c.values, c.value)):
-        cache[:, :, last % max(c.slots, 1)] = token[:, :, queries - len(last) :]
+    kept = new[-c.slots :] if c.slots else new[:0]
+    if c.stored is None:
+        last = [(c.keys, c.key), (c.values, c.value)]
+    for cache, token in last:
+        _bytes(cache)[:, :, kept % max(c.slots, 1)] = _bytes(token)[:, :, queries - len(kept) :]
+    if c.stored is not None and c.stored.exact_keys is not None and c.stored.exact_values is not None:
+        for cache, token in ((c.stored.exact_keys, c.key), (c.stored.exact_values, c.value)):
+            for i, position in enumerate(new):  # one after the other, the later over the earlier
+                cache[:, :, kv.exact_slot(position, cache.shape[2])] = token[:, :, i]
     return out
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """torch indexes no float8."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
+def _stored(c: CachedCall, s: Stored, slot: Tensor, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
+    """K, V and positions of what a cache in 8 or 4 bits holds and of the new tokens as it will hold them, which of them are exact copies, and what is to
+    be written where. Writes the mean."""
+    f: Any = c.format
+    if len(new) and not int(c.position):
+        s.key_mean.copy_(kv.mean_of(c.key))
+    dense, last = [], []
+    for kind, rows, token, mean in zip((f.key, f.value), c.rows(), (c.key, c.value), (s.key_mean, None), strict=True):
+        old = rows.each(lambda t: _bytes(t)[:, :, slot].view(t.dtype))
+        added = kv.quantize(token, kind, mean)
+        dense.append(torch.cat([kv.dequantize(r, kind, mean) for r in (old, added)], 2).double())
+        last += [(a, b) for a, b in zip(rows, added, strict=True) if a is not None and b is not None]
+    k, v = dense
+    where = torch.cat([held, new])
+    if s.exact_keys is None or s.exact_values is None:
+        return k, v, where, None, last
+    ring = s.exact_keys.shape[2] - kv.FIRST
+    there = held[(held < kv.FIRST) | (held >= int(c.position) - ring)]
+    copies = [cache[:, :, kv.exact_slot(there, cache.shape[2])] for cache in (s.exact_keys, s.exact_values)]
+    k, v = (torch.cat([t, copy.double(), token.double()], 2) for t, copy, token in zip((k, v), copies, (c.key, c.value), strict=True))
+    exact = torch.arange(k.shape[2], device=k.device) >= len(where)
+    return k, v, torch.cat([where, there, new]), exact, last
 
 
 def check(c: CachedCall) -> None:
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
     dtypes = {name: getattr(c, name).dtype for name in ("query", "key", "value", "keys", "values")}
-    if c.query.dtype not in nvfp4.HIGH_PRECISION or len(set(dtypes.values())) > 1:
-        raise DTypeError(f"{NAME}: dtypes of tokens and cache", value=dtypes, limit=f"one of {list(nvfp4.HIGH_PRECISION)}", remedy="Cast them with .to(dtype).")
+    alike = set(dtypes.values()) if c.format is None else {dtypes[name] for name in ("query", "key", "value")}
+    if c.query.dtype not in nvfp4.HIGH_PRECISION or len(alike) > 1:
+        limit = f"one of {list(nvfp4.HIGH_PRECISION)}; a cache also in {list(kv.FORMATS)}"
+        raise DTypeError(f"{NAME}: dtypes of tokens and cache", value=dtypes, limit=limit, remedy="Cast them with .to(dtype).")
     shapes = {name: tuple(getattr(c, name).shape) for name in dtypes}
+    for name, kind in (("keys", c.format.key), ("values", c.format.value)) if c.format else ():
+        shapes[name] = (*shapes[name][:-1], shapes[name][-1] * kind.packed)  # numbers, not bytes
     if not _belong_together(**shapes):
         raise ShapeError(
             f"{NAME}: the new tokens and the cache do not belong together",
@@ -182,7 +281,8 @@ def check(c: CachedCall) -> None:
     _check_options(c)
     if c.prologue is not None:
         _check_prologue(c, c.prologue)
-    given = c._asdict() | (c.prologue._asdict() if c.prologue is not None else {})
+    _check_stored(c)
+    given = c._asdict() | (c.prologue._asdict() if c.prologue is not None else {}) | (c.stored._asdict() if c.stored is not None else {})
     tensors = {name: t for name, t in given.items() if isinstance(t, Tensor)}
     devices = {name: str(t.device) for name, t in tensors.items()}
     if len(set(devices.values())) > 1:
@@ -252,6 +352,36 @@ def _check_prologue(c: CachedCall, p: Prologue) -> None:
         )
 
 
+def _check_stored(c: CachedCall) -> None:
+    f, s = c.format, c.stored
+    if f is None or s is None:
+        if f is not None or s is not None:
+            got = f"codes of {f.name} without scales" if f else f"{c.keys.dtype} with scales"
+            raise ConfigError(f"{NAME}: the parts of a cache", value=got, limit="all or none", remedy="Pass codes with key_scale, value_scale, key_mean.")
+        return
+    width, batch, heads = c.query.shape[3], *c.keys.shape[:2]
+    if c.value.shape[3] != width:
+        raise ShapeError(f"{NAME}: values of another width in {f.name}", value=c.value.shape[3], limit=width, remedy="Use a cache in the dtype of query.")
+    if s.key_scale is None or s.value_scale is None or s.key_mean is None or (f.exact and (s.exact_keys is None or s.exact_values is None)):
+        missing = [name for name, x in s._asdict().items() if x is None and "blocks" not in name and (f.exact or "exact" not in name)]
+        raise ConfigError(f"{NAME}: parts of a cache in {f.name} are missing", value=missing, limit="none missing", remedy="Pass all of one KVCache.")
+    for kind, rows in zip((f.key, f.value), c.rows(), strict=True):
+        kv.check_rows(kind, rows, width)
+    if tuple(s.key_mean.shape) != (batch, heads, width) or s.key_mean.dtype != torch.float32:
+        got = f"{tuple(s.key_mean.shape)} {s.key_mean.dtype}"
+        raise ShapeError(f"{NAME}: key_mean", value=got, limit=f"({batch}, {heads}, {width}) float32", remedy="Pass torch.zeros of that shape.")
+    least = kv.FIRST + min(kv.LAST, c.slots if c.window is None else c.window)
+    for name, exact in (("exact_keys", s.exact_keys), ("exact_values", s.exact_values)):
+        if (exact is not None) != f.exact:
+            raise ConfigError(f"{NAME}: {name}", value="given", limit=f"none in {f.name}", remedy="Only nvfp4 has exact tokens.")
+        if exact is None or s.exact_keys is None:
+            continue
+        fits = exact.dim() == 4 and exact.shape == (batch, heads, s.exact_keys.shape[2], width) and exact.shape[2] >= max(least, kv.FIRST + 1)
+        if not fits or exact.dtype != c.query.dtype:
+            got, limit = f"{tuple(exact.shape)} {exact.dtype}", f"({batch}, {heads}, {least} or more, {width}) {c.query.dtype}"
+            raise ShapeError(f"{NAME}: {name}", value=got, limit=limit, remedy="formats.kv.exact_slots says how many there are.")
+
+
 def check_room(c: CachedCall, at: int) -> None:
     """What only the number in ``position`` says. Where it cannot be read (CUDA), whoever advances it answers for it."""
     end = at + c.query.shape[2]
@@ -295,9 +425,9 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
         (1, 2, 1, 0, 16, 64, 64, 3, None, ""),
         (0, 4, 2, 1, 16, 64, 64, 3, None, ""),
     )
-    for b, h, kv, q, s, d, dv, at, window, extra in cases:
+    for b, h, heads, q, s, d, dv, at, window, extra in cases:
         for dtype in (torch.float32, torch.bfloat16):
-            shapes = ((b, h, q, d), (b, kv, q, d), (b, kv, q, dv), (b, kv, s, d), (b, kv, s, dv))
+            shapes = ((b, h, q, d), (b, heads, q, d), (b, heads, q, dv), (b, heads, s, d), (b, heads, s, dv))
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
             end = at + q
             mask: Tensor | None = None
@@ -316,10 +446,37 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
                 norms = [torch.randn(d, device=device).to(dtype) if "norm" in extra else None for _ in range(2)]
                 r = d - 8 if "half" in extra else d
                 angle = torch.rand(b if at % 2 else 1, q, r // 2 if "half" in extra else r, device=device) * 6
-                arrivals = torch.zeros(b * kv, dtype=torch.int32, device=device)
+                arrivals = torch.zeros(b * heads, dtype=torch.int32, device=device)
                 last = (arrivals, False, *norms, 1e-6, 1.0 if "half" in extra else 0.0, angle.cos().to(dtype), angle.sin().to(dtype), r)
             options = (mask, 0.3 if extra == "float" else None, window, extra != "bidirectional", 2.0 if "softcap" in extra else None, sinks, extra == "empty")
-            yield f"B{b} H{h} Hkv{kv} Q{q} S{s} D{d} Dv{dv} at {at} window {window} {extra} {dtype}", (*tensors, position, *options, *last)
+            yield f"B{b} H{h} Hkv{heads} Q{q} S{s} D{d} Dv{dv} at {at} window {window} {extra} {dtype}", (*tensors, position, *options, *last)
+    yield from _stored_inputs(device)
+
+
+def _stored_inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Caches in 8 and 4 bits, which hold what they were given, or anything."""
+    # (B, H, Hkv, Q, S, D, position, window, softcap): empty, a step, tokens that overwrite a ring, one that is full to the last slot, no tokens
+    cases: tuple[tuple[int, int, int, int, int, int, int, int | None, float | None], ...] = (
+        (2, 4, 2, 9, 24, 32, 0, None, None),
+        (1, 4, 1, 1, 90, 64, 80, None, None),
+        (2, 2, 2, 3, 83, 16, 80, None, 2.0),
+        (1, 6, 3, 12, 11, 48, 90, 9, None),
+        (1, 2, 1, 0, 8, 32, 3, None, None),
+    )
+    for f in kv.FORMATS.values():
+        for b, h, heads, q, s, d, at, window, softcap in cases:
+            for dtype in (torch.float32, torch.bfloat16):
+                new = [torch.randn(b, n, q, d, device=device).to(dtype) for n in (h, heads, heads)]
+                mean = torch.randn(b, heads, d, device=device)
+                held = [torch.randn(b, heads, s, d, device=device) for _ in range(2)]
+                key, value = kv.quantize(held[0], f.key, mean), kv.quantize(held[1], f.value)
+                exact = [torch.randn(b, heads, kv.exact_slots(s, 2), d, device=device).to(dtype) if f.exact else None for _ in range(2)]
+                position = torch.full((), at, dtype=torch.int64, device=device)
+                arrivals = torch.zeros(b * heads, dtype=torch.int32, device=device)
+                options = (None, None, window, True, softcap, None, at == 0, arrivals, False, *Prologue())
+                rest = (key.scale, value.scale, key.blocks, value.blocks, mean, *exact)
+                name = f"{f.name} B{b} H{h} Hkv{heads} Q{q} S{s} D{d} at {at} window {window} {dtype}"
+                yield name, (*new, key.codes, value.codes, position, *options, *rest)
 
 
 CONTRACT = OpContract(
@@ -327,7 +484,8 @@ CONTRACT = OpContract(
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor position, Tensor? mask=None, float? scale=None, "
     "int? window=None, bool causal=True, float? softcap=None, Tensor? sinks=None, bool empty=False, "
     "Tensor(c!)? arrivals=None, bool early=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, float norm_offset=0.0, Tensor? cos=None, "
-    "Tensor? sin=None, int? rotary=None) -> Tensor",
+    "Tensor? sin=None, int? rotary=None, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None, Tensor(f!)? key_blocks=None, "
+    "Tensor(g!)? value_blocks=None, Tensor(h!)? key_mean=None, Tensor(i!)? exact_keys=None, Tensor(j!)? exact_values=None) -> Tensor",
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -23,7 +23,7 @@ from .._torch.fx import without_modes
 from ..config import dispatch_config
 from ..formats.nvfp4 import HIGH_PRECISION
 from ..kernels import select
-from ..ops.cached_attention import CachedCall
+from ..ops.cached_attention import OWN, CachedCall
 from .counters import matched
 from .emit import emit, erase
 from .layout import is_call, same, value
@@ -75,7 +75,7 @@ def serves(node: Node) -> bool:
         return False
     bases: Any = given["_all_bases"]
     written = {name: None if (i := given.get(f"_{name}_base_index")) is None else bases[i] for name in ("keys", "values", "arrivals")}
-    call = CachedCall(*(value(a) if isinstance(a, Node) else a for a in (written.get(n, given.get(n)) for n in CachedCall._fields[:-1])))
+    call = CachedCall(*(value(a) if isinstance(a, Node) else a for a in (written.get(n, given.get(n)) for n in OWN)))
     heads, queries, d = query.shape[1:]
     with without_modes():
         form = select.cached_form(call)

@@ -51,13 +51,13 @@ def fresh(c: CachedCall) -> CachedCall:
 
 
 def op(c: CachedCall):
-    return torch.ops.fp4.cached_attention(*c[:-1], *(c.prologue or ()))
+    return torch.ops.fp4.cached_attention(*c.flat())
 
 
 def check(c: CachedCall, run=op):
     assert not select.cached_form(c)
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
-    want = contract.CONTRACT.reference(*theirs[:-1], *(theirs.prologue or ()))
+    want = contract.CONTRACT.reference(*theirs.flat())
     got = run(ours)
     bound = contract.CONTRACT.tolerance[c.query.dtype] * (PROLOGUE if c.prologue else 1)
     assert error(got, want.double()) <= bound, (error(got, want.double()), bound)

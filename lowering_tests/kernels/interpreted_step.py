@@ -54,7 +54,7 @@ def turning(b, q, d, dtype=F16, norm=True, rotary=None, half=False, offset=0.0):
 def check(case, c, tile=None, bound=None):
     """Against float64: the result, what was written, and that the counters are zero again. Twice: the same bits."""
     ours, again, theirs = (c._replace(keys=c.keys.clone(), values=c.values.clone()) for _ in range(3))
-    flat = [*theirs[:-1], *(c.prologue or ())]
+    flat = list(theirs.flat())
     want = contract.CONTRACT.reference(*flat)
     got = run(ours, tile)
     bound = bound or contract.CONTRACT.tolerance[c.query.dtype]
