@@ -17,7 +17,7 @@ from .formats.packing import MAX_SCALES
 from .kernels import select
 from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
-from .ops.cached_attention import CachedCall
+from .ops.cached_call import CachedCall
 from .ops.moe_call import MoeCall
 from .passes.missed import APART, DENSE, Missed
 

@@ -25,7 +25,7 @@ OTHERS = {
     ("integrations/handles.py", "_touched"): "makes a typed error",
     ("integrations/handles.py", "too_long"): "makes a typed error",
     ("integrations/handles.py", "AttributeError"): "the protocol of __getattr__",
-    ("ops/cached_attention.py", "error"): "the typed error that was found",
+    ("ops/cached_call.py", "error"): "the typed error that was found",
     ("kernels/kernel.py", "TypeError"): "a kernel of another form: a defect of this package, not of a caller",
     ("kernels/params.py", "TypeError"): "a field that the struct of a kernel does not have: a defect of this package",
     ("kernels/run.py", "TypeError"): "as kernels/kernel.py",

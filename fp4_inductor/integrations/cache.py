@@ -22,7 +22,7 @@ from .._torch.static import keep_address
 from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, UnsupportedOpError
 from ..formats import kv as formats
 from ..formats import nvfp4
-from ..ops.cached_attention import Stored
+from ..ops.cached_call import Stored
 from .attention import NAME, use_attention_backend
 from .handles import Counter, Handle, Offset
 

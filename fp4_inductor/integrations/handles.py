@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, ShapeError, UnsupportedOpError
 from ..kernels.cached_attention.composed import prompt
-from ..ops.cached_attention import CachedCall, Stored
+from ..ops.cached_call import CachedCall, Stored
 
 REMEDY = 'Select it with model.set_attn_implementation("fp4_inductor"); for a model that computes with K and V itself use transformers.StaticCache.'
 

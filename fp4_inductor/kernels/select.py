@@ -16,7 +16,7 @@ import torch
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
 from ..formats.packing import MAX_SCALES
-from ..ops.cached_attention import CachedCall
+from ..ops.cached_call import CachedCall
 from . import choose, registry
 from .forms import Epilogue, Norm
 from .kernel import LOST, Call, Kernel, Span

@@ -10,7 +10,7 @@ from .._torch import lowering as inductor
 from .._torch.order import why_not_early
 from ..config import dispatch_config
 from ..kernels import select
-from ..ops.cached_attention import CachedCall
+from ..ops.cached_call import CachedCall
 from .decode_attention import RUNTIME
 from .journal import record
 from .regime import known

@@ -23,7 +23,7 @@ from .._torch.fx import without_modes
 from ..config import dispatch_config
 from ..formats.nvfp4 import HIGH_PRECISION
 from ..kernels import select
-from ..ops.cached_attention import OWN, CachedCall
+from ..ops.cached_call import OWN, CachedCall
 from .counters import matched
 from .emit import emit, erase
 from .layout import is_call, same, value

@@ -13,7 +13,7 @@ from fp4_inductor.kernels import select
 from fp4_inductor.kernels.cached_attention.step import StepConfig, step
 from fp4_inductor.lowerings import cached_attention as lowering
 from fp4_inductor.ops import cached_attention as contract
-from fp4_inductor.ops.cached_attention import CachedCall, Prologue
+from fp4_inductor.ops.cached_call import CachedCall, Prologue
 from fp4_inductor.passes import matches, reset_matches
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
 

@@ -8,7 +8,7 @@ from fp4_inductor.kernels.cached_attention import step as one_launch
 from fp4_inductor.kernels.cached_attention.triton_step import cached_attention_step
 from fp4_inductor.kernels.decode_attention import split as kernel
 from fp4_inductor.kernels.decode_attention.triton_split import decode_attention_combine, decode_attention_split
-from fp4_inductor.ops.cached_attention import CachedCall, Prologue
+from fp4_inductor.ops.cached_call import CachedCall, Prologue
 from lowering_tests.kernels import aot
 
 SMS = 132

@@ -16,7 +16,7 @@ from fp4_inductor.kernels import host, select
 from fp4_inductor.kernels.cached_attention import step as kernel
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.ops import cached_attention as contract
-from fp4_inductor.ops.cached_attention import CachedCall, Prologue
+from fp4_inductor.ops.cached_call import CachedCall, Prologue
 
 NAN = float("nan")
 F16 = torch.float16

@@ -17,7 +17,7 @@ from fp4_inductor.kernels import host, select
 from fp4_inductor.kernels.cached_attention import composed, step, triton_step
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.kernels.select import Call, plan
-from fp4_inductor.ops.cached_attention import CachedCall, Prologue
+from fp4_inductor.ops.cached_call import CachedCall, Prologue
 from lowering_tests.kernels import attention_aot
 from lowering_tests.kernels.test_aot import assert_fits, global_atomics
 from lowering_tests.own_process import cases_of

@@ -17,7 +17,7 @@ from fp4_inductor.kernels import forms, host, registry
 from fp4_inductor.kernels.cached_attention import composed
 from fp4_inductor.kernels.decode_attention import by_sdpa, cuda, split, triton_split
 from fp4_inductor.kernels.select import Call, attention_form, plan
-from fp4_inductor.ops.cached_attention import CachedCall
+from fp4_inductor.ops.cached_call import CachedCall
 from lowering_tests.kernels import aot, attention_aot
 from lowering_tests.kernels.test_aot import assert_fits, global_atomics
 from lowering_tests.own_process import cases_of

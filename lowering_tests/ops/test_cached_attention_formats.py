@@ -11,7 +11,7 @@ from fp4_inductor.formats import kv
 from fp4_inductor.kernels import select
 from fp4_inductor.kernels.cached_attention import composed
 from fp4_inductor.kernels.kernel import Call
-from fp4_inductor.ops.cached_attention import CachedCall, Stored
+from fp4_inductor.ops.cached_call import CachedCall, Stored
 from lowering_tests.ops.test_cached_attention import CONTRACT, relative, straight, tokens
 
 DEVICES = ["cpu", "blind", pytest.param("cuda", marks=pytest.mark.gpu)]

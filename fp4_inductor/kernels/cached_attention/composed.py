@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...formats import kv
-from ...ops import cached_attention as contract
-from ...ops.cached_attention import CachedCall, Stored
+from ...ops.cached_call import CachedCall, Stored, check, check_room
 from ...ops.decode_attention import scale_of, without_unseen
 from .. import host, select
 from ..forms import Launches
@@ -33,7 +32,7 @@ _SCORES = 1 << 26  # float32 scores that are in memory at once, where they are c
 
 def cached_attention(c: CachedCall) -> Tensor:
     """Append, and ``[B, Q, H, Dv]``, by the kernel that ``select.plan`` gives on a GPU. Raises before anything is written."""
-    contract.check(c)
+    check(c)
     if c.query.is_cuda and c.query.numel() and c.value.numel():
         heads, queries, d = c.query.shape[1:]
         kernel = host.row_for("cached_attention", c.query, queries * (heads // c.key.shape[1]), heads, d, form=select.cached_form(c)).implementation
@@ -74,7 +73,7 @@ def known(c: CachedCall) -> int | None:
     """The number in ``position``, where the host can tell without waiting for a device."""
     if c.position.device.type == "cpu":
         at = int(c.position)
-        contract.check_room(c, at)
+        check_room(c, at)
         return at
     if not c.empty:
         return None

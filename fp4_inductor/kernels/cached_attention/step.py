@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ops.cached_attention import CachedCall
+from ...ops.cached_call import CachedCall
 from ...ops.decode_attention import scale_of
 from .. import host
 from ..decode_attention.split import parts
