@@ -20,7 +20,7 @@ class Missed:
         node: its name in the graph; of a query, that of the attention.
         shape: of the dense weight, of what the norm gives, or of the query, as text; sizes may be symbolic.
         reason: why no pass could keep the weight packed, or put the norm into the layer or into the attention.
-        what: what it is therefore, one of :data:`DENSE`, :data:`APART` and :data:`BEFORE_ATTENTION`.
+        what: what it is therefore, one of ``DENSE``, ``APART`` and ``BEFORE_ATTENTION``.
     """
 
     node: str
