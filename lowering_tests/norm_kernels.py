@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from fp4_inductor._journal import LOWERED
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.kernels import csrc, select
 from fp4_inductor.kernels.forms import Library
@@ -63,4 +64,5 @@ def serving() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(csrc.LIBRARIES, libraries))
         for module in (epilogue, norm, linear, linear_glu, linear_epilogue):
             stack.enter_context(mock.patch.object(module, "plan", plan))
+        stack.callback(LOWERED.forget)  # who reads the journal later asks for the kernels that it names
         yield

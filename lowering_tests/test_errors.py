@@ -36,6 +36,8 @@ OTHERS = {
     ("models/preflight.py", "problems"): "a list of typed errors",
     ("models/preflight.py", "error"): "the typed error over several layers",
     ("formats/packing.py", "type"): "the typed error of the format, with the weight's name before it",
+    ("passes/rms_norm.py", "_OtherError"): "a graph is not what is looked for; caught by read",
+    ("generation/loop.py", "_TheirsError"): "another loop has to run; caught by generate",
     ("models/hessian.py", "_ReachedError"): "ends a forward pass whose rest is not needed; caught by Watch.run",
     ("integrations/pretrained/on_the_fly.py", "error"): "a typed error of the plan",
     **{

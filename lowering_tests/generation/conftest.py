@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4_inductor.generation.lookup import Text
 from lowering_tests.models import conftest as models
 
 SLIDING = {"sliding_window": 16}  # shorter than prompt and answer, so that windows become full on the way
@@ -49,3 +50,16 @@ def quiet(monkeypatch):
 def llama():
     """One for all tests of a file: what a test leaves on it, the next one has to bear."""
     return build("llama")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """A function: drafts are looked for in ``text`` and the first token, of which the model sees the prompt alone."""
+
+    begin = Text.begin
+
+    def tell(text):
+        monkeypatch.setattr(Text, "begin", lambda self, prompt, state, new: begin(self, text, state, new))
+
+    yield tell
+    monkeypatch.undo()

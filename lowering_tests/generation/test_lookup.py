@@ -21,16 +21,12 @@ from lowering_tests.generation.conftest import build
 from lowering_tests.generation.standin import Replaying
 from lowering_tests.generation.test_bad_input import spoiled
 from lowering_tests.generation.test_streaming import Kept
+from lowering_tests.generation.texts import drafting, spelled_wrong
 
 IDS = torch.randint(3, 128, (1, 9), generator=torch.Generator().manual_seed(3))
 NEW = 40
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 SAMPLED = dict(max_new_tokens=NEW, do_sample=True, temperature=0.9, top_k=0, seed=1, pad_token_id=0)
-NGRAM = 60  # a text that a test tells matches in more tokens than another place does
-
-
-def drafting(tokens: int, ngram: int = NGRAM) -> dict:
-    return dict(prompt_lookup_num_tokens=tokens, max_matching_ngram_size=ngram)
 
 
 def record_of(model):
@@ -41,26 +37,6 @@ def record_of(model):
 
 def ring(model, length: int = 128, rollback: int = 128):
     return fp4_inductor.KVCache(model, length, rollback=rollback)
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """A function: drafts are looked for in ``text`` and the first token, of which the model sees the prompt alone."""
-
-    begin = Text.begin
-
-    def tell(text):
-        monkeypatch.setattr(Text, "begin", lambda self, prompt, state, new: begin(self, text, state, new))
-
-    yield tell
-    monkeypatch.undo()
-
-
-def spelled_wrong(text, every: int, first: int = 9):
-    """``text`` with another token in every so many places."""
-    text = text.clone()
-    text[:, first + every - 1 :: every] = (text[:, first + every - 1 :: every] + 1) % 128
-    return text
 
 
 # --- where drafts come from ----------------------------------------------------------------------------------------

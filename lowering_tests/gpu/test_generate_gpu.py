@@ -10,8 +10,8 @@ from fp4_inductor.generation.device import Runner
 
 transformers = pytest.importorskip("transformers")
 
-from lowering_tests.generation.conftest import build  # noqa: E402  (imports transformers)
-from lowering_tests.generation.test_lookup import drafting, spelled_wrong, told  # noqa: E402, F401
+from lowering_tests.generation.conftest import build, told  # noqa: E402, F401  (imports transformers)
+from lowering_tests.generation.texts import drafting, spelled_wrong  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
