@@ -20,10 +20,14 @@ HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.bfloat16, torch.float16, torch.float32)
 
 # A kernel that is only emulated, or that lost where it was measured, never serves a call by itself: DispatchConfig(candidates=...) switches it on.
-Status = Literal["measured on H200", "right on H200, not timed; elsewhere compiled", "compiled, not run", "runs in CI", "emulated, not timed", "measured, off"]
+Status = Literal[
+    "measured on H200", "measured on H100", "right on H200, not timed; elsewhere compiled", "compiled, not run", "runs in CI", "emulated, not timed",
+    "measured, off",
+]  # fmt: skip
 EMULATED: Status = "emulated, not timed"
 LOST: Status = "measured, off"
 MEASURED: Status = "measured on H200"
+MEASURED_H100: Status = "measured on H100"
 RIGHT: Status = "right on H200, not timed; elsewhere compiled"  # lowering_tests/gpu compares it with float64 there
 COMPILED: Status = "compiled, not run"
 IN_CI: Status = "runs in CI"

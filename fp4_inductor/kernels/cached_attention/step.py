@@ -16,7 +16,7 @@ from ...ops.decode_attention import scale_of
 from .. import host
 from ..decode_attention.split import parts
 from ..forms import Launches
-from ..kernel import COMPILED, MEASURED, Kernel, On
+from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 
 _MOST_PARTS = 16  # the last program reads all parts: at 8,000 positions of one sequence 19.8 us on an H100, with 33 parts 22.9
 _COMBINED = 8192  # float32 numbers of partial results that the last program has in registers at once
@@ -103,7 +103,7 @@ _WHY_90 = "one launch from q/k/v to attention, 8.8 us a layer in an 8B model's d
 KERNELS = (
     Kernel(
         "cached_attention", "triton_cached_attention", "attention",
-        (On(90, 90, MEASURED, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, plain=True,
+        (On(90, 90, MEASURED_H100, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, plain=True,
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.step:step"),
     ),
 )  # fmt: skip
