@@ -14,7 +14,7 @@ from torch import Tensor
 from ...ops.cached_call import CachedCall
 from ...ops.decode_attention import scale_of
 from .. import host
-from ..decode_attention.split import parts
+from ..decode_attention.split import attention, power
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 
@@ -35,34 +35,27 @@ class StepConfig:
 
 def config(batch: int, kv_heads: int, length: int, d: int, processors: int, arch: int) -> StepConfig:
     """For caches ``[batch, kv_heads, ..., d]`` of which ``length`` positions or less are attended to: two programs a multiprocessor, in few parts."""
-    # Two or three tiles of K and V in shared memory: as in ..decode_attention.split.attention.
-    large = arch in (80, 90) or 100 <= arch < 120 or d <= 64
-    block_s = 32 if d > 128 else 64
-    return StepConfig(block_s, min(parts(batch * kv_heads, length, block_s, processors), _MOST_PARTS), num_stages=3 if large else 2)
+    c = attention(batch, kv_heads, length, d, processors, arch)
+    return StepConfig(c.block_s, min(c.splits, _MOST_PARTS), num_warps=c.num_warps, num_stages=c.num_stages)
 
 
 def constants(t: StepConfig, c: CachedCall, arch: int) -> dict[str, object]:
     """Constexprs of ``cached_attention_step``."""
     p, (_, heads, queries, d) = c.prologue, c.query.shape
     rows = queries * (heads // c.key.shape[1])
-    block_d, block_g = max(16, _power(d)), max(2, _power(rows))
+    block_d, block_g = max(16, power(d)), max(2, power(rows))
     turning = p.turning if p else 0
     return dict(
         GROUP=heads // c.key.shape[1], D=d, WINDOW=c.window or 0, MASKED=c.mask is not None, SOFTCAP=c.softcap is not None, SINK=c.sinks is not None,
         NORM_Q=p is not None and p.q_norm is not None, NORM_K=p is not None and p.k_norm is not None, ROTARY=turning,
-        ANGLES=p.cos.shape[2] if p and p.cos is not None else 1, LEAST=t.least, BLOCK_R=max(16, _power(rows)), BLOCK_S=t.block_s, BLOCK_D=block_d,
-        BLOCK_G=block_g, BLOCK_P=max(2, min(_power(t.splits), _COMBINED // (block_g * block_d))), WHOLE=t.splits == 1,
+        ANGLES=p.cos.shape[2] if p and p.cos is not None else 1, LEAST=t.least, BLOCK_R=max(16, power(rows)), BLOCK_S=t.block_s, BLOCK_D=block_d,
+        BLOCK_G=block_g, BLOCK_P=max(2, min(power(t.splits), _COMBINED // (block_g * block_d))), WHOLE=t.splits == 1,
         EARLY=c.early and c.mask is None, PDL=arch >= 90,
     )  # fmt: skip
 
 
-def _power(n: int) -> int:
-    """The least power of two that is not below ``n``."""
-    return 1 << (max(n, 1) - 1).bit_length()
-
-
 def step(c: CachedCall, tile: StepConfig | None = None) -> Tensor:
-    """``[B, Q, H, D]``; see :mod:`.triton_step`. ``form_of(c)`` is empty, and nothing of ``c`` is."""
+    """``[B, Q, H, D]``; see :mod:`.triton_step`. ``select.cached_form(c)`` is empty, and nothing of ``c`` is."""
     from .triton_step import cached_attention_step
 
     (batch, heads, queries, d), kv_heads, device = c.query.shape, c.key.shape[1], c.query.device

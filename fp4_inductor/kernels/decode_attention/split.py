@@ -46,18 +46,18 @@ def parts(heads: int, length: int, block_s: int, processors: int) -> int:
 def constants(c: AttentionConfig, group: int, queries: int, length: int, d: int, mask_kind: int, per_row: bool, arch: int) -> dict[str, object]:
     """Constexprs of ``decode_attention_split``. ``mask_kind``: 0 none, 1 bool, 2 floating, 3 a position; ``per_row``: each row has its own mask."""
     # At once as much of the mask as fits in registers: 16 rows of 128 positions, or one of up to 4096.
-    scan = 128 if per_row else max(128, min(4096, _power(length)))
-    tile = dict(BLOCK_R=max(16, _power(group * queries)), BLOCK_S=c.block_s, BLOCK_D=max(16, _power(d)), SCAN=scan if mask_kind in (1, 2) else 128)
+    scan = 128 if per_row else max(128, min(4096, power(length)))
+    tile = dict(BLOCK_R=max(16, power(group * queries)), BLOCK_S=c.block_s, BLOCK_D=max(16, power(d)), SCAN=scan if mask_kind in (1, 2) else 128)
     balanced = mask_kind not in (1, 2) or length <= _SCANNED or c.splits == 1
     return dict(**tile, GROUP=group, D=d, MASK_KIND=mask_kind, PER_ROW=per_row, BALANCED=balanced, WHOLE=c.splits == 1, PDL=arch >= 90)
 
 
 def combine_constants(c: AttentionConfig, d: int, arch: int) -> dict[str, object]:
     """Constexprs of ``decode_attention_combine``."""
-    return dict(D=d, BLOCK_P=max(2, _power(c.splits)), BLOCK_D=max(16, _power(d)), PDL=arch >= 90)
+    return dict(D=d, BLOCK_P=max(2, power(c.splits)), BLOCK_D=max(16, power(d)), PDL=arch >= 90)
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
     """The least power of two that is not below ``n``."""
     return 1 << (max(n, 1) - 1).bit_length()
 
