@@ -28,6 +28,12 @@ def written(op: Op) -> tuple[str, ...]:
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def arguments_of(op: Op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    given = {a.name: a.default_value for a in op._schema.arguments}
+    return given | dict(zip(given, args, strict=False)) | kwargs
+
+
 def give_twin(library: torch.library.Library, op: Op, schema: str, fake: Callable) -> None:
     """Define ``<op>_functional`` and the rule that calls it.
 
@@ -41,21 +47,17 @@ def give_twin(library: torch.library.Library, op: Op, schema: str, fake: Callabl
     name = f"{op._opname}_functional"
     library.define(f"{name}{arguments} -> ({', '.join([returned] + [returned] * len(names))})", tags=(torch.Tag.pt2_compliant_tag, *_strides(op)))
 
-    def all_of(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        given = {a.name: a.default_value for a in op._schema.arguments}
-        return given | dict(zip(given, args, strict=False)) | kwargs
-
     def run(*args: Any, **kwargs: Any) -> tuple:
-        given = all_of(args, kwargs)
+        given = arguments_of(op, args, kwargs)
         copies = {n: given[n].clone() for n in names if given[n] is not None}
         return (op(**given | copies), *(copies.get(n, _nothing(given)) for n in names))
 
     def run_fake(*args: Any, **kwargs: Any) -> tuple:
-        given = all_of(args, kwargs)
+        given = arguments_of(op, args, kwargs)
         return (fake(**given), *(_nothing(given) if given[n] is None else torch.empty_like(given[n]) for n in names))
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        given = all_of(args, kwargs)
+        given = arguments_of(op, args, kwargs)
         torchs: Any = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())  # type: ignore[arg-type]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
             result, *new = twin(**torchs.unwrap_tensors(given))
@@ -86,8 +88,7 @@ def restored(graph: Graph) -> None:
     for op, twin in TWINS.items():
         for node in graph.find_nodes(op="call_function", target=twin):
             names = written(op)
-            given = {a.name: a.default_value for a in op._schema.arguments}
-            given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+            given = arguments_of(op, node.args, node.kwargs)
             bases = [given.pop(n) for n in names]
             there = [base for base in bases if base is not None]
             index = {f"_{n}_base_index": None if base is None else there.index(base) for n, base in zip(names, bases, strict=True)}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch.autograd import below_autograd, returns_no_view
-from .._torch.functional import give_twin
+from .._torch.functional import give_twin, written
 from ..errors import UnsupportedOpError
 
 LIBRARY = torch.library.Library("fp4", "FRAGMENT")
@@ -76,7 +76,8 @@ class OpContract:
     @property
     def written(self) -> tuple[int, ...]:
         """The numbers of the arguments that a call writes."""
-        return tuple(i for i, argument in enumerate(self.op._schema.arguments) if argument.alias_info is not None and argument.alias_info.is_write)
+        names = written(self.op)
+        return tuple(i for i, argument in enumerate(self.op._schema.arguments) if argument.name in names)
 
     def refuse_gradients(self) -> None:
         """For an op that writes some of its arguments, which torch lets nobody differentiate: whoever asks for a gradient gets a typed error.
