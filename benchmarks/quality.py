@@ -17,6 +17,7 @@ import datetime
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -119,6 +120,20 @@ def _line(row: dict) -> str:
     return f"{row['text']:18s} {name:32s} ppl {row['ppl']:8.3f}  kl {row['kl']:.4f}  ratio {row['ratio']:.4f}"
 
 
+def save(rows: list[dict], name: str, columns: tuple[str, ...], kind: Callable[[dict], tuple]) -> None:
+    """Write ``rows`` to ``results/<name>_<model>.csv``, in the place of those of the same ``kind`` that it has."""
+    path = HERE / "results" / f"{name}_{rows[0]['model'].lower().replace('-', '_')}.csv"
+    path.parent.mkdir(exist_ok=True)
+    written = [{k: f"{v:.6g}" if isinstance(v, float) else str(v) for k, v in row.items() if k in columns} for row in rows]
+    with open(path, newline="") if path.exists() else contextlib.nullcontext([]) as file:
+        kept = {kind(row): row for row in csv.DictReader(file)}
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows((kept | {kind(row): row for row in written}).values())
+    print(f"wrote {path.relative_to(HERE.parent)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
@@ -132,16 +147,7 @@ def main() -> None:
     for row in rows[:2]:
         print(_line(row))
     if not args.no_write:
-        path = HERE / "results" / f"quality_{rows[0]['model'].lower().replace('-', '_')}.csv"
-        path.parent.mkdir(exist_ok=True)
-        written = [{k: f"{v:.6g}" if isinstance(v, float) else str(v) for k, v in row.items() if k in COLUMNS} for row in rows]
-        with open(path, newline="") if path.exists() else contextlib.nullcontext([]) as file:
-            kept = {_kind(row): row for row in csv.DictReader(file)}
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows((kept | {_kind(row): row for row in written}).values())
-        print(f"wrote {path.relative_to(HERE.parent)}")
+        save(rows, "quality", COLUMNS, _kind)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import datetime
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from quality import HERE, WINDOW, divergence, load_model, log_probabilities, perplexity, texts, windows
+from quality import WINDOW, divergence, load_model, log_probabilities, perplexity, save, texts, windows
 from torch import Tensor
 
 import fp4_inductor
@@ -107,18 +106,8 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     rows = run(args.model, args.name or Path(args.model).name, args.device, args.windows)
-    if args.no_write:
-        return
-    path = HERE / "results" / f"quality_kv_{rows[0]['model'].lower().replace('-', '_')}.csv"
-    path.parent.mkdir(exist_ok=True)
-    written = [{column: f"{x:.6g}" if isinstance(x := row[column], float) else str(x) for column in COLUMNS} for row in rows]
-    with open(path, newline="") if path.exists() else contextlib.nullcontext([]) as file:
-        kept = {kind(row): row for row in csv.DictReader(file)}
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows((kept | {kind(row): row for row in written}).values())
-    print(f"wrote {path.relative_to(HERE.parent)}")
+    if not args.no_write:
+        save(rows, "quality_kv", COLUMNS, kind)
 
 
 if __name__ == "__main__":
