@@ -19,7 +19,7 @@ from .kernels.kernel import Span
 from .kernels.select import Refused, describe, plan
 from .ops.cached_call import CachedCall
 from .ops.moe_call import MoeCall
-from .passes.missed import APART, DENSE, Missed
+from .passes.missed import SPOKEN, Missed
 
 _NAMED = 6  # groups of modules beside one line of the table
 
@@ -91,7 +91,7 @@ class Explanation:
         for m in self.missed:
             left.setdefault((m.shape, m.reason, m.what), []).append(m.node)
         for (shape, reason, what), nodes in left.items():
-            kind, several = ("left dense", "weights") if what == DENSE else ("left apart", "norms" if what == APART else "queries")
+            kind, several = SPOKEN[what]
             named = f"{nodes[0]} {shape} is" if len(nodes) == 1 else f"{len(nodes)} {several} {shape} ({join_names(nodes, _NAMED)}) are"
             remarks.append((kind, f"{named} {what}: {reason}"))
         return "\n".join([*lines, *(line for kind, remark in remarks for line in wrap(remark, width, f"{kind}: ", "    "))])

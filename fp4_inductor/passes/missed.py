@@ -11,6 +11,9 @@ from .._journal import LEFT_DENSE
 
 DENSE, APART, BEFORE_ATTENTION = "dequantized", "not part of a linear layer", "normed and rotated before fp4.cached_attention"
 
+# How explain() calls what was left, and several of them.
+SPOKEN = {DENSE: ("left dense", "weights"), APART: ("left apart", "norms"), BEFORE_ATTENTION: ("left apart", "queries")}
+
 
 @dataclass(frozen=True)
 class Missed:
