@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
 constexpr int divided(int a, int b) { return (a + b - 1) / b; }
 
 // rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring, and 16 for
-// each further one that it fetches to L2 if it begins early.
+// each further one that it fetches to L2 ahead of the PDL wait (`early`).
 struct Tile {
   int rows, warps, k_groups, stages;
 };

@@ -1,4 +1,4 @@
-"""Linear layers whose kernel computes the RMSNorm in front of them, on a GPU: numbers, replays, kernels that begin early."""
+"""Linear layers whose kernel computes the RMSNorm in front of them, on a GPU: numbers, replays, programmatic dependent launch."""
 
 from __future__ import annotations
 

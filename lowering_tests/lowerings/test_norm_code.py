@@ -99,7 +99,7 @@ def test_a_decoder_layer(offset):
 
 
 def test_layers_in_a_row():
-    """Every layer but the first begins early, and nothing of Inductor's stands between two of them."""
+    """Every layer but the first uses programmatic dependent launch, and nothing of Inductor's stands between two of them."""
     body, entries, counted, _, code = compiled(lambda: nn.Sequential(DecoderLayer(), DecoderLayer()))
     linear = [e for e in entries if e.op != "fp4.decode_attention"]
     assert [e.note.endswith("begins while the kernel before it runs") for e in linear] == [False] + [True] * 7
