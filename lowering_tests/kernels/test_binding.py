@@ -43,9 +43,13 @@ def resolve(name: bytes, arch: int, scratch: int):
     return None if library is None else params.address(library, kernel.function, bool(scratch))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ops():
-    """The operators on CPU tensors, set up as ``csrc.binding`` sets them up for CUDA ones."""
+    """The operators on CPU tensors, set up as ``csrc.binding`` sets them up for CUDA ones.
+
+    A process registers them once and cannot take them back. A module's fixture would run again
+    if xdist gives this process tests of another file in between.
+    """
     with pytest.raises(DeviceError, match="cuda"):
         torch.ops.fp4_csrc.linear_small(torch.zeros(1, 64), torch.zeros(8, 32), torch.zeros(8, 4), torch.zeros(()), None, ARCH)
     path = str(build.binding_library(("-DFP4_EMULATED",)))
