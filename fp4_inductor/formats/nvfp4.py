@@ -207,7 +207,7 @@ def _divide(blocks: Tensor, s: Tensor) -> Tensor:
     return blocks / torch.where(s > 0, s, torch.ones_like(s)).unsqueeze(-1)
 
 
-def _to_code(s: Tensor) -> Tensor:
+def to_code(s: Tensor) -> Tensor:
     """float32 >= 0 -> E4M3 code (uint8), saturating; a positive scale never becomes zero."""
     code = s.clamp(max=SCALE_MAX).to(SCALE_DTYPE).view(torch.uint8)
     return torch.where(s > 0, code.clamp(_SCALE_MIN_BYTE, SCALE_MAX_BYTE), torch.zeros_like(code))
@@ -217,11 +217,11 @@ def choose_scale_codes(blocks: Tensor, search: str, weight: Tensor | None) -> Te
     """E4M3 codes (uint8 ``[R, B]``) for blocks ``[R, B, 16]`` already divided by the global scale."""
     blocks = blocks.abs()
     amax = blocks.amax(-1)
-    base = _to_code(amax / torch.full_like(amax, e2m1.MAX))  # by a tensor: see global_scale_of
+    base = to_code(amax / torch.full_like(amax, e2m1.MAX))  # by a tensor: see global_scale_of
     if search == "amax":
         return base
     if search == "four_over_six":
-        candidates = [base, _to_code(amax / 4.0)]
+        candidates = [base, to_code(amax / 4.0)]
     else:
         wide = base.to(torch.int16)
         candidates = [torch.where(amax > 0, (wide + d).clamp(_SCALE_MIN_BYTE, SCALE_MAX_BYTE), wide).to(torch.uint8) for d in _SWEEP if d]

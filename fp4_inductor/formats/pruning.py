@@ -60,7 +60,7 @@ def sparsegpt(w: Tensor, hessian: Tensor, scale_search: str = "activation") -> S
         ShapeError, NonFiniteError.
     """
     h = damped(_checked(w, hessian))
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True).float()
+    factor = inverse_factor(h)
     target = w.float()
     n, k = target.shape
     g = nvfp4.global_scale_of(nvfp4.check_finite(target), scale_search)
@@ -77,15 +77,15 @@ def sparsegpt(w: Tensor, hessian: Tensor, scale_search: str = "activation") -> S
                 # Groups further right will move a little until their turn: their pattern here only serves the scale.
                 likely = mask_of_scores(rest[:, block].abs() / step[block])
                 codes[:, c // nvfp4.GROUP] = _fit_scales(rest[:, block] * likely, g, scale_search, h.diagonal()[block])[:, 0]
-                scale = _values(codes[:, c // nvfp4.GROUP], g)
+                scale = scale_values(codes[:, c // nvfp4.GROUP], g)
             if c % 4 == 0:
                 mask[:, c : c + 4] = mask_of_scores(rest[:, c : c + 4].abs() / step[c : c + 4])
-            q[:, c] = _to_grid(rest[:, c], scale) * mask[:, c]
+            q[:, c] = to_grid(rest[:, c], scale) * mask[:, c]
             error = (rest[:, c] - q[:, c]) / step[c]
             rest[:, c:end] -= error[:, None] * factor[c, c:end]
             errors[:, c - start] = error
         rest[:, end:] -= errors @ factor[start:end, end:]
-    return _pack(refine(target, h.float(), q, mask, _values(codes, g)), mask, codes, g)
+    return _pack(refine(target, h.float(), q, mask, scale_values(codes, g)), mask, codes, g)
 
 
 def admm(w: Tensor, hessian: Tensor, scale_search: str = "activation") -> Sparse24Parts:
@@ -118,8 +118,8 @@ def admm(w: Tensor, hessian: Tensor, scale_search: str = "activation") -> Sparse
     kept = refine(target, h.float(), kept / root, mask)  # the best values on that pattern, before they are rounded
     g = nvfp4.global_scale_of(nvfp4.check_finite(kept), scale_search)
     codes = _fit_scales(kept, g, scale_search, h.diagonal())
-    scale = _values(codes, g)
-    q = _to_grid(kept, scale.repeat_interleave(nvfp4.GROUP, dim=1))
+    scale = scale_values(codes, g)
+    q = to_grid(kept, scale.repeat_interleave(nvfp4.GROUP, dim=1))
     return _pack(refine(target, h.float(), q, mask, scale), mask, codes, g)
 
 
@@ -144,7 +144,7 @@ def refine(target: Tensor, h: Tensor, q: Tensor, mask: Tensor, scale: Tensor | N
             for c in range(start, end):
                 best = q[:, c] + local[:, c - start] / diagonal[c]
                 if scale is not None:
-                    best = _to_grid(best, scale[:, c // nvfp4.GROUP])
+                    best = to_grid(best, scale[:, c // nvfp4.GROUP])
                 best = best * mask[:, c]
                 local -= (best - q[:, c])[:, None] * h[c, start:end]
                 q[:, c] = best
@@ -152,8 +152,8 @@ def refine(target: Tensor, h: Tensor, q: Tensor, mask: Tensor, scale: Tensor | N
     return q
 
 
-def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
-    """``hessian`` in float64 (float32 on devices without) with ``damping`` of its mean diagonal added to the diagonal.
+def damped(hessian: Tensor, damping: float = DAMPING, own: float = 0.0) -> Tensor:
+    """``hessian`` in float64 (float32 on devices without) with ``damping`` of its mean diagonal, and ``own`` of each entry itself, added to the diagonal.
 
     Channels that calibration never excited get that much importance, so that their weights are kept by magnitude. More is
     added, tenfold at a time, until a Cholesky factorisation exists.
@@ -161,6 +161,8 @@ def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     h = hessian.to(torch.float32 if hessian.device.type == "mps" else torch.float64)
     mean = h.diagonal().mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    if own:
+        h = h + torch.diag(own * h.diagonal())
     eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
     while damping < 1e3:
         out = h + damping * mean * eye
@@ -173,6 +175,11 @@ def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
         limit="X^T X of finite X",
         remedy="Check the calibration batches.",
     )
+
+
+def inverse_factor(h: Tensor) -> Tensor:
+    """float32 ``[K, K]``: the upper Cholesky factor of the inverse of ``h``, which :func:`damped` gave, found in the precision of ``h``."""
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True).float()
 
 
 def output_error(w: Tensor, q: Tensor, hessian: Tensor | None) -> float:
@@ -208,15 +215,16 @@ def _fit_scales(w: Tensor, g: Tensor, scale_search: str, weight: Tensor) -> Tens
     return nvfp4.choose_scale_codes((w / g).unflatten(-1, (-1, nvfp4.GROUP)), scale_search, weight.float() if scale_search == "activation" else None)
 
 
-def _values(codes: Tensor, g: Tensor) -> Tensor:
+def scale_values(codes: Tensor, g: Tensor) -> Tensor:
+    """float32: what a code of one unit is worth in blocks with these E4M3 ``codes`` (uint8)."""
     return codes.view(nvfp4.SCALE_DTYPE).float() * g
 
 
-def _to_grid(x: Tensor, scale: Tensor) -> Tensor:
-    """The nearest multiples of ``scale``; zeros where the scale is zero."""
+def to_grid(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` rounded to E2M1 times ``scale``: the nearest multiples of ``scale``; zeros where the scale is zero."""
     return e2m1.round_to_grid(x / torch.where(scale > 0, scale, torch.ones_like(scale))) * scale
 
 
 def _pack(q: Tensor, mask: Tensor, codes: Tensor, g: Tensor) -> Sparse24Parts:
-    scale = _values(codes, g).repeat_interleave(nvfp4.GROUP, dim=1)
+    scale = scale_values(codes, g).repeat_interleave(nvfp4.GROUP, dim=1)
     return Sparse24Parts(*compress(e2m1.pack(e2m1.encode(q / torch.where(scale > 0, scale, torch.ones_like(scale)))), mask), codes.view(nvfp4.SCALE_DTYPE), g)

@@ -74,7 +74,7 @@ def shared_library(source: str, flags: tuple[str, ...]) -> Path:
     cc = compiler()
     if cc is None:
         raise KernelError("no C compiler", value="CC, cc, gcc and clang not found", limit="gcc, clang or what CC names", remedy="Install one, or set CC.")
-    return _build(cc, source, (csrc_dir() / source,), ("-O3", "-shared", "-fPIC", *flags), ("-lm",), _processor())
+    return _build(cc, source, _with_headers(source, "cpu/*.h"), ("-O3", "-shared", "-fPIC", *flags), ("-lm",), _processor())
 
 
 def cuda_target(arch: int) -> str:

@@ -1,0 +1,228 @@
+"""GPTQ for NVFP4: a weight rounded so that the outputs of its layer change least, each token counted by how much it matters.
+
+For inputs X with token weights v the squared output error of a candidate Q is ``tr((W - Q) H (W - Q)^T)`` with
+``H = X^T diag(v) X / rows``. :func:`quantize` lowers it in two steps, with the codes and scales of :mod:`.nvfp4` and nothing else:
+
+* rounding, 16 columns at a time: what it does to one column is made good by the columns that are not yet rounded. Each of 15 block
+  scales is tried by rounding the 16 columns with it, feedback included, so a scale is judged by what is left after compensation.
+  Source: Frantar et al., "GPTQ" (2023); the loop over scales is ours.
+* refinement: coordinate descent over the codes of a block and its scale, block after block, which lowers the error at every step.
+
+Weights of the tokens decide whether this pays: with all tokens alike it is worse than ``scale_search="activation"`` (SmolLM2-135M;
+``models/README.md`` has the figures), for the largest inputs, those of a text's first tokens, matter little for the output.
+
+The loops over columns come as :class:`Panels`: here in torch operators, which run on every device, and the same bits in C for a CPU
+(``kernels/quantize/gptq.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteError, ShapeError
+from . import e2m1, nvfp4
+from .pruning import damped, inverse_factor, scale_values, to_grid
+
+# Of the mean of H's diagonal, and of each entry itself, added to the diagonal. Far more than the usual 0.01, and the second part shrinks
+# correlations between channels: measured on SmolLM2-135M, KL 0.073 / 0.084 with 0.01, 0.067 / 0.078 with 0.1, 0.065 / 0.075 with both.
+DAMPING, DAMPING_OWN = 0.1, 0.3
+SWEEPS = 4  # of the refinement over all blocks
+_CODES = range(-7, 8)  # scales tried for a block while rounding, and
+_NEARBY = range(-2, 3)  # in the refinement: E4M3 codes around the present one
+_PASSES = 2  # over the 16 codes of a block for each scale of the refinement
+_PANEL = 128  # columns whose effect on all others is one matrix product
+_GAIN = 1e-6  # of the squared change that is taken back and put in: less is float32 rounding
+_FIRST, _LAST = 1, nvfp4.SCALE_MAX_BYTE
+
+
+class Panels(NamedTuple):
+    """The two loops over columns, for weights on one device. Both work on contiguous float32 of P columns, a multiple of 16.
+
+    Args:
+        rounded: ``(w [N, P], u [P, P], g [])`` -> ``(q [N, P], codes uint8 [N, P/16], error [N, P])``. ``u``: the diagonal block of the
+            upper Cholesky factor of H's inverse.
+        refined: ``(pull [N, P], q [N, P], codes [N, P/16], h [P, P], g [])`` -> ``change [N, P]``, what was added to ``q``, which is
+            written as ``codes`` is. ``pull``: ``(W - Q) H`` of these columns. ``h``: the diagonal block of H.
+    """
+
+    rounded: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    refined: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, panels: Panels | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """``w`` in NVFP4 with the least error of ``x @ w.T`` over the inputs behind ``hessian``.
+
+    Args:
+        w: ``[N, K]`` bfloat16, float16 or float32, finite; K a multiple of 16.
+        hessian: ``[K, K]`` float32 on the same device, a weighted mean of ``x^T x``. A channel that no input excited (zero diagonal) and a
+            singular matrix are served: the damping gives them an importance.
+        global_scale: float32 ``[]``, multiplying; None: ``amax / (6 * 256)``, as of every search that may scale up.
+        panels: the loops over columns; None: those in torch operators.
+
+    Returns:
+        ``(qdata uint8 [N, K/2], scale float8_e4m3fn [N, K/16], global_scale float32 [])``, as :func:`.nvfp4.quantize`.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, NonFiniteError.
+    """
+    panels = panels or TORCH
+    g, _ = nvfp4.checked_options(w, "mse", global_scale, None)
+    k = w.shape[-1]
+    if w.dim() != 2 or tuple(hessian.shape) != (k, k) or hessian.device != w.device:
+        raise ShapeError(
+            "GPTQ takes a matrix and the Hessian of its inputs",
+            value=f"weight {tuple(w.shape)} on {w.device}, Hessian {tuple(hessian.shape)} on {hessian.device}",
+            limit="[N, K] and [K, K] on one device",
+            remedy="hessian is X^T X over the layer's inputs X [rows, K].",
+        )
+    if not bool(torch.isfinite(hessian).all()):
+        raise NonFiniteError("the Hessian holds NaN or Inf", value=tuple(hessian.shape), limit="finite", remedy="Check the calibration batches.")
+    if not w.numel():
+        return nvfp4.quantize(w, "mse", global_scale)
+    h = damped(hessian, DAMPING, DAMPING_OWN)
+    order, blocks = block_order(h)
+    h = h[order][:, order]
+    target = w.float()[:, order]
+    q, codes = _round(target, inverse_factor(h), g, panels)
+    q, codes = _refine(target, h, q, codes, g, panels)
+    back = blocks.argsort()
+    codes = codes[:, back].contiguous()
+    q = q[:, order.argsort()].unflatten(-1, (-1, nvfp4.GROUP))
+    scale = scale_values(codes, g).unsqueeze(-1)
+    qdata = e2m1.pack(e2m1.encode(q / torch.where(scale > 0, scale, torch.ones_like(scale))).flatten(-2))
+    return qdata, codes.view(nvfp4.SCALE_DTYPE), g.clone()
+
+
+def block_order(h: Tensor) -> tuple[Tensor, Tensor]:
+    """``(columns int64 [K], blocks int64 [K/16])`` from the most to the least excited block of 16, for those that come first are compensated best."""
+    blocks = h.diagonal().unflatten(0, (-1, nvfp4.GROUP)).sum(-1).argsort(descending=True, stable=True)
+    inside = torch.arange(nvfp4.GROUP, device=h.device)
+    return (blocks[:, None] * nvfp4.GROUP + inside).flatten(), blocks
+
+
+def objective(w: Tensor, q: Tensor, h: Tensor) -> Tensor:
+    """float64 ``[N]``: ``(w - q) h (w - q)^T`` of each row."""
+    d = w.double() - q.double()
+    return ((d @ h.double()) * d).sum(-1)
+
+
+def _round(target: Tensor, factor: Tensor, g: Tensor, panels: Panels) -> tuple[Tensor, Tensor]:
+    rest, q = target.clone(), torch.empty_like(target)
+    codes = torch.empty(target.shape[0], target.shape[1] // nvfp4.GROUP, dtype=torch.uint8, device=target.device)
+    for columns in _panels(target.shape[1]):
+        found, code, error = panels.rounded(rest[:, columns].contiguous(), factor[columns, columns].contiguous(), g)
+        q[:, columns], codes[:, _blocks(columns)] = found, code
+        rest[:, columns.stop :] -= error @ factor[columns, columns.stop :]
+    return q, codes
+
+
+def _refine(target: Tensor, h: Tensor, q: Tensor, codes: Tensor, g: Tensor, panels: Panels) -> tuple[Tensor, Tensor]:
+    # In h's precision: a difference that is small beside its terms.
+    pull = ((target - q).to(h.dtype) @ h).float()
+    h = h.float()
+    for _ in range(SWEEPS):
+        moved = False
+        for columns in _panels(target.shape[1]):
+            now, code = q[:, columns].contiguous(), codes[:, _blocks(columns)].contiguous()
+            change = panels.refined(pull[:, columns].contiguous(), now, code, h[columns, columns].contiguous(), g)
+            if bool(change.any()):
+                moved = True
+                q[:, columns], codes[:, _blocks(columns)] = now, code
+                pull -= change @ h[columns]
+        if not moved:
+            break
+    return q, codes
+
+
+def _panels(k: int) -> list[slice]:
+    return [slice(start, min(start + _PANEL, k)) for start in range(0, k, _PANEL)]
+
+
+def _blocks(columns: slice) -> slice:
+    return slice(columns.start // nvfp4.GROUP, columns.stop // nvfp4.GROUP)
+
+
+# --- the loops over columns, in torch operators -------------------------------------------------------------------
+
+# Products and sums are operators of their own, so that each is rounded as in C, where the compiler may not fuse them.
+
+
+def _rounded(w: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    w, q, error = w.clone(), torch.empty_like(w), torch.empty_like(w)
+    codes = torch.empty(w.shape[0], w.shape[1] // nvfp4.GROUP, dtype=torch.uint8, device=w.device)
+    inverse = u.diagonal().reciprocal()
+    for start in range(0, w.shape[1], nvfp4.GROUP):
+        block = slice(start, start + nvfp4.GROUP)
+        code = _best_scale(w[:, block], u[block, block], inverse[block], g)
+        codes[:, start // nvfp4.GROUP] = code
+        scale = scale_values(code, g)
+        for c in range(start, start + nvfp4.GROUP):
+            q[:, c] = to_grid(w[:, c], scale)
+            error[:, c] = (w[:, c] - q[:, c]) * inverse[c]
+            w[:, c + 1 :] -= error[:, c, None] * u[c, c + 1 :]
+    return q, codes, error
+
+
+def _best_scale(w: Tensor, u: Tensor, inverse: Tensor, g: Tensor) -> Tensor:
+    """uint8 ``[N]``: the code whose rounding of the block ``w [N, 16]``, feedback included, costs least; the smallest of equals."""
+    base = nvfp4.to_code(w.abs().amax(-1) / (g * e2m1.MAX))
+    tried = _neighbours(base, _CODES).clamp(_FIRST, _LAST)
+    tried = torch.where(base[:, None] > 0, tried, torch.zeros_like(tried))
+    scale = scale_values(tried.to(torch.uint8), g)
+    rest = w[:, None].repeat(1, len(_CODES), 1)
+    cost = torch.zeros_like(scale)
+    for c in range(nvfp4.GROUP):
+        error = (rest[..., c] - to_grid(rest[..., c], scale)) * inverse[c]
+        cost += error * error
+        rest[..., c + 1 :] -= error[..., None] * u[c, c + 1 :]
+    return torch.where(cost == cost.amin(-1, keepdim=True), tried, torch.full_like(tried, _LAST)).amin(-1).to(torch.uint8)
+
+
+def _refined(pull: Tensor, q: Tensor, codes: Tensor, h: Tensor, g: Tensor) -> Tensor:
+    pull, change = pull.clone(), torch.zeros_like(q)
+    inverse = h.diagonal().reciprocal()
+    for start in range(0, q.shape[1], nvfp4.GROUP):
+        block = slice(start, start + nvfp4.GROUP)
+        code, d = _descend(pull[:, block], q[:, block], codes[:, start // nvfp4.GROUP], h[block, block], inverse[block], g)
+        codes[:, start // nvfp4.GROUP] = code
+        change[:, block] = d
+        q[:, block] += d
+        for c in range(start, start + nvfp4.GROUP):
+            pull -= change[:, c, None] * h[c]
+    return change
+
+
+def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """``(code [N], change [N, 16])`` of one block: the best of the nearby scales, or no change where none lowers the error."""
+    tried = _neighbours(code, _NEARBY)
+    valid = (tried >= _FIRST) & (tried <= _LAST)
+    scale = scale_values(torch.where(valid, tried, torch.ones_like(tried)).to(torch.uint8), g)
+    pull = pull[:, None].repeat(1, len(_NEARBY), 1)
+    d = torch.zeros_like(pull)
+    gain, size = torch.zeros_like(scale), torch.zeros_like(scale)
+    for _ in range(_PASSES):
+        for c in range(nvfp4.GROUP):
+            now = q[:, None, c] + d[..., c]
+            step = to_grid(now + pull[..., c] * inverse[c], scale) - now
+            own = step * h[c, c]
+            gain += step * (pull[..., c] * 2 - own)
+            size += step * own
+            d[..., c] += step
+            pull -= step[..., None] * h[c]
+    gain = torch.where(valid, gain - size * _GAIN, torch.full_like(gain, -torch.inf))
+    best = torch.where(gain == gain.amax(-1, keepdim=True), tried, torch.full_like(tried, 2 * _LAST)).amin(-1)
+    at = (best - tried[:, 0])[:, None]
+    better = gain.gather(1, at) > 0
+    return torch.where(better[:, 0], best.to(torch.uint8), code), torch.where(better, d.gather(1, at[..., None].expand(-1, 1, nvfp4.GROUP))[:, 0], 0.0)
+
+
+def _neighbours(code: Tensor, around: range) -> Tensor:
+    """int64 ``[N, len(around)]``."""
+    return code.long()[:, None] + torch.arange(around.start, around.stop, device=code.device)
+
+
+TORCH = Panels(_rounded, _refined)
