@@ -90,7 +90,7 @@ def recording(chain: Chain) -> Iterator[None]:
                 return
             if index == 0:
                 chain.hidden.append(hidden.detach().clone())
-            chain.blocks[index].calls.append(BlockCall(tuple(_without_cache(a) for a in rest), {k: _without_cache(v) for k, v in named.items()}))
+            chain.blocks[index].calls.append(BlockCall(tuple(without_cache(a) for a in rest), {k: without_cache(v) for k, v in named.items()}))
 
         return hook
 
@@ -122,7 +122,7 @@ def _hidden(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def _without_cache(value: Any) -> Any:
+def without_cache(value: Any) -> Any:
     """None for a key/value cache: the recorded call runs more than once, and a cache would grow each time."""
     return None if hasattr(value, "get_seq_length") else value
 

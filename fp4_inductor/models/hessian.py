@@ -1,11 +1,12 @@
-"""Second moments of the inputs of linear layers: ``H = X^T X / rows``, and where the best dense answer to changed inputs lies."""
+"""Second moments of the inputs of linear layers: ``H = X^T X / rows``, each token with a weight of its own where there are such, and where
+the best dense answer to changed inputs lies."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,14 @@ from .plan import ExpertsTarget, Target
 from .routed import RoutedInputs
 
 _ROWS = 1 << 14  # rows of X multiplied at once
+# ``weigh(name, batch, inputs)``: for what the layer ``name`` was fed with in its calls of one batch, the float32 weights ``[rows]`` of each call.
+Weigh: TypeAlias = Callable[[str, int, list[Tensor]], list[Tensor]]
 
 
 @dataclass
 class Moments:
-    """Of one layer: ``hessian`` sums ``X^T X`` of the inputs it now gets; ``cross`` sums ``X0^T X``, X0 being what it got in the dense model."""
+    """Of one layer: ``hessian`` sums ``X^T diag(v) X`` of the inputs it now gets, v being 1 or the tokens' weights; ``cross`` sums ``X0^T X``,
+    X0 being what it got in the dense model."""
 
     hessian: Tensor | None = None
     cross: Tensor | None = None
@@ -54,10 +58,18 @@ class Watch:
         targets: the layers and the modules of experts.
         twin: ``twin(target)`` is the same layer in an unchanged copy, run as often as the layers themselves.
         stop: end a run (:meth:`run`) as soon as every layer was reached; each runs once.
+        weigh: the weights of the tokens; None: all 1. Not for ``cross``, nor for experts.
     """
 
-    def __init__(self, targets: Iterable[Target | ExpertsTarget], twin: Callable[[Target | ExpertsTarget], nn.Module] | None = None, stop: bool = False):
+    def __init__(
+        self,
+        targets: Iterable[Target | ExpertsTarget],
+        twin: Callable[[Target | ExpertsTarget], nn.Module] | None = None,
+        stop: bool = False,
+        weigh: Weigh | None = None,
+    ):
         targets = list(targets)
+        self._weigh, self._batch = weigh, 0
         self.moments = {t.name: Moments() for t in targets if isinstance(t, Target)}
         self.routed = {t.name: RoutedInputs(t) for t in targets if isinstance(t, ExpertsTarget)}
         self._seen: dict[str, list] = {}
@@ -71,13 +83,13 @@ class Watch:
         """What is known of the target ``name``."""
         return self.routed[name] if name in self.routed else self.moments[name]
 
-    def run(self, call: Callable[..., Any], *args: Any) -> None:
-        """``call(*args)``, ended early if this watch stops."""
+    def run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """``call(*args)``, or None if this watch ends it early."""
         with contextlib.suppress(_ReachedError):
-            call(*args)
+            return call(*args)
 
     def add(self) -> None:
-        """Take in what the layers were fed since the last call. Layers fed with one tensor share one product."""
+        """Take in what the layers were fed since the last call, which was one batch. Layers fed with one tensor share one product."""
         products: dict[tuple[int, ...], Tensor] = {}
         for name, inputs in self._seen.items():
             before = self._dense.get(name, [])
@@ -87,13 +99,15 @@ class Watch:
                     self.routed[name].add(values, before[i] if alike else None)
                 continue
             moments = self.moments[name]
+            weights = None if self._weigh is None else self._weigh(name, self._batch, inputs)
             for i, x in enumerate(inputs):
                 moments.rows += x.shape[:-1].numel()
-                moments.hessian = _plus(moments.hessian, _product(products, x, x))
+                moments.hessian = _plus(moments.hessian, _product(products, x, x) if weights is None else _weighted(x, weights[i]))
                 if len(before) == len(inputs) and before[i].shape == x.shape:
                     moments.cross = _plus(moments.cross, _product(products, before[i], x))
         self._seen.clear()
         self._dense.clear()
+        self._batch += 1
 
     def close(self) -> None:
         for handle in self._handles:
@@ -132,3 +146,12 @@ def _product(products: dict[tuple[int, ...], Tensor], a: Tensor, b: Tensor) -> T
             total = _plus(total, p.t() @ (p if a is b else q.float()))
         products[key] = total if total is not None else torch.zeros(a.shape[-1], b.shape[-1], device=a.device)
     return products[key]
+
+
+def _weighted(x: Tensor, weights: Tensor) -> Tensor:
+    """``x^T diag(weights) x`` over all rows, float32."""
+    total = None
+    for rows, v in zip(x.reshape(-1, x.shape[-1]).split(_ROWS), weights.to(x.device).split(_ROWS), strict=True):
+        scaled = rows.float() * v.sqrt()[:, None]
+        total = _plus(total, scaled.t() @ scaled)
+    return total if total is not None else torch.zeros(x.shape[-1], x.shape[-1], device=x.device)

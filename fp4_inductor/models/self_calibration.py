@@ -38,10 +38,13 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def write(model: Any) -> list[dict[str, Tensor | bool]]:
-    """One batch: ``input_ids`` int64 ``[16, 64]``, sampled from ``model`` at temperature 1 after its first token.
+def write(model: Any, sequences: int | None = None, tokens: int | None = None, random_first: bool = False) -> list[dict[str, Tensor | bool]]:
+    """One batch: ``input_ids`` int64 ``[sequences, tokens]`` (default ``[16, 64]``), sampled from ``model`` at temperature 1 after a first token.
 
     The same model gives the same text on the same device, whatever other threads do; torch's own random generators are not used.
+
+    Args:
+        random_first: each sequence begins with a token drawn from the whole vocabulary, not with the beginning of a text.
 
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
@@ -50,7 +53,7 @@ def write(model: Any) -> list[dict[str, Tensor | bool]]:
     if reason is None:
         try:
             with evaluating(model):
-                return [{"input_ids": _sample(model), "use_cache": False}]
+                return [{"input_ids": _sample(model, sequences or SEQUENCES, tokens or TOKENS, random_first), "use_cache": False}]
         except Exception as error:
             reason, cause = f"generate() failed with {type(error).__name__}: {error}".splitlines()[0], error
     raise CalibrationError(
@@ -61,13 +64,13 @@ def write(model: Any) -> list[dict[str, Tensor | bool]]:
     ) from cause
 
 
-def _sample(model: Any) -> Tensor:
+def _sample(model: Any, sequences: int, tokens: int, random_first: bool) -> Tensor:
     from transformers import GenerationConfig, LogitsProcessorList
 
     device = next(model.parameters()).device
-    first = _first_tokens(model).to(device)
+    first = _first_tokens(model, sequences, random_first).to(device)
     # Past its positions a model would read beyond a table.
-    new = min(TOKENS, getattr(model.config, "max_position_embeddings", None) or TOKENS) - 1
+    new = min(tokens, positions(model) or tokens) - 1
     plain = GenerationConfig(
         do_sample=False,  # the largest score, which is a sample once Sampler has added its noise
         repetition_penalty=1.0,
@@ -79,6 +82,12 @@ def _sample(model: Any) -> Tensor:
         remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
     )
     return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain, logits_processor=LogitsProcessorList([Sampler(_SEED)]))
+
+
+def positions(model: Any) -> int | None:
+    """How many positions ``model`` has, where its config says so."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 class Sampler:
@@ -102,14 +111,14 @@ class Sampler:
         return torch.where(scores < least, -float("inf"), scores.float() + noise)
 
 
-def _first_tokens(model: Any) -> Tensor:
-    """``[16, 1]``: the beginning-of-text token where the model has one, else tokens at random."""
+def _first_tokens(model: Any, sequences: int, random_first: bool) -> Tensor:
+    """``[sequences, 1]``: the beginning-of-text token where the model has one, else tokens at random."""
     size = _vocabulary(model) or 1
-    for config in (getattr(model, "generation_config", None), model.config):
+    for config in () if random_first else (getattr(model, "generation_config", None), model.config):
         begin = getattr(config, "bos_token_id", None)
         if isinstance(begin, int) and 0 <= begin < size:
-            return torch.full((SEQUENCES, 1), begin)
-    return torch.randint(size, (SEQUENCES, 1), generator=torch.Generator().manual_seed(_SEED))
+            return torch.full((sequences, 1), begin)
+    return torch.randint(size, (sequences, 1), generator=torch.Generator().manual_seed(_SEED))
 
 
 def _vocabulary(model: Any) -> int | None:

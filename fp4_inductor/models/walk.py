@@ -12,7 +12,7 @@ from torch import nn
 from .calibrate import evaluating, feed
 from .chain import Block, Chain, stages
 from .convert import dense_weight
-from .hessian import Moments, Watch
+from .hessian import Moments, Watch, Weigh
 from .plan import ExpertsTarget, Target
 from .progress import bar
 from .routed import RoutedInputs
@@ -23,7 +23,15 @@ _BYTES = 2 << 30  # of Hessians in memory at once, outside a chain of blocks
 
 
 def walk(
-    model: nn.Module, chain: Chain, items: Sequence[Item], batches: list[Any], *, sequential: bool, progress: bool, desc: str
+    model: nn.Module,
+    chain: Chain,
+    items: Sequence[Item],
+    batches: list[Any],
+    *,
+    sequential: bool,
+    progress: bool,
+    desc: str,
+    weigh: Weigh | None = None,
 ) -> Iterator[tuple[str, Item, Moments | RoutedInputs]]:
     """Yield ``(place, group, moments of its inputs)`` for every group, of experts their inputs; in a chain block by block, in execution order.
 
@@ -32,6 +40,7 @@ def walk(
         sequential: the caller changes each group's weights, in the modules that are there, before it asks for the next: later layers
             are measured on what the changed ones feed them, and ``moments`` also know what the dense model fed them. The
             modules of a block may be replaced once the next place is met. False: everything is measured on the dense model.
+        weigh: see :class:`.hessian.Watch`.
     """
     inside: dict[int, list[Item]] = {}
     outside: list[Item] = []
@@ -43,9 +52,9 @@ def walk(
         else:
             inside.setdefault(index, []).append(item)
     if inside:
-        yield from _through(model, chain, inside, sequential, progress, desc)
+        yield from _through(model, chain, inside, sequential, progress, desc, weigh)
     for i, part in enumerate(_parts(outside)):
-        watch = Watch([t for item in part for t in targets_of(item)])
+        watch = Watch([t for item in part for t in targets_of(item)], weigh=weigh)
         try:
             with evaluating(model):
                 for _ in feed(model, batches, progress, desc):
@@ -61,7 +70,9 @@ def targets_of(item: Item) -> Sequence[Target | ExpertsTarget]:
     return [item] if isinstance(item, ExpertsTarget) else item
 
 
-def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Item]], sequential: bool, progress: bool, desc: str):
+def _through(
+    model: nn.Module, chain: Chain, inside: dict[int, list[Item]], sequential: bool, progress: bool, desc: str, weigh: Weigh | None
+) -> Iterator[tuple[str, Item, Moments | RoutedInputs]]:
     hidden, dense = list(chain.hidden), list(chain.hidden)
     last = max(inside)
     for index, block in enumerate(bar(chain.blocks, desc, "block", progress)):
@@ -73,10 +84,16 @@ def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Item]], sequ
         targets = [targets_of(item)[0] for item in mine.values()]
         with evaluating(model):
             order, once = stages(block, targets, hidden[0]) if sequential and targets else ([targets] if targets else [], False)
+        done = False
         for stage in order:
-            watch = _measure(model, block, twin, stage, hidden, dense, once)
+            watch, outputs = _measure(model, block, twin, stage, hidden, dense, once, weigh)
+            if not sequential:  # one stage, and the block's own outputs are what the next is fed with
+                hidden, done = outputs, True
             for t in stage:
                 yield block.name, mine[t.name], watch.found(t.name)
+        if done:
+            dense = list(hidden)
+            continue
         with evaluating(model):
             for b in range(len(hidden)):
                 before = dense[b] if twin is None else block.run(twin, dense[b], b)
@@ -84,19 +101,23 @@ def _through(model: nn.Module, chain: Chain, inside: dict[int, list[Item]], sequ
                 dense[b] = hidden[b] if twin is None else before
 
 
-def _measure(model: nn.Module, block: Block, twin: nn.Module | None, stage: list[Target | ExpertsTarget], hidden: list, dense: list, once: bool) -> Watch:
+def _measure(
+    model: nn.Module, block: Block, twin: nn.Module | None, stage: list[Target | ExpertsTarget], hidden: list, dense: list, once: bool, weigh: Weigh | None
+) -> tuple[Watch, list]:
+    """``(what the layers of one stage were fed with, what the block returned for each batch)``; None for a run that ended early."""
     prefix = len(block.name) + 1
-    watch = Watch(stage, None if twin is None else lambda t: twin.get_submodule(t.name[prefix:]), stop=once)
+    watch = Watch(stage, None if twin is None else lambda t: twin.get_submodule(t.name[prefix:]), stop=once, weigh=weigh)
+    outputs = []
     try:
         with evaluating(model):
             for b in range(len(hidden)):
                 if twin is not None:
                     watch.run(block.run, twin, dense[b], b)
-                watch.run(block, hidden[b], b)
+                outputs.append(watch.run(block, hidden[b], b))
                 watch.add()
     finally:
         watch.close()
-    return watch
+    return watch, outputs
 
 
 def _parts(items: list[Item]) -> Iterator[list[Item]]:

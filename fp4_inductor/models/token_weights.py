@@ -1,0 +1,181 @@
+"""How much each token of calibration text matters at each linear layer: the weights of ``H = X^T diag(v) X / rows``.
+
+:func:`fisher` takes the squared norm of the gradient at the layer's output. On text that the model wrote itself the next token is a sample of
+the model, so this is its Fisher information: to second order, what an error of that size at that token costs the output in KL. One
+backward pass, through the activations only. Where none is possible, :func:`input_norms` at least takes the few tokens back whose inputs are
+hundreds of times larger than all others (Sun et al., "Massive Activations in Large Language Models", 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .calibrate import evaluating, feed
+from .chain import Chain, without_cache
+from .plan import Target
+
+FISHER, NORMS = "the Fisher information of the model", "the norm of their inputs"
+_REACHED = 0.5  # of the layers: fewer, and something is wrong with the backward pass
+
+
+class TokenWeights:
+    """A :data:`.hessian.Weigh`: what :func:`fisher` found, and the norm of the inputs for layers of which it found nothing.
+
+    Args:
+        found: for each layer and batch the squared gradients float32 ``[rows]`` of each call.
+        reason: why nothing was found, in words.
+    """
+
+    def __init__(self, found: dict[str, list[list[Tensor]]] | None = None, reason: str = ""):
+        self.found, self.reason = found or {}, reason
+        self.unknown: set[str] = set()  # layers that were asked for and not found
+        self._means = {name: torch.cat([v for batch in calls for v in batch]).mean() for name, calls in self.found.items()}
+
+    def __call__(self, name: str, batch: int, inputs: list[Tensor]) -> list[Tensor]:
+        calls = self.found.get(name)
+        if calls is not None and [len(v) for v in calls[batch]] == [x.shape[:-1].numel() for x in inputs]:
+            return [v / self._means[name] for v in calls[batch]]
+        self.unknown.add(name)
+        return [input_norms(x) for x in inputs]
+
+
+def input_norms(x: Tensor) -> Tensor:
+    """float32 ``[rows]``: ``min(1, median|x|^2 / |x|^2)`` of the rows of ``x [..., K]``."""
+    squares = x.detach().reshape(-1, x.shape[-1]).float().square().sum(-1)
+    return (squares.median() / squares.clamp_min(torch.finfo(torch.float32).tiny)).clamp(max=1.0)
+
+
+def fisher(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], chain: Chain, progress: bool) -> TokenWeights:
+    """Squared gradients of the cross entropy of each next token of ``batches`` at the outputs of ``targets``.
+
+    The model runs in eval mode, in its own dtype, its weights frozen; modes, flags and gradients are as before when this returns. In a chain of
+    blocks each block is run a second time during the backward pass, so that only the blocks' inputs are kept.
+
+    Never raises for what the model cannot do: the result says why it is empty.
+    """
+    reason = _why_not(model)
+    if reason is None:
+        try:
+            return _backward(model, targets, batches, chain, progress)
+        except Exception as error:  # whatever a model's own code raises when it meets autograd
+            reason = f"the backward pass failed with {type(error).__name__}: {error}".splitlines()[0]
+    return TokenWeights(reason=reason)
+
+
+def _why_not(model: Any) -> str | None:
+    can_generate = getattr(model, "can_generate", None)
+    if not callable(can_generate) or not can_generate() or getattr(model.config, "is_encoder_decoder", False):
+        return f"{type(model).__name__} is no causal language model of transformers"
+    if not isinstance(_embedding(model), nn.Module):
+        return f"{type(model).__name__} has no input embeddings"
+    return None
+
+
+def _embedding(model: Any) -> Any:
+    getter = getattr(model, "get_input_embeddings", None)
+    return getter() if callable(getter) else None
+
+
+def _backward(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], chain: Chain, progress: bool) -> TokenWeights:
+    found: dict[str, list[list[Tensor]]] = {t.name: [] for t in targets}
+    taken: dict[str, list[list[Tensor]]] = {}
+    forward = [True]  # not while a block is run again
+
+    def watch(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if forward[0] and isinstance(output, Tensor) and output.requires_grad:
+            slot: list[Tensor] = []
+            taken.setdefault(name, []).append(slot)
+            output.register_hook(lambda g: slot.append(g.detach().reshape(-1, g.shape[-1]).float().square().sum(-1)))
+
+    handles = [t.module.register_forward_hook(partial(watch, t.name)) for t in targets]
+    handles.append(_embedding(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
+    try:
+        with frozen(model), evaluating(model), torch.enable_grad(), checkpointing(chain):
+            outputs = feed(model, batches, progress, "weigh tokens")
+            for batch in batches:
+                taken.clear()
+                forward[0] = True
+                kwargs, output = next(outputs)
+                loss = next_token_loss(batch, kwargs, output)
+                forward[0] = False
+                loss.backward()
+                del loss, output
+                for name, calls in found.items():
+                    # A layer whose output the loss does not see, as the last block's at padding, has no gradient.
+                    calls.append([slot[0] for slot in taken.get(name, []) if slot])
+    finally:
+        for handle in handles:
+            handle.remove()
+    usable = {name: calls for name, calls in found.items() if all(calls) and _is_usable(calls)}
+    if len(usable) < _REACHED * len(found):
+        return TokenWeights(reason=f"finite gradients reached only {len(usable)} of {len(found)} layers")
+    return TokenWeights(usable)
+
+
+def _is_usable(calls: list[list[Tensor]]) -> bool:
+    total = sum(float(v.sum()) for batch in calls for v in batch)
+    return 0.0 < total < float("inf")
+
+
+def next_token_loss(batch: Any, kwargs: dict[str, Any], output: Any) -> Tensor:
+    """Summed cross entropy in nats of each token of ``batch`` that follows another; padding does not count.
+
+    Raises:
+        ValueError: there are no logits, or no token ids that they belong to.
+    """
+    logits = getattr(output, "logits", output.get("logits") if isinstance(output, Mapping) else None)
+    ids = kwargs.get("input_ids")
+    if ids is None and not isinstance(batch, Mapping):
+        ids = batch if isinstance(batch, Tensor) else next(iter(batch), None)
+    if not isinstance(logits, Tensor) or not isinstance(ids, Tensor) or ids.is_floating_point() or logits.shape[:-1] != ids.shape:
+        raise ValueError("no logits for each token of input_ids")
+    labels = ids.to(logits.device).long()
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        labels = labels.masked_fill(mask.to(logits.device) == 0, -100)
+    return F.cross_entropy(logits[..., :-1, :].float().flatten(0, -2), labels[..., 1:].flatten(), reduction="sum")
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No Parameter requires a gradient while this is active."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        for p, _ in flags:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+
+
+@contextmanager
+def checkpointing(chain: Chain) -> Iterator[None]:
+    """While active, the blocks of ``chain`` keep only their inputs for the backward pass, and run again when it needs more."""
+    blocks = [] if chain.broken else [b.module for b in chain.blocks]
+    # On the instance: whatever the module's __call__ does around forward stays.
+    replaced = [(m, m.__dict__.get("forward"), m.forward) for m in blocks]
+
+    def through(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        # Without the cache, which a second run would fill a second time.
+        args, kwargs = tuple(map(without_cache, args)), {k: without_cache(v) for k, v in kwargs.items()}
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    try:
+        for module, _, forward in replaced:
+            module.forward = partial(through, forward)  # type: ignore[method-assign]
+        yield
+    finally:
+        for module, own, _ in replaced:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
