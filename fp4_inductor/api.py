@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import checkpoint
 from .checkpoint import save
@@ -123,9 +123,9 @@ def quantize_model(
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, prefill={config.prefill}"
         return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, outcome)
-    scales = choose(model, plan, config, strict=strict, progress=progress)
+    scales = choose(model, plan, config, target_device, strict=strict, progress=progress)
     together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
-    shared_scales: dict[str, Tensor] = {}
+    shared_scales = scales.global_scales
     for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
         search, weight, notes = scales.of(item)
         if isinstance(item, ExpertsTarget):
@@ -135,7 +135,8 @@ def quantize_model(
             family = together.get(name, [])
             if family and config.siblings == "shared" and name not in shared_scales:
                 shared_scales |= dict.fromkeys((t.name for t in family), shared_global_scale(family, search.scale_search))
-            model, rows = convert_group(model, item, search, target_device, weight, shared_scales.get(name), scales.head_inputs.get(name))
+            ready, head_inputs = scales.ready.pop(name, None), scales.head_inputs.get(name)
+            model, rows = convert_group(model, item, search, target_device, weight, shared_scales.get(name), head_inputs, ready)
             converted = [t.module for t in family if isinstance(t.module, FP4Linear)]
             if family and len(converted) == len(family):
                 pack_siblings(converted)
@@ -143,7 +144,7 @@ def quantize_model(
     layers += [
         convert_stack(stack, scales.config.scale_search, target_device) for stack in bar(plan.stacks, "quantize", "stack", progress and bool(plan.stacks))
     ]
-    plan.notes += [] if scales.note is None else [scales.note]
+    plan.notes += scales.notes
     described = f"NVFP4, scale_search={scales.config.scale_search}, prefill={config.prefill}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
     return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, probe=scales.probe)

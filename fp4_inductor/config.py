@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from ._renamed import has_old_names
 from .errors import ConfigError
 
-ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation"]
+ScaleSearch = Literal["auto", "amax", "four_over_six", "mse", "activation", "gptq"]
 WeightOnly = Literal["auto", "fp8", "bf16"]
 Prefill = Literal["auto", "fp8", "bf16", "nvfp4"]
 Siblings = Literal["packed", "shared", "separate"]
@@ -51,7 +51,13 @@ class NVFP4Config:
               (Cook et al., "Four Over Six", 2025).
             * ``"mse"``: the best of 15 neighbouring E4M3 codes by squared error.
             * ``"activation"``: the same sweep with each input channel weighted by E[x^2] over ``calibration``.
-        calibration: for ``"activation"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
+            * ``"gptq"``: codes and scales together, so that the layer's outputs change least: GPTQ with the scale chosen inside
+              the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
+              best, and the slowest: minutes instead of seconds, and while it runs the quantized layers lie beside the model.
+              Over about 16,000 tokens that the model writes itself, and over ``calibration`` besides, if it is given.
+              Experts, and layers that met fewer than 256 tokens, get ``"activation"``; the report says which. Source:
+              Frantar et al., "GPTQ" (2023); KL on SmolLM2-135M: docs/quality.md.
+        calibration: for ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
             tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword
             arguments) of the model's forward.
         prefill: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
@@ -94,11 +100,11 @@ class NVFP4Config:
                 limit='an iterable of batches, or "self"',
                 remedy='Pass calibration=[batch, ...] (a few thousand tokens), or calibration="self" for text the model writes.',
             )
-        if self.scale_search not in ("auto", "activation") and self.calibration is not None:
+        if self.scale_search not in ("auto", "activation", "gptq") and self.calibration is not None:
             raise ConfigError(
                 "calibration data would not be used",
                 value=f'scale_search="{self.scale_search}"',
-                limit='scale_search="activation"',
+                limit='scale_search="activation" or "gptq"',
                 remedy="Leave scale_search out, or calibration.",
             )
 
@@ -152,6 +158,13 @@ class Sparse24Config:
         _one_of(self, "attention", Attention)
         if self.scale_search is not None:
             _one_of(self, "scale_search", ScaleSearch)
+        if self.scale_search == "gptq":
+            raise ConfigError(
+                'scale_search="gptq" is for dense NVFP4',
+                value="Sparse24Config",
+                limit="NVFP4Config",
+                remedy='pruning="sparsegpt" and "admm" round with feedback already: leave scale_search out.',
+            )
         data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
         for name, needs in (("pruning", self.pruning in _NEEDS_DATA), ("scale_search", self.scale_search == "activation"), ("max_kl", self.max_kl is not None)):
             if needs and self.calibration is None:

@@ -41,10 +41,14 @@ def convert_group(
     channel_weight: Tensor | None,
     global_scale: Tensor | None = None,
     head_inputs: Tensor | None = None,
+    ready: tuple[FP4Linear, float] | None = None,
 ):
     """Quantize the one weight of ``group`` and put an FP4Linear in place of each of its layers.
 
     The dense weight is released before this returns, unless someone outside the model holds it.
+
+    Args:
+        ready: the layer to put there, and its relative error, where the weight is quantized already.
 
     Returns:
         ``(the model, one LayerReport per layer)``. The model is the one given, or the FP4Linear if the model itself
@@ -55,8 +59,10 @@ def convert_group(
         dense = dense.to(device)
     if group[0].head:
         config = replace(config, prefill=weight_only(config.prefill))
-    if group[0].head and config.lm_head == "fp8":
-        layer: FP4Linear = FP8Linear.from_weight(dense, prefill=config.prefill)
+    if ready is not None:
+        layer, error = ready
+    elif group[0].head and config.lm_head == "fp8":
+        layer = FP8Linear.from_weight(dense, prefill=config.prefill)
         error = relative_error(dense, layer)
     else:
         layer, error = quantize_dense(dense, config, channel_weight, global_scale)

@@ -82,7 +82,7 @@ def convert_stack(target: StackTarget, scale_search: str, device: torch.device |
     """Put an NVFP4Tensor in place of the Parameter; the dense weight is released."""
     dense = target.matrices
     dense = (dense if device is None else dense.to(device)).contiguous()
-    weighted = scale_search == "activation"
+    weighted = scale_search in ("activation", "gptq")
     packed = NVFP4Tensor.from_dense(dense, _UNWEIGHTED if weighted else scale_search)
     sums = RoundingError()
     for e in range(len(dense)):

@@ -57,7 +57,7 @@ class FP4InductorConfig(_Stored):
                 limit="scale_search, prefill, ignore, strict, attention",
                 remedy="Leave them out, or update fp4_inductor.",
             )
-        if scale_search in ("activation", "auto"):
+        if scale_search in ("activation", "auto", "gptq"):
             raise ConfigError(
                 f'scale_search="{scale_search}" cannot run while a model loads',
                 value=scale_search,
