@@ -17,7 +17,7 @@ import datetime
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -77,10 +77,17 @@ def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4
     plain += [
         (name, "itself", NVFP4Config("activation", calibration="self", prefill=path)) for name, path in (("activation", "auto"), ("activation, w4a4", "nvfp4"))
     ]
-    return plain + [("activation", name, NVFP4Config("activation", calibration=list(batch[:, :-1].split(4)))) for name, batch in calibration.items()]
+    plain.append(("gptq", "itself", NVFP4Config("gptq")))
+    given = {name: list(batch[:, :-1].split(4)) for name, batch in calibration.items()}
+    # "gptq" adds text of its own to what it is given.
+    return plain + [
+        (weights, f"{name} and itself" if weights == "gptq" else name, NVFP4Config(weights, calibration=batches))
+        for weights in ("activation", "gptq")
+        for name, batches in given.items()
+    ]
 
 
-def run(name: str, label: str, device: str, count: int, only: str = "") -> list[dict]:
+def run(name: str, label: str, device: str, count: int, only: Sequence[str] = ("",)) -> list[dict]:
     model, tokenizer = load_model(name, device)
     bodies = texts()
     batches = {k: windows(tokenizer, t, 0, count) for k, t in bodies.items()}
@@ -96,7 +103,7 @@ def run(name: str, label: str, device: str, count: int, only: str = "") -> list[
     base = {k: perplexity(reference[k], batches[k]) for k in batches}
     rows = [common | {"text": k, "weights": "bf16", "calibration": "", "ppl": base[k], "kl": 0.0, "ratio": 1.0} for k in batches]
     for weights, calibrated_on, config in configurations({k: b.to(device) for k, b in calibration.items()}):
-        if only not in weights:
+        if not any(text in f"{weights} ({calibrated_on})" for text in only):
             continue
         quantized = copy.deepcopy(model)
         start = time.perf_counter()
@@ -140,7 +147,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--windows", type=int, default=5, help="windows of 512 tokens to evaluate per text")
     parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
-    parser.add_argument("--only", default="", help="only the weights whose name holds this text, e.g. head")
+    parser.add_argument("--only", nargs="+", default=[""], help='only the rows whose name holds one of these texts, e.g. head "gptq (itself)"')
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     rows = run(args.model, args.name or args.model.rstrip("/").rsplit("/", 1)[-1], args.device, args.windows, args.only)
