@@ -38,13 +38,14 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def write(model: Any, sequences: int | None = None, tokens: int | None = None, random_first: bool = False) -> list[dict[str, Tensor | bool]]:
+def write(model: Any, sequences: int | None = None, tokens: int | None = None, random_first: int = 0) -> list[dict[str, Tensor | bool]]:
     """One batch: ``input_ids`` int64 ``[sequences, tokens]`` (default ``[16, 64]``), sampled from ``model`` at temperature 1 after a first token.
 
     The same model gives the same text on the same device, whatever other threads do; torch's own random generators are not used.
 
     Args:
-        random_first: each sequence begins with a token drawn from the whole vocabulary, not with the beginning of a text.
+        random_first: so many of the sequences, the last ones, begin with a token drawn from the whole vocabulary, not with the beginning
+            of a text.
 
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
@@ -64,7 +65,7 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
     ) from cause
 
 
-def _sample(model: Any, sequences: int, tokens: int, random_first: bool) -> Tensor:
+def _sample(model: Any, sequences: int, tokens: int, random_first: int) -> Tensor:
     from transformers import GenerationConfig, LogitsProcessorList
 
     device = next(model.parameters()).device
@@ -111,14 +112,16 @@ class Sampler:
         return torch.where(scores < least, -float("inf"), scores.float() + noise)
 
 
-def _first_tokens(model: Any, sequences: int, random_first: bool) -> Tensor:
-    """``[sequences, 1]``: the beginning-of-text token where the model has one, else tokens at random."""
+def _first_tokens(model: Any, sequences: int, random_first: int) -> Tensor:
+    """``[sequences, 1]``: the beginning-of-text token where the model has one, and tokens at random for the rest."""
     size = _vocabulary(model) or 1
-    for config in () if random_first else (getattr(model, "generation_config", None), model.config):
+    first = torch.randint(size, (sequences, 1), generator=torch.Generator().manual_seed(_SEED))
+    for config in (getattr(model, "generation_config", None), model.config):
         begin = getattr(config, "bos_token_id", None)
         if isinstance(begin, int) and 0 <= begin < size:
-            return torch.full((sequences, 1), begin)
-    return torch.randint(size, (sequences, 1), generator=torch.Generator().manual_seed(_SEED))
+            first[: sequences - random_first] = begin
+            break
+    return first
 
 
 def _vocabulary(model: Any) -> int | None:

@@ -139,7 +139,7 @@ def test_two_runs_are_the_same_and_better_than_the_default(tiny, monkeypatch):
     first, second = quantized(model), quantized(model)
     assert same(first, second)
     default = quantized(model, NVFP4Config("activation", calibration="self"))
-    ids = self_calibration.write(model, 32, 32, random_first=True)[0]["input_ids"]
+    ids = self_calibration.write(model, 32, 32, random_first=32)[0]["input_ids"]
 
     def kl(m: nn.Module) -> float:
         p, q = (F.log_softmax(n(input_ids=ids, use_cache=False).logits.float(), -1) for n in (model, m))

@@ -53,6 +53,10 @@ def test_writing_repeats_itself_and_leaves_no_trace(tiny):
     assert torch.equal(first[0]["input_ids"], second[0]["input_ids"])
     assert first[0]["input_ids"].shape == (2, 8)
     assert (first[0]["input_ids"][:, 0] == 1).all()  # its beginning-of-text token
+    mixed = self_calibration.write(model, 24, 5, random_first=16)[0]["input_ids"]
+    assert mixed.shape == (24, 5)
+    assert (mixed[:8, 0] == 1).all()
+    assert len(set(mixed[8:, 0].tolist())) > 8
     assert torch.equal(torch.random.get_rng_state(), before)
     assert model.training
     assert not model.model.layers[0].training
