@@ -8,6 +8,7 @@ hundreds of times larger than all others (Sun et al., "Massive Activations in La
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -98,7 +99,7 @@ def _backward(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any
     handles = [t.module.register_forward_hook(partial(watch, t.name)) for t in targets]
     handles.append(_embedding(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
     try:
-        with frozen(model), evaluating(model), torch.enable_grad(), checkpointing(chain):
+        with frozen(model), evaluating(model), torch.enable_grad(), checkpointing(chain), repeatable(model):
             outputs = feed(model, batches, progress, "weigh tokens")
             for batch in batches:
                 taken.clear()
@@ -179,3 +180,23 @@ def checkpointing(chain: Chain) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = own
+
+
+@contextmanager
+def repeatable(model: nn.Module) -> Iterator[None]:
+    """While active, backward passes on CUDA add in one order where they can (attention has a choice), as they do on a CPU."""
+    if not any(p.device.type == "cuda" for p in model.parameters()):
+        yield
+        return
+    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        with warnings.catch_warnings():
+            # An operator that has no such way runs as it is, and would warn each time.
+            warnings.filterwarnings("ignore", message="(?i).*deterministic")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
