@@ -106,6 +106,8 @@ def _backward(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any
                 forward[0] = True
                 kwargs, output = next(outputs)
                 loss = next_token_loss(batch, kwargs, output)
+                if loss is None:
+                    return TokenWeights(reason=f"{type(model).__name__} gave no logits for each token of input_ids")
                 forward[0] = False
                 loss.backward()
                 del loss, output
@@ -126,18 +128,14 @@ def _is_usable(calls: list[list[Tensor]]) -> bool:
     return 0.0 < total < float("inf")
 
 
-def next_token_loss(batch: Any, kwargs: dict[str, Any], output: Any) -> Tensor:
-    """Summed cross entropy in nats of each token of ``batch`` that follows another; padding does not count.
-
-    Raises:
-        ValueError: there are no logits, or no token ids that they belong to.
-    """
+def next_token_loss(batch: Any, kwargs: dict[str, Any], output: Any) -> Tensor | None:
+    """Summed cross entropy in nats of each token of ``batch`` that follows another, padding left out; None without logits, or token ids of theirs."""
     logits = getattr(output, "logits", output.get("logits") if isinstance(output, Mapping) else None)
     ids = kwargs.get("input_ids")
     if ids is None and not isinstance(batch, Mapping):
         ids = batch if isinstance(batch, Tensor) else next(iter(batch), None)
     if not isinstance(logits, Tensor) or not isinstance(ids, Tensor) or ids.is_floating_point() or logits.shape[:-1] != ids.shape:
-        raise ValueError("no logits for each token of input_ids")
+        return None
     labels = ids.to(logits.device).long()
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:

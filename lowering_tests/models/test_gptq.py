@@ -214,7 +214,13 @@ def test_a_model_without_a_backward_pass_is_weighted_by_norms(tiny):
     assert any(line.startswith("no gradient reached 7 layers, whose tokens are weighted by the norm of their inputs: ") for line in report.notes)
 
 
-def test_no_model_of_language(monkeypatch):
+def test_batches_without_token_ids_are_weighted_by_norms(tiny):
+    model = tiny("llama", torch.bfloat16)
+    done = quantized(model, NVFP4Config("gptq", calibration=[{"inputs_embeds": torch.randn(2, 16, 64).bfloat16()}]))
+    assert "by the norm of their inputs, because LlamaForCausalLM gave no logits for each token of input_ids; " in note(done)
+
+
+def test_no_model_of_language():
     torch.manual_seed(0)
     model = Two()
     batches = [torch.randn(8, 40, 32)]
