@@ -187,14 +187,11 @@ def repeatable(model: nn.Module) -> Iterator[None]:
         yield
         return
     before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
     try:
         with warnings.catch_warnings():
             # An operator that has no such way runs as it is, and would warn each time.
             warnings.filterwarnings("ignore", message="(?i).*deterministic")
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
