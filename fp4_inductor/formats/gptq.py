@@ -83,9 +83,8 @@ def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, pan
         raise NonFiniteError("the Hessian holds NaN or Inf", value=tuple(hessian.shape), limit="finite", remedy="Check the calibration batches.")
     if not w.numel():
         return nvfp4.quantize(w, "mse", global_scale)
-    h = damped(hessian, DAMPING, DAMPING_OWN)
-    order, blocks = block_order(h)
-    h = h[order][:, order]
+    order, blocks = block_order(hessian)
+    h = damped(hessian[order][:, order], DAMPING, DAMPING_OWN)
     target = w.float()[:, order]
     q, codes = _round(target, inverse_factor(h), g, panels)
     q, codes = _refine(target, h, q, codes, g, panels)

@@ -161,11 +161,9 @@ def damped(hessian: Tensor, damping: float = DAMPING, own: float = 0.0) -> Tenso
     h = hessian.to(torch.float32 if hessian.device.type == "mps" else torch.float64)
     mean = h.diagonal().mean()
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    if own:
-        h = h + torch.diag(own * h.diagonal())
-    eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
     while damping < 1e3:
-        out = h + damping * mean * eye
+        out = h.clone()
+        out.diagonal().mul_(1 + own).add_(damping * mean)
         if int(torch.linalg.cholesky_ex(out).info) == 0:
             return out
         damping *= 10
