@@ -62,13 +62,11 @@ def fisher(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], 
 
     Never raises for what the model cannot do: the result says why it is empty.
     """
-    reason = _why_not(model)
-    if reason is None:
-        try:
-            return _backward(model, targets, batches, chain, progress)
-        except Exception as error:  # whatever a model's own code raises when it meets autograd
-            reason = f"the backward pass failed with {type(error).__name__}: {error}".splitlines()[0]
-    return TokenWeights(reason=reason)
+    try:
+        reason = _why_not(model)
+        return TokenWeights(reason=reason) if reason else _backward(model, targets, batches, chain, progress)
+    except Exception as error:  # whatever a model's own code raises when it meets autograd
+        return TokenWeights(reason=f"the backward pass failed with {type(error).__name__}: {error}".splitlines()[0])
 
 
 def _why_not(model: Any) -> str | None:

@@ -214,6 +214,16 @@ def test_a_model_without_a_backward_pass_is_weighted_by_norms(tiny):
     assert any(line.startswith("no gradient reached 7 layers, whose tokens are weighted by the norm of their inputs: ") for line in report.notes)
 
 
+def test_a_backward_pass_that_fails_is_said(tiny, monkeypatch):
+    model = tiny("llama", torch.bfloat16)
+    monkeypatch.setattr(type(model), "get_input_embeddings", lambda self: (_ for _ in ()).throw(NotImplementedError("none here")))
+    plan = make_plan(model)
+    found = token_weights.fisher(model, plan.targets, [torch.zeros(1, 8).long()], Chain([], broken="on purpose"), False)
+    assert found.reason == "the backward pass failed with NotImplementedError: none here"
+    x = torch.randn(1, 8, 64)
+    assert torch.equal(found(plan.targets[0].name, 0, [x])[0], token_weights.input_norms(x))
+
+
 def test_batches_without_token_ids_are_weighted_by_norms(tiny):
     model = tiny("llama", torch.bfloat16)
     done = quantized(model, NVFP4Config("gptq", calibration=[{"inputs_embeds": torch.randn(2, 16, 64).bfloat16()}]))
