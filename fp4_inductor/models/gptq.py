@@ -77,7 +77,6 @@ def prepare(
     """
     start = time.monotonic()
     batches, described = text(model, config)
-    _check_positions(model, batches)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
     targets = [t for g in groups for t in g]
     chain = find_chain(model, targets) if targets else Chain([], broken="there are no linear layers")
@@ -107,13 +106,14 @@ def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], str]:
     what is given.
 
     Raises:
-        CalibrationError: nothing is given, and the model cannot write; or what is given is no iterable of batches.
+        CalibrationError: nothing is given, and the model cannot write; or what is given is no iterable of batches, or too long for the model.
     """
     given: list[Any] = [] if config.calibration in (None, "self") else list(batches_of(config.calibration))
     if not given and config.calibration not in (None, "self"):
         raise CalibrationError(
             "calibration holds no batch (an exhausted generator?)", value=0, limit=">= 1 batch", remedy="Pass a list, or None for the model's own text."
         )
+    _check_positions(model, given)  # before minutes are spent on writing
     reason = self_calibration.why_not(model) if given else None
     if reason is not None:
         return given, f"{len(given)} given batches, without own text because {reason}"
