@@ -162,7 +162,8 @@ class KVCache(Cache):
         batch: the number of sequences; with beam search or several answers to a prompt, times those.
         kv: the format of K and V (``docs/kv_cache.md`` has the loss that was measured). ``"bf16"``: the dtype of the model. ``"fp8"``: E4M3, a scale for
             each token and head. ``"k8v4"``: K in INT8, V in NVFP4. ``"nvfp4"``: both in NVFP4, but the first 4 and the last 64 tokens, which are exact.
-            Of all three the mean of K is kept apart. No fused kernel reads them yet: they save memory, not time.
+            Of all three the mean of K is kept apart. They save memory, not time: the kernel that reads them as they are has not been timed, and is off
+            (``fp4_inductor.dispatch(candidates=("triton_quantized_attention",))``).
         rollback: how many tokens ``crop`` may take back from a full sliding window, or from the exact tokens of ``"nvfp4"``: that many slots more for each.
 
     Attributes:

@@ -15,6 +15,7 @@ import torch
 
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
+from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
@@ -78,11 +79,20 @@ def attention_form(d: int) -> tuple[str, ...]:
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
 
 
+def cache_in(name: str) -> str:
+    """What a call over a cache of this format asks for."""
+    return f"a cache in {name}"
+
+
 def cached_form(c: CachedCall) -> tuple[str, ...]:
     """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
+    quantized = () if c.stored is None else (c.keys, c.values, *(t for t in c.stored if t is not None))
+    exact = None if c.stored is None else c.stored.exact_keys
     asked = {
-        f"a cache in {c.format.name if c.format else ''}, which no kernel reads yet": c.format is not None,
+        cache_in(c.format.name if c.format else ""): c.format is not None,
+        "exact tokens of which the new ones would overwrite some": exact is not None and exact.shape[2] < kv.FIRST + kv.LAST - 1 + queries,
+        "parts of a cache that are not contiguous": not all(t.is_contiguous() for t in quantized),
         "no counters of arrival": c.arrivals is None or not c.arrivals.is_contiguous(),
         "a cache that is known to be empty": c.empty,
         f"values of another width, {c.value.shape[3]}": c.value.shape[3] != width,
@@ -95,6 +105,8 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
 
 
+# Kernels that do all of a decode step of fp4.cached_attention, its prologue too.
+ONE_LAUNCH = ("triton_cached_attention", "triton_quantized_attention")
 ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 
 
