@@ -26,6 +26,7 @@ from timing import copies_for, eager_us, graph_us, lower_of_two, machine, save, 
 from fp4_inductor.config import dispatch
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host
+from fp4_inductor.kernels.forms import Options
 from fp4_inductor.kernels.select import arch_of
 
 OURS = ("fp4_inductor", "fp4_inductor_eager")
@@ -93,7 +94,7 @@ def in_a_graph(x, weight: tuple, g, prefill: str = "auto", op: str = "linear"):
     if not (row.library and row.library.early):
         return getattr(torch.ops.fp4, op)(x, *weight, g, None, prefill)
     parts = torch.ops.fp4.quantize_rows_fp8(x, row.library.lane_order) if row.library.fp8 else x
-    return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), early=True)
+    return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), Options(early=True))
 
 
 def contender(name: str, q, s, g, copies: int, prefill: str):

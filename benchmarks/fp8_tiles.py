@@ -19,6 +19,7 @@ import torch
 from timing import RESULTS, copies_for, graph_us, machine
 
 from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels.forms import Options
 
 ARCH = 90
 SHAPES = [(4096, 4096), (4096, 6144), (4096, 14336), (8192, 8192), (14336, 4096), (8192, 28672)]
@@ -50,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
 
                     def by(i, tile, x=x, kind=kind, weight=weight, scale=scale):
                         rows = torch.ops.fp4.quantize_rows_fp8(x, kind == "dense")
-                        return csrc.call(LIBRARIES[kind], rows, [part[i] for part in weight], scale, None, ARCH, tile, early=True)
+                        return csrc.call(LIBRARIES[kind], rows, [part[i] for part in weight], scale, None, ARCH, Options(tile, early=True))
 
                     calls = {"bf16": lambda i, x=x, w16=w16: torch.nn.functional.linear(x, w16[i % len(w16)])}
                     calls["auto"] = lambda i, x=x, op=op, weight=weight, scale=scale: op(x, *(part[i] for part in weight), scale)

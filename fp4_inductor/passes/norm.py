@@ -136,7 +136,7 @@ def _plan_of(linear: Node) -> Plan | None:
         scales = len(begins(rest[1]) or ()) or MAX_SCALES + 1
     if scales > MAX_SCALES:
         return None  # several launches
-    return plan(select.describe(op, x.device, x.dtype, n, half_k * 2, prefill, scales=scales), dispatch_config())
+    return plan(select.describe(op, x.device, x.dtype, n, half_k * 2, prefill, counts=select.Counts(scales=scales)), dispatch_config())
 
 
 def _row(options: Plan, linear: Node) -> Span | None:

@@ -18,7 +18,7 @@ from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc, params
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.forms import Epilogue, Norm
+from fp4_inductor.kernels.forms import Epilogue, Norm, Options
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, moe_call, quantize_rows_fp8, quantize_rows_nvfp4
@@ -208,18 +208,18 @@ def test_one_row_with_a_norm(ops, monkeypatch):
         ("linear_gemv_pointwise", Epilogue(residual=(r := torch.randn(1, 70).bfloat16())), exact(h, *w) + r.double()),
     ):
         for early in (False, True):
-            more = csrc.extra_arguments(name, (), then, early, Norm(own, 1e-5, 1.0))
+            more = csrc.extra_arguments(name, Options((), then, early, Norm(own, 1e-5, 1.0)))
             y = getattr(ops, name)(x, *w, None, ARCH, *more)
             assert error(y, want) <= 2 * linear.CONTRACT.tolerance[torch.bfloat16]
             assert torch.equal(csrc._through_ctypes(name, (x,), w[:2], w[2], None, ARCH, more[:4], more[4:]), y)
     strided = torch.stack((own, own), 1)[:, 0]  # copied, and not read early
-    assert torch.equal(ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", (), None, True, Norm(strided, 1e-5, 1.0))), ops.linear_gemv(
-        x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", norm=Norm(own, 1e-5, 1.0))
-    ))  # fmt: skip
+    copied, dense = (Options(early=True, norm=Norm(strided, 1e-5, 1.0)), Options(norm=Norm(own, 1e-5, 1.0)))
+    first, second = (ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", options)) for options in (copied, dense))
+    assert torch.equal(first, second)
     for bad in (own.float(), own[:64], own[None]):
         with pytest.raises(RuntimeError, match=r"the norm's weight is \[K\] in the activations' dtype"):
-            ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", norm=Norm(bad, 1e-5)))
-    more = csrc.extra_arguments("linear_gemv", (0, 0, 0, 0), None, True, Norm(own, 1e-5))
+            ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", Options(norm=Norm(bad, 1e-5))))
+    more = csrc.extra_arguments("linear_gemv", Options((0, 0, 0, 0), early=True, norm=Norm(own, 1e-5)))
     torch.library.opcheck(
         ops.linear_gemv, (x, *w, None, ARCH, *more), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     )

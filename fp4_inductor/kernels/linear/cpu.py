@@ -20,7 +20,7 @@ from ...ops import quantize_rows_nvfp4
 from ...ops import sparse_dequantize as sparse_dequantize_contract
 from ...ops import sparse_linear as sparse_contract
 from ...ops.members import members
-from .. import host, registry
+from .. import host, registry, select
 from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
@@ -49,7 +49,7 @@ def _from_outside(op: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor |
     n, k, m, g = weight[0].shape[0], x.shape[-1], x.shape[:-1].numel(), weight[-1]
     if not (m and n and k):
         return None
-    launch = host.row_for(op, x, m, n, k, prefill, scales=len(rows or (0,))).implementation.launch
+    launch = host.row_for(op, x, m, n, k, prefill, counts=select.Counts(scales=len(rows or (0,)))).implementation.launch
     if launch is None:
         return None
     y = launch(x.reshape(-1, x.shape[-1]).contiguous(), *(t.contiguous() for t in weight[:-1]), g.reshape(()) if rows else g, bias)
