@@ -24,6 +24,8 @@ from fp4_inductor.kernels import csrc, host, registry, run
 from fp4_inductor.kernels.forms import Epilogue, Options, Problem
 from fp4_inductor.kernels.linear_w4a4 import block_scaled, mma_sync
 from fp4_inductor.kernels.linear_w4a4 import cuda as cuda_w4a4
+from fp4_inductor.kernels.sparse_linear import small as sparse_small
+from fp4_inductor.kernels.sparse_linear import table as sparse_table
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
@@ -66,7 +68,7 @@ def wide_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
 def sparse_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
     yield None
     tiles = ((2, 16, 2), (4, 8, 3), (2, 8, 2)) if m <= 8 else ((2, 8, 3), (4, 8, 2), (2, 8, 2)) if m <= 16 else ((2, 8, 2),)
-    yield from (csrc.tile("sparse_linear_small", *tile, splits) for tile in tiles for splits in (1, 2, 4))
+    yield from (csrc.tile(sparse_small.LIBRARY.name, *tile, splits) for tile in tiles for splits in (1, 2, 4))
 
 
 def sparse_table_tiles(n: int, k: int) -> Iterator[tuple[int, ...] | None]:
@@ -78,7 +80,7 @@ def sparse_table_tiles(n: int, k: int) -> Iterator[tuple[int, ...] | None]:
             for sets, rows in busiest.items():
                 warps = sets // a_warp * k_groups
                 if sets % a_warp == 0 and 4 <= warps <= (8 if a_warp == 4 else 16) and rows <= 1.3 * min(busiest.values()):
-                    yield csrc.tile("sparse_linear_table", sets, a_warp, k_groups, substeps)
+                    yield csrc.tile(sparse_table.LIBRARY.name, sets, a_warp, k_groups, substeps)
 
 
 def product(op: str, kernel: str, x: torch.Tensor, weight: tuple, tile=None) -> torch.Tensor:
@@ -185,7 +187,7 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
                 for tile in sparse_table_tiles(n, k):
                     for begins in ("", " early")[: 1 + ("early" in kinds)]:
                         options = Options(tile or (), early=bool(begins))
-                        call = lambda i, options=options: csrc.call("sparse_linear_table", x, (v[i], e[i], ss[i]), sg, None, 90, options)  # noqa: E731
+                        call = lambda i, options=options: csrc.call(sparse_table.LIBRARY.name, x, (v[i], e[i], ss[i]), sg, None, 90, options)  # noqa: E731
                         yield measure(f"sparse table{begins}", tile, call, want, count, facts)
 
 

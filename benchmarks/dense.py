@@ -130,11 +130,11 @@ def candidates(kind: str, m: int) -> list:
 
 
 def run(kind, config, x, q, s, g):
-    from fp4_inductor.kernels import registry
     from fp4_inductor.kernels import run as kernels
+    from fp4_inductor.kernels.linear import gemv, mid, small
 
-    name = {"gemv": "triton_gemv", "small": "cuda_small", "mid": "triton_mid"}[kind]
-    return kernels.by_form(registry.named("linear")[name].form, x, (q, s, g), tile=config)
+    kernel = {"gemv": gemv, "small": small, "mid": mid}[kind].KERNELS[0]
+    return kernels.by_form(kernel.form, x, (q, s, g), tile=config)
 
 
 def _compile(job) -> str:

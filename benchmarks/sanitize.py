@@ -26,11 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import csrc, params
+from fp4_inductor.kernels.linear import wide_fp8
 from fp4_inductor.kernels.moe import decode_table, grouped_wide
 from fp4_inductor.kernels.params import LinearParams, MoeParams
+from fp4_inductor.kernels.sparse_linear import small, table, wide
+from fp4_inductor.kernels.sparse_linear import wide_fp8 as sparse_wide_fp8
 from lowering_tests.kernels import emulator
 
 ARCH = 90
+WIDE_FP8 = wide_fp8.LIBRARY.name
+SPARSE_SMALL, SPARSE_TABLE, SPARSE_WIDE, SPARSE_WIDE_FP8 = (kernel.LIBRARY.name for kernel in (small, table, wide, sparse_wide_fp8))
 
 
 @functools.cache
@@ -210,22 +215,22 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
     for macro, k, rest in (("SHARED", 1280, (-1,)), ("STREAMED", 1280, (1, 0)), ("ANY_K", 1344, (1,))):
         for tile in tiles_of("linear_wide", macro):
             yield case(dense, "linear_wide", 2 * tile[1] + 1, 650, k, (*tile, *rest))
-    for tile in (*tiles_of("linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("linear_wide_fp8", "STREAMED"))):
-        yield case(dense, "linear_wide_fp8", tile[0] - 3, 650, 1280, tile, early=1)
-    yield case(dense, "linear_wide_fp8", 700, 1290, 1280, (), starts=(512, 768))
+    for tile in (*tiles_of(WIDE_FP8), *((t, 0) for (t,) in tiles_of(WIDE_FP8, "STREAMED"))):
+        yield case(dense, WIDE_FP8, tile[0] - 3, 650, 1280, tile, early=1)
+    yield case(dense, WIDE_FP8, 700, 1290, 1280, (), starts=(512, 768))
     for name, m in (("linear_table", 5), ("linear_wide", 50), ("linear_small", 20)):
         yield case(dense, f"{name}_pointwise", m, 1032, 1280, (), act=1, starts=(512, 768))
         yield case(dense, f"{name}_glu", m, 1032, 1280, (), act=1)
     for m, k in ((1, 1024), (7, 1056), (16, 1280), (30, 2048)):
-        yield case(sparse, "sparse_linear_small", m, 330, k, ())
-    for m, tile in itertools.product((1, 8, 13), ((), *((2 * r, r, 4, sub) for r, sub in tiles_of("sparse_linear_table")))):
-        yield case(sparse, "sparse_linear_table", m, 1034, 2048, tile)
-    for (rows, tokens, groups), splits in itertools.product(tiles_of("sparse_linear_wide"), (0, 1, 4)):
-        yield case(sparse, "sparse_linear_wide", tokens + 3, 650, 1280, (rows, tokens, groups, splits))
-    for tile in ((), *tiles_of("sparse_linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("sparse_linear_wide_fp8", "STREAMED"))):
-        yield case(sparse, "sparse_linear_wide_fp8", (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
-    yield case(sparse, "sparse_linear_wide_fp8", 700, 1290, 1280, (), starts=(512, 768))
-    for name, m in (("sparse_linear_small", 20), ("sparse_linear_table", 8), ("sparse_linear_wide", 50)):
+        yield case(sparse, SPARSE_SMALL, m, 330, k, ())
+    for m, tile in itertools.product((1, 8, 13), ((), *((2 * r, r, 4, sub) for r, sub in tiles_of(SPARSE_TABLE)))):
+        yield case(sparse, SPARSE_TABLE, m, 1034, 2048, tile)
+    for (rows, tokens, groups), splits in itertools.product(tiles_of(SPARSE_WIDE), (0, 1, 4)):
+        yield case(sparse, SPARSE_WIDE, tokens + 3, 650, 1280, (rows, tokens, groups, splits))
+    for tile in ((), *tiles_of(SPARSE_WIDE_FP8), *((t, 0) for (t,) in tiles_of(SPARSE_WIDE_FP8, "STREAMED"))):
+        yield case(sparse, SPARSE_WIDE_FP8, (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
+    yield case(sparse, SPARSE_WIDE_FP8, 700, 1290, 1280, (), starts=(512, 768))
+    for name, m in ((SPARSE_SMALL, 20), (SPARSE_TABLE, 8), (SPARSE_WIDE, 50)):
         yield case(sparse, name + csrc.SEVERAL_SCALES, m, 650, 1280, (), starts=(512, 600))
     for name in (grouped_wide.NAME, grouped_wide.FP8, decode_table.NAME):
         tile = () if name == decode_table.NAME else (64,) if name == grouped_wide.FP8 else (32,)

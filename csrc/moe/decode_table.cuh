@@ -1,4 +1,4 @@
-// The two products of an MoE layer for up to eight tokens on sm_90, dense or 2:4-sparse, by the steps of linear_table and sparse_linear_table. The columns of mma are
+// The two products of an MoE layer for up to eight tokens on sm_90, dense or 2:4-sparse, by the steps of gemm/table.cuh and sparse/table.cuh. The columns of mma are
 // the tokens of the call, whether they are routed to an expert or not: nothing is gathered, and an expert's weights are decoded once. Each block lists the distinct
 // experts of the call for itself.
 #pragma once
@@ -94,7 +94,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
 
   __device__ __forceinline__ Step(const TableLayout<SPARSE, SHIFTED>& layout, int row_warp, int lane, int scale_row, bool interleaved)
       : row(row_warp * (kNext * R) + lane / 4), high(UP ? 8 * layout.sets : 8), rows(layout.rows()), next_scales(SHIFTED && UP && !interleaved ? 64 : SHIFTED ? 128 : 16 * kNext) {
-    if (SPARSE) row ^= (row & 2) << 1;  // sparse_linear_table says why
+    if (SPARSE) row ^= (row & 2) << 1;  // half a warp has rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks
     const int p = lane >> 1 & 1;
     codes = layout.codes() + row * P::kCodes + (SPARSE ? place_of<64>(2 * p, row & 7) * 16 : 0);
     meta = layout.meta() + row * 32 + place_of<32>(0, row & 7) * 16 + 8 * p;
