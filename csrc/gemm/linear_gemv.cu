@@ -416,10 +416,9 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, const L
 extern "C" int fp4_linear_gemv(const LinearParams* call) {
   if (!is_call(call, true) || call->M != 1 || call->N < 1 || call->K < 64 || call->K % 64 || call->K > 32768) return cudaErrorInvalidValue;
   const auto [rows, warps, k_groups, stages] = call->tile;
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     return !p.fits() ? cudaErrorInvalidValue : by_tile<T>(rows ? Tile{rows, warps, k_groups, stages} : best<T>(p.N, p.K), p, *call);
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

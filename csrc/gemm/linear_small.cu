@@ -137,10 +137,9 @@ extern "C" int fp4_linear_small(const LinearParams* call) {
   if (!is_call(call) || call->M < 1 || call->N < 1 || call->K < 16 || call->K % 16) return cudaErrorInvalidValue;
   const int(&t)[4] = call->tile;
   const Tile tile = t[0] ? Tile{t[0], t[1], t[2]} : best(call->M, call->N, call->K);
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     return p.fits() ? by_tokens<T>(tile, p, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

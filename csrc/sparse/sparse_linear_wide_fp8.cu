@@ -21,9 +21,8 @@ struct Sparse {
     const uint8_t *values, *meta, *scales;
   };
   static cudaError_t map(Maps* maps, const Parts& p, int N, int K) {
-    cudaError_t status = tensor_map_2d(&maps->values, p.values, N, K / 4, kRows, 64);
-    if (status == cudaSuccess) status = tensor_map_2d(&maps->meta, p.meta, N, K / 8, kRows, 32);
-    return status == cudaSuccess ? tensor_map_2d(&maps->scales, p.scales, N, K / 16, kRows, 16) : status;
+    return first_error({tensor_map_2d(&maps->values, p.values, N, K / 4, kRows, 64), tensor_map_2d(&maps->meta, p.meta, N, K / 8, kRows, 32),
+                        tensor_map_2d(&maps->scales, p.scales, N, K / 16, kRows, 16)});
   }
 
   __device__ __forceinline__ static void prefetch(const Maps& maps) {
