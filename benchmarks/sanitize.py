@@ -237,9 +237,9 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
         yield case(moe, name + csrc.SEVERAL_SCALES, Layer(8, 3, 9, 512, 256, 264), tile, 0, False)
         yield case(moe, name + csrc.SEVERAL_SCALES, Layer(8, 3, 9, 320, 192, 264), tile, 1, True)
     for name in (grouped_wide.NAME, grouped_wide.FP8):
-        tiles = [tile[0] for tile in tiles_of(name)] if name == grouped_wide.FP8 else emulator.grouped_tiles()
+        tiles = [tile[:1] for tile in tiles_of(name)] if name == grouped_wide.FP8 else emulator.grouped_tiles()
         for tile, (k, inner, form) in itertools.product(tiles, ((512, 256, 0), (320, 192, 1))):
-            yield case(moe, name, Layer(150, 3, 9, k, inner, 264), (tile,), form, bool(form))
+            yield case(moe, name, Layer(150, 3, 9, k, inner, 264), tile, form, bool(form))
     for tokens, tile in itertools.product((1, 3, 8, 11), ((), (4, 2, 4, 6, 2, 4, 4), (2, 1, 8, 2, 1, 8, 2))):
         yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 512, 256, 264), tile, 0, False)
         yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 320, 192, 264), tile, 1, True)

@@ -423,7 +423,7 @@ def test_a_moe_layer(ops, monkeypatch):
             assert torch.equal(decode_table.launch(given, ARCH), few)
             assert torch.equal(grouped_wide.launch(given, ARCH), y)
             assert torch.equal(grouped_wide.launch(given, ARCH, fp8=True), rounded)
-    form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
+    form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8, 0)
     torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     for words, bad in {
         "activations are bfloat16": (x.half(), ids, weights, *form),
@@ -431,13 +431,13 @@ def test_a_moe_layer(ops, monkeypatch):
         "a part of the weights does not fit": (x[:, :64], ids, weights, *form),
         "ids are int32 or int64": (x, ids.to(torch.int16), weights, *form),
         "cudaError 1 for T=0": (x[:0], ids[:0], weights[:0], *form),
-        "cudaError 9 for T=9": (x, ids, weights, *form[:-1], 24),
+        "cudaError 9 for T=9": (x, ids, weights, *form[:-2], 24, 0),
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.moe_grouped_wide(*bad, ARCH)
     with pytest.raises(KernelError, match="was not launched"):
-        grouped_wide.launch(moe_call.MoeCall(x, ids, weights, *map(moe_call.ExpertWeight.of_parts, parts)), ARCH, 24)
-    form = (*form[:9], None, None, *form[9:-1])
+        grouped_wide.launch(moe_call.MoeCall(x, ids, weights, *map(moe_call.ExpertWeight.of_parts, parts)), ARCH, grouped_wide.Tile(24))
+    form = (*form[:9], None, None, *form[9:-2])
     torch.library.opcheck(ops.moe_decode_table, (x, ids, weights, *form, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     with pytest.raises(RuntimeError, match="cudaError 1 for T=0"):
         ops.moe_decode_table(x[:0], ids[:0], weights[:0], *form, ARCH)
