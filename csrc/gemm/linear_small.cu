@@ -108,7 +108,7 @@ Tile best(int M, int N, int K) {
 }
 
 template <typename T, int MT> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
-#define TILE(r, w, st) \
+#define TILE(r, w, st) /* rows_16, warps, stages */ \
   if (tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, MT, r, w, st>(p, stream);
   if (p.K % 64) return run<T, MT, 2, 8, 2, true>(p, stream);
   TILE(4, 8, 2)

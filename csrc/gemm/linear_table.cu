@@ -118,7 +118,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
 }
 
 template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>& p, Stream stream) {
-#define TILE(r, s) \
+#define TILE(r, s) /* sets_a_warp, substeps */ \
   if (tile.sets_a_warp == r && tile.substeps == s) return run<T, TOKENS, r, s>(tile, p, stream);
   TILE(1, 1) TILE(2, 1)
   if constexpr (kFinish != kGlu && TOKENS <= 16) {

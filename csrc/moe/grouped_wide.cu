@@ -41,6 +41,7 @@ struct Compiled {
 
 // Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products.
 constexpr Compiled kTiles[] = {
+    // tokens, gathers_only, up and down: {groups, sets, w_stages, x_stages, batch, blocks}
     {8, false, {1, 2, 3, 4, 1, 2}, {1, 2, 3, 4, 1, 2}},
     {16, false, {1, 2, 2, 4, 1, 2}, {1, 2, 2, 4, 1, 2}},
     {32, false, {1, 2, 4, 2, 1, 2}, {1, 2, 4, 2, 1, 2}},

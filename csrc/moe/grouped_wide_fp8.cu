@@ -88,6 +88,7 @@ template <int W_STAGES, int X_STAGES, int... N> cudaError_t layer(const Layer& l
 }
 
 cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+// The most tokens of a tile; stages of weights, and of half steps of activations; smaller numbers of tokens that a tile may have.
 #define TILE(most, ...) \
   if (tile == most) return layer<__VA_ARGS__, most>(l, workspace, bytes, stream);
   TILE(64, 6, 8, 32)

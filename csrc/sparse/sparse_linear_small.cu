@@ -163,7 +163,7 @@ template <typename T> cudaError_t by_tile(Tile tile, const SparseLinear<T>& c) {
     if constexpr (kLargeSharedMemory) return run<T, 4, 2, 8, 2, true>(c, tile.splits);
     return cudaErrorInvalidConfiguration;
   }
-#define TILE(mt, r, w, st) \
+#define TILE(mt, r, w, st) /* tokens in eights, rows_16, warps, stages */ \
   if (c.M <= 8 * mt && tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, mt, r, w, st>(c, tile.splits);
   TILE(1, 2, 8, 2) TILE(1, 2, 16, 2) TILE(1, 4, 8, 3) TILE(2, 2, 8, 2) TILE(2, 2, 8, 3) TILE(2, 4, 8, 2)
   if constexpr (kLargeSharedMemory) { TILE(4, 2, 8, 2) }

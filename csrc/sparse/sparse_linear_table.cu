@@ -140,7 +140,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
 }
 
 template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const SparseLinear<T>& c) {
-#define TILE(r, s) \
+#define TILE(r, s) /* sets_a_warp, substeps */ \
   if (tile.sets_a_warp == r && tile.substeps == s) return run<T, TOKENS, r, s>(tile, c);
   TILE(1, 2) TILE(2, 2) TILE(4, 2) TILE(1, 4) TILE(2, 4) TILE(4, 4)
 #undef TILE
