@@ -1,7 +1,10 @@
-"""fp4.linear and fp4.sparse_linear on a CPU: decode a block of rows that fits the cache, multiply, go on; few rows multiply packed weights.
+"""fp4.linear and fp4.sparse_linear on a CPU.
 
-The C kernels (:mod:`.cpu_native`) decode 16 weights in three instructions. Where there is no C compiler, ATen does the
-same with one table gather per byte: right, and five to ten times slower; ``explain()`` says which one runs.
+Up to 8 activation rows are multiplied by the packed weight directly. For more rows a block of the weight that fits the cache is decoded and multiplied, then
+the next block.
+
+The C kernels (:mod:`.cpu_native`) decode 16 weights in three instructions. If there is no C compiler, ATen looks up each byte in a table, which is five to ten
+times slower. ``explain()`` says which one runs.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def linear(
     contract.check(x, qdata, scale, global_scale, bias, prefill, rows)
     n, k = qdata.shape[0], x.shape[-1]
     m = x.shape[:-1].numel()
-    # Only this option and kernels from outside let M decide what is computed on a CPU, so only they ask for the choice.
+    # On a CPU the kernel depends on M only with this option and with kernels from outside, so only they ask which one it is.
     if registry.foreign("linear") and (y := _from_outside("linear", x, (qdata, scale, global_scale), bias, prefill, rows)) is not None:
         return y
     if prefill == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, prefill).kernel != "cpu":
@@ -149,7 +152,7 @@ def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, 
 
 
 class _Scratch(threading.local):
-    """Memory of this thread for one block of weights, kept: page faults in a fresh buffer take longer than decoding into it."""
+    """Memory for one decoded block, for each thread. It is kept, because the page faults of a fresh buffer take longer than decoding into it."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
@@ -184,7 +187,7 @@ class _NativeDecoder:
 
 
 class _AtenDecoder:
-    """One gather per byte gives two float32; a bfloat16 multiply with a broadcast scale is 20x slower in ATen."""
+    """A table lookup for each byte gives two float32. In bfloat16 ATen's multiplication by a broadcast scale would be 20 times slower."""
 
     def __init__(self, step: int, k: int, dtype: torch.dtype):
         self.dtype = dtype
