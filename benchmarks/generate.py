@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import decode
@@ -130,22 +129,14 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str, order
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(decode.MODELS), default="qwen3-8b")
-    parser.add_argument("--layers", type=int, default=0, help="default: all of them")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--context", type=int, default=512)
+    parser = decode.model_options(__doc__, [1, 8])
     parser.add_argument("--new", type=int, default=129)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--lookup", type=int, nargs="+", default=[], help="drafts a step: adds loops with prompt lookup")
     parser.add_argument("--wrong", type=int, default=0, help="with --lookup: the distance of wrong tokens in the prompt; 0: none is wrong")
-    parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
     parser.add_argument("--candidates", nargs="*", default=[], help="kernels that are off by default")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step after the times")
-    parser.add_argument("--pdl", action="store_true", help="torch._inductor.config.triton.enable_pdl")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda"
     if args.smoke:

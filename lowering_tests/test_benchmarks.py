@@ -117,11 +117,12 @@ def test_candidates(monkeypatch, tmp_path):
 
     monkeypatch.setattr(candidates, "product", product)
 
-    def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
+    def stand_in(name, x, weight, global_scale, bias, arch, options):
         if name.startswith("sparse"):
             return candidates.sparse_reference(x, *weight, global_scale).to(x.dtype)
-        if early:
+        if options.early:
             return right(x, *weight, global_scale)
+        then = options.then
         if name.endswith("glu"):
             return torch.ops.fp4.linear_glu(x, *weight, global_scale, None, then.act)
         if then.starts:

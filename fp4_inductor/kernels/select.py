@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
-from .forms import Epilogue, Norm
+from .forms import Options
 from .kernel import LOST, Call, Kernel, Span
 
 
@@ -30,11 +30,11 @@ def csrc_door(name: str, arch: int) -> str:
     return csrc.door(name, arch)
 
 
-def csrc_arguments(name: str, then: Epilogue, early: bool, norm: Norm | None = None) -> tuple:
-    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``: its own choice of a tile, what it does besides the product, whether it begins early."""
+def csrc_arguments(name: str, options: Options) -> tuple:
+    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``."""
     from . import csrc
 
-    return csrc.extra_arguments(name, then=then, early=early, norm=norm)
+    return csrc.extra_arguments(name, options)
 
 
 def moe_op(gate_up_meta: object, down_meta: object) -> str:
@@ -128,18 +128,28 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
+class Counts(NamedTuple):
+    """How many matrices ``[N, K]`` a weight consists of (E of ``fp4.moe``, else 1), and how many global scales one of them has."""
+
+    experts: int = 1
+    scales: int = 1
+
+
+ONE = Counts()
+
+
 def describe(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE
 ) -> Call:  # fmt: skip
-    """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    return describe_for(op, arch_of(device), dtype, n, k, prefill, experts, form, scales)
+    """The :class:`Call` for a weight ``[n, k]`` on ``device``; ``form``: as of :class:`Call`."""
+    return describe_for(op, arch_of(device), dtype, n, k, prefill, form, counts)
 
 
 def describe_for(
-    op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
+    op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE
 ) -> Call:  # fmt: skip
     """As :func:`describe`, for the architecture of a device of this machine."""
-    call = Call(op, arch, dtype, n, k, prefill, "", experts, triton_version() if arch else (99, 0), form, scales)
+    call = Call(op, arch, dtype, n, k, prefill, "", counts.experts, triton_version() if arch else (99, 0), form, counts.scales)
     return replace(call, csrc=csrc_status(call))
 
 
