@@ -78,7 +78,8 @@ def load(cache: Any, state: Mapping[str, Tensor]) -> None:
     expected = {*_COUNTS, *(part.key for part in ours)}
     if set(state) != expected:
         missing, others = sorted(expected - set(state)), sorted(set(state) - expected)
-        raise ConfigError("KVCache.load_state_dict: of another cache", value=f"missing {missing}, unknown {others}", limit=f"{len(expected)} keys", remedy=_SAME)
+        got = f"missing {missing}, unknown {others}"
+        raise ConfigError("KVCache.load_state_dict: of another cache", value=got, limit=f"{len(expected)} keys", remedy=_SAME)
     at, furthest, padded = (int(state[name]) for name in _COUNTS)
     if at > cache.max_length or not 0 <= at <= furthest or padded not in (-1, 0, 1):
         raise ShapeError(
