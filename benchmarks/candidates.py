@@ -7,7 +7,6 @@ A candidate that is wrong is printed as WRONG and not timed. ``--quick``: two sh
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,11 @@ from timing import RESULTS, copies_for, eager_us, graph_us, machine, write_csv
 
 from fp4_inductor import dispatch
 from fp4_inductor.kernels import csrc, host, registry, run
-from fp4_inductor.kernels.forms import Epilogue, Problem
+from fp4_inductor.kernels.forms import Epilogue, Options, Problem
 from fp4_inductor.kernels.linear_w4a4 import block_scaled, mma_sync
 from fp4_inductor.kernels.linear_w4a4 import cuda as cuda_w4a4
+from fp4_inductor.kernels.sparse_linear import small as sparse_small
+from fp4_inductor.kernels.sparse_linear import table as sparse_table
 from fp4_inductor.ops import linear_glu, linear_siblings, quantize_rows_nvfp4
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512)
@@ -67,7 +68,7 @@ def wide_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
 def sparse_tiles(m: int) -> Iterator[tuple[int, ...] | None]:
     yield None
     tiles = ((2, 16, 2), (4, 8, 3), (2, 8, 2)) if m <= 8 else ((2, 8, 3), (4, 8, 2), (2, 8, 2)) if m <= 16 else ((2, 8, 2),)
-    yield from (csrc.tile("sparse_linear_small", *tile, splits) for tile in tiles for splits in (1, 2, 4))
+    yield from (csrc.tile(sparse_small.LIBRARY.name, *tile, splits) for tile in tiles for splits in (1, 2, 4))
 
 
 def sparse_table_tiles(n: int, k: int) -> Iterator[tuple[int, ...] | None]:
@@ -79,7 +80,7 @@ def sparse_table_tiles(n: int, k: int) -> Iterator[tuple[int, ...] | None]:
             for sets, rows in busiest.items():
                 warps = sets // a_warp * k_groups
                 if sets % a_warp == 0 and 4 <= warps <= (8 if a_warp == 4 else 16) and rows <= 1.3 * min(busiest.values()):
-                    yield csrc.tile("sparse_linear_table", sets, a_warp, k_groups, substeps)
+                    yield csrc.tile(sparse_table.LIBRARY.name, sets, a_warp, k_groups, substeps)
 
 
 def product(op: str, kernel: str, x: torch.Tensor, weight: tuple, tile=None) -> torch.Tensor:
@@ -112,7 +113,7 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         want = y * torch.cat((torch.ones(n // 2), torch.full((third[1] - third[0],), 2.0), torch.full((n - third[1],), 0.5))).to(y)
         apart = lambda i: torch.cat(linear_siblings.one_by_one(x, q[i], s[i], scales, None, rows), -1)  # noqa: E731
         yield measure("siblings apart", None, apart, want, count, facts)
-        merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, then=Epilogue(tuple(third)))  # noqa: E731
+        merged = lambda i: csrc.call("linear_small", x, (q[i], s[i]), scales, None, arch, Options(then=Epilogue(tuple(third))))  # noqa: E731
         yield measure("siblings", None, merged, want, count, facts)
     if "epilogue" in kinds and m <= 256:
         sizes = [size for size, low, high in (("gemv", 1, 1), ("small", 1, 32), ("table", 1, 16 if k % 256 == 0 else 0), ("wide", 33, 256)) if low <= m <= high]
@@ -121,12 +122,12 @@ def epilogues(k: int, n: int, m: int, kinds: tuple[str, ...], x, w, count: int, 
         apart = lambda i: linear_glu.in_two_steps(x, q[i], s[i], g)  # noqa: E731
         yield measure("glu apart", None, apart, glu, count, facts)
         for size in sizes:
-            call = lambda i, name=f"linear_{size}_glu": csrc.call(name, x, (q[i], s[i]), g, None, arch, then=Epilogue(act="silu"))  # noqa: E731
+            call = lambda i, name=f"linear_{size}_glu": csrc.call(name, x, (q[i], s[i]), g, None, arch, Options(then=Epilogue(act="silu")))  # noqa: E731
             yield measure(f"{size} glu", None, call, glu, count, facts)
         yield measure("residual apart", None, lambda i: torch.ops.fp4.linear(x, q[i], s[i], g) + residual, plus, count, facts)
         for size in sizes:
             then = Epilogue(residual=residual)
-            call = lambda i, name=f"linear_{size}_pointwise", then=then: csrc.call(name, x, (q[i], s[i]), g, None, arch, then=then)  # noqa: E731
+            call = lambda i, name=f"linear_{size}_pointwise", then=then: csrc.call(name, x, (q[i], s[i]), g, None, arch, Options(then=then))  # noqa: E731
             yield measure(f"{size} residual", None, call, plus, count, facts)
 
 
@@ -148,8 +149,9 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
         if "gemv" in kinds and m == 1:
             for tile in gemv_tiles():
                 yield measure("gemv", tile, lambda i: product("linear", "cuda_gemv", x, (q[i], s[i], g), tile), expected, count, facts)
-                call = functools.partial(csrc.call, "linear_gemv", early=True)
-                yield measure("gemv early", tile, lambda i, call=call: call(x, (q[i], s[i]), g, None, host.arch(x.device), tile or ()), expected, count, facts)
+                early = Options(tile or (), early=True)
+                call = lambda i, early=early: csrc.call("linear_gemv", x, (q[i], s[i]), g, None, host.arch(x.device), early)  # noqa: E731
+                yield measure("gemv early", tile, call, expected, count, facts)
         if "small" in kinds and m <= 32:
             for tile in small_tiles(m):
                 yield measure("small", tile, lambda i: product("linear", "cuda_small", x, (q[i], s[i], g), tile), expected, count, facts)
@@ -158,8 +160,8 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
                 yield measure("table", tile, lambda i: product("linear", "cuda_table", x, (q[i], s[i], g), tile), expected, count, facts)
         if "early" in kinds and m <= 128 and k % 256 == 0:  # one call behind the other: what is fetched early shows here
             for size in ("table", "wide")[m > 24 :]:
-                call = functools.partial(csrc.call, f"linear_{size}", early=True)
-                yield measure(f"{size} early", None, lambda i, call=call: call(x, (q[i], s[i]), g, None, 90), expected, count, facts)
+                call = lambda i, name=f"linear_{size}": csrc.call(name, x, (q[i], s[i]), g, None, 90, Options(early=True))  # noqa: E731
+                yield measure(f"{size} early", None, call, expected, count, facts)
         yield from epilogues(k, n, m, kinds, x, (q, s, g), count, facts)
         if "any_k" in kinds and m <= 32:
             x_odd = torch.randn(m, odd_k, device=device, dtype=torch.bfloat16)
@@ -184,8 +186,9 @@ def shape(k: int, n: int, rows: tuple[int, ...], kinds: tuple[str, ...], device:
             if m <= 16 and k % 256 == 0:
                 for tile in sparse_table_tiles(n, k):
                     for begins in ("", " early")[: 1 + ("early" in kinds)]:
-                        call = functools.partial(csrc.call, "sparse_linear_table", tile=tile or (), early=bool(begins))
-                        yield measure(f"sparse table{begins}", tile, lambda i, call=call: call(x, (v[i], e[i], ss[i]), sg, None, 90), want, count, facts)
+                        options = Options(tile or (), early=bool(begins))
+                        call = lambda i, options=options: csrc.call(sparse_table.LIBRARY.name, x, (v[i], e[i], ss[i]), sg, None, 90, options)  # noqa: E731
+                        yield measure(f"sparse table{begins}", tile, call, want, count, facts)
 
 
 def w4a4_lines(x, q, s, g, count: int, facts: dict) -> Iterator[dict]:

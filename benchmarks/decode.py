@@ -149,24 +149,30 @@ def compare(rows: list[dict]) -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def model_options(description: str | None, batch: list[int]) -> argparse.ArgumentParser:
+    """A parser of what every benchmark of a whole model takes: which model, which calls of it, and where the figures go."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=0, help="default: all of them")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--prefill", type=int, default=2048)
+    parser.add_argument("--batch", type=int, nargs="*", default=batch)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--modes", nargs="+", default=["reduce-overhead", "max-autotune"])
     parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
+    parser.add_argument("--pdl", action="store_true", help="Inductor's own kernels begin early, too: torch._inductor.config.triton.enable_pdl")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = model_options(__doc__, [1, 8, 32])
+    parser.add_argument("--prefill", type=int, default=2048)
+    parser.add_argument("--modes", nargs="+", default=["reduce-overhead", "max-autotune"])
     parser.add_argument("--siblings", default="packed", choices=("packed", "shared", "separate"))
     parser.add_argument("--attention", default="auto", choices=("auto", "keep"), help="of the quantized model; the bf16 one runs Transformers' own")
     parser.add_argument("--skip", action="append", default=[], choices=("bf16", "nvfp4"), help="do not measure these weights")
     parser.add_argument(
         "--profile", action="store_true", help="print the kernels of a step after its time; writes no figures: steps behind the first profile are slower"
     )
-    parser.add_argument("--pdl", action="store_true", help="Inductor's own kernels begin early, too: torch._inductor.config.triton.enable_pdl")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = "cuda"
     if args.smoke:

@@ -26,6 +26,7 @@ from timing import copies_for, eager_us, graph_us, lower_of_two, machine, save, 
 from fp4_inductor.config import dispatch
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host
+from fp4_inductor.kernels.forms import Options
 from fp4_inductor.kernels.select import arch_of
 
 OURS = ("fp4_inductor", "fp4_inductor_eager")
@@ -93,7 +94,7 @@ def in_a_graph(x, weight: tuple, g, prefill: str = "auto", op: str = "linear"):
     if not (row.library and row.library.early):
         return getattr(torch.ops.fp4, op)(x, *weight, g, None, prefill)
     parts = torch.ops.fp4.quantize_rows_fp8(x, row.library.lane_order) if row.library.fp8 else x
-    return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), early=True)
+    return csrc.call(row.csrc, parts, weight, g, None, arch_of(x.device), Options(early=True))
 
 
 def contender(name: str, q, s, g, copies: int, prefill: str):
@@ -129,11 +130,11 @@ def candidates(kind: str, m: int) -> list:
 
 
 def run(kind, config, x, q, s, g):
-    from fp4_inductor.kernels import registry
     from fp4_inductor.kernels import run as kernels
+    from fp4_inductor.kernels.linear import gemv, mid, small
 
-    name = {"gemv": "triton_gemv", "small": "cuda_small", "mid": "triton_mid"}[kind]
-    return kernels.by_form(registry.named("linear")[name].form, x, (q, s, g), tile=config)
+    kernel = {"gemv": gemv, "small": small, "mid": mid}[kind].KERNELS[0]
+    return kernels.by_form(kernel.form, x, (q, s, g), tile=config)
 
 
 def _compile(job) -> str:

@@ -1,4 +1,4 @@
-"""Every tile of the FP8 products (csrc/gemm/linear_wide_fp8.cu and its 2:4-sparse sibling), rounding of activations included.
+"""Every tile of the FP8 products that decode weights in registers, dense and 2:4-sparse, rounding of activations included.
 
     python benchmarks/fp8_tiles.py                     # on a GPU with sm_90: two minutes
     python benchmarks/fp8_tiles.py --kinds dense --m 192 256 384
@@ -19,12 +19,15 @@ import torch
 from timing import RESULTS, copies_for, graph_us, machine
 
 from fp4_inductor.kernels import csrc
+from fp4_inductor.kernels.forms import Options
+from fp4_inductor.kernels.linear import wide_fp8
+from fp4_inductor.kernels.sparse_linear import wide_fp8 as sparse_wide_fp8
 
 ARCH = 90
 SHAPES = [(4096, 4096), (4096, 6144), (4096, 14336), (8192, 8192), (14336, 4096), (8192, 28672)]
 ROWS = (64, 96, 128, 136, 192, 256, 320, 384, 448, 512, 576, 768, 1024, 1536, 2048, 4096, 8192)
 FIELDS = ("gpu", "torch", "triton", "commit", "date", "kind", "k", "n", "m", "what", "us")
-LIBRARIES = {"dense": "linear_wide_fp8", "sparse": "sparse_linear_wide_fp8"}
+LIBRARIES = {"dense": wide_fp8.LIBRARY.name, "sparse": sparse_wide_fp8.LIBRARY.name}
 
 
 def tiles(m: int) -> list[tuple[int, int]]:
@@ -50,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 
                     def by(i, tile, x=x, kind=kind, weight=weight, scale=scale):
                         rows = torch.ops.fp4.quantize_rows_fp8(x, kind == "dense")
-                        return csrc.call(LIBRARIES[kind], rows, [part[i] for part in weight], scale, None, ARCH, tile, early=True)
+                        return csrc.call(LIBRARIES[kind], rows, [part[i] for part in weight], scale, None, ARCH, Options(tile, early=True))
 
                     calls = {"bf16": lambda i, x=x, w16=w16: torch.nn.functional.linear(x, w16[i % len(w16)])}
                     calls["auto"] = lambda i, x=x, op=op, weight=weight, scale=scale: op(x, *(part[i] for part in weight), scale)

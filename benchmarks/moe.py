@@ -25,7 +25,7 @@ from torch import Tensor
 import fp4_inductor  # noqa: F401
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.kernels.select import describe, moe_op, plan
+from fp4_inductor.kernels.select import Counts, describe, moe_op, plan
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.moe_call import ExpertWeight, MoeCall
@@ -131,7 +131,7 @@ class Case:
     def kernel(self) -> str:
         layer = self.layer
         op = moe_op(*(ExpertWeight.of_parts(parts).meta for parts in self.parts))
-        options = plan(describe(op, self.x.device, self.dtype, layer.hidden, layer.hidden, "auto", layer.experts), dispatch_config())
+        options = plan(describe(op, self.x.device, self.dtype, layer.hidden, layer.hidden, "auto", counts=Counts(layer.experts)), dispatch_config())
         return options.pick(self.routing[0][0].numel()).kernel
 
 

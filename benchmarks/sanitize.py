@@ -17,7 +17,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fp4_inductor.formats import nvfp4, sparse24
 from fp4_inductor.kernels import csrc, params
+from fp4_inductor.kernels.linear import wide_fp8
 from fp4_inductor.kernels.moe import decode_table, grouped_wide
 from fp4_inductor.kernels.params import LinearParams, MoeParams
+from fp4_inductor.kernels.sparse_linear import small, table, wide
+from fp4_inductor.kernels.sparse_linear import wide_fp8 as sparse_wide_fp8
 from lowering_tests.kernels import emulator
 
 ARCH = 90
+WIDE_FP8 = wide_fp8.LIBRARY.name
+SPARSE_SMALL, SPARSE_TABLE, SPARSE_WIDE, SPARSE_WIDE_FP8 = (kernel.LIBRARY.name for kernel in (small, table, wide, sparse_wide_fp8))
 
 
 @functools.cache
@@ -112,21 +117,34 @@ def activations(name: str, m: int, k: int) -> dict[str, Tensor]:
     return dict(x=torch.randn(m, k).clamp(-4, 4).to(torch.float8_e4m3fn), x_scale=torch.rand(m, 1))
 
 
-def linear(
-    name: str, m: int, n: int, k: int, tile: tuple[int, ...], weight: dict[str, Tensor], act: int = 0, starts: tuple[int, int] = (0, 0), early: int = 0
-) -> None:
+class Numbers(NamedTuple):
+    """Arguments of a call besides its tensors. ``starts``: the rows at which the second and the third global scale begin, 0: there is none."""
+
+    m: int
+    n: int
+    k: int
+    tile: tuple[int, ...]
+    act: int = 0
+    starts: tuple[int, int] = (0, 0)
+    early: int = 0
+
+
+def linear(name: str, weight: dict[str, Tensor], numbers: Numbers) -> None:
+    m, n, k, tile, act, starts, early = numbers
     finish = csrc.LIBRARIES[name].finish
     columns = n // (2 if finish == "glu" else 1)
     fields = activations(name, m, k) | weight
     fields |= dict(scale=scales(n, k // 16), global_scale=torch.rand(3), bias=torch.randn(n).bfloat16())
     if finish == "pointwise":
         fields |= dict(mul=torch.randn(m, columns).bfloat16(), residual=torch.randn(m, columns).bfloat16())
-    numbers = dict(M=m, N=n, K=k, second=starts[0], third=starts[1], act=act, early=early, tile=tile)
-    run(name, f"M={m} N={n} K={k} tile={tile} act={act} starts={starts}", fields | numbers, m, columns)
+    fields |= dict(M=m, N=n, K=k, second=starts[0], third=starts[1], act=act, early=early, tile=tile)
+    run(name, f"M={m} N={n} K={k} tile={tile} act={act} starts={starts}", fields, m, columns)
 
 
-def dense(name: str, m: int, n: int, k: int, tile: tuple[int, ...], **more: Any) -> None:
-    linear(name, m, n, k, tile, dict(codes=codes(n, k // 2)), **more)
+def dense(name: str, *numbers: Any, **more: Any) -> None:
+    """``numbers``, ``more``: of :class:`Numbers`."""
+    c = Numbers(*numbers, **more)
+    linear(name, dict(codes=codes(c.n, c.k // 2)), c)
 
 
 def metadata(*shape: int) -> torch.Tensor:
@@ -134,13 +152,27 @@ def metadata(*shape: int) -> torch.Tensor:
     return legal[codes(*shape).int() % len(legal)]
 
 
-def sparse(name: str, m: int, n: int, k: int, tile: tuple[int, ...], **more: Any) -> None:
-    linear(name, m, n, k, tile, dict(codes=codes(n, k // 4), meta=metadata(n, k // 8)), **more)
+def sparse(name: str, *numbers: Any, **more: Any) -> None:
+    """As :func:`dense`."""
+    c = Numbers(*numbers, **more)
+    linear(name, dict(codes=codes(c.n, c.k // 4), meta=metadata(c.n, c.k // 8)), c)
 
 
-def moe(
-    name: str, tokens: int, top_k: int, experts: int, k: int, inner: int, n: int, tile: tuple[int, ...], interleaved: int, biased: bool, kept: bool = False
-) -> None:
+class Layer(NamedTuple):
+    """Sizes of an MoE layer: x is ``[tokens, k]``, the result ``[tokens, n]``, and ``inner`` lies between the two products."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    k: int
+    inner: int
+    n: int
+
+
+def moe(name: str, layer: Layer, tile: tuple[int, ...], interleaved: int, biased: bool, kept: bool = False) -> None:
+    """``kept``: the experts are 2:4-sparse."""
+    tokens, top_k, experts, k, inner, n = layer
+
     def weight(rows: int, columns: int, each: int) -> dict[str, Any]:
         return dict(
             codes=codes(experts, rows, columns // (4 if kept else 2)),
@@ -183,35 +215,35 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
     for macro, k, rest in (("SHARED", 1280, (-1,)), ("STREAMED", 1280, (1, 0)), ("ANY_K", 1344, (1,))):
         for tile in tiles_of("linear_wide", macro):
             yield case(dense, "linear_wide", 2 * tile[1] + 1, 650, k, (*tile, *rest))
-    for tile in (*tiles_of("linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("linear_wide_fp8", "STREAMED"))):
-        yield case(dense, "linear_wide_fp8", tile[0] - 3, 650, 1280, tile, early=1)
-    yield case(dense, "linear_wide_fp8", 700, 1290, 1280, (), starts=(512, 768))
+    for tile in (*tiles_of(WIDE_FP8), *((t, 0) for (t,) in tiles_of(WIDE_FP8, "STREAMED"))):
+        yield case(dense, WIDE_FP8, tile[0] - 3, 650, 1280, tile, early=1)
+    yield case(dense, WIDE_FP8, 700, 1290, 1280, (), starts=(512, 768))
     for name, m in (("linear_table", 5), ("linear_wide", 50), ("linear_small", 20)):
         yield case(dense, f"{name}_pointwise", m, 1032, 1280, (), act=1, starts=(512, 768))
         yield case(dense, f"{name}_glu", m, 1032, 1280, (), act=1)
     for m, k in ((1, 1024), (7, 1056), (16, 1280), (30, 2048)):
-        yield case(sparse, "sparse_linear_small", m, 330, k, ())
-    for m, tile in itertools.product((1, 8, 13), ((), *((2 * r, r, 4, sub) for r, sub in tiles_of("sparse_linear_table")))):
-        yield case(sparse, "sparse_linear_table", m, 1034, 2048, tile)
-    for (rows, tokens, groups), splits in itertools.product(tiles_of("sparse_linear_wide"), (0, 1, 4)):
-        yield case(sparse, "sparse_linear_wide", tokens + 3, 650, 1280, (rows, tokens, groups, splits))
-    for tile in ((), *tiles_of("sparse_linear_wide_fp8"), *((t, 0) for (t,) in tiles_of("sparse_linear_wide_fp8", "STREAMED"))):
-        yield case(sparse, "sparse_linear_wide_fp8", (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
-    yield case(sparse, "sparse_linear_wide_fp8", 700, 1290, 1280, (), starts=(512, 768))
-    for name, m in (("sparse_linear_small", 20), ("sparse_linear_table", 8), ("sparse_linear_wide", 50)):
+        yield case(sparse, SPARSE_SMALL, m, 330, k, ())
+    for m, tile in itertools.product((1, 8, 13), ((), *((2 * r, r, 4, sub) for r, sub in tiles_of(SPARSE_TABLE)))):
+        yield case(sparse, SPARSE_TABLE, m, 1034, 2048, tile)
+    for (rows, tokens, groups), splits in itertools.product(tiles_of(SPARSE_WIDE), (0, 1, 4)):
+        yield case(sparse, SPARSE_WIDE, tokens + 3, 650, 1280, (rows, tokens, groups, splits))
+    for tile in ((), *tiles_of(SPARSE_WIDE_FP8), *((t, 0) for (t,) in tiles_of(SPARSE_WIDE_FP8, "STREAMED"))):
+        yield case(sparse, SPARSE_WIDE_FP8, (*tile, 700)[0] - 3, 650, 1280, tile, early=1)
+    yield case(sparse, SPARSE_WIDE_FP8, 700, 1290, 1280, (), starts=(512, 768))
+    for name, m in ((SPARSE_SMALL, 20), (SPARSE_TABLE, 8), (SPARSE_WIDE, 50)):
         yield case(sparse, name + csrc.SEVERAL_SCALES, m, 650, 1280, (), starts=(512, 600))
     for name in (grouped_wide.NAME, grouped_wide.FP8, decode_table.NAME):
         tile = () if name == decode_table.NAME else (64,) if name == grouped_wide.FP8 else (32,)
-        yield case(moe, name + csrc.SEVERAL_SCALES, 8, 3, 9, 512, 256, 264, tile, 0, False)
-        yield case(moe, name + csrc.SEVERAL_SCALES, 8, 3, 9, 320, 192, 264, tile, 1, True)
+        yield case(moe, name + csrc.SEVERAL_SCALES, Layer(8, 3, 9, 512, 256, 264), tile, 0, False)
+        yield case(moe, name + csrc.SEVERAL_SCALES, Layer(8, 3, 9, 320, 192, 264), tile, 1, True)
     for name in (grouped_wide.NAME, grouped_wide.FP8):
-        tiles = [tile[0] for tile in tiles_of(name)] if name == grouped_wide.FP8 else emulator.grouped_tiles()
+        tiles = [tile[:1] for tile in tiles_of(name)] if name == grouped_wide.FP8 else emulator.grouped_tiles()
         for tile, (k, inner, form) in itertools.product(tiles, ((512, 256, 0), (320, 192, 1))):
-            yield case(moe, name, 150, 3, 9, k, inner, 264, (tile,), form, bool(form))
+            yield case(moe, name, Layer(150, 3, 9, k, inner, 264), tile, form, bool(form))
     for tokens, tile in itertools.product((1, 3, 8, 11), ((), (4, 2, 4, 6, 2, 4, 4), (2, 1, 8, 2, 1, 8, 2))):
-        yield case(moe, decode_table.NAME, tokens, 3, 9, 512, 256, 264, tile, 0, False)
-        yield case(moe, decode_table.NAME, tokens, 3, 9, 320, 192, 264, tile, 1, True)
-        yield case(moe, decode_table.NAME, tokens, 3, 9, 512, 256, 264, tile, 0, False, kept=True)
+        yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 512, 256, 264), tile, 0, False)
+        yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 320, 192, 264), tile, 1, True)
+        yield case(moe, decode_table.NAME, Layer(tokens, 3, 9, 512, 256, 264), tile, 0, False, kept=True)
 
 
 def main() -> None:

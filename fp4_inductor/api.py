@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -116,13 +117,13 @@ def quantize_model(
     if not (plan.groups or plan.experts or plan.stacks):
         raise nothing_to_quantize(plan, model, ignore, filter_fn is not None)
     strict = strict is not False  # from here on it is about calibration, which reaches every layer or says which it does not
-    before = model_bytes(model)
+    asked = _Asked(config, target_device, progress, compiled, model_bytes(model))
     layers: list[LayerReport] = list(plan.existing)
     if isinstance(config, Sparse24Config):
         outcome = sparsify(model, plan, config, target_device, strict, progress)
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, prefill={config.prefill}"
-        return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, outcome)
+        return _finish(asked, model, plan, layers, described, outcome)
     scales = choose(model, plan, config, target_device, strict=strict, progress=progress)
     together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
     shared_scales = scales.global_scales
@@ -147,25 +148,32 @@ def quantize_model(
     plan.notes += scales.notes
     described = f"NVFP4, scale_search={scales.config.scale_search}, prefill={config.prefill}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
-    return _finish(model, compiled, plan, layers, before, target_device, config, described, progress, probe=scales.probe)
+    return _finish(asked, model, plan, layers, described, probe=scales.probe)
+
+
+class _Asked(NamedTuple):
+    """What quantize_model was asked for, and the model it was given: ``compiled`` is torch.compile's wrapper around it, if there is one."""
+
+    config: NVFP4Config | Sparse24Config
+    device: torch.device | None
+    progress: bool
+    compiled: nn.Module | None
+    bytes_before: int
 
 
 def _finish(
+    asked: _Asked,
     model: nn.Module,
-    compiled: nn.Module | None,
     plan: QuantizationPlan,
     layers: list[LayerReport],
-    before: int,
-    device: torch.device | None,
-    config: NVFP4Config | Sparse24Config,
     described: str,
-    progress: bool,
     outcome: Outcome | None = None,
     probe: Probe | None = None,
 ) -> nn.Module:
-    """Move the model, record and print its report."""
-    if device is not None:
-        model.to(device)
+    """Move the model, record and print its report; ``described``: the options that matter, for the report."""
+    config = asked.config
+    if asked.device is not None:
+        model.to(asked.device)
     own_configs(model)
     use_experts_backend(model)
     adopt_adapters(model)
@@ -187,7 +195,7 @@ def _finish(
         layers=layers,
         skipped=plan.skipped,
         uncovered=plan.uncovered,
-        bytes_before=before,
+        bytes_before=asked.bytes_before,
         bytes_after=model_bytes(model),
         config=described,
         notes=plan.notes,
@@ -196,9 +204,9 @@ def _finish(
     )
     result = annotated(result, model)
     record(model, result)
-    if progress:
+    if asked.progress:
         print(result)
-    return model if compiled is None else compiled
+    return model if asked.compiled is None else asked.compiled
 
 
 @outside_inference_mode

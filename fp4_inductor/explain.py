@@ -233,8 +233,9 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
         call = _described(op, op_args)
         if call is None:
             return
-        name, m, x, n, k, prefill, experts, form, scales = call
-        options = plan(describe(name, x.device, x.dtype, n, k, prefill, experts, form, scales=min(scales, MAX_SCALES)), dispatch_config())
+        name, m, x, n, k, prefill, form, (experts, scales) = call
+        counts = select.Counts(experts, min(scales, MAX_SCALES))
+        options = plan(describe(name, x.device, x.dtype, n, k, prefill, form, counts), dispatch_config())
         remark = select.of_scales(scales, options.call.arch) if op is not torch.ops.fp4.moe.default else ""
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")
@@ -269,27 +270,28 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
     return explanation
 
 
-def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, int, tuple[str, ...], int] | None:
-    """``(op of the kernels, M, activation, N, K, prefill, E, form, global scales)`` of a call that kernels are chosen for, or None."""
+def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, str, tuple[str, ...], select.Counts] | None:
+    """``(op of the kernels, M, activation, N, K, prefill, form, counts)`` of a call that kernels are chosen for, or None."""
     fp4 = torch.ops.fp4
     storage = {fp4.linear.default: nvfp4.STORAGE, fp4.sparse_linear.default: sparse24.STORAGE, fp4.linear_fp8.default: fp8.STORAGE}.get(op)
     if storage is not None:
         x, after_bias = args[0], len(storage.parts) + 2
         n, k = storage.logical(args[1].shape)
         rows = args[after_bias + 1] if len(args) > after_bias + 1 else None
-        return op._opname, x.numel() // max(k, 1), x, n, k, args[after_bias] if len(args) > after_bias else "auto", 1, (), len(rows or (0,))
+        prefill, counts = args[after_bias] if len(args) > after_bias else "auto", select.Counts(scales=len(rows or (0,)))
+        return op._opname, x.numel() // max(k, 1), x, n, k, prefill, (), counts
     if op is torch.ops.fp4.moe.default:
         call = MoeCall.of(*args)
         gate_up, down, x = call.gate_up, call.down, call.hidden
         biases = (b.dtype for b in (gate_up.bias, down.bias) if b is not None)
         moe_op = select.moe_op(gate_up.meta, down.meta)
         form = select.moe_form(call.activation.name, call.gated, call.inner, call.experts, call.weight_on_input, biases, moe_op)
-        scales = select.scales_of(gate_up.global_scale.shape)
-        return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, call.experts, form, scales
+        counts = select.Counts(call.experts, select.scales_of(gate_up.global_scale.shape))
+        return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, form, counts
     if op in (fp4.decode_attention.default, fp4.cached_attention.default):
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
         form = select.cached_form(CachedCall.of(*args)) if op is fp4.cached_attention.default else select.attention_form(d)
-        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", 1, form, 1
+        return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", form, select.ONE
     return None
 
 

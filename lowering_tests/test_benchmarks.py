@@ -62,6 +62,14 @@ def test_attention(tmp_path):
     assert all(float(row["us"]) > 0 and float(row["error"]) < 1e-6 for row in rows)
 
 
+def test_cached_attention(tmp_path):
+    run("cached_attention.py", "--smoke", "--apart", "--out", str(tmp_path / "cached.csv"))
+    rows = rows_of(tmp_path / "cached.csv")
+    assert [row["kv"] for row in rows] == [name for name in ("bf16", "fp8", "k8v4", "nvfp4") for _ in range(2)]
+    assert {row["kernel"] for row in rows} == {"append + attention"}, "no kernel of one launch runs on a CPU"
+    assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[4]["floor_us"])
+
+
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     run("plots.py", "--out", str(tmp_path))
@@ -109,11 +117,12 @@ def test_candidates(monkeypatch, tmp_path):
 
     monkeypatch.setattr(candidates, "product", product)
 
-    def stand_in(name, x, weight, global_scale, bias, arch, tile=(), then=None, early=False):
+    def stand_in(name, x, weight, global_scale, bias, arch, options):
         if name.startswith("sparse"):
             return candidates.sparse_reference(x, *weight, global_scale).to(x.dtype)
-        if early:
+        if options.early:
             return right(x, *weight, global_scale)
+        then = options.then
         if name.endswith("glu"):
             return torch.ops.fp4.linear_glu(x, *weight, global_scale, None, then.act)
         if then.starts:

@@ -256,17 +256,17 @@ Tensor call(const Moe& op, int64_t arch, const Tensor& x, const Tensor& ids, con
   return y;
 }
 
-MoeParams form(double alpha, double limit, int64_t more, int64_t interleaved, int64_t tile) {
+MoeParams form(double alpha, double limit, int64_t more, int64_t interleaved, int64_t tokens = 0, int64_t gathers = 0) {
   MoeParams p{};
-  p.alpha = (float)alpha, p.limit = (float)limit, p.more = (int)more, p.interleaved = (int)interleaved, p.tile[0] = (int)tile;
+  p.alpha = (float)alpha, p.limit = (float)limit, p.more = (int)more, p.interleaved = (int)interleaved, p.tile[0] = (int)tokens, p.tile[1] = (int)gathers;
   return p;
 }
 
 template <typename Place, const Moe& OP>
 Tensor moe_grouped_wide(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& q1, const Tensor& s1, const Tensor& g1, const Tensor& q2,
                         const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, double alpha, double limit,
-                        int64_t more, int64_t interleaved, int64_t tile, int64_t arch) {
-  return call<Place>(OP, arch, x, ids, weights, {q1, s1, g1, at(bias)}, {q2, s2, g2, at(down_bias)}, at(map), form(alpha, limit, more, interleaved, tile));
+                        int64_t more, int64_t interleaved, int64_t tokens, int64_t gathers, int64_t arch) {
+  return call<Place>(OP, arch, x, ids, weights, {q1, s1, g1, at(bias)}, {q2, s2, g2, at(down_bias)}, at(map), form(alpha, limit, more, interleaved, tokens, gathers));
 }
 
 template <typename Place, const Moe& OP>
@@ -274,7 +274,7 @@ Tensor moe_decode_table(const Tensor& x, const Tensor& ids, const Tensor& weight
                         const Tensor& s2, const Tensor& g2, const Optional& bias, const Optional& down_bias, const Optional& map, const Optional& meta1,
                         const Optional& meta2, double alpha, double limit, int64_t more, int64_t interleaved, int64_t arch) {
   return call<Place>(OP, arch, x, ids, weights, {q1, s1, g1, at(bias), at(meta1)}, {q2, s2, g2, at(down_bias), at(meta2)}, at(map),
-                     form(alpha, limit, more, interleaved, 0));
+                     form(alpha, limit, more, interleaved));
 }
 
 // Most rows of a call: of the kernels that split M; of a tile; where registers, and where shared memory decides (kLargeSharedMemory of device.cuh).

@@ -4,6 +4,7 @@
 // that run these sources on a CPU (lowering_tests/kernels/emulated) bring C++ bodies for the same names.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
 #include "call.h"
 
@@ -380,5 +381,14 @@ cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int sh
 namespace fp4 {
 
 inline Stream stream_of(const LinearParams& p) { return {(cudaStream_t)p.stream, p.early != 0}; }
+
+// f(zero), zero of the type that the dtype of a call names.
+template <typename F> cudaError_t by_dtype(int dtype, F f) { return dtype == 0 ? f(__nv_bfloat16()) : f(__half()); }
+
+inline cudaError_t first_error(std::initializer_list<cudaError_t> results) {
+  for (const cudaError_t result : results)
+    if (result != cudaSuccess) return result;
+  return cudaSuccess;
+}
 
 }  // namespace fp4

@@ -1,10 +1,15 @@
 // fp4.linear for one row: y[1, N] = x[1, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4, for sm_80 and later. x may be normalised first (RMSNorm).
 //
-// Bound by memory: what has to be large are the bytes in flight. A warp owns groups of R rows of W and every k_groups-th segment of 1024 k of them; a step, R rows
-// by a segment, is copied by its own lanes (cp.async) to a ring of its own, which is refilled as soon as it has been read to registers: no warp waits for another
-// one. The whole ring is filled before the wait for the kernel before (PDL). Codes become half2 by the conversion from E4M3 (sm_89), elsewhere by shifts and masks;
-// a block's 16 products are summed in half2, and times its scale in float32. x lies in shared memory as half2 in the order of the decoded pairs, each block of 16
-// normalised by a power of two of its own, so that any bfloat16 is in range, and rounded by at most 2^-33 of the block's largest.
+// The kernel is bound by memory, so what counts is how many bytes are in flight:
+//
+//   - A warp works on groups of R rows of W. It takes every k_groups-th segment of 1024 k of them; a step is R rows by a segment.
+//   - The lanes of a warp copy its steps (cp.async) to a ring that no other warp uses. They refill a stage as soon as they have read it to registers, so no
+//     warp waits for another one.
+//   - A warp fills its whole ring before the PDL wait.
+//
+// Codes become half2 by the conversion from E4M3 (sm_89 and later), elsewhere by shifts and masks. The 16 products of a block are summed in half2, and the sum
+// is multiplied by the block's scale in float32. x lies in shared memory as half2, in the order of the decoded pairs. Each block of 16 numbers of x is divided
+// by a power of two of its own, so that any bfloat16 is in range; rounding changes a number by at most 2^-33 of the block's largest.
 #include <type_traits>
 
 #include "../sm90/ptx.cuh"
@@ -15,30 +20,30 @@ namespace {
 using namespace fp4;
 
 constexpr int kSegment = 1024;                          // k a step: 16 bytes of codes and 2 of scales a lane and row
-constexpr int kMostWarps = 16;                          // of a block; with 64 registers a thread, two such blocks fit a multiprocessor: this kernel's and the next one's
+constexpr int kMostWarps = 16;                          // of a block; with 64 registers a thread a multiprocessor holds two such blocks: one of this kernel and one of the next
 constexpr int kMostStages = 8;
-constexpr int kBatch = 4;                               // of 8 numbers of x, a thread
+constexpr int kBatch = 4;                               // vectors of 8 numbers of x that a thread loads together
 constexpr bool kConverts = FP4_ARCH >= 89;              // E4M3 to half2 in one instruction
-constexpr float kUndo = kConverts ? 0x1p-10f : 0x1p-8f;  // of codes (2^-6; 2^-14), scales (1; 2^6), x (2^8), and kWeightUnit, which Result multiplies by
+constexpr float kUndo = kConverts ? 0x1p-10f : 0x1p-8f;  // undoes the factors of codes (2^-6; 2^-14), scales (1; 2^6), x (2^8), and kWeightUnit, by which Result multiplies
 
-// Half of what a multiprocessor has: of a kernel that takes more the next one could not begin before this one has ended.
+// Half of a multiprocessor's shared memory. If a block took more, no block of the next kernel could begin before this kernel has ended.
 constexpr int kRoom = (kLargeSharedMemory ? 112 : 49) * 1024;
 constexpr int kMostRoom = (FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99) * 1024;
 
-// groups: of R rows, of a block; segments: of K. Shared memory: x, a factor for each of its blocks of 16, sums of squares, what is done to the columns, sums, and from
-// byte `ring` on the warps' rings.
+// groups: how many groups of R rows a block has; segments: how many segments K has. Shared memory holds x, a factor for each of its blocks of 16, the warps'
+// sums of squares, what Behind holds, the sums of each k_group, and from byte `ring` on the warps' rings.
 struct Layout {
-  int groups, segments, warps, k_groups, stages, ahead, columns, ring;  // ahead: steps behind those that fill the ring, which a warp fetches to L2 early
+  int groups, segments, warps, k_groups, stages, ahead, columns, ring;  // ahead: steps that a warp prefetches to L2 after those that fill its ring
 
   __host__ __device__ int row_warps() const { return warps / k_groups; }
   __host__ __device__ int factors() const { return segments * kSegment * 2; }
   __host__ __device__ int squares() const { return factors() + segments * kSegment / 16 * 4; }
   __host__ __device__ int behind() const { return squares() + kMostWarps * 4; }
-  __host__ __device__ int vector() const { return columns / 2 * 4 + 8; }  // bytes for neighbouring numbers of 16 bits, one for each column, from a multiple of four on
+  __host__ __device__ int vector() const { return columns / 2 * 4 + 8; }  // bytes for a number of 16 bits for each column; they begin at a multiple of four
 };
 
-// What is done to the sums of a block's columns, n0 and those behind it, in shared memory: global scales, biases, mul, residual. It is copied there while the product
-// is on its way: waiting for it, in memory as it may be, would delay the product.
+// What the epilogue needs for a block's columns, from n0 on: global scales, biases, mul, residual. It is copied to shared memory while the product is computed,
+// because the epilogue would wait for loads from global memory.
 template <typename T> struct Behind {
   static constexpr int kParts = Result<T>::kParts, kScales = 3, kVectors = kFinish == kPointwise ? 3 : kParts;
   const uint8_t* at;
@@ -49,7 +54,7 @@ template <typename T> struct Behind {
     const Shared to = shared_address((void*)at);
     if (threadIdx.x == 0 || (threadIdx.x == 1 && then.second != INT32_MAX) || (threadIdx.x == 2 && then.third != INT32_MAX))
       cp_async<4>(to + threadIdx.x * 4, global_scale + threadIdx.x);
-    auto numbers = [&](const T* from, int place, int first) {  // of columns n0 on, in front of which are `first` others
+    auto numbers = [&](const T* from, int place, int first) {  // of the columns from n0 on; `first` other numbers lie in front of column 0
       if (!from) return;
       const int even = (first + n0) & ~1, end = first + columns;
       for (int i = threadIdx.x; 2 * i < count + 1; i += blockDim.x) {
@@ -86,7 +91,7 @@ template <int R> struct Step {
   static constexpr int kCodes = R * kSegment / 2, kBytes = kCodes + R * kSegment / 16;
 };
 
-// 8 codes -> half2 times 2^-6, (1,3) (5,7) (0,2) (4,6); or times 2^-14, (0,4) (1,5) (2,6) (3,7).
+// 8 codes -> half2. kConverts: times 2^-6, in the pairs (1,3) (5,7) (0,2) (4,6); else times 2^-14, in the pairs (0,4) (1,5) (2,6) (3,7).
 __device__ __forceinline__ void decode_word(uint32_t w, uint32_t (&pairs)[4]) {
   if constexpr (kConverts) {  // a code in a byte: sign at 7, magnitude at 4..2
     unpack_e4m3(masked_or<0x80808080u>(w, (w >> 2) & 0x1C1C1C1Cu), pairs[0], pairs[1]);
@@ -114,8 +119,8 @@ __device__ __forceinline__ float dot(uint32_t w0, uint32_t w1, const uint4& x0, 
   return half_of(s, false) + half_of(s, true);
 }
 
-// Where 8 neighbours of x lie, number `chunk` of them: those of a lane 512 bytes apart, so that all lanes read different banks, and lanes of different number
-// change places, so that neighbours, which one warp writes, lie in different banks, too.
+// Where chunk number `chunk` of x, 8 neighbours, lies in shared memory. The four chunks that a lane reads lie 512 bytes apart, so that all lanes read different
+// banks. The lanes' places are permuted by j, so that the neighbouring chunks that a warp writes lie in different banks, too.
 __device__ __forceinline__ int place_of_chunk(int chunk) {
   const int j = chunk % 4, lane = chunk / 4 % 32;
   return chunk / 128 * (kSegment * 2) + j * 512 + (lane ^ 2 * j) * 16;
@@ -131,7 +136,7 @@ template <typename T> __device__ __forceinline__ void floats_of(const uint4& v, 
   for (int i = 0; i < 8; ++i) to[i] = Numbers<T>::to_float(all.v[i]);
 }
 
-// Two numbers rounded to T; by one instruction for both, as conversions of one take eight times as long.
+// Rounds two numbers to T by one instruction: an instruction that converts one number takes eight times as long.
 template <typename T> __device__ __forceinline__ void round_pair(float& a, float& b) {
   if constexpr (std::is_same_v<T, __half>) {
     const uint32_t pair = pack_f16x2(a, b);
@@ -142,7 +147,8 @@ template <typename T> __device__ __forceinline__ void round_pair(float& a, float
   }
 }
 
-__device__ __forceinline__ void wait_for_all_but(int groups) {  // of this thread's copies
+// Waits until at most `groups` groups of this thread's copies are under way. cp.async.wait_group takes a constant only.
+__device__ __forceinline__ void wait_for_all_but(int groups) {
   switch (groups) {
     case 0: cp_async_wait_group<0>(); break;
     case 1: cp_async_wait_group<1>(); break;
@@ -177,7 +183,7 @@ template <int R> __device__ __forceinline__ float sum_of_lanes(float (&acc)[R], 
   return acc[0];
 }
 
-// x is not __restrict__: the kernel before may still write it, and loads that are not coherent must not read it.
+// x is not __restrict__, because the kernel before may still write it: the compiler must not read it by non-coherent loads.
 template <typename T, int R>
 __global__ void __launch_bounds__(32 * kMostWarps, 2)
     linear_gemv(const T* x, const uint8_t* __restrict__ q, const uint8_t* __restrict__ scale, const float* global_scale, const T* bias, T* y, const T* norm_weight,
@@ -201,7 +207,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
     at.segment += layout.k_groups;
     if (at.segment >= layout.segments) at.segment = k_group, at.group += row_warps;
   };
-  auto row = [&](int group, int i) -> size_t {  // row i of a group; those past the last one are its, and not stored
+  auto row = [&](int group, int i) -> size_t {  // row i of a group; past the last row of W it is the last one, and not stored
     return (uint32_t)(min(n0 + group * kColumns + i % kColumns, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + i / kColumns * columns);
   };
   auto fetch = [&](const Place& at, int slot) {
@@ -220,7 +226,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   };
 
   const float share = 1.f / K;
-  // Before the wait: what no kernel before writes. The norm's weight comes first, to where each thread's own part of x will lie.
+  // Before the PDL wait a block reads only what no kernel before writes. The norm's weight comes first; a thread copies the part that it will use to where its
+  // part of x will lie.
   if (norm_weight) {
     for (int c = threadIdx.x; c < chunks; c += threads) cp_async_zfill<16>(x_address + place_of_chunk(c), norm_weight + (c * 8 < K ? c * 8 : 0), c * 8 < K);
     cp_async_commit_group();
@@ -240,7 +247,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   pdl_wait_then_trigger();
 #endif
 
-  uint4 raw[kBatch];  // parts of x, loaded together: stores to shared memory between two loads would keep the second one waiting
+  uint4 raw[kBatch];  // parts of x. All are loaded before one is stored: a load behind a store to shared memory would wait for it
   auto load_x = [&](int from) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -251,7 +258,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   const int batch = kBatch * threads;
   load_x(0);
   const int count = min(layout.columns, columns - n0);
-  behind.copy(global_scale, bias, then, count, columns);  // with the group that is committed next
+  behind.copy(global_scale, bias, then, count, columns);  // belongs to the group that is committed next
   float by = 1.f;
   if (norm_weight) {
     float sum = 0.f;
@@ -294,7 +301,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       float largest = 0.f;
 #pragma unroll
       for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(v[j]));
-      largest = fmaxf(largest, shuffle_xor(largest, 1));  // of the other half of the block
+      largest = fmaxf(largest, shuffle_xor(largest, 1));  // the other lane has the other half of the block
       const uint32_t exponent = max(__float_as_uint(largest) & 0x7F800000u, 0x08000000u);  // 2^-111: below it activations count as zero
       const float up = __uint_as_float(0x7F000000u - exponent + 0x04000000u);            // 2^8 over the power of two
 #pragma unroll
@@ -308,7 +315,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   float acc[R] = {};
   for (int slot = 0; here.group < groups;) {
     if (!FP4_FAULT(SKIP_COPY_WAIT)) wait_for_all_but(layout.stages - 1);
-    __syncwarp();  // a lane's scales were copied by another one
+    __syncwarp();  // another lane copied this lane's scales
     const uint8_t* from = ring + slot * Stage::kBytes;
     uint4 codes[R];
     uint32_t scales[R];
@@ -317,7 +324,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       codes[i] = *(const uint4*)(from + i * (kSegment / 2) + lane * 16);
       scales[i] = *(const uint16_t*)(from + Stage::kCodes + i * (kSegment / 16) + lane * 2);
     }
-    if (!FP4_FAULT(SKIP_WARP_BARRIER)) __syncwarp();  // all have read it
+    if (!FP4_FAULT(SKIP_WARP_BARRIER)) __syncwarp();  // all lanes have read the stage that is refilled now
     fetch(coming, slot), next(coming);
     if (++slot == layout.stages) slot = 0;
     const uint8_t* my_x = shared + here.segment * (kSegment * 2);
@@ -344,7 +351,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       for (int i = 0; i < R; ++i) acc[i] = 0.f;
     }
   }
-  cp_async_commit_group(), wait_for_all_but(0);  // what is done to the sums; of a warp without steps nothing has committed it
+  cp_async_commit_group(), wait_for_all_but(0);  // the epilogue's operands; a warp without steps has not committed them yet
   if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
   for (int c = threadIdx.x; c < count; c += threads) {
     float all[kParts] = {};
@@ -359,13 +366,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
 // Rounded up.
 constexpr int divided(int a, int b) { return (a + b - 1) / b; }
 
-// rows: of a group; warps: of a block, of which 16 / warps (whole ones) share a multiprocessor; k_groups: warps that share K; stages: steps in a warp's ring, and 16 for
-// each further one that it fetches to L2 ahead of the PDL wait (`early`).
+// rows: of W, a group; warps: of a block, of which 16 / warps share a multiprocessor; k_groups: warps that share K. stages % 16: steps in a warp's ring; stages
+// / 16: steps that it prefetches to L2 besides, before the PDL wait (`early`).
 struct Tile {
   int rows, warps, k_groups, stages;
 };
 
-// Of a tile, for the device's multiprocessors: as many blocks as run at once, none with more than its share of the rows.
+// The layout of a tile: as many blocks as the device runs at once, and none has more than its share of the rows.
 template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   constexpr int kColumns = R / Result<T>::kParts;
   const int all = divided(N / Result<T>::kParts, kColumns), groups = divided(all, multiprocessors() * (kMostWarps / tile.warps));
@@ -375,9 +382,11 @@ template <typename T, int R> Layout layout_of(Tile tile, int N, int K) {
   return l;
 }
 
-// Swept on an H100 in a chain of the four products of an 8B model's layer, two norms ahead of them. Four rows a step: what is read of x serves four. Pairs of warps share
-// K, so that a kilobyte of a row is read at once. Three stages, also where that leaves the next kernel no room beside this one: a block that waits for more memory loses
-// more. Small weights in two blocks a multiprocessor: one is ready while the other ends.
+// Chosen by a sweep on an H100: a chain of the four products of an 8B model's layer, two of them behind a norm.
+//   - Four rows a step, because what is read of x then serves four rows.
+//   - Two warps share K, so that a kilobyte of a row is read at once.
+//   - Three stages, even where the next kernel then finds no room beside this one: a shorter ring costs more than that.
+//   - Two blocks a multiprocessor for small weights: one begins while the other ends.
 template <typename T> Tile best(int N, int K) {
   Tile tile{4, (int64_t)N * K <= 1 << 24 ? kMostWarps / 2 : kMostWarps, K > kSegment ? 2 : 1, 3};
   const int room = kMostRoom / (kMostWarps / tile.warps) - layout_of<T, 4>(tile, N, K).ring, each = tile.warps * Step<4>::kBytes;
@@ -410,16 +419,15 @@ template <typename T> cudaError_t by_tile(Tile tile, const Linear<T>& p, const L
 
 }  // namespace
 
-// Returns a cudaError_t. Takes what linear_table does, and a norm: x is x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight [K]) in float32, rounded once to its
-// dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, at most 16 warps, a multiple of
-// k_groups, 1 <= stages % 16 <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
+// Returns a cudaError_t. Takes what linear_table does, and a norm: x is x * rsqrt(mean(x^2) + eps) * (norm_offset + norm_weight [K]) in float32, rounded once
+// to its dtype. early: the kernel before writes neither the weight nor norm_weight. tile: (rows, warps, k_groups, stages): rows in {2, 4}, at most 16 warps, a
+// multiple of k_groups, 1 <= stages % 16 <= 8. M = 1, K % 64 == 0, K <= 32768; x, codes, scale and norm_weight 16-byte aligned.
 extern "C" int fp4_linear_gemv(const LinearParams* call) {
   if (!is_call(call, true) || call->M != 1 || call->N < 1 || call->K < 64 || call->K % 64 || call->K > 32768) return cudaErrorInvalidValue;
   const auto [rows, warps, k_groups, stages] = call->tile;
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     return !p.fits() ? cudaErrorInvalidValue : by_tile<T>(rows ? Tile{rows, warps, k_groups, stages} : best<T>(p.N, p.K), p, *call);
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

@@ -108,7 +108,7 @@ Tile best(int M, int N, int K) {
 }
 
 template <typename T, int MT> cudaError_t by_tile(Tile tile, const Linear<T>& p, cudaStream_t stream) {
-#define TILE(r, w, st) \
+#define TILE(r, w, st) /* rows_16, warps, stages */ \
   if (tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, MT, r, w, st>(p, stream);
   if (p.K % 64) return run<T, MT, 2, 8, 2, true>(p, stream);
   TILE(4, 8, 2)
@@ -137,10 +137,9 @@ extern "C" int fp4_linear_small(const LinearParams* call) {
   if (!is_call(call) || call->M < 1 || call->N < 1 || call->K < 16 || call->K % 16) return cudaErrorInvalidValue;
   const int(&t)[4] = call->tile;
   const Tile tile = t[0] ? Tile{t[0], t[1], t[2]} : best(call->M, call->N, call->K);
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     return p.fits() ? by_tokens<T>(tile, p, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

@@ -107,10 +107,10 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   layout.k_groups = at_most(layout.k_groups, layout.stages * SUBSTEPS);
   layout.early = stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.stage())) : 0;
   TensorMap codes, scales, activations;
-  cudaError_t status = SUBSTEPS == 1 ? tensor_map_2d(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128)
-                                     : tensor_map_3d(&codes, p.q, {128, p.N, p.K / kWideK, p.K / 2, 128}, SUBSTEPS, layout.rows(), 128);
-  if (status == cudaSuccess) status = tensor_map_2d(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16 * SUBSTEPS);
-  if (status == cudaSuccess) status = tensor_map_3d(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4 * SUBSTEPS, layout.x_rows, 128);
+  const cudaError_t status = first_error({SUBSTEPS == 1 ? tensor_map_2d(&codes, p.q, p.N, p.K / 2, layout.rows() / kParts, 128)
+                                                        : tensor_map_3d(&codes, p.q, {128, p.N, p.K / kWideK, p.K / 2, 128}, SUBSTEPS, layout.rows(), 128),
+                                          tensor_map_2d(&scales, p.scale, p.N, p.K / 16, layout.rows() / kParts, 16 * SUBSTEPS),
+                                          tensor_map_3d(&activations, p.x, {128, p.M, p.K / 64, (int64_t)p.K * 2, 128}, 4 * SUBSTEPS, layout.x_rows, 128)});
   if (status != cudaSuccess) return status;
   const int columns = layout.rows() / kParts;
   return fp4::launch(linear_table<T, TOKENS, R, SUBSTEPS>, dim3((p.columns() + columns - 1) / columns), 32 * (layout.warps() + 1), layout.bytes(), 1, stream, codes, scales,
@@ -118,7 +118,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
 }
 
 template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>& p, Stream stream) {
-#define TILE(r, s) \
+#define TILE(r, s) /* sets_a_warp, substeps */ \
   if (tile.sets_a_warp == r && tile.substeps == s) return run<T, TOKENS, r, s>(tile, p, stream);
   TILE(1, 1) TILE(2, 1)
   if constexpr (kFinish != kGlu && TOKENS <= 16) {
@@ -139,11 +139,10 @@ extern "C" int fp4_linear_table(const LinearParams* call) {
   if (M < 1 || M > kMostTokens || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
   const auto [sets, sets_a_warp, k_groups, substeps] = call->tile;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(M, N, K);
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     const Stream at = stream_of(*call);
     return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, at) : M <= 16 ? by_tile<T, 16>(tile, p, at) : by_tile<T, kMostTokens>(tile, p, at);
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

@@ -84,12 +84,11 @@ extern "C" int fp4_linear_w4a4(const LinearParams* call) {
   if (!is_call(call)) return cudaErrorInvalidValue;
   const int M = call->M, N = call->N, K = call->K;
   if (M < 1 || M > 1 << 20 || N < 1 || K < 64 || K % 64) return cudaErrorInvalidValue;
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const dim3 blocks((N + kRows - 1) / kRows, (M + kTokens - 1) / kTokens);
     return launch(linear_w4a4<T>, blocks, kThreads, kStages * kStage, 1, (cudaStream_t)call->stream, (const uint8_t*)call->x, (const uint8_t*)call->x_scale,
                   (const float*)call->row_scale, (const uint8_t*)call->codes, (const uint8_t*)call->scale, (const float*)call->global_scale,
                   (const T*)call->bias, (T*)call->y, M, N, K);
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

@@ -282,10 +282,9 @@ extern "C" int64_t fp4_linear_wide_scratch(const LinearParams* call) {
 // that share K, 0: blocks stream, -1: two blocks share activations. 1 <= M <= 2^20, K % 64 == 0; x, codes and scratch 16-byte aligned, scale 4-byte aligned.
 extern "C" int fp4_linear_wide(const LinearParams* call) {
   if (!is_call(call) || !fits(*call) || call->scratch_bytes < fp4_linear_wide_scratch(call)) return cudaErrorInvalidValue;
-  auto run = [&](auto zero) {
+  return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     return p.fits() ? by_tile<T>(tile_of(*call), has_map(*call), p, call->scratch, stream_of(*call)) : cudaErrorInvalidValue;
-  };
-  return call->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

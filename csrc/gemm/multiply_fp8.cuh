@@ -1,4 +1,4 @@
-// The frame of linear_wide_fp8 and sparse_linear_wide_fp8: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias) by FP8 tensor cores, x8 E4M3 with a scale per
+// The frame of the FP8 products, dense and 2:4-sparse: y[M, N] = x8[M, K] @ W8[N, K]^T * x_scale (+ bias) by FP8 tensor cores, x8 E4M3 with a scale per
 // token, W8 rounded to E4M3 in registers by a `Weight`, which says how a step of it is fetched and multiplied.
 //
 // Weights and activations come as tiles through two rings. The two blocks of a cluster own 128 rows of W each and share the activations, which are copied to

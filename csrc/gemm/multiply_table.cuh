@@ -1,6 +1,5 @@
-// The kernel of linear_table and sparse_linear_table: y[M, N] = x[M, K] @ W[N, K]^T for few rows of x, codes decoded by a table in shared memory. A `Weight`
-// says how a dense or a 2:4-sparse weight lies in memory, how a step of it is fetched, and how a warp multiplies its share of a step. The ring's loops are
-// those of table.cuh.
+// The kernel for few rows of x: y[M, N] = x[M, K] @ W[N, K]^T, codes decoded by a table in shared memory. A `Weight` says how a dense or a 2:4-sparse weight
+// lies in memory, how a step of it is fetched, and how a warp multiplies its share of a step. The ring's loops are those of table.cuh.
 //
 // As with multiply_wide.cuh, ptxas is sensitive to the form: an Epilogue made before the loop, or handed over by reference, gives other registers and another
 // schedule. So do rings that fetch() computes, and a base class for what both Layouts have. Compare the machine code of both libraries after a change, and

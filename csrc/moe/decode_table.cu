@@ -20,8 +20,13 @@ struct Product {
   bool interleaved;
 };
 
-// Maps of a product's tiles: rows of both halves of an expert are planes of it where it has halves, of outputs of all experts where these take turns in memory.
-template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(TensorMap (&maps)[3], const Product& p, int rows) {
+struct Maps {
+  TensorMap codes, meta, scales;  // meta of a dense weight is not read
+};
+
+// Maps of a product's tiles of so many rows. Gates and ups of an expert are two planes; where they alternate in memory, all experts' gates are one plane, and their ups
+// the other.
+template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(Maps& maps, const Product& p, int rows) {
   using P = Parts<SPARSE, SHIFTED>;
   const int half = UP ? 2 : 1;
   auto map = [&](TensorMap* to, const uint8_t* from, int64_t bytes, int tile_bytes, bool four) {
@@ -30,10 +35,9 @@ template <bool SPARSE, bool SHIFTED, bool UP> cudaError_t maps_of(TensorMap (&ma
     if (UP && p.interleaved) return tensor_map_3d(to, from, {bytes, p.E * outputs, 2, 2 * bytes, bytes}, 2, rows / 2, tile_bytes);
     return tensor_map_3d(to, from, {each * bytes, outputs / each, (int64_t)p.E * half, each * bytes, outputs * bytes}, half, rows / half / each, tile_bytes);
   };
-  cudaError_t status = map(&maps[0], p.codes, SPARSE ? p.K / 4 : p.K / 2, P::kCodes, false);
-  if (status == cudaSuccess && SPARSE) status = map(&maps[1], p.meta, p.K / 8, 32, false);
-  if (status == cudaSuccess && !SPARSE) maps[1] = maps[0];
-  return status == cudaSuccess ? map(&maps[2], p.scale, p.K / 16, P::kScales, SHIFTED) : status;
+  const cudaError_t status = map(&maps.codes, p.codes, SPARSE ? p.K / 4 : p.K / 2, P::kCodes, false);
+  maps.meta = maps.codes;
+  return first_error({status, SPARSE ? map(&maps.meta, p.meta, p.K / 8, 32, false) : cudaSuccess, map(&maps.scales, p.scale, p.K / 16, P::kScales, SHIFTED)});
 }
 
 // Up to 8 tokens of a call.
@@ -49,7 +53,9 @@ struct Chunk {
 // As many stages as there is room for; false if there is none for a tile and so many tokens.
 template <bool UP, bool SPARSE, bool SHIFTED> bool lay_out(TableLayout<SPARSE, SHIFTED>& layout, const Layer& l, int tokens, const Tile& tile) {
   if (tile.sets < 1 || tile.sets > 8 || tile.sets_a_warp < 1 || tile.sets_a_warp > 2 || tile.sets % tile.sets_a_warp || tile.k_groups < 1 || (SHIFTED && tile.sets % 2)) return false;
-  layout = {{}, tile.sets, tile.sets_a_warp, tile.k_groups, 0, 0, 0, tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, 0, tokens, tokens * l.top_k};
+  layout = {};
+  layout.sets = tile.sets, layout.sets_a_warp = tile.sets_a_warp, layout.k_groups = tile.k_groups;
+  layout.held = tokens == 1 ? 1 : tokens <= 4 ? 4 : 8, layout.tokens = tokens, layout.pairs = tokens * l.top_k;
   const int threads = 32 * layout.warps();
   if (UP ? l.I % (8 * tile.sets) || 32 * kFinishers % (4 * tile.sets)
          : layout.rows() > l.N || tile.splits < 1 || tile.splits > 8 || layout.rows() % (2 * tile.splits) || layout.rows() / (2 * tile.splits) * tokens > threads)
@@ -85,17 +91,18 @@ template <bool UP, int R> cudaError_t run(const Chunk& c, const uint8_t* meta, c
     TableLayout<kSparse, kShifted> layout;
     const int tokens = c.routing.tokens;
     if (!lay_out<UP, kSparse, kShifted>(layout, l, tokens, tile)) return cudaErrorInvalidConfiguration;
-    TensorMap maps[3], activations;
+    Maps maps;
+    TensorMap activations;
     cudaError_t status = maps_of<kSparse, kShifted, UP>(maps, p, layout.rows());
     if (UP && status == cudaSuccess) status = tensor_map_3d(&activations, c.x, {128, tokens, l.K / 64, (int64_t)l.K * 2, 128}, 4, layout.held, 128);
     if (status != cudaSuccess) return status;
     const int threads = 32 * (layout.warps() + kHelpers);
     if constexpr (UP)
-      return launch(table_up<kSparse, kShifted, R>, dim3(multiprocessors()), threads, layout.bytes(true), 1, c.stream, maps[0], maps[1], maps[2], activations, layout, c.routing,
+      return launch(table_up<kSparse, kShifted, R>, dim3(multiprocessors()), threads, layout.bytes(true), 1, c.stream, maps.codes, maps.meta, maps.scales, activations, layout, c.routing,
                     l.global_scale[0], l.global_scale[1], c.h, l.I, l.K, l.between);
     else
       return launch_second(table_down<kSparse, kShifted, R>, dim3((l.N + layout.rows() - 1) / layout.rows(), 1, tile.splits), threads, layout.bytes(false), tile.splits, c.stream,
-                           maps[0], maps[1], maps[2], layout, c.routing, c.h, l.between.down_bias, c.y, l.N, l.I);
+                           maps.codes, maps.meta, maps.scales, layout, c.routing, c.h, l.between.down_bias, c.y, l.N, l.I);
   });
 }
 

@@ -1,19 +1,22 @@
-// The two products of an MoE layer for up to eight tokens on sm_90, dense or 2:4-sparse, by the steps of linear_table and sparse_linear_table. The columns of mma are
-// the tokens of the call, whether they are routed to an expert or not: nothing is gathered, and an expert's weights are decoded once. Each block lists the distinct
-// experts of the call for itself.
+// The two products of an MoE layer for up to eight tokens on sm_90, dense or 2:4-sparse, by the steps of gemm/table.cuh and sparse/table.cuh.
+//
+// The eight columns of an MMA are the tokens of the call, whether they are routed to the expert or not. So no token is gathered, and the weights of an expert
+// are decoded once. Each block makes its own list of the distinct experts of the call.
 #pragma once
 #include "../sparse/table.cuh"
 #include "layer.cuh"
 
 namespace fp4 {
 
-// Warps that do not multiply. A thread that fetches needs 0.2 us and more for a step, whatever its size, beside those that do: in the first kernel two take turns and
-// two other warps finish sums, in the second four.
+// kHelpers: warps that do not multiply. A thread that fetches needs more time for a step than the other warps need to multiply it, whatever the step's size. So
+// in the first kernel two warps take turns at fetching, while kFinishers others finish the sums; in the second kernel up to four take turns.
 constexpr int kTableTokens = 8, kTableStages = 32, kHelpers = 4, kFinishers = 2;
 
-// Bytes of a row of W that a step brings. SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row: of each row
-// come the two chunks of 16 bytes that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their
-// codes are zeros.
+// Bytes that a step brings of a row of W.
+//
+// SHIFTED: a row of scales is no multiple of 16 bytes, as a tensor map asks for, but four rows are. The map takes four rows of scales for one. Of each of the
+// four a copy brings the two chunks of 16 bytes in which its 16 scales lie; in a stage, rows with the same place among four lie one behind the other. Beyond K
+// a copy brings scales of the next row, which are multiplied by codes that are zeros.
 template <bool SPARSE, bool SHIFTED> struct Parts {
   static constexpr int kCodes = SPARSE ? 64 : 128, kMeta = SPARSE ? 32 : 0, kScales = SHIFTED ? 32 : 16, kBytes = kCodes + kMeta + kScales;
 };
@@ -21,8 +24,8 @@ template <bool SPARSE, bool SHIFTED> struct Parts {
 // How the rows of a block, 16 * sets, and K are shared by its warps, and what lies where in shared memory.
 template <bool SPARSE, bool SHIFTED> struct TableLayout : Parts<SPARSE, SHIFTED> {
   using P = Parts<SPARSE, SHIFTED>;
-  int sets, sets_a_warp, k_groups, stages, fetchers, early;  // early: stages of weights that go ahead of the first activations
-  int held;  // up: rows of x, of 64 k each, for 64 k: 1, 4 or 8
+  int sets, sets_a_warp, k_groups, stages, fetchers, early;  // early: stages of weights that are fetched before the first activations
+  int held;  // up: rows of a tile of x, 64 k of 1, 4 or 8 tokens
   int x_bytes, tokens, pairs;
 
   __host__ __device__ int x_step() const { return held == 1 ? 1024 : held * 512; }  // a tile of 128 bytes a row begins at a multiple of 1024
@@ -41,7 +44,8 @@ template <bool SPARSE, bool SHIFTED> struct TableLayout : Parts<SPARSE, SHIFTED>
   int bytes(bool up) const { return up ? sums() + 2 * sums_bytes() : factors(); }
 };
 
-// The distinct experts of a call in the order in which they come first, and of each a mask of its tokens; of each pair its expert, or -1.
+// list: the distinct experts of a call, in the order of their first assignments, each with a mask of its tokens. expert: that of each (token, expert)
+// assignment, or -1.
 struct Distinct {
   int2* list;  // [pairs]
   int *expert, *count;
@@ -86,7 +90,8 @@ struct Routing {
   int map_size, tokens, top_k, E;
 };
 
-// What a warp multiplies in one step: its lanes' rows lie kNext * r + high * h behind `row` in a stage. interleaved: scales lie in the order of W, those of gate and up in turn.
+// How a warp multiplies its part of a step. The lane's rows are row + kNext * r + high * h of the stage. interleaved: scales lie in the order of W, where gate
+// and up alternate.
 template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
   using P = Parts<SPARSE, SHIFTED>;
   static constexpr int kNext = UP ? 8 : 16;
@@ -94,7 +99,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
 
   __device__ __forceinline__ Step(const TableLayout<SPARSE, SHIFTED>& layout, int row_warp, int lane, int scale_row, bool interleaved)
       : row(row_warp * (kNext * R) + lane / 4), high(UP ? 8 * layout.sets : 8), rows(layout.rows()), next_scales(SHIFTED && UP && !interleaved ? 64 : SHIFTED ? 128 : 16 * kNext) {
-    if (SPARSE) row ^= (row & 2) << 1;  // sparse_linear_table says why
+    if (SPARSE) row ^= (row & 2) << 1;  // half a warp has rows 0, 1, 6, 7 or 2 to 5 of eight, whose chunks, and those four further on, lie in different banks
     const int p = lane >> 1 & 1;
     codes = layout.codes() + row * P::kCodes + (SPARSE ? place_of<64>(2 * p, row & 7) * 16 : 0);
     meta = layout.meta() + row * 32 + place_of<32>(0, row & 7) * 16 + 8 * p;
@@ -104,7 +109,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
       scales[h] = layout.scales() + (SHIFTED ? shifted : at * 16 + (SPARSE ? 8 * p : 4 * (lane & 3)));
     }
   }
-  // x: dense, the lane's token's plane of 64 k, whose chunks are swizzled by `token`; sparse, what multiply_sparse_by_table() takes.
+  // x: where the activations lie. Dense: the 64 k of the lane's token, whose chunks are swizzled by `token`; sparse: as multiply_sparse_by_table() takes them.
   __device__ __forceinline__ void operator()(float (&acc)[R][1][4], uint8_t* shared, int stage, int x, int token, int next, int flip, int lane) const {
     const int behind = stage * rows;
     if constexpr (SPARSE) {
@@ -120,7 +125,7 @@ template <bool SPARSE, bool SHIFTED, bool UP, int R> struct Step {
   }
 };
 
-// By one thread: the weights of a step.
+// One thread calls it: fetches the weights of step k to stage `at`.
 template <bool SPARSE, bool SHIFTED>
 __device__ __forceinline__ void fetch_weights(const TableLayout<SPARSE, SHIFTED>& layout, uint8_t* shared, const TensorMap& codes, const TensorMap& metadata, const TensorMap& scales,
                                               int k, int row, int plane, int scales_row, int scales_plane, int scale_row, int at, Shared mbarrier) {
@@ -135,8 +140,10 @@ __device__ __forceinline__ void fetch_weights(const TableLayout<SPARSE, SHIFTED>
     tma_load_3d(to + i * layout.rows() * 8, scales, SHIFTED ? k * 16 + i * scale_row / 16 * 16 : k * 16, scales_row, scales_plane, mbarrier);
 }
 
-// h of the listed experts' tokens, act(gate) * up times the router's weight and the global scale of down, as the second kernel takes it: [place in the list][token]
-// [step] of 512 bytes, four tiles of 64 k, 16-byte chunk c at c ^ token, zeros behind I. Items are 8 * sets outputs of an expert, gate and up of each in the two rows of a lane.
+// The first product. It writes h = act(gate) * up, times the router's weight and the global scale of down, for the tokens of each listed expert.
+//
+// h lies as the second kernel takes it: [place in the list][token][step] of 512 bytes. A step is four tiles of 64 k, in which the 16-byte chunk c lies at c ^
+// token; beyond I it is zero. A block works on items, 8 * sets outputs of one expert; a lane's two rows are gate and up of the same output.
 template <bool SPARSE, bool SHIFTED, int R>
 __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     table_up(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap metadata, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap activations,
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
       mbarrier_arrive_expect_tx(x_full, steps * layout.held * 512);
       for (int k = 0; k < steps; ++k) tma_load_3d(shared_address(shared + kPairTable) + k * layout.x_step(), activations, 0, 0, k * 4, x_full);
     }
-    float *factors = (float*)(shared + layout.factors()), *units = factors + layout.pairs * kTableTokens;  // of an expert's tokens; of gate_up
+    float *factors = (float*)(shared + layout.factors()), *units = factors + layout.pairs * kTableTokens;  // factors: [expert of the list][token]; units: global scales of gate_up
     for (int i = thread; i < count * kTableTokens; i += 32 * kFinishers) {
       const int m = i % kTableTokens;
       const int2 of = distinct.list[i / kTableTokens];
@@ -218,7 +225,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int slot = item / groups, n0 = item % groups * outputs, column = thread % pairs * 2, n = n0 + column;
       const int2 of = distinct.list[slot];
-      float bias[2][2] = {};  // of n and n + 1; arrives while the sums are made
+      float bias[2][2] = {};  // of outputs n and n + 1; loaded while the sums are computed
       if (between.bias)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -255,7 +262,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
 
   const int row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), t = lane & 3, held = layout.held, zero = layout.sets_a_warp - R;
   const Step<SPARSE, SHIFTED, true, R> multiply(layout, row_warp, lane, K / 16, SHIFTED && between.interleaved);
-  // Rows of x of the lane for a step's first 64 k, those of t, or of ldmatrix_x4().
+  // The lane's row of x for the first 64 k of a step: its token's in the tile of lane t of a quad, or the row that ldmatrix_x4() asks for.
   const int x_row = SPARSE ? 2 * (lane >> 3 & 1) * held + min(lane & 7, held - 1) : t * held + min(lane >> 2, held - 1);
   int step = k_group, at = k_group, parity = 0, buffer = 0, filled = 0;
   if ((int)blockIdx.x < items && !FP4_FAULT(SKIP_TOKENS_WAIT)) mbarrier_wait_parity(x_full, 0);
@@ -287,7 +294,8 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   }
 }
 
-// y[token, n] = sum over the list of h * W[expert] as one product over all its steps, and biases. `splits` blocks of a cluster take turns at them.
+// The second product: y[token, n] = sum of h * W[expert] over the list, plus biases. All experts' steps are one long product, at which the `splits` blocks of a
+// cluster take turns.
 template <bool SPARSE, bool SHIFTED, int R>
 __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
     table_down(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap metadata, const __grid_constant__ TensorMap scales,
@@ -297,7 +305,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   uint8_t* shared = dynamic_shared();
   const int warp = uniform(threadIdx.x >> 5), lane = threadIdx.x & 31, threads = 32 * layout.warps(), steps = (K + kWideK - 1) / kWideK, rows = layout.rows(),
             tokens = layout.tokens, top_k = routing.top_k, splits = cluster_size(), rank = cluster_rank();
-  // The last block begins earlier instead of reading past N; what it shares with its neighbour is not stored.
+  // The last block begins earlier, so that it does not read past N. It does not store the rows that it shares with the block before.
   const int n0 = min((int)blockIdx.x * rows, N - rows);
   const Shared full = shared_address(shared + layout.mbarriers()), free = full + 8 * layout.stages;
   const Distinct distinct(shared + layout.routed(), layout.pairs);
@@ -361,7 +369,7 @@ __global__ void __launch_bounds__(32 * (kMostWarps + kHelpers), 1)
   }
 
   const int row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps(), t = lane & 3, g = lane >> 2, token = SPARSE ? lane & 7 : g;
-  // What a thread stores in the end, two columns of a token, and their biases, which arrive while the sums are made.
+  // A thread stores two columns of a token. Their biases are loaded while the sums are computed.
   const int slice = rows / splits, m = (int)threadIdx.x / (slice / 2), column = rank * slice + (int)threadIdx.x % (slice / 2) * 2, n = n0 + column;
   const bool stores = m < tokens && n >= (int)blockIdx.x * rows;
   float bias[2] = {};

@@ -6,30 +6,26 @@
 #include "grouped_wide.cuh"
 
 #include <algorithm>
-#include <utility>
 
 namespace {
 
 using namespace fp4;
 using T = __nv_bfloat16;
 
-// What a call writes besides y, for tiles of so many tokens; gathered: x once a token. `at` may be null: only `bytes` counts then.
+// What a call writes besides y, for tiles of so many tokens; gathers: x once a token, else once for each pair.
 struct Workspace {
   uint8_t *x, *h;
   T* out;
   Routed routed;
   int64_t bytes;
 
-  Workspace(uint8_t* at, const Layer& l, int tokens, bool gathered) : bytes(0) {
-    const int64_t P = l.pairs(), tiles = P / tokens + (P < l.E ? P : l.E);
-    auto take = [&](int64_t size) { return (uint8_t*)((uintptr_t)at + std::exchange(bytes, bytes + (size + 15) / 16 * 16)); };
-    x = take((gathered ? l.tokens : tiles * tokens) * 512 * ((l.K + kWideK - 1) / kWideK));
-    h = take(tiles * tokens * 512 * ((l.I + kWideK - 1) / kWideK));
-    routed.tiles = (int4*)take(tiles * 16);
-    routed.order = (int*)take(P * 4);
-    routed.place = (int*)take(P * 4);
-    routed.total = (int*)take(4);
-    out = (T*)take(P * l.N * 2);
+  Workspace(Scratch scratch, const Layer& l, int tokens, bool gathers) {
+    const int64_t P = l.pairs(), tiles = l.tiles_of(tokens);
+    x = scratch.take<uint8_t>((gathers ? l.tokens : tiles * tokens) * 512 * ((l.K + kWideK - 1) / kWideK));
+    h = scratch.take<uint8_t>(tiles * tokens * 512 * ((l.I + kWideK - 1) / kWideK));
+    routed = Routed::of(scratch, tiles, P);
+    out = scratch.take<T>(P * l.N);
+    bytes = scratch.bytes;
   }
 };
 
@@ -37,18 +33,30 @@ struct Workspace {
 struct Sizes {
   int groups, sets, w_stages, x_stages, batch, blocks;
 };
-struct Tile {
+struct Compiled {
   int tokens;
   bool gathers_only;  // compiled only in the form whose first product gathers tokens itself; else also in the form for which gather() has arranged them
   Sizes up, down;
 };
 
 // Measured on an H200 (benchmarks/NOTES.md): for so many tokens the best tiles of both products.
-constexpr Tile kTiles[] = {
-    {8, false, {1, 2, 3, 4, 1, 2}, {1, 2, 3, 4, 1, 2}},  {16, false, {1, 2, 2, 4, 1, 2}, {1, 2, 2, 4, 1, 2}},
-    {32, false, {1, 2, 4, 2, 1, 2}, {1, 2, 4, 2, 1, 2}}, {48, false, {2, 2, 4, 2, 1, 1}, {2, 2, 4, 2, 1, 1}},
-    {80, true, {2, 2, 3, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},  {96, false, {2, 1, 6, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},
+constexpr Compiled kTiles[] = {
+    // tokens, gathers_only, up and down: {groups, sets, w_stages, x_stages, batch, blocks}
+    {8, false, {1, 2, 3, 4, 1, 2}, {1, 2, 3, 4, 1, 2}},
+    {16, false, {1, 2, 2, 4, 1, 2}, {1, 2, 2, 4, 1, 2}},
+    {32, false, {1, 2, 4, 2, 1, 2}, {1, 2, 4, 2, 1, 2}},
+    {48, false, {2, 2, 4, 2, 1, 1}, {2, 2, 4, 2, 1, 1}},
+    {80, true, {2, 2, 3, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},
+    {96, false, {2, 1, 6, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},
     {128, false, {2, 1, 4, 2, 1, 1}, {2, 1, 4, 2, 1, 1}},
+};
+
+// What a call asks for: a number of tokens of kTiles, and whether the first product gathers them itself.
+struct Tile {
+  int tokens;
+  bool gathers;
+
+  static Tile of(const MoeParams& p) { return {p.tile[0], p.tile[1] != 0}; }
 };
 
 template <bool UP, bool SHIFTED, bool GATHERED, int TILE> cudaError_t run(const Layer& l, const Workspace& space, cudaStream_t stream) {
@@ -85,7 +93,7 @@ template <bool UP, bool GATHERED, int TILE> cudaError_t run(const Layer& l, cons
 
 template <int TILE, bool GATHERED> cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
   constexpr int TOKENS = kTiles[TILE].tokens;
-  const Workspace space((uint8_t*)workspace, l, TOKENS, GATHERED);
+  const Workspace space({(uint8_t*)workspace}, l, TOKENS, GATHERED);
   if (space.bytes > bytes) return cudaErrorInvalidValue;
   const int64_t words = (int64_t)l.tokens * ((l.K + kWideK - 1) / kWideK) * 8;
   const int routing = route_blocks(l.pairs()), arranging = GATHERED ? (int)std::min<int64_t>((words + kRouteThreads - 1) / kRouteThreads, 2 * multiprocessors()) : 0;
@@ -98,15 +106,14 @@ template <int TILE, bool GATHERED> cudaError_t layer(const Layer& l, void* works
   if (status == cudaSuccess) status = run<true, GATHERED, TILE>(l, space, stream);
   if (status == cudaSuccess) status = run<false, false, TILE>(l, space, stream);
   if (status != cudaSuccess) return status;
-  return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
+  return launch_combine(l, space.out, space.routed, stream);
 }
 
-// tile: a number of tokens, and one more where the first product gathers them.
-template <int TILE = 0> cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
-  if constexpr (TILE < sizeof(kTiles) / sizeof(Tile)) {
-    if (tile == kTiles[TILE].tokens + 1) return layer<TILE, true>(l, workspace, bytes, stream);
+template <int TILE = 0> cudaError_t by_tile(Tile tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+  if constexpr (TILE < sizeof(kTiles) / sizeof(Compiled)) {
+    if (tile.tokens == kTiles[TILE].tokens && tile.gathers) return layer<TILE, true>(l, workspace, bytes, stream);
     if constexpr (!kTiles[TILE].gathers_only)
-      if (tile == kTiles[TILE].tokens) return layer<TILE, false>(l, workspace, bytes, stream);
+      if (tile.tokens == kTiles[TILE].tokens) return layer<TILE, false>(l, workspace, bytes, stream);
     return by_tile<TILE + 1>(tile, l, workspace, bytes, stream);
   }
   return cudaErrorInvalidConfiguration;
@@ -117,13 +124,14 @@ template <int TILE = 0> cudaError_t by_tile(int tile, const Layer& l, void* work
 extern "C" int64_t fp4_grouped_wide_scratch(const MoeParams* call) {
   if (!is_call(call) || call->tile[0] < 8) return 0;
   const Layer l = Layer::of(*call);
-  return l.fits() ? Workspace(nullptr, l, call->tile[0] / 8 * 8, call->tile[0] % 8).bytes : 0;
+  const Tile tile = Tile::of(*call);
+  return l.fits() ? Workspace({nullptr}, l, tile.tokens, tile.gathers).bytes : 0;
 }
 
 // Returns a cudaError_t. x, y, and biases, which may be null, are bfloat16; map may be null. K % 64 == 0, I % 64 == 0, N % 8 == 0, E <= 1024, tokens * top_k <=
-// 2^20, K and I at most 2^15; codes, scales, x, y and scratch 16-byte aligned. tile: one of by_tile's. No metadata.
+// 2^20, K and I at most 2^15; codes, scales, x, y and scratch 16-byte aligned. tile: (tokens, gathers), one of kTiles. No metadata.
 extern "C" int fp4_grouped_wide(const MoeParams* call) {
   if (!is_call(call)) return cudaErrorInvalidValue;
   const Layer l = Layer::of(*call);
-  return l.fits() ? by_tile(call->tile[0], l, call->scratch, call->scratch_bytes, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
+  return l.fits() ? by_tile(Tile::of(*call), l, call->scratch, call->scratch_bytes, (cudaStream_t)call->stream) : cudaErrorInvalidValue;
 }

@@ -1,24 +1,30 @@
-// The two products of an MoE layer over pairs sorted by expert (route.cuh), on sm_90: weights decoded in registers are the A operand of wgmma, as in
-// gemm/wide.cuh, or, by table, of mma. Blocks stay; an item of their work is a tile of pairs by a group of rows, and the tiles of one expert take turns at a
-// group, so that its weights come from DRAM once.
+// The two products of an MoE layer over pairs of token and expert, sorted by expert (route.cuh), on sm_90. Weights are decoded in registers: they are the A
+// operand of wgmma, as in gemm/wide.cuh, or of mma, decoded by table.
+//
+// The kernel is persistent: a block works on one item after another. An item is a tile of pairs by a group of rows of W. The tiles of one expert are neighbours
+// at each group, so that its weights come from DRAM once.
 #pragma once
 #include "../gemm/table.cuh"
 #include "route.cuh"
 
 namespace fp4 {
 
-// Few pairs are multiplied by mma, each warp for itself: up to 8% faster on an H200, and with 24 or 32 pairs slower (benchmarks/NOTES.md). Their weights are
-// decoded by table, of which an SM has room for one, so that its blocks are teams of one block: mostly 2 to 10% faster again.
+// Tiles of up to 16 pairs are multiplied by mma, each warp on its own, which is faster than wgmma for so few pairs only (benchmarks/NOTES.md). Their weights
+// are decoded by table. A multiprocessor has room for one table, so its blocks are teams of one block that share it.
 template <int TOKENS> constexpr bool kByWarp = TOKENS <= 16;
 template <int TOKENS, int BLOCKS> constexpr int kTeamsOf = kByWarp<TOKENS> ? BLOCKS : 1;
 
-// GROUPS warpgroups side by side in rows of W, each with SETS times 64 of them; rings of W_STAGES of weights and X_STAGES of activations, a step of K each.
-// UP: half of the rows are of gates, half of ups, and a lane's rows g and g + 8 of each 16 belong to the same output. Those of a block are 8 * GROUPS *
-// SETS out of each 64 of 256 consecutive outputs: its four quarters of warps then write whole 16-byte chunks of the tiles that the second product reads,
-// kByWarp each warp its own four bytes of them.
-// SHIFTED: rows of scales are no multiple of 16 bytes, but four of them are, and a tile map has those for a row. Of each row then come the two chunks of 16 bytes
-// that its 16 lie in, and rows of the same place among four lie one behind the other. Behind K they are those of the next rows: their codes are zeros.
-// BLOCKS an SM, or kByWarp as many teams of one block, each with warps and rings of its own, behind the table that they share.
+// How the work of a block is divided, and what lies where in its shared memory.
+//
+// GROUPS, SETS: GROUPS warpgroups have neighbouring rows of W, 64 * SETS each.
+// W_STAGES, X_STAGES: stages of the rings of weights and of activations; a stage holds a step of K.
+// UP: the first product. Half of a block's rows are gates, half are ups; a lane's rows g and g + 8 of each 16 belong to the same output. A block has 8 * GROUPS
+//   * SETS outputs out of each 64 of 256 consecutive ones. Its four quarters of warps then write whole 16-byte chunks of the tiles that the second product
+//   reads (kByWarp: each warp writes its own four bytes of a chunk).
+// SHIFTED: a row of scales is no multiple of 16 bytes, as a tensor map asks for, but four rows are. The map takes four rows of scales for one. Of each of the
+//   four a copy brings the two chunks of 16 bytes in which its 16 scales lie; in a stage, rows with the same place among four lie one behind the other. Beyond
+//   K a copy brings scales of the next row, which are multiplied by codes that are zeros.
+// BLOCKS: blocks a multiprocessor; kByWarp: teams of one block. A team has warps and rings of its own, behind the table.
 template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BLOCKS> struct Stages {
   static constexpr int kConsumers = 128 * GROUPS, kThreads = kConsumers + 128, kSets = SETS * GROUPS, kRows = 64 * kSets;
   static constexpr int kCodes = kRows * 128, kWeights = kCodes + kRows * (SHIFTED ? 32 : 16), kHalf = kActivations<TOKENS> / 2;
@@ -29,17 +35,19 @@ template <bool UP, bool SHIFTED, int TOKENS, int GROUPS, int SETS, int W_STAGES,
   static constexpr int kWStages = at_most(W_STAGES, kRoom / (kWeights + 16));
   static constexpr int kRings = kWStages * kWeights + X_STAGES * kActivations<TOKENS>;
   static constexpr int kTeamBytes = (kWStages * (kWeights + 16) + kRest + 1023) / 1024 * 1024, kBytes = kTable + kTeams * kTeamBytes;
-  // Bytes of codes between a lane's two rows, and to its rows of the next 64.
+  // kHigh: bytes of codes from a lane's row g to its row g + 8; kNext: to its row of the next set of 64 rows.
   static constexpr int kHigh = UP ? 4096 * kSets : 1024, kNext = UP ? 1024 : 8192;
-  // Of scales: the same, and SHIFTED to the rows of the next place among four.
+  // The same of scales. kScalesPlace, SHIFTED: bytes to the rows with the next place among four.
   static constexpr int kScalesHigh = SHIFTED ? (UP ? 1024 * kSets : 64) : kHigh / 8, kScalesNext = SHIFTED ? (UP ? 64 : 512) : kNext / 8;
   static constexpr int kScalesPlace = UP ? 256 * kSets : 512 * kSets;
   static constexpr int kOfBlock = 8 / kSets;  // UP: groups of rows that make 256 outputs
 };
 
-// One step of K of a warpgroup's 64 * SETS rows. codes[j]: the lane's k 32 j onwards of its first row, scales0, scales1: its scales of both rows. arrived(j) waits
-// for half j of the activations, done(j) is called when the products of the half before are complete, but not kByWarp. my_row: the lane's place in them for
-// ldmatrix_x4(); table: fill_pairs()'s; both kByWarp only.
+// Multiplies a step of K of a warpgroup's 64 * SETS rows.
+//
+// codes0, codes1: the lane's codes of its row g, from its k 0 and its k 32 on; scales0, scales1: its scales of rows g and g + 8. arrived(j) waits for half j of
+// the activations. done(j) is called when the products of the half before are complete; kByWarp it is not called. my_row, table: the lane's place in the
+// activations for ldmatrix_x4(), and the table of fill_pairs(); both are read kByWarp only.
 template <typename T, typename STAGES, int TOKENS, int SETS, int BATCH, typename Arrived, typename Done>
 __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4], const uint8_t* codes0, const uint8_t* codes1, const uint8_t* scales0,
                                               const uint8_t* scales1, Shared held, int my_row, Shared table, Arrived arrived, Done done) {
@@ -56,7 +64,7 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
     }
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    if (SETS > 1 && j == 1)  // registers are short
+    if (SETS > 1 && j == 1)  // later, because registers are short
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
@@ -107,25 +115,25 @@ __device__ __forceinline__ void multiply_sets(float (&acc)[SETS][TOKENS / 8][4],
   }
 }
 
-// Half of a step's activations by 64 threads: of each of its rows two times 128 bytes, one behind the other from `from` on, for two tiles. A thread has a chunk
-// of every eighth row: those begin 512 * rows[i] bytes behind `from`, are zeros where that is negative, and their chunks lie alike.
+// 64 threads copy half of a step's activations: of each row 2 * 128 consecutive bytes, which go to two tiles. A thread copies one chunk of every eighth row,
+// the same chunk of each. Its row i begins 512 * rows[i] bytes behind `from`; where rows[i] is negative, zeros are written.
 template <int TOKENS> __device__ __forceinline__ void gather_half(Shared to, const uint8_t* from, int (&rows)[TOKENS / 8]) {
 #pragma unroll
   for (int i = 0; i < TOKENS / 8; ++i) {
-    needed(rows[i]);  // else addresses of all rows stay in registers, which are short
+    needed(rows[i]);  // without it the compiler keeps the addresses of all rows in registers, which are short
     const uint8_t* at = from + (size_t)max(rows[i], 0) * 512;
     cp_async_zfill<16>(to + i * 1024, at, rows[i] >= 0);
     cp_async_zfill<16>(to + i * 1024 + TOKENS * 128, at + 128, rows[i] >= 0);
   }
 }
 
-// A block's items, or those of one of its TEAMS, one after the other: the entry of the tile after this one is on its way while this one is worked on. EVEN: an
-// expert's pairs in as many tiles as else, but those of one size, a multiple of 8.
+// The items of a block, or of one of its TEAMS, one after the other. The entry of the next item is loaded while this one is worked on. EVEN: an expert has as
+// many tiles as otherwise, but all of one size, a multiple of 8.
 template <int TOKENS, bool EVEN = false, int TEAMS = 1> struct Items {
   const int4* tiles;
   int groups, item, items;
   int4 next;
-  // Of the item that next() gave: the place of its first pair and how many there are.
+  // The item that advance() gave; first, count: the place of its first pair, and how many pairs it has.
   int expert, first, count, tile, group;
 
   __device__ __forceinline__ Items(const Routed& routed, int groups, int team = 0)
@@ -137,7 +145,7 @@ template <int TOKENS, bool EVEN = false, int TEAMS = 1> struct Items {
     const int n = (next.z + TOKENS - 1) / TOKENS, local = item - next.w * groups, each = EVEN ? (next.z + 8 * n - 1) / (8 * n) * 8 : TOKENS;
     int t = 0;
     group = local;
-    if (TEAMS == 1 || (!FP4_FAULT(ONE_TILE_AN_EXPERT) && n > 1)) t = local % n, group = local / n;  // few pairs of an expert are mostly one tile
+    if (TEAMS == 1 || (!FP4_FAULT(ONE_TILE_AN_EXPERT) && n > 1)) t = local % n, group = local / n;  // most experts with few pairs have one tile, for which the division is left out
     expert = next.x, first = next.y + t * each, count = min(each, next.z - t * each), tile = next.w + t;
     item += (1 + FP4_FAULT(LEAVE_OUT_ITEMS)) * TEAMS * gridDim.x;
     if (item < items) next = __ldcg(tiles + item / groups);
@@ -145,7 +153,7 @@ template <int TOKENS, bool EVEN = false, int TEAMS = 1> struct Items {
   }
 };
 
-// A bfloat16 that is converted, and so waited for, where it is used.
+// A bfloat16 that is loaded here and converted where it is used, so that nothing waits for the load before.
 struct Late {
   uint32_t bits = 0;
   Late() = default;
@@ -153,8 +161,10 @@ struct Late {
   __device__ __forceinline__ operator float() const { return __uint_as_float(bits << 16); }
 };
 
-// Of weights [E, (UP: 2) N, K]. UP: h, act(gate) * up as tiles of N columns for the second product; else out[place of the pair, N].
-// GATHERED: x is arrange_tokens()'s, of which two warps gather each tile's rows; else activations lie in tiles. BLOCKS: as Stages says.
+// One product. UP: the first one, of weights [E, 2 N, K]; it writes h = act(gate) * up as tiles of N columns for the second one. Else the second one, of
+// weights [E, N, K]; it writes out[place of the pair, N].
+// GATHERED: x lies as arrange_tokens() wrote it, and two warps gather the rows of each tile; else the activations lie in tiles. The other parameters: as of
+// Stages.
 template <typename T, bool UP, bool SHIFTED, bool GATHERED, int TOKENS, int GROUPS, int SETS, int W_STAGES, int X_STAGES, int BATCH, int BLOCKS>
 __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS>, BLOCKS / kTeamsOf<TOKENS, BLOCKS>)
     product(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap codes_up, const __grid_constant__ TensorMap scales,
@@ -167,8 +177,8 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   const auto w_ring = Ring<>::at(weights + S::kRings + GROUPS * S::kStaging, S::kWStages);
   const auto x_ring = Ring<2>::at(w_ring.end(S::kWStages), X_STAGES);
   const int warp = (threadIdx.x >> 5) - team * (S::kThreads / 32), lane = threadIdx.x & 31, steps = (K + kWideK - 1) / kWideK;
-  constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : SHIFTED ? 56 : 40;  // registers of those who fetch
-  // SHIFTED: bytes from four rows' beginning to the scales of row i of four, of gates or ups.
+  constexpr int kFewer = GATHERED ? TOKENS > 48 ? 72 : 56 : SHIFTED ? 56 : 40;  // registers of a thread that fetches
+  // SHIFTED: where, in bytes behind the first of four rows, the scales of row i of the four begin; half: 0 for a gate, 1 for an up.
   auto scales_at = [&](int i, int half) { return SHIFTED ? (UP && between.interleaved ? 2 * i + half : i) * (K / 16) : 0; };
   if (threadIdx.x == team * S::kThreads) {
     w_ring.init(S::kWStages, 1, 4 * GROUPS);
@@ -178,13 +188,13 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
   if (threadIdx.x == S::kConsumers) prefetch_tensor_map(codes);
   if constexpr (kByWarp<TOKENS>) fill_pairs<T>(dynamic_shared(), FP4_FAULT(ONE_TEAM_FILLS_TABLE) ? threadIdx.x % S::kThreads : threadIdx.x, S::kTeams * S::kThreads);
   __syncthreads();
-  if (UP) pdl_wait_in_call();  // the routing; it is done when the second product begins
+  if (UP) pdl_wait_in_call();  // for the routing, which is complete when the second product begins
   pdl_trigger_in_call();
   Items<TOKENS, false, S::kTeams> items(routed, groups, team);
 
   if (warp >= 4 * GROUPS) {
     if (GROUPS > 1 || BLOCKS > 1) setmaxnreg_dec<kFewer>();
-    if (warp == 4 * GROUPS && lane == 0) {  // weights
+    if (warp == 4 * GROUPS && lane == 0) {  // fetches weights
       Place<S::kWStages> w;
       const int planes = between.interleaved ? N / 64 : N / 32;  // of an expert
       while (items.advance()) {
@@ -213,7 +223,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
           }
         }
       }
-    } else if (GATHERED && warp >= 4 * GROUPS + 2) {  // activations
+    } else if (GATHERED && warp >= 4 * GROUPS + 2) {  // gathers activations
       const int chunk = lane % 8, row = threadIdx.x % 64 / 8, place = row * 128 + (chunk ^ (FP4_FAULT(SKIP_SWIZZLE) ? 0 : row)) * 16;
       Place<X_STAGES> at;
       while (items.advance()) {
@@ -234,7 +244,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
               cp_async_mbarrier_arrive(x_ring.of(at, j));
           }
       }
-    } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // the same, in tiles
+    } else if (!GATHERED && warp == 4 * GROUPS + 1 && lane == 0) {  // fetches activations that lie in tiles
       Place<X_STAGES> at;
       if (!UP) pdl_wait_in_call();
       while (items.advance()) {
@@ -251,27 +261,27 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     }
     return;
   }
-  constexpr int kEach = 65536 / (BLOCKS * S::kThreads) / 8 * 8;  // registers of a thread at first
+  constexpr int kEach = 65536 / (BLOCKS * S::kThreads) / 8 * 8;  // registers of a thread before some are given to the threads that multiply
   if (GROUPS > 1 || BLOCKS > 1) setmaxnreg_inc<(kEach * (GROUPS + 1) - kFewer) / GROUPS / 8 * 8>();
 
   const int g = lane >> 2, t = lane & 3, rows = GROUPS > 1 ? uniform(warp >> 2) : 0, quarter = warp & 3;
-  const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // in a stage, of the lane's first
+  const int row = UP ? quarter * 8 * S::kSets + rows * SETS * 8 + g : rows * SETS * 64 + quarter * 16 + g;  // the lane's first row in a stage
   const uint8_t *codes0 = shared + row * 128 + ((2 * t) ^ g) * 16, *codes1 = shared + row * 128 + ((2 * t + 1) ^ g) * 16;
   const uint8_t* my_scales[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {  // chunk c of four rows i lies at place c ^ i / 4 % 2
+  for (int half = 0; half < 2; ++half) {  // of four rows, number i, chunk c lies at c ^ i / 4 % 2
     const int chunked = (row + FP4_FAULT(SCALES_OF_ANOTHER_ROW)) % 4 * S::kScalesPlace + row / 4 * 32 + ((FP4_FAULT(SCALES_BEGIN_ALIGNED) ? 4 * t : scales_at(row % 4, half) % 16 + 4 * t) ^ (FP4_FAULT(SKIP_SCALES_SWIZZLE) ? 0 : row / 16 % 2 * 16));
     my_scales[half] = shared + S::kCodes + half * S::kScalesHigh + (SHIFTED ? chunked : row * 16 + 4 * t);
   }
   const int my_row = lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
   const Shared table = shared_address(dynamic_shared());
-  const int zero = steps >> 31;  // which the compiler does not know
+  const int zero = steps >> 31;  // 0, which the compiler does not know
   uint8_t* staging = shared + S::kRings + rows * S::kStaging;
   Place<S::kWStages> w;
   Place<X_STAGES> at;
   using Bias = std::conditional_t<kByWarp<TOKENS>, Late, float>;
   while (items.advance()) {
-    // Global scales and biases arrive while the sums are made.
+    // Global scales and biases are loaded while the sums are computed.
     constexpr int kOwn = UP ? kUnits : 1;
     float units[kOwn];
 #pragma unroll
@@ -288,7 +298,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
       }
     const int expert_group = items.group, first = items.first, count = items.count, tile = items.tile;
     float acc[SETS][TOKENS / 8][4] = {};
-    bool frees = false;  // this lane gives back the half that was multiplied last
+    bool frees = false;  // this lane frees the half that was multiplied last
     Shared last_half = x_ring.free;
 #pragma unroll 1
     for (int k = 0; k < steps; ++k, w.next(), at.next()) {
@@ -306,7 +316,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
             frees = lane == 0;
             last_half = x_ring.free_of(at, j);
           });
-      const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // what was loaded has been used
+      const int behind = kByWarp<TOKENS> ? (int)bits_of(acc) & zero : 0;  // 0, known when the last MMA is complete: the arrivals below must not overtake its loads
       __syncwarp();
       if (lane == 0) mbarrier_arrive(w_ring.free_of(w) + behind);
       if (kByWarp<TOKENS> && lane == 0 && (!FP4_FAULT(ONE_WARP_KEEPS_TOKENS) || warp)) mbarrier_arrive(x_ring.free_of(at) + behind), mbarrier_arrive(x_ring.free_of(at) + 8 + behind);
@@ -324,16 +334,17 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
     }
     const float unit = units[0], up_unit = units[kOwn - 1];
     if constexpr (UP) {
-      const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // of 256 outputs; of eight in each 64 of them
+      const int block = expert_group / S::kOfBlock, word0 = expert_group % S::kOfBlock * S::kSets + rows * SETS;  // block: of 256 outputs; word0: of eight outputs in each 64 of these
       const bool live = block * 256 + 64 * quarter < N, second = g & (kByWarp<TOKENS> ? 1 : 4);
-      if (!kByWarp<TOKENS> && !FP4_FAULT(STAGING_OVERWRITTEN)) named_barrier_sync(1 + rows, 128);  // nobody reads what was staged before
+      if (!kByWarp<TOKENS> && !FP4_FAULT(STAGING_OVERWRITTEN)) named_barrier_sync(1 + rows, 128);  // all have read what was staged before
 #pragma unroll
       for (int r = 0; r < SETS; ++r)
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) {
           const float h0 = live ? between(fmaf(acc[r][i][0], unit, bias[r][0]), fmaf(acc[r][i][2], up_unit, bias[r][1])) : 0.f;
           const float h1 = live ? between(fmaf(acc[r][i][1], unit, bias[r][0]), fmaf(acc[r][i][3], up_unit, bias[r][1])) : 0.f;
-          // Lanes of a pair of outputs, n and n + 4, or neighbours for decode_by_table(), swap, so that each holds both of one token.
+          // Two lanes hold a pair of outputs, n and n + 4 (for decode_by_table() neighbours), of two tokens. They swap, so that each holds both outputs of one
+          // token.
           const float got = shuffle_xor(second ? h0 : h1, kByWarp<TOKENS> && !FP4_FAULT(H_IN_DECODE_ORDER) ? 4 : 16);
           const int m = 8 * i + 2 * t + second;
           const __nv_bfloat162 both = __floats2bfloat162_rn(second ? got : h0, second ? h1 : got);
@@ -364,7 +375,7 @@ __global__ void __launch_bounds__((128 * GROUPS + 128) * kTeamsOf<TOKENS, BLOCKS
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            // Lanes g and g ^ 1 swap, so that each holds two neighbouring rows of one token.
+            // Lanes g and g ^ 1 swap, so that each holds two neighbouring outputs of one token.
             const bool second = g & 1;
             const float v0 = fmaf(acc[r][i][2 * c], unit, bias[r][c]), v1 = fmaf(acc[r][i][2 * c + 1], unit, bias[r][c]), got = shuffle_xor(second ? v0 : v1, 4);
             const int m = 8 * i + 2 * t + second, n = n0 + 64 * r - second + 8 * c;

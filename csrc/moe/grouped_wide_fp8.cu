@@ -5,14 +5,12 @@
 // activation behind its sums; round_rows() rounds its result; product_fp8() is down; combine() sums. Every sum has a fixed order.
 #include "grouped_wide_fp8.cuh"
 
-#include <utility>
-
 namespace {
 
 using namespace fp4;
 using T = __nv_bfloat16;
 
-// What a call writes besides y, for tiles of up to so many tokens. `at` may be null: only `bytes` counts then.
+// What a call writes besides y, for tiles of up to so many tokens.
 struct Workspace {
   uint8_t* rows;  // of both products, one after the other
   float* scale;
@@ -20,17 +18,14 @@ struct Workspace {
   Routed routed;
   int64_t bytes;
 
-  Workspace(uint8_t* at, const Layer& l, int tokens) : bytes(0) {
-    const int64_t P = l.pairs(), tiles = P / tokens + (P < l.E ? P : l.E);
-    auto take = [&](int64_t size) { return (uint8_t*)((uintptr_t)at + std::exchange(bytes, bytes + (size + 15) / 16 * 16)); };
-    rows = take(P * row_bytes(l.K > l.I ? l.K : l.I));
-    scale = (float*)take(P * 4);
-    h = (T*)take(P * l.I * 2);
-    routed.tiles = (int4*)take(tiles * 16);
-    routed.order = (int*)take(P * 4);
-    routed.place = (int*)take(P * 4);
-    routed.total = (int*)take(4);
-    out = (T*)take(P * l.N * 2);
+  Workspace(Scratch scratch, const Layer& l, int tokens) {
+    const int64_t P = l.pairs();
+    rows = scratch.take<uint8_t>(P * row_bytes(l.K > l.I ? l.K : l.I));
+    scale = scratch.take<float>(P);
+    h = scratch.take<T>(P * l.I);
+    routed = Routed::of(scratch, l.tiles_of(tokens), P);
+    out = scratch.take<T>(P * l.N);
+    bytes = scratch.bytes;
   }
 };
 
@@ -79,7 +74,7 @@ template <bool UP, int W_STAGES, int X_STAGES, typename SIZES> cudaError_t run(c
 // Stages of weights and of half steps of activations; numbers of tokens.
 template <int W_STAGES, int X_STAGES, int... N> cudaError_t layer(const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
   using SIZES = Sizes<N...>;
-  const Workspace space((uint8_t*)workspace, l, SIZES::kMost);
+  const Workspace space({(uint8_t*)workspace}, l, SIZES::kMost);
   if (space.bytes > bytes) return cudaErrorInvalidValue;
   const int routing = route_blocks(l.pairs());
   cudaError_t status = launch(route<T>, dim3(1, 1, routing), kRouteThreads, route_bytes(l.E), routing, stream, l.ids, l.map, l.map_size, space.routed, l.pairs(), l.E,
@@ -89,10 +84,11 @@ template <int W_STAGES, int X_STAGES, int... N> cudaError_t layer(const Layer& l
   if (status == cudaSuccess) status = round_rows_of<true>(space.h, space, l.pairs(), l.I, l.top_k, stream);
   if (status == cudaSuccess) status = run<false, W_STAGES, X_STAGES, SIZES>(l, space, stream);
   if (status != cudaSuccess) return status;
-  return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, space.out, space.routed.place, l.weights, l.y, l.top_k, l.N);
+  return launch_combine(l, space.out, space.routed, stream);
 }
 
 cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cudaStream_t stream) {
+// The most tokens of a tile; stages of weights, and of half steps of activations; smaller numbers of tokens that a tile may have.
 #define TILE(most, ...) \
   if (tile == most) return layer<__VA_ARGS__, most>(l, workspace, bytes, stream);
   TILE(64, 6, 8, 32)
@@ -109,7 +105,7 @@ cudaError_t by_tile(int tile, const Layer& l, void* workspace, int64_t bytes, cu
 extern "C" int64_t fp4_grouped_wide_fp8_scratch(const MoeParams* call) {
   if (!is_call(call) || call->tile[0] < 1) return 0;
   const Layer l = Layer::of(*call);
-  return l.fits() ? Workspace(nullptr, l, call->tile[0]).bytes : 0;
+  return l.fits() ? Workspace({nullptr}, l, call->tile[0]).bytes : 0;
 }
 
 // As fp4_grouped_wide (grouped_wide.cu), whose limits are these, too. tile: one of by_tile's, the most pairs of an expert that are multiplied at a time.

@@ -91,6 +91,8 @@ struct Layer {
   }
 
   int pairs() const { return tokens * top_k; }
+  // The most tiles of up to so many pairs of one expert each.
+  int64_t tiles_of(int most) const { return pairs() / most + (pairs() < E ? pairs() : E); }
   bool fits() const {
     return tokens >= 1 && top_k >= 1 && (int64_t)tokens * top_k <= 1 << 20 && E >= 1 && E <= kMostExperts && K >= 64 && K <= 1 << 15 && K % 64 == 0 && I >= 64 &&
            I <= 1 << 15 && I % 64 == 0 && N >= 8 && N % 8 == 0 && (int64_t)E * 2 * I <= INT32_MAX && (int64_t)E * N <= INT32_MAX && weights.type >= 0 && weights.type <= 2;

@@ -8,11 +8,30 @@ namespace fp4 {
 
 constexpr int kRouteThreads = 512, kRouteBlocks = 8;
 
-// Global memory that a call is given.
+// A call's scratch memory, from which arrays are taken one behind the other, each from a multiple of 16 bytes on. `at` may be null: only `bytes`, how many are
+// taken, counts then.
+struct Scratch {
+  uint8_t* at;
+  int64_t bytes = 0;
+
+  template <typename A> A* take(int64_t count) {
+    A* const array = (A*)((uintptr_t)at + bytes);
+    bytes += (count * (int64_t)sizeof(A) + 15) / 16 * 16;
+    return array;
+  }
+};
+
+// What route() writes to global memory.
 struct Routed {
   int *order, *place;  // [P] pairs in the order of their experts; its inverse, -1 for a pair without one
   int4* tiles;         // [total] {expert, place of its first pair, its pairs, its first tile}
   int* total;
+
+  static Routed of(Scratch& scratch, int64_t tiles, int64_t pairs) {
+    Routed r;
+    r.tiles = scratch.take<int4>(tiles), r.order = scratch.take<int>(pairs), r.place = scratch.take<int>(pairs), r.total = scratch.take<int>(1);
+    return r;
+  }
 };
 
 // Activations as wgmma takes them: [M / TOKENS][steps] of kActivations bytes, zeros beyond M and K. A step is four tiles of 64 k, 128 bytes a
@@ -195,6 +214,10 @@ __global__ void __launch_bounds__(128, 8) combine(const __nv_bfloat16* __restric
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
   if (n < N) *(uint4*)(y + (size_t)token * N + n) = *(const uint4*)v;
+}
+
+inline cudaError_t launch_combine(const Layer& l, const __nv_bfloat16* out, const Routed& routed, cudaStream_t stream) {
+  return launch_second(combine, dim3(l.tokens, (l.N + 1023) / 1024), 128, 0, 1, stream, out, routed.place, l.weights, l.y, l.top_k, l.N);
 }
 
 }  // namespace fp4

@@ -5,7 +5,7 @@
 // weight is the sparse operand of mma.sp, so only kept codes are decoded, half of the dense work. An MMA covers 32 k as
 // they lie in memory: the metadata word of 8 groups is what the instruction eats, lane t of a quad decodes groups t and
 // t + 4 of the eight, and ldmatrix brings the activations in the same order.
-#include "../common/epilogue.cuh"
+#include "call.cuh"
 
 namespace {
 
@@ -134,20 +134,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   sum_and_store<T, R, MT, WARPS>(acc, shared, splits, n0, {y, global_scale, bias, M, N, Epilogue<T>::scales(second, third), *global_scale * kWeightUnit});
 }
 
-struct Call {
-  const void *x, *values, *meta, *scale, *global_scale, *bias;
-  void* y;
-  int M, N, K, second, third;
-  cudaStream_t stream;
-};
-
-template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K = false> cudaError_t run(const Call& c, int splits) {
+template <typename T, int MT, int R, int WARPS, int STAGES, bool ANY_K = false> cudaError_t run(const SparseLinear<T>& c, int splits) {
   constexpr int ring = WARPS * STAGES * (16 * R * kRowBytes<ANY_K> + 8 * MT * kTokenBytes), sums = kSumBytes<R, MT, WARPS>;
   constexpr int bytes = ring > sums ? ring : sums;
   static_assert(bytes <= 227 * 1024, "does not fit shared memory");
-  return launch(sparse_linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((c.N + 16 * R - 1) / (16 * R), 1, splits), 32 * WARPS, bytes, splits, c.stream,
-                (const T*)c.x, (const uint8_t*)c.values, (const uint8_t*)c.meta, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias,
-                (T*)c.y, c.M, c.N, c.K, c.second, c.third);
+  return launch(sparse_linear_small<T, MT, R, WARPS, STAGES, ANY_K>, dim3((c.N + 16 * R - 1) / (16 * R), 1, splits), 32 * WARPS, bytes, splits, c.stream.at,
+                c.x, c.values, c.meta, c.scale, c.global_scale, c.bias, c.y, c.M, c.N, c.K, c.second, c.third);
 }
 
 struct Tile {
@@ -164,14 +156,14 @@ Tile best(int M, int N, int K) {
   return t;
 }
 
-template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
+template <typename T> cudaError_t by_tile(Tile tile, const SparseLinear<T>& c) {
   if (c.K % 64) {
     if (c.M <= 8) return run<T, 1, 2, 8, 2, true>(c, tile.splits);
     if (c.M <= 16) return run<T, 2, 2, 8, 2, true>(c, tile.splits);
     if constexpr (kLargeSharedMemory) return run<T, 4, 2, 8, 2, true>(c, tile.splits);
     return cudaErrorInvalidConfiguration;
   }
-#define TILE(mt, r, w, st) \
+#define TILE(mt, r, w, st) /* tokens in eights, rows_16, warps, stages */ \
   if (c.M <= 8 * mt && tile.rows_16 == r && tile.warps == w && tile.stages == st) return run<T, mt, r, w, st>(c, tile.splits);
   TILE(1, 2, 8, 2) TILE(1, 2, 16, 2) TILE(1, 4, 8, 3) TILE(2, 2, 8, 2) TILE(2, 2, 8, 3) TILE(2, 4, 8, 2)
   if constexpr (kLargeSharedMemory) { TILE(4, 2, 8, 2) }
@@ -190,6 +182,5 @@ extern "C" int fp4_sparse_linear_small(const LinearParams* p) {
   const auto [rows_16, warps, stages, splits] = p->tile;
   const Tile tile = rows_16 ? Tile{rows_16, warps, stages, splits} : best(p->M, p->N, p->K);
   if (tile.splits < 1 || tile.splits > (FP4_ARCH >= 90 ? 8 : 1) || (tile.splits & (tile.splits - 1))) return cudaErrorInvalidConfiguration;
-  const Call call{p->x, p->codes, p->meta, p->scale, p->global_scale, p->bias, p->y, p->M, p->N, p->K, p->second, p->third, (cudaStream_t)p->stream};
-  return p->dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
+  return by_dtype(p->dtype, [&](auto zero) { return by_tile(tile, SparseLinear<decltype(zero)>::of(*p)); });
 }

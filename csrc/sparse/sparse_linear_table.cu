@@ -6,6 +6,7 @@
 // at its bytes. So lanes read 16 bytes at a time, no two pairs the same ones, and a byte of metadata remains one in the word that the instruction eats. A
 // warp takes two substeps, whose metadata one pair gives each. Four a step are two warps' work: rows of tiles are longer, and as little is in hand.
 #include "../gemm/multiply_table.cuh"
+#include "call.cuh"
 #include "table.cuh"
 
 namespace {
@@ -104,16 +105,6 @@ __global__ void __launch_bounds__(32 * (kWarps<R> + 1), 1)
       {values, metadata, scales, N}, activations, layout, global_scale, bias, y, M, N, K, Starts<T>{second, third});
 }
 
-template <typename T> struct Call {
-  const T* x;
-  const uint8_t *values, *meta, *scale;
-  const float* global_scale;
-  const T* bias;
-  T* y;
-  int M, N, K, second, third;
-  Stream stream;
-};
-
 // sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K, a multiple of substeps / 2; substeps: of 128 k, a step.
 struct Tile {
   int sets, sets_a_warp, k_groups, substeps;
@@ -130,7 +121,7 @@ Tile best(int N, int K) {
   return {sets, sets_a_warp, at_most(at_most(row_warps == 1 ? 8 : 4, kMostWarps / row_warps & ~1), K / 256), long_steps ? 4 : 2};
 }
 
-template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Call<T>& c) {
+template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const SparseLinear<T>& c) {
   const int x_rows = rows_of_x(c.M, 4 / SUBSTEPS);  // tiles begin at multiples of 1024 bytes
   Layout layout{tile.sets, R, tile.k_groups, SUBSTEPS, 1, x_rows, 0};
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.k_groups < 1 || tile.k_groups % (SUBSTEPS / 2) || layout.warps() > kWarps<R> || layout.rows() > c.N || c.K % (128 * SUBSTEPS))
@@ -139,17 +130,17 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   layout.k_groups = at_most(layout.k_groups, layout.stages * (SUBSTEPS / 2));
   layout.early = c.stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / (layout.step() - layout.x_bytes()))) : 0;
   TensorMap values, metadata, scales, activations;
-  cudaError_t status = tensor_map_2d(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS);
-  if (status == cudaSuccess) status = tensor_map_2d(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS);
-  if (status == cudaSuccess) status = tensor_map_2d(&scales, c.scale, c.N, c.K / 16, layout.rows(), 8 * SUBSTEPS);
-  if (status == cudaSuccess) status = tensor_map_3d(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, x_rows, 128);
+  const cudaError_t status = first_error({tensor_map_2d(&values, c.values, c.N, c.K / 4, layout.rows(), 32 * SUBSTEPS),
+                                          tensor_map_2d(&metadata, c.meta, c.N, c.K / 8, layout.rows(), 16 * SUBSTEPS),
+                                          tensor_map_2d(&scales, c.scale, c.N, c.K / 16, layout.rows(), 8 * SUBSTEPS),
+                                          tensor_map_3d(&activations, c.x, {128, c.M, c.K / 64, (int64_t)c.K * 2, 128}, 2 * SUBSTEPS, x_rows, 128)});
   if (status != cudaSuccess) return status;
   return launch(sparse_linear_table<T, TOKENS, R, SUBSTEPS>, dim3((c.N + layout.rows() - 1) / layout.rows()), 32 * (layout.warps() + 1), layout.bytes(), 1, c.stream,
                 values, metadata, scales, activations, layout, c.global_scale, c.bias, c.y, c.M, c.N, c.K, c.second, c.third);
 }
 
-template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Call<T>& c) {
-#define TILE(r, s) \
+template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const SparseLinear<T>& c) {
+#define TILE(r, s) /* sets_a_warp, substeps */ \
   if (tile.sets_a_warp == r && tile.substeps == s) return run<T, TOKENS, r, s>(tile, c);
   TILE(1, 2) TILE(2, 2) TILE(4, 2) TILE(1, 4) TILE(2, 4) TILE(4, 4)
 #undef TILE
@@ -167,11 +158,9 @@ extern "C" int fp4_sparse_linear_table(const LinearParams* p) {
   if (M < 1 || M > 16 || N < 16 || K < 256 || K % 256 || !starts_fit(p->second, p->third)) return cudaErrorInvalidValue;
   const auto [sets, sets_a_warp, k_groups, substeps] = p->tile;
   const Tile tile = sets ? Tile{sets, sets_a_warp, k_groups, substeps} : best(N, K);
-  auto run = [&](auto zero) {
+  return by_dtype(p->dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Call<T> c{(const T*)p->x, (const uint8_t*)p->codes, (const uint8_t*)p->meta, (const uint8_t*)p->scale, (const float*)p->global_scale,
-                    (const T*)p->bias, (T*)p->y, M, N, K, p->second, p->third, stream_of(*p)};
+    const auto c = SparseLinear<T>::of(*p);
     return M <= 8 ? by_tile<T, 8>(tile, c) : by_tile<T, 16>(tile, c);
-  };
-  return p->dtype == 0 ? run(__nv_bfloat16()) : run(__half());
+  });
 }

@@ -4,6 +4,7 @@
 // sparse_linear_small: the metadata word of 8 groups is what it takes, lane t of a quad decodes groups t and t + 4), so activations are tiles of x itself:
 // there is no second kernel. gemm/multiply_wide.cuh has the mainloop, here is how a sparse weight takes part.
 #include "../gemm/multiply_wide.cuh"
+#include "call.cuh"
 
 namespace {
 
@@ -134,31 +135,24 @@ __global__ void __launch_bounds__(WideTile<T, ROWS, TOKENS, KGROUPS>::kThreads, 
       [&](int M) { return Result<T>{y, global_scale, bias, M, N, Epilogue<T>::scales(second_scale, third_scale), *global_scale * kWeightUnit}; });
 }
 
-struct Call {
-  const void *x, *values, *meta, *scale, *global_scale, *bias;
-  void* y;
-  int M, N, K, second, third;
-  Stream stream;
-};
-
 // splits: blocks of a cluster that share K; 0: two blocks share activations.
 struct Tile {
   int rows, tokens, k_groups, splits;
 };
 
-template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_t run(int splits, const Call& c) {
+template <typename T, int ROWS, int TOKENS, int KGROUPS, bool SHARES> cudaError_t run(int splits, const SparseLinear<T>& c) {
   using S = Shape<Sparse<T, ROWS, TOKENS, KGROUPS>>;
   const int places = (c.M + TOKENS - 1) / TOKENS, row_tiles = (c.N + ROWS - 1) / ROWS, tile_tokens = even_tokens<8>(c.M, places);
   if (splits > c.K / kWideK || splits == 3 || splits > 4) return cudaErrorInvalidConfiguration;
   Maps maps;
-  cudaError_t status = tensor_map_2d(&maps.x, c.x, c.M, (int64_t)c.K * 2, tile_tokens, 128);
-  if (status == cudaSuccess) status = tensor_map_2d(&maps.values, c.values, c.N, c.K / 4, ROWS, 128);
-  if (status == cudaSuccess) status = tensor_map_2d(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64);
-  if (status == cudaSuccess) status = tensor_map_2d(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32);
+  const cudaError_t status = first_error({tensor_map_2d(&maps.x, c.x, c.M, (int64_t)c.K * 2, tile_tokens, 128),
+                                          tensor_map_2d(&maps.values, c.values, c.N, c.K / 4, ROWS, 128),
+                                          tensor_map_2d(&maps.meta, c.meta, c.N, c.K / 8, ROWS, 64),
+                                          tensor_map_2d(&maps.scales, c.scale, c.N, c.K / 16, ROWS, 32)});
   if (status != cudaSuccess) return status;
   const int cluster = SHARES ? 2 : splits;
   return launch(sparse_linear_wide<T, ROWS, TOKENS, KGROUPS, SHARES>, dim3(SHARES ? (row_tiles + 1) / 2 : row_tiles, places, cluster), S::kThreads, S::kBytes,
-                cluster, c.stream, maps, (const float*)c.global_scale, (const T*)c.bias, (T*)c.y, tile_tokens, c.M, c.N, c.K, c.second, c.third);
+                cluster, c.stream, maps, c.global_scale, c.bias, c.y, tile_tokens, c.M, c.N, c.K, c.second, c.third);
 }
 
 // Measured on an H200 for five shapes, M = 16 to 128: nearly every SM has a block, two of a cluster share K where rows alone make too few, and activations
@@ -173,7 +167,7 @@ Tile best(int M, int N, int K) {
   return {128, tokens, 2, splits(of_128)};
 }
 
-template <typename T> cudaError_t by_tile(Tile tile, const Call& c) {
+template <typename T> cudaError_t by_tile(Tile tile, const SparseLinear<T>& c) {
 #define TILE(r, m, k) \
   if (tile.rows == r && tile.tokens == m && tile.k_groups == k) return tile.splits ? run<T, r, m, k, false>(tile.splits, c) : run<T, r, m, k, true>(0, c);
   TILE(64, 16, 4) TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)
@@ -191,6 +185,5 @@ extern "C" int fp4_sparse_linear_wide(const LinearParams* p) {
   const auto [rows, tokens, k_groups, splits] = p->tile;
   const Tile tile = tokens ? Tile{rows, tokens, k_groups, splits} : best(p->M, p->N, p->K);
   if (tile.splits < 0) return cudaErrorInvalidConfiguration;
-  const Call call{p->x, p->codes, p->meta, p->scale, p->global_scale, p->bias, p->y, p->M, p->N, p->K, p->second, p->third, stream_of(*p)};
-  return p->dtype == 0 ? by_tile<__nv_bfloat16>(tile, call) : by_tile<__half>(tile, call);
+  return by_dtype(p->dtype, [&](auto zero) { return by_tile(tile, SparseLinear<decltype(zero)>::of(*p)); });
 }

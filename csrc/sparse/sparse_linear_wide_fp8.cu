@@ -21,9 +21,8 @@ struct Sparse {
     const uint8_t *values, *meta, *scales;
   };
   static cudaError_t map(Maps* maps, const Parts& p, int N, int K) {
-    cudaError_t status = tensor_map_2d(&maps->values, p.values, N, K / 4, kRows, 64);
-    if (status == cudaSuccess) status = tensor_map_2d(&maps->meta, p.meta, N, K / 8, kRows, 32);
-    return status == cudaSuccess ? tensor_map_2d(&maps->scales, p.scales, N, K / 16, kRows, 16) : status;
+    return first_error({tensor_map_2d(&maps->values, p.values, N, K / 4, kRows, 64), tensor_map_2d(&maps->meta, p.meta, N, K / 8, kRows, 32),
+                        tensor_map_2d(&maps->scales, p.scales, N, K / 16, kRows, 16)});
   }
 
   __device__ __forceinline__ static void prefetch(const Maps& maps) {
@@ -122,8 +121,8 @@ cudaError_t by_tile(Tile tile, const Call<Sparse>& p, void* scratch, Stream stre
 
 extern "C" int64_t fp4_sparse_linear_wide_fp8_scratch(const LinearParams* call) { return is_call(call) ? scratch_bytes(*call) : 0; }
 
-// Returns a cudaError_t. Takes codes uint8 [N, K/4] and meta uint8 [N, K/8], all legal metadata, and else what linear_wide_fp8 does, whose tiles and limits are
-// these.
+// Returns a cudaError_t. Takes codes uint8 [N, K/4] and meta uint8 [N, K/8], all legal metadata, and else what the dense kernel of multiply_fp8.cuh
+// does, whose tiles and limits are these.
 extern "C" int fp4_sparse_linear_wide_fp8(const LinearParams* call) {
   if (!is_call(call) || !fits(*call) || call->scratch_bytes < scratch_bytes(*call)) return cudaErrorInvalidValue;
   const Tile tile = call->tile[0] ? Tile{call->tile[0], call->tile[1]} : best_tile(call->M, call->N, call->K, kCosts);

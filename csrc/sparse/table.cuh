@@ -1,4 +1,4 @@
-// A step of a 2:4-sparse weight by the table of pairs, as sparse_linear_table describes it.
+// A step of a 2:4-sparse weight by the table of pairs, for mma.sp. The order of its k is that of the kernel for few rows in this folder.
 #pragma once
 #include "../gemm/table.cuh"
 

@@ -10,6 +10,7 @@ The rule is known to torch's Python dispatcher alone, under which graphs are tra
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ Op = torch._ops.OpOverload
 TWINS: dict[Op, Op] = {}  # of an op that writes: that which returns instead
 
 
+@functools.cache  # eager calls ask, and the schema is slow to read
 def written(op: Op) -> tuple[str, ...]:
     """The names of the arguments that a call writes."""
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)

@@ -135,11 +135,19 @@ def _only_size() -> sympy.Symbol | None:
 
 
 def on_meta(call):
-    """A NamedTuple of the arguments of an operator, with a tensor on the meta device for each IR value; where a size is symbolic, a likely one."""
-    return call._replace(**{name: _on_meta(x) for name, x in call._asdict().items() if isinstance(x, ir.IRNode)})
+    """A NamedTuple of the arguments of an operator, with a tensor on the meta device for each IR value; where a size is symbolic, a likely one.
+
+    Members that are NamedTuples are taken likewise.
+    """
+    return call._replace(**{name: _on_meta(x) for name, x in call._asdict().items()})
 
 
 def _on_meta(x):
+    if hasattr(x, "_asdict"):
+        return on_meta(x)
+    if not isinstance(x, ir.IRNode):
+        return x
+
     def likely(sizes):
         return [int(V.graph.sizevars.optimization_hint(size, fallback=1)) for size in sizes]
 

@@ -111,7 +111,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: query ``[B, H, Q, D]``, key and value ``[B, Hkv, S, D]`` or handles of a KVCache -> ``[B, Q, H, D]``."""
     if isinstance(key, Handle) or isinstance(value, Handle):
-        return attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, _with_meaning(kwargs)), None
+        options = _with_meaning(kwargs) | ({"dropout": dropout} if dropout else {})
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        return attend(query, key, value, attention_mask, scaling, causal, options), None
     if kwargs.get("s_aux") is not None:  # "sdpa" would leave them out, silently
         raise UnsupportedOpError(
             'the attention "fp4_inductor" of a model with sinks',

@@ -8,7 +8,7 @@ Source: transformers.cache_utils (5.17 to 5.23).
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..errors import ConfigError, DeviceError, DTypeError, ShapeError, Unsupport
 from ..formats import kv as formats
 from ..formats import nvfp4
 from ..ops.cached_call import Stored
+from . import cache_state
 from .attention import NAME, use_attention_backend
 from .handles import Counter, Handle, Offset
 
@@ -162,7 +163,8 @@ class KVCache(Cache):
         batch: the number of sequences; with beam search or several answers to a prompt, times those.
         kv: the format of K and V (``docs/kv_cache.md`` has the loss that was measured). ``"bf16"``: the dtype of the model. ``"fp8"``: E4M3, a scale for
             each token and head. ``"k8v4"``: K in INT8, V in NVFP4. ``"nvfp4"``: both in NVFP4, but the first 4 and the last 64 tokens, which are exact.
-            Of all three the mean of K is kept apart. No fused kernel reads them yet: they save memory, not time.
+            Of all three the mean of K is kept apart. They save memory, not time: the kernel that reads them as they are has not been timed, and is off
+            (``fp4_inductor.dispatch(candidates=("triton_quantized_attention",))``).
         rollback: how many tokens ``crop`` may take back from a full sliding window, or from the exact tokens of ``"nvfp4"``: that many slots more for each.
 
     Attributes:
@@ -291,6 +293,29 @@ class KVCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
                 layer.reset()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it holds, as tensors of their own, for ``torch.save`` or ``safetensors``: the tokens so far, not the empty rest. Reads the counter.
+
+        ``fp4_inductor.integrations.cache_state`` has the keys.
+
+        Raises:
+            UnsupportedOpError: a layer is one of Transformers' own.
+        """
+        return cache_state.state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Hold what :meth:`state_dict` gave, from any device; what was here is lost. Compiled graphs over this cache stay as they are.
+
+        ``max_length`` may be another one, if the tokens fit. Sliding windows that had turned, and the exact tokens of ``"nvfp4"``, need the ``rollback``
+        of the cache that was saved. A state of one sequence becomes that of every sequence of the batch.
+
+        Raises:
+            ConfigError, ShapeError, DTypeError: of another model, format, dtype or batch; tokens that do not fit, or that the saved cache had lost.
+                Nothing is changed.
+            UnsupportedOpError: a layer is one of Transformers' own.
+        """
+        cache_state.load(self, state)
 
     @contextmanager
     def from_empty(self) -> Iterator[None]:

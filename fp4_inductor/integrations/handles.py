@@ -173,18 +173,10 @@ def _alone(layer: CacheLayer, query: Tensor, key: Tensor, value: Tensor) -> bool
     return query.shape[2] <= (layer.window or query.shape[2]) and key.shape[3] == value.shape[3] and not gradients
 
 
-def attend(
-    module: Any,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    options: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """``[B, Q, H, Dv]``: append what the handles hold, and attend. ``options``: those that change the result, as the model passed them.
+def attend(query: Tensor, key: Any, value: Any, mask: Tensor | None, scaling: float | None, causal: bool, options: dict[str, Any]) -> Tensor:
+    """``[B, Q, H, Dv]``: append what the handles hold, and attend.
+
+    ``causal``: what the model means where it passes no mask. ``options``: those that change the result, as the model passed them.
 
     Raises:
         UnsupportedOpError: an option that ``fp4.cached_attention`` does not compute, handles that do not belong together, or that were used before.
@@ -195,8 +187,6 @@ def attend(
         what = "handles that were used before" if together else "K and V of different layers"
         raise UnsupportedOpError("KVCache: an attention layer does not use its own K and V", value=what, limit="each layer its own, once", remedy=REMEDY)
     softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
-    if dropout:
-        options["dropout"] = dropout
     if options:
         raise UnsupportedOpError(
             "KVCache: attention with an option that fp4.cached_attention does not compute",
@@ -204,11 +194,10 @@ def attend(
             limit=["mask", "scaling", "softcap", "s_aux"],
             remedy="Call model.eval(), or use transformers.StaticCache.",
         )
-    if mask is None and not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+    if mask is None and not causal:
         raise ConfigError("KVCache: attention that is not causal", value="is_causal=False", limit="causal, or a 4-D mask", remedy="Use StaticCache.")
     key.used = True
     layer, queries = key.layer, query.shape[2]
-    causal = mask is None or mask.shape[2] == 1
     sinks = None if sinks is None else sinks.to(query.dtype)
     counter = layer.counter
     if layer.stored is None and key.empty and mask is None and softcap is None and sinks is None and _alone(layer, query, key.new, value.new):
@@ -218,8 +207,8 @@ def attend(
         out = prompt(query, key.new, value.new, scaling)
     else:
         call = CachedCall(
-            query, key.new, value.new, layer.keys, layer.values, counter.position, mask, scaling, layer.window, causal, softcap, sinks, key.empty,
-            counter.arrivals, stored=layer.stored,
+            query, key.new, value.new, layer.keys, layer.values, counter.position, mask, scaling, layer.window, mask is None or mask.shape[2] == 1, softcap,
+            sinks, key.empty, counter.arrivals, stored=layer.stored,
         )  # fmt: skip
         out = torch.ops.fp4.cached_attention(*call.flat())
     if layer.last:

@@ -23,7 +23,7 @@ from ..errors import DeviceError, KernelError, RowsError
 from . import build, params, registry
 from .background import Background, Compilation
 from .build import aligned
-from .forms import SEVERAL_SCALES, Epilogue, Library, Norm
+from .forms import PLAIN, SEVERAL_SCALES, Library, Options
 
 LIBRARIES = registry.libraries()
 
@@ -155,10 +155,9 @@ def door(name: str, arch: int) -> str:
     return f"called through ctypes, which costs host time: {reason}" if reason else "called as a torch operator"
 
 
-def extra_arguments(name: str, tile: Sequence[int] = (), then: Epilogue | None = None, early: bool = False, norm: Norm | None = None) -> tuple:
+def extra_arguments(name: str, options: Options) -> tuple:
     """Of the operator ``name``, behind ``arch``: none where every one is the default."""
-    more = LIBRARIES[name].arguments(then, early, norm)
-    return (*(tile or [0] * len(LIBRARIES[name].tile)), *more) if more else tuple(tile)
+    return LIBRARIES[name].arguments(options)
 
 
 def call(
@@ -168,25 +167,16 @@ def call(
     global_scale: Tensor,
     bias: Tensor | None,
     arch: int,
-    tile: Sequence[int] = (),
-    then: Epilogue | None = None,
-    early: bool = False,
-    norm: Norm | None = None,
+    options: Options = PLAIN,
 ) -> Tensor:
     """``[M, N]`` from ``x [M, K]``, or the parts of x, and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
-
-    Args:
-        tile: a tile that the source instantiates; empty: the kernel's choice.
-        then: what the kernel does besides; None: nothing.
-        early: it may begin while the kernel before it is still running, which must write neither the weight nor that of the norm.
-        norm: what it does with x first, of a kernel that takes it (``Library.norm``); None: nothing.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
     """
     try:
         parts = (*(x if isinstance(x, tuple) else (x,)), *weight)
-        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, tile, then, early, norm))
+        return getattr(torch.ops.fp4_csrc, name).default(*parts, global_scale, bias, arch, *extra_arguments(name, options))
     except RuntimeError as error:
         if "fp4_csrc::" not in str(error):  # a KernelError, or torch's own: out of memory, an earlier launch that failed
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, Protocol
@@ -95,13 +95,13 @@ class Library:
         kinds = {"int": 0, "float": 0.0}
         return tuple(kinds.get(declared.split()[0]) for declared in self.more)
 
-    def arguments(self, then: Epilogue | None, early: bool, norm: Norm | None) -> tuple:
-        """Of the operator, behind its tile, as :attr:`more` declares them; without defaults at the end."""
-        more = then.arguments() if then else ()
-        if not (early or norm):
-            return more
-        ahead = len(self.more) - self.early - len(Norm._fields) * self.norm  # those of ``then``
-        return (*more, *self.defaults[len(more) : ahead], *((int(early),) if self.early else ()), *(norm or ()))
+    def arguments(self, options: Options) -> tuple:
+        """Of the operator, behind ``arch``: the tile, then those that :attr:`more` declares; without defaults at the end."""
+        more = options.then.arguments() if options.then else ()
+        if options.early or options.norm:
+            ahead = len(self.more) - self.early - len(Norm._fields) * self.norm  # those of ``then``
+            more = (*more, *self.defaults[len(more) : ahead], *((int(options.early),) if self.early else ()), *(options.norm or ()))
+        return (*(options.tile or [0] * len(self.tile)), *more) if more else tuple(options.tile)
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -280,6 +280,25 @@ class Epilogue:
         while given and (given[-1] is None or (isinstance(given[-1], int) and given[-1] == 0)):
             given.pop()
         return tuple(given)
+
+
+class Options(NamedTuple):
+    """What a library of ``csrc/`` is asked for besides its product.
+
+    Args:
+        tile: a tile that the source instantiates; empty: the kernel's choice.
+        then: what it does with the sums; None: nothing.
+        early: it may begin while the kernel before it is still running, which must write neither the weight nor that of the norm.
+        norm: what it does with x first, of a library that takes it (``Library.norm``); None: nothing.
+    """
+
+    tile: Sequence[int] = ()
+    then: Epilogue | None = None
+    early: bool = False
+    norm: Norm | None = None
+
+
+PLAIN = Options()
 
 
 def scale_bounds(bounds: tuple[int, ...]) -> dict[str, int]:

@@ -21,22 +21,28 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# The arguments of select.describe, all of them: a key that is hashed at every call.
+Described = tuple[str, torch.device, torch.dtype, int, int, str, tuple[str, ...], select.Counts]
+
+
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str, experts: int, form: tuple[str, ...], scales: int, config: DispatchConfig
-) -> select.Plan:
-    return select.plan(select.describe(op, device, dtype, n, k, prefill, experts, form, scales=scales), config)
+def _plan(described: Described, config: DispatchConfig) -> select.Plan:
+    return select.plan(select.describe(*described), config)
 
 
 def row_for(
-    op: str, x: Tensor, m: int, n: int, k: int, prefill: str = "auto", experts: int = 1, dtype: torch.dtype | None = None, form: tuple[str, ...] = (),
-    scales: int = 1,
+    op: str, x: Tensor, m: int, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: select.Counts = select.ONE
 ) -> Span:  # fmt: skip
     """The span of ``op`` for ``m`` rows (pairs of token and expert) of x and a weight ``[n, k]``. A plan is made once per kind of call.
 
-    ``dtype``: of the activations, where x holds their codes. ``form``: of ``fp4.moe``, :func:`select.moe_form`. ``scales``: as of :class:`select.Call`.
+    ``form``: as of :class:`.kernel.Call`; of ``fp4.moe``, :func:`select.moe_form`.
     """
-    return _plan(op, x.device, dtype or x.dtype, n, k, prefill, experts, form, scales, dispatch_config()).pick(m)
+    return _plan((op, x.device, x.dtype, n, k, prefill, form, counts), dispatch_config()).pick(m)
+
+
+def row_for_codes(op: str, codes: Tensor, dtype: torch.dtype, m: int, n: int, k: int) -> Span:
+    """As :func:`row_for`, for activations in NVFP4: ``dtype`` is that of the result."""
+    return _plan((op, codes.device, dtype, n, k, "auto", (), select.ONE), dispatch_config()).pick(m)
 
 
 registry.plan_caches.append(_plan.cache_clear)

@@ -113,6 +113,7 @@ class Kernel:
         least_n: the fewest outputs that it takes.
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
+        forms: it takes only calls whose ``form`` is one of these alone.
         batch: (up to this M all calls sum a row in one order, what changes above).
         tile_by_bound: its tile follows the largest M of its range, so two neighbouring ranges of it are not one.
         form: what runs; None: the op computes the call itself, or another op does.
@@ -133,6 +134,7 @@ class Kernel:
     least_n: int = 1
     one_scale: bool = False
     plain: bool = False
+    forms: tuple[str, ...] = ()
     batch: tuple[int, str] = (1, "")
     tile_by_bound: bool = False
     form: Form | None = None
@@ -175,6 +177,9 @@ class Kernel:
             return call.csrc
         if self.plain and call.form:
             return f"does not take {', '.join(call.form)}"
+        if self.forms and not (len(call.form) == 1 and call.form[0] in self.forms):
+            others = [asked for asked in call.form if asked not in self.forms]
+            return f"does not take {', '.join(others)}" if others else f"takes {' or '.join(self.forms)} only"
         if here.triton > call.triton:
             return f"needs Triton {here.triton[0]}.{here.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
         if call.k % self.k_multiple:

@@ -22,7 +22,8 @@ _FILES = (
     *("sparse_linear.gemv", "sparse_linear.table", "sparse_linear.small", "sparse_linear.wide", "sparse_linear.mid", "sparse_linear.wide_fp8"),
     "sparse_linear.temporary",
     *("moe.decode", "moe.decode_table", "moe.grouped_wide", "moe.grouped", "moe.many", "moe.by_expert"),
-    *("decode_attention.split", "decode_attention.by_sdpa", "cached_attention.step", "cached_attention.composed"),
+    *("decode_attention.split", "decode_attention.by_sdpa", "cached_attention.step"),
+    *("cached_attention.quantized", "cached_attention.composed"),
 )
 FOREIGN = ("linear", "sparse_linear")  # ops that take kernels from outside
 _added: list[Kernel] = []

@@ -15,8 +15,8 @@ from ..formats.packing import MAX_SCALES
 from ..ops.linear import without_products
 from ..ops.linear_w4a4 import codes_of
 from ..ops.members import spans
-from . import csrc, host
-from .forms import Composed, Epilogue, Form, Library, Problem, Triton
+from . import csrc, host, select
+from .forms import Composed, Epilogue, Form, Library, Options, Problem, Triton
 from .kernel import Kernel
 
 Bounds = tuple[int, ...]  # the rows at which the second and the third global scale begin
@@ -40,7 +40,7 @@ def product(op: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None,
     bounds = tuple(rows or ())[1:]
     if rows:
         weight = (*weight[:-1], weight[-1].contiguous() if bounds else weight[-1].reshape(()))
-    span = host.row_for(op, x, m, n, k, prefill, scales=1 + len(bounds))
+    span = host.row_for(op, x, m, n, k, prefill, counts=select.Counts(scales=1 + len(bounds)) if bounds else select.ONE)
     return launched(span.implementation, x.reshape(m, k), weight, bias, bounds).view(*lead, n)
 
 
@@ -97,7 +97,7 @@ def by_library(form: Library, x: Tensor, weight: tuple[Tensor, ...], bias: Tenso
     """
     activations = torch.ops.fp4.quantize_rows_fp8(x, form.lane_order) if form.fp8 else (x,)
     name = form.for_scales(1 + len(bounds)).name
-    return csrc.call(name, activations, weight[:-1], weight[-1], bias, host.arch(x.device), tile, Epilogue(starts=bounds), early=form.fp8)
+    return csrc.call(name, activations, weight[:-1], weight[-1], bias, host.arch(x.device), Options(tile, Epilogue(bounds), early=form.fp8))
 
 
 def by_triton(form: Triton, inputs: tuple[Tensor, ...], p: Problem, tile: Any = None) -> Tensor:

@@ -9,16 +9,17 @@ import functools
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..config import DispatchConfig
 from ..errors import ConfigError, KernelError
+from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
-from .forms import Epilogue, Norm
+from .forms import Options
 from .kernel import LOST, Call, Kernel, Span
 
 
@@ -29,11 +30,11 @@ def csrc_door(name: str, arch: int) -> str:
     return csrc.door(name, arch)
 
 
-def csrc_arguments(name: str, then: Epilogue, early: bool, norm: Norm | None = None) -> tuple:
-    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``: its own choice of a tile, what it does besides the product, whether it begins early."""
+def csrc_arguments(name: str, options: Options) -> tuple:
+    """Of ``torch.ops.fp4_csrc.<name>`` behind ``arch``."""
     from . import csrc
 
-    return csrc.extra_arguments(name, then=then, early=early, norm=norm)
+    return csrc.extra_arguments(name, options)
 
 
 def moe_op(gate_up_meta: object, down_meta: object) -> str:
@@ -78,11 +79,20 @@ def attention_form(d: int) -> tuple[str, ...]:
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
 
 
+def cache_in(name: str) -> str:
+    """What a call over a cache of this format asks for."""
+    return f"a cache in {name}"
+
+
 def cached_form(c: CachedCall) -> tuple[str, ...]:
     """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
+    quantized = () if c.stored is None else (c.keys, c.values, *(t for t in c.stored if t is not None))
+    exact = None if c.stored is None else c.stored.exact_keys
     asked = {
-        f"a cache in {c.format.name if c.format else ''}, which no kernel reads yet": c.format is not None,
+        cache_in(c.format.name if c.format else ""): c.format is not None,
+        "exact tokens of which the new ones would overwrite some": exact is not None and exact.shape[2] < kv.FIRST + kv.LAST - 1 + queries,
+        "parts of a cache that are not contiguous": not all(t.is_contiguous() for t in quantized),
         "no counters of arrival": c.arrivals is None or not c.arrivals.is_contiguous(),
         "a cache that is known to be empty": c.empty,
         f"values of another width, {c.value.shape[3]}": c.value.shape[3] != width,
@@ -95,6 +105,8 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
 
 
+# Kernels that do all of a decode step of fp4.cached_attention, its prologue too.
+ONE_LAUNCH = ("triton_cached_attention", "triton_quantized_attention")
 ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 
 
@@ -116,18 +128,28 @@ def arch_of(device: torch.device) -> int:
     return major * 10 + minor
 
 
+class Counts(NamedTuple):
+    """How many matrices ``[N, K]`` a weight consists of (E of ``fp4.moe``, else 1), and how many global scales one of them has."""
+
+    experts: int = 1
+    scales: int = 1
+
+
+ONE = Counts()
+
+
 def describe(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
+    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE
 ) -> Call:  # fmt: skip
-    """The :class:`Call` for a weight ``[n, k]`` on ``device``, or for ``experts`` of them."""
-    return describe_for(op, arch_of(device), dtype, n, k, prefill, experts, form, scales)
+    """The :class:`Call` for a weight ``[n, k]`` on ``device``; ``form``: as of :class:`Call`."""
+    return describe_for(op, arch_of(device), dtype, n, k, prefill, form, counts)
 
 
 def describe_for(
-    op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", experts: int = 1, form: tuple[str, ...] = (), scales: int = 1
+    op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE
 ) -> Call:  # fmt: skip
     """As :func:`describe`, for the architecture of a device of this machine."""
-    call = Call(op, arch, dtype, n, k, prefill, "", experts, triton_version() if arch else (99, 0), form, scales)
+    call = Call(op, arch, dtype, n, k, prefill, "", counts.experts, triton_version() if arch else (99, 0), form, counts.scales)
     return replace(call, csrc=csrc_status(call))
 
 

@@ -13,7 +13,7 @@ from ..formats import nvfp4
 from ..formats.packing import MAX_SCALES
 from ..formats.storage import Storage
 from ..kernels import select
-from ..kernels.forms import Composed, Epilogue, Library, Norm
+from ..kernels.forms import Composed, Epilogue, Library, Norm, Options
 from ..kernels.kernel import Span
 from ..kernels.select import plan
 from ..ops.linear_siblings import begins, spans
@@ -35,13 +35,46 @@ def register() -> None:
     inductor.register(fp4.norm_linear_siblings.default, norms.in_front_of(lower_siblings))
 
 
-def lower(x, qdata, scale, global_scale, bias=None, prefill="auto", rows=None, refused=(), norm: Norm | None = None):
-    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``refused``: what else explain() should say was not taken; ``norm``: x is normalised."""
-    return _call(x, (qdata, scale, global_scale), bias, prefill, refused=refused or inductor.current_meta(LEFT_APART) or (), begin=rows, norm=norm)
+def lower(x, qdata, scale, global_scale, bias=None, prefill="auto", rows=None, norm: Norm | None = None):
+    """Lowering of ``fp4.linear``: x ``[..., K]`` -> ``[..., N]``; ``norm``: x is normalised first."""
+    return dense_product(Product(x, (qdata, scale, global_scale), bias, prefill, rows, norm), Remarks(refused=left_apart()))
 
 
-def _call(x, weight: tuple, bias, prefill: str, **remarks):
-    return product(fp4.linear.default, nvfp4.STORAGE, x, weight, bias, prefill, **remarks)
+class Product(NamedTuple):
+    """``x [..., K]`` times a weight of N rows, in a graph.
+
+    ``begin``: the rows at which those with a global scale each begin; None: there is one scale. ``norm``: x is normalised first, by the kernel if it takes
+    that.
+    """
+
+    x: Any
+    weight: tuple
+    bias: Any
+    prefill: str
+    begin: Any = None
+    norm: Norm | None = None
+
+
+class Remarks(NamedTuple):
+    """What explain() says of a call besides its kernel. ``refused``: other kernels, and why they were not taken; ``module``: the path of the layer, if it is
+    not that of the node being lowered."""
+
+    note: str = ""
+    refused: tuple = ()
+    module: str = ""
+
+
+NO_REMARKS = Remarks()
+
+
+def left_apart() -> tuple:
+    """What the pass that makes epilogues refused for the node being lowered, for explain()."""
+    return inductor.current_meta(LEFT_APART) or ()
+
+
+def dense_product(call: Product, remarks: Remarks):
+    """:func:`product` of ``fp4.linear``."""
+    return product(fp4.linear.default, nvfp4.STORAGE, call, remarks)
 
 
 def lower_siblings(x, qdata, scale, global_scale, bias, rows, prefill="auto", norm: Norm | None = None):
@@ -59,8 +92,7 @@ class Siblings(NamedTuple):
     bias: Any
     rows: list
     prefill: str
-    note: str = ""
-    refused: tuple = ()
+    remarks: Remarks = NO_REMARKS
     norm: Norm | None = None
 
 
@@ -73,12 +105,12 @@ def one_by_one(call: Siblings):
     """The results of the members, of a call each."""
     qdata, scale, global_scale = call.weight
     paths = inductor.current_meta(MEMBERS) or [""] * (len(call.rows) // 2)
-    alone = join("siblings one by one: the kernel of this M takes one global scale", call.note)
+    alone = join("siblings one by one: the kernel of this M takes one global scale", call.remarks.note)
     x, out = norms.applied(call.x, call.norm), []
     for i, (a, b) in enumerate(spans(call.rows)):
         weight = (inductor.part(qdata, 0, a, b), inductor.part(scale, 0, a, b), inductor.element(global_scale, i))
         own_bias = None if call.bias is None else inductor.part(call.bias, 0, a, b)
-        out.append(_call(x, weight, own_bias, call.prefill, note=alone, refused=call.refused, module=paths[i]))
+        out.append(dense_product(Product(x, weight, own_bias, call.prefill), Remarks(alone, call.remarks.refused, paths[i])))
     return out
 
 
@@ -89,7 +121,8 @@ def merged(call: Siblings):
         begin = begins(call.rows)
         if begin is None or not _serves_siblings(call.x, call.weight[0], begin, call.prefill):
             return None
-    return _call(call.x, call.weight, call.bias, call.prefill, note=join(together(), call.note), refused=call.refused, begin=begin, norm=call.norm)
+    remarks = call.remarks._replace(note=join(together(), call.remarks.note))
+    return dense_product(Product(call.x, call.weight, call.bias, call.prefill, begin, call.norm), remarks)
 
 
 def _serves_siblings(x, qdata, begin, prefill) -> bool:
@@ -125,14 +158,9 @@ def join(*remarks: str) -> str:
     return "; ".join(filter(None, remarks))
 
 
-def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note="", refused=(), module="", begin=None, norm: Norm | None = None):
-    """IR of ``op(x, *weight, bias, prefill, begin)``: that of the kernel that serves M, or the op itself.
-
-    Args:
-        note, refused, module: further remarks for explain(); the path of the layer, if not that of the node being lowered.
-        begin: the rows at which those with a global scale each begin; None: there is one scale.
-        norm: x is normalised first, by the kernel if it takes that.
-    """
+def product(op, storage: Storage, call: Product, remarks: Remarks = NO_REMARKS):
+    """IR of ``op(x, *weight, bias, prefill, begin)``: that of the kernel that serves M, or the op itself."""
+    x, weight, bias, prefill, begin, norm = call
     begin = list(begin or ())
     if len(begin) == 1:  # of all rows
         begin, weight = [], (*weight[:-1], inductor.element(weight[-1], 0))
@@ -146,23 +174,23 @@ def product(op, storage: Storage, x, weight: tuple, bias, prefill: str, *, note=
     if m == 0 or n == 0 or k == 0:
         return _empty(x, lead, n, bias)
     name, scales = op._opname, len(begin) if 1 < len(begin) <= MAX_SCALES else 1
-    call = select.describe(name, x.get_device(), x.get_dtype(), n, k, prefill, scales=scales)
-    options = plan(call, dispatch_config())
+    described = select.describe(name, x.get_device(), x.get_dtype(), n, k, prefill, counts=select.Counts(scales=scales))
+    options = plan(described, dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    row = decision.row
-    by_itself = row is None or call.arch == 0 or row.implementation.launch is not None or bool(begin and (scales == 1 or not takes_scales(row, x, n, k)))
+    row, arch = decision.row, described.arch
+    by_itself = row is None or arch == 0 or row.implementation.launch is not None or bool(begin and (scales == 1 or not takes_scales(row, x, n, k)))
     if by_itself or not norms.takes_norm(row):
         x, norm = norms.applied(x, norm), None
-    remark = select.of_scales(len(begin), call.arch, apart=by_itself and row is not None)
-    if note and remark.endswith("scales"):  # another remark says whose they are
+    remark = select.of_scales(len(begin), arch, apart=by_itself and row is not None)
+    if remarks.note and remark.endswith("scales"):  # another remark says whose they are
         remark = ""
-    entry = record(options, decision, m, refused=refused, module=module, note=join(note, remark, norms.remark(norm)))
+    entry = record(options, decision, m, refused=remarks.refused, module=remarks.module, note=join(remarks.note, remark, norms.remark(norm)))
     if row is None or by_itself:
         return inductor.call_op(op, x, *weight, bias, prefill, *own)
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.library:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         parts = quantized_rows(rows, lane_order=row.library.lane_order) if row.library.fp8 else (rows,)
-        y = call_csrc(entry, row.library, parts, weight, bias, call.arch, Epilogue(starts=tuple(begin[1:])), norm)
+        y = call_csrc(entry, row.library, parts, weight, bias, arch, Epilogue(starts=tuple(begin[1:])), norm)
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     problem = forms.problem(rows, n, k, tuple(begin[1:]))
     if rounds_to_nvfp4(row):
@@ -189,7 +217,7 @@ def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias,
         why_not = _why_not_early(given[: len(parts)], read)
         early = not why_not
         entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
-    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, then, early, norm))
+    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, Options(then=then, early=early, norm=norm)))
 
 
 _FIRST_PDL = 90  # programmatic dependent launch

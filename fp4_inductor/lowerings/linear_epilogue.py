@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._torch import lowering as inductor
@@ -10,6 +12,7 @@ from ..formats.packing import MAX_SCALES
 from ..kernels import select
 from ..kernels.forms import Epilogue, Norm
 from ..kernels.select import plan
+from ..ops.linear_epilogue import EpilogueCall
 from ..ops.linear_glu import ACTIVATIONS
 from ..passes.epilogue import MANY_ROWS
 from . import linear
@@ -25,37 +28,40 @@ def register() -> None:
     inductor.register(fp4.norm_linear_epilogue.default, norms.in_front_of(lower))
 
 
-def lower(x, qdata, scale, global_scale, bias=None, act="", mul=None, residual=None, prefill="auto", rows=None, norm: Norm | None = None):
+def lower(*args, norm: Norm | None = None, **kwargs):
     """Lowering of ``fp4.linear_epilogue``: x ``[..., K]`` -> ``[..., N]``; ``norm``: x is normalised first."""
+    c: Any = EpilogueCall.of(*args, **kwargs)  # of IR values
     symbols = inductor.Symbols()
-    n, half_k = map(symbols.static_int, qdata.get_size())
-    m = inductor.rows_of(x)
+    n, half_k = map(symbols.static_int, c.qdata.get_size())
+    m = inductor.rows_of(c.x)
     if n is None or half_k is None:
-        x = norms.applied(x, norm)
-        return inductor.call_op(fp4.linear_epilogue.default, x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
-    options = plan(select.describe("linear_epilogue", x.get_device(), x.get_dtype(), n, half_k * 2, prefill), dispatch_config())
+        return inductor.call_op(fp4.linear_epilogue.default, *c._replace(x=norms.applied(c.x, norm)))
+    options = plan(select.describe("linear_epilogue", c.x.get_device(), c.x.get_dtype(), n, half_k * 2, c.prefill), dispatch_config())
     decision = decide(options, m, symbols, dispatch_config())
-    note = " ".join(filter(None, (act, "* mul" if mul is not None else "", "+ residual" if residual is not None else "")))
+    weight, rows = (c.qdata, c.scale, c.global_scale), c.rows or ()
     # Where M is known at run time only, the operator would serve most of them by fp4.linear and unfused pointwise kernels.
-    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.library or len(rows or ()) > MAX_SCALES:
-        y = linear.lower(x, qdata, scale, global_scale, bias, prefill, rows, refused=refusals(options, decision), norm=norm)
-        y = inductor.inline(_activation(act), (y,)) if act else y
-        y = y if mul is None else inductor.mul(y, mul)
-        if residual is None:
+    if m == 0 or n == 0 or half_k == 0 or decision.row is None or not decision.row.library or len(rows) > MAX_SCALES:
+        remarks = linear.Remarks(refused=refusals(options, decision) or linear.left_apart())
+        y = linear.dense_product(linear.Product(c.x, weight, c.bias, c.prefill, c.rows, norm), remarks)
+        y = inductor.inline(_activation(c.act), (y,)) if c.act else y
+        y = y if c.mul is None else inductor.mul(y, c.mul)
+        if c.residual is None:
             return y
-        y = inductor.add(y, residual)
+        y = inductor.add(y, c.residual)
         return inductor.realized(y) if likely(m, symbols, 0) >= MANY_ROWS else y
-    several = f"{len(rows)} global scales" if len(rows or ()) > 1 else ""
+    several = f"{len(rows)} global scales" if len(rows) > 1 else ""
+    x = c.x
     if not norms.takes_norm(decision.row):
         x, norm = norms.applied(x, norm), None
+    note = " ".join(filter(None, (c.act, "* mul" if c.mul is not None else "", "+ residual" if c.residual is not None else "")))
     entry = record(options, decision, m, note=linear.join(several, norms.remark(norm), f"in the kernel: {note}"))
     lead = x.get_size()[:-1]
 
     def flat(t):
         return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
 
-    then = Epilogue(starts=tuple(rows or ())[1:], act=act, mul=_dense(flat(mul)), residual=_dense(flat(residual)))
-    y = linear.call_csrc(entry, decision.row.library, (flat(x),), (qdata, scale, global_scale), bias, options.call.arch, then, norm)
+    then = Epilogue(starts=tuple(rows)[1:], act=c.act, mul=_dense(flat(c.mul)), residual=_dense(flat(c.residual)))
+    y = linear.call_csrc(entry, decision.row.library, (flat(x),), weight, c.bias, options.call.arch, then, norm)
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 

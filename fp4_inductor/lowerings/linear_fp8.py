@@ -17,4 +17,4 @@ def register() -> None:
 
 def lower(x, weight, weight_scale, bias=None, prefill="auto"):
     """Lowering of ``fp4.linear_fp8``: x ``[..., K]`` -> ``[..., N]``."""
-    return linear.product(fp4.linear_fp8.default, fp8.STORAGE, x, (weight, weight_scale), bias, prefill)
+    return linear.product(fp4.linear_fp8.default, fp8.STORAGE, linear.Product(x, (weight, weight_scale), bias, prefill))

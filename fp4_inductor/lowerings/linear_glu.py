@@ -37,8 +37,8 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", prefill="auto", 
     row = decision.row
     form = row.implementation.form if row and m != 0 and n and k else None
     if not isinstance(form, Library | Triton):
-        note = f"{act}(gate) * up is pointwise work behind it"
-        call = linear.Siblings(x, (qdata, scale, global_scale), bias, [0, n // 2, n // 2, n], prefill, note, refusals(options, decision), norm)
+        remarks = linear.Remarks(f"{act}(gate) * up is pointwise work behind it", refusals(options, decision))
+        call = linear.Siblings(x, (qdata, scale, global_scale), bias, [0, n // 2, n // 2, n], prefill, remarks, norm)
         both = linear.merged(call)
         if both is None:
             return inductor.inline(_glu(act), linear.one_by_one(call))

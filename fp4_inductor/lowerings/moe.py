@@ -32,8 +32,8 @@ def lower(*args):
         _, top_k = call.expert_ids.get_size()
         m = inductor.rows_of(call.expert_ids) * top_k
         op, k = select.moe_op(call.gate_up.meta, call.down.meta), stored * (2 if call.gate_up.meta is None else 4)
-        form, scales = _form(op, symbols, experts, call), select.scales_of(call.gate_up.global_scale.get_size())
-        described = select.describe(op, call.hidden.get_device(), call.hidden.get_dtype(), width, k, call.prefill, experts, form, scales=scales)
+        form, counts = _form(op, symbols, experts, call), select.Counts(experts, select.scales_of(call.gate_up.global_scale.get_size()))
+        described = select.describe(op, call.hidden.get_device(), call.hidden.get_dtype(), width, k, call.prefill, form, counts)
         options = plan(described, dispatch_config())
         record(options, known(options, m, symbols, _RUNTIME), m)
     return inductor.call_op(fp4.moe.default, *call.flat())

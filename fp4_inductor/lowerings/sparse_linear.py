@@ -17,4 +17,5 @@ def register() -> None:
 
 def lower(x, values, meta, scale, global_scale, bias=None, prefill="auto", rows=None):
     """Lowering of ``fp4.sparse_linear``: x ``[..., K]`` -> ``[..., N]``."""
-    return linear.product(fp4.sparse_linear.default, sparse24.STORAGE, x, (values, meta, scale, global_scale), bias, prefill, begin=rows)
+    call = linear.Product(x, (values, meta, scale, global_scale), bias, prefill, rows)
+    return linear.product(fp4.sparse_linear.default, sparse24.STORAGE, call)

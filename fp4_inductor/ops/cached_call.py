@@ -117,11 +117,11 @@ class CachedCall(NamedTuple):
         """Of the cache; None: it has the dtype of query."""
         return kv.of_dtypes(self.keys.dtype, self.values.dtype)
 
-    def rows(self, slots: Any = slice(None)) -> tuple[kv.Rows, kv.Rows]:
-        """What a cache in 8 or 4 bits has of keys and of values in ``slots``: a slice."""
+    def rows(self, slots: slice | None = None) -> tuple[kv.Rows, kv.Rows]:
+        """What a cache in 8 or 4 bits has of keys and of values, in all slots or in a slice of them."""
         s: Any = self.stored
         key, value = kv.Rows(self.keys, s.key_scale, s.key_blocks), kv.Rows(self.values, s.value_scale, s.value_blocks)
-        return key.each(lambda t: t[:, :, slots]), value.each(lambda t: t[:, :, slots])
+        return (key, value) if slots is None else (key.each(lambda t: t[:, :, slots]), value.each(lambda t: t[:, :, slots]))
 
 
 OWN = tuple(name for name in CachedCall._fields if name not in ("prologue", "stored"))

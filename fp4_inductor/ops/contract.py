@@ -73,7 +73,7 @@ class OpContract:
         del flat.__wrapped__  # its signature is not that of flat
         return flat
 
-    @property
+    @functools.cached_property
     def written(self) -> tuple[int, ...]:
         """The numbers of the arguments that a call writes."""
         names = written(self.op)

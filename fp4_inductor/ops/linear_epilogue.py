@@ -8,6 +8,7 @@ W is an NVFP4 ``[N, K]``, ``rows`` and ``global_scale`` as of ``fp4.linear``; ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +21,37 @@ from .linear_glu import ACTIVATIONS
 from .members import dense
 
 
-def reference(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+class EpilogueCall(NamedTuple):
+    """The arguments of one call, in the order of the schema."""
+
+    x: Tensor
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor
+    bias: Tensor | None = None
+    act: str = ""
+    mul: Tensor | None = None
+    residual: Tensor | None = None
+    prefill: str = "auto"
+    rows: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> EpilogueCall:
+        """From the op's own arguments."""
+        return cls(*args, **kwargs)
+
+    @property
+    def product(self) -> tuple[Any, ...]:
+        """The arguments of ``fp4.linear``, the first step."""
+        return self.x, self.qdata, self.scale, self.global_scale, self.bias, self.prefill, self.rows
+
+
+def reference(c: EpilogueCall) -> Tensor:
     """float64 arithmetic on the dequantised weight, rounded once to ``x.dtype``."""
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
-    y = x.double() @ dense(nvfp4.dequantize, (qdata, scale), global_scale, rows, torch.float32).double().mT
-    y = y if bias is None else y + bias.double()
-    return finish(y, act, None if mul is None else mul.double(), None if residual is None else residual.double()).to(x.dtype)
+    check(c)
+    y = c.x.double() @ dense(nvfp4.dequantize, (c.qdata, c.scale), c.global_scale, c.rows, torch.float32).double().mT
+    y = y if c.bias is None else y + c.bias.double()
+    return finish(y, c.act, None if c.mul is None else c.mul.double(), None if c.residual is None else c.residual.double()).to(c.x.dtype)
 
 
 def finish(y: Tensor, act: str, mul: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -38,16 +61,15 @@ def finish(y: Tensor, act: str, mul: Tensor | None, residual: Tensor | None) -> 
     return y if residual is None else y + residual
 
 
-def check(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
-) -> None:  # fmt: skip
+def check(c: EpilogueCall) -> None:
     """As ``fp4.linear``, and a known activation, and operands of the result's shape and dtype."""
-    linear.check(x, qdata, scale, global_scale, bias, prefill, rows)
-    if act and act not in ACTIVATIONS:
-        raise ConfigError("fp4.linear_epilogue: unknown activation", value=repr(act), limit=["", *ACTIVATIONS], remedy="Call fp4.linear and apply it yourself.")
-    shape = (*x.shape[:-1], qdata.shape[0])
-    for name, t in (("mul", mul), ("residual", residual)):
+    linear.check(*c.product)
+    if c.act and c.act not in ACTIVATIONS:
+        raise ConfigError(
+            "fp4.linear_epilogue: unknown activation", value=repr(c.act), limit=["", *ACTIVATIONS], remedy="Call fp4.linear and apply it yourself."
+        )
+    x, shape = c.x, (*c.x.shape[:-1], c.qdata.shape[0])
+    for name, t in (("mul", c.mul), ("residual", c.residual)):
         if t is None:
             continue
         if tuple(t.shape) != shape:
@@ -58,21 +80,15 @@ def check(
             raise DeviceError(f"fp4.linear_epilogue: {name} is elsewhere", value=str(t.device), limit=str(x.device), remedy="Move it with .to(device).")
 
 
-def fake(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
-    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+def fake(c: EpilogueCall) -> Tensor:
+    check(c)
+    return c.x.new_empty((*c.x.shape[:-1], c.qdata.shape[0]))
 
 
-def in_steps(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, prefill: str = "auto", rows: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+def in_steps(c: EpilogueCall) -> Tensor:
     """``fp4.linear``, then the rest: what every device can do."""
-    check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, rows)
-    return finish(torch.ops.fp4.linear(x, qdata, scale, global_scale, bias, prefill, rows), act, mul, residual)
+    check(c)
+    return finish(torch.ops.fp4.linear(*c.product), c.act, c.mul, c.residual)
 
 
 def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
@@ -102,6 +118,7 @@ CONTRACT = OpContract(
     # Every step is rounded on the way.
     tolerance={torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3},
     any_strides=True,
+    struct=EpilogueCall,
 )
 CONTRACT.implement("CPU", in_steps)
 # Written by a graph pass behind autograd; a caller who wants gradients has fp4.linear.

@@ -1,6 +1,6 @@
 """``fp4.quantize_rows_fp8(x [M, K], lane_order) -> (float8_e4m3fn [M, K], float32 [M, 1])``: activations of the FP8 path, per token.
 
-``lane_order``: each 256 k of a row in the order in which ``csrc/gemm/linear_wide_fp8.cu`` takes them (:func:`in_lane_order`).
+``lane_order``: each 256 k of a row in the order in which the kernel that rounds a dense weight in registers takes them (:func:`in_lane_order`).
 
 A compiled graph never calls this op: the lowering writes the same arithmetic in plain operations, which Inductor fuses
 with whatever produced ``x`` (``lowerings/quantize_rows.py``).

@@ -9,7 +9,6 @@ sum is to be one buffer (``lowerings/linear_epilogue.py``), or each norm would a
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from ..kernels import select
 from ..kernels.select import Plan, Refused, plan
 from ..ops import norm_linear
 from ..ranges import range_in_force
+from . import views
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
@@ -31,11 +31,7 @@ from .layout import is_call, rows_of, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.alias.default, aten.detach.default, operator.getitem,
-}  # fmt: skip
+VIEWS = views.RESHAPES | views.UNITS | views.SAME | views.TURNS | views.PARTS | views.SPLITS | {aten.squeeze.default, aten.expand.default}
 _OPAQUE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default}
 LINEARS = (torch.ops.fp4.linear.default, norm_linear.LINEAR.op)
 NORMS = {contract.op for contract in (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU, norm_linear.LINEAR_EPILOGUE)}

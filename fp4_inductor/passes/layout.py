@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..formats import nvfp4, sparse24
+from . import views
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_SAME = {aten.clone.default, aten.alias.default, aten.detach.default}
+_SAME = views.SAME | {aten.clone.default}
 ROOTS = {torch.ops.fp4.dequantize.default: nvfp4.STORAGE, torch.ops.fp4.sparse_dequantize.default: sparse24.STORAGE}
-_RESHAPES = {aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default}
+_RESHAPES = views.RESHAPES | {aten.expand.default}
 
 
 @dataclass(frozen=True)

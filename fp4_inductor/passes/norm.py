@@ -25,7 +25,7 @@ from ..kernels.kernel import Span
 from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
-from . import epilogue
+from . import epilogue, views
 from .counters import matched
 from .emit import emit, erase
 from .layout import linear_arguments, rows_of, same, value
@@ -34,9 +34,7 @@ from .rms_norm import RMSNorm, read
 
 aten, fp4 = torch.ops.aten, torch.ops.fp4
 LINEARS = (fp4.linear.default, fp4.linear_siblings.default, fp4.linear_glu.default)
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-}  # fmt: skip
+VIEWS = views.RESHAPES | views.UNITS | {aten.alias.default}
 # Operators of torch's that are not computed by a kernel that Inductor writes.
 _IN_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
@@ -136,7 +134,7 @@ def _plan_of(linear: Node) -> Plan | None:
         scales = len(begins(rest[1]) or ()) or MAX_SCALES + 1
     if scales > MAX_SCALES:
         return None  # several launches
-    return plan(select.describe(op, x.device, x.dtype, n, half_k * 2, prefill, scales=scales), dispatch_config())
+    return plan(select.describe(op, x.device, x.dtype, n, half_k * 2, prefill, counts=select.Counts(scales=scales)), dispatch_config())
 
 
 def _row(options: Plan, linear: Node) -> Span | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .._torch.fx import constant_of
+from . import views
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Position = tuple[Tensor, ...]
@@ -40,26 +41,20 @@ class NotPointwise(Exception):  # noqa: N818  (a verdict about a graph, never sh
     """The graph holds something whose value at one position is not a function of a few leaf elements."""
 
 
-_MOVES = {
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.reshape.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh_copy.default,
-    prims.device_put.default,
-}
+_MOVES = (
+    views.RESHAPES
+    | views.UNITS
+    | views.SAME
+    | views.TURNS
+    | views.PARTS
+    | {
+        aten.squeeze.default,
+        aten.expand.default,
+        aten.clone.default,
+        aten.lift_fresh_copy.default,
+        prims.device_put.default,
+    }
+)
 _FILLS = {aten.full.default, aten.scalar_tensor.default, aten.full_like.default}
 _TABLES = {aten.index.Tensor, aten.embedding.default, aten.index_select.default}
 _CASTS = {prims.convert_element_type.default, aten._to_copy.default, aten.view.dtype}
@@ -249,9 +244,9 @@ def _fill(node: Node) -> Tensor:
 def _moved(node: Node, source: Node, at: Position) -> Position:
     """Where ``source`` is read when the moving operation ``node`` is read at ``at``."""
     op, args, shape, out_shape = node.target, node.args, sizes(source), sizes(node)
-    if op in (aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+    if op in views.RESHAPES:
         return _unflatten(_flatten(at, out_shape), shape) if shape != out_shape else at
-    if op in (aten.permute.default, aten.transpose.int, aten.t.default):
+    if op in views.TURNS:
         order = _permutation(node, len(shape))
         back: list[Tensor] = list(at)
         for out_dim, in_dim in enumerate(order):

@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from . import views
 from .glu import CASTS, same_shape
 from .layout import is_call, same, value
 
 aten = torch.ops.aten
-_VIEWS = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
-    aten.alias.default, aten.detach.default, aten.clone.default,
-}  # fmt: skip
+_VIEWS = views.RESHAPES | views.UNITS | views.SAME | {aten.expand.default, aten.clone.default}
 _FUSED = getattr(aten, "_fused_rms_norm", None)
 _MANY = 24  # factors and casts that are looked at
 

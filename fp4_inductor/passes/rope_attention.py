@@ -23,7 +23,7 @@ from .._torch.fx import without_modes
 from ..config import dispatch_config
 from ..formats.nvfp4 import HIGH_PRECISION
 from ..kernels import select
-from ..ops.cached_call import OWN, CachedCall
+from ..ops.cached_call import OWN, CachedCall, Stored
 from .counters import matched
 from .emit import emit, erase
 from .layout import is_call, same, value
@@ -74,13 +74,15 @@ def serves(node: Node) -> bool:
     if not all(isinstance(size, int) for size in (*query.shape[1:], key.shape[1])) or not key.shape[1]:
         return False
     bases: Any = given["_all_bases"]
-    written = {name: None if (i := given.get(f"_{name}_base_index")) is None else bases[i] for name in ("keys", "values", "arrivals")}
-    call = CachedCall(*(value(a) if isinstance(a, Node) else a for a in (written.get(n, given.get(n)) for n in OWN)))
+    names = (*OWN, *Stored._fields)
+    written = {name: bases[i] for name in names if (i := given.get(f"_{name}_base_index")) is not None}
+    found = {name: written.get(name, given.get(name)) for name in names}
+    call = CachedCall.of(**{name: value(a) if isinstance(a, Node) else a for name, a in found.items()})
     heads, queries, d = query.shape[1:]
     with without_modes():
         form = select.cached_form(call)
         plan = select.plan(select.describe("cached_attention", query.device, query.dtype, heads, d, form=form), dispatch_config())
-    return plan.pick(queries * (heads // key.shape[1])).kernel == "triton_cached_attention"
+    return plan.pick(queries * (heads // key.shape[1])).kernel in select.ONE_LAUNCH
 
 
 def _fuse(graph: Graph, node: Node) -> str:

@@ -11,17 +11,14 @@ from torch.fx import Graph, Node
 from ..formats.nvfp4 import HIGH_PRECISION
 from ..ops.moe_call import MoeCall
 from ..ops.topk import MOST_CHOSEN, MOST_SCORES
-from . import router
+from . import router, views
 from .counters import matched
 from .emit import emit
 from .layout import is_call, value
 from .moe.read import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_BETWEEN = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.alias.default, aten.detach.default,
-    aten._to_copy.default, prims.convert_element_type.default,
-}  # fmt: skip
+_BETWEEN = views.RESHAPES | views.SAME | {aten.clone.default, aten._to_copy.default, prims.convert_element_type.default}
 
 
 def replace(graph: Graph) -> None:

@@ -11,7 +11,7 @@ from fp4_inductor import FP4Linear, dispatch, explain
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import csrc, host, registry, run, select
-from fp4_inductor.kernels.forms import Epilogue, Norm
+from fp4_inductor.kernels.forms import Epilogue, Norm, Options
 from fp4_inductor.ops import linear_glu, quantize_rows_fp8
 from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR, scaled_product
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP8_BOUND, FP16, bound_of, error, exact, plan_of, weight
@@ -88,9 +88,9 @@ def test_wide_fp8():
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
                 sizes = tile or ()
-                first = csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, sizes)
+                first = csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, Options(sizes))
                 assert error(first, want) <= (max(1.2 * transient, 2.5e-3) if n % 16 == 0 else 6e-3), (m, n, k, tile)
-                assert all(torch.equal(csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(csrc.call("linear_wide_fp8", given, (q, s), g, bias, 90, Options(sizes)), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_wide_fp8_has_the_transient_weights_codes():
@@ -164,15 +164,15 @@ def test_gemv(dtype):
             }
             for finish, (then, want) in finishes.items():
                 for tile in [*GEMV_TILES, *(LARGE_GEMV_TILES if arch in (80, 87, 90) or 100 <= arch < 120 else ())]:
-                    call = functools.partial(csrc.call, f"linear_gemv{finish}", x, (q, s), g, bias, arch, tile, then, norm=norm)
-                    first = call()
+                    call = functools.partial(csrc.call, f"linear_gemv{finish}", x, (q, s), g, bias, arch)
+                    first = call(Options(tile, then, norm=norm))
                     assert error(first, want) <= bound_of(x, q, fused=True), (n, k, finish, tile, norm is None)
-                    assert all(torch.equal(call(early=i % 2 == 1), first) for i in range(20)), (n, k, finish, tile)
+                    assert all(torch.equal(call(Options(tile, then, i % 2 == 1, norm)), first) for i in range(20)), (n, k, finish, tile)
 
 
 def test_gemv_of_several_global_scales():
     (q, s, _), g, x = weight(6144, 4096), torch.tensor([0.3, 2.9, 0.01], device=DEVICE) / 64, torch.randn(1, 4096, device=DEVICE).to(BF16)
-    y = csrc.call("linear_gemv", x, (q, s), g, None, host.arch(torch.device(DEVICE)), then=Epilogue((4096, 5120)))
+    y = csrc.call("linear_gemv", x, (q, s), g, None, host.arch(torch.device(DEVICE)), Options(then=Epilogue((4096, 5120))))
     for i, (a, b) in enumerate(((0, 4096), (4096, 5120), (5120, 6144))):
         assert error(y[:, a:b], exact(x, q[a:b], s[a:b], g[i])) <= bound_of(x, q, fused=True)
 
@@ -188,10 +188,10 @@ def test_gemv_early(norm):
     def chain(early):
         h = x
         for o, gate_up, down in layers:
-            y = csrc.call("linear_gemv", h, o[:2], o[2], None, arch, early=early, norm=own)
-            h = csrc.call("linear_gemv_pointwise", y, o[:2], o[2], None, arch, then=Epilogue(residual=h), early=early)
-            y = csrc.call("linear_gemv_glu", h, gate_up[:2], gate_up[2], None, arch, then=Epilogue(act="silu"), early=early, norm=own)
-            h = csrc.call("linear_gemv_pointwise", y, down[:2], down[2], None, arch, then=Epilogue(residual=h), early=early)
+            y = csrc.call("linear_gemv", h, o[:2], o[2], None, arch, Options(early=early, norm=own))
+            h = csrc.call("linear_gemv_pointwise", y, o[:2], o[2], None, arch, Options(then=Epilogue(residual=h), early=early))
+            y = csrc.call("linear_gemv_glu", h, gate_up[:2], gate_up[2], None, arch, Options(then=Epilogue(act="silu"), early=early, norm=own))
+            h = csrc.call("linear_gemv_pointwise", y, down[:2], down[2], None, arch, Options(then=Epilogue(residual=h), early=early))
             h = h * 0.5  # a kernel that is none of ours between two of them
         return h
 
@@ -228,8 +228,8 @@ def test_early(dtype):
         def chain(early, x=x, name=name):
             y = x
             for *parts, g in kept if name.startswith("sparse") else dense:
-                y = csrc.call(name, y, parts, g, None, 90, early=early) * 1.0
-                y = csrc.call(name, y, parts, g, None, 90, early=early)
+                y = csrc.call(name, y, parts, g, None, 90, Options(early=early)) * 1.0
+                y = csrc.call(name, y, parts, g, None, 90, Options(early=early))
             return y
 
         chain(True)
@@ -325,7 +325,7 @@ def test_siblings_and_epilogues(dtype):
         for size, rows in (("small", (1, 8, 9, 32)), ("table", (1, 8, 9, 16) if k % 256 == 0 else ()), ("wide", (33, 64, 130, 300))):
             for m in rows:
                 x, bias = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, device=DEVICE).to(dtype)
-                y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, then=Epilogue((a, b)))
+                y = csrc.call(f"linear_{size}", x, (q, s), scales, bias, 90, Options(then=Epilogue((a, b))))
                 for first, last, i in ((0, a, 0), (a, b, 1), (b, n, 2)):
                     want = exact(x, q[first:last], s[first:last], scales[i], bias[first:last])
                     assert error(y[:, first:last], want) <= bound_of(x, q, fused=True), (size, m, n, k, i)
@@ -333,12 +333,12 @@ def test_siblings_and_epilogues(dtype):
                 mul, residual = (torch.randn(m, n, device=DEVICE).to(dtype) for _ in range(2))
                 for act, f in (("", lambda t: t), *linear_glu.ACTIVATIONS.items()):
                     then = Epilogue((), act, mul, residual)
-                    y = csrc.call(f"linear_{size}_pointwise", x, (q, s), g, bias, 90, then=then)
+                    y = csrc.call(f"linear_{size}_pointwise", x, (q, s), g, bias, 90, Options(then=then))
                     assert error(y, f(z) * mul.double() + residual.double()) <= bound_of(x, q, fused=True), (size, m, n, k, act)
                     if act:
-                        y = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=Epilogue((), act))
+                        y = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, Options(then=Epilogue((), act)))
                         assert error(y, f(z[:, : n // 2]) * z[:, n // 2 :]) <= bound_of(x, q, fused=True), (size, m, n, k, act)
-                        again = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, then=Epilogue((), act))
+                        again = csrc.call(f"linear_{size}_glu", x, (q, s), g, bias, 90, Options(then=Epilogue((), act)))
                         assert torch.equal(again, y)
 
 
@@ -426,9 +426,9 @@ def test_sparse_wide_fp8():
                 if tile and tile.splits > 1 and (k // 256 < tile.splits or -(-m // tile.tokens) * -(-n // 256) * tile.splits > sms // 2):
                     continue
                 sizes = tile or ()
-                first = csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, sizes)
+                first = csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, Options(sizes))
                 assert error(first, want) <= 2.5e-3, (m, n, k, tile)
-                assert all(torch.equal(csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, sizes), first) for _ in range(20)), (m, n, k, tile)
+                assert all(torch.equal(csrc.call("sparse_linear_wide_fp8", x, parts, g, bias, 90, Options(sizes)), first) for _ in range(20)), (m, n, k, tile)
 
 
 def test_sparse_wide_fp8_has_the_transient_weights_codes():

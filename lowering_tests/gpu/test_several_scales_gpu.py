@@ -50,7 +50,7 @@ def test_each_member_by_itself(sparse, n, k, rows, dtype):
         x = torch.randn(m, k, device=DEVICE).to(dtype)
         want = x.double() @ dense.T
         y, biased = op(x, *packed, g, None, "auto", rows), op(x, *packed, g, bias, "auto", rows)
-        row = host.row_for(name, x, m, n, k, scales=min(len(rows), 3))
+        row = host.row_for(name, x, m, n, k, counts=select.Counts(scales=min(len(rows), 3)))
         count = min(b - a for a, b in spans) * m  # a handful of errors do not average
         if "fp8" in row.regime:
             bound = FP8_BOUND * min(3, 1 + 3 / count**0.5)
@@ -82,7 +82,7 @@ def test_experts_with_a_scale_of_gate_and_of_up(sparse, act):
 
         want = moe.CONTRACT.reference(*args(two, x.float())).double()
         swapped = moe.CONTRACT.reference(*args(two.flip(1), x.float())).double()
-        row = host.row_for(select.moe_op(*metas), x, tokens * top, h, h, experts=e, form=form, scales=2)
+        row = host.row_for(select.moe_op(*metas), x, tokens * top, h, h, form=form, counts=select.Counts(e, 2))
         bound = 0.1 if "fp8" in row.regime else 1e-2
         assert error(fp4.moe(*args(two)), want) <= bound, (tokens, row.kernel)
         assert error(fp4.moe(*args(two)), swapped) > 0.3

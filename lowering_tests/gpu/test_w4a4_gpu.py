@@ -46,7 +46,7 @@ def test_every_tile(dtype):
             want = exact(quantize_rows_nvfp4.dequantize(*x), *w, bias)
             calls = [lambda b, x=x, w=w: fp4.linear_w4a4(*x, *w, b, dtype)]
             problem = Problem(m, n, k, arch, dtype)
-            if arch >= 100 and host.row_for("linear_w4a4", x[0], m, n, k, dtype=dtype).kernel == "triton_w4a4":
+            if arch >= 100 and host.row_for_codes("linear_w4a4", x[0], dtype, m, n, k).kernel == "triton_w4a4":
                 calls += [
                     lambda b, x=x, w=w, p=problem, t=t: host.plus(run.by_triton(block_scaled.FORM, (*x, *w), p, t), b) for t in block_scaled.others(problem)
                 ]

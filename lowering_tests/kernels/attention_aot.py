@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
+from fp4_inductor.formats import kv
+from fp4_inductor.kernels.cached_attention import quantized as quantized_launch
 from fp4_inductor.kernels.cached_attention import step as one_launch
+from fp4_inductor.kernels.cached_attention.triton_quantized import cached_attention_quantized
 from fp4_inductor.kernels.cached_attention.triton_step import cached_attention_step
 from fp4_inductor.kernels.decode_attention import split as kernel
 from fp4_inductor.kernels.decode_attention.triton_split import decode_attention_combine, decode_attention_split
@@ -36,29 +42,60 @@ def combine(cc: int, d: int = 128, splits: int = 9, dtype: str = "bf16") -> aot.
     return aot.compile_kernel(decode_attention_combine, signature, constants, cc, 4, 2, ("OUT", "PEAK", "SUM", "PARTIAL"))
 
 
-def step(
-    cc: int, d: int = 128, batch: int = 1, kv_heads: int = 8, group: int = 4, queries: int = 1, length: int = 520, window: int | None = None,
-    prologue: str = "", early: bool = False, masked: bool = False, others: bool = False, dtype: str = "bf16", tile: one_launch.StepConfig | None = None,
-) -> tuple[aot.Compiled, one_launch.StepConfig]:  # fmt: skip
-    """The kernel of one launch. ``prologue``: "norm" and "rope" in it; ``others``: a soft-cap and sinks."""
-    t = tile or one_launch.config(batch, kv_heads, window or length, d, SMS, cc)
+def _call(
+    d: int, batch: int, kv_heads: int, group: int, queries: int, length: int, window: int | None, prologue: str, early: bool, masked: bool, others: bool,
+    dtype: str
+) -> CachedCall:  # fmt: skip
+    """On no device. ``prologue``: "norm" and "rope" in it; ``others``: a soft-cap and sinks."""
     meta = dict(dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
     new, cache = torch.empty(batch, kv_heads, queries, d, **meta), torch.empty(batch, kv_heads, length, d, **meta)
     norm, turns = (torch.empty(d, **meta) if "norm" in prologue else None), (torch.empty(1, queries, d, **meta) if "rope" in prologue else None)
-    c = CachedCall(
+    return CachedCall(
         torch.empty(batch, kv_heads * group, queries, d, **meta), new, new, cache, cache, torch.empty((), dtype=torch.int64, device="meta"),
         mask=torch.empty(batch, 1, 1, length, dtype=torch.bool, device="meta") if masked else None, window=window, softcap=2.0 if others else None,
         sinks=torch.empty(kv_heads * group, **meta) if others else None, early=early,
         prologue=Prologue(norm, norm, 1e-6, 0.0, turns, turns) if prologue else None,
     )  # fmt: skip
-    constants = one_launch.constants(t, c, cc)
-    given = dict(MASK=masked, SINKS=others, Q_NORM="norm" in prologue, K_NORM="norm" in prologue, COS="rope" in prologue, SIN="rope" in prologue)
-    given |= dict.fromkeys(("PEAK", "SUM", "PARTIAL", "ARRIVALS"), t.splits > 1)
-    constants |= {name: None for name, there in given.items() if not there} | {"stride_mp": 1}
-    types = dict.fromkeys(("Q", "KEY", "VALUE", "K", "V", "SINKS", "Q_NORM", "K_NORM", "COS", "SIN", "OUT"), f"*{dtype}")
+
+
+def _compiled(
+    kernel: Any, c: CachedCall, t: one_launch.StepConfig, constants: dict[str, object], absent: Iterable[str], types: dict[str, str], cc: int, dtype: str
+) -> aot.Compiled:  # fmt: skip
+    """``absent``: arguments of ``kernel`` besides those that a call of one launch lacks."""
+    p = c.prologue or Prologue()
+    given = dict(MASK=c.mask, SINKS=c.sinks, Q_NORM=p.q_norm, K_NORM=p.k_norm, COS=p.cos, SIN=p.sin)
+    none = [name for name, x in given.items() if x is None] + [*absent, *(("PEAK", "SUM", "PARTIAL", "ARRIVALS") if t.splits == 1 else ())]
+    constants = {**constants, **dict.fromkeys(none), "stride_mp": 1}
+    types = {**types, **dict.fromkeys(("Q", "KEY", "VALUE", "SINKS", "Q_NORM", "K_NORM", "COS", "SIN", "OUT"), f"*{dtype}")}
     types |= dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32") | dict(POSITION="*i64", MASK="*u8", ARRIVALS="*i32")
     types |= dict.fromkeys(("scale", "softcap", "eps", "offset"), "fp32")
-    signature = {name: types.get(name, "i32") for name in cached_attention_step.arg_names if name not in constants}
-    plain = ("SLOTS", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "scale", "softcap", "eps", "offset")
-    aligned = tuple(name for name in signature if name not in plain)
-    return aot.compile_kernel(cached_attention_step, signature, constants, cc, t.num_warps, t.num_stages, aligned), t
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    plain = ("SLOTS", "EXACT_SLOTS", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "scale", "softcap", "eps", "offset")
+    return aot.compile_kernel(kernel, signature, constants, cc, t.num_warps, t.num_stages, tuple(name for name in signature if name not in plain))
+
+
+def step(
+    cc: int, d: int = 128, batch: int = 1, kv_heads: int = 8, group: int = 4, queries: int = 1, length: int = 520, window: int | None = None,
+    prologue: str = "", early: bool = False, masked: bool = False, others: bool = False, dtype: str = "bf16", tile: one_launch.StepConfig | None = None,
+) -> tuple[aot.Compiled, one_launch.StepConfig]:  # fmt: skip
+    """The kernel of one launch."""
+    t = tile or one_launch.config(batch, kv_heads, window or length, d, SMS, cc)
+    c = _call(d, batch, kv_heads, group, queries, length, window, prologue, early, masked, others, dtype)
+    cache = dict.fromkeys(("K", "V"), f"*{dtype}")
+    return _compiled(cached_attention_step, c, t, one_launch.constants(t, c, cc), (), cache, cc, dtype), t
+
+
+def quantized(
+    cc: int, name: str, d: int = 128, batch: int = 1, kv_heads: int = 8, group: int = 4, queries: int = 1, length: int = 520, window: int | None = None,
+    prologue: str = "", early: bool = False, masked: bool = False, others: bool = False, dtype: str = "bf16", tile: one_launch.StepConfig | None = None,
+) -> tuple[aot.Compiled, one_launch.StepConfig]:  # fmt: skip
+    """The kernel of one launch over a cache in the format ``name``."""
+    f = kv.FORMATS[name]
+    c = _call(d, batch, kv_heads, group, queries, length, window, prologue, early, masked, others, dtype)
+    rows = [kv.empty(kind, (batch, kv_heads, length), d, torch.device("meta")) for kind in (f.key, f.value)]
+    c = c._replace(keys=rows[0].codes, values=rows[1].codes)
+    t = tile or quantized_launch.tile_of(c, SMS, cc)
+    types = dict.fromkeys(("K", "V", "K_BLOCKS", "V_BLOCKS"), "*u8") | dict.fromkeys(("K_SCALE", "V_SCALE"), "*fp16") | dict(MEAN="*fp32")
+    types |= dict.fromkeys(("EXACT_K", "EXACT_V"), f"*{dtype}")
+    absent = [f"{side}_BLOCKS" for side, row in zip("KV", rows, strict=True) if row.blocks is None] + ([] if f.exact else ["EXACT_K", "EXACT_V"])
+    return _compiled(cached_attention_quantized, c, t, quantized_launch.constants(t, c, cc), absent, types, cc, dtype), t

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import params
+from fp4_inductor.kernels.moe.grouped_wide import Tile
 from fp4_inductor.ops.activation import Activation
 
 FOLDER = Path(__file__).parent / "emulated"
@@ -40,10 +41,10 @@ def tiles_of(source: str, macro: str = "TILE") -> list[tuple[int, ...]]:
     return [tuple(map(int, found.split(","))) for found in re.findall(rf"\b{macro}\(([\d, ]+)\)", (csrc_dir() / source).read_text())]
 
 
-def grouped_tiles() -> list[int]:
-    """The tiles that ``csrc/moe/grouped_wide.cu`` compiles: a number of tokens, and one more where the first product gathers them."""
+def grouped_tiles() -> list[Tile]:
+    """The tiles that ``csrc/moe/grouped_wide.cu`` compiles."""
     rows = re.findall(r"\{(\d+), (true|false), \{", (csrc_dir() / "moe/grouped_wide.cu").read_text())
-    return [int(tokens) + gathers for tokens, only in rows for gathers in ((1,) if only == "true" else (0, 1))]
+    return [Tile(int(tokens), gathers) for tokens, only in rows for gathers in ((True,) if only == "true" else (False, True))]
 
 
 class EmulatorError(Exception):

@@ -18,7 +18,7 @@ from fp4_inductor.errors import DeviceError, KernelError, RowsError
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build, csrc, params
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.forms import Epilogue, Norm
+from fp4_inductor.kernels.forms import Epilogue, Norm, Options
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops import dequantize_fp8, linear, linear_w4a4, moe, moe_call, quantize_rows_fp8, quantize_rows_nvfp4
@@ -208,18 +208,18 @@ def test_one_row_with_a_norm(ops, monkeypatch):
         ("linear_gemv_pointwise", Epilogue(residual=(r := torch.randn(1, 70).bfloat16())), exact(h, *w) + r.double()),
     ):
         for early in (False, True):
-            more = csrc.extra_arguments(name, (), then, early, Norm(own, 1e-5, 1.0))
+            more = csrc.extra_arguments(name, Options((), then, early, Norm(own, 1e-5, 1.0)))
             y = getattr(ops, name)(x, *w, None, ARCH, *more)
             assert error(y, want) <= 2 * linear.CONTRACT.tolerance[torch.bfloat16]
             assert torch.equal(csrc._through_ctypes(name, (x,), w[:2], w[2], None, ARCH, more[:4], more[4:]), y)
     strided = torch.stack((own, own), 1)[:, 0]  # copied, and not read early
-    assert torch.equal(ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", (), None, True, Norm(strided, 1e-5, 1.0))), ops.linear_gemv(
-        x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", norm=Norm(own, 1e-5, 1.0))
-    ))  # fmt: skip
+    copied, dense = (Options(early=True, norm=Norm(strided, 1e-5, 1.0)), Options(norm=Norm(own, 1e-5, 1.0)))
+    first, second = (ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", options)) for options in (copied, dense))
+    assert torch.equal(first, second)
     for bad in (own.float(), own[:64], own[None]):
         with pytest.raises(RuntimeError, match=r"the norm's weight is \[K\] in the activations' dtype"):
-            ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", norm=Norm(bad, 1e-5)))
-    more = csrc.extra_arguments("linear_gemv", (0, 0, 0, 0), None, True, Norm(own, 1e-5))
+            ops.linear_gemv(x, *w, None, ARCH, *csrc.extra_arguments("linear_gemv", Options(norm=Norm(bad, 1e-5))))
+    more = csrc.extra_arguments("linear_gemv", Options((0, 0, 0, 0), early=True, norm=Norm(own, 1e-5)))
     torch.library.opcheck(
         ops.linear_gemv, (x, *w, None, ARCH, *more), test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     )
@@ -423,7 +423,7 @@ def test_a_moe_layer(ops, monkeypatch):
             assert torch.equal(decode_table.launch(given, ARCH), few)
             assert torch.equal(grouped_wide.launch(given, ARCH), y)
             assert torch.equal(grouped_wide.launch(given, ARCH, fp8=True), rounded)
-    form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8)
+    form = (*parts[0], *parts[1], None, None, None, 1.0, 0.0, 0, 0, 8, 0)
     torch.library.opcheck(ops.moe_grouped_wide, (x, ids, weights, *form, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     for words, bad in {
         "activations are bfloat16": (x.half(), ids, weights, *form),
@@ -431,13 +431,13 @@ def test_a_moe_layer(ops, monkeypatch):
         "a part of the weights does not fit": (x[:, :64], ids, weights, *form),
         "ids are int32 or int64": (x, ids.to(torch.int16), weights, *form),
         "cudaError 1 for T=0": (x[:0], ids[:0], weights[:0], *form),
-        "cudaError 9 for T=9": (x, ids, weights, *form[:-1], 24),
+        "cudaError 9 for T=9": (x, ids, weights, *form[:-2], 24, 0),
     }.items():
         with pytest.raises(RuntimeError, match=words):
             ops.moe_grouped_wide(*bad, ARCH)
     with pytest.raises(KernelError, match="was not launched"):
-        grouped_wide.launch(moe_call.MoeCall(x, ids, weights, *map(moe_call.ExpertWeight.of_parts, parts)), ARCH, 24)
-    form = (*form[:9], None, None, *form[9:-1])
+        grouped_wide.launch(moe_call.MoeCall(x, ids, weights, *map(moe_call.ExpertWeight.of_parts, parts)), ARCH, grouped_wide.Tile(24))
+    form = (*form[:9], None, None, *form[9:-2])
     torch.library.opcheck(ops.moe_decode_table, (x, ids, weights, *form, ARCH), test_utils=("test_autograd_registration", "test_faketensor"))
     with pytest.raises(RuntimeError, match="cudaError 1 for T=0"):
         ops.moe_decode_table(x[:0], ids[:0], weights[:0], *form, ARCH)

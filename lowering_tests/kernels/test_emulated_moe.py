@@ -7,6 +7,7 @@ import torch
 
 from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels.moe import grouped_wide
+from fp4_inductor.kernels.moe.grouped_wide import Tile
 from fp4_inductor.kernels.params import MoeParams
 from fp4_inductor.ops import moe as contract
 from fp4_inductor.ops.activation import Activation
@@ -17,6 +18,7 @@ from lowering_tests.kernels.sparse24 import SEVERAL
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCE = "moe/grouped_wide.cu"
 TILES = emulator.grouped_tiles()
+EIGHT = Tile(8)
 SILU, GPT_OSS = Activation(), Activation("swiglu_oai", 1.702, 7.0, True)
 BF16 = torch.bfloat16
 
@@ -38,7 +40,7 @@ def two_scales(parts):
     return (*parts[:2], parts[2][:, None] * torch.tensor([0.4, 4.0]), *parts[3:])
 
 
-def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=8, seed=0, space=None) -> torch.Tensor:
+def run(kernel: Emulated, x, ids, w, parts, act=SILU, expert_map=None, tile=EIGHT, seed=0, space=None) -> torch.Tensor:
     out = torch.full((x.shape[0], parts[3].shape[1]), float("nan"), dtype=x.dtype)
     return kernel.run(MoeParams, moe_fields(x, ids, w, parts, act, expert_map, tile), out, seed=seed, scratch=space)
 
@@ -64,7 +66,7 @@ def awkward(t, k, ids_dtype):
         yield ids, torch.where(contract.local_ids(ids, table, 5) < 0, w, 0.5), table
 
 
-def check(x, ids, w, parts, act=SILU, expert_map=None, tile=8) -> None:
+def check(x, ids, w, parts, act=SILU, expert_map=None, tile=EIGHT) -> None:
     y = run(emulated(SOURCE), x, ids, w, parts, act, expert_map, tile)
     assert error(y, x, ids, w, parts, act, expert_map) <= 4e-3, (x.shape, tile)
 
@@ -72,22 +74,22 @@ def check(x, ids, w, parts, act=SILU, expert_map=None, tile=8) -> None:
 @pytest.mark.parametrize("tile", TILES)
 def test_a_layer(tile):
     """Whole and part tiles, several of one expert and none; tails of outputs in either product; K of a multiple of 256 and, in the second, of 64."""
-    for t, e, h, inner, width in ((tile + 3, 3, 256, 256, 256), (5, 2, 256, 320, 136)):
+    for t, e, h, inner, width in ((tile.tokens + 3, 3, 256, 256, 256), (5, 2, 256, 320, 136)):
         check(torch.randn(t, h).to(BF16), *routed(t, 2, e), layer(e, h, inner, width=width), tile=tile)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_a_layer_of_gpt_oss(tile):
     """Biases, clamp, interleaved rows, K of no multiple of 256 in both products."""
-    t = tile // 2 + 3
+    t = tile.tokens // 2 + 3
     check(torch.randn(t, 320).to(BF16) * 3, *routed(t, 2, 3), layer(3, 320, 192, biased=True), GPT_OSS, tile=tile)
 
 
-@pytest.mark.parametrize("tile", [8, 9, 32])
+@pytest.mark.parametrize("tile", [Tile(8), Tile(8, True), Tile(32)])
 def test_gate_and_up_with_a_global_scale_each(tile):
     """By another library of the same source: each form of the first product, halves and interleaved rows; two equal scales are one, bit for bit."""
     several = emulated(SOURCE, 90, SEVERAL)
-    for t, h, inner, biased, act in ((tile + 3, 256, 256, False, SILU), (5, 320, 192, True, GPT_OSS)):
+    for t, h, inner, biased, act in ((tile.tokens + 3, 256, 256, False, SILU), (5, 320, 192, True, GPT_OSS)):
         x, (ids, w), parts = torch.randn(t, h).to(BF16), routed(t, 2, 3), layer(3, h, inner, biased=biased)
         apart = two_scales(parts)
         assert error(run(several, x, ids, w, apart, act, tile=tile), x, ids, w, apart, act) <= 4e-3
@@ -105,7 +107,7 @@ def test_other_activations(act):
 def test_ids_that_are_no_expert_and_maps(ids_dtype):
     parts, x = layer(5, 64, 64), torch.randn(40, 64).to(BF16)
     for ids, w, table in awkward(40, 3, ids_dtype):
-        check(x, ids, w, parts, expert_map=table, tile=16 if table is None else 8)
+        check(x, ids, w, parts, expert_map=table, tile=Tile(16) if table is None else Tile(8))
     none = run(emulated(SOURCE), x, torch.full_like(ids, -1), w, parts)
     assert none.shape == x.shape and not none.any()
 
@@ -114,17 +116,17 @@ def test_many_experts_one_expert_and_skew():
     for e, t, k in ((200, 9, 4), (1, 20, 2), (1024, 3, 2)):
         check(torch.randn(t, 64).to(BF16), torch.randint(0, e, (t, k)), torch.rand(t, k), layer(e, 64, 64))
     ids = torch.randint(-1, 40, (400, 3))  # more pairs than one block routes
-    check(torch.randn(400, 64).to(BF16), ids, torch.rand(400, 3).where(ids >= 0, float("nan")), layer(40, 64, 64), tile=33)
+    check(torch.randn(400, 64).to(BF16), ids, torch.rand(400, 3).where(ids >= 0, float("nan")), layer(40, 64, 64), tile=Tile(32, True))
     check(torch.randn(5, 64).to(BF16), torch.randint(0, 40, (5, 19)), torch.rand(5, 19), layer(40, 64, 64))  # more choices than a thread adds at a time
     ids = torch.zeros(600, 2, dtype=torch.int32)  # more pairs than the routing block has threads, nearly all of one expert
     ids[::50, 1] = torch.arange(12) % 7
-    check(torch.randn(600, 64).to(BF16), ids, torch.rand(600, 2), layer(7, 64, 64), tile=128)
+    check(torch.randn(600, 64).to(BF16), ids, torch.rand(600, 2), layer(7, 64, 64), tile=Tile(128))
 
 
 def test_the_bits_do_not_depend_on_the_order_of_threads_nor_tokens_on_each_other():
     parts, x, (ids, w) = layer(3, 256, 320), torch.randn(24, 256).to(BF16), routed(24, 2, 3)
     y = run(emulated(SOURCE), x, ids, w, parts)
-    for tile in (8, 9):
+    for tile in (Tile(8), Tile(8, True)):
         assert torch.equal(run(emulated(SOURCE), x, ids, w, parts, tile=tile, seed=7), y)
     x[3, 5] = float("nan")
     z = run(emulated(SOURCE), x, ids, w, parts, Activation("silu", limit=1e30))
@@ -134,48 +136,49 @@ def test_the_bits_do_not_depend_on_the_order_of_threads_nor_tokens_on_each_other
 
 
 def test_arguments_that_no_kernel_takes():
-    test_a_broken_kernel_is_caught("TEAMS_SHARE_RINGS", "race", 8)  # what it says must not be said of the next call
+    test_a_broken_kernel_is_caught("TEAMS_SHARE_RINGS", "race", Tile(8))  # what it says must not be said of the next call
     parts, x, (ids, w) = layer(2, 64, 64), torch.randn(3, 64).to(BF16), routed(3, 2, 2)
-    for changed in (dict(tile=24), dict(space=4096), dict(x=torch.randn(3, 96).to(BF16))):
+    for changed in (dict(tile=Tile(24)), dict(space=4096), dict(x=torch.randn(3, 96).to(BF16))):
         with pytest.raises(EmulatorError, match="status"):
             run(emulated(SOURCE), **{**dict(x=x, ids=ids, w=w, parts=parts), **changed})
 
 
 def test_the_tile_follows_pairs_an_expert():
     few, many = ([grouped_wide.tile(pairs, 128, 2048, inner) for pairs in (1, 768, 769, 1024, 3072, 4096, 8192, 16384, 10**6)] for inner in (768, 2880))
-    assert few == [9, 9, 17, 17, 33, 49, 81, 129, 129] and many == [8, 8, 16, 16, 32, 48, 96, 128, 128]
+    assert few == [Tile(tokens, True) for tokens in (8, 8, 16, 16, 32, 48, 80, 128, 128)]
+    assert many == [Tile(tokens) for tokens in (8, 8, 16, 16, 32, 48, 96, 128, 128)]
     assert {grouped_wide.tile(pairs, 1, k, 768) for k in (2048, 2880) for pairs in range(1, 200)} == set(TILES)
 
 
 # --- the test of the test: one line is broken (FP4_FAULT in the sources), and the emulator must say so ----------------
 TOO_EARLY = "before its asynchronous copy was waited for|nobody wrote"
 CAUGHT = [  # a fault, what the emulator says, and the tile
-    ("SKIP_WEIGHTS_WAIT", TOO_EARLY, 8),
-    ("SKIP_WGMMA_WAIT", "race|before its asynchronous copy was waited for", 32),
-    ("SCALES_OF_ANOTHER_ROW", None, 8),
-    ("SKIP_SCALES_SWIZZLE", None, 8),
-    ("SCALES_BEGIN_ALIGNED", None, 8),
-    ("ONE_WARP_KEEPS_TOKENS", "deadlock", 32),
-    ("ONE_WARP_KEEPS_TOKENS", "deadlock", 8),
-    ("STAGING_OVERWRITTEN", "race", 32),
-    ("TEAMS_SHARE_RINGS", "race", 8),
-    ("LEAVE_OUT_ITEMS", None, 8),
-    ("ONE_TILE_AN_EXPERT", None, 8),
-    ("ONE_TEAM_FILLS_TABLE", "race|nobody wrote", 8),
-    ("X_IN_DECODE_ORDER", None, 8),
-    ("X_IN_DECODE_ORDER", None, 9),
-    ("H_IN_DECODE_ORDER", None, 8),
-    ("STORE_ROWS_PAST_PAIRS", "outside every allocation", 8),
-    ("SKIP_PUBLISHING_ROWS", "was not published", 33),
-    ("PUBLISH_ROWS_EARLY", "was not published", 33),
-    ("ARRIVE_BEFORE_COPIES", "before its asynchronous copy was waited for", 9),
-    ("SKIP_TOKENS_FREE_WAIT", "race|more arrivals", 9),
-    ("SKIP_SWIZZLE", None, 9),
-    ("GATHER_PAIRS", None, 9),
-    ("UPS_ARE_GATES", None, 8),
-    ("PAIRS_BEGIN_ELSEWHERE", "outside every allocation", 8),
-    ("WARPS_BEGIN_ALIKE", None, 8),
-    ("LEAVE_OUT_A_CHOICE", None, 9),
+    ("SKIP_WEIGHTS_WAIT", TOO_EARLY, Tile(8)),
+    ("SKIP_WGMMA_WAIT", "race|before its asynchronous copy was waited for", Tile(32)),
+    ("SCALES_OF_ANOTHER_ROW", None, Tile(8)),
+    ("SKIP_SCALES_SWIZZLE", None, Tile(8)),
+    ("SCALES_BEGIN_ALIGNED", None, Tile(8)),
+    ("ONE_WARP_KEEPS_TOKENS", "deadlock", Tile(32)),
+    ("ONE_WARP_KEEPS_TOKENS", "deadlock", Tile(8)),
+    ("STAGING_OVERWRITTEN", "race", Tile(32)),
+    ("TEAMS_SHARE_RINGS", "race", Tile(8)),
+    ("LEAVE_OUT_ITEMS", None, Tile(8)),
+    ("ONE_TILE_AN_EXPERT", None, Tile(8)),
+    ("ONE_TEAM_FILLS_TABLE", "race|nobody wrote", Tile(8)),
+    ("X_IN_DECODE_ORDER", None, Tile(8)),
+    ("X_IN_DECODE_ORDER", None, Tile(8, True)),
+    ("H_IN_DECODE_ORDER", None, Tile(8)),
+    ("STORE_ROWS_PAST_PAIRS", "outside every allocation", Tile(8)),
+    ("SKIP_PUBLISHING_ROWS", "was not published", Tile(32, True)),
+    ("PUBLISH_ROWS_EARLY", "was not published", Tile(32, True)),
+    ("ARRIVE_BEFORE_COPIES", "before its asynchronous copy was waited for", Tile(8, True)),
+    ("SKIP_TOKENS_FREE_WAIT", "race|more arrivals", Tile(8, True)),
+    ("SKIP_SWIZZLE", None, Tile(8, True)),
+    ("GATHER_PAIRS", None, Tile(8, True)),
+    ("UPS_ARE_GATES", None, Tile(8)),
+    ("PAIRS_BEGIN_ELSEWHERE", "outside every allocation", Tile(8)),
+    ("WARPS_BEGIN_ALIKE", None, Tile(8)),
+    ("LEAVE_OUT_A_CHOICE", None, Tile(8, True)),
 ]
 # The same with more pairs than one block routes.
 CAUGHT_ROUTING = [("BLOCKS_BEGIN_ALIKE", None), ("SKIP_CLUSTER_BARRIER_BEFORE_SUMS", "race|nobody wrote|had not begun")]

@@ -150,7 +150,6 @@ def test_an_fp8_product_rounds_its_activations_and_may_begin_early():
     library = registry.named("linear")["cuda_wide_fp8"].library
     with mock.patch.object(run.csrc, "call") as call, mock.patch.object(host, "arch", return_value=90):
         run.by_library(library, torch.randn(3, 256).bfloat16(), (*nvfp4.quantize(torch.randn(16, 256)),), None, (8,))
-    (name, (x8, x_scale), _, _, _, arch, tile, then), keywords = call.call_args
-    assert (name, x8.dtype, tuple(x_scale.shape), arch, tile, then.starts, keywords) == (
-        "linear_wide_fp8", torch.float8_e4m3fn, (3, 1), 90, (), (8,), {"early": True},
-    )  # fmt: skip
+    (name, (x8, x_scale), _, _, _, arch, options), _ = call.call_args
+    assert (name, x8.dtype, tuple(x_scale.shape), arch) == ("linear_wide_fp8", torch.float8_e4m3fn, (3, 1), 90)
+    assert options == forms.Options(then=forms.Epilogue((8,)), early=True)

@@ -99,7 +99,7 @@ def test_scratch_memory(source, size, tile, blocks):
         ("moe/decode_table.cu", (), 8 * 8 * 3 * 512),  # eight tokens at a time, of up to 24 experts
         # x and h as tiles of 8, of which there are 33 / 8 and one an expert; results of 33 pairs; tiles, order, place and total of the routing
         ("moe/grouped_wide.cu", (8,), 2 * 9 * 8 * 512 + 33 * 264 * 2 + 9 * 16 + 2 * 144 + 16),
-        ("moe/grouped_wide.cu", (9,), (11 + 9 * 8) * 512 + 33 * 264 * 2 + 9 * 16 + 2 * 144 + 16),  # x once a token
+        ("moe/grouped_wide.cu", (8, 1), (11 + 9 * 8) * 512 + 33 * 264 * 2 + 9 * 16 + 2 * 144 + 16),  # x once a token
         # rows of either product and their scales, h, tiles, order, place and total of the routing, results
         ("moe/grouped_wide_fp8.cu", (64,), 33 * 256 + 144 + 33 * 256 * 2 + 5 * 16 + 2 * 144 + 16 + 33 * 264 * 2),
     ],

@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 
+import fp4_inductor
 from fp4_inductor.lowerings import cached_attention as lowering
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.passes import matches, reset_matches
@@ -90,3 +91,30 @@ def test_old_tokens_are_requested_early_where_that_is_proven(monkeypatch):
     assert early.search(body()[0])[1] == "True" and asked == [(3, 3)]
     monkeypatch.setattr(lowering, "why_not_early", lambda new, cache: "not known")
     assert early.search(body()[0])[1] == "False"
+
+
+class Quantized(Attention):
+    """Over a cache whose keys are int8 and whose values are NVFP4. The stand-in for a GPU traces no call that writes its inputs: all is made here."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = torch.empty(1, KV, S, dtype=torch.float16, device="cuda")
+        self.blocks = torch.empty(1, KV, S, D // 16, device="cuda")
+        self.mean = torch.empty(1, KV, D, device="cuda")
+
+    def forward(self, x, keys, values, arrivals):
+        q, k, v = (part.view(1, 1, -1, D).transpose(1, 2) for part in x.split([H * D, KV * D, KV * D], 2))
+        q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
+        stored = dict(key_scale=self.scales * 2, value_scale=self.scales * 3, value_blocks=(self.blocks * 2).to(torch.float8_e4m3fn), key_mean=self.mean * 2)
+        return torch.ops.fp4.cached_attention(q, k, v, keys + 1, values + 1, self.position, arrivals=arrivals * 2, **stored).flatten(2)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_norms_move_into_the_one_launch_over_a_cache_in_8_or_4_bits(on):
+    reset_matches()
+    shapes = [((1, 1, ENDS[2]), BF16), ((1, KV, S, D), torch.int8), ((1, KV, S, D // 2), torch.uint8), ((KV,), torch.int32)]
+    with fp4_inductor.dispatch(candidates=("triton_quantized_attention",) if on else ()), listen() as entries:
+        code = call_body(generated_code(Quantized, shapes, csrc="")[0])
+    told = next(e for e in entries if e.op == "fp4.cached_attention")
+    assert told.decision.row.kernel == ("triton_quantized_attention" if on else "append + attention")
+    assert matches().get("rope_attention", 0) == on and ("mean" in code) != on

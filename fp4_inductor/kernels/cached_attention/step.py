@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...ops.cached_call import CachedCall
+from ...ops.cached_call import CachedCall, Prologue
 from ...ops.decode_attention import scale_of
 from .. import host
 from ..decode_attention.split import attention, power
@@ -54,41 +55,66 @@ def constants(t: StepConfig, c: CachedCall, arch: int) -> dict[str, object]:
     )  # fmt: skip
 
 
-def step(c: CachedCall, tile: StepConfig | None = None) -> Tensor:
-    """``[B, Q, H, D]``; see :mod:`.triton_step`. ``select.cached_form(c)`` is empty, and nothing of ``c`` is."""
-    from .triton_step import cached_attention_step
+class Arguments(NamedTuple):
+    """What both kernels of one launch take: the new tokens with a stride of 1 along a head, memory for the parts, masks and angles."""
 
-    (batch, heads, queries, d), kv_heads, device = c.query.shape, c.key.shape[1], c.query.device
-    arch = host.arch(device)
-    t = tile or config(batch, kv_heads, c.window or c.slots, d, host.processors(device), arch)
-    constexprs = constants(t, c, arch)
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    mask: Tensor | None
+    mask_length: int
+    mask_strides: tuple[int, int]
+    norms: tuple[Tensor | None, Tensor | None]
+    angles: tuple[Tensor | None, Tensor | None]
+    angle_strides: tuple[int, int]
+    numbers: tuple[float, float, float, float]
+
+    @property
+    def new_strides(self) -> tuple[int, ...]:
+        """Of query, key and value, without the last."""
+        return (*self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3])
+
+
+def arguments(t: StepConfig, c: CachedCall) -> Arguments:
+    """Of a call with the tile ``t``. Makes the result; ``parts``: maximum, sum and output of each part, and the counters; of one part None."""
+    batch, heads, queries, d = c.query.shape
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (c.query, c.key, c.value))
-    out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=device)
-    peak = total = partial = arrivals = None
+    out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=query.device)
+    parts: tuple[Tensor | None, ...] = (None,) * 4
     if t.splits > 1:
         rows = out.numel() // d * t.splits
-        scratch = torch.empty(rows * (d + 2), dtype=torch.float32, device=device)
-        partial, peak, total = scratch.split([rows * d, rows, rows])
-        arrivals = c.arrivals
+        partial, peak, total = torch.empty(rows * (d + 2), dtype=torch.float32, device=query.device).split([rows * d, rows, rows])
+        parts = peak, total, partial, c.arrivals
     mask, mask_strides, length = None, (0, 1), 0
     if c.mask is not None:
         mask, length = c.mask.view(torch.uint8), c.mask.shape[3]
         mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
-    q_norm = k_norm = cos = sin = None
-    eps = offset = 0.0
-    turns = (0, 0)
-    if c.prologue is not None:
-        q_norm, k_norm, eps, offset, cos, sin, _ = c.prologue
-        if cos is not None and sin is not None:
-            cos, sin = cos.contiguous(), sin.contiguous()  # as models make them
-            turns = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    p = c.prologue or Prologue()
+    cos, sin, turns = None, None, (0, 0)
+    if p.cos is not None and p.sin is not None:
+        cos, sin = p.cos.contiguous(), p.sin.contiguous()  # as models make them
+        turns = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    numbers = (scale_of(query, c.scale) * math.log2(math.e), (c.softcap or 0.0) * math.log2(math.e), p.eps, p.norm_offset)
+    return Arguments(query, key, value, out, parts, mask, length, mask_strides, (p.q_norm, p.k_norm), (cos, sin), turns, numbers)  # type: ignore[arg-type]
+
+
+def step(c: CachedCall, tile: StepConfig | None = None) -> Tensor:
+    """``[B, Q, H, D]``; see :mod:`.triton_step`. ``select.cached_form(c)`` is empty, and nothing of ``c`` is."""
+    from .triton_step import cached_attention_step
+
+    (batch, heads, queries, d), kv_heads = c.query.shape, c.key.shape[1]
+    arch = host.arch(c.query.device)
+    t = tile or config(batch, kv_heads, c.window or c.slots, d, host.processors(c.query.device), arch)
+    constexprs = constants(t, c, arch)
+    a = arguments(t, c)
     cached_attention_step[(batch * kv_heads * t.splits,)](
-        query, key, value, c.keys, c.values, c.position, mask, c.sinks, q_norm, k_norm, cos, sin, out, peak, total, partial, arrivals, c.slots, length,
-        heads, queries, t.splits, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *c.keys.stride()[:3], *c.values.stride()[:3], *mask_strides,
-        *turns, scale_of(query, c.scale) * math.log2(math.e), (c.softcap or 0.0) * math.log2(math.e), eps, offset, **constexprs, num_warps=t.num_warps,
-        num_stages=t.num_stages, **host.launched_early(bool(constexprs["PDL"])),
+        a.query, a.key, a.value, c.keys, c.values, c.position, a.mask, c.sinks, *a.norms, *a.angles, a.out, *a.parts, c.slots, a.mask_length, heads, queries,
+        t.splits, *a.new_strides, *c.keys.stride()[:3], *c.values.stride()[:3], *a.mask_strides, *a.angle_strides, *a.numbers, **constexprs,
+        num_warps=t.num_warps, num_stages=t.num_stages, **host.launched_early(bool(constexprs["PDL"])),
     )  # fmt: skip
-    return out
+    return a.out
 
 
 _WHY = "one launch: norm and rotation of query and key, append, attention by KV head over what the counter says, combination by the last program"

@@ -54,6 +54,7 @@ def decode_attention(call, can):
 
 
 def cached_attention(call, can):
-    if can("triton_cached_attention"):
-        yield FEW_QUERIES, "triton_cached_attention"  # a decode step: one launch in the place of five and more
+    for name in ("triton_cached_attention", "triton_quantized_attention"):  # over a cache in the dtype of the query, and over one in 8 or 4 bits
+        if can(name):
+            yield FEW_QUERIES, name  # a decode step: one launch in the place of five and more
     yield from first(can, "append + attention")

@@ -1,7 +1,10 @@
-"""fp4.linear and fp4.sparse_linear on a CPU: decode a block of rows that fits the cache, multiply, go on; few rows multiply packed weights.
+"""fp4.linear and fp4.sparse_linear on a CPU.
 
-The C kernels (:mod:`.cpu_native`) decode 16 weights in three instructions. Where there is no C compiler, ATen does the
-same with one table gather per byte: right, and five to ten times slower; ``explain()`` says which one runs.
+Up to 8 activation rows are multiplied by the packed weight directly. For more rows a block of the weight that fits the cache is decoded and multiplied, then
+the next block.
+
+The C kernels (:mod:`.cpu_native`) decode 16 weights in three instructions. If there is no C compiler, ATen looks up each byte in a table, which is five to ten
+times slower. ``explain()`` says which one runs.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ...ops import quantize_rows_nvfp4
 from ...ops import sparse_dequantize as sparse_dequantize_contract
 from ...ops import sparse_linear as sparse_contract
 from ...ops.members import members
-from .. import host, registry
+from .. import host, registry, select
 from . import cpu_native
 
 _BLOCK_WEIGHTS = 1 << 20  # 2 MB of bfloat16: stays in the L2 / L3 between decode and GEMM
@@ -36,7 +39,7 @@ def linear(
     contract.check(x, qdata, scale, global_scale, bias, prefill, rows)
     n, k = qdata.shape[0], x.shape[-1]
     m = x.shape[:-1].numel()
-    # Only this option and kernels from outside let M decide what is computed on a CPU, so only they ask for the choice.
+    # On a CPU the kernel depends on M only with this option and with kernels from outside, so only they ask which one it is.
     if registry.foreign("linear") and (y := _from_outside("linear", x, (qdata, scale, global_scale), bias, prefill, rows)) is not None:
         return y
     if prefill == "nvfp4" and m and n and k and host.row_for("linear", x, m, n, k, prefill).kernel != "cpu":
@@ -49,7 +52,7 @@ def _from_outside(op: str, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor |
     n, k, m, g = weight[0].shape[0], x.shape[-1], x.shape[:-1].numel(), weight[-1]
     if not (m and n and k):
         return None
-    launch = host.row_for(op, x, m, n, k, prefill, scales=len(rows or (0,))).implementation.launch
+    launch = host.row_for(op, x, m, n, k, prefill, counts=select.Counts(scales=len(rows or (0,)))).implementation.launch
     if launch is None:
         return None
     y = launch(x.reshape(-1, x.shape[-1]).contiguous(), *(t.contiguous() for t in weight[:-1]), g.reshape(()) if rows else g, bias)
@@ -149,7 +152,7 @@ def _blocked(rows: Tensor, packed: tuple[Tensor, ...], scale: Tensor, g: float, 
 
 
 class _Scratch(threading.local):
-    """Memory of this thread for one block of weights, kept: page faults in a fresh buffer take longer than decoding into it."""
+    """Memory for one decoded block, for each thread. It is kept, because the page faults of a fresh buffer take longer than decoding into it."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
@@ -184,7 +187,7 @@ class _NativeDecoder:
 
 
 class _AtenDecoder:
-    """One gather per byte gives two float32; a bfloat16 multiply with a broadcast scale is 20x slower in ATen."""
+    """A table lookup for each byte gives two float32. In bfloat16 ATen's multiplication by a broadcast scale would be 20 times slower."""
 
     def __init__(self, step: int, k: int, dtype: torch.dtype):
         self.dtype = dtype

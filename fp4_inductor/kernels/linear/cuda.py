@@ -11,7 +11,7 @@ from ...formats.packing import MAX_SCALES
 from ...ops import linear as contract
 from ...ops import linear_epilogue as epilogue
 from .. import csrc, host, run
-from ..forms import Epilogue
+from ..forms import Epilogue, Options
 
 
 def linear(
@@ -22,18 +22,16 @@ def linear(
     return run.product("linear", x, (qdata, scale, global_scale), bias, prefill, rows)
 
 
-def linear_epilogue(
-    x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, act: str = "", mul: Tensor | None = None,
-    residual: Tensor | None = None, prefill: str = "auto", members: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+def linear_epilogue(c: epilogue.EpilogueCall) -> Tensor:
     """``act(x @ W.T + bias) * mul + residual`` for ``x [..., K]``: one kernel if one serves this M, else fp4.linear and pointwise operations."""
-    epilogue.check(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, members)
-    n, k = qdata.shape[0], qdata.shape[1] * 2
-    lead = x.shape[:-1]
+    epilogue.check(c)
+    n, k = c.qdata.shape[0], c.qdata.shape[1] * 2
+    lead = c.x.shape[:-1]
     m = math.prod(lead)
-    row = host.row_for("linear_epilogue", x, m, n, k, prefill) if m and n and k else None
-    if row is None or not row.csrc or len(members or ()) > MAX_SCALES:
-        return epilogue.in_steps(x, qdata, scale, global_scale, bias, act, mul, residual, prefill, members)
-    mul, residual = (None if t is None else t.reshape(m, n) for t in (mul, residual))
-    then = Epilogue(starts=tuple(members or ())[1:], act=act, mul=mul, residual=residual)
-    return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale.contiguous(), bias, host.arch(x.device), then=then).view(*lead, n)
+    row = host.row_for("linear_epilogue", c.x, m, n, k, c.prefill) if m and n and k else None
+    if row is None or not row.csrc or len(c.rows or ()) > MAX_SCALES:
+        return epilogue.in_steps(c)
+    mul, residual = (None if t is None else t.reshape(m, n) for t in (c.mul, c.residual))
+    then = Epilogue(starts=tuple(c.rows or ())[1:], act=c.act, mul=mul, residual=residual)
+    y = csrc.call(row.csrc, c.x.reshape(m, k), (c.qdata, c.scale), c.global_scale.contiguous(), c.bias, host.arch(c.x.device), Options(then=then))
+    return y.view(*lead, n)

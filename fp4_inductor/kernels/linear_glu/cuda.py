@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops import linear_glu as contract
 from .. import csrc, host, run
-from ..forms import Epilogue, Problem, Triton
+from ..forms import Epilogue, Options, Problem, Triton
 from . import gemv
 
 
@@ -22,7 +22,8 @@ def linear_glu(x: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, bi
     row = host.row_for("linear_glu", x, m, n, k, prefill) if m and n and k else None
     if row is not None and row.csrc:
         then = Epilogue(starts=(n // 2,) if global_scale.dim() else (), act=act)
-        return csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, host.arch(x.device), then=then).view(*lead, n // 2)
+        y = csrc.call(row.csrc, x.reshape(m, k), (qdata, scale), global_scale, bias, host.arch(x.device), Options(then=then))
+        return y.view(*lead, n // 2)
     if row is not None and isinstance(row.implementation.form, Triton):
         with torch.cuda.device(x.device):
             bias = None if bias is None else host.aligned(bias)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...ops import linear_w4a4 as contract
 from ...ops.linear import without_products
 from .. import csrc, host, run
-from ..forms import Library, Problem
+from ..forms import Library, Options, Problem
 
 
 def linear_w4a4(
@@ -19,7 +19,7 @@ def linear_w4a4(
     (m, k), n = (x_qdata.shape[0], x_qdata.shape[1] * 2), qdata.shape[0]
     if m == 0 or n == 0 or k == 0:
         return without_products(row_scale.new_empty((m, k), dtype=dtype), n, bias)
-    form = host.row_for("linear_w4a4", x_qdata, m, n, k, dtype=dtype).implementation.form
+    form = host.row_for_codes("linear_w4a4", x_qdata, dtype, m, n, k).implementation.form
     problem = Problem(m, n, k, host.arch(x_qdata.device), dtype)
     with torch.cuda.device(x_qdata.device):
         codes = (host.aligned(x_qdata), host.aligned(x_scale), row_scale.contiguous())
@@ -30,5 +30,5 @@ def linear_w4a4(
 def by_form(form: object, codes: tuple[Tensor, ...], weight: tuple[Tensor, ...], p: Problem, bias: Tensor | None) -> Tensor:
     """``[M, N]`` in ``p.dtype``; tensors are contiguous and aligned."""
     if isinstance(form, Library):  # codes carry no dtype: ``half`` says it
-        return csrc.call(form.name, codes, weight[:-1], weight[-1], bias, p.arch, (int(p.dtype == torch.float16),))
+        return csrc.call(form.name, codes, weight[:-1], weight[-1], bias, p.arch, Options((int(p.dtype == torch.float16),)))
     return run.multiplied(form, codes, weight, p, bias)

@@ -26,8 +26,8 @@ def moe(call: MoeCall) -> Tensor:
     biases = (b.dtype for b in (gate_up.bias, down.bias) if b is not None)
     op = select.moe_op(gate_up.meta, down.meta)
     form = select.moe_form(call.activation.name, call.gated, inner, experts, call.weight_on_input, biases, op)
-    scales = select.scales_of(gate_up.global_scale.shape)
-    kernel = host.row_for(op, hidden, call.assignments, width, k, call.prefill, experts, form=form, scales=scales).implementation
+    counts = select.Counts(experts, select.scales_of(gate_up.global_scale.shape))
+    kernel = host.row_for(op, hidden, call.assignments, width, k, call.prefill, form, counts).implementation
     launch = kernel.source()
     if kernel.name == BY_EXPERT:
         return launch(call)

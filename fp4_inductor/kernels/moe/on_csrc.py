@@ -30,7 +30,7 @@ def define(name: str, sparse: bool = False, tile: bool = True) -> None:
     """Define ``torch.ops.fp4_csrc.<name>``. ``sparse``: it takes metadata, too. ``tile``: the caller chooses the tile, not the kernel."""
     tensors = f"{_DENSE}, {_METAS}" if sparse else _DENSE
     _OPERATORS[name] = tensors.count("Tensor")
-    chosen = "int tile, " if tile else ""
+    chosen = "int tokens, int gathers, " if tile else ""
     csrc.DEFINITIONS.define(f"{name}({tensors}, float alpha, float limit, int more, int interleaved, {chosen}int arch) -> Tensor")
     csrc.DEFINITIONS.impl(name, functools.partial(_until_bound, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", _fake, lib=csrc.DEFINITIONS)

@@ -1,18 +1,21 @@
-"""A few tokens: two launches, no sorting, no atomics.
+"""An MoE layer for a few tokens: two launches, no sorting, no atomics.
 
-First the gate and up products and the activation: a program owns BLOCK_N outputs of one (token, expert) pair, all of K. Then the down products:
-a program owns BLOCK_N outputs of a token, GROUPS of its experts side by side, summed in a fixed order. A pair whose id is no expert loads nothing
-and adds nothing.
+The first kernel computes the gate and up products and the activation: a program has BLOCK_N outputs of one (token, expert) assignment, and all of K. The second
+computes the down products: a program has BLOCK_N outputs of a token, and sums GROUPS of its experts at a time, in a fixed order. For an assignment whose id is no
+expert nothing is loaded and nothing is added.
 
-A thread holds 32 k of a row at a time (a *lane* below): 16 bytes of dense codes, 8 of kept ones, two scales, and the lane's activations in half
-precision for all of its rows. So nothing between a load and its product goes through shared memory or a barrier, as long as a step has as many
-lanes as the program has threads (``configs.DecodeConfig``) and the compiler deals lanes out first (FIRST: ``configs.lanes_first``). The first kernel converts activations itself. Its result ``h`` lies as the second
-reads it: float16, each scale block normalised by a power of two, in the decode's order, the same eight of all lanes of a step side by side.
+A thread holds 32 k of a row at a time, which are called a *lane*: 16 bytes of dense codes or 8 of kept ones, two scales, and the lane's activations in half
+precision for all of its rows. So no value goes through shared memory or a barrier between its load and its product. That holds as long as a step has as many
+lanes as the program has threads (``configs.DecodeConfig``), and the compiler distributes lanes before rows (FIRST: ``configs.lanes_first``).
 
-PDL (programmatic dependent launch, sm_90 on): either kernel is launched while the one before it runs out. The first waits for that one before
-anything else. The second requests its first weights and only then waits for the first, whose programs had all begun: ids are complete by then.
+The first kernel converts activations itself. It writes ``h`` in the order in which the second kernel reads it: float16, each block of 16 divided by a power of two,
+elements in the order of the decode, and the same eight of all lanes of a step side by side.
 
-The codes of 2:4-sparse experts are the kept ones: a word of 8 is 16 k there, one scale block (:mod:`..sparse_linear.triton_sparse_gemv`).
+PDL (programmatic dependent launch, sm_90 and later): each of the two kernels may start while the kernel before it still runs. The first one waits for that kernel
+before it does anything else. The second one requests its first weights, and then waits for the first one. It may read the ids before its wait, because it starts
+when all programs of the first kernel have begun, and these had waited for the kernel that writes the ids.
+
+The codes of 2:4-sparse experts are the kept ones: a word of 8 of them is 16 k, one block (:mod:`..sparse_linear.triton_sparse_gemv`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from .triton_lanes import add_lanes, lanes_of_h, lanes_of_x, load_lanes, load_x,
 
 @triton.jit
 def local_expert(IDS, MAP, at, MAP_SIZE, E, HAS_MAP: tl.constexpr):
-    """The local expert of pair ``at``, or -1: see ``ops.moe.local_ids``."""
+    """The local expert of assignment ``at``, or -1: see ``ops.moe.local_ids``."""
     e = tl.load(IDS + at).to(tl.int64)
     if HAS_MAP:
         known = (e >= 0) & (e < MAP_SIZE)
@@ -63,8 +66,8 @@ def moe_decode_up(
     ON_INPUT: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr, SPARSE: tl.constexpr, SPARSE_DOWN: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, FIRST: tl.constexpr,
     EVEN: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, TWO: tl.constexpr = False
 ):  # fmt: skip
-    """h = act(x[token] @ gate_up[expert].T + bias) of every pair, as H (float16) times FACTOR (float32, one for 16)."""
-    if PDL:  # what came before is complete for both kernels once this one goes on
+    """h = act(x[token] @ gate_up[expert].T + bias) of every assignment, as H (float16) times FACTOR (float32, one for 16 elements)."""
+    if PDL:  # the wait comes first: when this kernel goes on, what came before is complete for the second kernel, too
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     words = CODES.to(tl.pointer_type(tl.int32), bitcast=True)

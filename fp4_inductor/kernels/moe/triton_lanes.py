@@ -1,4 +1,8 @@
-"""What a thread of :mod:`.triton_decode` does with its 32 k of a row: load, convert, multiply."""
+"""How a thread of :mod:`.triton_decode` loads, converts and multiplies its 32 k of a row, which are called a *lane*.
+
+In shapes L counts the lanes of a step and G the groups, each of which has one activation row. A and B count the rows of the weight: A starts, and B rows near each
+(:func:`load_part`). FIRST: lanes are the first dimension; else they are behind the rows.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from ..triton_words import decode8, dot8, half2_dot, pack_half2
 
 @triton.jit
 def normaliser(most):
-    """Largest magnitudes -> ``(up, down)``: the power of two that brings them to [2**4, 2**5), and its inverse times the decode's 2**6.
+    """Largest magnitudes -> ``(up, down)``: ``up`` is the power of two that brings them to [2**4, 2**5); ``down`` is its inverse times 2**6, which undoes
+    the decode's 2**-6.
 
-    Where masks decode (2**-14 instead of 2**-6) activations are 2**8 times as large, so that the factor is the same.
+    If codes are decoded by masks (2**-14 instead of 2**-6), activations are 2**8 times as large, so that ``down`` is the same.
     """
     exponent = most.to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.maximum(exponent, 0x08000000)  # 2**-111: below it activations count as zero
@@ -55,19 +60,19 @@ def pairs8(x, up, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def by_lane(t, FIRST: tl.constexpr):
-    """``[L]`` beside groups and elements: ``[L, 1, 1]`` or ``[1, L, 1]``."""
+    """``[L]`` with dimensions for groups and elements: ``[L, 1, 1]``, or ``[1, L, 1]`` if not FIRST."""
     return t[:, None, None] if FIRST else t[None, :, None]
 
 
 @triton.jit
 def by_group(t, FIRST: tl.constexpr):
-    """``[G]`` likewise."""
+    """``[G]`` with dimensions for lanes and elements: ``[1, G, 1]``, or ``[G, 1, 1]`` if not FIRST."""
     return t[None, :, None] if FIRST else t[:, None, None]
 
 
 @triton.jit
 def eights_of_x(X, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
-    """``[L, G, 8]``: activations of rows ``[G]``, eight ``C`` of each lane of the step from ``k`` on."""
+    """``[L, G, 8]``: eight activations, number C of the four eights of each lane, of the rows ``row [G]``, in the step that begins at ``k``."""
     at = k + C * 8 + by_lane(tl.arange(0, BLOCK_K // 32), FIRST) * 32 + tl.arange(0, 8)[None, None, :]
     ok = by_group(ok, FIRST)
     return tl.load(X + by_group(row, FIRST) * K + at, mask=ok & (at < K) if MASKED else ok, other=0.0)
@@ -89,7 +94,7 @@ def most8(x):
 
 @triton.jit
 def lanes_of_x(x, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
-    """What :func:`load_x` gave -> four half2 for each eight, ``[L, G]``, and each lane's factor ``[L, G]``."""
+    """From the result of :func:`load_x`: four half2 ``[L, G]`` for each eight, and a factor ``[L, G]`` for each lane."""
     up, down = normaliser(tl.maximum(tl.maximum(most8(x[0]), most8(x[1])), tl.maximum(most8(x[2]), most8(x[3]))))
     a, b = pairs8(x[0], up, SPARSE, CVT, ASM), pairs8(x[1], up, SPARSE, CVT, ASM)
     c, d = pairs8(x[2], up, SPARSE, CVT, ASM), pairs8(x[3], up, SPARSE, CVT, ASM)
@@ -98,7 +103,7 @@ def lanes_of_x(x, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def eights_of_h(H, row, ok, k, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
-    """Four half2 (as int32), each ``[L, G]``: as :func:`pairs8` gives eight ``C`` of each lane of the step from ``k`` on."""
+    """Four half2 (as int32), each ``[L, G]``, as :func:`pairs8` gives them: of eight number C of each lane, in the step that begins at ``k``."""
     L: tl.constexpr = BLOCK_K // 32
     LENGTH: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * BLOCK_K // 2
     lane = by_lane(tl.arange(0, L), FIRST)
@@ -120,7 +125,7 @@ def place_of_h(n, LOG_L, SPARSE: tl.constexpr, CVT: tl.constexpr):
 
 @triton.jit
 def lanes_of_h(H, FACTOR, row, share, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
-    """As :func:`lanes_of_x` from what :func:`moe_decode_up` wrote, a factor for each scale block (16 k) times ``share [G]``."""
+    """As :func:`lanes_of_x`, from the rows that :func:`moe_decode_up` wrote. There is a factor for each block of 16 k, multiplied by ``share [G]``."""
     h = (
         eights_of_h(H, row, ok, k, 0, K, BLOCK_K, MASKED, FIRST), eights_of_h(H, row, ok, k, 1, K, BLOCK_K, MASKED, FIRST),
         eights_of_h(H, row, ok, k, 2, K, BLOCK_K, MASKED, FIRST), eights_of_h(H, row, ok, k, 3, K, BLOCK_K, MASKED, FIRST),
@@ -133,9 +138,11 @@ def lanes_of_h(H, FACTOR, row, share, ok, k, K: tl.constexpr, BLOCK_K: tl.conste
 
 @triton.jit
 def load_part(memory, start, near, ok, k, EACH: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
-    """``[L, A, B, EACH]``: EACH elements for a lane, of rows ``start [A] + near [B]`` (int64, ``ok [A, B]``), from ``k`` on. FIRST False: ``[B, A, L, EACH]``."""
+    """``[L, A, B, EACH]``: EACH elements for each lane of the step that begins at ``k``, of the rows ``start [A] + near [B]`` (int64) for which ``ok [A, B]``.
+    If not FIRST: ``[B, A, L, EACH]``.
+    """
     ROW: tl.constexpr = K * EACH // 32
-    lane = tl.arange(0, BLOCK_K // 32).to(tl.int64)  # 64 bits: what is constant in an address goes into the instruction
+    lane = tl.arange(0, BLOCK_K // 32).to(tl.int64)  # int64, so that the constant part of an address becomes the instruction's offset
     lane = lane[:, None, None, None] if FIRST else lane[None, None, :, None]
     near = near[None, None, :, None] if FIRST else near[:, None, None, None]
     ok = ok[None, :, :, None] if FIRST else tl.trans(ok)[:, :, None, None]
@@ -148,7 +155,7 @@ def load_part(memory, start, near, ok, k, EACH: tl.constexpr, K: tl.constexpr, B
 def load_lanes(
     words, metas, scales, start, near, ok, k, K: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, SPARSE: tl.constexpr, FIRST: tl.constexpr
 ):
-    """Codes, metadata (dense: scales again) and scales; see :func:`load_part`. ``MASKED``: the step may reach beyond K."""
+    """Codes, metadata and scales, each as of :func:`load_part`; for a dense weight the scales stand for the metadata. MASKED: the step may reach beyond K."""
     w = load_part(words, start, near, ok, k, 2 if SPARSE else 4, K, BLOCK_K, MASKED, FIRST)
     s = load_part(scales, start, near, ok, k, 2, K, BLOCK_K, MASKED, FIRST)
     if SPARSE:
@@ -159,7 +166,7 @@ def load_lanes(
 
 @triton.jit
 def scale_pair(s0, s1, CVT: tl.constexpr):
-    """Two E4M3 scales as float32, by one conversion where there is one."""
+    """Two E4M3 scales as float32; CVT: by one instruction that converts both."""
     if CVT:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 v; .reg .b16 l, u; cvt.rn.f16x2.e4m3x2 v, $2; mov.b32 {l, u}, v; cvt.f32.f16 $0, l; cvt.f32.f16 $1, u; }",
@@ -175,13 +182,13 @@ def scale_pair(s0, s1, CVT: tl.constexpr):
 
 @triton.jit
 def spread(x, zero, FIRST: tl.constexpr):
-    """``[L, G]`` for every row ``[L, A, B]``, or ``[G, L]`` for ``[B, A, L]``."""
+    """``[L, G]`` broadcast to the rows ``[L, A, B]`` of ``zero``, or ``[G, L]`` to ``[B, A, L]``."""
     return (x[:, :, None] if FIRST else x[None, :, :]) + zero
 
 
 @triton.jit
 def dot16(w, v, x, y, FIRST: tl.constexpr, ASM: tl.constexpr, CVT: tl.constexpr):
-    """float32 product of the 16 codes of words ``w`` and ``v`` (one scale block) with activations ``x`` and ``y``."""
+    """float32 dot product of a block: the 16 codes of the words ``w`` and ``v`` with the activations ``x`` and ``y``."""
     zero = tl.zeros(w.shape, tl.int32)
     a0, a1, a2, a3 = decode8(w, CVT)
     b0, b1, b2, b3 = decode8(v, CVT)
@@ -206,7 +213,9 @@ def dot16(w, v, x, y, FIRST: tl.constexpr, ASM: tl.constexpr, CVT: tl.constexpr)
 
 @triton.jit
 def kept_dot16(w, m, x, y, FIRST: tl.constexpr, ASM: tl.constexpr, CVT: tl.constexpr):
-    """float32 product of the 8 kept codes of a word, metadata in the low half of ``m``, with the 16 activations ``x`` (groups 0, 1) and ``y`` (2, 3) of its block."""
+    """float32 dot product of a block: the 8 kept codes of the word ``w`` with those of its 16 activations that the metadata in the low half of ``m`` names.
+    ``x``: the activations of groups 0 and 1; ``y``: of groups 2 and 3.
+    """
     zero = tl.zeros(w.shape, tl.int32)
     h0, h1, h2, h3 = decode_kept(w, CVT)
     x0, x1, x2, x3 = gather_kept(
@@ -218,11 +227,13 @@ def kept_dot16(w, m, x, y, FIRST: tl.constexpr, ASM: tl.constexpr, CVT: tl.const
 
 @triton.jit
 def add_lanes(acc, w, m, s, x, factor, FIRST: tl.constexpr, SPARSE: tl.constexpr, CVT: tl.constexpr, ASM: tl.constexpr):
-    """float32 ``[L, A, B]``: ``acc`` plus what :func:`load_lanes` gave times activations and their factors, one for a lane or one for each block."""
+    """``acc`` (float32 ``[L, A, B]``) plus the products of the result of :func:`load_lanes` with the activations ``x`` and their factors. There is one factor
+    for a lane, or one for each block.
+    """
     if SPARSE:
         w0, w1 = tl.split(w)
         m0, m1 = tl.split(m)
-        both = (m0.to(tl.int32) & 0xFFFF) | (m1.to(tl.int32) << 16)  # as they were loaded; only the low half counts
+        both = (m0.to(tl.int32) & 0xFFFF) | (m1.to(tl.int32) << 16)  # both words, as they were loaded; kept_dot16() reads the low half
         p0 = kept_dot16(w0, both, x[0], x[1], FIRST, ASM, CVT)
         p1 = kept_dot16(w1, both >> 16, x[2], x[3], FIRST, ASM, CVT)
     else:

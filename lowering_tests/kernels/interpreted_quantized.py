@@ -1,0 +1,176 @@
+"""Run by test_quantized_attention.py in a process of its own: fp4.cached_attention's one launch over a cache in 8 or 4 bits, in Triton's interpreter.
+
+In float16: the interpreter's bfloat16 ``tl.dot`` is wrong. Prints as ``interpreted.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+from lowering_tests.kernels import interpreted  # switches the interpreter on
+
+import torch  # isort: skip
+
+from fp4_inductor.formats import kv
+from fp4_inductor.kernels import host, select
+from fp4_inductor.kernels.cached_attention import quantized as kernel
+from fp4_inductor.kernels.cached_attention.step import StepConfig
+from fp4_inductor.ops import cached_attention as contract
+from fp4_inductor.ops.cached_call import CachedCall, Stored
+from lowering_tests.kernels.interpreted_step import turning
+
+NAN = float("nan")
+F16 = torch.float16
+FORMATS = tuple(kv.FORMATS)
+
+
+def run(c, tile=None):
+    assert select.cached_form(c) == (select.cache_in(c.format.name),), select.cached_form(c)
+    with (
+        mock.patch.object(host, "arch", return_value=80),
+        mock.patch.object(host, "processors", return_value=4),
+        mock.patch.object(torch, "empty", interpreted._float32_out),
+    ):
+        return kernel.quantized(c, tile)
+
+
+def call(name, b, h, heads, q, s, d, at, window=None, dtype=F16, prologue=None, sinks=False, rollback=8, **options):
+    """Random tokens over a cache that holds what was appended to it one after the other, and NaN everywhere else."""
+    f = kv.FORMATS[name]
+    held = torch.arange(max(0, at - s), at)
+    old = [torch.randn(b, heads, len(held), d).to(dtype) for _ in range(2)]
+    mean = torch.randn(b, heads, d)
+    rows = [kv.empty(kind, (b, heads, s), d, torch.device("cpu")) for kind in (f.key, f.value)]
+    for row, tokens, kind, shift in zip(rows, old, (f.key, f.value), (mean, None), strict=True):
+        row.codes.view(torch.uint8).fill_(0x5B)
+        row.scale.fill_(NAN)
+        for cache, new in zip(row, kv.quantize(tokens, kind, shift), strict=True):
+            if cache is not None:
+                (cache.view(torch.uint8) if cache.itemsize == 1 else cache)[:, :, held % s] = new.view(torch.uint8) if new.itemsize == 1 else new
+    exact = [None, None]
+    if f.exact:
+        slots = kv.exact_slots(s if window is None else s + 60, rollback)
+        exact = [torch.full((b, heads, slots, d), NAN).to(dtype) for _ in range(2)]
+        for position in range(at):
+            for cache, tokens in zip(exact, old, strict=True):
+                if position >= held[0]:
+                    cache[:, :, kv.exact_slot(torch.tensor(position), slots)] = tokens[:, :, position - held[0]]
+                elif position < kv.FIRST:
+                    cache[:, :, position] = 0.5
+    new = [torch.randn(b, n, q, d).to(dtype) for n in (h, heads, heads)]
+    stored = Stored(rows[0].scale, rows[1].scale, rows[0].blocks, rows[1].blocks, mean, *exact)
+    arrivals = torch.zeros(b * heads + 3, dtype=torch.int32)
+    sink = torch.randn(h).to(dtype) if sinks else None
+    return CachedCall(
+        *new, rows[0].codes, rows[1].codes, torch.tensor(at), window=window, sinks=sink, arrivals=arrivals, prologue=prologue, stored=stored, **options
+    )
+
+
+def fresh(c):
+    return c._replace(keys=c.keys.clone(), values=c.values.clone(), stored=Stored(*(None if t is None else t.clone() for t in c.stored)))
+
+
+def numbers(c):
+    """What the cache holds: keys, values and exact tokens, 9 where there is none."""
+    f = c.format
+    dense = [kv.dequantize(rows, kind, mean) for rows, kind, mean in zip(c.rows(), (f.key, f.value), (c.stored.key_mean, None), strict=True)]
+    return [t.float().nan_to_num(9.0) for t in (*dense, c.stored.exact_keys, c.stored.exact_values) if t is not None]
+
+
+def check(case, c, tile=None, written=1e-6):
+    """Against float64: the result, what was written, and that the counters are zero again. Twice: the same bits."""
+    ours, again, theirs = fresh(c), fresh(c), fresh(c)
+    want = contract.CONTRACT.reference(*theirs.flat())
+    got = run(ours, tile)
+    interpreted.report(f"quantized {case}", interpreted.distance(got, want), contract.CONTRACT.tolerance[c.query.dtype])
+    interpreted.report(f"written {case}", max(interpreted.distance(a, b) for a, b in zip(numbers(ours), numbers(theirs), strict=True)), written)
+    interpreted.report(f"counters {case}", float(c.arrivals.abs().sum()), 0.0)
+    same = torch.equal(run(again, tile).nan_to_num(9.0), got.nan_to_num(9.0)) and all(map(torch.equal, numbers(again), numbers(ours)))
+    interpreted.report(f"again {case}", float(not same), 0.0)
+    return got
+
+
+def positions():
+    """Empty, one token, the edges of tiles, of parts and of the exact tokens, full to the last slot; parts without a position."""
+    for name, at, splits in itertools.product(FORMATS, (0, 1, 3, 4, 15, 32, 67, 68, 69, 100, 133, 149), (1, 3)):
+        check(f"{name} at {at} in {splits}", call(name, 1, 4, 2, 1, 150, 32, at), StepConfig(32, splits, 16))
+    for name, at in itertools.product(FORMATS, (0, 5, 66, 142)):
+        check(f"{name} 8 queries at {at}", call(name, 2, 4, 2, 8, 150, 32, at), StepConfig(32, 3, 32))
+
+
+def shapes():
+    for name in FORMATS:
+        for group in (1, 7, 16):
+            check(f"{name} group {group}", call(name, 2, 2 * group, 2, 1, 90, 64, 80), StepConfig(32, 2, 16))
+        for d in (16, 48, 80, 128, 256):
+            check(f"{name} D {d}", call(name, 1, 4, 2, 1, 90, d, 83))
+        for q in (2, 3, 5):
+            check(f"{name} {q} queries", call(name, 1, 4, 2, q, 90, 32, 81, scale=0.3), StepConfig(16, 2, 16))
+
+
+def rings():
+    """Before, at and after their first turn, with as many new tokens as they keep."""
+    for name, at, (slots, window, q) in itertools.product(FORMATS, (0, 8, 20, 47, 1000), ((20, 20, 1), (24, 20, 5), (90, 80, 4))):
+        check(f"{name} ring {slots} of {window} at {at} Q {q}", call(name, 1, 4, 2, q, slots, 32, at, window), StepConfig(16, 2, 16))
+
+
+def options():
+    for name, at, q in itertools.product(FORMATS, (0, 80), (1, 3)):
+        shape = (name, 2, 4, 2, q, 100, 32, at)
+        tile = StepConfig(16, 2, 16)
+        check(f"{name} sinks at {at} Q {q}", call(*shape, sinks=True), tile)
+        check(f"{name} soft-cap at {at} Q {q}", call(*shape, softcap=1.5), tile)
+        check(f"{name} both at {at} Q {q}", call(*shape, window=77, sinks=True, softcap=0.7), tile)
+        for kind, first in (("left", torch.tensor([0, 7])), ("most", torch.tensor([at, 20])), ("all of one", torch.tensor([0, 999]))):
+            mask = (torch.arange(100) >= first[:, None])[:, None, None]
+            check(f"{name} padded {kind} at {at} Q {q}", call(*shape, mask=mask), tile)
+        check(f"{name} rotated at {at} Q {q}", call(*shape, prologue=turning(2, q, 32)), tile, 1e-2)
+
+
+def early():
+    """Tiles requested before the wait are the tiles that are attended to."""
+    for name, at, window, q in itertools.product(FORMATS, (0, 1, 80), (None, 75), (1, 3)):
+        check(f"{name} early at {at} window {window} Q {q}", call(name, 1, 4, 2, q, 100, 32, at, window, sinks=True, early=True), StepConfig(16, 2, 16))
+
+
+def unusual():
+    """Rows of zeros, tiny and huge numbers, NaN and Inf in one head of one token, keys with a large mean."""
+    for name in FORMATS:
+        c = call(name, 1, 4, 2, 2, 100, 32, 80)
+        c.key[:, :, 0], c.value[:, :, 0] = 0.0, 0.0
+        check(f"{name} zeros", c, StepConfig(16, 2, 16))
+        c = call(name, 1, 4, 2, 2, 100, 32, 80)
+        for factor in (1e-6, 3e3):
+            check(f"{name} values times {factor}", c._replace(value=(c.value.float() * factor).half()), StepConfig(16, 2, 16), 1e-3)
+        c = call(name, 1, 4, 2, 2, 100, 32, 0)
+        check(f"{name} biased keys", c._replace(key=(c.key.float() + 60.0 * (torch.arange(32) % 16 == 3)).half()), StepConfig(16, 2, 16), 1e-2)
+        for number, which in itertools.product((NAN, float("inf")), ("key", "value")):
+            c = call(name, 1, 4, 2, 2, 100, 32, 80)
+            getattr(c, which)[0, 1, 1, 3] = number
+            got = run(fresh(c), StepConfig(16, 2, 16))
+            clean = got.isfinite().all(-1)[0]  # [Q, H]: heads 2 and 3 belong to the second KV head
+            inside = bool(clean[:, :2].all()) and (c.format.exact or not bool(clean[1, 2:].any()))  # an exact key of Inf may have a score of -Inf
+            interpreted.report(f"unusual {name} {number} in {which}", float(not inside), 0.0)
+
+
+def full():
+    """No room: nothing is written, and the result is NaN, which samplers refuse."""
+    for name, at, splits in itertools.product(FORMATS, (-1, 100, 98), (1, 3)):
+        c = call(name, 1, 4, 2, 3, 100, 32, 80)._replace(position=torch.tensor(at))
+        before = fresh(c)
+        got = run(c, StepConfig(16, splits, 16))
+        same = all(map(torch.equal, numbers(before), numbers(c))) and bool(got.isnan().all())
+        interpreted.report(f"full {name} {at} {splits}", float(not same), 0.0)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    positions()
+    shapes()
+    rings()
+    options()
+    early()
+    unusual()
+    full()
