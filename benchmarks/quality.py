@@ -141,14 +141,20 @@ def save(rows: list[dict], name: str, columns: tuple[str, ...], kind: Callable[[
     print(f"wrote {path.relative_to(HERE.parent)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def options(description: str, windows: int) -> argparse.ArgumentParser:
+    """What every benchmark of quality takes; ``windows``: how many by default."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--windows", type=int, default=5, help="windows of 512 tokens to evaluate per text")
+    parser.add_argument("--windows", type=int, default=windows, help="windows of 512 tokens to evaluate per text")
     parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
-    parser.add_argument("--only", nargs="+", default=[""], help='only the rows whose name holds one of these texts, e.g. head "gptq (itself)"')
     parser.add_argument("--no-write", action="store_true", help="print only")
+    return parser
+
+
+def main() -> None:
+    parser = options(str(__doc__), 5)
+    parser.add_argument("--only", nargs="+", default=[""], help='only the rows whose name holds one of these texts, e.g. head "gptq (itself)"')
     args = parser.parse_args()
     rows = run(args.model, args.name or args.model.rstrip("/").rsplit("/", 1)[-1], args.device, args.windows, args.only)
     for row in rows[:2]:

@@ -8,7 +8,6 @@ Texts and windows are those of ``quality.py``. The model writes its text, and ea
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import datetime
@@ -21,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from quality import WINDOW, divergence, load_model, log_probabilities, perplexity, save, texts, windows
+from quality import WINDOW, divergence, load_model, log_probabilities, options, perplexity, save, texts, windows
 from torch import Tensor
 
 import fp4_inductor
@@ -93,13 +92,8 @@ def run(name: str, label: str, device: str, count: int, only: list[str], write: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--windows", type=int, default=4, help="windows of 512 tokens to evaluate per text")
-    parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
+    parser = options(str(__doc__), 4)
     parser.add_argument("--only", nargs="+", default=[""], help="only the rows whose name holds one of these texts, e.g. alike")
-    parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     run(args.model, args.name or Path(args.model).name, args.device, args.windows, args.only, not args.no_write)
 

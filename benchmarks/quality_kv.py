@@ -11,7 +11,6 @@ to all scores of a query. Rows go to ``benchmarks/results/quality_kv_<name>.csv`
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from quality import WINDOW, divergence, load_model, log_probabilities, perplexity, save, texts, windows
+from quality import WINDOW, divergence, load_model, log_probabilities, options, perplexity, save, texts, windows
 from torch import Tensor
 
 import fp4_inductor
@@ -98,12 +97,7 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="smollm2, austen_dense, a folder, or a hub id")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--windows", type=int, default=5, help="windows of 512 tokens to evaluate per text")
-    parser.add_argument("--name", help="of the model in the table and the file; default: the end of --model")
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser = options(str(__doc__), 5)
     args = parser.parse_args()
     rows = run(args.model, args.name or Path(args.model).name, args.device, args.windows)
     if not args.no_write:

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ..quantize_rows_nvfp4.triton_blocks import f32_to_e2m1, f32_to_e4m3
 from ..triton_common import e2m1_to_f16, e4m3_to_f32
-from .triton_step import add_tile, combine, prepared, with_sink
+from .triton_step import add_tile, finish, prepared
 
 FP8 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
@@ -395,22 +395,7 @@ def cached_attention_quantized(
 
     if PAIRED:
         acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_R, BLOCK_D))
-    ROWS = GROUP * QUERIES
-    if parts == 1:
-        total, shrink = with_sink(m, total, SINKS, head, inside, SINK)
-        y = tl.where(room, acc * tl.where(total == 0.0, 0.0, shrink / total)[:, None], float("nan"))
-        to = (b * QUERIES + r // GROUP) * HEADS + head
-        tl.store(OUT + to[:, None] * D + d[None, :], y.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
-    elif not WHOLE:
-        base = of_all.to(tl.int64) * SPLITS * ROWS
-        to = base + part * ROWS + r
-        tl.store(PEAK + to, m, mask=inside)
-        tl.store(SUM + to, total, mask=inside)
-        tl.store(PARTIAL + to[:, None] * D + d[None, :], acc, mask=inside[:, None] & (d < D)[None, :])
-        tl.debug_barrier()
-        arrived = tl.atomic_add(ARRIVALS + of_all, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            combine(
-                OUT, PEAK, SUM, PARTIAL, SINKS, base, parts, b, kv_head, HEADS, QUERIES, GROUP, SINK, D, BLOCK_G, BLOCK_P, BLOCK_D
-            )  # fmt: skip
-            tl.store(ARRIVALS + of_all, 0)
+    finish(
+        OUT, PEAK, SUM, PARTIAL, ARRIVALS, SINKS, m, total, acc, room, part, parts, of_all, b, kv_head, HEADS, QUERIES, SPLITS, GROUP, SINK, D, BLOCK_R, BLOCK_D,
+        BLOCK_G, BLOCK_P, WHOLE,
+    )  # fmt: skip

@@ -137,6 +137,37 @@ def combine(
     tl.store(OUT + to[:, None] * D + d[None, :], y.to(OUT.dtype.element_ty), mask=row[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def finish(
+    OUT, PEAK, SUM, PARTIAL, ARRIVALS, SINKS, m, total, acc, room, part, parts, of_all, b, kv_head, HEADS, QUERIES, SPLITS, GROUP: tl.constexpr,
+    SINK: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Write the rows of one KV head if this part is all of it; else what the part found, and, as the last of them, the rows. NaN where there was no room."""
+    r = tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_D)
+    inside = r < GROUP * QUERIES
+    ROWS = GROUP * QUERIES
+    if parts == 1:
+        head = kv_head * GROUP + r % GROUP
+        total, shrink = with_sink(m, total, SINKS, head, inside, SINK)
+        y = tl.where(room, acc * tl.where(total == 0.0, 0.0, shrink / total)[:, None], float("nan"))
+        to = (b * QUERIES + r // GROUP) * HEADS + head
+        tl.store(OUT + to[:, None] * D + d[None, :], y.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    elif not WHOLE:
+        base = of_all.to(tl.int64) * SPLITS * ROWS
+        to = base + part * ROWS + r
+        tl.store(PEAK + to, m, mask=inside)
+        tl.store(SUM + to, total, mask=inside)
+        tl.store(PARTIAL + to[:, None] * D + d[None, :], acc, mask=inside[:, None] & (d < D)[None, :])
+        tl.debug_barrier()
+        arrived = tl.atomic_add(ARRIVALS + of_all, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            combine(
+                OUT, PEAK, SUM, PARTIAL, SINKS, base, parts, b, kv_head, HEADS, QUERIES, GROUP, SINK, D, BLOCK_G, BLOCK_P, BLOCK_D
+            )  # fmt: skip
+            tl.store(ARRIVALS + of_all, 0)
+
+
 @triton.jit(do_not_specialize=["SLOTS", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb"])
 def cached_attention_step(
     Q, KEY, VALUE, K, V, POSITION, MASK, SINKS, Q_NORM, K_NORM, COS, SIN, OUT, PEAK, SUM, PARTIAL, ARRIVALS, SLOTS, LENGTH, HEADS, QUERIES, SPLITS,
@@ -239,22 +270,7 @@ def cached_attention_step(
             used = used & (at[None, :] > (held + query)[:, None] - WINDOW)
         m, total, acc = add_tile(q, k, v, used, m, total, acc, scale, softcap, SOFTCAP)
 
-    ROWS = GROUP * QUERIES
-    if parts == 1:
-        total, shrink = with_sink(m, total, SINKS, head, inside, SINK)
-        y = tl.where(room, acc * tl.where(total == 0.0, 0.0, shrink / total)[:, None], float("nan"))
-        to = (b * QUERIES + query) * HEADS + head
-        tl.store(OUT + to[:, None] * D + d[None, :], y.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
-    elif not WHOLE:
-        base = of_all.to(tl.int64) * SPLITS * ROWS
-        to = base + part * ROWS + r
-        tl.store(PEAK + to, m, mask=inside)
-        tl.store(SUM + to, total, mask=inside)
-        tl.store(PARTIAL + to[:, None] * D + d[None, :], acc, mask=inside[:, None] & (d < D)[None, :])
-        tl.debug_barrier()
-        arrived = tl.atomic_add(ARRIVALS + of_all, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            combine(
-                OUT, PEAK, SUM, PARTIAL, SINKS, base, parts, b, kv_head, HEADS, QUERIES, GROUP, SINK, D, BLOCK_G, BLOCK_P, BLOCK_D
-            )  # fmt: skip
-            tl.store(ARRIVALS + of_all, 0)
+    finish(
+        OUT, PEAK, SUM, PARTIAL, ARRIVALS, SINKS, m, total, acc, room, part, parts, of_all, b, kv_head, HEADS, QUERIES, SPLITS, GROUP, SINK, D, BLOCK_R, BLOCK_D,
+        BLOCK_G, BLOCK_P, WHOLE,
+    )  # fmt: skip

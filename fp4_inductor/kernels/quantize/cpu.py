@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,14 +42,19 @@ def opened(path: Path) -> ctypes.CDLL:
     return library
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
+def compiled(source: str, open_: Callable[[Path], ctypes.CDLL]) -> ctypes.CDLL | None:
+    """``source`` for this CPU, opened by ``open_``, with the best flags that its compiler takes; None: there is none."""
     for flags in (("-march=native", *openmp()), ("-march=native", "-fopenmp"), ("-fopenmp",)):
         try:
-            return opened(shared_library(SOURCE, (*FLAGS, *flags)))
+            return open_(shared_library(source, (*FLAGS, *flags)))
         except (KernelError, OSError):
             continue
     return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    return compiled(SOURCE, opened)
 
 
 def quantize(w: Tensor, scale_search: str = "amax", global_scale: Tensor | None = None, channel_weight: Tensor | None = None):

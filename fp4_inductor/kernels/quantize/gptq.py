@@ -13,11 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import KernelError
 from ...formats import gptq, nvfp4
-from ..build import shared_library
-from ..linear.cpu_native import openmp
-from .cpu import FLAGS
+from .cpu import compiled
 
 SOURCE = "cpu/gptq.c"
 _ADDRESS = ctypes.c_void_p
@@ -41,12 +38,7 @@ def opened(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    for flags in (("-march=native", *openmp()), ("-march=native", "-fopenmp"), ("-fopenmp",)):
-        try:
-            return opened(shared_library(SOURCE, (*FLAGS, *flags)))
-        except (KernelError, OSError):
-            continue
-    return None
+    return compiled(SOURCE, opened)
 
 
 def _rounded(w: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
