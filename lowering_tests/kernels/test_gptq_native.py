@@ -9,7 +9,7 @@ import torch
 
 from fp4_inductor.formats import gptq as definition
 from fp4_inductor.kernels import build
-from fp4_inductor.kernels.quantize import gptq
+from fp4_inductor.kernels.quantize import cpu, gptq
 
 FLAGS = {"generic": ("-fopenmp",)}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -19,7 +19,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 @pytest.fixture(params=("native", *FLAGS), autouse=True)
 def path(request, monkeypatch):
     if request.param != "native":
-        library = gptq.opened(build.shared_library(gptq.SOURCE, (*gptq.FLAGS, *FLAGS[request.param])))
+        library = gptq.opened(build.shared_library(gptq.SOURCE, (*cpu.FLAGS, *FLAGS[request.param])))
         monkeypatch.setattr(gptq, "_library", lambda: library)
     else:
         assert gptq._library() is not None
