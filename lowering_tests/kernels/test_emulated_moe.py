@@ -198,4 +198,4 @@ def test_a_broken_kernel_is_caught(fault, words, tile):
 @pytest.mark.parametrize(("fault", "words"), CAUGHT_ROUTING)
 def test_broken_routing_is_caught(fault, words):
     x, ids, w = torch.randn(400, 64).to(BF16), torch.randint(0, 7, (400, 3)), torch.rand(400, 3)
-    check_caught(fault, words, x, ids, w, layer(7, 64, 64), 129)
+    check_caught(fault, words, x, ids, w, layer(7, 64, 64), Tile(128, True))
