@@ -54,7 +54,7 @@ class NVFP4Config:
             * ``"gptq"``: codes and scales together, so that the layer's outputs change least: GPTQ with the scale chosen inside
               the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
               best (SmolLM2-135M: KL 0.054 / 0.067 nats a token on a manual / a novel, by "activation" 0.091 / 0.096) and the
-              slowest (there 632 s against 28 s on one busy CPU core); the quantized layers lie beside the model meanwhile. Over
+              slowest (there 223 s against 6 s on two CPU cores); the quantized layers lie beside the model meanwhile. Over
               16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Experts, and layers
               that met fewer than 256 tokens, get ``"activation"``; the report says which. Source: Frantar et al., "GPTQ" (2023).
         calibration: for ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
