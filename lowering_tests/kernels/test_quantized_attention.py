@@ -63,7 +63,7 @@ def test_a_decode_step(cc, name, call):
 @pytest.mark.parametrize("early", [False, True])
 def test_wide_heads_fit(name, early):
     done, _ = attention_aot.quantized(90, name, d=256, kv_heads=4, group=2, prologue="norm rope", early=early)
-    assert done.spills == 0 and done.shared <= 227 * 1024
+    assert done.spills == 0 and done.shared <= 99 * 1024, "on sm_86, 89 and 120 too"
 
 
 # --- selection --------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ _KINDS = {kv.FP8: 0, kv.INT8: 1, kv.NVFP4: 2}  # as the constants of triton_quan
 
 
 def tile_of(c: CachedCall, processors: int, arch: int) -> StepConfig:
-    """As of a cache in the dtype of the query; a tile of heads wider than 128 that waits for its turn needs the registers of eight warps."""
+    """As of a cache in the dtype of the query; heads wider than 128 need the registers of eight warps, and two stages, on every Triton."""
     batch, kv_heads, _, d = c.key.shape
     t = config(batch, kv_heads, c.window or c.slots, d, processors, arch)
-    return replace(t, num_warps=8) if d > 128 and c.early else t
+    return replace(t, block_s=64, num_warps=8, num_stages=2) if d > 128 else t
 
 
 def constants(t: StepConfig, c: CachedCall, arch: int) -> dict[str, object]:
