@@ -27,7 +27,7 @@ import triton.language as tl
 
 from ..quantize_rows_nvfp4.triton_blocks import f32_to_e2m1, f32_to_e4m3
 from ..triton_common import e2m1_to_f16, e4m3_to_f32
-from .triton_step import add_tile, finish, prepared
+from .triton_step import add_tile, finish, parts_of, place, prepared, unmasked
 
 FP8 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
@@ -216,7 +216,7 @@ def rows_of(MASK, rows, begin, end, SLOTS, LENGTH, stride_mp, MASKED: tl.constex
     at = begin + tl.arange(0, BLOCK_S)
     some = at < end
     if MASKED:
-        some = some & (tl.load(MASK + at.to(tl.int64) * stride_mp, mask=some & (at < LENGTH), other=0) != 0)
+        some = unmasked(MASK, at, some, LENGTH, stride_mp)
     slot = begin % SLOTS + tl.arange(0, BLOCK_S) if RING else at
     if RING:
         slot = tl.where(slot >= SLOTS, slot - SLOTS, slot)
@@ -253,7 +253,7 @@ def add_exact(
         if WINDOW > 0:
             there = there & (at > held - WINDOW)
         if MASKED:
-            there = there & (tl.load(MASK + at.to(tl.int64) * stride_mp, mask=there & (at < LENGTH), other=0) != 0)
+            there = unmasked(MASK, at, there, LENGTH, stride_mp)
         used = there[None, :] & (at[None, :] <= query[:, None]) & ((at < FIRST)[None, :] | (at[None, :] > query[:, None] - LAST))
         if WINDOW > 0:
             used = used & (at[None, :] > query[:, None] - WINDOW)
@@ -284,23 +284,13 @@ def cached_attention_quantized(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    part = tl.program_id(0) % SPLITS
-    kv_heads = HEADS // GROUP
-    of_all = tl.program_id(0) // SPLITS
-    kv_head = of_all % kv_heads
-    b = (of_all // kv_heads).to(tl.int64)
-    position = tl.load(POSITION).to(tl.int32)
-    room = position >= 0
-    if not RING:
-        room = room & (position + QUERIES <= SLOTS)
-    held = tl.where(room, position, 0)
+    part, of_all, b, kv_head, held, room = place(POSITION, SLOTS, HEADS, QUERIES, SPLITS, GROUP, RING)
     first = tl.maximum(held - WINDOW + 1, 0) if RING else tl.zeros_like(held)
     upto = held
     if EXACT:
         first = tl.maximum(first, FIRST)
         upto = tl.maximum(held + QUERIES - LAST, first)
-    each = ((upto - first + SPLITS - 1) // SPLITS + LEAST - 1) // LEAST * LEAST
-    parts = tl.maximum((upto - first + each - 1) // tl.maximum(each, 1), 1)
+    each, parts = parts_of(upto - first, SPLITS, LEAST)
     if part >= parts:
         return
     begin = first + part * each

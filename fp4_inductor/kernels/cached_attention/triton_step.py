@@ -68,6 +68,12 @@ def add_tile(q, k, v, used, m, total, acc, scale, softcap, SOFTCAP: tl.constexpr
 
 
 @triton.jit
+def unmasked(MASK, at, some, LENGTH, stride_mp):
+    """``some``, but for the positions ``at`` that the mask leaves out."""
+    return some & (tl.load(MASK + at.to(tl.int64) * stride_mp, mask=some & (at < LENGTH), other=0) != 0)
+
+
+@triton.jit
 def old_tile(
     K, V, MASK, at, slot, end, LENGTH, stride_ks, stride_vs, stride_mp, MASKED: tl.constexpr, RING: tl.constexpr, SLOTS, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
@@ -75,7 +81,7 @@ def old_tile(
     d = tl.arange(0, BLOCK_D)
     used = at < end
     if MASKED:
-        used = used & (tl.load(MASK + at.to(tl.int64) * stride_mp, mask=used & (at < LENGTH), other=0) != 0)
+        used = unmasked(MASK, at, used, LENGTH, stride_mp)
     near = tl.arange(0, at.shape[0])
     if RING:
         near += slot
@@ -168,6 +174,28 @@ def finish(
             tl.store(ARRIVALS + of_all, 0)
 
 
+@triton.jit
+def place(POSITION, SLOTS, HEADS, QUERIES, SPLITS, GROUP: tl.constexpr, RING: tl.constexpr):
+    """(part, number among all KV heads of all sequences, sequence, KV head, tokens in the cache, is there room for the new ones?) of this program.
+
+    Beyond its end a cache is not written; the result is NaN then.
+    """
+    of_all = tl.program_id(0) // SPLITS
+    kv_heads = HEADS // GROUP
+    position = tl.load(POSITION).to(tl.int32)
+    room = position >= 0
+    if not RING:
+        room = room & (position + QUERIES <= SLOTS)
+    return tl.program_id(0) % SPLITS, of_all, (of_all // kv_heads).to(tl.int64), of_all % kv_heads, tl.where(room, position, 0), room
+
+
+@triton.jit
+def parts_of(count, SPLITS, LEAST: tl.constexpr):
+    """(positions of each part, number of parts) of ``count`` positions: at most SPLITS parts, and at least one."""
+    each = ((count + SPLITS - 1) // SPLITS + LEAST - 1) // LEAST * LEAST
+    return each, tl.maximum((count + each - 1) // tl.maximum(each, 1), 1)
+
+
 @triton.jit(do_not_specialize=["SLOTS", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb"])
 def cached_attention_step(
     Q, KEY, VALUE, K, V, POSITION, MASK, SINKS, Q_NORM, K_NORM, COS, SIN, OUT, PEAK, SUM, PARTIAL, ARRIVALS, SLOTS, LENGTH, HEADS, QUERIES, SPLITS,
@@ -185,20 +213,9 @@ def cached_attention_step(
     if PDL and not EARLY:  # what came before is complete for both kernels once this one goes on
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    part = tl.program_id(0) % SPLITS
-    kv_heads = HEADS // GROUP
-    of_all = tl.program_id(0) // SPLITS
-    kv_head = of_all % kv_heads
-    b = (of_all // kv_heads).to(tl.int64)
-    position = tl.load(POSITION).to(tl.int32)
-    # Beyond its end a cache is not written; the result is NaN then.
-    room = position >= 0
-    if not RING:
-        room = room & (position + QUERIES <= SLOTS)
-    held = tl.where(room, position, 0)
+    part, of_all, b, kv_head, held, room = place(POSITION, SLOTS, HEADS, QUERIES, SPLITS, GROUP, RING)
     first = tl.maximum(held - WINDOW + 1, 0) if RING else tl.zeros_like(held)
-    each = ((held - first + SPLITS - 1) // SPLITS + LEAST - 1) // LEAST * LEAST
-    parts = tl.maximum((held - first + each - 1) // tl.maximum(each, 1), 1)
+    each, parts = parts_of(held - first, SPLITS, LEAST)
     if part >= parts:
         return
     begin = first + part * each
@@ -248,8 +265,7 @@ def cached_attention_step(
         tl.store(V + (to * stride_vs)[:, None] + d[None, :], value, mask=ok)
         seen = there
         if MASKED:
-            at = held + n
-            seen = there & (tl.load(MASK + at.to(tl.int64) * stride_mp, mask=there & (at < LENGTH), other=0) != 0)
+            seen = unmasked(MASK, held + n, there, LENGTH, stride_mp)
             value = tl.where(seen[:, None], value, 0.0)
         used = seen[None, :] & (n[None, :] <= query[:, None])
         if RING:
