@@ -190,6 +190,11 @@ def dequantize(rows: Rows, kind: Kind, mean: Tensor | None = None, dtype: torch.
     return (x if mean is None else x + mean[..., None, :]).to(dtype)
 
 
+def indexable(t: Tensor) -> Tensor:
+    """``t``, or its bytes where it is float8, which torch indexes not."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
 def mean_of(keys: Tensor) -> Tensor:
     """``keys [..., S, D]`` -> float32 ``[..., D]``: the mean of the first :data:`MEAN_TOKENS` tokens, of what is finite in them."""
     first = keys[..., :MEAN_TOKENS, :].float().contiguous()  # or the sum would be in another order

@@ -131,7 +131,7 @@ class KVLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for held in self.tensors:
-            cache = held.view(torch.uint8) if held.itemsize == 1 else held  # torch indexes no float8
+            cache = formats.indexable(held)
             cache.copy_(cache.index_select(0, beam_idx.to(cache.device)))
 
 

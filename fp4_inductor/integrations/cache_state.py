@@ -45,10 +45,8 @@ class Part(NamedTuple):
 
 
 def parts(cache: Any) -> Iterator[Part]:
-    """All tensors of the layers of ``cache`` that are ours."""
+    """All tensors of a cache whose layers are all ours."""
     for i, layer in enumerate(cache.layers):
-        if not hasattr(layer, "stored"):
-            continue
         named = {"keys": layer.keys, "values": layer.values} | (layer.stored._asdict() if layer.stored is not None else {})
         for name, tensor in named.items():
             if tensor is not None:
@@ -67,7 +65,7 @@ def state_of(cache: Any) -> dict[str, Tensor]:
             state[key] = tensor.clone()
             continue
         held = torch.arange(max(0, at - tensor.shape[2]), at, device=tensor.device) % tensor.shape[2]
-        state[key] = _bytes(tensor).index_select(2, held).view(tensor.dtype)
+        state[key] = formats.indexable(tensor).index_select(2, held).view(tensor.dtype)
     return state
 
 
@@ -92,15 +90,15 @@ def load(cache: Any, state: Mapping[str, Tensor]) -> None:
         _check(part, state[part.key], at)
     with torch.no_grad():
         for key, tensor, rows, _ in ours:
-            saved = _bytes(state[key].to(tensor.device))
+            saved = formats.indexable(state[key].to(tensor.device))
             if rows:
                 kept = min(saved.shape[2], tensor.shape[2])
                 positions = torch.arange(at - kept, at, device=tensor.device)
                 saved = saved[:, :, saved.shape[2] - kept :]
-                _bytes(tensor).index_copy_(2, positions % tensor.shape[2], saved.expand(tensor.shape[0], *saved.shape[1:]))
+                formats.indexable(tensor).index_copy_(2, positions % tensor.shape[2], saved.expand(tensor.shape[0], *saved.shape[1:]))
             else:
                 same = slice(min(saved.shape[2], tensor.shape[2]) if saved.dim() > 3 else None)
-                _bytes(tensor)[:, :, same].copy_(saved[:, :, same])
+                formats.indexable(tensor)[:, :, same].copy_(saved[:, :, same])
         cache.counter.reset()
         cache.counter.position.fill_(at)
         cache.counter.furthest = furthest
@@ -136,11 +134,7 @@ def _check(part: Part, saved: Tensor, at: int) -> None:
 
 
 def _check_layers(cache: Any, what: str) -> None:
-    others = sorted({type(layer).__name__ for layer in cache.layers if not hasattr(layer, "stored")})
+    ours = cache._ours
+    others = sorted({type(layer).__name__ for layer in cache.layers if layer not in ours})
     if others:
         raise UnsupportedOpError(f"KVCache.{what}: layers of Transformers' own", value=others, limit="KVLayer", remedy="Run the prompt again.")
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """torch indexes no float8."""
-    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t

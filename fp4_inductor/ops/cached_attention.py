@@ -108,17 +108,12 @@ def reference(c: CachedCall) -> Tensor:
     if c.stored is None:
         last = [(c.keys, c.key), (c.values, c.value)]
     for cache, token in last:
-        _bytes(cache)[:, :, kept % max(c.slots, 1)] = _bytes(token)[:, :, queries - len(kept) :]
+        kv.indexable(cache)[:, :, kept % max(c.slots, 1)] = kv.indexable(token)[:, :, queries - len(kept) :]
     if c.stored is not None and c.stored.exact_keys is not None and c.stored.exact_values is not None:
         for cache, token in ((c.stored.exact_keys, c.key), (c.stored.exact_values, c.value)):
             for i, position in enumerate(new):  # one after the other, the later over the earlier
                 cache[:, :, kv.exact_slot(position, cache.shape[2])] = token[:, :, i]
     return out
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """torch indexes no float8."""
-    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
 
 
 def _stored(c: CachedCall, s: Stored, slot: Tensor, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[tuple[Tensor, Tensor]]]:
@@ -129,7 +124,7 @@ def _stored(c: CachedCall, s: Stored, slot: Tensor, held: Tensor, new: Tensor) -
         s.key_mean.copy_(kv.mean_of(c.key))
     dense, last = [], []
     for kind, rows, token, mean in zip((f.key, f.value), c.rows(), (c.key, c.value), (s.key_mean, None), strict=True):
-        old = rows.each(lambda t: _bytes(t)[:, :, slot].view(t.dtype))
+        old = rows.each(lambda t: kv.indexable(t)[:, :, slot].view(t.dtype))
         added = kv.quantize(token, kind, mean)
         dense.append(torch.cat([kv.dequantize(r, kind, mean) for r in (old, added)], 2).double())
         last += [(a, b) for a, b in zip(rows, added, strict=True) if a is not None and b is not None]

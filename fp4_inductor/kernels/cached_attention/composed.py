@@ -131,9 +131,7 @@ def _append(c: CachedCall, appended: tuple[tuple[Tensor, Tensor], ...], new: Ten
         return
     slots = new[-kept:] if c.window is None else new[-kept:] % c.slots
     for cache, token in appended:
-        if cache.dtype == torch.float8_e4m3fn:  # which torch indexes not
-            cache, token = cache.view(torch.uint8), token.view(torch.uint8)
-        cache.index_copy_(2, slots, token[:, :, -kept:])
+        kv.indexable(cache).index_copy_(2, slots, kv.indexable(token)[:, :, -kept:])
 
 
 def _exact(c: CachedCall, new: Tensor, at: int | None) -> tuple[Tensor, Tensor, Tensor] | None:
