@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, ShapeError
+from ..errors import ShapeError
 from . import e2m1, nvfp4
-from .pruning import damped, inverse_factor, scale_values, to_grid
+from .pruning import check_hessian, damped, inverse_factor, scale_values, to_grid
 
 # Of the mean of H's diagonal, and of each entry itself, added to the diagonal. Far more than the usual 0.01, and the second part shrinks
 # correlations between channels: KL 0.073 / 0.084 with 0.01, 0.067 / 0.078 with 0.1, 0.065 / 0.075 with both, in those experiments.
@@ -82,8 +82,7 @@ def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, pan
             limit="[N, K] and [K, K] on one device",
             remedy="hessian is X^T X over the layer's inputs X [rows, K].",
         )
-    if not bool(torch.isfinite(hessian).all()):
-        raise NonFiniteError("the Hessian holds NaN or Inf", value=tuple(hessian.shape), limit="finite", remedy="Check the calibration batches.")
+    check_hessian(hessian)
     if not w.numel():
         return nvfp4.quantize(w, "mse", global_scale)
     order, blocks = block_order(hessian)

@@ -203,9 +203,14 @@ def _checked(w: Tensor, hessian: Tensor) -> Tensor:
             limit="[N, K] and [K, K] with K % 32 == 0",
             remedy="Pad K with zeros, as Sparse24Linear does.",
         )
+    check_hessian(hessian)
+    return hessian
+
+
+def check_hessian(hessian: Tensor) -> None:
+    """Raise NonFiniteError if ``hessian`` holds NaN or Inf."""
     if not bool(torch.isfinite(hessian).all()):
         raise NonFiniteError("the Hessian holds NaN or Inf", value=tuple(hessian.shape), limit="finite", remedy="Check the calibration batches.")
-    return hessian
 
 
 def _fit_scales(w: Tensor, g: Tensor, scale_search: str, weight: Tensor) -> Tensor:
