@@ -20,6 +20,7 @@ from fp4_inductor.ops import cached_attention as contract
 from fp4_inductor.ops.cached_call import CachedCall, Prologue, Stored
 from fp4_inductor.passes import matches, reset_matches
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, error
+from lowering_tests.gpu.test_attention_step_gpu import check_replays
 
 pytestmark = pytest.mark.gpu
 NAN = float("nan")
@@ -128,19 +129,7 @@ def test_every_tile(tile, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_thousand_replays_have_the_same_bits(name):
-    calls = [call(name, 1, 32, 8, 1, 2048, 128, 700, prologue=True) for _ in range(12)]
-    counters = calls[0].arrivals
-    calls = [c._replace(arrivals=counters) for c in calls]
-    want = [op(c).clone() for c in calls]  # a second call writes the same tokens to the same slots
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [op(c) for c in calls]
-    for _ in range(1000):
-        for out in outs:
-            out.fill_(NAN)
-        graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
-    assert not counters.any()
+    check_replays([call(name, 1, 32, 8, 1, 2048, 128, 700, prologue=True) for _ in range(12)], op)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -133,21 +133,19 @@ def test_the_operator_takes_the_kernel_of_the_plan(monkeypatch):
 # --- the launcher -----------------------------------------------------------------------------------------------
 
 
-def launched(c, tile=None, arch=90):
-    """``(grid, arguments by name)`` of the one kernel that :func:`step.step` would run."""
+def launched(c, tile=None, arch=90, run=step.step, kernel=(triton_step, "cached_attention_step")):
+    """``(grid, arguments by name)`` of the one kernel that ``run`` would launch; ``kernel``: its module and its name."""
+    names = getattr(*kernel).arg_names
     with (
         mock.patch.multiple(host, arch=mock.Mock(return_value=arch), processors=mock.Mock(return_value=132)),
-        mock.patch.object(triton_step, "cached_attention_step", mock.MagicMock()) as kernel,
+        mock.patch.object(*kernel, mock.MagicMock()) as launch,
     ):
-        step.step(c, tile)
-    ((grid,),) = (call.args for call in kernel.__getitem__.call_args_list)
-    ((args, options),) = (call[1:] for call in kernel.__getitem__.return_value.mock_calls)
-    given = dict(zip(NAMES, args, strict=False)) | options
-    assert set(given) - {"num_warps", "num_stages", "launch_pdl"} == set(NAMES)
+        run(c, tile)
+    ((grid,),) = (call.args for call in launch.__getitem__.call_args_list)
+    ((args, options),) = (call[1:] for call in launch.__getitem__.return_value.mock_calls)
+    given = dict(zip(names, args, strict=False)) | options
+    assert set(given) - {"num_warps", "num_stages", "launch_pdl"} == set(names)
     return grid, given
-
-
-NAMES = triton_step.cached_attention_step.arg_names
 
 
 def test_arguments_are_passed_as_they_lie():

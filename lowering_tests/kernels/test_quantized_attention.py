@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ pytest.importorskip("triton")
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.formats import kv
-from fp4_inductor.kernels import host, select
+from fp4_inductor.kernels import select
 from fp4_inductor.kernels.cached_attention import quantized, triton_quantized
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.kernels.kernel import EMULATED
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops.cached_call import CachedCall, Stored
 from lowering_tests.kernels import attention_aot
+from lowering_tests.kernels import test_attention_step as one_launch
 from lowering_tests.kernels.test_aot import assert_fits, global_atomics
 from lowering_tests.own_process import cases_of
 
@@ -117,21 +118,7 @@ def test_what_a_call_asks_for():
 
 # --- the launcher -----------------------------------------------------------------------------------------------
 
-NAMES = triton_quantized.cached_attention_quantized.arg_names
-
-
-def launched(c, tile=None, arch=90):
-    """``(grid, arguments by name)`` of the one kernel."""
-    with (
-        mock.patch.multiple(host, arch=mock.Mock(return_value=arch), processors=mock.Mock(return_value=132)),
-        mock.patch.object(triton_quantized, "cached_attention_quantized", mock.MagicMock()) as kernel,
-    ):
-        quantized.quantized(c, tile)
-    ((grid,),) = (call.args for call in kernel.__getitem__.call_args_list)
-    ((args, options),) = (call[1:] for call in kernel.__getitem__.return_value.mock_calls)
-    given = dict(zip(NAMES, args, strict=False)) | options
-    assert set(given) - {"num_warps", "num_stages", "launch_pdl"} == set(NAMES)
-    return grid, given
+launched = functools.partial(one_launch.launched, run=quantized.quantized, kernel=(triton_quantized, "cached_attention_quantized"))
 
 
 @pytest.mark.parametrize("name", FORMATS)
