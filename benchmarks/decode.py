@@ -157,7 +157,9 @@ def model_options(description: str | None, batch: list[int]) -> argparse.Argumen
     parser.add_argument("--batch", type=int, nargs="*", default=batch)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--lm-head", default="bf16", choices=("bf16", "nvfp4", "fp8"))
-    parser.add_argument("--pdl", action="store_true", help="Inductor's own kernels begin early, too: torch._inductor.config.triton.enable_pdl")
+    parser.add_argument(
+        "--pdl", action="store_true", help="programmatic dependent launch of Inductor's own kernels, too: torch._inductor.config.triton.enable_pdl"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path)
     return parser
