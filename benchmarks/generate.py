@@ -3,6 +3,7 @@
     python benchmarks/generate.py                                    # Qwen3-8B's size, batch 1 and 8
     python benchmarks/generate.py --model qwen3-30b --batch 1
     python benchmarks/generate.py --layers 8 --loops kv --profile    # fewer layers, one loop, the kernels of its steps
+    python benchmarks/generate.py --loops kv --kv k8v4 --context 8192 --candidates triton_quantized_attention
     python benchmarks/generate.py --batch 1 --loops kv --lookup 1 3 7      # prompt lookup where the answer repeats the prompt
     python benchmarks/generate.py --smoke                            # a tiny model on a CPU: does everything run?
 
@@ -45,13 +46,13 @@ def follow(model: Any) -> torch.Tensor:
     return order
 
 
-def loop_of(name: str, model: Any, length: int, batch: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+def loop_of(name: str, model: Any, length: int, batch: int, kv: str) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """A function of a prompt and a number of tokens: the tokens ``[B, T + new]``."""
     if name == "transformers":
         return lambda ids, new: model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, cache_implementation="static")
     options = {"prompt_lookup_num_tokens": int(name.split()[-1])} if "lookup" in name else {}
     if name.startswith("kv"):
-        cache = fp4_inductor.KVCache(model, length, batch)
+        cache = fp4_inductor.KVCache(model, length, batch, kv=kv)
     else:
         from transformers import StaticCache
 
@@ -92,7 +93,7 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str, order
     length = -(-length // 256) * 256
     runs, rows, gaps = {}, {}, {}
     for name in [*args.loops, *(f"kv lookup {count}" for count in args.lookup if batch == 1)]:
-        runs[name] = loop_of(name, model, length, batch)
+        runs[name] = loop_of(name, model, length, batch, args.kv)
         first, _ = seconds(lambda run=runs[name]: run(ids, 1), device)
         first_use, _ = seconds(lambda run=runs[name]: run(ids, args.new), device)
         _, result = seconds(lambda run=runs[name]: run(ids, args.new), device)
@@ -112,7 +113,7 @@ def measure(model: Any, batch: int, args: argparse.Namespace, device: str, order
     for name, row in rows.items():
         ms, first_ms = sorted(row["times"])[args.rounds // 2], sorted(row["first"])[args.rounds // 2]
         what = dict(model=f"{args.model}-shape x{model.config.num_hidden_layers} layers", loop=name, pdl=args.pdl, candidates=" ".join(args.candidates))
-        what |= dict(batch=batch, context=args.context, new=args.new, wrong=args.wrong)
+        what |= dict(kv=args.kv if name.startswith("kv") else "bf16", batch=batch, context=args.context, new=args.new, wrong=args.wrong)
         figures = dict(ms=round(ms, 3), first_ms=round(first_ms, 2), first_use_s=row["first_use_s"], gap=gaps[name])
         figures |= dict(tokens_s=round(1e3 / ms, 1), tokens_per_step=row["tokens_per_step"])
         found.append(dict(machine(), **what, **figures))
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=129)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
+    parser.add_argument("--kv", default="bf16", help="the format of the KVCache")
     parser.add_argument("--lookup", type=int, nargs="+", default=[], help="drafts a step: adds loops with prompt lookup")
     parser.add_argument("--wrong", type=int, default=0, help="with --lookup: the distance of wrong tokens in the prompt; 0: none is wrong")
     parser.add_argument("--candidates", nargs="*", default=[], help="kernels that are off by default")
