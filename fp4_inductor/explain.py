@@ -235,7 +235,7 @@ def _explain_eager(model: Any, args: tuple, kwargs: dict) -> Explanation:
             return
         name, m, x, n, k, prefill, form, (experts, scales) = call
         counts = select.Counts(experts, min(scales, MAX_SCALES))
-        options = plan(describe(name, x.device, x.dtype, n, k, prefill, form, counts), dispatch_config())
+        options = plan(describe(name, x.device, x.dtype, n, k, prefill, form, counts, eager=True), dispatch_config())
         remark = select.of_scales(scales, options.call.arch) if op is not torch.ops.fp4.moe.default else ""
         row = options.pick(m)
         dtype = str(x.dtype).removeprefix("torch.")

@@ -42,8 +42,8 @@ def plan(call: Call, config: DispatchConfig) -> Plan:
 def on_a_cpu() -> Iterator[None]:
     """Inside, passes rewrite graphs of CPU tensors as if they were on a GPU that such plans are for."""
 
-    def describe(op, device, dtype, n, k, prefill="auto", form=(), counts=select.ONE):
-        return Call(op, 90, dtype, n, k, prefill, "", counts.experts, form=form, scales=counts.scales)
+    def describe(op, device, dtype, n, k, prefill="auto", form=(), counts=select.ONE, eager=False):
+        return Call(op, 90, dtype, n, k, prefill, "", counts.experts, form=form, scales=counts.scales, eager=eager)
 
     def plan_of(linear):
         x, qdata = (argument.meta["val"] for argument in epilogue.arguments_of(linear)[1][:2])

@@ -51,7 +51,7 @@ def test_no_bound_at_which_nothing_changes():
 
 def test_it_follows_the_config_in_force():
     with dispatch(thresholds={"gemv": 2, "small": 0, "wide": 0, "wide_fp8": 0, "mid": 100}):
-        assert bounds([(4096, 4096)], device="sm_90") == [2, 100]
+        assert bounds([(4096, 4096)], device="sm_90") == [1, 2, 100]  # cuda_gemv serves one row, whatever the threshold
 
 
 def test_a_cpu_has_one_kernel():

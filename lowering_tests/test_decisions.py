@@ -43,7 +43,7 @@ def test_rows_and_text():
     assert all(isinstance(row, ExplainRow) for row in found.rows)
     assert [(r.kernel, r.decision, r.n, r.k, r.dtype) for r in found.rows] == [
         *[("cuda_wide", "proven", 256, 256, "bfloat16")] * 2,
-        *[("triton_gemv", "proven", 256, 256, "bfloat16")] * 2,
+        *[("cuda_gemv", "proven", 256, 256, "bfloat16")] * 2,
     ]
     text = str(found)
     assert "cuda_wide" in text.split("note:")[0] and "not taken:" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from unittest import mock
 
 import pytest
@@ -70,6 +71,15 @@ def test_eager_on_a_cpu():
     native, text = cpu_native.status()
     assert text in first.note
     assert first.note.startswith("C kernels" if native else "ATen path")
+
+
+def test_an_eager_call_is_described_as_one(monkeypatch):
+    """On a GPU it may have another kernel than in a compiled graph."""
+    module, asked = sys.modules[Explanation.__module__], []
+    describe = module.describe
+    monkeypatch.setattr(module, "describe", lambda *args, eager=False: asked.append(eager) or describe(*args, eager=eager))
+    explain(Chain(), torch.randn(3, 64))
+    assert asked == [True] * 3
 
 
 def test_compiled_on_a_cpu():

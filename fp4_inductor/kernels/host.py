@@ -21,13 +21,13 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# The arguments of select.describe, all of them: a key that is hashed at every call.
+# The arguments of select.describe but the last one: a key that is hashed at every call.
 Described = tuple[str, torch.device, torch.dtype, int, int, str, tuple[str, ...], select.Counts]
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(described: Described, config: DispatchConfig) -> select.Plan:
-    return select.plan(select.describe(*described), config)
+    return select.plan(select.describe(*described, eager=True), config)
 
 
 def row_for(

@@ -54,6 +54,7 @@ class Call:
         triton: the version of Triton here; (0, 0): there is none.
         form: of ``fp4.moe``, :func:`fp4_inductor.kernels.select.moe_form`; of ``fp4.decode_attention``, ``select.attention_form``.
         scales: how many global scales the weight has; of ``fp4.moe`` an expert's first one.
+        eager: a call outside of a compiled graph. Nothing proves there that the kernel may begin while the one before it runs.
     """
 
     op: str
@@ -67,6 +68,7 @@ class Call:
     triton: tuple[int, int] = (99, 0)
     form: tuple[str, ...] = ()
     scales: int = 1
+    eager: bool = False
 
     @property
     def weights(self) -> int:

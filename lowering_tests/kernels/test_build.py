@@ -72,11 +72,11 @@ def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
     monkeypatch.setattr(csrc, "why_not", lambda name, arch: asked.append(name) or f"{name} is broken")
     monkeypatch.setattr(csrc, "start", lambda names, arch: begun.append(sorted(names)))
     for op, arch, n, k, names in (
-        ("linear", 90, 64, 64, ["linear_small", "linear_wide"]),
-        ("linear", 90, 4096, 4096, ["linear_table", "linear_wide", "linear_wide_fp8"]),
-        ("linear", 90, 4096, 2880, ["linear_small", "linear_wide"]),
-        ("linear_glu", 90, 64, 64, ["linear_small_glu", "linear_wide_glu"]),
-        ("linear_epilogue", 90, 64, 64, ["linear_small_pointwise", "linear_wide_pointwise"]),
+        ("linear", 90, 64, 64, ["linear_gemv", "linear_small", "linear_wide"]),
+        ("linear", 90, 4096, 4096, ["linear_gemv", "linear_table", "linear_wide", "linear_wide_fp8"]),
+        ("linear", 90, 4096, 2880, ["linear_gemv", "linear_small", "linear_wide"]),
+        ("linear_glu", 90, 64, 64, ["linear_gemv_glu", "linear_small_glu", "linear_wide_glu"]),
+        ("linear_epilogue", 90, 64, 64, ["linear_gemv_pointwise", "linear_small_pointwise", "linear_wide_pointwise"]),
         ("sparse_linear", 90, 64, 64, ["sparse_linear_small"]),
         ("linear_glu", 80, 64, 64, ["linear_small"]),
         ("linear_w4a4", 120, 64, 64, ["linear_small"]),
@@ -86,6 +86,8 @@ def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
         begun.clear()
         assert select.describe_for(op, arch, torch.bfloat16, n, k).csrc == f"{names[0]} is broken"
         assert begun == [names], (op, n, k)
+        select.describe_for(op, arch, torch.bfloat16, n, k, eager=True)
+        assert begun[1:] == [[name for name in names if "gemv" not in name]], "it serves no eager call"
     assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
 
 

@@ -40,20 +40,22 @@ def calls() -> Iterator[Call]:
         yield Call("cached_attention", arch, dtype, 32, k)
     for dtype, scales in itertools.product(DTYPES, (1, 2)):
         yield Call("linear_w4a4", 121, dtype, 4096, 4096, triton=(3, 6), scales=scales)
+    for op, arch, n, k, csrc in itertools.product(("linear", "linear_glu", "linear_epilogue"), ARCHS, N, K, ("", "no nvcc")):
+        yield Call(op, arch, torch.bfloat16, n, k, csrc=csrc, eager=True)
 
 
 def text() -> str:
-    """For each op and architecture: a hash of all its plans in order, then each distinct plan with the number of calls that have it."""
-    found: dict[tuple[str, int], list[str]] = defaultdict(list)
+    """For each op and architecture, then for eager calls: a hash of all its plans in order, and each distinct plan with the number of calls that have it."""
+    found: dict[str, list[str]] = defaultdict(list)
     for call in calls():
         try:
             spans = plan(call, DispatchConfig()).rows
         except KernelError:
             spans = ()
-        found[call.op, call.arch].append(", ".join(f"{span.max_m or 'all'} {span.kernel}" for span in spans) or "none")
+        found[f"{call.op} {call.arch}{' eager' if call.eager else ''}"].append(", ".join(f"{span.max_m or 'all'} {span.kernel}" for span in spans) or "none")
     lines = []
-    for (op, arch), plans in found.items():
-        lines.append(f"{op} {arch}: {hashlib.sha256('|'.join(plans).encode()).hexdigest()[:16]}")
+    for calls_of, plans in found.items():
+        lines.append(f"{calls_of}: {hashlib.sha256('|'.join(plans).encode()).hexdigest()[:16]}")
         lines += [f"    {count:5d} x {spans}" for spans, count in sorted(Counter(plans).items())]
     return "\n".join(lines) + "\n"
 

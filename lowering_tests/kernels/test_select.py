@@ -11,10 +11,10 @@ import torch
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.errors import ConfigError, KernelError
-from fp4_inductor.kernels import build, forms, registry
+from fp4_inductor.kernels import build, forms, host, registry
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.kernel import ANY, COMPILED, EMULATED, HALF, LOST, Kernel, On
-from fp4_inductor.kernels.select import Call, plan
+from fp4_inductor.kernels.kernel import ANY, COMPILED, EMULATED, HALF, LOST, MEASURED_H100, Kernel, On
+from fp4_inductor.kernels.select import ONE, Call, plan
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 PREFILL = ("auto", "fp8", "bf16", "nvfp4")
@@ -306,12 +306,13 @@ def test_fp8_products_of_a_sparse_weight():
 
 
 def test_a_stand_in_serves_what_the_small_kernel_cannot():
-    """Without nvcc, or with a K that no CUDA kernel takes, M = 2 to 4 stays on the GEMV."""
-    gemv, small, any_k, table = "triton_gemv", "cuda_small", "cuda_small_any_k", "cuda_table"
+    """Without nvcc, or with a K that no CUDA kernel takes, M = 1 to 4 stays on the Triton GEMV."""
+    gemv, own, small, any_k, table = "triton_gemv", "cuda_gemv", "cuda_small", "cuda_small_any_k", "cuda_table"
     for arch, csrc, k, kernels in (
-        (90, "", 4096, [gemv, table, table, "cuda_wide"]),
-        (90, "", 2048, [gemv, table, table, small]),
-        (90, "", 4032, [gemv, small, small, small]),
+        (90, "", 4096, [own, table, table, "cuda_wide"]),
+        (90, "", 2048, [own, table, table, small]),
+        (90, "", 4032, [own, small, small, small]),
+        (90, "", 2**15 + 64, [gemv, small, small, small]),
         (90, "no nvcc", 4096, [gemv, gemv, gemv, "triton_mid"]),
         (90, "", 4096 + 16, [any_k] * 4),
         (90, "no nvcc", 4096 + 16, [gemv, gemv, gemv, "triton_mid"]),
@@ -364,6 +365,16 @@ def test_a_candidate_serves_only_when_it_is_switched_on():
     assert elsewhere.pick(33).kernel == "dequantize both + mm"
 
 
+def test_one_row_of_an_eager_call_stays_with_triton():
+    """Nothing begins early there, and without that cuda_gemv is behind. Other rows have the same kernels as in a compiled graph."""
+    for op in ("linear", "linear_glu", "linear_epilogue"):
+        compiled, eager = (plan(Call(op, 90, torch.bfloat16, 4096, 4096, eager=eager), DEFAULT) for eager in (False, True))
+        assert compiled.pick(1).kernel.startswith("cuda_gemv") and compiled.pick(1).status == MEASURED_H100
+        assert eager.pick(1).kernel == dict(linear="triton_gemv", linear_glu="linear, then act * up", linear_epilogue="linear, then pointwise")[op]
+        assert [eager.pick(m).kernel for m in (2, 16, 64, 300)] == [compiled.pick(m).kernel for m in (2, 16, 64, 300)]
+    assert host._plan(("linear", torch.device("cpu"), torch.bfloat16, 64, 64, "auto", (), ONE), DEFAULT).call.eager
+
+
 def test_one_row_by_cuda_where_it_is_switched_on():
     """A threshold that asks for more rows than the kernel takes does not get them from it."""
     names = {"linear": "cuda_gemv", "linear_glu": "cuda_gemv_glu", "linear_epilogue": "cuda_gemv_pointwise"}
@@ -389,13 +400,13 @@ def test_a_candidate_that_is_none_is_refused():
     assert DispatchConfig(candidates=["b", "a"]) == DispatchConfig(candidates=("a", "b"))
 
 
-def test_one_row_stays_with_the_gemv_where_an_epilogue_is_fused():
+def test_one_row_has_its_own_kernels_where_an_epilogue_is_fused():
     apart = "linear, then act * up"
     found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DEFAULT)
-    assert [(row.kernel, row.max_m) for row in found.rows] == [(apart, 1), ("cuda_table_glu", 16), ("cuda_wide_glu", 128), (apart, None)]
-    without = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"small": 0}))
+    assert [(row.kernel, row.max_m) for row in found.rows] == [("cuda_gemv_glu", 1), ("cuda_table_glu", 16), ("cuda_wide_glu", 128), (apart, None)]
+    without = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"small": 0, "gemv": 0}))
     assert [(row.kernel, row.max_m) for row in without.rows] == [(apart, 1), ("cuda_wide_glu", 128), (apart, None)]
     then = plan(Call("linear_epilogue", 90, torch.bfloat16, 4096, 4096), DEFAULT)
     assert [(row.kernel, row.max_m) for row in then.rows] == [
-        ("linear, then pointwise", 1), ("cuda_table_pointwise", 16), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
+        ("cuda_gemv_pointwise", 1), ("cuda_table_pointwise", 16), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
     ]  # fmt: skip

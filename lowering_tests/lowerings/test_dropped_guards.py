@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 K, N = 256, 512
 # The rows of this shape on an H100 with compiled CUDA sources: GEMV 1, table to 24, small to 32, wide to 128, FP8 to 8192.
 BOUNDS = [1, 24, 32, 128, 8192]
-KERNELS = ["triton_gemv", "cuda_table", "cuda_small", "cuda_wide", "cuda_wide_fp8", "dequantize_fp8 + scaled_mm"]
+KERNELS = ["cuda_gemv", "cuda_table", "cuda_small", "cuda_wide", "cuda_wide_fp8", "dequantize_fp8 + scaled_mm"]
 DROP = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 NO_BENCHMARK = {"config_patches": {"triton.autotune_at_compile_time": False}}
 
@@ -65,7 +65,7 @@ def test_a_range_proves_the_regime_whatever_the_example_is(i):
 
 def test_one_token_by_a_range():
     """Torch takes 2 for the least value of a dynamic size: M > 1 was "proven" in a graph that was then run with one token."""
-    assert lowered(given=compile_range(1, 1), options=dict(DROP))[0][:2] == ("proven", "triton_gemv")
+    assert lowered(given=compile_range(1, 1), options=dict(DROP))[0][:2] == ("proven", "cuda_gemv")
     assert lowered(given=compile_range(1, 24), options=dict(DROP))[0][:2] == ("runtime", "by M")
     assert lowered(given=compile_range(2, 24), options=dict(DROP))[0][:2] == ("proven", "cuda_table")
 
@@ -220,7 +220,7 @@ def test_a_graph_that_is_compiled_after_dynamo(options):
                 torch._inductor.standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=NO_BENCHMARK)
     found = fp4_inductor.decisions().rows
     assert [(r.decision, r.kernel) for r in found] == [
-        ("runtime", "by M"), ("proven", "triton_gemv"), ("proven", "cuda_table"), ("proven", "cuda_wide"), ("runtime", "by M"),
+        ("runtime", "by M"), ("proven", "cuda_gemv"), ("proven", "cuda_table"), ("proven", "cuda_wide"), ("runtime", "by M"),
     ]  # fmt: skip
     assert guards.NOT_DYNAMO in found[0].note
 

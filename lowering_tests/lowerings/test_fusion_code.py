@@ -105,10 +105,10 @@ def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
 GEMVS = ("cuda_gemv", "cuda_gemv_glu", "cuda_gemv_pointwise")
 
 
-@pytest.mark.parametrize(("cc", "early"), [((9, 0), True), ((8, 0), False)])
-def test_one_row_by_the_cuda_kernels_that_wait_to_be_timed(cc, early):
+@pytest.mark.parametrize(("cc", "candidates", "early"), [((9, 0), (), True), ((8, 0), GEMVS, False)], ids=str)
+def test_one_row_by_the_cuda_kernels(cc, candidates, early):
     """The norm is in the kernels of its readers, whose input is then the graph's; what they make is read early, from sm_90 on."""
-    with dispatch(candidates=GEMVS):
+    with dispatch(candidates=candidates):
         code, entries = compiled(1, csrc="", cc=cc)
     assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", GEMVS[0]), ("fp4.linear_glu", GEMVS[1]), ("fp4.linear_epilogue", GEMVS[2])]
     assert ["begins while the kernel before it runs" in e.note for e in entries] == [False, False, early]
@@ -129,8 +129,7 @@ def test_a_norm_in_the_kernel(monkeypatch):
         return plain(entry, library, parts, weight, bias, arch, then, Norm(weight[1], 1e-6, 1.0))  # any tensor of the graph
 
     monkeypatch.setattr(lowering, "call_csrc", with_norm)
-    with dispatch(candidates=GEMVS):
-        code = generated_code(lambda: FP4Linear(K, K, bias=False, dtype=BF16, device="cuda"), [((1, K), BF16)], csrc="")[0]
+    code = generated_code(lambda: FP4Linear(K, K, bias=False, dtype=BF16, device="cuda"), [((1, K), BF16)], csrc="")[0]
     assert re.findall(r"linear_gemv\.default\(.*?, 90(.*?)\)", call_body(code)) == [", 0, 0, 0, 0, 0, 0, 0, None, None, 1, in2, 1e-06, 1.0"]
     assert seen == [3]  # codes, scales, the norm's weight
 
@@ -140,7 +139,7 @@ def launches(body: str) -> int:
 
 
 def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
-    """M = 1 stays with the GEMV, behind which Inductor fuses; so do many rows; so do graphs whose M is dynamic or known at run time only."""
+    """Many rows, and graphs whose M is dynamic or known at run time only."""
 
     def graph(m, off=False, unproven="guard", **options):
         with dispatch(unproven=unproven, thresholds={"small": 0} if off else {}):
@@ -148,9 +147,9 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
         return entries, call_body(code)
 
     dynamic = {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)}
-    for m, kernel, options in ((1, "triton_gemv", {}), (8200, "dequantize_fp8 + scaled_mm", {}), (8200, "dequantize_fp8 + scaled_mm", dynamic)):
+    for m, options in ((8200, {}), (8200, dynamic)):
         entries, body = graph(m, **options)
-        assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", kernel)] * 3
+        assert [(e.op, e.decision.row.kernel) for e in entries] == [("fp4.linear", "dequantize_fp8 + scaled_mm")] * 3
         assert "fp4_csrc" not in body
         assert launches(body) == launches(graph(m, off=True, **options)[1])
     entries, body = graph(8, **dynamic)
@@ -161,7 +160,7 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
     assert "fp4.linear_glu" not in body and "fp4.linear_epilogue" not in body
     assert launches(body) == launches(graph(8, off=True, unproven="runtime", **dynamic)[1])
     late = {r.kernel.name for e in entries for r in e.refused if r.reason.startswith("decided at run time: ")}
-    assert late == {f"cuda_{size}_{what}" for size in ("table", "small", "wide") for what in ("glu", "pointwise")} - {"cuda_small_pointwise"}
+    assert late == {f"cuda_{size}_{what}" for size in ("gemv", "table", "small", "wide") for what in ("glu", "pointwise")} - {"cuda_small_pointwise"}
 
 
 def test_explain_says_why_the_cuda_kernels_do_not_serve():
