@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CacheInUseError, ConfigError, DeviceError, ShapeError
+from ..errors import CacheInUseError, ConfigError, DeviceError, FP4Error, ShapeError
 from .options import Lookup
 
 _LEAST = 256
@@ -29,6 +29,8 @@ class Holder:
         self.session: Any = None  # of a cache: its buffers and graphs
         self.cache: Any = None  # of a model: the cache of the last call that brought none
         self.made_for: Any = None  # the batch, device and dtype of that cache
+        self.not_served = ""  # of a model: why a KVCache that was tried cannot serve it
+        self.why_static = ""  # of a model: why that cache is a StaticCache
         self.record: Any = None  # of a model: of its last generate()
         self.said: set[str] = set()  # of a model: reasons that were logged
 
@@ -69,7 +71,10 @@ def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None =
     if cache is not None:
         most = holds(cache)
         fits = most is None or length <= most <= 4 * rounded(length, None)  # attention over a cache that is far too long takes longer
-        fits = fits and (lookup is None or (is_ours(cache) and takes_back(cache) >= lookup.tokens))
+        if lookup is not None:
+            fits = fits and is_ours(cache) and takes_back(cache) >= lookup.tokens
+        elif is_ours(cache):  # it may be that of a prompt lookup, which takes no other
+            fits = fits and not why_no_kv_cache(model)
         if fits and (held.made_for == (batch, model.device, model.dtype)):
             cache.reset()
             return cache
@@ -82,20 +87,53 @@ def claim_own_cache(model: Any, length: int, batch: int, lookup: Lookup | None =
 
 
 def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None) -> Any:
-    """An empty cache for ``length`` tokens of ``batch`` rows. The only place where the loop makes one. For prompt lookup it is a ``KVCache``."""
+    """An empty cache for ``length`` tokens of ``batch`` rows: a KVCache, or a StaticCache for a model that it does not serve (``Holder.why_static``).
+
+    The only place where the loop makes one.
+
+    Raises:
+        FP4Error: of prompt lookup: there is no KVCache for this model.
+    """
     from transformers import StaticCache
 
-    config = model.config.get_text_config(decoder=True)
+    from ..integrations.cache import KVCache
+
+    config, held = model.config.get_text_config(decoder=True), holder_of(model)
     length = rounded(length, getattr(config, "max_position_embeddings", None))
     if lookup is not None:
-        from ..integrations.cache import KVCache
-
         return KVCache(model, length, batch, rollback=max(_ROLLBACK, lookup.tokens))
+    held.why_static = why_no_kv_cache(model)
+    if not held.why_static:
+        try:
+            return KVCache(model, length, batch, rollback=_ROLLBACK)
+        except FP4Error as error:
+            held.why_static = str(error)
     cache = StaticCache(config=config, max_cache_len=length)
     shape = model._get_static_cache_init_shape()
     if shape is not None and getattr(config, "global_head_dim", None) is None:  # else its first update does it, with the shapes that come
         cache.early_initialization(batch_size=batch, num_heads=shape[0], head_dim=shape[1], dtype=model.dtype, device=model.device)
     return cache
+
+
+def why_no_kv_cache(model: Any) -> str:
+    """Why a call that brings no cache is not given a KVCache, though one could be made; empty: nothing is known."""
+    from ..integrations.cache import not_served
+
+    config = model.config.get_text_config(decoder=True)
+    if others := not_served(config):
+        return f"KVCache does not serve layers of {', '.join(others)}"
+    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation != "eager":
+        return f'a KVCache computes soft-caps, which the attention "{config._attn_implementation}" leaves out'
+    return holder_of(model).not_served
+
+
+def give_up(model: Any, cache: Any, why: str) -> None:
+    """``cache``, a KVCache that was made here, does not serve ``model``: later calls get a StaticCache."""
+    held = holder_of(model)
+    held.not_served = why
+    holder_of(cache).session = None
+    if held.cache is cache:
+        held.cache = None
 
 
 def is_ours(cache: Any) -> bool:
@@ -166,16 +204,22 @@ def keep_counts(cache: Any) -> Callable[[], None]:
     return restore
 
 
-def can_crop(cache: Any, length: int) -> bool:
-    """Can tokens be taken back from a cache that will have held ``length`` of them?"""
+def can_crop(cache: Any, length: int, tokens: int) -> bool:
+    """Can up to ``tokens`` tokens be taken back from a cache that will have held ``length`` of them?"""
     from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
     if getattr(cache, "is_croppable", False):
-        return True
+        return not is_ours(cache) or tokens <= cache.rollback or not any(_loses(layer, length) for layer in cache.layers)
     layers = getattr(cache, "layers", ())
     if not layers or any(type(layer) not in (StaticLayer, StaticSlidingWindowLayer) for layer in layers):
         return False
     return all(length <= layer.max_cache_len for layer in layers if type(layer) is StaticSlidingWindowLayer)
+
+
+def _loses(layer: Any, length: int) -> bool:
+    """Does a layer of a KVCache overwrite tokens before it has held ``length`` of them?"""
+    ring = layer.window is not None and layer.keys.shape[2] < length
+    return ring or (layer.stored is not None and layer.stored.exact_keys is not None)
 
 
 def crop(cache: Any, tokens: int) -> None:

@@ -17,7 +17,7 @@ from .masks import why_no_masks
 from .options import LoopOptions, check_ids, check_mask, check_ranges, check_rows, check_together, lookup_of
 from .processors import read_criteria, read_processors
 from .record import GenerationRecord
-from .session import Plan, Prompt, session_of
+from .session import NotServedError, Plan, Prompt, session_of
 
 
 def generate(
@@ -41,7 +41,8 @@ def generate(
         ids: int64 ``[B, T]`` on the model's device; shorter rows are padded on the left.
         attention_mask: ``[B, T]``, 0 for padding; None: no padding, or where the model's ``pad_token_id`` is.
         past_key_values: a cache of fixed size, such as ``StaticCache``; for prompt lookup a :class:`fp4_inductor.KVCache`. It is used from where it stands,
-            and afterwards holds all tokens but the last. None: one that the next call takes over, with its graph.
+            and afterwards holds all tokens but the last. None: one that the next call takes over, with its graph: a KVCache, or where that does not serve the
+            model a StaticCache. The record's ``notes`` say if it is one, and why, and if the attention ``"fp4_inductor"`` was selected for a KVCache.
         streamer: of Transformers. It gets the prompt, then each token ``[B]`` in order, in blocks of ``check_every``, then ``end()``.
         loop: a :class:`fp4_inductor.LoopOptions`; or give its fields ``seed``, ``check_every`` and ``compiled`` themselves.
         options: of ``model.generate``: ``max_new_tokens``, ``min_new_tokens``, ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``min_p``,
@@ -220,16 +221,27 @@ def _run(call: Call, loop: LoopOptions) -> Any:
     prompt = Prompt(call.ids, mask, arguments)
     if given is None:
         with caches.allocating():  # the cache too, whose tensors come with the prompt
-            try:
-                cache = caches.claim_own_cache(model, columns + new + (lookup.queries if lookup else 0), call.ids.shape[0], lookup)
-            except FP4Error as error:
-                if lookup is None:
-                    raise
-                return _theirs(call, loop, [f"prompt lookup needs a KVCache: {error}"])
-            return _run_over(call, prompt, plan, loop, cache)
+            return _run_over_own(call, prompt, plan, loop)
     caches.check_cache(given, model, call.ids.shape[0], columns, new)
     caches.claim(given)
     return _run_over(call, prompt, plan, loop, given)
+
+
+def _run_over_own(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions) -> Any:
+    """Run ``plan`` over a cache that is made here, or was by the call before."""
+    length = prompt.columns + plan.new + (plan.lookup.queries if plan.lookup else 0)
+    try:
+        cache = caches.claim_own_cache(call.model, length, call.ids.shape[0], plan.lookup)
+    except FP4Error as error:
+        if plan.lookup is None:
+            raise
+        return _theirs(call, loop, [f"prompt lookup needs a KVCache: {error}"])
+    plan.again = plan.lookup is None and caches.is_ours(cache)
+    try:
+        return _run_over(call, prompt, plan, loop, cache)
+    except NotServedError as error:  # a model that computes with keys and values itself
+        caches.give_up(call.model, cache, "; ".join([str(error), *cache.notes]))  # the model has the attention that was selected for it
+    return _run_over_own(call, prompt, plan, loop)
 
 
 def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: Any) -> Any:
@@ -243,8 +255,11 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
         if call.held and call.streamer is not None:
             call.streamer.put(call.ids.cpu())
         record = GenerationRecord(seed=plan.seed if config.do_sample else None)
-        if plan.lookup is not None and caches.holder_of(model).cache is cache:
+        held = caches.holder_of(model)
+        if held.cache is cache and caches.is_ours(cache):
             record.notes += cache.notes  # what was changed in the model
+        elif held.cache is cache:
+            record.notes.append(f"over a StaticCache: {held.why_static}")
         _record(model, record)
         compiled = model.device.type == "cuda" if loop.compiled is None else loop.compiled
         tokens = session_of(model, cache, compiled).run(prompt, plan, call.streamer, record)

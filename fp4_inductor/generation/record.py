@@ -12,7 +12,8 @@ class GenerationRecord:
     Attributes:
         loop: ``"device"``: this package's loop. ``"transformers"``: Transformers' own.
         reasons: why Transformers' loop ran; empty if it did not.
-        notes: what this loop did otherwise than usual: what was not compiled or not captured, why every token was looked at.
+        notes: what this loop did otherwise than usual: what was not compiled or not captured, why every token was looked at, what was changed in the
+            model for a KVCache that it made, or why it made a StaticCache.
         tokens: tokens of each row in the result, behind the prompt.
         steps: decode steps that were run, the prompt not counted.
         replays: steps that were a replay of a CUDA graph.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch.compiling import is_compile_error
-from ..errors import NonFiniteError, ShapeError
+from ..errors import FP4Error, NonFiniteError, ShapeError
 from . import caches
 from .device import Host, Runner, device_for
 from .lookup import Text
@@ -54,6 +54,7 @@ class Plan:
         pad: what rows that have ended are filled with.
         returned: does the caller see the cache afterwards? Then over-run tokens are taken back from it.
         lookup: several tokens a step, with drafts from the text.
+        again: a prompt that the cache does not serve is run over another: then it is a :class:`NotServedError`, and the streamer goes on.
     """
 
     program: Program
@@ -64,6 +65,11 @@ class Plan:
     check_every: int
     returned: bool
     lookup: Lookup | None = None
+    again: bool = False
+
+
+class NotServedError(Exception):
+    """The model could not run its prompt over a KVCache that nobody has asked for."""
 
 
 class Compiled:
@@ -114,9 +120,10 @@ class Session:
         """Generate behind ``prompt``: int64 ``[new, B]`` on the device, new <= plan.new.
 
         Raises:
-            NonFiniteError: logits were NaN or infinite. Whatever the model or the streamer raises.
+            NonFiniteError: logits were NaN or infinite. NotServedError: ``plan.again``. Whatever the model or the streamer raises.
         """
         outlet: Outlet | None = None
+        again = False
         try:
             state, mail = self._begin(prompt, plan, record)
             outlet = Outlet(streamer, mail)
@@ -135,15 +142,18 @@ class Session:
                 if plan.returned:
                     caches.crop(self.cache, record.overrun)
             return state.tokens[: look.length].clone()
-        except BaseException:
+        except BaseException as error:
             self.device.wait()  # the buffers are not freed, nor used again, under work that is queued
+            again = plan.again and outlet is None and isinstance(error, FP4Error)
+            if again:
+                raise NotServedError(str(error)) from error
             raise
         finally:
             functions = (self._prompt, self._emit, *self._emits.values(), *self._forwards.values())
             record.notes += [f.note for f in functions if f.note and f.note not in record.notes]
             if outlet is not None:
                 outlet.end()
-            elif streamer is not None:  # the prompt has failed: who reads the streamer in another thread does not wait for ever
+            elif streamer is not None and not again:  # the prompt has failed: who reads the streamer in another thread does not wait for ever
                 streamer.end()
 
     def _begin(self, prompt: Prompt, plan: Plan, record: GenerationRecord) -> tuple[State, Mail]:
@@ -210,7 +220,7 @@ class Session:
     def _loop(self, plan: Plan, state: State, mail: Mail, outlet: Outlet, record: GenerationRecord) -> tuple[int, Look]:
         """Run steps until all rows have ended and the host has seen it; how many tokens were made, and the last look."""
         every, ahead = plan.check_every, self.device.ahead
-        if plan.returned and plan.stops.eos and not caches.can_crop(self.cache, int(state.column) + plan.new):
+        if plan.returned and plan.stops.eos and not caches.can_crop(self.cache, int(state.column) + plan.new, every * (ahead + 1)):
             every, ahead = 1, 0
             record.notes.append("every token is looked at, because no token can be taken back from this cache")
         produced = 1

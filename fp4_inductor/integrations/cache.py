@@ -144,6 +144,11 @@ def _layers(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
     return types, kwargs if isinstance(kwargs, list) else [kwargs] * len(types)
 
 
+def not_served(config: Any) -> list[str]:
+    """The types of layers of a decoder's ``config`` that keep Transformers' own layer in a KVCache."""
+    return sorted(set(_layers(config)[0]) - _SERVED)
+
+
 class KVCache(Cache):
     """Keys and values of ``batch`` sequences of up to ``max_length`` tokens, for ``model.generate(ids, past_key_values=cache)`` or ``model(...)``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp4_inductor.generation import caches
 from fp4_inductor.generation.lookup import Text
 from lowering_tests.models import conftest as models
 
@@ -44,6 +45,12 @@ def build(family: str, **fields):
 def quiet(monkeypatch):
     """Lines on stderr are looked at by the tests that are about them."""
     monkeypatch.setenv("FP4_INDUCTOR_QUIET", "1")
+
+
+@pytest.fixture
+def over_static(monkeypatch):
+    """Calls that bring no cache run over a StaticCache."""
+    monkeypatch.setattr(caches, "why_no_kv_cache", lambda model: "a test")
 
 
 @pytest.fixture(scope="module")

@@ -241,15 +241,21 @@ def test_nothing_is_kept_of_a_model_that_is_gone():
 # --- compiled -----------------------------------------------------------------------------------------------------
 
 
+NOTES = {True: ["over a StaticCache: a test"], False: ['attention: "fp4_inductor" in the place of "sdpa"']}
+
+
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(("family", "backend"), [("gemma3", "aot_eager"), pytest.param("llama", "inductor", marks=pytest.mark.slow)])
-def test_compiled_steps_make_the_same_tokens(family, backend, monkeypatch):
-    """Prompt, step and sampling are one graph each. Gemma's layers count in Python: their windows become full on the way."""
+def test_compiled_steps_make_the_same_tokens(family, backend, static, monkeypatch, request):
+    """Prompt, step and sampling are one graph each. Over a StaticCache Gemma's layers count in Python: their windows become full on the way."""
+    if static:
+        request.getfixturevalue("over_static")
     model = build(family)
     options = SAMPLED | {"max_new_tokens": 14, "seed": 1, "top_p": 0.9, "repetition_penalty": 1.2}
     wanted = fp4_inductor.generate(model, IDS, **options)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     assert torch.equal(fp4_inductor.generate(model, IDS, compiled=True, **options), wanted)
-    assert record_of(model).notes == []
+    assert record_of(model).notes == NOTES[static]
 
 
 def test_what_does_not_compile_runs_as_it_is_and_says_so(monkeypatch):
@@ -265,4 +271,4 @@ def test_what_does_not_compile_runs_as_it_is_and_says_so(monkeypatch):
     monkeypatch.setattr(layer, "forward", unsupported)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     assert torch.equal(fp4_inductor.generate(model, IDS, compiled=True, **GREEDY), wanted)
-    assert [note.split(":")[0] for note in record_of(model).notes] == ["the prompt is not compiled", "the step is not compiled"]
+    assert [note.split(":")[0] for note in record_of(model).notes] == ["attention", "the prompt is not compiled", "the step is not compiled"]

@@ -1,4 +1,7 @@
-"""Capture and replay, on a stand-in for a CUDA device: tokens, what runs how often, and what is told on the host."""
+"""Capture and replay, on a stand-in for a CUDA device: tokens, what runs how often, and what is told on the host.
+
+Over a StaticCache: on a CPU a KVCache reads its counter on the host.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 5 + [1] * 4])
 
 
 @pytest.fixture
-def device(monkeypatch):
+def device(monkeypatch, over_static):
     made = Replaying()
     monkeypatch.setattr(session, "device_for", lambda device: made)
     return made
@@ -90,7 +93,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so(device, family
     assert torch.equal(fp4_inductor.generate(model, IDS, **options), wanted)
     record = fp4_inductor.generation_record(model)
     assert record.replays == record.captures == 0
-    assert len(record.notes) == 1 and record.notes[0].startswith("the step is not captured: aten._local_scalar_dense.default is not permitted")
+    assert len(record.notes) == 2 and record.notes[1].startswith("the step is not captured: aten._local_scalar_dense.default is not permitted")
 
 
 def test_the_host_looks_late_and_takes_the_rest_back(device):

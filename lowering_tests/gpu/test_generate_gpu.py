@@ -10,7 +10,7 @@ from fp4_inductor.generation.device import Runner
 
 transformers = pytest.importorskip("transformers")
 
-from lowering_tests.generation.conftest import build, told  # noqa: E402, F401  (imports transformers)
+from lowering_tests.generation.conftest import build, over_static, told  # noqa: E402, F401  (imports transformers)
 from lowering_tests.generation.texts import drafting, spelled_wrong  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -20,16 +20,20 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 5 + [1] * 4])
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
-def test_tokens_and_replays(family, padded):
+def test_tokens_and_replays(family, static, padded, request):
     """float32: the order of sums differs between compiled and eager code, which greedy tokens of these models bear."""
+    if static:
+        request.getfixturevalue("over_static")
     model, ids = build(family).cuda(), IDS.cuda()
     options = dict(max_new_tokens=40, do_sample=False) | ({"attention_mask": MASK.cuda()} if padded else {})
     wanted = model.generate(ids, **options)
     assert torch.equal(fp4_inductor.generate(model, ids, **options), wanted)
     record = fp4_inductor.generation_record(model)
-    phases = 2 if family == "gemma3" else 1  # before and after its windows are full
-    assert record.notes == [] and (record.steps, record.captures, record.replays) == (39, phases, 39 - phases * Runner.WARM)
+    phases = 2 if static and family == "gemma3" else 1  # before and after its windows are full
+    assert record.notes == (["over a StaticCache: a test"] if static else ['attention: "fp4_inductor" in the place of "sdpa"'])
+    assert (record.steps, record.captures, record.replays) == (39, phases, 39 - phases * Runner.WARM)
     assert torch.equal(fp4_inductor.generate(model, ids, **options), wanted)
     assert fp4_inductor.generation_record(model).replays == 39
 

@@ -1,0 +1,124 @@
+"""The cache of a call that brings none: a KVCache, or a StaticCache and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import StaticCache
+
+import fp4_inductor
+from fp4_inductor import errors
+from fp4_inductor.generation import caches
+from fp4_inductor.integrations import attention, cache
+from lowering_tests.generation.conftest import build
+from lowering_tests.generation.test_streaming import Kept, same
+from lowering_tests.generation.texts import drafting
+
+IDS = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(3))
+GREEDY = dict(max_new_tokens=26, do_sample=False)
+
+
+def held(model):
+    return vars(model)["_fp4_loop"].cache
+
+
+def notes(model) -> list[str]:
+    record = fp4_inductor.generation_record(model)
+    assert (record.loop, record.reasons) == ("device", [])
+    return record.notes
+
+
+def test_it_is_a_kv_cache():
+    """And the record says that its attention was selected. Prompt lookup takes the same one."""
+    model = build("qwen3")
+    wanted = model.generate(IDS, **GREEDY)
+    assert torch.equal(fp4_inductor.generate(model, IDS, **GREEDY), wanted)
+    assert isinstance(held(model), fp4_inductor.KVCache) and notes(model) == ['attention: "fp4_inductor" in the place of "sdpa"']
+    fp4_inductor.generate(model, IDS[:1], **GREEDY)
+    first = held(model)
+    fp4_inductor.generate(model, IDS[:1], **GREEDY, **drafting(3))
+    assert held(model) is first
+
+
+def test_of_a_quantized_model_there_is_nothing_to_tell():
+    model = fp4_inductor.quantize_model(build("llama"), fp4_inductor.NVFP4Config("amax"), progress=False)
+    fp4_inductor.generate(model, IDS, **GREEDY)
+    assert isinstance(held(model), fp4_inductor.KVCache) and notes(model) == []
+
+
+WHY = {
+    "gpt_oss": 'over a StaticCache: KVCache: the model\'s attention does not read it; got "eager"',
+    "gemma2": 'over a StaticCache: a KVCache computes soft-caps, which the attention "sdpa" leaves out',
+    "mistral": "over a StaticCache: KVCache does not serve layers of sliding_attention",
+}
+
+
+@pytest.mark.parametrize("family", WHY)
+def test_it_is_a_static_cache_where_a_kv_cache_does_not_serve(family, monkeypatch):
+    if family == "mistral":
+        monkeypatch.setattr(cache, "_SERVED", {"full_attention"})
+    model = build(family)
+    wanted = model.generate(IDS, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(fp4_inductor.generate(model, IDS, **GREEDY), wanted)
+        assert isinstance(held(model), StaticCache) and len(notes(model)) == 1 and notes(model)[0].startswith(WHY[family])
+
+
+def test_that_of_a_prompt_lookup_is_not_taken_where_another_one_would_be_made():
+    model = build("gemma2")
+    wanted = model.generate(IDS[:1], **GREEDY)
+    fp4_inductor.generate(model, IDS[:1], **GREEDY, **drafting(3))
+    assert isinstance(held(model), fp4_inductor.KVCache)
+    assert torch.equal(fp4_inductor.generate(model, IDS[:1], **GREEDY), wanted)
+    assert isinstance(held(model), StaticCache)
+
+
+@pytest.mark.parametrize("door", ["generate", "generate_loop"])
+def test_a_model_that_computes_with_keys_itself(door, monkeypatch):
+    """Its prompt fails over a KVCache, and is run again over a StaticCache. The streamer sees one answer; later calls do not try it again."""
+    model, tries = build("llama"), []
+    wanted, theirs = model.generate(IDS, **GREEDY), Kept()
+    model.generate(IDS, streamer=theirs, **GREEDY)
+    monkeypatch.setattr(attention, "attend", lambda query, key, *rest: tries.append(1) or key[0])
+    for _ in range(2):
+        streamer = Kept()
+        if door == "generate":
+            got = fp4_inductor.generate(model, IDS, streamer=streamer, **GREEDY)
+        else:
+            got = model.generate(IDS, custom_generate=fp4_inductor.generate_loop, streamer=streamer, **GREEDY)
+        assert torch.equal(got, wanted) and same(streamer, theirs) and len(tries) == 1
+        assert isinstance(held(model), StaticCache)
+        assert len(notes(model)) == 1 and notes(model)[0].startswith("over a StaticCache: KVCache: K or V was touched after update()")
+        assert notes(model)[0].endswith('attention: "fp4_inductor" in the place of "sdpa"')
+    kept = fp4_inductor.KVCache(model, 64, 3)
+    with pytest.raises(errors.UnsupportedOpError, match="was touched"):  # one that somebody asked for
+        fp4_inductor.generate(model, IDS, past_key_values=kept, **GREEDY)
+    assert not caches.is_in_use(kept)
+
+
+def test_an_error_that_has_nothing_to_do_with_the_cache_is_raised(monkeypatch):
+    model, streamer = build("llama"), Kept()
+
+    def refuse(*args, **kwargs):
+        raise errors.UnsupportedOpError("a layer", value="it", limit="another", remedy="none")
+
+    monkeypatch.setattr(model.model.layers[1], "forward", refuse)
+    with pytest.raises(errors.UnsupportedOpError, match="a layer; got"):
+        fp4_inductor.generate(model, IDS, streamer=streamer, **GREEDY)
+    assert streamer.ends == 1 and len(streamer.got) == 1 and not caches.is_in_use(held(model))
+
+
+@pytest.mark.parametrize("check_every", [8, 200])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_returned_cache_gives_the_steps_that_were_too_many_back(family, check_every):
+    """A ring gives back as many as its ``rollback``; if more could be needed, every token is looked at."""
+    model = build(family)
+    options = GREEDY | dict(max_new_tokens=250)
+    eos = int(model.generate(IDS[:1], **options)[0, 9 + 150])
+    options |= dict(eos_token_id=eos, pad_token_id=1)
+    wanted = model.generate(IDS[:1], **options)
+    output = fp4_inductor.generate(model, IDS[:1], check_every=check_every, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, wanted) and isinstance(output.past_key_values, fp4_inductor.KVCache)
+    assert int(output.past_key_values.get_seq_length()) == wanted.shape[1] - 1
+    looked = any("every token is looked at" in note for note in notes(model))
+    assert looked == (family == "gemma3" and check_every == 200)
