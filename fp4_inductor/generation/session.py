@@ -89,8 +89,14 @@ class Compiled:
             if not is_compile_error(error):
                 raise
             self.run = self.plain
-            self.note = f"{self.name} is not compiled: {str(error).strip().splitlines()[0]}"
+            self.note = f"{self.name} is not compiled: {reason_of(error)}"
             return self.plain(*args, **kwargs)
+
+
+def reason_of(error: Exception) -> str:
+    """What a compiler's error says: its first line, and the one behind it where the first only names who raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 class Session:
