@@ -69,7 +69,7 @@ class KVLayer(CacheLayerMixin):
             exact = (batch, heads, formats.exact_slots(counter.max_length, rollback), width)
             copies = [torch.zeros(exact, dtype=dtype, device=device) if format.exact else None for _ in range(2)]
             self.keys, self.values = key.codes, value.codes
-            self.stored = Stored(key.scale, value.scale, key.blocks, value.blocks, mean, *copies)
+            self.stored = Stored(key.scale, value.scale, mean, value.blocks, key.blocks, *copies)
         self.is_initialized = True
 
     @property
@@ -168,8 +168,8 @@ class KVCache(Cache):
         batch: the number of sequences; with beam search or several answers to a prompt, times those.
         kv: the format of K and V (``docs/kv_cache.md`` has the loss that was measured). ``"bf16"``: the dtype of the model. ``"fp8"``: E4M3, a scale for
             each token and head. ``"k8v4"``: K in INT8, V in NVFP4. ``"nvfp4"``: both in NVFP4, but the first 4 and the last 64 tokens, which are exact.
-            Of all three the mean of K is kept apart. They save memory, not time: the kernel that reads them as they are has not been timed, and is off
-            (``fp4_inductor.dispatch(candidates=("triton_quantized_attention",))``).
+            Of all three the mean of K is kept apart. A decode step on a GPU reads them as they are, in less time than ``"bf16"`` if there are many tokens.
+            Prompts take more time: torch's operators round them.
         rollback: how many tokens ``crop`` may take back from a full sliding window, or from the exact tokens of ``"nvfp4"``: that many slots more for each.
 
     Attributes:

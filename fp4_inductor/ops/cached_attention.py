@@ -217,7 +217,7 @@ def _stored_inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
                 position = torch.full((), at, dtype=torch.int64, device=device)
                 arrivals = torch.zeros(b * heads, dtype=torch.int32, device=device)
                 options = (None, None, window, True, softcap, None, at == 0, arrivals, False, *Prologue())
-                rest = (key.scale, value.scale, key.blocks, value.blocks, mean, *exact)
+                rest = [part for part in (key.scale, value.scale, mean, value.blocks, key.blocks, *exact) if part is not None]
                 name = f"{f.name} B{b} H{h} Hkv{heads} Q{q} S{s} D{d} at {at} window {window} {dtype}"
                 yield name, (*new, key.codes, value.codes, position, *options, *rest)
 
@@ -227,8 +227,8 @@ CONTRACT = OpContract(
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor position, Tensor? mask=None, float? scale=None, "
     "int? window=None, bool causal=True, float? softcap=None, Tensor? sinks=None, bool empty=False, "
     "Tensor(c!)? arrivals=None, bool early=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, float norm_offset=0.0, Tensor? cos=None, "
-    "Tensor? sin=None, int? rotary=None, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None, Tensor(f!)? key_blocks=None, "
-    "Tensor(g!)? value_blocks=None, Tensor(h!)? key_mean=None, Tensor(i!)? exact_keys=None, Tensor(j!)? exact_values=None) -> Tensor",
+    "Tensor? sin=None, int? rotary=None, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None, Tensor(f!)? key_mean=None, "
+    "Tensor(g!)? value_blocks=None, Tensor(h!)? key_blocks=None, Tensor(i!)? exact_keys=None, Tensor(j!)? exact_values=None) -> Tensor",
     reference=reference,
     fake=fake,
     inputs=inputs,

@@ -52,13 +52,13 @@ class Prologue(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The rest of a cache in 8 or 4 bits, besides the codes ``keys`` and ``values``."""
+    """The rest of a cache in 8 or 4 bits, besides the codes ``keys`` and ``values``. What a format lacks comes last."""
 
     key_scale: Tensor
     value_scale: Tensor
-    key_blocks: Tensor | None
-    value_blocks: Tensor | None
     key_mean: Tensor
+    value_blocks: Tensor | None = None
+    key_blocks: Tensor | None = None
     exact_keys: Tensor | None = None
     exact_values: Tensor | None = None
 
@@ -96,10 +96,10 @@ class CachedCall(NamedTuple):
         return cls(*args[: len(OWN)], **kwargs)._replace(prologue=prologue, stored=held)
 
     def flat(self) -> tuple[Any, ...]:
-        """The op's own arguments."""
+        """The op's own arguments, without what the format of the cache lacks: torch 2.11 to 2.13 refuse None for an argument that is written, in a region."""
         own = tuple(getattr(self, name) for name in OWN)
         if self.stored is not None:
-            return (*own, *(self.prologue or Prologue()), *self.stored)
+            return (*own, *(self.prologue or Prologue()), *(x for x in self.stored if x is not None))
         return (*own, *(self.prologue or ()))
 
     def prepared(self, wide: torch.dtype = torch.float32) -> CachedCall:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fp4_inductor
-from fp4_inductor import KVCache, errors
+from fp4_inductor import KVCache, NVFP4Config, errors
 from fp4_inductor.formats import kv
+from fp4_inductor.integrations import regions
 from lowering_tests.integrations.test_cache import GREEDY, NEW, build, ours, prompt
 
 FORMATS = tuple(kv.FORMATS)
@@ -129,6 +130,20 @@ def test_crop_among_exact_tokens():
         model(ids, past_key_values=free)
         free.crop(-90)
         assert int(free.get_seq_length()) == 30
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_model_of_many_layers_is_compiled(name):
+    """Its layers are calls of one region, in which torch takes no None for an argument that the op writes."""
+    model, (ids, padded) = build("llama", num_hidden_layers=4), prompt()
+    fp4_inductor.quantize_model(model, NVFP4Config("amax"), progress=False)
+    assert all("forward" in layer.__dict__ for layer in regions.decoder_layers(model))
+    cache = ours(model, 64, kv=name)
+    want = model.generate(ids, attention_mask=padded, past_key_values=cache, **GREEDY)
+    cache.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    assert torch.equal(model.generate(ids, attention_mask=padded, past_key_values=cache, **GREEDY), want)
 
 
 def test_what_it_says_and_takes():

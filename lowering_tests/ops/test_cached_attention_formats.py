@@ -35,7 +35,7 @@ def nothing(f: kv.Format, batch: int, heads: int, slots: int, width: int, device
         rows.append((codes, scale.fill_(float("nan")), None if blocks is None else blocks.view(torch.uint8).fill_(0x7F).view(blocks.dtype)))
     exact = [torch.full((batch, heads, kv.exact_slots(length, rollback), width), float("nan"), dtype=dtype, device=device) if f.exact else None for _ in "kv"]
     mean = torch.full((batch, heads, width), float("nan"), device=device)
-    return rows[0][0], rows[1][0], Stored(rows[0][1], rows[1][1], rows[0][2], rows[1][2], mean, *exact)
+    return rows[0][0], rows[1][0], Stored(rows[0][1], rows[1][1], mean, rows[1][2], rows[0][2], *exact)
 
 
 class Steps:
@@ -168,7 +168,7 @@ def test_the_kernel_of_one_launch_for_dense_caches_does_not_take_it_and_why(name
     form = select.cached_form(c)
     assert f"a cache in {name}" in form
     plan = select.plan(Call("cached_attention", 90, torch.bfloat16, 4, 64, form=form), DispatchConfig())
-    assert plan.pick(2).kernel == "append + attention"
+    assert plan.pick(2).kernel == "cuda_quantized_attention"
     assert [r.reason for r in plan.refused if r.kernel.name == "triton_cached_attention"] == [f"does not take {', '.join(form)}"]
 
 
@@ -181,7 +181,7 @@ def arguments(name, change):
     key, value = (kv.empty(kind, (2, 2, 8), 16, torch.device("cpu")) for kind in (f.key, f.value))
     exact = [torch.zeros(2, 2, 12, 16) if f.exact else None for _ in range(2)]
     given = CachedCall(q, k, v, key.codes, value.codes, torch.tensor(3))._asdict()
-    given |= Stored(key.scale, value.scale, key.blocks, value.blocks, torch.zeros(2, 2, 16), *exact)._asdict()
+    given |= Stored(key.scale, value.scale, torch.zeros(2, 2, 16), value.blocks, key.blocks, *exact)._asdict()
     given.pop("prologue"), given.pop("stored")
     return given | change(given)
 
