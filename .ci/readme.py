@@ -74,6 +74,7 @@ def needs(kernel: Kernel) -> str:
         "any dtype" if len(kernel.dtypes) == 3 else dtypes if len(kernel.dtypes) == 1 else "",
         f"`prefill` {' or '.join(kernel.prefill)}" if len(kernel.prefill) < 3 else "",
         f"K % {kernel.k_multiple} = 0" if kernel.k_multiple > 16 else "",
+        f"K = {', '.join(map(str, kernel.only_k))}" if kernel.only_k else "",
         f"N % {kernel.n_multiple} = 0" if kernel.n_multiple > 1 else "",
         f"N >= {kernel.least_n}" if kernel.least_n > 1 else "",
         "plain" if kernel.plain else "",

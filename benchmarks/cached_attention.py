@@ -28,7 +28,9 @@ from fp4_inductor.ops.cached_call import CachedCall, Prologue, Stored
 HEADS, KV_HEADS, D = 32, 8, 128
 AT, BATCHES = (520, 4096, 8192, 32768), (1, 8, 32)
 MEMORY = 24 << 30  # of all caches of a case
-KERNEL = "triton_quantized_attention"
+KERNELS = ("cuda_quantized_attention", "triton_quantized_attention")
+# What is switched off so that a kernel, or torch's operators, serve the call.
+OFF: dict[str, dict[str, int]] = {KERNELS[0]: {}, KERNELS[1]: {"cuda_attention": 0}, "apart": {"cuda_attention": 0, "attention": 0}}
 
 
 def rate_tb_s() -> float:
@@ -81,7 +83,7 @@ class Case:
                 row.blocks.view(torch.uint8).random_(0x30, 0x60)
         exact = [torch.randn(batch, KV_HEADS, formats.exact_slots(slots, 128), D, device=device).to(dtype) if f.exact else None for _ in range(2)]
         mean = torch.randn(batch, KV_HEADS, D, device=device)
-        return rows[0].codes, rows[1].codes, Stored(rows[0].scale, rows[1].scale, rows[0].blocks, rows[1].blocks, mean, *exact)
+        return rows[0].codes, rows[1].codes, Stored(rows[0].scale, rows[1].scale, mean, rows[1].blocks, rows[0].blocks, *exact)
 
     @property
     def kernel(self) -> str:
@@ -106,8 +108,8 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
     rows = []
     for sizes, case in cases(args, device):
         floor = floor_us(sizes["kv"], sizes["batch"], sizes["at"])
-        for apart in (False, True)[: 1 + args.apart]:
-            with fp4_inductor.dispatch(candidates=(KERNEL,), thresholds={"attention": 0} if apart else {}):
+        for name in (*(args.kernels if sizes["kv"] != formats.DENSE else args.kernels[:1]), *["apart"] * args.apart):
+            with fp4_inductor.dispatch(thresholds=OFF[name]):
                 kernel, us = case.kernel, time_us(case.call, case.copies)
             rows.append(dict(machine(), **sizes, kernel=kernel, us=round(us, 2), floor_us=round(floor, 2), ratio=round(us / floor, 2)))
             print(f"{sizes['kv']:5} batch {sizes['batch']:2} at {sizes['at']:5} {kernel:26} {us:8.2f} us, floor {floor:7.2f}, {us / floor:.2f}", flush=True)
@@ -119,9 +121,20 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
 
 def sweep(args: argparse.Namespace) -> list[dict]:
     """Every tile for every case, the best four printed."""
-    from fp4_inductor.kernels.cached_attention import quantized, step
+    from fp4_inductor.kernels.cached_attention import cuda, quantized, step
 
     rows = []
+    if args.kernels[0] == cuda.NAME:
+        for sizes, case in cases(args, "cuda"):
+            if case.calls[0].stored is None:
+                continue
+            tiles = [0, *(n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64) if n * sizes["batch"] * KV_HEADS <= 1600)]
+            found = [(graph_us(lambda i, n=n, case=case: cuda.quantized(case.calls[i], n), min(case.copies, 32), 5), n) for n in tiles]
+            floor = floor_us(sizes["kv"], sizes["batch"], sizes["at"])
+            told = ", ".join(f"{n}: {us:.2f}" for us, n in sorted(found)[:8])
+            print(f"{sizes['kv']} batch {sizes['batch']} at {sizes['at']}: floor {floor:.2f}, default {found[0][0]:.2f} us; most parts: {told}", flush=True)
+            rows += [dict(machine(), **sizes, us=round(us, 2), floor_us=round(floor, 2), config=n) for us, n in found]
+        return rows
     for sizes, case in cases(args, "cuda"):
         c = case.calls[0]
         device, length = c.query.device, c.slots
@@ -157,6 +170,7 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", choices=formats.NAMES, default=list(formats.NAMES))
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--at", type=int, nargs="+", default=list(AT), help="how many tokens came before")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="over a cache in 8 or 4 bits")
     parser.add_argument("--apart", action="store_true", help="torch's operators beside it")
     parser.add_argument("--sweep", action="store_true", help="search the tiles")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")

@@ -3,7 +3,7 @@
     python benchmarks/generate.py                                    # Qwen3-8B's size, batch 1 and 8
     python benchmarks/generate.py --model qwen3-30b --batch 1
     python benchmarks/generate.py --layers 8 --loops kv --profile    # fewer layers, one loop, the kernels of its steps
-    python benchmarks/generate.py --loops kv --kv k8v4 --context 8192 --candidates triton_quantized_attention
+    python benchmarks/generate.py --loops kv --kv k8v4 --context 8192                    # a KVCache in another format
     python benchmarks/generate.py --batch 1 --loops kv --lookup 1 3 7      # prompt lookup where the answer repeats the prompt
     python benchmarks/generate.py --smoke                            # a tiny model on a CPU: does everything run?
 

@@ -47,6 +47,35 @@ struct MoeParams {
   int tile[7];            // the kernel's own numbers
 };
 
+// The keys or the values of a cache, all [batch, kv_heads, slots, ...] and contiguous.
+struct CacheParams {
+  void *codes, *scale, *blocks, *exact;
+};
+
+// y [batch, queries, heads, D] by attention of new tokens [batch, heads or kv_heads, queries, D] to a cache and to themselves, which are appended to it.
+struct AttentionParams {
+  int64_t size = sizeof(AttentionParams);  // as the caller knows it
+  const void *query, *key, *value;
+  CacheParams keys, values;
+  void* key_mean;               // float32 [batch, kv_heads, D]
+  const void* position;         // one int64: how many tokens the cache holds
+  const void *mask, *sinks;     // a byte for each position, a number for each head
+  const void *q_norm, *k_norm;  // [D]
+  const void *cos, *sin;        // [1 or batch, queries, angles]
+  void *arrivals, *y, *scratch;
+  int64_t scratch_bytes;
+  void* stream;
+  int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[2], angle_strides[2];  // in elements, without the last of 1
+  int batch, heads, kv_heads, queries, D, slots, exact_slots, window, mask_length, rotary, angles;
+  int dtype;                               // of the new tokens, 0: bfloat16, 1: float16
+  int sinks_type;                          // 0: bfloat16, 1: float16, 2: float32
+  int wide_norms, wide_angles;             // 1: they are float32, 0: of the dtype of the new tokens
+  int format;                              // of the cache, 0: fp8, 1: k8v4, 2: nvfp4 (formats/kv.py)
+  int early;                               // old tokens may be read while the kernel before it in its stream runs, which writes none of them
+  float scale, softcap, eps, norm_offset;  // scale and softcap in base 2; softcap 0: none
+  int tile[1];                             // the most parts of a sequence, 0: the kernel's own choice
+};
+
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.
 template <typename Params> bool is_call(const Params* p) { return p && p->size == (int64_t)sizeof(Params); }
 

@@ -93,6 +93,20 @@ __device__ __forceinline__ uint32_t load_16(const void* p) {
   return v;
 }
 
+// The byte at p, likewise.
+__device__ __forceinline__ uint32_t load_8(const void* p) {
+  uint32_t v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
+// Adds one and returns what was there. What the block's threads wrote before a barrier ahead of it is seen by the block that adds later, behind a barrier there.
+__device__ __forceinline__ int count_arrival(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Four bytes of a table in shared memory that stays as it is: unlike a plain load it may be moved across barriers and products.
 __device__ __forceinline__ uint32_t load_table(Shared at) {
   uint32_t v;
@@ -102,6 +116,10 @@ __device__ __forceinline__ uint32_t load_table(Shared at) {
 
 // The value of the lane whose number differs in the bits of `mask`. Every lane of the warp calls it.
 __device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, v, mask); }
+
+// The value of lane `lane`.
+__device__ __forceinline__ float shuffle_from(float v, int lane) { return __shfl_sync(0xFFFFFFFFu, v, lane); }
+__device__ __forceinline__ bool any_lane(bool v) { return __any_sync(0xFFFFFFFFu, v); }
 
 // The value of lane t of the caller's four.
 __device__ __forceinline__ uint32_t shuffle_in_quad(uint32_t v, int t) { return __shfl_sync(0xFFFFFFFFu, v, t, 4); }
@@ -214,6 +232,18 @@ __device__ __forceinline__ uint32_t mul_f16x2_by_half(uint32_t a, uint32_t b, bo
   return d;
 }
 
+// 2^v and log2(v), with an error of about 2^-22.
+__device__ __forceinline__ float exp2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+__device__ __forceinline__ float log2_approx(float v) {
+  float d;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
 // --- E4M3 (sm_89 and later) ------------------------------------------------------------------------------------------------
 
 // Four E4M3 bytes -> two float16 pairs, the low bytes' first.
@@ -293,6 +323,13 @@ FP4_MMA(__nv_bfloat16, "bf16")
 FP4_MMA(__half, "f16")
 #undef FP4_MMA
 #undef FP4_MMA_SPARSE
+
+// c += A B of int8, A 16x32 and B 32x8. a0: row g, k = 4t..4t+3 of lane 4g + t; a1: row g + 8; a2, a3: k + 16; b0, b1 likewise, column g.
+__device__ __forceinline__ void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 
 // c += A B, A 16x64 and B 64x8 of E2M1 codes, eight a register, with an E4M3 scale for every 16 k of a row of A and a column of B
 // (sm_120a, sm_121a). a0: row g, k = 8t..8t+7 of lane 4g + t; a1: row g + 8; a2, a3: k + 32; b0, b1 likewise, column g. a_scales:

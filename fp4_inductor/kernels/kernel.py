@@ -112,6 +112,7 @@ class Kernel:
         prefill: the values of ``prefill`` that allow its arithmetic.
         k_multiple, n_multiple: what K and N have to be multiples of.
         most_k: the largest K that it takes; None: any.
+        only_k: every K that it takes; none: any.
         least_n: the fewest outputs that it takes.
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
@@ -133,6 +134,7 @@ class Kernel:
     k_multiple: int = 16
     n_multiple: int = 1
     most_k: int | None = None
+    only_k: tuple[int, ...] = ()
     least_n: int = 1
     one_scale: bool = False
     plain: bool = False
@@ -188,6 +190,8 @@ class Kernel:
             return f"K = {call.k} is not a multiple of {self.k_multiple}"
         if self.most_k is not None and call.k > self.most_k:
             return f"K = {call.k} is more than {self.most_k}"
+        if self.only_k and call.k not in self.only_k:
+            return f"K = {call.k} is none of {', '.join(map(str, self.only_k))}"
         if call.n % self.n_multiple:
             return f"N = {call.n} is not a multiple of {self.n_multiple}"
         if call.n < self.least_n:

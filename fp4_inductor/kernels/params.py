@@ -76,7 +76,28 @@ class MoeParams(Struct):
     ]
 
 
-Params = LinearParams | MoeParams
+class CacheParams(Struct):
+    _fields_ = _fields(ctypes.c_void_p, "codes scale blocks exact")
+
+
+class AttentionParams(Struct):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "size"),
+        *_fields(ctypes.c_void_p, "query key value"),
+        *_fields(CacheParams, "keys values"),
+        *_fields(ctypes.c_void_p, "key_mean position mask sinks q_norm k_norm cos sin arrivals y scratch"),
+        *_fields(ctypes.c_int64, "scratch_bytes"),
+        *_fields(ctypes.c_void_p, "stream"),
+        *_fields(ctypes.c_int64 * 3, "query_strides key_strides value_strides"),
+        *_fields(ctypes.c_int64 * 2, "mask_strides angle_strides"),
+        *_fields(ctypes.c_int, "batch heads kv_heads queries D slots exact_slots window mask_length rotary angles"),
+        *_fields(ctypes.c_int, "dtype sinks_type wide_norms wide_angles format early"),
+        *_fields(ctypes.c_float, "scale softcap eps norm_offset"),
+        *_fields(ctypes.c_int * 1, "tile"),
+    ]
+
+
+Params = LinearParams | MoeParams | AttentionParams
 
 
 def address(library: ctypes.CDLL, function: str, scratch: bool) -> int | None:

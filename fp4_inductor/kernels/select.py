@@ -106,7 +106,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
 
 
 # Kernels that do all of a decode step of fp4.cached_attention, its prologue too.
-ONE_LAUNCH = ("triton_cached_attention", "triton_quantized_attention")
+ONE_LAUNCH = ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
 ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 
 

@@ -12,8 +12,7 @@ import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, explain
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels import select
-from fp4_inductor.kernels.cached_attention import quantized as kernel
-from fp4_inductor.kernels.cached_attention.quantized import quantized
+from fp4_inductor.kernels.cached_attention import cuda, quantized
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.lowerings import cached_attention as lowering
 from fp4_inductor.ops import cached_attention as contract
@@ -25,7 +24,9 @@ from lowering_tests.gpu.test_attention_step_gpu import check_replays
 pytestmark = pytest.mark.gpu
 NAN = float("nan")
 FORMATS = tuple(kv.FORMATS)
-NAME = "triton_quantized_attention"
+TRITON, CUDA = "triton_quantized_attention", "cuda_quantized_attention"
+KERNELS = (CUDA, TRITON)
+OFF: dict[str, dict[str, int]] = {CUDA: {}, TRITON: {"cuda_attention": 0}}  # so that it serves the call
 PROLOGUE = 2  # keys and queries are rounded once more often than in the reference
 
 
@@ -50,7 +51,7 @@ def cache_of(name, b, heads, s, d, at, window, dtype, rollback):
             cache[:, :, where >= 0] = 0.5
             here = where >= max(0, at - s)
             cache[:, :, here] = tokens[:, :, where[here] - max(0, at - s)]
-    return rows[0].codes, rows[1].codes, Stored(rows[0].scale, rows[1].scale, rows[0].blocks, rows[1].blocks, mean, *exact)
+    return rows[0].codes, rows[1].codes, Stored(rows[0].scale, rows[1].scale, mean, rows[1].blocks, rows[0].blocks, *exact)
 
 
 def call(name, b, h, heads, q, s, d, at, window=None, dtype=BF16, prologue=False, sinks=False, padded=False, rollback=16, **options) -> CachedCall:
@@ -73,8 +74,8 @@ def fresh(c: CachedCall) -> CachedCall:
     return c._replace(keys=c.keys.clone(), values=c.values.clone(), stored=Stored(*(None if t is None else t.clone() for t in c.stored)))
 
 
-def op(c: CachedCall):
-    with fp4_inductor.dispatch(candidates=(NAME,)):
+def op(c: CachedCall, kernel: str = CUDA):
+    with fp4_inductor.dispatch(thresholds=OFF[kernel]):
         return torch.ops.fp4.cached_attention(*c.flat())
 
 
@@ -83,13 +84,15 @@ def numbers(c: CachedCall) -> list[torch.Tensor]:
     return [t.float() for t in (*dense, c.stored.exact_keys, c.stored.exact_values) if t is not None]
 
 
-def check(c: CachedCall, run=op, told=True):
+def check(c: CachedCall, kernel: str = CUDA, run=None):
+    """``run``: in place of a call of the op that ``kernel`` serves."""
     assert select.cached_form(c) == (select.cache_in(c.format.name),)
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     want = contract.CONTRACT.reference(*theirs.flat())
-    with mock.patch.object(kernel, "tile_of", wraps=kernel.tile_of) as asked:
-        got = run(ours)
-        assert not told or asked.called, "another kernel ran"
+    watched = mock.patch.object(cuda, "fields", wraps=cuda.fields) if kernel == CUDA else mock.patch.object(quantized, "tile_of", wraps=quantized.tile_of)
+    with watched as asked:
+        got = run(ours) if run else op(ours, kernel)
+        assert run or asked.called, "another kernel ran"
     bound = contract.CONTRACT.tolerance[c.query.dtype] * (PROLOGUE if c.prologue else 1)
     assert error(got, want.double()) <= bound, (error(got, want.double()), bound)
     for a, b in zip(numbers(ours), numbers(theirs), strict=True):
@@ -97,7 +100,8 @@ def check(c: CachedCall, run=op, told=True):
         # A sum in another order may put a tie on the other side; after norm and rotation in float32 more of them.
         assert error(a.nan_to_num(0.0), b.nan_to_num(0.0).double()) <= (2e-2 if c.prologue else 1e-4)
     assert not c.arrivals.any(), "counters are zero again"
-    assert torch.equal(run(again), got) and all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(numbers(ours), numbers(again), strict=True))
+    assert torch.equal(run(again) if run else op(again, kernel), got)
+    assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(numbers(ours), numbers(again), strict=True))
 
 
 SHAPES = [
@@ -111,10 +115,13 @@ OPTIONS = [{}, dict(prologue=True), dict(softcap=3.0, sinks=True), dict(padded=T
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes_and_options_against_float64(shape, name):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_shapes_and_options_against_float64(kernel, shape, name):
+    if kernel == CUDA and shape[5] not in cuda.WIDTHS:
+        return
     for options in OPTIONS:
-        check(call(name, *shape, **options))
-    check(call(name, *shape, dtype=FP16))
+        check(call(name, *shape, **options), kernel)
+    check(call(name, *shape, dtype=FP16), kernel)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -124,7 +131,16 @@ def test_every_tile(tile, name):
     for at, early in itertools.product((0, 1, 63, 68, 400, 776), (False, True)):
         c = call(name, 2, 32, 8, 1, 777, 128, at, prologue=True, early=early)
         torch.cuda.synchronize()
-        check(c, lambda c: (torch.cuda.synchronize(), quantized(c, tile))[1], told=False)
+        check(c, TRITON, lambda c: (torch.cuda.synchronize(), quantized.quantized(c, tile))[1])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 32])
+def test_any_number_of_parts(parts, name):
+    for at, early in itertools.product((0, 1, 63, 68, 127, 128, 129, 400, 776), (False, True)):
+        c = call(name, 2, 32, 8, 1, 777, 128, at, prologue=True, early=early)
+        torch.cuda.synchronize()
+        check(c, CUDA, lambda c: (torch.cuda.synchronize(), cuda.quantized(c, parts))[1])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -150,11 +166,13 @@ SIZES = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_attenti
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @torch.no_grad()
-def test_a_compiled_step(name, early, monkeypatch):
+def test_a_compiled_step(kernel, name, early, monkeypatch):
     """One launch a layer, with norm and rotation in it; logits as those of eager code over a cache of the same format, fed the same tokens."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(lowering, "EARLY", early)
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # the key of a cached graph has no EARLY
     torch._dynamo.reset()
     reset_matches()
     torch.manual_seed(0)
@@ -164,16 +182,16 @@ def test_a_compiled_step(name, early, monkeypatch):
     ours, theirs = KVCache(model, 128, 2, kv=name), KVCache(model, 128, 2, kv=name)
     for cache in (ours, theirs):
         model(ids, past_key_values=cache)
-    with fp4_inductor.dispatch(candidates=(NAME,)):
+    with fp4_inductor.dispatch(thresholds=OFF[kernel]):
         compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
         for i in range(20):
             token = (ids[:, i : i + 1] + 7) % 512
             torch.compiler.cudagraph_mark_step_begin()
             got = compiled(token, past_key_values=ours).logits.float().clone()
-            with fp4_inductor.dispatch(candidates=()):
+            with fp4_inductor.dispatch(thresholds={"cuda_attention": 0, "attention": 0}):
                 want = model(token, past_key_values=theirs).logits.float()
             assert error(got, want.double()) <= 0.04, i
         assert matches()["rope_attention"] == 3
+        assert int(ours.get_seq_length()) == 110 and not ours.counter.arrivals.any()
         told = explain(compiled, input_ids=ids[:, :1], past_key_values=ours)
-    assert [row.kernel for row in told.rows if row.op == "fp4.cached_attention"] == [NAME] * 3
-    assert int(ours.get_seq_length()) == 110 and not ours.counter.arrivals.any()
+    assert [row.kernel for row in told.rows if row.op == "fp4.cached_attention"] == [kernel] * 3

@@ -156,8 +156,9 @@ class Emulated:
         return ctypes.c_void_p(place)
 
     def run(
-        self, kind: type[params.Struct], fields: Mapping[str, Any], out: Tensor, *, seed: int = 0, constants: Iterable[str] = (), scratch: int | None = None
-    ) -> Tensor:
+        self, kind: type[params.Struct], fields: Mapping[str, Any], out: Tensor, *, seed: int = 0, constants: Iterable[str] = (), scratch: int | None = None,
+        changed: Sequence[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
         """A call of the source's C function; returns what was written to a copy of ``out``, its y.
 
         Args:
@@ -165,6 +166,7 @@ class Emulated:
             fields: of the struct, by name; tensors where it has pointers.
             constants: which of ``fields`` a kernel may read before its PDL wait.
             scratch: bytes of scratch memory; None: as many as the source says.
+            changed: those of the tensors, contiguous, that get what the kernel wrote to them.
 
         Raises:
             EmulatorError: a check of the emulator, or the status the function returned.
@@ -174,16 +176,22 @@ class Emulated:
             given = {}
             for name, value in fields.items():
                 given[name] = placed(value) if isinstance(value, dict) else self.put(value).value if isinstance(value, Tensor) else value
-                if name in constants and value is not None:
+                back.extend((t, given[name]) for t in changed if t is value)
+                if name in constants and isinstance(value, Tensor):
                     self.library.emulator_constant(ctypes.c_void_p(given[name]), ctypes.c_size_t(value.nbytes))
             return given
+
+        back: list[tuple[Tensor, Any]] = []
 
         def launch(place: ctypes.c_void_p) -> int:
             given = kind.of(**placed(fields), y=place.value)
             size = params.scratch_bytes(self.library, self.function, given) if scratch is None else scratch
             if size > 0:
                 given.scratch, given.scratch_bytes = self.put(torch.full((size,), 0xFF, dtype=torch.uint8)).value, size
-            return getattr(self.library, self.function)(ctypes.byref(given))
+            status = getattr(self.library, self.function)(ctypes.byref(given))
+            for t, place_of_it in back:
+                ctypes.memmove(t.data_ptr(), place_of_it, t.nbytes)
+            return status
 
         return self._written(out, seed, launch)
 

@@ -16,7 +16,8 @@ from fp4_inductor.kernels import host, select
 from fp4_inductor.kernels.cached_attention import step as kernel
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.ops import cached_attention as contract
-from fp4_inductor.ops.cached_call import CachedCall, Prologue
+from fp4_inductor.ops.cached_call import CachedCall
+from lowering_tests.kernels.quantized_calls import turning
 
 NAN = float("nan")
 F16 = torch.float16
@@ -42,13 +43,6 @@ def call(b, h, kv, q, s, d, at, window=None, dtype=F16, prologue=None, sinks=Non
     arrivals = torch.zeros(b * kv + 3, dtype=torch.int32)
     sinks = torch.randn(h).to(dtype) if sinks else None
     return CachedCall(query, key, value, keys, values, torch.tensor(at), window=window, sinks=sinks, arrivals=arrivals, prologue=prologue, **options)
-
-
-def turning(b, q, d, dtype=F16, norm=True, rotary=None, half=False, offset=0.0):
-    rotary = d if rotary is None else rotary
-    norms = [torch.randn(d).to(dtype) if norm else None for _ in range(2)]
-    angles = torch.rand(b, q, rotary // 2 if half else rotary) * 6
-    return Prologue(*norms, 1e-6, offset, angles.cos().to(dtype), angles.sin().to(dtype), rotary)
 
 
 def check(case, c, tile=None, bound=None):

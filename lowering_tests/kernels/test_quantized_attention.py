@@ -15,8 +15,8 @@ from fp4_inductor.config import DispatchConfig
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels import select
 from fp4_inductor.kernels.cached_attention import quantized, triton_quantized
+from fp4_inductor.kernels.cached_attention.cuda import WIDTHS
 from fp4_inductor.kernels.cached_attention.step import StepConfig
-from fp4_inductor.kernels.kernel import EMULATED
 from fp4_inductor.kernels.select import Call, plan
 from fp4_inductor.ops.cached_call import CachedCall, Stored
 from lowering_tests.kernels import attention_aot
@@ -26,7 +26,8 @@ from lowering_tests.own_process import cases_of
 
 BF16 = torch.bfloat16
 FORMATS = tuple(kv.FORMATS)
-ON = DispatchConfig(candidates=("triton_quantized_attention",))
+TRITON, CUDA = "triton_quantized_attention", "cuda_quantized_attention"
+WITHOUT_CUDA = DispatchConfig(thresholds={"cuda_attention": 0})
 
 
 def test_in_the_interpreter():
@@ -72,22 +73,25 @@ def test_wide_heads_fit(name, early):
 
 @pytest.mark.parametrize("arch", [0, 80, 90, 120])
 def test_which_calls_it_serves(arch):
-    def kernel(m, config=ON, dtype=BF16, form=("a cache in k8v4",), d=128):
-        return plan(Call("cached_attention", arch, dtype, 32, d, form=form), config).pick(m).kernel
+    def kernel(m, config=None, dtype=BF16, form=("a cache in k8v4",), d=128, csrc=""):
+        return plan(Call("cached_attention", arch, dtype, 32, d, form=form, csrc=csrc), config or DispatchConfig()).pick(m).kernel
 
-    ours, apart = "triton_quantized_attention" if arch else "append + attention", "append + attention"
-    assert [kernel(m) for m in (1, 16, 17)] == [ours, ours, apart]
-    assert {kernel(4, form=(f"a cache in {name}",)) for name in FORMATS} == {ours}
-    off = [dict(config=DispatchConfig()), dict(dtype=torch.float32), dict(d=40), dict(form=("a cache in k8v4", "no counters of arrival"))]
+    apart = "append + attention"
+    cuda, triton = (CUDA, TRITON) if arch else (apart, apart)
+    assert [kernel(m) for m in (1, 16, 17)] == [cuda, cuda, apart]
+    assert {kernel(4, form=(f"a cache in {name}",), d=d) for name in FORMATS for d in WIDTHS} == {cuda}
+    assert {kernel(4, d=80), kernel(4, csrc="no nvcc"), kernel(4, config=WITHOUT_CUDA)} == {triton}
+    off = [dict(dtype=torch.float32), dict(d=40), dict(form=("a cache in k8v4", "no counters of arrival"))]
+    off += [dict(config=DispatchConfig(thresholds={"cuda_attention": 0, "attention": 0}))]
     assert {kernel(4, **case) for case in off} == {apart}
     assert kernel(4, form=()) == ("triton_cached_attention" if arch else apart), "a cache in the dtype of the query has a kernel of its own"
 
 
-def test_it_is_off_and_why():
-    of_cache = Call("cached_attention", 90, BF16, 32, 128, form=("a cache in k8v4",))
+def test_why_others_do_not_serve_a_call():
+    of_cache = Call("cached_attention", 90, BF16, 32, 80, form=("a cache in k8v4",))
     reasons = {r.kernel.name: r.reason for r in plan(of_cache, DispatchConfig()).refused}
     assert reasons["triton_cached_attention"] == "does not take a cache in k8v4"
-    assert EMULATED in reasons["triton_quantized_attention"] and 'candidates=("triton_quantized_attention",)' in reasons["triton_quantized_attention"]
+    assert reasons[CUDA] == "K = 80 is none of 64, 128, 256"
     kernel = quantized.KERNELS[0]
     assert kernel.refusal(Call("cached_attention", 90, BF16, 32, 128)) == "takes a cache in fp8 or a cache in k8v4 or a cache in nvfp4 only"
     many = Call("cached_attention", 90, BF16, 32, 128, form=("a cache in fp8", "attention that is not causal"))
@@ -99,7 +103,7 @@ def a_call(name="k8v4", q=1, d=64, slots=80, rollback=8, **options) -> CachedCal
     query, key, value = torch.randn(2, 8, q, d).to(BF16), *torch.randn(2, 2, 2, q, d).to(BF16)
     rows = [kv.empty(kind, (2, 2, slots), d, torch.device("cpu")) for kind in (f.key, f.value)]
     exact = [torch.zeros(2, 2, kv.exact_slots(slots, rollback), d, dtype=BF16) if f.exact else None for _ in range(2)]
-    stored = Stored(rows[0].scale, rows[1].scale, rows[0].blocks, rows[1].blocks, torch.zeros(2, 2, d), *exact)
+    stored = Stored(rows[0].scale, rows[1].scale, torch.zeros(2, 2, d), rows[1].blocks, rows[0].blocks, *exact)
     counters = torch.zeros(4, dtype=torch.int32)
     c = CachedCall(query, key, value, rows[0].codes, rows[1].codes, torch.tensor(7), arrivals=counters, stored=stored)
     return c._replace(**options)

@@ -109,12 +109,16 @@ class Quantized(Attention):
         return torch.ops.fp4.cached_attention(q, k, v, keys + 1, values + 1, self.position, arrivals=arrivals * 2, **stored).flatten(2)
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_norms_move_into_the_one_launch_over_a_cache_in_8_or_4_bits(on):
+@pytest.mark.parametrize(
+    ("off", "kernel"),
+    [({}, "cuda_quantized_attention"), ({"cuda_attention": 0}, "triton_quantized_attention"), ({"cuda_attention": 0, "attention": 0}, "append + attention")],
+)
+def test_norms_move_into_the_one_launch_over_a_cache_in_8_or_4_bits(off, kernel):
     reset_matches()
     shapes = [((1, 1, ENDS[2]), BF16), ((1, KV, S, D), torch.int8), ((1, KV, S, D // 2), torch.uint8), ((KV,), torch.int32)]
-    with fp4_inductor.dispatch(candidates=("triton_quantized_attention",) if on else ()), listen() as entries:
+    with fp4_inductor.dispatch(thresholds=off), listen() as entries:
         code = call_body(generated_code(Quantized, shapes, csrc="")[0])
     told = next(e for e in entries if e.op == "fp4.cached_attention")
-    assert told.decision.row.kernel == ("triton_quantized_attention" if on else "append + attention")
+    assert told.decision.row.kernel == kernel
+    on = kernel != "append + attention"
     assert matches().get("rope_attention", 0) == on and ("mean" in code) != on

@@ -16,7 +16,7 @@ from ...ops.cached_call import CachedCall
 from .. import host
 from ..decode_attention.split import power
 from ..forms import Launches
-from ..kernel import EMULATED, Kernel, On
+from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 from ..select import cache_in
 from .step import StepConfig, arguments, config
 from .step import constants as shared_constants
@@ -62,10 +62,11 @@ def quantized(c: CachedCall, tile: StepConfig | None = None) -> Tensor:
     return a.out
 
 
-_WHY = "one launch that reads codes and scales as they are; without it the filled part of the cache is dequantized into memory at each step"
+_WHY = "one launch that reads codes and scales as they are, for heads of any width; without it all slots are dequantized into memory at each step"
 KERNELS = (
     Kernel(
-        "cached_attention", "triton_quantized_attention", "attention", (On(80, 129, EMULATED, _WHY),), forms=tuple(map(cache_in, kv.FORMATS)),
+        "cached_attention", "triton_quantized_attention", "attention",
+        (On(90, 90, MEASURED_H100, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), forms=tuple(map(cache_in, kv.FORMATS)),
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.quantized:quantized"),
     ),
 )  # fmt: skip

@@ -54,7 +54,9 @@ def decode_attention(call, can):
 
 
 def cached_attention(call, can):
-    for name in ("triton_cached_attention", "triton_quantized_attention"):  # over a cache in the dtype of the query, and over one in 8 or 4 bits
+    # Over a cache in the dtype of the query, and over one in 8 or 4 bits.
+    for name in ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention"):
         if can(name):
             yield FEW_QUERIES, name  # a decode step: one launch in the place of five and more
+            break
     yield from first(can, "append + attention")

@@ -152,6 +152,26 @@ void mma_sparse(bool half, int selector, float* c, const uint32_t (&a)[4], const
   });
 }
 
+// int8 (PTX ISA, "Matrix fragments for mma.m16n8k32"): register r of A in lane 4g + t holds row g + 8 (r % 2), k = 16 (r / 2) + 4 t onwards; B's column g, likewise.
+void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  struct Mine {
+    int* c;
+    uint32_t a[4], b[2];
+  } mine{c, {a0, a1, a2, a3}, {b0, b1}};
+  emulated::together("int8 mma", &mine, [](void** all) {
+    auto lane = [&](int i) { return (Mine*)all[i]; };
+    int a[16][32], b[32][8];
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        for (int r = 0; r < 4; ++r) a[l / 4 + r % 2 * 8][r / 2 * 16 + l % 4 * 4 + i] = (int8_t)(lane(l)->a[r] >> (8 * i));
+        for (int r = 0; r < 2; ++r) b[r * 16 + l % 4 * 4 + i][l / 4] = (int8_t)(lane(l)->b[r] >> (8 * i));
+      }
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k) lane(l)->c[i] += a[l / 4 + i / 2 * 8][k] * b[k][l % 4 * 2 + i % 2];
+  });
+}
+
 // Block-scaled FP4 (PTX ISA, mma with .block_scale, kind::mxf4nvf4, scale_vec::4X): register r of A in lane 4g + t holds eight codes of
 // row g + 8 (r % 2), k = 32 (r / 2) + 8 t onwards; B's register r column g, likewise. Not checked on hardware.
 void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales) {

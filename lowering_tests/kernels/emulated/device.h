@@ -24,6 +24,8 @@ inline void griddepcontrol_launch_dependents() { emulated::griddepcontrol_launch
 inline void prefetch_l2(const void* p) { emulated::check(p, 1, false); }
 inline float load_float(const float* p) { return *p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
+inline uint32_t load_8(const void* p) { return *(const uint8_t*)p; }
+inline int count_arrival(int* counter) { return emulated::count_arrival(counter); }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
   struct Lane {
@@ -35,6 +37,27 @@ inline float shuffle_xor(float v, int mask) {
   });
   return mine.got;
 }
+inline float shuffle_from(float v, int lane) {
+  struct Lane {
+    float v, got;
+    int from;
+  } mine{v, 0, lane};
+  emulated::together("a shuffle", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i) ((Lane*)lanes[i])->got = ((Lane*)lanes[((Lane*)lanes[i])->from])->v;
+  });
+  return mine.got;
+}
+inline bool any_lane(bool v) {
+  bool mine = v;
+  emulated::together("a vote", &mine, [](void** lanes) {
+    bool any = false;
+    for (int i = 0; i < 32; ++i) any |= *(bool*)lanes[i];
+    for (int i = 0; i < 32; ++i) *(bool*)lanes[i] = any;
+  });
+  return mine;
+}
+inline float exp2_approx(float v) { return std::exp2(v); }
+inline float log2_approx(float v) { return std::log2(v); }
 inline uint32_t shuffle_in_quad(uint32_t v, int t) {
   struct Lane {
     uint32_t v, got;
@@ -124,6 +147,7 @@ template <typename T> inline const T* map_to_rank(const T* shared, int rank) { r
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
 void mma_dense(bool half, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4]);
 void mma_sparse(bool half, int selector, float* c, const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t meta);
+void mma_int8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
 void mma_nvfp4(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t a_scales, uint32_t b_scales);
 void ldmatrix_x4(uint32_t (&to)[4], Shared row);
 void stmatrix_x4_trans(Shared row, const uint32_t (&from)[4]);

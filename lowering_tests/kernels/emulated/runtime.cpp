@@ -564,6 +564,11 @@ void flag_wait(const int* flag) {
   leave();
 }
 
+int count_arrival(int* counter) {
+  access((const uint8_t*)counter, 4, true, false);
+  return (*counter)++;
+}
+
 void griddepcontrol_wait() { current->began_early = false; }
 
 void griddepcontrol_launch_dependents() {
