@@ -69,7 +69,8 @@ template <int D> struct Requested {
 };
 
 // The row after RMSNorm and rotation, rounded once to T. buffer: D floats, which hold the result, too.
-template <typename T, int D> __device__ __forceinline__ Lanes<D> prepared(const AttentionParams& p, const NewRow<T>& row, const Requested<D>& r, float* buffer) {
+template <typename T, int D>
+__device__ __forceinline__ Lanes<D> prepared(const AttentionParams& p, const NewRow<T>& row, const Requested<D>& r, float* buffer) {
   constexpr int E = Lanes<D>::kEach;
   const int first = threadIdx.x % 32 * E;
   Lanes<D> y;

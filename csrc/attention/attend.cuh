@@ -1,4 +1,5 @@
-// Attention of up to 16 rows of the query to 16 tokens at a time, by one warp: fragments of the query, loads, scores, softmax, output. call.cuh says who reads what.
+// Attention of up to 16 rows of the query to 16 tokens at a time, by one warp: fragments of the query, loads, scores, softmax, output. call.cuh says which lane
+// reads what.
 #pragma once
 #include "call.cuh"
 
@@ -93,7 +94,8 @@ template <int WORDS> __device__ __forceinline__ void load_words(uint32_t (&to)[W
   }
 }
 
-// Where the 16 tokens from position `at` on lie: token i in row `slot + i`, or, behind the end of a ring, `slots` rows before. Beyond `end` the last one stands in.
+// Where the 16 tokens from position `at` on lie: token i in row `slot + i`, or, behind the end of a ring, `slots` rows before. Beyond `count` tokens the last one
+// stands in.
 struct Tokens {
   int slot, count, slots;
   __device__ __forceinline__ int row(int i) const {
@@ -298,7 +300,8 @@ template <typename F> struct State {
   }
 
   // a: numbers of channels 2m (a0, a2) and 2m + 1 (a1, a3) of tokens (0, 1) and (2, 3).
-  template <typename T> __device__ __forceinline__ void add_product(int m, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint32_t (&weights)[F::kTiles][2]) {
+  template <typename T>
+  __device__ __forceinline__ void add_product(int m, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, const uint32_t (&weights)[F::kTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < F::kTiles; ++tile) mma_m16n8k16<T>(out[m][tile], a0, a1, a2, a3, weights[tile][0], weights[tile][1]);
   }
@@ -365,12 +368,14 @@ template <typename F> __device__ __forceinline__ void cap(const AttentionParams&
     for (int j = 0; j < 4; ++j) s[tile][j] = p.softcap * (1.f - __fdividef(2.f, 1.f + __expf(s[tile][j] * by)));
 }
 
-__device__ __forceinline__ bool unmasked(const AttentionParams& p, const uint8_t* mask, int at) { return !mask || (at < p.mask_length && mask[at * p.mask_strides[1]]); }
+__device__ __forceinline__ bool unmasked(const AttentionParams& p, const uint8_t* mask, int at) {
+  return !mask || (at < p.mask_length && mask[at * p.mask_strides[1]]);
+}
 
 // The weights of the tokens from `at` to `end`, at most 16 of them, in s. mask: of the sequence, or null. ALL: every row attends to 16 tokens.
 template <typename F, bool ALL>
-__device__ __forceinline__ Shrink<F::kTiles> weigh(State<F>& state, float (&s)[F::kTiles][4], const Keys<F>& k, const uint32_t (&value_scale)[4], const AttentionParams& p,
-                                      const Rest<F>& rest, const uint8_t* mask, int at, int end) {
+__device__ __forceinline__ Shrink<F::kTiles> weigh(State<F>& state, float (&s)[F::kTiles][4], const Keys<F>& k, const uint32_t (&value_scale)[4],
+                                                   const AttentionParams& p, const Rest<F>& rest, const uint8_t* mask, int at, int end) {
   const int t = threadIdx.x % 4;
   float scale[4];
   bool used[F::kTiles][4];
@@ -401,8 +406,8 @@ template <typename F> __device__ __forceinline__ bool attends_to_all(const Atten
 
 // Attention to exact tokens: number i of them is the i-th of the first ones, then the i-th of those from kLast - 1 before the first query on.
 template <typename F>
-__device__ __forceinline__ void attend_exact(State<F>& state, const AttentionParams& p, const Place& place, const Rows& keys, const Rows& values, const uint8_t* fragments,
-                                             const Rest<F>& rest, float scale, const uint8_t* mask, int first) {
+__device__ __forceinline__ void attend_exact(State<F>& state, const AttentionParams& p, const Place& place, const Rows& keys, const Rows& values,
+                                             const uint8_t* fragments, const Rest<F>& rest, const uint8_t* mask, int first) {
   using T = typename F::T;
   constexpr int D = F::D;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, end = place.held + p.queries;
@@ -450,7 +455,7 @@ __device__ __forceinline__ void attend_exact(State<F>& state, const AttentionPar
 #pragma unroll
   for (int tile = 0; tile < F::kTiles; ++tile)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) s[tile][j] = c[j / 2][j % 2 + 2 * tile] * scale;
+    for (int j = 0; j < 4; ++j) s[tile][j] = c[j / 2][j % 2 + 2 * tile] * p.scale;
   cap<F>(p, s);
   state.apply(state.template add_scores<false>(s, ones, used));
   uint32_t weights[F::kTiles][2];

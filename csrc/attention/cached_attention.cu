@@ -11,6 +11,7 @@
 // PDL: the call's `early` says that the kernel before writes nothing of the cache and not the counter; the first tiles are then requested before the wait.
 #include "append.cuh"
 #include "attend.cuh"
+#include "combine.cuh"
 
 namespace {
 
@@ -26,9 +27,7 @@ template <typename F> struct alignas(16) Facts {
 // Shared memory: Facts, and behind them the query and its fragments, later the warps' results.
 template <typename F> struct Memory {
   static constexpr int kRows = F::ROWS * F::D * 4, kNew = F::kWarps * F::D * 4;  // the query; a row of each warp
-  static constexpr int kPart = F::D + 4;                                         // floats of a row of one warp: output, padded so that lanes write to different banks
-  static constexpr int kResults = F::kWarps * F::ROWS * (kPart + 2) * 4;
-  static constexpr int kBytes = sizeof(Facts<F>) + most_of(kRows + kNew + Query<F>::kBytes, kResults);
+  static constexpr int kBytes = sizeof(Facts<F>) + most_of(kRows + kNew + Query<F>::kBytes, Results<F>::kBytes);
 };
 
 template <typename T> __device__ __forceinline__ const T* row_of(const void* x, const int64_t (&strides)[3], int sequence, int head, int query) {
@@ -72,8 +71,8 @@ template <typename F> struct Jobs {
   __device__ __forceinline__ bool compares() const { return F::kExact || p.softcap > 0 || p.sinks; }
 
   // Of the new tokens: rounded, and written to the cache.
-  __device__ __forceinline__ void finish_new(int job, const NewRow<T>& row, const Requested<D>& requested, int held, const Rows& keys, const Rows& values, float* buffer,
-                                             const Facts<F>& s) const {
+  __device__ __forceinline__ void finish_new(int job, const NewRow<T>& row, const Requested<D>& requested, int held, const Rows& keys, const Rows& values,
+                                             float* buffer, const Facts<F>& s) const {
     const bool is_key = job < rows + p.queries;
     const int at = held + job - rows - (is_key ? 0 : p.queries), slot = slot_of(p, at);
     Lanes<D> x = prepared<T, D>(p, row, requested, buffer);
@@ -109,41 +108,16 @@ template <typename F> struct Jobs {
   }
 };
 
-// The channels of pair i of a row of results: those that lane g has in product m, m * 8 + g.
-template <int D> __device__ __forceinline__ int channel_of_pair(int i) { return i % 8 * (D / 8) + i / 8 * 2; }
-
-template <typename T, int D> __device__ __forceinline__ void store_pair(const AttentionParams& p, const Place& at, int row, int pair, float low, float high) {
-  const int group = p.heads / p.kv_heads, head = at.kv_head * group + row % group;
-  T* y = (T*)p.y + (((int64_t)at.sequence * p.queries + row / group) * p.heads + head) * D + channel_of_pair<D>(pair);
-  *(uint32_t*)y = pack<T>(low, high);
-}
-
-// With a sink, which has a share and no value: (sum, what outputs are multiplied by) for a peak and a sum.
-__device__ __forceinline__ float2 shared_with_sink(const AttentionParams& p, const Place& at, int row, float peak, float total) {
-  float shrink = 1;
-  if (p.sinks) {
-    const int group = p.heads / p.kv_heads;
-    const float sink = AnyNumbers{p.sinks, p.sinks_type}[at.kv_head * group + row % group] * 1.4426950408889634f, higher = fmaxf(peak, sink);
-    shrink = exp2_approx(peak - higher), total = total * shrink + exp2_approx(sink - higher);
-  }
-  return {total, total == 0 ? 0.f : shrink / total};
-}
-
-// Scratch memory: of each part of each KV head peak and sum of each row, then of each its output in pairs. -> rows of all parts.
-__host__ __device__ __forceinline__ int64_t scratch_rows(const AttentionParams& p, int parts) {
-  return (int64_t)p.batch * p.kv_heads * parts * (p.heads / p.kv_heads * p.queries);
-}
-
 constexpr int kMostOwnParts = 32;
-constexpr int kTogether = 8;  // parts that the last one reads at once
 
 template <typename F>
-__global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 : 1) cached_attention(const __grid_constant__ AttentionParams p, const Parts split) {
+__global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 : 1)
+    cached_attention(const __grid_constant__ AttentionParams p, const Parts split) {
   using T = typename F::T;
   constexpr int D = F::D;
   Facts<F>& s = *(Facts<F>*)dynamic_shared();
   uint8_t* memory = dynamic_shared() + sizeof(Facts<F>);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = p.heads / p.kv_heads, rows = group * p.queries;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.heads / p.kv_heads, rows = group * p.queries;
   bool waits = FP4_ARCH >= 90;
   if (waits && !p.early) pdl_wait_then_trigger(), waits = false;
 
@@ -158,7 +132,8 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
   const bool room = position >= 0 && (p.window || position + p.queries <= p.slots);
   const Place at = place_of<F::kExact>(p, split, room ? (int)position : 0);
   if (at.part >= at.parts) return;
-  const Rows keys = Rows::of<F::kKeys, D, T>(p.keys, of_all, p.slots, p.exact_slots), values = Rows::of<F::kValues, D, T>(p.values, of_all, p.slots, p.exact_slots);
+  const Rows keys = Rows::of<F::kKeys, D, T>(p.keys, of_all, p.slots, p.exact_slots);
+  const Rows values = Rows::of<F::kValues, D, T>(p.values, of_all, p.slots, p.exact_slots);
   const uint8_t* mask = p.mask ? (const uint8_t*)p.mask + at.sequence * p.mask_strides[0] : nullptr;
 
   constexpr int kStride = kTokens * F::kWarps;
@@ -199,7 +174,10 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
   __syncthreads();
   Rest<F> rest;
 #pragma unroll
-  for (int tile = 0; tile < F::kTiles; ++tile) rest.factor[tile] = s.factor[8 * tile + g], rest.shift[tile] = s.shift[8 * tile + g], rest.position[tile] = at.held + (8 * tile + g) / group;
+  for (int tile = 0; tile < F::kTiles; ++tile) {
+    const int of = 8 * tile + lane / 4;
+    rest.factor[tile] = s.factor[of], rest.shift[tile] = s.shift[of], rest.position[tile] = at.held + of / group;
+  }
 
   State<F> state;
   state.reset();
@@ -219,7 +197,8 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
   if (at.last) {
     const int turn = F::kWarps - 1 - warp;  // the last warps have the fewest tiles
     if constexpr (F::kExact) {
-      for (int first = kTokens * turn; first < kFirst + kLast + p.queries - 1; first += kStride) attend_exact<F>(state, p, at, keys, values, fragments, rest, p.scale, mask, first);
+      for (int first = kTokens * turn; first < kFirst + kLast + p.queries - 1; first += kStride)
+        attend_exact<F>(state, p, at, keys, values, fragments, rest, mask, first);
     } else if (turn == 0) {  // the new tokens, at most 16
       const int end = at.held + p.queries;
       const Tokens tokens = tokens_of(p, at.held, end);
@@ -230,44 +209,13 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
     }
   }
 
-  // The warps' results meet.
+  // The warps' results meet, in place of the query.
   if (!FP4_FAULT(RESULTS_OVER_THE_QUERY)) __syncthreads();
-  float* results = (float*)memory;                                      // [warp][row] of kPart
-  float2* stats = (float2*)(results + F::kWarps * F::ROWS * Memory<F>::kPart);  // [warp][row]
-#pragma unroll
-  for (int tile = 0; tile < F::kTiles; ++tile) {
-    float total = state.total[tile];
-    total += shuffle_xor(total, 1), total += shuffle_xor(total, 2);
-    if (t == 0) stats[warp * F::ROWS + 8 * tile + g] = {state.peak[tile], total};
-    float2* first = (float2*)(results + (warp * F::ROWS + 8 * tile + 2 * t) * Memory<F>::kPart);
-    float2* second = first + Memory<F>::kPart / 2;
-#pragma unroll
-    for (int m = 0; m < D / 16; ++m) first[m * 8 + g] = {state.out[m][tile][0], state.out[m][tile][2]}, second[m * 8 + g] = {state.out[m][tile][1], state.out[m][tile][3]};
-  }
+  const Results<F> results{(float*)memory};
+  results.put(state);
   __syncthreads();
-  const int64_t base = ((int64_t)at.of_all * split.most + at.part) * rows;
-  float2 *all_stats = (float2*)p.scratch, *all_out = all_stats + scratch_rows(p, split.most);
-  for (int i = threadIdx.x; i < rows * (D / 2); i += F::kThreads) {
-    const int row = i / (D / 2), pair = i % (D / 2);
-    float peak = kNone, total = 0;
-#pragma unroll
-    for (int w = 0; w < F::kWarps; ++w) peak = fmaxf(peak, stats[w * F::ROWS + row].x);
-    const float reference = peak == kNone ? 0.f : peak;
-    float2 out = {0, 0};
-#pragma unroll
-    for (int w = 0; w < F::kWarps; ++w) {
-      const float2 of = stats[w * F::ROWS + row], y = ((const float2*)(results + (w * F::ROWS + row) * Memory<F>::kPart))[pair];
-      const float weight = exp2_approx(of.x - reference);
-      total += of.y * weight, out.x += y.x * weight, out.y += y.y * weight;
-    }
-    if (at.parts == 1) {
-      const float2 with = shared_with_sink(p, at, row, peak, total);
-      store_pair<T, D>(p, at, row, pair, out.x * with.y, out.y * with.y);
-    } else {
-      if (pair == 0) __stcg(all_stats + base + row, float2{peak, total});
-      __stcg(all_out + (base + row) * (D / 2) + pair, out);
-    }
-  }
+  const Scratch<F> scratch = Scratch<F>::of(p, split.most);
+  merge_warps<F>(p, at, results, scratch);
   if (at.parts == 1) return;
 
   // The last part to arrive reads all of them.
@@ -275,32 +223,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
   if (threadIdx.x == 0) s.last = count_arrival((int*)p.arrivals + at.of_all) == at.parts - 1;
   __syncthreads();
   if (!s.last) return;
-  const int64_t from = (int64_t)at.of_all * split.most * rows;
-  for (int i = threadIdx.x; i < rows * (D / 2); i += F::kThreads) {
-    const int row = i / (D / 2), pair = i % (D / 2);
-    float peak = kNone, total = 0;
-    float2 out = {0, 0};
-    for (int first = 0; first < at.parts; first += kTogether) {
-      float2 of[kTogether], y[kTogether];
-      float higher = peak;
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int64_t there = from + least_of(first + j, at.parts - 1) * rows + row;
-        of[j] = __ldcg(all_stats + there), y[j] = __ldcg(all_out + there * (D / 2) + pair);
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) higher = fmaxf(higher, of[j].x);
-      const float reference = higher == kNone ? 0.f : higher, shrink = exp2_approx(peak - reference);
-      total *= shrink, out.x *= shrink, out.y *= shrink, peak = higher;
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const float weight = first + j < at.parts ? exp2_approx(of[j].x - reference) : 0.f;
-        if (first + j < at.parts) total += of[j].y * weight, out.x += y[j].x * weight, out.y += y[j].y * weight;
-      }
-    }
-    const float2 with = shared_with_sink(p, at, row, peak, total);
-    store_pair<T, D>(p, at, row, pair, out.x * with.y, out.y * with.y);
-  }
+  combine_parts<F>(p, at, scratch);
   if (threadIdx.x == 0 && !FP4_FAULT(COUNTER_NOT_SET_BACK)) ((int*)p.arrivals)[at.of_all] = 0;
 }
 
@@ -322,8 +245,8 @@ template <typename F> cudaError_t run(const AttentionParams& p) {
   const Parts parts = parts_of(p);
   const cudaError_t status = prefer_shared_memory(cached_attention<F>);  // else blocks of the products around this kernel would not begin beside it
   if (status != cudaSuccess) return status;
-  return fp4::launch(cached_attention<F>, dim3(p.batch * p.kv_heads * parts.most), F::kThreads, Memory<F>::kBytes, 1, Stream((cudaStream_t)p.stream, FP4_ARCH >= 90), p,
-                     parts);
+  const Stream stream((cudaStream_t)p.stream, FP4_ARCH >= 90);
+  return fp4::launch(cached_attention<F>, dim3(p.batch * p.kv_heads * parts.most), F::kThreads, Memory<F>::kBytes, 1, stream, p, parts);
 }
 
 template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const AttentionParams& p) {
@@ -338,6 +261,7 @@ template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const Attenti
 bool fits(const AttentionParams& p) {
   if (!is_call(&p) || p.batch < 1 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads || p.queries < 1 || p.slots < 1) return false;
   if (p.heads / p.kv_heads * p.queries > kMostRows || p.tile[0] < 0 || p.tile[0] > kMostParts || (int64_t)p.slots * p.D >= (int64_t)1 << 31) return false;
+  if (scratch_rows(p, kMostParts) >= (int64_t)1 << 31) return false;
   return p.format >= 0 && p.format <= 2 && (p.format != 2 || p.exact_slots > kFirst) && (!p.rotary || (p.angles > 0 && p.rotary <= p.D && p.rotary % 2 == 0));
 }
 

@@ -65,8 +65,8 @@ struct Place {
 constexpr __host__ __device__ __forceinline__ int least_of(int a, int b) { return a < b ? a : b; }
 constexpr __host__ __device__ __forceinline__ int most_of(int a, int b) { return a > b ? a : b; }
 
-// Into how many parts a sequence is divided, so that block i has part i / programs of program i % programs, and those without a part are the last: at most `most`, and at most `alone` of less than `enough` tokens. Parts are multiples of `tile` tokens, a tile for
-// each warp.
+// Into how many parts a sequence is divided: at most `most`, and at most `alone` of less than `enough` tokens. Parts are multiples of `tile` tokens, a tile for
+// each warp. Block i has part i / programs of KV head i % programs, so that blocks without a part are the last.
 struct Parts {
   int most, alone, tile, enough;
   __host__ __device__ __forceinline__ int tokens(int count, int parts) const { return ((count + parts - 1) / parts + tile - 1) / tile * tile; }
