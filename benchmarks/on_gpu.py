@@ -91,6 +91,7 @@ STEPS = (
     Step("quickstart-sparse", 40, ("examples/quickstart.py", "--device", "cuda", "--sparse"), needs=TRANSFORMERS),
     Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda"), needs=TRANSFORMERS),
     Step("attention", 60, ("benchmarks/attention.py",)),
+    Step("cached-attention", 60, ("benchmarks/cached_attention.py",)),
     Step("candidates", 150, ("benchmarks/candidates.py", "--quick")),
     Step("moe", 180, ("benchmarks/moe.py",), needs=TRANSFORMERS),
     Step("many-tokens", 120, ("benchmarks/many_tokens.py",)),

@@ -1,6 +1,6 @@
 """append + attention: fp4.cached_attention by torch's operators around the kernels of ``fp4.decode_attention``, on every device and for every call.
 
-A decode step on a GPU is one launch where :mod:`.step` takes the call.
+A decode step on a GPU is one launch where :mod:`.step`, or over a cache in 8 or 4 bits :mod:`.cuda` or :mod:`.quantized`, takes the call.
 
 On a CPU the position is read, and only the filled part of the cache is. On CUDA nothing is read by the host, so that a CUDA graph may hold the call. The
 Triton kernel for few queries takes the position itself; where there is a window or a mask, or for many queries, a mask over the slots is made from it.
