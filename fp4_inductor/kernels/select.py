@@ -19,6 +19,7 @@ from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
+from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
 from .kernel import LOST, Call, Kernel, Span
 
@@ -105,8 +106,6 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
 
 
-# Kernels that do all of a decode step of fp4.cached_attention, its prologue too.
-ONE_LAUNCH = ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
 ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"
 
 

@@ -53,9 +53,12 @@ def decode_attention(call, can):
     yield from first(can, "sdpa")
 
 
+# Kernels that do all of a decode step of fp4.cached_attention, its prologue too: over a cache in the dtype of the query, and over one in 8 or 4 bits.
+ONE_LAUNCH = ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
+
+
 def cached_attention(call, can):
-    # Over a cache in the dtype of the query, and over one in 8 or 4 bits.
-    for name in ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention"):
+    for name in ONE_LAUNCH:
         if can(name):
             yield FEW_QUERIES, name  # a decode step: one launch in the place of five and more
             break
