@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Callable
 
 from ..ops import (
+    append_kv,
     cached_attention,
     decode_attention,
     dequantize,
     dequantize_fp8,
+    dequantize_kv,
     linear,
     linear_epilogue,
     linear_fp8,
@@ -43,6 +45,9 @@ def _at_first_call(module: str, name: str) -> Callable:
 
 cached_attention.CONTRACT.implement("CPU", composed.cached_attention)
 cached_attention.CONTRACT.implement("CUDA", composed.cached_attention)
+append_kv.CONTRACT.implement("CPU", append_kv.reference)
+append_kv.CONTRACT.implement("CUDA", composed.append_kv)
+dequantize_kv.CONTRACT.implement("CUDA", _at_first_call(".cached_attention.append", "dequantize_kv"))
 linear.CONTRACT.implement("CPU", linear_cpu.linear)
 dequantize.CONTRACT.implement("CPU", linear_cpu.dequantize)
 sparse_linear.CONTRACT.implement("CPU", linear_cpu.sparse_linear)

@@ -1,11 +1,13 @@
 """F1: the contract of each op in ``torch.ops.fp4``. Importing this package registers schemas, fakes and gradients."""
 
 from . import (
+    append_kv,
     bmm,
     cached_attention,
     decode_attention,
     dequantize,
     dequantize_fp8,
+    dequantize_kv,
     linear,
     linear_epilogue,
     linear_fp8,
@@ -32,12 +34,14 @@ from .contract import CONTRACTS, OpContract, cast_for_autocast
 __all__ = [
     "CONTRACTS",
     "OpContract",
+    "append_kv",
     "bmm",
     "cached_attention",
     "cast_for_autocast",
     "decode_attention",
     "dequantize",
     "dequantize_fp8",
+    "dequantize_kv",
     "linear",
     "linear_epilogue",
     "linear_fp8",

@@ -146,6 +146,6 @@ def test_arguments_are_passed_as_they_lie(name):
 
 def test_the_numbers_of_a_kind_are_those_of_the_formats():
     """The kernel has the kinds by number; both files must mean the same."""
-    assert {kind.name: number for kind, number in quantized._KINDS.items()} == {
+    assert {kind.name: number for kind, number in quantized.KINDS.items()} == {
         name.lower(): getattr(triton_quantized, name).value for name in ("FP8", "INT8", "NVFP4")
     }

@@ -26,6 +26,7 @@ from ...ops.decode_attention import scale_of, without_unseen
 from .. import host, select
 from ..forms import Launches
 from ..kernel import ANY, BY_LIBRARY, IN_CI, Kernel, On
+from . import append
 
 _SCORES = 1 << 26  # float32 scores that are in memory at once, where they are computed one by one
 
@@ -48,9 +49,14 @@ def apart(c: CachedCall) -> Tensor:
     batch, heads, queries, _ = c.query.shape
     new = torch.arange(queries, device=c.query.device) + (c.position.reshape(()) if at is None else at)
     exact = _exact(c, new, at) if c.query.numel() else None
-    appended = _appended(c, at)
-    if c.stored is not None:
-        c = _rounded(c, appended)
+    launched = at == 0 and c.query.numel() > 0 and append.serves(c)
+    if launched:  # nothing old is attended to, so the ring of exact tokens may turn, too
+        appended: tuple[tuple[Tensor, Tensor], ...] = ()
+        c = c._replace(**dict(zip(("key", "value"), append.append_kv(c), strict=True)))
+    else:
+        appended = _appended(c, at)
+        if c.stored is not None:
+            c = _rounded(c, appended)
     # Many tokens at once in a ring: appended first, they would overwrite what the first of them attends to.
     last = c.window is not None and queries > c.slots - c.window + 1
     if not last:
@@ -64,9 +70,27 @@ def apart(c: CachedCall) -> Tensor:
         out = _attend(c, *_held(c, new, at, last), new, at, exact)
     if last:
         _append(c, appended, new)
-    if raw.stored is not None:
+    if raw.stored is not None and not launched:
         _append_exact(raw.stored, raw.key, raw.value, new)
     return out
+
+
+def append_kv(c: CachedCall) -> tuple[Tensor, Tensor]:
+    """``fp4.append_kv`` on CUDA: one launch, or torch's operators if heads are wider than 256."""
+    check(c)
+    if c.window is None and c.key.shape[2] > c.slots:
+        check_room(c, 0)
+    if c.key.numel() and append.serves(c):
+        with torch.cuda.device(c.key.device):
+            return append.append_kv(c)
+    at = known(c)
+    new = torch.arange(c.key.shape[2], device=c.key.device) + (c.position.reshape(()) if at is None else at)
+    appended = _appended(c, at)
+    rounded = _rounded(c, appended)
+    _append(c, appended, new)
+    if c.stored is not None:
+        _append_exact(c.stored, c.key, c.value, new)
+    return rounded.key.clone(memory_format=torch.contiguous_format), rounded.value.clone(memory_format=torch.contiguous_format)
 
 
 def known(c: CachedCall) -> int | None:
@@ -77,6 +101,7 @@ def known(c: CachedCall) -> int | None:
         return at
     if not c.empty:
         return None
+    check_room(c, 0)
     torch._assert_async(c.position == 0)  # a CUDA graph may have been replayed since the caller looked
     return 0
 

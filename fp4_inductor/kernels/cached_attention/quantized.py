@@ -21,7 +21,7 @@ from ..select import cache_in
 from .step import StepConfig, arguments, config
 from .step import constants as shared_constants
 
-_KINDS = {kv.FP8: 0, kv.INT8: 1, kv.NVFP4: 2}  # as the constants of triton_quantized.py
+KINDS = {kv.FP8: 0, kv.INT8: 1, kv.NVFP4: 2}  # as the constants of triton_quantized.py
 
 
 def tile_of(c: CachedCall, processors: int, arch: int) -> StepConfig:
@@ -37,7 +37,7 @@ def constants(t: StepConfig, c: CachedCall, arch: int) -> dict[str, object]:
     shared = shared_constants(t, c, arch)
     # A product with half of a head's numbers has at least 16 of them.
     shared["BLOCK_D"] = max(32, power(c.query.shape[3]))
-    kinds = dict(K_KIND=_KINDS[f.key], V_KIND=_KINDS[f.value], K_TOP=f.key.top, V_TOP=f.value.top)
+    kinds = dict(K_KIND=KINDS[f.key], V_KIND=KINDS[f.value], K_TOP=f.key.top, V_TOP=f.value.top)
     return dict(**kinds, EXACT=f.exact, FIRST=kv.FIRST, LAST=kv.LAST, BLOCK_E=32, BLOCK_N=power(c.query.shape[2]), **shared)
 
 
