@@ -117,6 +117,7 @@ class Kernel:
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
         forms: it takes only calls whose ``form`` is one of these alone.
+        serves: it takes only calls whose ``form`` has nothing but these.
         batch: (up to this M all calls sum a row in one order, what changes above).
         tile_by_bound: its tile follows the largest M of its range, so two neighbouring ranges of it are not one.
         form: what runs; None: the op computes the call itself, or another op does.
@@ -139,6 +140,7 @@ class Kernel:
     one_scale: bool = False
     plain: bool = False
     forms: tuple[str, ...] = ()
+    serves: tuple[str, ...] = ()
     batch: tuple[int, str] = (1, "")
     tile_by_bound: bool = False
     form: Form | None = None
@@ -181,6 +183,8 @@ class Kernel:
             return call.csrc
         if self.plain and call.form:
             return f"does not take {', '.join(call.form)}"
+        if self.serves and (others := [asked for asked in call.form if asked not in self.serves]):
+            return f"does not take {', '.join(others)}"
         if self.forms and not (len(call.form) == 1 and call.form[0] in self.forms):
             others = [asked for asked in call.form if asked not in self.forms]
             return f"does not take {', '.join(others)}" if others else f"takes {' or '.join(self.forms)} only"

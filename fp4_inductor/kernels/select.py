@@ -19,6 +19,8 @@ from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
+from .asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS
+from .asked import cache_in as cache_in
 from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
 from .kernel import LOST, Call, Kernel, Span
@@ -80,11 +82,6 @@ def attention_form(d: int) -> tuple[str, ...]:
     return (f"heads of width {d}, more than 256",) if d > 256 else ()
 
 
-def cache_in(name: str) -> str:
-    """What a call over a cache of this format asks for."""
-    return f"a cache in {name}"
-
-
 def cached_form(c: CachedCall) -> tuple[str, ...]:
     """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
@@ -92,15 +89,16 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     exact = None if c.stored is None else c.stored.exact_keys
     asked = {
         cache_in(c.format.name if c.format else ""): c.format is not None,
-        "exact tokens of which the new ones would overwrite some": exact is not None and exact.shape[2] < kv.FIRST + kv.LAST - 1 + queries,
+        OVERWRITTEN: exact is not None and exact.shape[2] < kv.FIRST + kv.LAST - 1 + queries,
         "parts of a cache that are not contiguous": not all(t.is_contiguous() for t in quantized),
-        "no counters of arrival": c.arrivals is None or not c.arrivals.is_contiguous(),
-        "a cache that is known to be empty": c.empty,
+        NO_COUNTERS: c.arrivals is None or not c.arrivals.is_contiguous(),
+        EMPTY: c.empty,
+        NOT_PLAIN: c.empty and not (mask is None and c.softcap is None and c.sinks is None and (c.window is None or queries <= c.window)),
         f"values of another width, {c.value.shape[3]}": c.value.shape[3] != width,
         "a mask that adds numbers": mask is not None and mask.dtype != torch.bool,
         "a mask for each query or head": mask is not None and tuple(mask.shape[1:3]) != (1, 1),
         "attention that is not causal": not c.causal,
-        f"more new tokens than a ring of {c.slots} keeps besides its window": c.window is not None and queries > c.slots - c.window + 1,
+        TURNS: c.window is not None and queries > c.slots - c.window + 1,
         "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
     }
     return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)

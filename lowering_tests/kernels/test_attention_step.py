@@ -97,7 +97,7 @@ REFUSED = {
     "a mask that adds numbers": dict(mask=torch.zeros(1, 1, 1, 40)),
     "a mask for each query or head": dict(mask=torch.ones(1, 8, 1, 40, dtype=torch.bool)),
     "attention that is not causal": dict(causal=False, mask=torch.ones(1, 1, 1, 40, dtype=torch.bool)),
-    "more new tokens than a ring of 40 keeps besides its window": dict(window=40, q=2),
+    "more new tokens than the ring keeps besides its window": dict(window=40, q=2),
     "a cache whose channels are apart": dict(keys=torch.zeros(2, 2, 64, 40, dtype=BF16).mT),
     "heads of width 264, more than 256": dict(d=264),
 }

@@ -105,11 +105,11 @@ def memory(c: CachedCall, empty: bool, exact: bool) -> Numbers:
     if not exact:
         return Numbers(*_rows_like(c, rows), back=back)
     if empty:  # all that is attended to is new
-        return Numbers(*_rows_like(c, rows), back, *(_along(t) for t in (c.key, c.value)), near_back=0)
+        return Numbers(*_rows_like(c, rows), back, *(along(t) for t in (c.key, c.value)), near_back=0)
     return Numbers(*_rows_like(c, rows), back, *_rows_like(c, kv.LAST - 1 + queries), near_back=kv.LAST - 1)
 
 
-def _along(t: Tensor) -> Tensor:
+def along(t: Tensor) -> Tensor:
     """With neighbouring channels beside each other."""
     return t if t.stride(3) == 1 else t.contiguous()
 
@@ -127,7 +127,7 @@ def append(c: CachedCall, to: Numbers, tile: RowsConfig | None = None) -> None:
     f: Any = c.format
     batch, heads, queries, d = c.key.shape
     t = tile or rows_config(d)
-    key, value = _along(c.key), _along(c.value)
+    key, value = along(c.key), along(c.value)
     copied = to.near_keys is not None and to.near_back > 0
     near = (to.near_keys, to.near_values) if copied else (None, None)
     grid = (batch * heads * -(-queries // t.block_n), 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..asked import EMPTY, NOT_PLAIN, cache_in
+
 FEW_QUERIES = 16  # of one KV head
 DENSE, ROUNDED = "dequantize + mm", "quantize_rows_nvfp4 + linear_w4a4"
 
@@ -57,9 +59,20 @@ def decode_attention(call, can):
 ONE_LAUNCH = ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
 
 
+PREFILL = "triton_prefill_attention"
+
+
 def cached_attention(call, can):
-    for name in ONE_LAUNCH:
-        if can(name):
-            yield FEW_QUERIES, name  # a decode step: one launch in the place of five and more
-            break
+    step = next((name for name in ONE_LAUNCH if can(name)), None)
+    if step is not None:
+        yield FEW_QUERIES, step  # a decode step: one launch in the place of five and more
+    if can(PREFILL) and not by_library(call):
+        if step is None:
+            yield FEW_QUERIES, "append + attention"
+        yield None, PREFILL  # without a mask in memory, and without what it excludes
     yield from first(can, "append + attention")
+
+
+def by_library(call):
+    """A prompt in an empty cache, plainly causal, without exact tokens: torch's attention is ahead on Hopper, where it has kernels of the vendor."""
+    return EMPTY in call.form and NOT_PLAIN not in call.form and cache_in("nvfp4") not in call.form

@@ -1,0 +1,140 @@
+"""triton_prefill_attention: many queries of a KV head, over a cache in any format. Source: :mod:`.triton_prefill`.
+
+M of its problem is queries times the heads that share a KV head, N heads, K the width of a head.
+
+Old tokens of a cache in 8 or 4 bits are read as numbers once (:mod:`.triton_append`), not by each tile of queries. New tokens are rounded and appended
+by a launch that writes them behind those. How many tokens there are is read from the counter by all of these kernels, and by no host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...formats import kv
+from ...ops.cached_call import CachedCall, check_room
+from ...ops.decode_attention import scale_of
+from .. import host
+from ..asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS, cache_in
+from ..decode_attention.split import power
+from ..forms import Launches
+from ..kernel import BY_LIBRARY, COMPILED, Kernel, On
+from . import append
+from .append import Numbers
+from .composed import known
+
+_LEAST_SCALE = 1e-30  # zero times a score of -inf is NaN
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """``block_m`` queries a program, ``block_n`` keys a step, ``block_b`` where there are two copies of each."""
+
+    block_m: int
+    block_n: int
+    block_b: int = 64
+    num_warps: int = 8
+    num_stages: int = 2
+
+
+def config(queries: int, d: int, arch: int) -> PrefillConfig:
+    """For heads of width ``d``; sm_86, 89 and 120 have 99 KiB of shared memory a block, sm_80 163, sm_90 227."""
+    large = arch == 90 or 100 <= arch < 120
+    if queries <= 32:
+        return PrefillConfig(32, 64 if d <= 128 else 32, 32, 4)
+    if d > 128:
+        return PrefillConfig(128, 64, 32) if large and queries > 64 else PrefillConfig(64, 32, 32, 4 if not large else 8)
+    if queries <= 64:
+        return PrefillConfig(64, 64, 32, 4)
+    if large:
+        return PrefillConfig(128, 128, 64)
+    return PrefillConfig(128, 64, 32)
+
+
+def constants(t: PrefillConfig, c: CachedCall, absolute: bool, exact: bool) -> dict[str, object]:
+    """Constexprs of ``prefill_attention``."""
+    d = c.query.shape[3]
+    return dict(
+        GROUP=c.query.shape[1] // c.key.shape[1], D=d, WINDOW=c.window or 0, LAST=kv.LAST if exact else 0, ABSOLUTE=absolute, MASKED=c.mask is not None,
+        SOFTCAP=c.softcap is not None, SINK=c.sinks is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_B=t.block_b, BLOCK_D=max(16, power(d)),
+        STAGES=t.num_stages,
+    )  # fmt: skip
+
+
+def prefill(c: CachedCall, tile: PrefillConfig | None = None) -> Tensor:
+    """Append, and ``[B, Q, H, D]``. The form of ``c`` has nothing but :data:`SERVES`, and nothing of ``c`` is empty."""
+    if c.window is None and c.query.shape[2] > c.slots:
+        check_room(c, 0)  # raises
+    empty = known(c) == 0
+    c = c.prepared()
+    return attend(c, numbers(c, empty), tile)
+
+
+def numbers(c: CachedCall, empty: bool) -> Numbers:
+    """Append, and what is attended to: the tokens that came before and the new ones."""
+    if c.stored is None:
+        return _dense(c, empty)
+    to = append.memory(c, empty, c.format is not None and c.format.exact)
+    if not empty:
+        append.dequantize(c, to)
+    append.append(c, to)
+    return to
+
+
+def _dense(c: CachedCall, empty: bool) -> Numbers:
+    """Of a cache in the dtype of query, by torch's copies."""
+    key, value = append.along(c.key), append.along(c.value)
+    queries, at = c.key.shape[2], c.position.reshape(())
+    new = torch.arange(queries, device=key.device) + at
+    if empty:
+        found = Numbers(key, value, 0)
+    elif c.window is None:
+        found = Numbers(c.keys, c.values)
+    else:
+        old = (torch.arange(1 - c.window, 0, device=key.device) + at) % c.slots  # below position 0 they are not attended to
+        found = Numbers(*(torch.cat([held.index_select(2, old), token], 2) for held, token in ((c.keys, key), (c.values, value))), c.window - 1)
+    kept = min(queries, c.slots)
+    slots = new[-kept:] if c.window is None else new[-kept:] % c.slots
+    for held, token in ((c.keys, key), (c.values, value)):
+        held.index_copy_(2, slots, token[:, :, -kept:])
+    return found
+
+
+def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Tensor:
+    """Of the queries of ``c`` to the keys and values of ``to``."""
+    from .triton_prefill import prefill_attention
+
+    batch, heads, queries, d = c.query.shape
+    t = tile or config(queries, d, host.arch(c.query.device))
+    query, scale = append.along(c.query), scale_of(c.query, c.scale)
+    if scale < 0:
+        query, scale = -query, -scale
+    out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=query.device)
+    mask, length, mask_strides = None, 0, (0, 1)
+    if c.mask is not None:
+        mask, length = c.mask.view(torch.uint8), c.mask.shape[3]
+        mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+    exact = to.near_keys is not None
+    near: Any = (to.near_keys, to.near_values) if exact else (to.keys, to.values)
+    prefill_attention[(batch * heads * -(-queries // t.block_m),)](
+        query, to.keys, to.values, *(near if exact else (None, None)), c.position, mask, c.sinks, out, c.slots, length, heads, queries, to.back or 0,
+        to.near_back, *query.stride()[:3], *to.keys.stride()[:3], *to.values.stride()[:3], *near[0].stride()[:3], *near[1].stride()[:3], *mask_strides,
+        max(scale, _LEAST_SCALE) * math.log2(math.e), (c.softcap or 0.0) * math.log2(math.e), **constants(t, c, to.back is None, exact),
+        num_warps=t.num_warps, num_stages=t.num_stages,
+    )  # fmt: skip
+    return out
+
+
+# What a call may ask for besides a decode step.
+SERVES = (*map(cache_in, kv.FORMATS), OVERWRITTEN, NO_COUNTERS, EMPTY, NOT_PLAIN, TURNS)
+_WHY = "many queries over a cache: causality and windows from the counter, and of nvfp4 the exact and the rounded copies, without a mask in memory"
+KERNELS = (
+    Kernel(
+        "cached_attention", "triton_prefill_attention", "prefill_attention", (On(80, 129, COMPILED, _WHY),), k_multiple=8, serves=SERVES,
+        batch=BY_LIBRARY, form=Launches("cached_attention.prefill:prefill"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""Run by test_prompts.py in a process of its own: attention of many new tokens over a cache, in Triton's interpreter, against float64.
+
+In float16: the interpreter's bfloat16 ``tl.dot`` is wrong. Prints as ``interpreted.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+from lowering_tests.kernels import interpreted  # switches the interpreter on
+
+import torch  # isort: skip
+
+from fp4_inductor.formats import kv
+from fp4_inductor.kernels import host, select
+from fp4_inductor.kernels.cached_attention import prefill as kernel
+from fp4_inductor.kernels.cached_attention.prefill import SERVES, PrefillConfig
+from fp4_inductor.ops import cached_attention as contract
+from fp4_inductor.ops.cached_call import CachedCall
+from lowering_tests.kernels.interpreted_append import parts
+from lowering_tests.kernels.quantized_calls import call, fresh, turning
+
+NAMES = ("bf16", *kv.FORMATS)
+SMALL = PrefillConfig(32, 16, 16)
+
+
+def dense_call(b, h, heads, q, s, d, at, window=None, sinks=False, prologue=None, **options) -> CachedCall:
+    """As ``quantized_calls.call``, of a cache in the dtype of the query."""
+    keys, values = torch.full((2, b, heads, s, d), float("nan")).half()
+    held = torch.arange(max(0, at - s), at) % s
+    keys[:, :, held], values[:, :, held] = torch.randn(2, b, heads, len(held), d).half()
+    new = [torch.randn(b, n, q, d).half() for n in (h, heads, heads)]
+    sink = torch.randn(h).half() if sinks else None
+    return CachedCall(*new, keys, values, torch.tensor(at), window=window, sinks=sink, prologue=prologue, **options)
+
+
+def make(name, *shape, **options) -> CachedCall:
+    return dense_call(*shape, **options) if name == "bf16" else call(name, *shape, **options)
+
+
+def copied(c: CachedCall) -> CachedCall:
+    return c._replace(keys=c.keys.clone(), values=c.values.clone()) if c.stored is None else fresh(c)
+
+
+def run(c, tile=SMALL, known=True):
+    """``known``: the caller knows that an empty cache is empty, as on a GPU."""
+    asked = select.cached_form(c)
+    assert set(asked) <= set(SERVES), asked
+    blind = mock.patch.object(kernel, "known", return_value=None)
+    with mock.patch.object(host, "arch", return_value=80), mock.patch.object(torch, "empty", interpreted._float32_out):
+        if known:
+            return kernel.prefill(c, tile)
+        with blind:
+            return kernel.prefill(c, tile)
+
+
+def check(case, c, tile=SMALL, known=True):
+    """The result, and what is written."""
+    ours, theirs = copied(c), copied(c)
+    got = run(ours, tile, known)
+    mean = kv.mean_of(c.prepared().key) if ours.stored is None else ours.stored.key_mean
+    with mock.patch.object(kv, "mean_of", return_value=mean):  # summed in another order, it would round a few keys differently
+        want = contract.CONTRACT.reference(*theirs.flat())
+    interpreted.report(f"prefill {case}", interpreted.distance(got, want), contract.CONTRACT.tolerance[torch.float16])
+    if c.prologue is None:
+        pairs = [(ours.keys, theirs.keys), (ours.values, theirs.values)] if c.stored is None else zip(parts(ours), parts(theirs), strict=True)
+        wrong = sum(int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum()) for a, b in pairs)
+        interpreted.report(f"written {case}", float(wrong), 0.0)
+    return got
+
+
+def positions():
+    """Empty, known to be or not; a chunk behind any number of tokens: the edges of tiles, of the first and of the last exact tokens."""
+    for name, q in itertools.product(NAMES, (17, 64, 150)):
+        for known in (True, False):
+            check(f"{name} empty Q {q} known {known}", make(name, 1, 4, 2, q, 160, 32, 0), SMALL, known)
+    for name, at, q in itertools.product(NAMES, (1, 3, 4, 15, 63, 64, 68, 130), (18, 70)):
+        check(f"{name} {q} at {at}", make(name, 1, 2, 1, q, 200, 32, at))
+    for name, tile in itertools.product(NAMES, (PrefillConfig(16, 64, 16), PrefillConfig(64, 32, 64), PrefillConfig(128, 16, 32))):
+        check(f"{name} {tile.block_m} {tile.block_n} {tile.block_b}", make(name, 2, 4, 2, 140, 300, 32, 77), tile)
+
+
+def shapes():
+    for name, d in itertools.product(NAMES, (16, 48, 64, 80, 128, 256)):
+        check(f"{name} D {d}", make(name, 1, 2, 1, 33, 120, d, 80))
+    for name, group in itertools.product(NAMES, (1, 7)):
+        check(f"{name} group {group}", make(name, 2, 2 * group, 2, 20, 90, 32, 41))
+
+
+def windows():
+    """Fewer and more new tokens than the ring keeps; windows within the exact tokens and beyond."""
+    cases = ((20, 20, 18), (20, 9, 50), (90, 80, 100), (80, 70, 11), (180, 150, 40))
+    for name, at, (slots, window, q) in itertools.product(NAMES, (0, 8, 47, 170, 1000), cases):
+        check(f"{name} ring {slots} of {window} at {at} Q {q}", make(name, 1, 2, 1, q, slots, 32, at, window), SMALL, known=bool(at) or q > 20)
+
+
+def options():
+    for name, at, window in itertools.product(NAMES, (0, 80), (None, 77)):
+        shape = (name, 2, 4, 2, 70, 160, 32, at, window)
+        check(f"{name} sinks at {at} window {window}", make(*shape, sinks=True))
+        check(f"{name} soft-cap at {at} window {window}", make(*shape, softcap=1.5))
+        check(f"{name} both at {at} window {window}", make(*shape, sinks=True, softcap=0.7, scale=0.3))
+        for kind, first in (("left", torch.tensor([0, 7])), ("most", torch.tensor([at, 20])), ("all of one", torch.tensor([0, 999]))):
+            mask = (torch.arange(160) >= first[:, None])[:, None, None]
+            check(f"{name} padded {kind} at {at} window {window}", make(*shape, mask=mask))
+        check(f"{name} rotated at {at} window {window}", make(*shape, prologue=turning(2, 70, 32)))
+        check(f"{name} scale -0.3 at {at} window {window}", make(*shape, scale=-0.3))
+        check(f"{name} scale 0 at {at} window {window}", make(*shape, scale=0.0))
+
+
+def full():
+    """No room: nothing is written, and the result is NaN."""
+    for name, at in itertools.product(kv.FORMATS, (-1, 71, 100)):
+        c = call(name, 1, 4, 2, 30, 100, 32, 40)._replace(position=torch.tensor(at))
+        before = fresh(c)
+        got = run(c, known=False)
+        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(parts(before), parts(c), strict=True))
+        interpreted.report(f"full {name} at {at}", float(not (same and got.isnan().all())), 0.0)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for cases in (positions, shapes, windows, options, full):
+        cases()
