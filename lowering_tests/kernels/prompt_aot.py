@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels.cached_attention import append as rows_launch
+from fp4_inductor.kernels.cached_attention import prefill as prefill_launch
 from fp4_inductor.kernels.cached_attention.quantized import KINDS
 from fp4_inductor.kernels.cached_attention.triton_append import append_rows, dequantize_rows
+from fp4_inductor.kernels.cached_attention.triton_prefill import prefill_attention
 from fp4_inductor.kernels.decode_attention.split import power
+from fp4_inductor.ops.cached_call import CachedCall
 from lowering_tests.kernels import aot
 
 _POINTERS = {"POSITION": "*i64", "MEAN": "*fp32", "K_SCALE": "*fp16", "V_SCALE": "*fp16", **dict.fromkeys(("K", "V", "K_BLOCKS", "V_BLOCKS"), "*u8")}
@@ -30,3 +35,24 @@ def rows(cc: int, name: str, new: bool, d: int = 128, ring: bool = False, dtype:
     types = _POINTERS | dict.fromkeys(("KEY", "VALUE", "EXACT_K", "EXACT_V", "OUT_K", "OUT_V", "NEAR_K", "NEAR_V"), f"*{dtype}")
     signature = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
     return aot.compile_kernel(kernel, signature, constants, cc, t.num_warps, 3, tuple(n for n in signature if n not in _NOT_ALIGNED))
+
+
+def attention(
+    cc: int, name: str, d: int = 128, group: int = 4, queries: int = 2048, window: int | None = None, others: bool = False, dtype: str = "bf16",
+    tile: prefill_launch.PrefillConfig | None = None,
+) -> tuple[aot.Compiled, prefill_launch.PrefillConfig]:  # fmt: skip
+    """``others``: a mask of padding, a soft-cap and sinks. A chunk behind old tokens."""
+    exact = name != kv.DENSE and kv.FORMATS[name].exact
+    t = tile or prefill_launch.config(queries, d, cc, others or window is not None)
+    meta = dict(dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
+    new, query = torch.empty(1, 8, queries, d, **meta), torch.empty(1, 8 * group, queries, d, **meta)
+    mask = torch.empty(1, 1, 1, 4096, dtype=torch.bool, device="meta") if others else None
+    c = CachedCall(query, new, new, new, new, torch.empty((), dtype=torch.int64, device="meta"), mask, window=window, softcap=2.0 if others else None)
+    c = c._replace(sinks=torch.empty(8 * group, **meta) if others else None)
+    constants = prefill_launch.constants(t, c, window is None, exact) | dict(stride_mp=1)
+    constants |= dict.fromkeys([*([] if exact else ["NEAR_K", "NEAR_V"]), *([] if others else ["MASK", "SINKS"])])
+    types = dict.fromkeys(("Q", "K", "V", "NEAR_K", "NEAR_V", "SINKS", "OUT"), f"*{dtype}") | dict(POSITION="*i64", MASK="*u8", scale="fp32", softcap="fp32")
+    signature = {n: types.get(n, "i32") for n in prefill_attention.arg_names if n not in constants}
+    plain = ("SLOTS", "LENGTH", "HEADS", "QUERIES", "BACK", "NEAR_BACK", "stride_mb", "scale", "softcap")
+    aligned = tuple(n for n in signature if n not in plain)
+    return aot.compile_kernel(prefill_attention, signature, constants, cc, t.num_warps, t.num_stages, aligned), t

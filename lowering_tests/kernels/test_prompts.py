@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from fp4_inductor import errors
+from fp4_inductor.config import DispatchConfig
 from fp4_inductor.formats import kv
+from fp4_inductor.kernels import select
+from fp4_inductor.kernels.asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS, cache_in
+from fp4_inductor.kernels.cached_attention import prefill
 from fp4_inductor.kernels.cached_attention.append import rows_config
+from fp4_inductor.kernels.select import Call, plan
 from lowering_tests.kernels import prompt_aot
-from lowering_tests.kernels.test_aot import A_FEW_SPILLS
+from lowering_tests.kernels.test_aot import A_FEW_SPILLS, SHARED, assert_fits
+from lowering_tests.kernels.test_quantized_attention import a_call
 from lowering_tests.own_process import cases_of
 
 FORMATS = tuple(kv.FORMATS)
@@ -21,6 +31,14 @@ FORMATS = tuple(kv.FORMATS)
 def test_appending_and_dequantizing_have_the_bits_of_the_formats():
     cases = cases_of(Path(__file__).with_name("interpreted_append.py"))
     assert Counter(c["case"].split()[0] for c in cases) == {"mean": 51, "written": 141, "returned": 141, "full": 9, "dequantize": 30, "old": 15, "new": 15}
+
+
+def test_attention_against_float64():
+    cases = cases_of(Path(__file__).with_name("interpreted_prefill.py"))
+    assert Counter(c["case"].split()[0] for c in cases) == {"prefill": 280, "written": 264, "full": 9}
+
+
+# --- machine code -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -35,3 +53,71 @@ def test_rows_are_moved_16_bytes_at_a_time(name, d):
         assert 2 * rows_config(d).num_warps * 32 * -(-done.registers // 8) * 8 <= 65536
         assert opcodes["LDG.E.128"] and opcodes["STG.E.128"]
         assert opcodes["STG.E.U8" if new else "LDG.E.U8"] == blocks, "block scales alone are moved byte by byte"
+
+
+PROMPTS = [
+    *[(90, name, dict(d=d)) for name in ("nvfp4", "bf16") for d in (64, 128, 256)], (90, "nvfp4", dict(queries=20)), (90, "nvfp4", dict(queries=50)),
+    (90, "nvfp4", dict(window=1024, others=True)), (90, "bf16", dict(window=1024, others=True, d=256)), (90, "nvfp4", dict(dtype="fp16", window=128)),
+    (80, "nvfp4", {}), (80, "nvfp4", dict(d=256, others=True)), (80, "bf16", dict(window=1024)), (120, "nvfp4", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cc", "name", "call"), PROMPTS, ids=lambda x: str(x).replace(" ", ""))
+def test_a_prompt(cc, name, call):
+    """Tensor cores of the architecture, tiles that are copied while others are computed with, and no spills."""
+    done, t = prompt_aot.attention(cc, name, **call)
+    assert_fits(done, t.num_warps, cc)
+    opcodes = done.opcodes()
+    assert done.count("HGMMA" if cc == 90 and t.block_m >= 64 else "HMMA") > 0
+    assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in opcodes)
+    assert "others" in call or not any(op.startswith("LDG.E.U8") for op in opcodes), "only a mask is loaded byte by byte"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 90, 120])
+def test_every_tile_fits_in_shared_memory(arch):
+    """Q, and K and V of each stage."""
+    for queries, d, crowded in itertools.product((17, 33, 64, 65, 8192), (64, 128, 256), (False, True)):
+        t = prefill.config(queries, d, arch, crowded)
+        assert (t.block_m + 2 * t.block_n * t.num_stages) * d * 2 <= SHARED[arch] * 1024, t
+
+
+# --- selection --------------------------------------------------------------------------------------------------
+
+PREFILL, APART, ONE = "triton_prefill_attention", "append + attention", "cuda_quantized_attention"
+
+
+def kernel(m, *form, config=None, arch=90, **more):
+    call = Call("cached_attention", arch, torch.bfloat16, 32, 128, form=form)
+    return plan(replace(call, **more), config or DispatchConfig()).pick(m).kernel
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_which_calls_it_serves(arch):
+    """Exact tokens, and whatever else torch's attention would need a mask for."""
+    for name in FORMATS:
+        cache = cache_in(name)
+        assert [kernel(m, cache, arch=arch) for m in (16, 17, 10**6)] == [ONE, PREFILL, PREFILL]
+        assert kernel(2048, cache, EMPTY, arch=arch) == (PREFILL if name == "nvfp4" else APART)
+        assert kernel(2048, cache, EMPTY, NOT_PLAIN, OVERWRITTEN, NO_COUNTERS, TURNS, arch=arch) == PREFILL
+        assert kernel(2048, cache, "attention that is not causal", arch=arch) == APART
+        assert kernel(2048, cache, arch=arch, config=DispatchConfig(thresholds={"prefill_attention": 0})) == APART
+        off = DispatchConfig(thresholds={"cuda_attention": 0, "attention": 0})
+        assert [kernel(m, cache, arch=arch, config=off) for m in (1, 16, 17)] == [APART, APART, PREFILL]
+    assert [kernel(m, arch=arch) for m in (16, 17)] == ["triton_cached_attention", PREFILL]
+    assert kernel(2048, EMPTY, arch=arch) == APART and kernel(2048, EMPTY, NOT_PLAIN, arch=arch) == PREFILL
+    assert kernel(2048, arch=arch, dtype=torch.float32) == APART
+
+
+def test_what_a_prompt_asks_for():
+    c = a_call("nvfp4", q=9, slots=80, rollback=0, empty=True)
+    assert select.cached_form(c) == (cache_in("nvfp4"), OVERWRITTEN, EMPTY)
+    mask = torch.ones(2, 1, 1, 80, dtype=torch.bool)
+    for other in (dict(window=8), dict(softcap=2.0), dict(sinks=torch.zeros(8)), dict(mask=mask)):
+        asked = select.cached_form(c._replace(**other))
+        assert NOT_PLAIN in asked and set(asked) <= set(prefill.SERVES), asked
+    assert NOT_PLAIN not in select.cached_form(c._replace(window=9)) + select.cached_form(c._replace(empty=False, softcap=2.0))
+
+
+def test_a_prompt_that_cannot_fit_is_refused():
+    with pytest.raises(errors.ShapeError, match=r"the cache is full.*0 \+ 81 tokens"):
+        prefill.prefill(a_call("k8v4", q=81, slots=80))

@@ -32,27 +32,31 @@ _LEAST_SCALE = 1e-30  # zero times a score of -inf is NaN
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """``block_m`` queries a program, ``block_n`` keys a step, ``block_b`` where there are two copies of each."""
+    """``block_m`` queries a program, ``block_n`` keys a step."""
 
     block_m: int
     block_n: int
-    block_b: int = 64
     num_warps: int = 8
     num_stages: int = 2
 
 
-def config(queries: int, d: int, arch: int) -> PrefillConfig:
-    """For heads of width ``d``; sm_86, 89 and 120 have 99 KiB of shared memory a block, sm_80 163, sm_90 227."""
+def config(queries: int, d: int, arch: int, crowded: bool = False) -> PrefillConfig:
+    """For heads of width ``d``; sm_86, 89 and 120 have 99 KiB of shared memory a block, sm_80 163, sm_90 227. None of them spills.
+
+    ``crowded``: a window, a mask or a soft-cap takes registers in every step.
+    """
     large = arch == 90 or 100 <= arch < 120
     if queries <= 32:
-        return PrefillConfig(32, 64 if d <= 128 else 32, 32, 4)
+        return PrefillConfig(32, 64 if d <= 128 else 32, 4)
     if d > 128:
-        return PrefillConfig(128, 64, 32) if large and queries > 64 else PrefillConfig(64, 32, 32, 4 if not large else 8)
+        return PrefillConfig(64, 64 if large and not crowded else 32)
     if queries <= 64:
-        return PrefillConfig(64, 64, 32, 4)
-    if large:
-        return PrefillConfig(128, 128, 64)
-    return PrefillConfig(128, 64, 32)
+        return PrefillConfig(64, 64)
+    return PrefillConfig(128, 64 if large or not crowded else 32, num_stages=3 if large else 2)
+
+
+def is_crowded(c: CachedCall) -> bool:
+    return c.window is not None or c.mask is not None or c.softcap is not None
 
 
 def constants(t: PrefillConfig, c: CachedCall, absolute: bool, exact: bool) -> dict[str, object]:
@@ -60,7 +64,7 @@ def constants(t: PrefillConfig, c: CachedCall, absolute: bool, exact: bool) -> d
     d = c.query.shape[3]
     return dict(
         GROUP=c.query.shape[1] // c.key.shape[1], D=d, WINDOW=c.window or 0, LAST=kv.LAST if exact else 0, ABSOLUTE=absolute, MASKED=c.mask is not None,
-        SOFTCAP=c.softcap is not None, SINK=c.sinks is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_B=t.block_b, BLOCK_D=max(16, power(d)),
+        SOFTCAP=c.softcap is not None, SINK=c.sinks is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_D=max(16, power(d)),
         STAGES=t.num_stages,
     )  # fmt: skip
 
@@ -109,7 +113,7 @@ def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Ten
     from .triton_prefill import prefill_attention
 
     batch, heads, queries, d = c.query.shape
-    t = tile or config(queries, d, host.arch(c.query.device))
+    t = tile or config(queries, d, host.arch(c.query.device), is_crowded(c))
     query, scale = append.along(c.query), scale_of(c.query, c.scale)
     if scale < 0:
         query, scale = -query, -scale

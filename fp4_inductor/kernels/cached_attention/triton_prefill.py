@@ -4,15 +4,14 @@ A program takes BLOCK_M queries of one head, those with the most keys first. Sof
 the dtype of the query (:mod:`.append` writes them for a cache in 8 or 4 bits): with ABSOLUTE the token at the position p has row p, else row BACK + p - held,
 where ``held`` is how many tokens came before.
 
-    loop       which keys                                                 what is compared
-    -----------------------------------------------------------------------------------------------------------
-    whole      all queries of the tile attend to them, rounded            nothing; with a window, where it begins
-    both       of which some query attends to the exact copies and some   each element is chosen: scores by a select, weights by
-               to the rounded ones; only of a format with exact tokens    two products, one of which is zero
-    diagonal   the last ones; exact in a format with exact tokens         causality
+    loop      which keys                                                           what is compared
+    ----------------------------------------------------------------------------------------------------------------------
+    whole     rounded, and all queries of the tile attend to them                  nothing; with a window, where it begins
+    edge      rounded, and some queries attend to them                             causality
+    near      exact copies, of a format that has them                              causality, and where they begin
 
-A query at the position q attends to exact copies above q - LAST (LAST 0: there are none). The first tokens of a sequence, exact for all queries, are so in
-the rows of the rounded ones.
+A query at the position q attends to rounded copies up to q - LAST and to exact ones above that (LAST 0: to rounded ones alone). Both are terms of one
+softmax. The first tokens of a sequence, exact for all queries, are so among the rounded ones, too.
 
 NaN in a value reaches all queries of a tile that visits it, as it does in a product over a mask. Padded and unwritten rows are not read.
 """
@@ -26,13 +25,13 @@ from .triton_step import unmasked, with_sink
 
 
 @triton.jit
-def load_tile(X, start, end, stride, n, CHECK: tl.constexpr, begin, some, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``[N, BLOCK_D]``: the rows ``start + n`` of X. CHECK: zeros outside of ``begin`` to ``end``; MASKED: and where not ``some``."""
+def load_tile(X, start, end, stride, n, CHECK: tl.constexpr, some, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``[N, BLOCK_D]``: the rows ``start + n`` of X. CHECK: zeros from ``end`` on; MASKED: and where not ``some``."""
     d = tl.arange(0, BLOCK_D)
     row = tl.zeros((), tl.int64) + start  # the interpreter counts in Python's numbers
     at = X + row * stride + (n * stride)[:, None] + d[None, :]
     if CHECK or MASKED:
-        ok = (start + n >= begin) & (start + n < end)
+        ok = start + n < end
         if MASKED:
             ok = ok & some
         ok = ok[:, None]
@@ -49,8 +48,8 @@ def load_tile(X, start, end, stride, n, CHECK: tl.constexpr, begin, some, MASKED
 def weights(s, used, m, total, scale, softcap, SOFTCAP: tl.constexpr, CHECK: tl.constexpr):
     """Scores -> (maximum, sum, what the output shrinks by, weights). CHECK: those that are not ``used`` are left out."""
     factor = scale
-    if SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); softcap is in base 2 as the scores are
-        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (s * scale) / softcap)))
+    if SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x)); softcap is in base 2 as the scores are, and 2 log2(e) is 2.885..
+        s = softcap - 2.0 * softcap / (1.0 + tl.exp2(s * (scale * 2.8853900817779268 / softcap)))
         factor = 1.0
     if CHECK:
         s = tl.where(used, s, float("-inf"))
@@ -62,16 +61,18 @@ def weights(s, used, m, total, scale, softcap, SOFTCAP: tl.constexpr, CHECK: tl.
 
 
 @triton.jit
-def seen_by(at, query, end, MASK, LENGTH, stride_mp, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr):
-    """(``[M, N]``: does each query attend to each key, ``[N]``: is it not masked)"""
+def seen_by(at, query, end, MASK, LENGTH, stride_mp, upto, WINDOW: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr):
+    """(``[M, N]``: does each query attend to each key, ``[N]``: is the key not masked). CAUSAL: up to ``query - upto``. LAST: of the last ones alone."""
     some = at < end
     if MASKED:
         some = unmasked(MASK, at, some, LENGTH, stride_mp)
     used = some[None, :]
     if CAUSAL:
-        used = used & (at[None, :] <= query[:, None])
+        used = used & (at[None, :] <= query[:, None] - upto)
     if WINDOW > 0:
         used = used & (at[None, :] > query[:, None] - WINDOW)
+    if LAST > 0:
+        used = used & (at[None, :] > query[:, None] - LAST)
     return used, some
 
 
@@ -80,9 +81,9 @@ def prefill_attention(
     Q, K, V, NEAR_K, NEAR_V, POSITION, MASK, SINKS, OUT, SLOTS, LENGTH, HEADS, QUERIES, BACK, NEAR_BACK, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh,
     stride_ks, stride_vb, stride_vh, stride_vs, stride_nb, stride_nh, stride_ns, stride_wb, stride_wh, stride_ws, stride_mb, stride_mp, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, LAST: tl.constexpr, ABSOLUTE: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr
+    SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """One tile of queries of one head. ``scale``: above 0, times log2(e). BLOCK_N keys a step, BLOCK_B where there are two copies of each.
+    """One tile of queries of one head. ``scale``: above 0, times log2(e). BLOCK_N keys a step.
 
     NEAR_K (strides ``n``), NEAR_V (``w``): the exact copies. Beyond the end of a cache without a window the result is NaN.
     """
@@ -124,42 +125,26 @@ def prefill_attention(
     CHECK: tl.constexpr = MASKED or WINDOW > 0
     n = tl.arange(0, BLOCK_N)
     for start in tl.range(begin, whole_end, BLOCK_N, num_stages=STAGES):
-        used, some = seen_by(start + n, query, end, MASK, LENGTH, stride_mp, False, WINDOW, MASKED)
-        k = load_tile(K, start, end, stride_ks, n, False, begin, some, False, D, BLOCK_D)
+        used, some = seen_by(start + n, query, end, MASK, LENGTH, stride_mp, 0, WINDOW, MASKED, False, 0)
+        k = load_tile(K, start, end, stride_ks, n, False, some, False, D, BLOCK_D)
         m, total, shrink, p = weights(tl.dot(q, tl.trans(k)), used, m, total, scale, softcap, SOFTCAP, CHECK)
-        v = load_tile(V, start, end, stride_vs, n, False, begin, some, MASKED, D, BLOCK_D)
+        v = load_tile(V, start, end, stride_vs, n, False, some, MASKED, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-
+    for start in tl.range(whole_end, end - LAST, BLOCK_N, num_stages=STAGES):
+        used, some = seen_by(start + n, query, end, MASK, LENGTH, stride_mp, LAST, WINDOW, MASKED, True, 0)
+        k = load_tile(K, start, end, stride_ks, n, True, some, False, D, BLOCK_D)
+        m, total, shrink, p = weights(tl.dot(q, tl.trans(k)), used, m, total, scale, softcap, SOFTCAP, True)
+        v = load_tile(V, start, end, stride_vs, n, True, some, MASKED, D, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
     if LAST > 0:
         NEAR_K += b * stride_nb + kv_head * stride_nh + (NEAR_BACK - held).to(tl.int64) * stride_ns
         NEAR_V += b * stride_wb + kv_head * stride_wh + (NEAR_BACK - held).to(tl.int64) * stride_ws
-        near = tl.maximum(lowest - LAST + 1, 0)
-        n_b = tl.arange(0, BLOCK_B)
-        both_end = whole_end + (tl.maximum(end - LAST - whole_end, 0) + BLOCK_B - 1) // BLOCK_B * BLOCK_B
-        for start in tl.range(whole_end, both_end, BLOCK_B, num_stages=1):
-            used, some = seen_by(start + n_b, query, end, MASK, LENGTH, stride_mp, True, WINDOW, MASKED)
-            exact = (start + n_b)[None, :] > query[:, None] - LAST
-            k = load_tile(K, start, end, stride_ks, n_b, True, begin, some, False, D, BLOCK_D)
-            s = tl.dot(q, tl.trans(k))
-            k = load_tile(NEAR_K, start, end, stride_ns, n_b, True, near, some, False, D, BLOCK_D)
-            s = tl.where(exact, tl.dot(q, tl.trans(k)), s)
-            m, total, shrink, p = weights(s, used, m, total, scale, softcap, SOFTCAP, True)
-            v = load_tile(V, start, end, stride_vs, n_b, True, begin, some, MASKED, D, BLOCK_D)
-            acc = tl.dot(tl.where(exact, 0.0, p).to(v.dtype), v, acc * shrink[:, None])
-            v = load_tile(NEAR_V, start, end, stride_ws, n_b, True, near, some, MASKED, D, BLOCK_D)
-            acc = tl.dot(tl.where(exact, p, 0.0).to(v.dtype), v, acc)
-        for start in tl.range(both_end, end, BLOCK_N, num_stages=STAGES):
-            used, some = seen_by(start + n, query, end, MASK, LENGTH, stride_mp, True, WINDOW, MASKED)
-            k = load_tile(NEAR_K, start, end, stride_ns, n, True, near, some, False, D, BLOCK_D)
+        begin = tl.maximum(lowest - LAST + 1, begin)
+        for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            used, some = seen_by(start + n, query, end, MASK, LENGTH, stride_mp, 0, WINDOW, MASKED, True, LAST)
+            k = load_tile(NEAR_K, start, end, stride_ns, n, True, some, False, D, BLOCK_D)
             m, total, shrink, p = weights(tl.dot(q, tl.trans(k)), used, m, total, scale, softcap, SOFTCAP, True)
-            v = load_tile(NEAR_V, start, end, stride_ws, n, True, near, some, MASKED, D, BLOCK_D)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-    else:
-        for start in tl.range(whole_end, end, BLOCK_N, num_stages=STAGES):
-            used, some = seen_by(start + n, query, end, MASK, LENGTH, stride_mp, True, WINDOW, MASKED)
-            k = load_tile(K, start, end, stride_ks, n, True, begin, some, False, D, BLOCK_D)
-            m, total, shrink, p = weights(tl.dot(q, tl.trans(k)), used, m, total, scale, softcap, SOFTCAP, True)
-            v = load_tile(V, start, end, stride_vs, n, True, begin, some, MASKED, D, BLOCK_D)
+            v = load_tile(NEAR_V, start, end, stride_ws, n, True, some, MASKED, D, BLOCK_D)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     total, shrink = with_sink(m, total, SINKS, tl.zeros_like(m_at) + head, inside, SINK)
