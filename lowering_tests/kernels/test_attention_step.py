@@ -70,10 +70,13 @@ def test_early_requests_before_the_wait():
 # --- selection --------------------------------------------------------------------------------------------------
 
 
+NO_PREFILL = DispatchConfig(thresholds={"prefill_attention": 0})  # test_prompts.py has what it serves
+
+
 @pytest.mark.parametrize("arch", [0, 80, 89, 90, 100, 120, 121])
 def test_which_calls_it_serves(arch):
     def kernel(m, d=128, dtype=BF16, config=None, form=()):
-        return plan(Call("cached_attention", arch, dtype, 32, d, form=form), config or DispatchConfig()).pick(m).kernel
+        return plan(Call("cached_attention", arch, dtype, 32, d, form=form), config or NO_PREFILL).pick(m).kernel
 
     ours, apart = "triton_cached_attention" if arch else "append + attention", "append + attention"
     for d in (8, 64, 80, 128, 256):
@@ -118,7 +121,7 @@ def test_the_operator_takes_the_kernel_of_the_plan(monkeypatch):
     """On a GPU, with the call as it came: its prologue is the kernel's."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(host, "row_for", lambda op, x, m, n, k, form=(): plan(Call(op, 90, x.dtype, n, k, form=form), DispatchConfig()).pick(m))
+    monkeypatch.setattr(host, "row_for", lambda op, x, m, n, k, form=(): plan(Call(op, 90, x.dtype, n, k, form=form), NO_PREFILL).pick(m))
     called = []
     monkeypatch.setattr(step, "step", lambda c: called.append(("one", c)))
     monkeypatch.setattr(composed, "apart", lambda c: called.append(("apart", c)))

@@ -88,7 +88,7 @@ PREFILL, APART, ONE = "triton_prefill_attention", "append + attention", "cuda_qu
 
 def kernel(m, *form, config=None, arch=90, **more):
     call = Call("cached_attention", arch, torch.bfloat16, 32, 128, form=form)
-    return plan(replace(call, **more), config or DispatchConfig()).pick(m).kernel
+    return plan(replace(call, **more), replace(config or DispatchConfig(), candidates=(PREFILL,))).pick(m).kernel
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])

@@ -28,6 +28,7 @@ BF16 = torch.bfloat16
 FORMATS = tuple(kv.FORMATS)
 TRITON, CUDA = "triton_quantized_attention", "cuda_quantized_attention"
 WITHOUT_CUDA = DispatchConfig(thresholds={"cuda_attention": 0})
+NO_PREFILL = DispatchConfig(thresholds={"prefill_attention": 0})  # test_prompts.py has what it serves
 
 
 def test_in_the_interpreter():
@@ -74,7 +75,7 @@ def test_wide_heads_fit(name, early):
 @pytest.mark.parametrize("arch", [0, 80, 90, 120])
 def test_which_calls_it_serves(arch):
     def kernel(m, config=None, dtype=BF16, form=("a cache in k8v4",), d=128, csrc=""):
-        return plan(Call("cached_attention", arch, dtype, 32, d, form=form, csrc=csrc), config or DispatchConfig()).pick(m).kernel
+        return plan(Call("cached_attention", arch, dtype, 32, d, form=form, csrc=csrc), config or NO_PREFILL).pick(m).kernel
 
     apart = "append + attention"
     cuda, triton = (CUDA, TRITON) if arch else (apart, apart)
