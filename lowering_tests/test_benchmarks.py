@@ -70,6 +70,17 @@ def test_cached_attention(tmp_path):
     assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[4]["floor_us"])
 
 
+def test_cached_prompt(tmp_path):
+    for window in ((), ("--window", "30")):
+        run("cached_prompt.py", "--smoke", *window, "--out", str(tmp_path / "prompt.csv"))
+        rows = rows_of(tmp_path / "prompt.csv")
+        assert {(row["kv"], row["tokens"], row["filled"]) for row in rows} == {
+            (k, *sizes) for k in ("bf16", "fp8", "k8v4", "nvfp4") for sizes in (("40", "0"), ("20", "70"))
+        }
+        assert {row["who"] for row in rows} == {"append + attention", *(() if window else ("sdpa",))}, "no Triton kernel runs on a CPU"
+        assert all(float(row["whole_us"]) > 0 and float(row["error"]) < 1e-6 for row in rows)
+
+
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     run("plots.py", "--out", str(tmp_path))
