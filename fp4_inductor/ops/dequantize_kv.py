@@ -50,7 +50,7 @@ class DequantizeCall(NamedTuple):
         return found
 
     @property
-    def count(self) -> int:
+    def taken(self) -> int:
         """How many slots are asked for."""
         return self.keys.shape[2] if self.slots is None else self.slots
 
@@ -90,7 +90,7 @@ def check(c: DequantizeCall) -> None:
 def reference(c: DequantizeCall) -> tuple[Tensor, Tensor]:
     """By ``formats.kv``."""
     check(c)
-    key, value = c.rows(slice(c.count))
+    key, value = c.rows(slice(c.taken))
     f = c.format
     dense = kv.dequantize(key, f.key, c.key_mean, c.dtype), kv.dequantize(value, f.value, None, c.dtype)
     return dense[0].clone(memory_format=torch.contiguous_format), dense[1].clone(memory_format=torch.contiguous_format)
@@ -98,7 +98,7 @@ def reference(c: DequantizeCall) -> tuple[Tensor, Tensor]:
 
 def fake(c: DequantizeCall) -> tuple[Tensor, Tensor]:
     check(c)
-    shape = (*c.keys.shape[:2], c.count, c.width)
+    shape = (*c.keys.shape[:2], c.taken, c.width)
     return c.keys.new_empty(shape, dtype=c.dtype), c.keys.new_empty(shape, dtype=c.dtype)
 
 

@@ -73,12 +73,11 @@ def dequantize_kv(c: DequantizeCall) -> tuple[Tensor, Tensor]:
 
 def slots_of(c: DequantizeCall) -> tuple[Tensor, Tensor]:
     """By one launch."""
-    shape = (*c.keys.shape[:2], c.count, c.width)
-    out = Numbers(*(torch.empty(shape, dtype=c.dtype, device=c.keys.device) for _ in range(2)))
-    if c.count:
-        c = c._replace(**{name: t.contiguous() for name, t in c._asdict().items() if isinstance(t, Tensor)})
-        _dequantize(c.format, c, (None, None), None, out, c.keys.shape[2], 0, ring=False, exact=False)
-    return out.keys, out.values
+    keys, values = (torch.empty(*c.keys.shape[:2], c.taken, c.width, dtype=c.dtype, device=c.keys.device) for _ in range(2))
+    if c.taken:
+        changed: dict[str, Any] = {name: t.contiguous() for name, t in c._asdict().items() if isinstance(t, Tensor)}
+        _dequantize(c.format, c._replace(**changed), (None, None), None, Numbers(keys, values), c.keys.shape[2], 0, ring=False, exact=False)
+    return keys, values
 
 
 def _rows_like(c: CachedCall, rows: int) -> tuple[Tensor, Tensor]:
@@ -105,8 +104,8 @@ def memory(c: CachedCall, empty: bool, exact: bool) -> Numbers:
     if not exact:
         return Numbers(*_rows_like(c, rows), back=back)
     if empty:  # all that is attended to is new
-        return Numbers(*_rows_like(c, rows), back, *(along(t) for t in (c.key, c.value)), near_back=0)
-    return Numbers(*_rows_like(c, rows), back, *_rows_like(c, kv.LAST - 1 + queries), near_back=kv.LAST - 1)
+        return Numbers(*_rows_like(c, rows), back, along(c.key), along(c.value))
+    return Numbers(*_rows_like(c, rows), back, *_rows_like(c, kv.LAST - 1 + queries), kv.LAST - 1)
 
 
 def along(t: Tensor) -> Tensor:
@@ -153,7 +152,8 @@ def _contiguous(c: CachedCall) -> CachedCall:
     if all(t.is_contiguous() for t in _parts(c)):
         return c
     s: Any = c.stored
-    return c._replace(keys=c.keys.contiguous(), values=c.values.contiguous(), stored=Stored(*(None if t is None else t.contiguous() for t in s)))
+    parts: list[Any] = [None if t is None else t.contiguous() for t in s]
+    return c._replace(keys=c.keys.contiguous(), values=c.values.contiguous(), stored=Stored(*parts))
 
 
 def dequantize(c: CachedCall, to: Numbers, tile: RowsConfig | None = None) -> None:

@@ -52,7 +52,8 @@ def apart(c: CachedCall) -> Tensor:
     launched = at == 0 and c.query.numel() > 0 and append.serves(c)
     if launched:  # nothing old is attended to, so the ring of exact tokens may turn, too
         appended: tuple[tuple[Tensor, Tensor], ...] = ()
-        c = c._replace(**dict(zip(("key", "value"), append.append_kv(c), strict=True)))
+        key, value = append.append_kv(c)
+        c = c._replace(key=key, value=value)
     else:
         appended = _appended(c, at)
         if c.stored is not None:

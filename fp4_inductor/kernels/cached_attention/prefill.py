@@ -100,7 +100,8 @@ def _dense(c: CachedCall, empty: bool) -> Numbers:
         found = Numbers(c.keys, c.values)
     else:
         old = (torch.arange(1 - c.window, 0, device=key.device) + at) % c.slots  # below position 0 they are not attended to
-        found = Numbers(*(torch.cat([held.index_select(2, old), token], 2) for held, token in ((c.keys, key), (c.values, value))), c.window - 1)
+        keys, values = (torch.cat([held.index_select(2, old), token], 2) for held, token in ((c.keys, key), (c.values, value)))
+        found = Numbers(keys, values, c.window - 1)
     kept = min(queries, c.slots)
     slots = new[-kept:] if c.window is None else new[-kept:] % c.slots
     for held, token in ((c.keys, key), (c.values, value)):
