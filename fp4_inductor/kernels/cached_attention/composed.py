@@ -7,7 +7,8 @@ Triton kernel for few queries takes the position itself; where there is a window
 The first tokens of an empty cache are attended to where they are, on every device.
 
 Of a cache in 8 or 4 bits the filled part, on CUDA all slots, is dequantized into memory of the dtype of query at each call, and then attended to as any
-other: such a cache takes less memory between calls, and more time. Exact tokens come behind the rounded ones, and a mask says which of the two copies of a
+other: such a cache takes less memory between calls, and more time. On CUDA the first tokens of an empty one are rounded and appended by one launch
+(:mod:`.append`). Many tokens behind others are :mod:`.prefill`'s. Exact tokens come behind the rounded ones, and a mask says which of the two copies of a
 token a query attends to.
 """
 
