@@ -69,7 +69,7 @@ def append_one(
     at = held + n
     raw = tl.load(NEW + (n.to(tl.int64) * stride)[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
     x = raw.to(tl.float32)
-    code, block, size = quantized(x - mean[None, :], KIND, TOP)
+    code, block, size = quantized(x - mean[None, :], KIND, TOP, True)
     there_and_room = n < tl.where(room, QUERIES, 0)
     written = there_and_room & (n >= QUERIES - SLOTS)
     slot = at % SLOTS if RING else at

@@ -106,16 +106,19 @@ def divided(groups, code):
 
 
 @triton.jit
-def block_error(groups, code):
-    """The squared error of each block that ``code`` would leave."""
-    rounded = e2m1_to_f16(f32_to_e2m1(divided(groups, code))).to(tl.float32) * 16384.0
-    d = groups - rounded * e4m3_to_f32(code)[:, :, None]
-    return tl.sum(d * d, 2)
+def rounded_blocks(groups, code):
+    """(codes, squared error of each block) with the block scales ``code``."""
+    codes = f32_to_e2m1(divided(groups, code))
+    d = groups - e2m1_to_f16(codes).to(tl.float32) * 16384.0 * e4m3_to_f32(code)[:, :, None]
+    return codes, tl.sum(d * d, 2)
 
 
 @triton.jit
-def quantized(x, KIND: tl.constexpr, TOP: tl.constexpr):
-    """float32 rows ``[N, D]`` -> (codes as bytes, block scales as bytes, scale) of a kind; without blocks the second is the first."""
+def quantized(x, KIND: tl.constexpr, TOP: tl.constexpr, KEEP: tl.constexpr = False):
+    """float32 rows ``[N, D]`` -> (codes as bytes, block scales as bytes, scale) of a kind; without blocks the second is the first.
+
+    KEEP: the codes by both scales of a block are kept until one is chosen; else they are computed again, which takes fewer registers.
+    """
     scale, y = scaled(x, TOP)
     if KIND == NVFP4:
         N: tl.constexpr = x.shape[0]
@@ -124,8 +127,15 @@ def quantized(x, KIND: tl.constexpr, TOP: tl.constexpr):
         amax = tl.max(tl.abs(groups), 2)
         six = block_code(tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32)))
         four = block_code(amax * 0.25)
-        block = tl.where(block_error(groups, four) < block_error(groups, six), four, six)
-        low, high = tl.split(tl.reshape(f32_to_e2m1(divided(groups, block)), (N, D // 2, 2)))
+        by_six, error_six = rounded_blocks(groups, six)
+        by_four, error_four = rounded_blocks(groups, four)
+        less = error_four < error_six
+        block = tl.where(less, four, six)
+        if KEEP:
+            chosen = tl.where(less[:, :, None], by_four, by_six)
+        else:
+            chosen = f32_to_e2m1(divided(groups, block))
+        low, high = tl.split(tl.reshape(chosen, (N, D // 2, 2)))
         return (low | (high << 4)).to(tl.uint8), block.to(tl.uint8), scale
     else:
         if KIND == INT8:
