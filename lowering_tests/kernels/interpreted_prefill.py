@@ -109,6 +109,18 @@ def options():
         check(f"{name} scale 0", make(name, 1, 2, 1, 20, 60, 32, 30, scale=0.0))
 
 
+def unusual():
+    """NaN and Inf stay in their head; queries in tiles before theirs do not see them, those behind do."""
+    for name, number, which in itertools.product(NAMES, (float("nan"), float("inf")), ("key", "value")):
+        c = make(name, 1, 4, 2, 100, 160, 32, 30)
+        clean = run(copied(c))
+        getattr(c, which)[0, 1, 70, 3] = number
+        got = run(copied(c))
+        inside = torch.equal(got[:, :, :2], clean[:, :, :2]) and torch.equal(got[:, :64, 2:], clean[:, :64, 2:])
+        seen = (which == "key" and number == float("inf")) or bool((~got[:, 70:, 2:].isfinite()).any(-1).all())  # a key of Inf may have a score of -Inf
+        interpreted.report(f"unusual {name} {number} in {which}", float(not (inside and seen)), 0.0)
+
+
 def full():
     """No room: nothing is written, and the result is NaN."""
     for name, at in itertools.product(kv.FORMATS, (-1, 71, 100)):
@@ -122,5 +134,5 @@ def full():
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for cases in (positions, shapes, windows, options, full):
+    for cases in (positions, shapes, windows, options, unusual, full):
         cases()

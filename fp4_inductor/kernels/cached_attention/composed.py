@@ -48,7 +48,7 @@ def apart(c: CachedCall) -> Tensor:
     at = known(c)
     c = raw = c.prepared()
     batch, heads, queries, _ = c.query.shape
-    new = torch.arange(queries, device=c.query.device) + (c.position.reshape(()) if at is None else at)
+    new = _positions(c, at)
     exact = _exact(c, new, at) if c.query.numel() else None
     launched = at == 0 and c.query.numel() > 0 and append.serves(c)
     if launched:  # nothing old is attended to, so the ring of exact tokens may turn, too
@@ -86,13 +86,19 @@ def append_kv(c: CachedCall) -> tuple[Tensor, Tensor]:
         with torch.cuda.device(c.key.device):
             return append.append_kv(c)
     at = known(c)
-    new = torch.arange(c.key.shape[2], device=c.key.device) + (c.position.reshape(()) if at is None else at)
+    new = _positions(c, at)
     appended = _appended(c, at)
     rounded = _rounded(c, appended)
     _append(c, appended, new)
     if c.stored is not None:
         _append_exact(c.stored, c.key, c.value, new)
     return rounded.key.clone(memory_format=torch.contiguous_format), rounded.value.clone(memory_format=torch.contiguous_format)
+
+
+def _positions(c: CachedCall, at: int | None) -> Tensor:
+    """Of the new tokens."""
+    count = c.key.shape[2]
+    return torch.arange(count, device=c.key.device) + c.position.reshape(()) if at is None else torch.arange(at, at + count, device=c.key.device)
 
 
 def known(c: CachedCall) -> int | None:
