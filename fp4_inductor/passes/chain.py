@@ -217,7 +217,7 @@ def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
     counters = value(bases[index])
     parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
     if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
-        return "the counters of the fp4.cached_attention before it are not contiguous"
+        return "the counters of the fp4.cached_attention before it are a part of a buffer"
     if type(counters.numel()) is not int or counters.numel() < COUNTERS:
         return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {COUNTERS}"
     return last, _COUNT[last.args[0]] + index  # type: ignore[index]

@@ -79,6 +79,7 @@ def compiled(build=Decoder, rows=1, **options):
 def test_two_layers():
     body, entries, counted, left = compiled()
     print(body)
-    for e in entries: print(e.op, e.n, e.k, e.note, e.module, e.decision.row.kernel)
+    for e in entries:
+        print(e.op, e.n, e.k, e.note, e.module, e.decision.row.kernel)
     print(counted, left)
     assert 0
