@@ -7,14 +7,14 @@
 //   - Each block has the same share of the rows of every product, so each warp knows its steps of all products from the start, and fetches them in order.
 //   - A product begins when all blocks have counted themselves in `arrivals` behind the product before. So all blocks must run at once: a cooperative launch.
 //   - The last block to arrive at the end sets the counters back to zero for the next launch.
-//   - The next kernel may begin at once (PDL). It finds room beside this one's 512 threads of at most 64 registers and three stages, and then waits.
+//   - The next kernel may begin at once (PDL). It finds room beside this one's threads and three stages, and then waits.
 #include "gemv.cuh"
 
 namespace {
 
 using namespace fp4;
 
-constexpr int kMostProducts = 4, R = 4, kWarps = 16, kThreads = 32 * kWarps, kMostK = kBatch * kThreads * 8;
+constexpr int kMostProducts = 4, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostColumns = 512, kMostK = kBatch * kMultiplying * 8;
 
 template <typename T> struct Product {
   const T* x;
@@ -80,7 +80,7 @@ template <typename T> struct Fetching {
   }
 };
 
-// x of a product to shared memory, and what its epilogue needs for the block's columns, from n0 on: a thread reads those of one column, parts apart.
+// What the epilogue of a product needs for the block's columns: copied to shared memory while the product is computed.
 template <typename T> struct Operands {
   float *scales, *added, *residual;  // [2][columns]; [2][columns]; [columns]
   int columns;
@@ -103,15 +103,27 @@ template <typename T> struct Operands {
   }
 };
 
-template <typename T> __global__ void __launch_bounds__(kThreads, 2) linear_chain(const __grid_constant__ Chain<T> chain) {
-  uint8_t* shared = dynamic_shared();
+// Where the parts of a block's shared memory lie.
+template <typename T> struct Memory {
+  uint8_t* x;
+  float *factors, *squares, *sums;
+  Operands<T> operands;
+  uint8_t* rings;
+
+  static __device__ __forceinline__ Memory of(const Chain<T>& chain) {
+    uint8_t* shared = dynamic_shared();
+    float* factors = (float*)(shared + chain.segments * (kSegment * 2));
+    float* squares = factors + chain.segments * (kSegment / 16);
+    float* operands = squares + kWarps;
+    return {shared, factors, squares, operands + 5 * chain.columns,
+            {operands, operands + 2 * chain.columns, operands + 4 * chain.columns, chain.columns}, shared + chain.ring};
+  }
+};
+
+// The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums.
+template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
-  float* factors = (float*)(shared + chain.segments * (kSegment * 2));
-  float* squares = factors + chain.segments * (kSegment / 16);
-  float* operands = squares + kWarps;
-  float* sums = operands + 5 * chain.columns;
-  const Operands<T> behind{operands, operands + 2 * chain.columns, operands + 4 * chain.columns, chain.columns};
-  uint8_t* ring = shared + chain.ring + warp * (chain.stages * Step<R>::kBytes);
+  uint8_t* ring = memory.rings + warp * (chain.stages * Step<R>::kBytes);
   const Shared ring_address = shared_address(ring);
   Fetching<T> coming;
   coming.begin(chain, 0, warp);
@@ -124,47 +136,43 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 2) linear_chai
 #pragma unroll 1
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
-    const int K = p.K, groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
-    const int chunks = p.segments * (kSegment / 8), k_groups = 1 << p.log_k_groups, k_group = warp & (k_groups - 1), column = threadIdx.x;
-    if (groups > 0) {
-      if (product && threadIdx.x == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
-      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
-      uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
+    const int K = p.K, groups = p.groups_of(blockIdx.x), chunks = p.segments * (kSegment / 8), k_groups = 1 << p.log_k_groups, k_group = warp & (k_groups - 1);
+    if (groups <= 0) continue;
+    if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
+    uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int c = threadIdx.x + i * kThreads;
-        raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
-      }
-      if (column < count) behind.load(p, n0 + column, column);
-      float by = 1.f;
-      if (p.norm_weight) {
-        float sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) sum += sum_of_squares<T>(raw[i]);
-        sum = sum_of_warp(sum);
-        if (lane == 0) squares[warp] = sum;
-        if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SQUARES)) __syncthreads();
-        sum = 0.f;
-        for (int i = 0; i < kWarps; ++i) sum += squares[i];
-        by = rsqrtf(sum * (1.f / K) + p.eps);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int c = threadIdx.x + i * kThreads;
-        if (c >= chunks) break;  // whole warps
-        float v[8];
-        floats_of<T>(raw[i], v);
-        if (p.norm_weight) normalise<T>(v, c * 8 < K ? load_read_only(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
-        const float factor = to_half_range(v);
-        *(uint4*)(shared + place_of_chunk(c)) = in_order(v);
-        if (c % 2 == 0) factors[c / 2] = factor;
-      }
-      if (product + 1 < chain.count) {  // the weight of the next norm begins to come
-        const Product<T>& then = chain.products[product + 1];
-        if (then.norm_weight && threadIdx.x * 64 < then.K) prefetch_l2(then.norm_weight + threadIdx.x * 64);
-      }
-      if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) __syncthreads();
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = threadIdx.x + i * kMultiplying;
+      raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
     }
+    float by = 1.f;
+    if (p.norm_weight) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) sum += sum_of_squares<T>(raw[i]);
+      sum = sum_of_warp(sum);
+      if (lane == 0) memory.squares[warp] = sum;
+      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SQUARES)) named_barrier_sync(1, kMultiplying);
+      sum = 0.f;
+      for (int i = 0; i < kWarps; ++i) sum += memory.squares[i];
+      by = rsqrtf(sum * (1.f / K) + p.eps);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = threadIdx.x + i * kMultiplying;
+      if (c >= chunks) break;  // whole warps
+      float v[8];
+      floats_of<T>(raw[i], v);
+      if (p.norm_weight) normalise<T>(v, c * 8 < K ? load_read_only(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
+      const float factor = to_half_range(v);
+      *(uint4*)(memory.x + place_of_chunk(c)) = in_order(v);
+      if (c % 2 == 0) memory.factors[c / 2] = factor;
+    }
+    if (product + 1 < chain.count) {  // the weight of the next norm begins to come
+      const Product<T>& then = chain.products[product + 1];
+      if (then.norm_weight && threadIdx.x * 64 < then.K) prefetch_l2(then.norm_weight + threadIdx.x * 64);
+    }
+    if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) named_barrier_sync(1, kMultiplying);
 
 #pragma unroll 1
     for (int group = warp >> p.log_k_groups; group < groups; group += kWarps >> p.log_k_groups) {
@@ -178,34 +186,63 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 2) linear_chai
         if (!FP4_FAULT(SKIP_WARP_BARRIER)) __syncwarp();  // all lanes have read the stage that is refilled now
         coming.next(chain, ring_address + slot * Step<R>::kBytes, warp, lane);
         if (++slot == chain.stages) slot = 0;
-        weights.multiply(acc, shared + segment * (kSegment * 2), *(const float2*)(factors + segment * (kSegment / 16) + lane * 2), lane);
+        weights.multiply(acc, memory.x + segment * (kSegment * 2), *(const float2*)(memory.factors + segment * (kSegment / 16) + lane * 2), lane);
       }
       const float sum = sum_of_lanes<R>(acc, lane);
-      if (lane % (32 / R) == 0) sums[(k_group * p.groups + group) * R + lane / (32 / R)] = sum;
+      if (lane % (32 / R) == 0) memory.sums[(k_group * p.groups + group) * R + lane / (32 / R)] = sum;
     }
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
-    if (column < count) {
-      float all[2] = {};
-      for (int kg = 0; kg < k_groups; ++kg) {
-        const float* row = sums + (kg * p.groups + (column >> p.log_width)) * R + (column & ((1 << p.log_width) - 1));
-        all[0] += row[0];
-        if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
+  }
+  cp_async_wait_group<0>();  // the groups behind the last step are empty
+}
+
+// The last warp: it stores the block's results, counts the block as arrived, and waits for the others. A warp of its own, because the count is a release, which
+// waits for all that its thread has asked of memory: in a warp that fetches weights, for weights, too.
+template <typename T> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
+  const int lane = threadIdx.x & 31;
+#if FP4_ARCH >= 90
+  pdl_wait_then_trigger();
+#endif
+#pragma unroll 1
+  for (int product = 0; product < chain.count; ++product) {
+    const Product<T>& p = chain.products[product];
+    const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+    if (groups > 0) {
+      if (product && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
+      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
+      for (int c = lane; c < count; c += 32) memory.operands.load(p, n0 + c, c);
+      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
+      for (int c = lane; c < count; c += 32) {
+        float all[2] = {};
+        for (int k_group = 0; k_group < 1 << p.log_k_groups; ++k_group) {
+          const float* row = memory.sums + (k_group * p.groups + (c >> p.log_width)) * R + (c & ((1 << p.log_width) - 1));
+          all[0] += row[0];
+          if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
+        }
+        p.y[n0 + c] = memory.operands.value(p, all, c);
       }
-      p.y[n0 + column] = behind.value(p, all, column);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
+    __syncwarp();
+    if (lane == 0) {
       if (product < chain.count - 1)
         arrive(chain.arrivals + product);
       else if (count_arrival(chain.arrivals + product) == (int)gridDim.x - 1)
         for (int i = 0; i < chain.count; ++i) chain.arrivals[i] = FP4_FAULT(LEAVE_ARRIVALS);
     }
   }
-  cp_async_wait_group<0>();  // the groups behind the last step are empty
 }
 
-// One block a multiprocessor. Measured on an H100, q/k/v to down of an 8B model: two warps share K, as in linear_gemv; three stages, because what is under way
-// delays the counters and x of the next product: with five stages the chain takes 1.9 us more.
+// 64 registers, so that a block of the attention behind it, which waits, finds room beside this one's.
+template <typename T> __global__ void __maxnreg__(64) linear_chain(const __grid_constant__ Chain<T> chain) {
+  const Memory<T> memory = Memory<T>::of(chain);
+  if (threadIdx.x < kMultiplying)
+    multiply(chain, memory);
+  else
+    finish(chain, memory);
+}
+
+// One block a multiprocessor. Measured on an H100, o to q/k/v of an 8B model: two warps share K, as in linear_gemv; three stages: with four the chain takes as
+// long, with five 1.3 us more, because what is under way delays the counters and x of the next product.
 template <typename T> cudaError_t run(const ChainParams& call) {
   Chain<T> chain = {};
   chain.count = call.count, chain.arrivals = (int*)call.arrivals;
@@ -221,7 +258,7 @@ template <typename T> cudaError_t run(const ChainParams& call) {
     p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
     p.log_k_groups = stages ? c.tile[1] : 1;
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
-    if (c.M != 1 || c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N) || p.groups << p.log_width > kThreads)
+    if (c.M != 1 || c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N) || p.groups << p.log_width > kMostColumns)
       return cudaErrorInvalidValue;
     if (i && (c.x != call.products[i - 1].y || c.K != call.products[i - 1].N / (call.finish[i - 1] == kGlu ? 2 : 1))) return cudaErrorInvalidValue;
     chain.segments = p.segments > chain.segments ? p.segments : chain.segments;
