@@ -7,7 +7,8 @@ weight get names of their own (:data:`NAMES`), which go to the parameter's own l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .linear import Names
 
 MODEL_TYPE = "gpt_oss"
 NAMES = Names("qweight", "qweight_scale", "qweight_scale_2", "qweight_input_scale", divides=False, meta="qweight_meta")
+_OF_CACHE = re.compile(r"(.*)\.[kv]_proj\.([kv]_scale)")
 _WEIGHTS = {"gate_up_proj": "w13", "down_proj": "w2"}
 _WRITE = "Write one first: fp4-inductor quantize MODEL OUT --format modelopt."
 
@@ -51,6 +53,11 @@ def tensors(name: str, codes: list[Tensor], scale: Tensor, global_scale: Tensor)
         yield f"{stem}_{part}", t
     yield f"{stem}_{NAMES.scale}", scale
     yield f"{stem}_{NAMES.global_scale}", global_scale
+
+
+def scales_of_cache(names: Iterable[str]) -> dict[str, str]:
+    """The scales of an FP8 KV cache among ``names``, as ModelOpt calls them -> by the name of the parameter in vLLM's model."""
+    return {m[0]: f"{m[1]}.attn.{m[2]}" for name in names if (m := _OF_CACHE.fullmatch(name))}
 
 
 def share_of(layer: Any, rank: int) -> Callable:

@@ -41,6 +41,7 @@ class Stored:
         packed: name of the dense weight in a model of Transformers -> the quantized weight.
         rest: the other tensors by the same names.
         crc32: of each tensor, by its name on disk, where the format has them.
+        cache: scales of a KV cache in FP8, by the names of vLLM's model (gpt-oss).
         formats: name of a layer in the original checkpoint -> ``"nvfp4"``, ``"sparse24_nvfp4"`` or ``"fp8"``.
     """
 
@@ -49,6 +50,7 @@ class Stored:
     packed: dict[str, StoredWeight]
     rest: dict[str, Entry]
     crc32: dict[str, int]
+    cache: dict[str, Entry] = field(default_factory=dict)
     formats: dict[str, str] = field(default_factory=dict)
 
 
@@ -120,7 +122,8 @@ def _in_shards(folder: Path, hf_config: Any, find: Callable[..., Found], source:
     shards = open_shards(folder)
     found = find(shards, source)
     rest = {_bias(name, found.weights): e for name, e in shards.entries.items() if name not in found.used and name not in found.ignored}
-    return Stored(folder, hf_config, found.weights, rest, {})
+    cache = {new: shards.entries[old] for old, new in gpt_oss.scales_of_cache(found.ignored).items()}
+    return Stored(folder, hf_config, found.weights, rest, {}, cache)
 
 
 def _bias(name: str, weights: Mapping[str, StoredWeight]) -> str:
@@ -194,6 +197,8 @@ def stream(stored: Stored) -> Iterator[tuple[str, Tensor]]:
                     yield f"{stem}{META}", kept[1]
                 yield f"{stem}weight_scale", block
                 yield f"{stem}weight_scale_2", whole.reshape(-1)[0].clone()
+        for name, entry in stored.cache.items():
+            yield name, read(entry)
         for name, entry in stored.rest.items():
             for original, (t,) in _original(dense, name, [read(entry)]).items():
                 yield original, t
