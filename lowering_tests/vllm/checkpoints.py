@@ -1,4 +1,4 @@
-"""Checkpoints that the tests inside vLLM serve: the language models of examples/assets and a random gpt-oss, quantized and written in one of the formats."""
+"""Checkpoints that the tests inside vLLM serve: the language models of examples/assets and random ones, quantized and written in one of the formats."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ import torch
 PLAIN = "four_over_six"
 
 
-def gpt_oss() -> Any:
-    """Two layers, one with a window, whose biases and sinks are not zero."""
-    from transformers import AutoModelForCausalLM, GptOssConfig
+COMMON = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None, "pad_token_id": 0}
+RANDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptoss": ("GptOssConfig", {"sliding_window": 8, "max_position_embeddings": 131072}),  # a window in one of the layers
+    "ownmixtral": ("MixtralConfig", {}),
+}
+
+
+def random(name: str) -> Any:
+    """A model of :data:`RANDOM`, whose biases and sinks are not zero."""
+    import transformers
 
     torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, sliding_window=8, initializer_range=0.3, max_position_embeddings=131072, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    kind, options = RANDOM[name]
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**COMMON, **options), dtype=torch.bfloat16)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):
+        for key, parameter in model.named_parameters():
+            if key.endswith(("bias", "sinks")):
                 parameter.normal_()
     return model
 
 
 def quantized(name: str, assets: Path, **options: Any) -> Any:
-    """``"dense"``, ``"moe"`` or ``"sparse"`` (2:4) of the models of examples/assets, or ``"gptoss"``, in NVFP4; with ``"_sparse"`` pruned here."""
+    """``"dense"``, ``"moe"`` or ``"sparse"`` (2:4) of the models of examples/assets, or of :data:`RANDOM`, in NVFP4; with ``"_sparse"`` pruned here."""
     from transformers import AutoModelForCausalLM
 
     import fp4_inductor
@@ -40,7 +45,7 @@ def quantized(name: str, assets: Path, **options: Any) -> Any:
     else:
         config = Sparse24Config(pruning="magnitude", accept_loss=True) if pruned else NVFP4Config(scale_search=PLAIN, **options)
     folder = assets / ("austen_sparse24" if source == "sparse" else f"austen_{source}")
-    model = gpt_oss() if source == "gptoss" else AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = random(source) if source in RANDOM else AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return fp4_inductor.quantize_model(model, config, progress=False)
 
 
