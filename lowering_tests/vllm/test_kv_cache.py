@@ -58,8 +58,8 @@ def with_scales(folder, target, key_scale: float, value_scale: float):
     ("name", "scales", "options"),
     [
         ("dense-modelopt", None, ASKED | {"kv_cache_dtype": "fp8"}),
-        ("moe-transformers", None, {"kv_cache_dtype": "fp8"}),
-        ("dense-modelopt", (0.02, 0.01), ASKED),  # the checkpoint asks for it
+        pytest.param("moe-transformers", None, {"kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
+        pytest.param("dense-modelopt", (0.02, 0.01), ASKED, marks=pytest.mark.slow),  # the checkpoint asks for it
         ("gptoss-modelopt", (0.02, 0.01), ASKED | {"kv_cache_dtype": "fp8"}),
     ],
 )

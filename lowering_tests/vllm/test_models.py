@@ -45,7 +45,7 @@ ASKED = {"quantization": "fp4_inductor"}
         ("dense-nvfp4-modelopt", ASKED),
         ("dense-nvfp4-compressed", ASKED),
         ("gptoss-modelopt", ASKED),  # biases, its activation, sinks in attention
-        ("gptoss-native", ASKED),
+        pytest.param("gptoss-native", ASKED, marks=pytest.mark.slow),
         ("gptoss_sparse-transformers", {}),
     ],
 )

@@ -77,8 +77,17 @@ LINEAR = {"modelopt": "ModelOptLinearMethod", "compressed": "CompressedTensorsLi
 EXPERTS = {"modelopt": "ModelOptNvFp4FusedMoE", "compressed": "CompressedTensorsW4A4Nvfp4MoEMethod"}
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed"])
-@pytest.mark.parametrize("model", ["dense", "moe", "ownmixtral"])
+@pytest.mark.parametrize(
+    ("model", "format"),
+    [
+        ("dense", "modelopt"),
+        ("dense", "compressed"),
+        ("moe", "modelopt"),
+        ("moe", "compressed"),
+        ("ownmixtral", "compressed"),
+        pytest.param("ownmixtral", "modelopt", marks=pytest.mark.slow),
+    ],
+)
 def test_stock_vllm_computes_an_export(folders, model, format):
     folder = folders(f"{model}-{format}")
     got = by_stock_vllm(folder, {LINEAR[format]} | ({EXPERTS[format]} if model != "dense" else set()))
@@ -88,6 +97,7 @@ def test_stock_vllm_computes_an_export(folders, model, format):
     assert worst < NEAR
 
 
+@pytest.mark.slow
 def test_the_rule_that_an_export_has_to_satisfy(folders, tmp_path):
     """vLLM takes a gate's global scale for up, too: it does not see that up's is another."""
     apart = shutil.copytree(folders("moe-modelopt"), tmp_path / "apart")

@@ -16,8 +16,8 @@ EXPERTS = {"enable_expert_parallel": True}
     [
         ("dense-modelopt", {}),
         ("moe-modelopt", EXPERTS),
-        ("gptoss-modelopt", {}),
-        pytest.param("gptoss-transformers", EXPERTS, marks=pytest.mark.slow),  # test_experts.py has the loader alone
+        pytest.param("gptoss-modelopt", {}, marks=pytest.mark.slow),  # test_experts.py has its loader alone
+        pytest.param("gptoss-transformers", EXPERTS, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(folders, monkeypatch, name, options):
