@@ -232,7 +232,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
           "arrivals are int32, contiguous, on the device of the activations");
   const Kernel<ChainParams> f = kernel<ChainParams>(OP.name, arch);
   const Place place(x, OP.name);
-  ChainParams chain;
+  ChainParams chain{};
   chain.arrivals = arrivals.data_ptr(), chain.arrivals_count = arrivals.numel(), chain.count = (int)count;
   std::vector<Tensor> y;
   Dense dense;

@@ -1,21 +1,22 @@
 """``fp4.linear_chain``: two to four linear products, each of which reads the result of the one before it.
 
     x              [..., K]            of the first product
-    qdata, scale, global_scale         a weight for each product, as of ``fp4.linear``; the global scale is [], or [S] with one for each start and the rows before
+    qdata, scale   a weight for each product, as of ``fp4.linear``
+    global_scale   [], or [S]          one for the rows of the weight, or one for those from each of the ``starts`` on and one for the rows ahead of them
     bias           [N] or None
-    norm_weight    [K] or None         x of the product is x / sqrt(mean(x^2) + eps) * (norm_offset + norm_weight) first, rounded to its dtype (RMSNorm)
-    residual       [..., N] or None    is added to the product's result
+    norm_weight    [K] or None         what the product reads is x / sqrt(mean(x^2) + eps) * (norm_offset + norm_weight), rounded to the dtype of x (RMSNorm)
+    residual       [..., N] or None    is added to the result of the product
     added          int                 the number of the earlier product whose result is added; -1: none. A product has one of the two at most
-    eps, norm_offset                   of the norm
-    act            int                 the number of an activation (``ops/activation.py``), which comes ahead of what is added; 0: none
+    eps            float               of the norm, as norm_offset
+    act            int                 the number of an activation (``ops/activation.py``), which is applied ahead of what is added; 0: none
     glu            int                 1: the weight is of gate and up, and the result is act(gate) * up, [..., N / 2]; nothing is added
     starts         two ints            the rows at which the second and the third global scale begin; 0: there is none
     arrivals       int32, 4 or more    zeros, which a kernel of one launch counts in and leaves zero; calls that share it follow each other on one stream
     early          bool                the caller knows that the kernel before it on its stream writes neither the weights nor those of the norms
-    prefill        of all products, as of ``fp4.linear``
+    prefill        as of ``fp4.linear``, for all products
 
-All from ``qdata`` to ``glu`` are lists with an entry for each product, ``starts`` with two. The op returns four tensors, the results of the products in their
-order; those of products that are not there are empty. One launch computes in float32 up to each result, in another order than separate products do.
+What stands from ``qdata`` to ``starts`` are lists with an entry for each product; ``starts`` has two. The op returns four tensors, the results of the products
+in their order; those of products that are not there are empty. A launch that does all of them sums in another order than those of single products.
 A graph pass writes it (``passes/chain.py``).
 """
 

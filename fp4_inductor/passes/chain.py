@@ -3,11 +3,11 @@
     h = linear_epilogue(attended, o, residual=x);  g = norm_linear_glu(h, gate_up);  y = linear_epilogue(g, down, residual=h);  norm_linear_siblings(y, qkv)
     ->  h, _, y, qkv = linear_chain(attended, [o, gate_up, down, qkv], ...)
 
-In a decoder these are the products between two attentions. It runs behind the passes that make norms, epilogues and gates part of the products.
-Products stay apart where the kernel is off, or takes one of them not, and where another kernel than cuda_gemv would serve one; ``explain()`` says so.
+In a decoder these are the products between two attentions. It runs behind the passes that make norms, epilogues and gates part of the products. They stay
+apart where the kernel is off or does not take one of them, or where another kernel than cuda_gemv would serve one; ``explain()`` gives the reason.
 
-The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that in the graph they are ``auto_functionalized_v2``: each reads
-what the one before it wrote, which keeps their order.
+The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the graph: each
+reads what the one before it wrote, which keeps their order.
 """
 
 from __future__ import annotations

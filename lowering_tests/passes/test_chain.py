@@ -5,6 +5,7 @@ Graphs on the CPU: the plan of a GPU is pretended (norm_kernels.py), and the op 
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -106,7 +107,7 @@ def test_decode_steps(chained, family):
     ops = [name for name in called(c.graph) if name != "linear_head"]
     assert (ops, left) == (FAMILIES[family], [])
     links = counters(c.graph)
-    assert all(before[1] == after[0] for before, after in zip(links, links[1:], strict=False)), "each counts in what the one before it has left"
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(links)), "each counts in what the one before it has left"
 
 
 # --- what is a chain, and what is not -------------------------------------------------------------------------------
@@ -216,7 +217,8 @@ LEFT = {
     ),
     "few counters": (two, [SQUARE] * 2, dict(count=4, attend=lambda x, arrivals: attended(x, arrivals)), ""),
     "a part of a buffer": (
-        two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, arrivals[2:])), "the counters of the fp4.cached_attention before it are a part of a buffer",
+        two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, arrivals[2:])),
+        "the counters of the fp4.cached_attention before it are a part of a buffer",
     ),
     "a product": (lambda a, x, o, down: fp4.linear(fp4.linear(a, *o) * x, *down), [SQUARE] * 2, {}, "a result is multiplied by another tensor"),
     "a sum with what is made between": (
@@ -260,7 +262,7 @@ def test_a_chain_has_four_products_at_most(compared, count, ops):
     c, found, left = compared(line, *[SQUARE] * count)
     assert (found, left) == (ops, [])
     links = counters(c.graph)
-    assert all(before[1] == after[0] for before, after in zip(links, links[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(links))
 
 
 def test_what_others_read_is_there(compared):
