@@ -28,6 +28,7 @@ SHAPES: dict[str, tuple[tuple[str, int, int, int], ...]] = {
     ),
     "linear_glu": (("Llama 3 8B", *GATE_UP, 1), ("Qwen3 0.6B", 6144, 1024, 1)),
     "linear_epilogue": (("Llama 3 8B: o", *OUT, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),
+    "linear_chain": (("Llama 3 8B: o", *OUT, 1), ("gate, up", *GATE_UP, 1)),
     "linear_fp8": (("a head", 128256, 4096, 1),),
     "linear_w4a4": (("Llama 3 8B: down", *DOWN, 1),),
     "sparse_linear": (("Llama 3 8B: q, k, v", *QKV, 1), ("gate, up", *GATE_UP, 1), ("Qwen3 0.6B: o", 1024, 2048, 1)),

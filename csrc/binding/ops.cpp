@@ -73,8 +73,14 @@ struct Operands {
   Maybe bias, x_scale = nullptr, row_scale = nullptr, meta = nullptr, mul = nullptr, residual = nullptr, norm_weight = nullptr;
 };
 
-// y [M, N] of x [M, K] and a weight of N rows. p: numbers besides sizes. Checks what the kernels take for granted.
-template <typename Place> Tensor call(const Linear& op, int64_t arch, const Operands& t, LinearParams p) {
+// Of a call, M x N x K; its result is [m, columns].
+struct Sizes {
+  int64_t m, n, k, columns;
+  ScalarType type;
+};
+
+// Checks what the kernels take for granted, and fills in p.dtype where activations have one.
+Sizes check(const Linear& op, int64_t arch, const Operands& t, LinearParams& p) {
   const char* name = op.name;
   const Tensor& x = t.x;
   // The kernels refuse more rows, too, with cudaErrorInvalidValue, which says neither how many they serve nor why there are so many.
@@ -82,7 +88,6 @@ template <typename Place> Tensor call(const Linear& op, int64_t arch, const Oper
   STD_TORCH_CHECK(x.dim() != 2 || x.size(0) <= most, "fp4_csrc::", name, " serves at most M = ", most, " activation rows, got M = ", x.size(0),
                   ". A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
                   "which serves every M.");
-  const Kernel<LinearParams> f = kernel<LinearParams>(name, arch);
   require(t.global_scale.numel() > (p.second > 0) + (p.third > 0), name, "fewer global scales than siblings");
   const bool plain = op.activations == kPlain, codes = op.activations == kCodes;
   require(x.dim() == 2 && (!codes || t.codes.dim() == 2), name, codes ? "codes are [M, K/2] and [N, K/2]" : "activations are [M, K]");
@@ -113,19 +118,32 @@ template <typename Place> Tensor call(const Linear& op, int64_t arch, const Oper
   require(!norm || (norm->dim() == 1 && norm->size(0) == k && norm->scalar_type() == type && norm->get_device() == x.get_device()), name,
           "the norm's weight is [K] in the activations' dtype");
   require(n < INT32_MAX && k < INT32_MAX && m < INT32_MAX, name, "sizes below 2^31");
+  return {m, n, k, columns, type};
+}
 
-  const Place place(x, name);
-  Tensor y = torch::stable::new_empty(x, {m, columns}, type);
-  if (m == 0 || columns == 0) return y;
+// Fills in what a call reads and writes.
+void fill(const Operands& t, const Sizes& of, const Tensor& y, void* stream, Dense& dense, LinearParams& p) {
+  const Maybe norm = t.norm_weight;
   // The kernel must not begin while the one before it writes the weight, and that is a copy where the weight is not dense.
   p.early = p.early && is_dense(t.codes) && is_dense(t.scale) && (!t.meta || is_dense(*t.meta)) && (!norm || is_dense(*norm));
-  Dense dense;
-  p.x = dense(&x), p.x_scale = dense(t.x_scale), p.row_scale = dense(t.row_scale);
+  p.x = dense(&t.x), p.x_scale = dense(t.x_scale), p.row_scale = dense(t.row_scale);
   p.codes = dense(&t.codes), p.meta = dense(t.meta), p.scale = dense(&t.scale), p.global_scale = t.global_scale.data_ptr();
   p.bias = dense(t.bias), p.mul = dense(t.mul), p.residual = dense(t.residual), p.norm_weight = dense(norm), p.y = y.data_ptr();
-  p.M = (int)m, p.N = (int)n, p.K = (int)k, p.stream = place.stream;
-  const int status = run(f, p, x);
-  STD_TORCH_CHECK(status == 0, "fp4_csrc::", name, " failed: cudaError ", status, " for M=", m, ", N=", n, ", K=", k);
+  p.M = (int)of.m, p.N = (int)of.n, p.K = (int)of.k, p.stream = stream;
+}
+
+// y [M, N] of x [M, K] and a weight of N rows. p: numbers besides sizes.
+template <typename Place> Tensor call(const Linear& op, int64_t arch, const Operands& t, LinearParams p) {
+  const char* name = op.name;
+  const Sizes of = check(op, arch, t, p);
+  const Kernel<LinearParams> f = kernel<LinearParams>(name, arch);
+  const Place place(t.x, name);
+  Tensor y = torch::stable::new_empty(t.x, {of.m, of.columns}, of.type);
+  if (of.m == 0 || of.columns == 0) return y;
+  Dense dense;
+  fill(t, of, y, place.stream, dense, p);
+  const int status = run(f, p, t.x);
+  STD_TORCH_CHECK(status == 0, "fp4_csrc::", name, " failed: cudaError ", status, " for M=", of.m, ", N=", of.n, ", K=", of.k);
   return y;
 }
 
@@ -197,6 +215,49 @@ Tensor linear_w4a4(const Tensor& x, const Tensor& xs, const Tensor& row_scale, c
   LinearParams p{};
   p.dtype = half != 0;
   return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .x_scale = &xs, .row_scale = &row_scale}, p);
+}
+
+// The products of a chain: lists with an entry for each, starts with two (ops/linear_chain.py). Its results, four, of which those that are not there are empty.
+template <typename Place, const Linear& OP>
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const std::vector<Tensor>& q, const std::vector<Tensor>& s, const std::vector<Tensor>& g,
+                                                        const std::vector<Optional>& bias, const std::vector<Optional>& norm_weight,
+                                                        const std::vector<Optional>& residual, const std::vector<int64_t>& added, const std::vector<double>& eps,
+                                                        const std::vector<double>& norm_offset, const std::vector<int64_t>& act, const std::vector<int64_t>& glu,
+                                                        const std::vector<int64_t>& starts, const Tensor& arrivals, int64_t early, int64_t arch) {
+  const size_t count = q.size();
+  require(count >= 1 && count <= 4 && starts.size() == 2 * count, OP.name, "one to four products");
+  for (size_t size : {s.size(), g.size(), bias.size(), norm_weight.size(), residual.size(), added.size(), eps.size(), norm_offset.size(), act.size(), glu.size()})
+    require(size == count, OP.name, "every list has an entry for each product");
+  require(arrivals.scalar_type() == ScalarType::Int && arrivals.is_contiguous() && arrivals.get_device() == x.get_device(), OP.name,
+          "arrivals are int32, contiguous, on the device of the activations");
+  const Kernel<ChainParams> f = kernel<ChainParams>(OP.name, arch);
+  const Place place(x, OP.name);
+  ChainParams chain{};
+  chain.arrivals = arrivals.data_ptr(), chain.arrivals_count = arrivals.numel(), chain.count = (int)count;
+  std::vector<Tensor> y;
+  Dense dense;
+  bool all_early = true;
+  for (size_t i = 0; i < count; ++i) {
+    require(added[i] < (int64_t)i, OP.name, "a product adds the result of an earlier one");
+    const Optional sum = added[i] >= 0 ? Optional(y[added[i]]) : residual[i];
+    const Operands t{.x = i ? y[i - 1] : x, .codes = q[i], .scale = s[i], .global_scale = g[i], .bias = at(bias[i]), .residual = at(sum), .norm_weight = at(norm_weight[i])};
+    LinearParams& p = chain.products[i] = numbers({}, starts[2 * i], starts[2 * i + 1], act[i], early);
+    p.eps = (float)eps[i], p.norm_offset = (float)norm_offset[i];
+    const Sizes of = check(Linear{OP.name, OP.most_rows, kPlain, glu[i] ? 2 : 1}, arch, t, p);
+    Tensor result = torch::stable::new_empty(x, {of.m, of.columns}, of.type);
+    fill(t, of, result, place.stream, dense, p);
+    chain.finish[i] = glu[i] ? 2 : act[i] || sum ? 1 : 0;
+    all_early = all_early && p.early;
+    y.push_back(result);
+  }
+  chain.products[0].early = all_early;
+  if (x.size(0)) {
+    const int status = f.run(&chain);
+    STD_TORCH_CHECK(status == 0, "fp4_csrc::", OP.name, " failed: cudaError ", status, " for ", count, " products, the first of N=", chain.products[0].N,
+                    ", K=", chain.products[0].K);
+  }
+  while (y.size() < 4) y.push_back(torch::stable::new_empty(x, {0}));
+  return {y[0], y[1], y[2], y[3]};
 }
 
 // An MoE operator. units: global scales of an expert's first weight, 1, or 2 of gate and up.
@@ -288,6 +349,7 @@ int64_t sparse_small(int64_t arch) { return arch == 80 || arch == 87 || arch == 
   X(linear_gemv, linear_gemv, rows<1>)                                     \
   X(linear_gemv_pointwise, linear_gemv, rows<1>)                           \
   X(linear_gemv_glu, linear_gemv, rows<1>, kPlain, 2)                      \
+  X(linear_chain, linear_chain, rows<1>)                                   \
   X(linear_small, linear_small, small)                                     \
   X(linear_small_pointwise, linear_small, small)                           \
   X(linear_small_glu, linear_small, small, kPlain, 2)                      \

@@ -24,6 +24,16 @@ struct LinearParams {
   int tile[4];         // the kernel's own numbers; all 0: its own choice
 };
 
+// Two to four linear products of one row in one launch, each of which reads the result of the one before it.
+struct ChainParams {
+  int64_t size = sizeof(ChainParams);  // as the caller knows it
+  LinearParams products[4];            // calls of their own: x of a later one is y of the one before it, and residual may be y of any earlier one
+  void* arrivals;                      // int32, zeros, which the launch counts in and leaves zero
+  int64_t arrivals_count;
+  int count;      // of products; early, dtype and stream are those of the first
+  int finish[4];  // Finish of epilogue.cuh
+};
+
 // The weight of one product of every expert.
 struct ExpertParams {
   const void *codes, *meta, *scale, *global_scale, *bias;

@@ -57,6 +57,17 @@ class LinearParams(Struct):
     ]
 
 
+class ChainParams(Struct):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "size"),
+        *_fields(LinearParams * 4, "products"),
+        *_fields(ctypes.c_void_p, "arrivals"),
+        *_fields(ctypes.c_int64, "arrivals_count"),
+        *_fields(ctypes.c_int, "count"),
+        *_fields(ctypes.c_int * 4, "finish"),
+    ]
+
+
 class ExpertParams(Struct):
     _fields_ = _fields(ctypes.c_void_p, "codes meta scale global_scale bias")
 
@@ -97,7 +108,7 @@ class AttentionParams(Struct):
     ]
 
 
-Params = LinearParams | MoeParams | AttentionParams
+Params = LinearParams | ChainParams | MoeParams | AttentionParams
 
 
 def address(library: ctypes.CDLL, function: str, scratch: bool) -> int | None:

@@ -16,7 +16,7 @@ from .kernel import Kernel
 _FILES = (
     "on_cpu",
     *("linear.gemv", "linear.gemv_cuda", "linear.table", "linear.small", "linear.wide", "linear.mid", "linear.rounded", "linear.wide_fp8", "linear.temporary"),
-    *("linear_glu.gemv", "linear.unfused"),
+    *("linear_glu.gemv", "linear.unfused", "linear_chain.cuda"),
     *("linear_fp8.gemv", "linear_fp8.products"),
     *("linear_w4a4.mma_sync", "linear_w4a4.block_scaled", "linear_w4a4.dequantized"),
     *("sparse_linear.gemv", "sparse_linear.table", "sparse_linear.small", "sparse_linear.wide", "sparse_linear.mid", "sparse_linear.wide_fp8"),

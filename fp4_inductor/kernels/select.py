@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import DispatchConfig
+from ..config import DispatchConfig, dispatch_config
 from ..errors import ConfigError, KernelError
 from ..formats import kv
 from ..formats.packing import MAX_SCALES
@@ -152,12 +152,16 @@ def describe_for(
 
 
 def csrc_names(call: Call) -> list[str]:
-    """The CUDA kernels that serve ``call`` for some M. Where only kernels that are switched off have CUDA for its op, what fp4.linear has."""
-    own = [on for kernel in registry.kernels(call.op) if kernel.csrc and (on := kernel.at(call.arch))]
-    if own and all(on.off for on in own):
-        return ["linear_small"]
+    """The CUDA kernels that serve ``call`` for some M. Where only kernels that are switched off have CUDA for its op, what fp4.linear has.
+
+    Of ``fp4.linear_chain`` then none: its products have plans of their own.
+    """
+    candidates = dispatch_config().candidates
+    own = [(kernel, on) for kernel in registry.kernels(call.op) if kernel.csrc and (on := kernel.at(call.arch))]
+    if own and all(on.off and kernel.name not in candidates for kernel, on in own):
+        return [] if call.op == "linear_chain" else ["linear_small"]
     try:
-        spans = plan(replace(call, csrc=""), DispatchConfig()).rows
+        spans = plan(replace(call, csrc=""), DispatchConfig(candidates=candidates)).rows
     except KernelError:
         return []
     return sorted({span.csrc for span in spans if span.csrc})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +149,10 @@ def rounds_to_nvfp4(row: Span) -> bool:
     return isinstance(row.implementation.form, Composed) and row.implementation.form.rounded == "nvfp4"
 
 
-def together() -> str:
-    """The layers that the node being lowered is one call of, for explain()."""
-    names = [path.rpartition(".")[2] for path in inductor.current_meta(MEMBERS) or () if path]
+def together(members: Sequence[str] | None = None) -> str:
+    """The layers that the node being lowered is one call of, for explain(). ``members``: their paths; None: those that a pass left in the node."""
+    members = inductor.current_meta(MEMBERS) or () if members is None else members
+    names = [path.rpartition(".")[2] for path in members if path]
     return f"one call for siblings: {', '.join(names)}" if names else ""
 
 
@@ -212,21 +214,22 @@ def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias,
     given, early = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False
     if norm is not None:
         norm = norm._replace(weight=inductor.contiguous(norm.weight))
-    if library.early and arch >= _FIRST_PDL:
+    if library.early:
         read = (*given[len(parts) : -1], *(() if norm is None else (norm.weight,)))  # before the kernel before has ended; the global scale is not
-        why_not = _why_not_early(given[: len(parts)], read)
-        early = not why_not
-        entry.note = join(entry.note, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs")
+        early, told = begins_early(arch, given[: len(parts)], read)
+        entry.note = join(entry.note, told)
     return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, Options(then=then, early=early, norm=norm)))
 
 
 _FIRST_PDL = 90  # programmatic dependent launch
 
 
-def _why_not_early(activations: tuple, read: tuple) -> str:
-    if dispatch_config().early == "never":
-        return 'DispatchConfig(early="never")'
-    return order.why_not_early(activations, read)
+def begins_early(arch: int, activations: tuple, read: tuple) -> tuple[bool, str]:
+    """May a kernel that reads ``read``, its weight, begin while the kernel before it runs? And what explain() says of it. All are realised and contiguous."""
+    if arch < _FIRST_PDL:
+        return False, ""
+    why_not = 'DispatchConfig(early="never")' if dispatch_config().early == "never" else order.why_not_early(activations, read)
+    return not why_not, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs"
 
 
 def _empty(x, lead, n, bias):

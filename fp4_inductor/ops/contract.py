@@ -86,9 +86,9 @@ class OpContract:
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+            if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in _each(*args, *kwargs.values())):
                 raise UnsupportedOpError(
-                    f"fp4.{self.name} has no gradient: it writes a cache",
+                    f"fp4.{self.name} has no gradient: it writes its arguments",
                     value="requires_grad=True",
                     limit="tensors that require none",
                     remedy="Run under torch.no_grad().",
@@ -111,6 +111,12 @@ class OpContract:
     @property
     def op(self):
         return getattr(torch.ops.fp4, self.name).default
+
+
+def _each(*args: Any) -> Iterator[Any]:
+    """Arguments, and the members of those that are lists."""
+    for a in args:
+        yield from a if isinstance(a, (list, tuple)) else (a,)
 
 
 def refuse_gradient(op: str, ctx, **inputs: int) -> None:

@@ -1,4 +1,4 @@
-"""What the passes leave as it is, for explain() and decisions(): one entry per weight, norm or query, noted while a graph is being compiled."""
+"""What the passes leave as it is, for explain() and decisions(): one entry per weight, norm, query or product, noted while a graph is being compiled."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch.fx import Node
 from .._journal import LEFT_DENSE
 
 DENSE, APART, BEFORE_ATTENTION = "dequantized", "not part of a linear layer", "normed and rotated before fp4.cached_attention"
+UNCHAINED = "not one launch with the products behind it"
 
 # How explain() calls what was left, and several of them.
-SPOKEN = {DENSE: ("left dense", "weights"), APART: ("left apart", "norms"), BEFORE_ATTENTION: ("left apart", "queries")}
+SPOKEN = {DENSE: ("left dense", "weights"), APART: ("left apart", "norms"), BEFORE_ATTENTION: ("left apart", "queries"), UNCHAINED: ("left apart", "products")}
 
 
 @dataclass(frozen=True)
 class Missed:
-    """A quantized weight that a graph dequantizes, or a norm, or a norm and rotation of a query, that runs as kernels of its own.
+    """A quantized weight that a graph dequantizes, or a norm, a norm and rotation of a query, or a linear product, that runs as kernels of its own.
 
     Args:
         node: its name in the graph; of a query, that of the attention.
-        shape: of the dense weight, of what the norm gives, or of the query, as text; sizes may be symbolic.
-        reason: why no pass could keep the weight packed, or put the norm into the layer or into the attention.
-        what: what it is therefore, one of ``DENSE``, ``APART`` and ``BEFORE_ATTENTION``.
+        shape: of the dense weight, of what the norm or the product gives, or of the query, as text; sizes may be symbolic.
+        reason: why no pass could keep the weight packed, put the norm into the layer or into the attention, or join the product with those behind it.
+        what: what it is therefore, one of ``DENSE``, ``APART``, ``BEFORE_ATTENTION`` and ``UNCHAINED``.
     """
 
     node: str

@@ -53,7 +53,7 @@ def fold(graph: Graph) -> None:
     for linear in [node for node in graph.nodes if node.op == "call_function" and node.target in LINEARS]:
         if linear._erased:  # another one read the same norm
             continue
-        y = _below_views(linear.args[0])
+        y = below_views(linear.args[0])
         norm = read(y) if y not in seen else None
         seen.add(y)
         if norm is None:
@@ -97,7 +97,7 @@ def _why_not(norm: RMSNorm, readers: list[_Reader], others: list[str]) -> str:
     return ""
 
 
-def _below_views(node: Any) -> Node:
+def below_views(node: Any) -> Node:
     """``node`` below views that leave its rows as they are."""
     while node.op == "call_function" and node.target in VIEWS and same(value(node).shape[-1], value(node.args[0]).shape[-1]):
         node = node.args[0]

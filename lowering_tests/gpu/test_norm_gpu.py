@@ -117,7 +117,7 @@ def test_layers(dtype, offset):
     assert {name: matches().get(name) for name in ("norm_linear_siblings", "norm_linear_glu", "linear_epilogue")} == {
         "norm_linear_siblings": 3, "norm_linear_glu": 3, "linear_epilogue": 6,
     }  # fmt: skip
-    assert left == []
+    assert [m for m in left if m.what == missed.APART] == []
     assert error(got, want.double()) <= 3e-2
 
 
@@ -142,5 +142,6 @@ def test_more_rows_are_as_before():
         reset_matches()
         got = torch.compile(model, fullgraph=True)(x)
     assert not any("norm" in name for name in matches())
-    assert len(left) == 2 and all(m.reason.startswith("M is 5: ") for m in left)
+    apart = [m for m in left if m.what == missed.APART]
+    assert len(apart) == 2 and all(m.reason.startswith("M is 5: ") for m in apart)
     assert error(got, model(x).double()) <= 3e-2

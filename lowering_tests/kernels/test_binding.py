@@ -36,8 +36,13 @@ def library_of(kernel: csrc.Library) -> ctypes.CDLL:
     return emulated(kernel.source, 120 if kernel.codes else ARCH, kernel.defines).library
 
 
+STANDINS: dict[tuple[str, int], int] = {}  # addresses of C functions that a test gives in the place of a kernel's, by its name and an architecture
+
+
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
 def resolve(name: bytes, arch: int, scratch: int):
+    if (name.decode(), arch) in STANDINS:
+        return None if scratch else STANDINS[name.decode(), arch]
     kernel = LIBRARIES[name.decode()]
     library = library_of(kernel) if arch == (120 if kernel.codes else ARCH) else None
     return None if library is None else params.address(library, kernel.function, bool(scratch))

@@ -28,7 +28,7 @@ EXPERTS = ((2048, 768), (2048, 2048), (4096, 14336), (2880, 2880), (24, 4096), (
 
 
 def calls() -> Iterator[Call]:
-    ops = ("linear", "linear_glu", "linear_epilogue", "linear_fp8", "linear_w4a4", "sparse_linear")
+    ops = ("linear", "linear_glu", "linear_epilogue", "linear_chain", "linear_fp8", "linear_w4a4", "sparse_linear")
     for op, arch, dtype, n, k, prefill, csrc in itertools.product(ops, ARCHS, DTYPES, N, K, PREFILL, ("", "no nvcc")):
         yield Call(op, arch, dtype, n, k, prefill, csrc)
     for op, arch, dtype, (n, k), prefill, csrc, experts, form in itertools.product(

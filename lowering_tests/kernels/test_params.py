@@ -11,17 +11,21 @@ import torch
 from fp4_inductor._sources import csrc_dir
 from fp4_inductor.kernels import build, params
 from fp4_inductor.kernels.csrc import LIBRARIES
-from fp4_inductor.kernels.params import AttentionParams, CacheParams, ExpertParams, LinearParams, MoeParams
+from fp4_inductor.kernels.params import AttentionParams, CacheParams, ChainParams, ExpertParams, LinearParams, MoeParams
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.emulator import EmulatorError, emulated
 
 needs_emulator = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 SOURCES = sorted({kernel.source for kernel in LIBRARIES.values()})
-STRUCTS = {"moe": MoeParams, "attention": AttentionParams}  # by folder; LinearParams elsewhere
+STRUCTS = {"moe": MoeParams, "attention": AttentionParams, "gemm/linear_chain.cu": ChainParams}  # by folder or source; LinearParams elsewhere
+
+
+def struct_of(source: str) -> type:
+    return STRUCTS.get(source) or STRUCTS.get(source.partition("/")[0], LinearParams)
 
 
 @pytest.mark.skipif(build.cxx() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("struct", [LinearParams, ExpertParams, MoeParams, CacheParams, AttentionParams])
+@pytest.mark.parametrize("struct", [LinearParams, ChainParams, ExpertParams, MoeParams, CacheParams, AttentionParams])
 def test_c_and_python_agree(struct, tmp_path):
     """Sizes and offsets of all fields; nothing lies between two of them or behind the last that only C knows."""
     name = f"fp4::{struct.__name__}"
@@ -58,7 +62,7 @@ def test_a_struct_of_another_size_is_refused(source):
     """As a caller that was built with another call.h has it; and a null pointer."""
     kernel = emulated(source, 120 if "w4a4" in source else 90)
     function = getattr(kernel.library, kernel.function)
-    struct = STRUCTS.get(source.partition("/")[0], LinearParams)
+    struct = struct_of(source)
     invalid_value = 1
     assert function(None) == invalid_value
     for size in (0, ctypes.sizeof(struct) - 8, ctypes.sizeof(struct) + 8):
@@ -114,7 +118,7 @@ def test_scratch_memory_of_moe(source, tile, asked):
 
 
 @needs_emulator
-@pytest.mark.parametrize("source", [source for source in SOURCES if source.partition("/")[0] not in STRUCTS])
+@pytest.mark.parametrize("source", [source for source in SOURCES if struct_of(source) is LinearParams])
 def test_a_norm_is_refused_by_a_kernel_that_applies_none(source):
     """Zeros for all that a call reads: without the norm each of them takes it."""
     kernel, zeros = emulated(source, 120 if "w4a4" in source else 90), torch.zeros(1 << 16, dtype=torch.uint8)

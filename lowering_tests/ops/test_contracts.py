@@ -1,8 +1,11 @@
 """Every op of ``torch.ops.fp4`` against its contract: opcheck, fakes, tolerance, no mutation, no aliasing, any stride."""
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fp4_inductor  # noqa: F401
 from fp4_inductor import errors
@@ -33,7 +36,14 @@ def _form(a) -> tuple:
 
 
 def tensors(args) -> list[torch.Tensor]:
-    return [a for a in args if isinstance(a, torch.Tensor)]
+    """Those of lists, too."""
+    return [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
+
+
+def changed(args, change, which: int | None = None) -> tuple:
+    """``args`` with ``change(t)`` in the place of each tensor, or of that with this number alone."""
+    number = itertools.count()
+    return tree_map_only(torch.Tensor, lambda t: change(t) if which in (next(number), None) else t, tuple(args))
 
 
 def written_by(name, args) -> list[int]:
@@ -122,7 +132,7 @@ def test_inputs_are_not_written_and_outputs_do_not_alias(name, device):
     """What test_schema would check. Arguments that the schema says are written are, and autograd is told."""
     for description, args in cases(name, device):
         written = written_by(name, args)
-        kept = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in written]
+        kept = tensors([a for i, a in enumerate(args) if i not in written])
         before = [bits(t) for t in kept]
         versions = [t._version for t in kept]
         others = [(args[i]._version, bits(args[i])) for i in written]
@@ -153,10 +163,10 @@ def test_quantize_returns_its_own_global_scale():
 @pytest.mark.parametrize("name", OPS)
 def test_fake_has_the_shape_strides_and_dtype_of_the_real_result(name, device):
     for description, args in cases(name, device):
-        layouts = [tuple(layout(a) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in args) for layout in (_strided, _transposed)]
+        layouts = [changed(args, lambda t, of=layout: of(t) if t.dim() > 1 else t) for layout in (_strided, _transposed)]
         for variant in (args, *layouts):
             mode = FakeTensorMode()
-            fake = outputs(CONTRACTS[name].op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in variant)))
+            fake = outputs(CONTRACTS[name].op(*changed(variant, mode.from_tensor)))
             real = outputs(CONTRACTS[name].op(*variant))
             for f, r in zip(fake, real, strict=True):
                 assert (f.shape, f.storage_offset(), f.dtype, f.device) == (r.shape, r.storage_offset(), r.dtype, r.device), description
@@ -166,7 +176,7 @@ def test_fake_has_the_shape_strides_and_dtype_of_the_real_result(name, device):
 @pytest.mark.parametrize("name", OPS)
 def test_meta_tensors_give_shapes(name):
     for _, args in cases(name):
-        meta = outputs(CONTRACTS[name].op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)))
+        meta = outputs(CONTRACTS[name].op(*changed(args, lambda t: t.to("meta"))))
         assert [(t.shape, t.dtype) for t in meta] == [(t.shape, t.dtype) for t in called(name, args)[0]]
         assert all(t.is_meta for t in meta)
 
@@ -191,9 +201,9 @@ def _transposed(t: torch.Tensor) -> torch.Tensor:
 def test_any_layout_gives_the_bits_of_the_contiguous_input(name, layout, device):
     for description, args in cases(name, device):
         want = results(name, args)
-        variants = [tuple(layout(a) if isinstance(a, torch.Tensor) and a.dim() else a for a in args)]
         # each tensor alone, too: a kernel may honour the strides of one operand only
-        variants += [tuple(layout(a) if j == i else a for j, a in enumerate(args)) for i, t in enumerate(args) if isinstance(t, torch.Tensor) and t.dim()]
+        numbers = [None, *(i for i, t in enumerate(tensors(args)) if t.dim())]
+        variants = [changed(args, lambda t: layout(t) if t.dim() else t, i) for i in numbers]
         for variant in variants:
             got = results(name, variant)
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(want, got, strict=True)), description

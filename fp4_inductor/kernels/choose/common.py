@@ -49,6 +49,12 @@ def assignments(call, least, per_expert):
     return max(least, int(per_expert * call.experts))
 
 
+def linear_chain(call, can):
+    if can("cuda_gemv_chain"):
+        yield 1, "cuda_gemv_chain"
+    yield from first(can, "one by one")
+
+
 def decode_attention(call, can):
     if can("triton_decode_attention"):
         yield FEW_QUERIES, "triton_decode_attention"  # the cache is read once, by KV head

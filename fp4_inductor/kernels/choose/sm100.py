@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from .common import cached_attention, decode_attention, linear_fp8, linear_w4a4, many_rows
+from .common import cached_attention, decode_attention, linear_chain, linear_fp8, linear_w4a4, many_rows
 from .sm80 import few_rows, linear_epilogue, linear_glu, moe, sparse_linear, sparse_moe
 
-__all__ = ["cached_attention", "decode_attention", "linear", "linear_epilogue", "linear_fp8", "linear_glu", "linear_w4a4", "moe", "sparse_linear", "sparse_moe"]
+__all__ = [
+    "cached_attention",
+    "decode_attention",
+    "linear",
+    "linear_chain",
+    "linear_epilogue",
+    "linear_fp8",
+    "linear_glu",
+    "linear_w4a4",
+    "moe",
+    "sparse_linear",
+    "sparse_moe",
+]
 
 
 def linear(call, can):

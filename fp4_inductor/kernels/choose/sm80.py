@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from .common import assignments, cached_attention, decode_attention, first, linear_fp8, linear_w4a4, many_assignments, many_rows
+from .common import assignments, cached_attention, decode_attention, first, linear_chain, linear_fp8, linear_w4a4, many_assignments, many_rows
 
-__all__ = ["cached_attention", "decode_attention", "linear", "linear_epilogue", "linear_fp8", "linear_glu", "linear_w4a4", "moe", "sparse_linear", "sparse_moe"]
+__all__ = [
+    "cached_attention",
+    "decode_attention",
+    "linear",
+    "linear_chain",
+    "linear_epilogue",
+    "linear_fp8",
+    "linear_glu",
+    "linear_w4a4",
+    "moe",
+    "sparse_linear",
+    "sparse_moe",
+]
 
 
 def linear(call, can):

@@ -1,0 +1,1 @@
+"""Kernels of ``fp4.linear_chain``: several products of one row in one launch."""

@@ -1,0 +1,16 @@
+"""cuda_gemv_chain: two to four products of one row in one launch (``csrc/gemm/linear_chain.cu``); each waits, by counters, for the result before it.
+
+Its calls are described a product at a time: N and K of one, whose own kernel is cuda_gemv.
+"""
+
+from __future__ import annotations
+
+from ..forms import Library
+from ..kernel import ANY, EMULATED, IN_CI, Kernel, On
+
+LIBRARY = Library("gemm/linear_chain.cu", finish=None, most_rows=lambda arch: 1)
+_WHY = "the products between two attentions are one launch: three launches less a layer, and the weights of the next product are fetched while one ends"
+KERNELS = (
+    Kernel("linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, EMULATED, _WHY),), k_multiple=64, most_k=32768, form=LIBRARY),
+    Kernel("linear_chain", "one by one", "unfused", (On(0, 129, IN_CI, "each product by the kernel that its own op has"),), ANY, k_multiple=1),
+)

@@ -1,0 +1,92 @@
+"""fp4.linear_chain -> one launch of ``csrc/gemm/linear_chain.cu``, if it takes every product; else the lowerings of the products one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._torch import lowering as inductor
+from ..config import dispatch_config
+from ..kernels import select
+from ..kernels.forms import Norm
+from ..kernels.select import plan
+from ..ops.linear_chain import CONTRACT, MOST, ChainCall, Product
+from ..passes.chain import PATHS
+from . import linear, linear_epilogue, linear_glu
+from . import norm as norms
+from .journal import record
+from .regime import known
+
+_LATE = "M is not known: the products are computed one by one"
+
+
+def register() -> None:
+    inductor.register(CONTRACT.op, lower)
+
+
+def lower(*args, **kwargs):
+    """Lowering of ``fp4.linear_chain``: x ``[..., K]`` -> four results ``[..., N]``, of which those of products that are not there are empty."""
+    c: Any = ChainCall.of(*args, **kwargs)  # of IR values
+    symbols = inductor.Symbols()
+    m, products = inductor.rows_of(c.x), c.products()
+    sizes = [[symbols.static_int(size) for size in p.qdata.get_size()] for p in products]
+    if any(n is None or half_k is None for n, half_k in sizes):
+        return _padded(_one_by_one(c, products), c.x)
+    called = [select.describe("linear_chain", c.x.get_device(), c.x.get_dtype(), n, 2 * half_k, c.prefill) for n, half_k in sizes]
+    plans = [plan(call, dispatch_config()) for call in called]
+    decisions = [known(options, m, symbols, _LATE) for options in plans]
+    apart = next((i for i, d in enumerate(decisions) if d.row is None or d.row.library is None), None)
+    if apart is not None:
+        record(plans[apart], decisions[apart], m, note="every product of the chain is a call of its own")
+        return _padded(_one_by_one(c, products), c.x)
+    lead = c.x.get_size()[:-1]
+
+    def flat(t):
+        return None if t is None else inductor.contiguous(t if len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]]))
+
+    dense = {name: [None if t is None else inductor.contiguous(t) for t in getattr(c, name)] for name in ("qdata", "scale", "global_scale", "norm_weight")}
+    given = c._replace(x=flat(c.x), residual=[flat(t) for t in c.residual], **dense)
+    arch = plans[0].call.arch
+    # Counters, global scales and what is added are read when the kernel before it has ended.
+    read = tuple(t for name in ("qdata", "scale", "norm_weight") for t in dense[name] if t is not None)
+    early, told = linear.begins_early(arch, (given.x,), read)
+    notes = [linear.join(f"product {i + 1} of {len(products)} of one launch", *_remarks(p)) for i, p in enumerate(products)]
+    notes[0] = linear.join(notes[0], told)
+    paths = (inductor.current_meta("custom") or {}).get(PATHS) or [("", [])] * len(products)
+    for options, decision, note, (path, members) in zip(plans, decisions, notes, paths, strict=True):
+        record(options, decision, m, module=path, note=linear.join(linear.together(members), note))
+    results = inductor.call_op(torch.ops.fp4_csrc.linear_chain.default, *given[: ChainCall._fields.index("early")], int(early), arch)
+    if len(lead) == 1:
+        return results
+    return [inductor.view(y, [*lead, y.get_size()[-1]]) if i < len(products) else y for i, y in enumerate(results)]
+
+
+def _remarks(p: Product) -> tuple[str, ...]:
+    several = f"{len(p.starts) + 1} global scales" if p.starts and not p.glu else ""
+    norm = norms.remark(None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset))
+    behind = " ".join(filter(None, (p.act, "+ residual" if p.adds else "")))
+    return several, norm, f"{p.act}(gate) * up" if p.glu else f"in the kernel: {behind}" if behind else ""
+
+
+def _one_by_one(c: Any, products: list[Product]) -> list:
+    """The results of the products by the lowerings of their own ops."""
+    results: list = []
+    for p in products:
+        x = results[-1] if results else c.x
+        norm = None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset)
+        rows = [0, *p.starts] if len(p.global_scale.get_size()) else None
+        residual = results[p.added] if p.added >= 0 else p.residual
+        weight = (p.qdata, p.scale, p.global_scale, p.bias)
+        if p.glu:
+            y = linear_glu.lower(x, *weight, p.act, c.prefill, norm=norm)
+        elif p.act or p.adds:
+            y = linear_epilogue.lower(x, *weight, p.act, None, residual, c.prefill, rows, norm=norm)
+        else:
+            y = linear.lower(x, *weight, c.prefill, rows, norm=norm)
+        results.append(y)
+    return results
+
+
+def _padded(results: list, x) -> list:
+    return [*results, *(inductor.full([0], 0.0, x) for _ in range(MOST - len(results)))]

@@ -1,0 +1,233 @@
+"""``fp4.linear_chain``: two to four linear products, each of which reads the result of the one before it.
+
+    x              [..., K]            of the first product
+    qdata, scale   a weight for each product, as of ``fp4.linear``
+    global_scale   [], or [S]          one for the rows of the weight, or one for those from each of the ``starts`` on and one for the rows ahead of them
+    bias           [N] or None
+    norm_weight    [K] or None         what the product reads is x / sqrt(mean(x^2) + eps) * (norm_offset + norm_weight), rounded to the dtype of x (RMSNorm)
+    residual       [..., N] or None    is added to the result of the product
+    added          int                 the number of the earlier product whose result is added; -1: none. A product has one of the two at most
+    eps            float               of the norm, as norm_offset
+    act            int                 the number of an activation (``ops/activation.py``), which is applied ahead of what is added; 0: none
+    glu            int                 1: the weight is of gate and up, and the result is act(gate) * up, [..., N / 2]; nothing is added
+    starts         two ints            the rows at which the second and the third global scale begin; 0: there is none
+    arrivals       int32, 4 or more    zeros, which a kernel of one launch counts in and leaves zero; calls that share it follow each other on one stream
+    early          bool                the caller knows that the kernel before it on its stream writes neither the weights nor those of the norms
+    prefill        as of ``fp4.linear``, for all products
+
+What stands from ``qdata`` to ``starts`` are lists with an entry for each product; ``starts`` has two. The op returns four tensors, the results of the products
+in their order; those of products that are not there are empty. A launch that does all of them sums in another order than those of single products.
+A graph pass writes it (``passes/chain.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DTypeError, ShapeError
+from ..formats import nvfp4
+from .activation import ActivationCode, activation_code
+from .contract import CONTRACTS, OpContract
+
+MOST, LEAST = 4, 2  # products
+COUNTERS = 4  # the least length of ``arrivals``
+
+
+class Product(NamedTuple):
+    """One product of a chain."""
+
+    qdata: Any
+    scale: Any
+    global_scale: Any
+    bias: Any = None
+    norm_weight: Any = None
+    residual: Any = None
+    added: int = -1
+    eps: float = 0.0
+    norm_offset: float = 0.0
+    act: str = ""
+    glu: bool = False
+    starts: tuple[int, ...] = ()
+
+    @property
+    def adds(self) -> bool:
+        return self.residual is not None or self.added >= 0
+
+    @property
+    def op(self) -> str:
+        """The op that computes it alone."""
+        op = "linear_glu" if self.glu else "linear_epilogue" if self.act or self.adds else "linear"
+        return op if self.norm_weight is None else f"norm_{op}"
+
+    def arguments(self, x: Any, residual: Any, rows: Sequence[int] | None, prefill: str) -> tuple:
+        """Of :attr:`op`. ``rows``: where those with a global scale each begin."""
+        norm = () if self.norm_weight is None else (self.norm_weight, self.eps, self.norm_offset)
+        lead = (x, *norm, self.qdata, self.scale, self.global_scale, self.bias)
+        if self.glu:
+            return (*lead, self.act, prefill)
+        return (*lead, self.act, None, residual, prefill, rows) if self.act or self.adds else (*lead, prefill, rows)
+
+
+class ChainCall(NamedTuple):
+    """The arguments of one call, in the order of the schema."""
+
+    x: Any
+    qdata: Sequence[Any]
+    scale: Sequence[Any]
+    global_scale: Sequence[Any]
+    bias: Sequence[Any]
+    norm_weight: Sequence[Any]
+    residual: Sequence[Any]
+    added: Sequence[int]
+    eps: Sequence[float]
+    norm_offset: Sequence[float]
+    act: Sequence[int]
+    glu: Sequence[int]
+    starts: Sequence[int]
+    arrivals: Any
+    early: bool = False
+    prefill: str = "auto"
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> ChainCall:
+        """From the op's own arguments."""
+        return cls(*args, **kwargs)
+
+    @classmethod
+    def made(cls, x: Any, products: Sequence[Product], arrivals: Any, prefill: str = "auto") -> ChainCall:
+        """Of these products."""
+        columns: dict[str, Any] = {name: [getattr(p, name) for p in products] for name in _COLUMNS}
+        columns["act"] = [activation_code(p.act) for p in products]
+        columns["glu"] = [int(p.glu) for p in products]
+        columns["starts"] = [start for p in products for start in (*p.starts, 0, 0)[:2]]
+        return cls(x, **columns, arrivals=arrivals, prefill=prefill)
+
+    def products(self) -> list[Product]:
+        found = []
+        for i in range(len(self.qdata)):
+            own = {name: getattr(self, name)[i] for name in _COLUMNS}
+            starts = tuple(start for start in self.starts[2 * i : 2 * i + 2] if start)
+            act = ActivationCode(own["act"]).name.lower() if own["act"] else ""
+            found.append(Product(**own | dict(act=act, glu=bool(own["glu"]), starts=starts)))
+        return found
+
+
+_COLUMNS = Product._fields[:-1]  # of ChainCall, an entry for each product
+
+
+def check(c: ChainCall) -> None:
+    """Raise the typed error of a chain that has no meaning; each product is checked by its own op."""
+    count = len(c.qdata)
+    lengths = {name: len(getattr(c, name)) for name in _COLUMNS} | {"starts": len(c.starts) / 2}
+    if not LEAST <= count <= MOST or set(lengths.values()) != {count}:
+        raise ShapeError(
+            "fp4.linear_chain: lists of other lengths than there are products",
+            value=lengths,
+            limit=f"{LEAST} to {MOST} products, an entry for each in every list, two in starts",
+            remedy="Call the ops of the single products.",
+        )
+    for i, (added, residual, act, glu) in enumerate(zip(c.added, c.residual, c.act, c.glu, strict=True)):
+        if act not in list(ActivationCode):
+            limit = [f"{code.value}: {code.name.lower()}" for code in ActivationCode]
+            raise ConfigError("fp4.linear_chain: unknown activation", value=act, limit=limit, remedy="Call the ops of the single products.")
+        if not -1 <= added < i or (added >= 0 and residual is not None) or (glu and (added >= 0 or residual is not None or not act)):
+            raise ConfigError(
+                f"fp4.linear_chain: what product {i} adds",
+                value=f"added {added}, residual {'there' if residual is not None else None}, glu {glu}, act {act}",
+                limit="the number of an earlier product, or a residual, or neither; gate and up have an activation and add nothing",
+                remedy="Call the ops of the single products.",
+            )
+    for i, (qdata, glu, g) in enumerate(zip(c.qdata, c.glu, c.global_scale, strict=True)):
+        starts = list(c.starts[2 * i : 2 * i + 2])
+        if glu and starts != [qdata.shape[0] // 2 if g.dim() else 0, 0]:
+            raise ShapeError(
+                f"fp4.linear_chain: starts of product {i}",
+                value=f"{starts}, {qdata.shape[0]} rows, global_scale {tuple(g.shape)}",
+                limit="of gate and up: [0, 0] for one global scale, else half of the rows and 0",
+                remedy="Give gate and up one global scale each, or one for both.",
+            )
+    if c.arrivals.dtype != torch.int32:
+        raise DTypeError("fp4.linear_chain: arrivals", value=c.arrivals.dtype, limit=torch.int32, remedy="Pass zeros of int32.")
+    if c.arrivals.numel() < COUNTERS:
+        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{COUNTERS} or more", remedy="Pass more zeros.")
+
+
+def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tuple[Tensor, ...]]:
+    """The chain, product by product, each by what ``compute`` takes of the contract of its op."""
+
+    def chain(c: ChainCall) -> tuple[Tensor, ...]:
+        check(c)
+        results: list[Tensor] = []
+        for p in c.products():
+            x = results[-1] if results else c.x
+            residual = results[p.added] if p.added >= 0 else p.residual
+            rows = [0, *p.starts] if p.global_scale.dim() else None
+            results.append(compute(CONTRACTS[p.op])(*p.arguments(x, residual, rows, c.prefill)))
+        return (*results, *(c.x.new_empty(0) for _ in range(MOST - len(results))))
+
+    return chain
+
+
+reference = _by(lambda contract: contract.reference)
+fake = _by(lambda contract: contract.fake)
+one_by_one = _by(lambda contract: contract.op)  # what every device can do
+
+
+def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
+    # (leading dims of x, K, hidden, inner, N of the last product): as a decoder layer has them, with M in {0, 1}, off-tile sizes
+    shapes: tuple[tuple[tuple[int, ...], int, int, int, int], ...] = (
+        ((1,), 64, 48, 80, 96), ((1, 1), 48, 32, 16, 33), ((0,), 32, 32, 32, 8), ((), 16, 16, 48, 5), ((2, 3), 80, 64, 32, 40), ((33,), 16, 48, 16, 1),
+        ((5,), 112, 16, 64, 130), ((1,), 272, 16, 16, 7),
+    )  # fmt: skip
+    for i, (lead, k, hidden, inner, n) in enumerate(shapes):
+        for dtype in (torch.float32, torch.bfloat16):
+            arrivals = torch.zeros(COUNTERS + i, dtype=torch.int32, device=device)
+            made = _layer(dtype, device, lead, (k, hidden, inner, n), ("silu", "gelu_tanh", "relu")[i % 3], i)
+            first, last = ((0, 4), (0, 3), (1, 4), (1, 3), (0, 2))[i % 5]
+            x = torch.randn(*lead, made[first].qdata.shape[1] * 2, device=device).to(dtype)
+            part = [p._replace(added=p.added - first if p.added >= first else -1) for p in made[first:last]]
+            yield f"x {tuple(x.shape)} products {first} to {last} {dtype}", tuple(ChainCall.made(x, part, arrivals))
+
+
+def _layer(dtype: torch.dtype, device: torch.device, lead: tuple[int, ...], sizes: tuple[int, int, int, int], act: str, i: int) -> list[Product]:
+    """o + residual, gate and up behind a norm, down + the result of o, and q, k and v behind a norm, with three global scales."""
+    k, hidden, inner, n = sizes
+
+    def part(rows: int, columns: int, scales: int = 1, **options: Any) -> Product:
+        q, s, g = nvfp4.quantize(torch.randn(rows, columns, device=device) / columns**0.5)
+        g = g * torch.arange(1, scales + 1, device=device) if scales > 1 else g
+        bias = torch.randn(rows, device=device).to(dtype) if i % 2 else None
+        return Product(q, s, g, bias, **options)
+
+    def norm(width: int) -> dict[str, Any]:
+        return dict(norm_weight=torch.randn(width, device=device).to(dtype), eps=(1e-5, 1e-6)[i % 2], norm_offset=float(i % 3 == 1))
+
+    residual = torch.randn(*lead, hidden, device=device).to(dtype)
+    several = (n // 3, 2 * n // 3) if n > 3 else ()
+    return [
+        part(hidden, k, residual=residual),
+        part(2 * inner, hidden, 1 + i % 2, act=act, glu=True, starts=(inner,) if i % 2 else (), **norm(hidden)),
+        part(hidden, inner, added=0),
+        part(n, hidden, 1 + len(several), starts=several, **norm(hidden)),
+    ]
+
+
+CONTRACT = OpContract(
+    name="linear_chain",
+    schema="(Tensor x, Tensor[] qdata, Tensor[] scale, Tensor[] global_scale, Tensor?[] bias, Tensor?[] norm_weight, Tensor?[] residual, int[] added, "
+    'float[] eps, float[] norm_offset, int[] act, int[] glu, int[] starts, Tensor(a!) arrivals, bool early=False, str prefill="auto") '
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    reference=reference,
+    fake=fake,
+    inputs=inputs,
+    # Results are rounded on the way from one product to the next.
+    tolerance={torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
+    any_strides=True,
+    struct=ChainCall,
+)
+CONTRACT.implement("CompositeExplicitAutograd", one_by_one)
+CONTRACT.refuse_gradients()

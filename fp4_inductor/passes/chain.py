@@ -1,0 +1,308 @@
+"""Linear products of one row, each of which reads the result of the one before it -> ``fp4.linear_chain``: one launch, if there is a kernel for that.
+
+    h = linear_epilogue(attended, o, residual=x);  g = norm_linear_glu(h, gate_up);  y = linear_epilogue(g, down, residual=h);  norm_linear_siblings(y, qkv)
+    ->  h, _, y, qkv = linear_chain(attended, [o, gate_up, down, qkv], ...)
+
+In a decoder these are the products between two attentions. It runs behind the passes that make norms, epilogues and gates part of the products. They stay
+apart where the kernel is off or does not take one of them, or where another kernel than cuda_gemv would serve one; ``explain()`` gives the reason.
+
+The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the graph: each
+reads what the one before it wrote, which keeps their order.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from .._torch.fx import in_one_mutation_region, module_path
+from ..config import dispatch_config
+from ..formats.packing import MAX_SCALES
+from ..kernels import registry, select
+from ..kernels.kernel import Span
+from ..kernels.select import Plan
+from ..ops import linear, linear_chain, linear_epilogue, linear_glu, linear_siblings, norm_linear
+from ..ops.linear_chain import COUNTERS, MOST, ChainCall, Product
+from ..ops.linear_epilogue import EpilogueCall
+from . import views
+from .counters import matched
+from .emit import emit, erase
+from .layout import is_call, rows_of, value
+from .missed import UNCHAINED, missed
+from .norm import below_views
+from .siblings import MEMBERS
+
+aten = torch.ops.aten
+_WRITES = torch.ops.higher_order.auto_functionalized_v2
+_ALONE = (linear.CONTRACT, linear_siblings.CONTRACT, linear_glu.CONTRACT, linear_epilogue.CONTRACT)
+_NORMED = (norm_linear.LINEAR, norm_linear.LINEAR_SIBLINGS, norm_linear.LINEAR_GLU, norm_linear.LINEAR_EPILOGUE)
+PRODUCTS = {contract.op for contract in (*_ALONE, *_NORMED)}
+# What may be computed ahead of the first product, where it stands behind that.
+_MOVED = views.RESHAPES | views.UNITS | views.SAME | views.TURNS | views.PARTS | views.SPLITS
+# Of an operator that counts in ``arrivals``: how many results it returns ahead of what it has written.
+_COUNT = {torch.ops.fp4.cached_attention.default: 1, linear_chain.CONTRACT.op: MOST}
+PATHS = "fp4_products"  # node.meta["custom"], which torch keeps: of each product the path of its layer, and those of its members
+
+
+class _Linear(NamedTuple):
+    """A call of one of :data:`PRODUCTS`. ``rows``: of siblings, the first and the last of each member."""
+
+    node: Node
+    x: Node
+    product: Product
+    prefill: str
+    multiplied: bool = False
+    rows: list[int] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        n, half_k = value(self.product.qdata).shape
+        return n, half_k * 2
+
+
+class _Refused(NamedTuple):
+    count: int  # of products that one launch can do, before the one that it cannot
+    reason: str
+
+
+def fuse(graph: Graph) -> None:
+    """Rewrite every such run of products in ``graph``."""
+    for nodes in _runs(graph):
+        told = False
+        while len(nodes) > 1:
+            run = [found for node in nodes if (found := _read(node)) is not None]  # the rewriting of another run has changed what they read
+            if not _is_there(run[0]):
+                break
+            counters, (count, reason) = _counters(graph, run[0].node), _served(graph, run)
+            if isinstance(counters, str):
+                count, reason = 0, reason or counters
+            if reason and not told:
+                node = nodes[max(count - 1, 0)]
+                missed(node, value(node), reason, UNCHAINED)
+                told = True
+            if count > 1 and not isinstance(counters, str):
+                _rewrite(graph, run[:count], *counters)
+            nodes = nodes[max(count, 1) :]
+
+
+def _runs(graph: Graph) -> list[list[Node]]:
+    """Up to four products, each of which reads the result of the one before it, or a view of its rows."""
+    runs: list[list[Node]] = []
+    ends: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        found = _read(node)
+        if found is None:
+            continue
+        run = ends.pop(below_views(found.x), [])
+        if not run or len(run) == MOST:
+            run = []
+            runs.append(run)
+        run.append(node)
+        if found.rows is None:
+            ends[node] = run
+    return [run for run in runs if len(run) > 1]
+
+
+def _read(node: Node) -> _Linear | None:
+    if node.op != "call_function" or node.target not in PRODUCTS or node.kwargs:
+        return None
+    op: Any = node.target
+    args: Any = node.args
+    x, *rest = args
+    normed = op._opname.startswith("norm_")
+    norm: dict[str, Any] = dict(zip(("norm_weight", "eps", "norm_offset"), rest, strict=False)) if normed else {}
+    rest = rest[norm_linear.LEADING :] if normed else rest
+    kind = op._opname.removeprefix("norm_")
+    parts = dict(zip(("qdata", "scale", "global_scale", "bias"), rest, strict=False)) | norm
+    sizes = value(rest[0]).shape
+    if len(sizes) != 2 or not all(type(size) is int for size in sizes):
+        return None
+    several = value(rest[2]).dim() > 0
+    if kind == "linear_siblings":
+        rows: Any = rest[4]
+        begins = linear_siblings.begins(rows)
+        if begins is None:
+            return None
+        starts = tuple(begins[1:]) if several else ()
+        return _Linear(node, x, Product(**parts, starts=starts), (*rest[5:], "auto")[0], rows=list(rows))
+    if kind == "linear_glu":
+        act, prefill = (*rest[4:], *("silu", "auto")[max(len(rest) - 4, 0) :])
+        return _Linear(node, x, Product(**parts, act=act, glu=True, starts=(sizes[0] // 2,) if several else ()), prefill)
+    if kind == "linear_epilogue":
+        c = EpilogueCall.of(x, *rest)
+        return _Linear(node, x, Product(**parts, act=c.act, residual=c.residual, starts=tuple(c.rows or ())[1:]), c.prefill, c.mul is not None)
+    prefill, begins = (*rest[4:], *("auto", None)[max(len(rest) - 4, 0) :])
+    return _Linear(node, x, Product(**parts, starts=tuple(begins or ())[1:]), prefill)
+
+
+def _is_there(first: _Linear) -> bool:
+    """Is a kernel of one launch written for this device?"""
+    arch = _plan(first, "linear_chain").call.arch
+    return any(kernel.csrc and kernel.at(arch) for kernel in registry.kernels("linear_chain"))
+
+
+def _plan(p: _Linear, op: str) -> Plan:
+    x, scales = value(p.x), len(p.product.starts) + 1
+    counts = select.Counts(scales=scales) if op == "linear" and scales <= MAX_SCALES else select.ONE
+    return select.plan(select.describe(op, x.device, x.dtype, *p.sizes, p.prefill, counts=counts), dispatch_config())
+
+
+def _served(graph: Graph, run: list[_Linear]) -> _Refused:
+    """How many products from the first on one launch does, and why not the next; an empty reason: it does all."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for i, p in enumerate(run):
+        reason = _why_not(p) or _why_not_behind(run[:i], p, place)
+        if reason:
+            return _Refused(i, reason)
+    return _Refused(len(run), "")
+
+
+def _why_not(p: _Linear) -> str:
+    """Why a launch of several products does not take ``p``; empty: it does."""
+    m, (n, k), several = rows_of(p.x), p.sizes, len(p.product.starts) + 1
+    if type(m) is not int or m != 1:
+        return f"M is {m if type(m) is int else 'dynamic'}: one launch takes M = 1"
+    options = _plan(p, "linear_chain")
+    if options.pick(1).library is None:
+        return next(r.reason for r in options.refused if r.kernel.csrc)
+    if p.multiplied:
+        return "a result is multiplied by another tensor"
+    if several > MAX_SCALES:
+        return f"a product has {several} global scales: one launch takes {MAX_SCALES}"
+    own: Span = _plan(p, p.node.target._opname.removeprefix("norm_").removesuffix("_siblings")).pick(1)  # type: ignore[union-attr]
+    if own.library is None or own.regime != "gemv":
+        return f"{own.kernel} serves N = {n}, K = {k}, not cuda_gemv"
+    return ""
+
+
+def _why_not_behind(run: list[_Linear], p: _Linear, place: dict[Node, int]) -> str:
+    """Why ``p`` cannot be in one launch with those of ``run``, which it reads."""
+    if not run:
+        return ""
+    if p.prefill != run[0].prefill:
+        return f'one product has prefill="{run[0].prefill}", another "{p.prefill}"'
+    if not in_one_mutation_region([run[0].node, p.node]):
+        return "something is written between two products"
+    begin, residual = place[run[0].node], p.product.residual
+    if residual is not None and below_views(residual) in [q.node for q in run]:
+        residual = None
+    operands = (*(operand for name, operand in p.product._asdict().items() if name != "residual"), residual)
+    if not all(_is_ahead(operand, place, begin) for operand in operands if isinstance(operand, Node)):
+        return "what a product reads besides the result of the one before it is computed between them"
+    return ""
+
+
+def _is_ahead(node: Node, place: dict[Node, int], begin: int) -> bool:
+    """Is ``node`` there before position ``begin`` of the graph, or a view of what is?"""
+    if node.op != "call_function" or place[node] < begin:
+        return True
+    return node.target in _MOVED and all(_is_ahead(n, place, begin) for n in node.all_input_nodes)
+
+
+def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
+    """The operator before ``head`` that counted last, and the number of its result that is its counters; or why there is none."""
+    last = None
+    for node in graph.nodes:
+        if node is head:
+            break
+        if is_call(node, _WRITES) and node.args[0] in _COUNT and node.kwargs.get("_arrivals_base_index") is not None:
+            last = node
+    if last is None:
+        return "no fp4.cached_attention stands before it, in whose counters it could count"
+    index: Any = last.kwargs["_arrivals_base_index"]
+    bases: Any = last.kwargs["_all_bases"]
+    counters = value(bases[index])
+    parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
+    if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
+        return "the counters of the fp4.cached_attention before it are a part of a buffer"
+    if type(counters.numel()) is not int or counters.numel() < COUNTERS:
+        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {COUNTERS}"
+    return last, _COUNT[last.args[0]] + index  # type: ignore[index]
+
+
+def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> None:
+    head, nodes = run[0].node, [p.node for p in run]
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    older = [user for user in writer.users if is_call(user, operator.getitem) and user.args[1] == number]
+    with graph.inserting_after(writer):
+        counters = _item(graph, writer, number)
+    with graph.inserting_before(head):
+        products = [_in_rows(graph, p, nodes[:i], place) for i, p in enumerate(run)]
+        call = ChainCall.made(_as_row(graph, run[0].x), products, counters, run[0].prefill)._asdict()
+        del call["arrivals"]
+        chain = graph.call_function(_WRITES, (linear_chain.CONTRACT.op,), call | {"_arrivals_base_index": 0, "_all_bases": [counters]})
+        chain.meta = _meta(run, call, counters)
+        results, new = [_item(graph, chain, i) for i in range(len(run))], _item(graph, chain, MOST)
+    for old in older:  # what counts later reads what the chain has left
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+    for p, result in zip(run, results, strict=True):
+        with graph.inserting_before(head):
+            _replace(graph, p, result)
+    for node in reversed(nodes):
+        erase(node)
+    matched("linear_chain")
+
+
+def _in_rows(graph: Graph, p: _Linear, before: list[Node], place: dict[Node, int]) -> Product:
+    """The product of ``p`` with what it adds as ``[1, N]``, or as the number of a product of ``before``; its operands moved ahead."""
+    begin, residual = place[before[0] if before else p.node], p.product.residual
+    added = before.index(below_views(residual)) if residual is not None and below_views(residual) in before else -1
+    new = p.product._replace(residual=None, added=added)
+    for operand in new:
+        if isinstance(operand, Node):
+            _move(operand, place, begin, before[0] if before else p.node)
+    if residual is None or added >= 0:
+        return new
+    _move(residual, place, begin, before[0] if before else p.node)
+    return new._replace(residual=_as_row(graph, residual))
+
+
+def _move(node: Node, place: dict[Node, int], begin: int, head: Node) -> None:
+    """To the front of ``head``, if it is not there."""
+    if node.op == "call_function" and place[node] > begin:
+        for above in node.all_input_nodes:
+            _move(above, place, begin, head)
+        head.prepend(node)
+        place[node] = begin
+
+
+def _as_row(graph: Graph, node: Node) -> Node:
+    shape = [1, value(node).shape[-1]]
+    return node if list(value(node).shape) == shape else emit(graph, aten.reshape.default, (node, shape))
+
+
+def _item(graph: Graph, node: Node, number: int) -> Node:
+    item = graph.call_function(operator.getitem, (node, number))
+    item.meta["val"] = node.meta["val"][number]
+    return item
+
+
+def _meta(run: list[_Linear], call: dict[str, Any], counters: Node) -> dict[str, Any]:
+    """Of the node of the chain: that of its first product, its own values, and the layers that it computes."""
+    fakes = torch.fx.map_arg(call, value)
+    mode: Any = value(counters).fake_mode
+    with mode:
+        results = linear_chain.fake(ChainCall(**fakes, arrivals=value(counters)))
+        written = torch.empty_like(value(counters))
+    kept = {name: part for name, part in run[0].node.meta.items() if name not in ("val", "tensor_meta", MEMBERS)}
+    paths = [(module_path(p.node), p.node.meta.get(MEMBERS) or []) for p in run]
+    return kept | {"val": (*results, written), "custom": {**(kept.get("custom") or {}), PATHS: paths}}
+
+
+def _replace(graph: Graph, p: _Linear, result: Node) -> None:
+    """Whatever reads ``p`` reads ``result``, in the shape of ``p``."""
+    if p.rows is None:
+        shape = list(value(p.node).shape)
+        if p.node.users:
+            p.node.replace_all_uses_with(result if shape == list(value(result).shape) else emit(graph, aten.reshape.default, (result, shape)))
+        return
+    for user in list(p.node.users):
+        i: Any = user.args[1]
+        part = emit(graph, aten.slice.Tensor, (result, 1, p.rows[2 * i], p.rows[2 * i + 1]))
+        shape = list(value(user).shape)
+        user.replace_all_uses_with(part if len(shape) == 2 else emit(graph, aten.reshape.default, (part, shape)))
+        erase(user)

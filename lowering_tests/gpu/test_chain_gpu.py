@@ -1,0 +1,214 @@
+"""Several products of one row in one launch, on a GPU: against float64 and against a launch each, replays, and whole steps over a KVCache."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import fp4_inductor
+from fp4_inductor import KVCache, NVFP4Config, dispatch
+from fp4_inductor.kernels import csrc, host, registry
+from fp4_inductor.kernels.forms import Epilogue, Norm, Options
+from fp4_inductor.lowerings.journal import listen
+from fp4_inductor.ops import CONTRACTS
+from fp4_inductor.ops.linear_chain import ChainCall, Product
+from fp4_inductor.passes import missed
+from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, error, weight
+
+pytestmark = pytest.mark.gpu
+fp4 = torch.ops.fp4
+CONTRACT = CONTRACTS["linear_chain"]
+EPS = 1e-6
+# K of o, hidden size, inner size, rows of q, k and v
+SHAPES = {
+    "Qwen3-8B": (4096, 4096, 12288, 6144), "Llama-3-8B": (4096, 4096, 14336, 6144), "Qwen3-0.6B": (2048, 1024, 3072, 4096), "2048": (2048, 2048, 6144, 3072),
+    "odd": (192, 320, 448, 200),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def serving(**options):
+    """The kernel serves, also where it is off by default."""
+    [kernel] = [k for k in registry.kernels("linear_chain") if k.csrc]
+    arch = host.arch(torch.device(DEVICE))
+    on = kernel.at(arch)
+    if on is None:
+        pytest.skip(f"{kernel.name} is not written for sm_{arch}")
+    if why := csrc.why_not(kernel.csrc, arch):
+        pytest.skip(why)
+    with dispatch(candidates=(kernel.name,) if on.off else (), **options):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch._dynamo.reset()
+    with torch.no_grad(), serving():
+        yield
+
+
+def layer(shape, dtype=BF16, rich=False) -> tuple[torch.Tensor, list[Product]]:
+    """x and the products between two attentions. ``rich``: with biases, several global scales, GeGLU, and norms as Gemma writes them."""
+    k, hidden, inner, n = SHAPES[shape]
+
+    def part(rows, columns, starts=(), **options) -> Product:
+        q, s, g = weight(rows, columns)
+        g = g * torch.tensor([1.0, 3.0, 0.2], device=DEVICE)[: len(starts) + 1] if starts else g
+        return Product(q, s, g, torch.randn(rows, device=DEVICE).to(dtype) if rich else None, starts=starts, **options)
+
+    def norm():
+        return dict(norm_weight=(torch.randn(hidden, device=DEVICE) / 2).to(dtype), eps=EPS, norm_offset=float(rich))
+
+    act = "gelu_tanh" if rich else "silu"
+    products = [
+        part(hidden, k, residual=torch.randn(1, hidden, device=DEVICE).to(dtype)),
+        part(2 * inner, hidden, (inner,) if rich else (), act=act, glu=True, **norm()),
+        part(hidden, inner, added=0),
+        part(n, hidden, (n // 2, 3 * n // 4) if rich else (), **norm()),
+    ]
+    return torch.randn(1, k, device=DEVICE).to(dtype) * 3, products
+
+
+def counters() -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.int32, device=DEVICE)
+
+
+def launched(c: ChainCall, early: bool = False) -> list[torch.Tensor]:
+    """By the kernel."""
+    results = torch.ops.fp4_csrc.linear_chain(*c[: ChainCall._fields.index("early")], int(early), host.arch(c.x.device))
+    return list(results[: len(c.qdata)])
+
+
+def one_by_one(c: ChainCall) -> list[torch.Tensor]:
+    """By a launch of cuda_gemv for each product."""
+    results: list[torch.Tensor] = []
+    for p in c.products():
+        name = "linear_gemv" + ("_glu" if p.glu else "_pointwise" if p.act or p.adds else "")
+        residual = results[p.added] if p.added >= 0 else p.residual
+        norm = None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset)
+        options = Options(then=Epilogue(p.starts, p.act, None, residual), norm=norm)
+        x = results[-1] if results else c.x
+        results.append(csrc.call(name, x, (p.qdata, p.scale), p.global_scale, p.bias, host.arch(x.device), options))
+    return results
+
+
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64_and_single_launches(shape, dtype, rich):
+    x, products = layer(shape, dtype, rich)
+    for first, last in ((0, 4), (0, 3), (1, 4), (1, 3), (0, 2), (2, 4)):
+        part = [p._replace(added=p.added - first if p.added >= first else -1) for p in products[first:last]]
+        if first:
+            x = torch.randn(1, 2 * part[0].qdata.shape[1], device=DEVICE).to(dtype)
+        c = ChainCall.made(x, part, counters())
+        got = launched(c)
+        for i, (a, alone, want) in enumerate(zip(got, one_by_one(c), CONTRACT.reference(*c), strict=False)):
+            assert error(a, want.double()) <= CONTRACT.tolerance[dtype], (first, last, i)
+            assert error(a, alone.double()) <= CONTRACT.tolerance[dtype], (first, last, i)
+        assert not c.arrivals.any(), "counters are zero again"
+        assert all(torch.equal(a, b) for a, b in zip(got, launched(c, early=True), strict=True))
+
+
+@pytest.mark.parametrize("shape", ["Qwen3-0.6B", "odd"])
+def test_other_values(shape):
+    """Rows of zeros, tiny and huge activations, and NaN, which reaches every result."""
+    x, products = layer(shape)
+    for value in (torch.zeros_like(x), x * 1e-6, x * 1e4):
+        c = ChainCall.made(value, products, counters())
+        assert all(error(a, b.double()) <= CONTRACT.tolerance[BF16] for a, b in zip(launched(c), CONTRACT.reference(*c), strict=True))
+    for column in (0, x.shape[1] // 2, x.shape[1] - 1):
+        dirty = x.clone()
+        dirty[0, column] = float("nan")
+        assert all(bool(y.isnan().all()) for y in launched(ChainCall.made(dirty, products, counters())))
+    clean = ChainCall.made(x, products, counters())
+    assert all(bool(y.isfinite().all()) for y in launched(clean)), "nothing of that is left"
+
+
+@pytest.mark.parametrize("shape", ["Qwen3-8B", "Qwen3-0.6B"])
+def test_a_thousand_replays_are_bit_equal(shape):
+    """Three chains in a row that share counters, begun early: the results of one are read by the next."""
+    x, products = layer(shape)
+    again = products[1:3]
+    arrivals = counters()
+
+    def run():
+        results = launched(ChainCall.made(x, products, arrivals), early=True)
+        for _ in range(2):
+            more = [again[0], again[1]._replace(added=-1, residual=results[2 if len(results) == 4 else 1])]
+            results = launched(ChainCall.made(more[1].residual, more, arrivals), early=True)
+        return results
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    first = [t.clone() for t in out]
+    for _ in range(1000):
+        for t in out:
+            t.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, first, strict=True))
+    assert not arrivals.any()
+    assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+
+
+def model(family):
+    import transformers
+
+    torch.manual_seed(0)
+    fields = dict(vocab_size=128, hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+    config = getattr(transformers, family)(**fields, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval().to(DEVICE)
+    return fp4_inductor.quantize_model(made, NVFP4Config("amax"), progress=False)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"], ids=["no graphs", "CUDA graphs"])
+@pytest.mark.parametrize("family", ["LlamaConfig", "Qwen3Config"])
+def test_decode_steps(family, mode):
+    """Logits with one launch between two attentions, and with a launch for each product: the same tokens, close."""
+    quantized, tokens = model(family), torch.randint(3, 128, (40,)).tolist()
+
+    def steps(**options):
+        torch._dynamo.reset()
+        cache, logits = KVCache(quantized, 64, 1), []
+        step = torch.compile(lambda ids: quantized(input_ids=ids, past_key_values=cache).logits, fullgraph=True, mode=mode)
+        with dispatch(**options), listen() as entries, missed.listen() as left:
+            for token in tokens:
+                logits.append(step(torch.tensor([[token]], device=DEVICE)).clone())
+        assert not cache.counter.arrivals.any()
+        return torch.cat(logits), [e for e in entries if e.op == "fp4.linear_chain"], [m for m in left if m.what == missed.UNCHAINED]
+
+    ours, chains, left = steps(candidates=csrc_candidates())
+    apart, none, _ = steps(candidates=csrc_candidates(), thresholds={"chain": 0})
+    assert [e.decision.row.kernel for e in chains] == ["cuda_gemv_chain"] * 7 and not none and not left
+    assert error(ours, apart.double()) <= 3e-2
+
+
+def csrc_candidates() -> tuple[str, ...]:
+    """The kernel's name, where it is off."""
+    [kernel] = [k for k in registry.kernels("linear_chain") if k.csrc]
+    on = kernel.at(host.arch(torch.device(DEVICE)))
+    return (kernel.name,) if on is not None and on.off else ()
+
+
+def test_generate_takes_it():
+    """A loop of CUDA graphs: two calls give the same tokens."""
+    quantized, ids = model("LlamaConfig"), torch.randint(3, 128, (1, 9), device=DEVICE)
+    with listen() as entries:
+        first = fp4_inductor.generate(quantized, ids, max_new_tokens=60, min_new_tokens=60, do_sample=False)
+    assert any(e.op == "fp4.linear_chain" for e in entries)
+    assert torch.equal(fp4_inductor.generate(quantized, ids, max_new_tokens=60, min_new_tokens=60, do_sample=False), first)
+
+
+def test_an_eager_call_is_one_by_one():
+    x, products = layer("Qwen3-0.6B")
+    c = ChainCall.made(x, products, counters())
+    assert all(error(a, b.double()) <= CONTRACT.tolerance[BF16] for a, b in zip(fp4.linear_chain(*c), CONTRACT.reference(*c), strict=True))
