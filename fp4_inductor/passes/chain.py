@@ -63,11 +63,6 @@ class _Linear(NamedTuple):
         return n, half_k * 2
 
 
-class _Refused(NamedTuple):
-    count: int  # of products that one launch can do, before the one that it cannot
-    reason: str
-
-
 def fuse(graph: Graph) -> None:
     """Rewrite every such run of products in ``graph``."""
     for nodes in _runs(graph):
@@ -112,6 +107,9 @@ def _read(node: Node) -> _Linear | None:
     op: Any = node.target
     args: Any = node.args
     x, *rest = args
+    act: Any
+    prefill: Any
+    begins: Any
     normed = op._opname.startswith("norm_")
     norm: dict[str, Any] = dict(zip(("norm_weight", "eps", "norm_offset"), rest, strict=False)) if normed else {}
     rest = rest[norm_linear.LEADING :] if normed else rest
@@ -150,14 +148,14 @@ def _plan(p: _Linear, op: str) -> Plan:
     return select.plan(select.describe(op, x.device, x.dtype, *p.sizes, p.prefill, counts=counts), dispatch_config())
 
 
-def _served(graph: Graph, run: list[_Linear]) -> _Refused:
+def _served(graph: Graph, run: list[_Linear]) -> tuple[int, str]:
     """How many products from the first on one launch does, and why not the next; an empty reason: it does all."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     for i, p in enumerate(run):
         reason = _why_not(p) or _why_not_behind(run[:i], p, place)
         if reason:
-            return _Refused(i, reason)
-    return _Refused(len(run), "")
+            return i, reason
+    return len(run), ""
 
 
 def _why_not(p: _Linear) -> str:
@@ -284,10 +282,10 @@ def _item(graph: Graph, node: Node, number: int) -> Node:
 def _meta(run: list[_Linear], call: dict[str, Any], counters: Node) -> dict[str, Any]:
     """Of the node of the chain: that of its first product, its own values, and the layers that it computes."""
     fakes = torch.fx.map_arg(call, value)
-    mode: Any = value(counters).fake_mode
-    with mode:
-        results = linear_chain.fake(ChainCall(**fakes, arrivals=value(counters)))
-        written = torch.empty_like(value(counters))
+    arrivals: Any = value(counters)
+    with arrivals.fake_mode:
+        results = linear_chain.fake(ChainCall(**fakes, arrivals=arrivals))
+        written = torch.empty_like(arrivals)
     kept = {name: part for name, part in run[0].node.meta.items() if name not in ("val", "tensor_meta", MEMBERS)}
     paths = [(module_path(p.node), p.node.meta.get(MEMBERS) or []) for p in run]
     return kept | {"val": (*results, written), "custom": {**(kept.get("custom") or {}), PATHS: paths}}

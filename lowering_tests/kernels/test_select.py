@@ -51,8 +51,8 @@ def test_every_kernel_is_complete(kernel):
 def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_number():
     """One that says nothing is in test_emulated_sparse_table.py, or calls others by their own choice, or serves one row."""
     silent = {kernel.name for kernel in registry.kernels() if not kernel.batch[1]}
-    one_row = {"triton_sparse_gemv", "triton_gemv_fp8", "triton_gemv_glu", "cuda_gemv", "cuda_gemv_pointwise", "cuda_gemv_glu"}
-    assert silent == {"cuda_sparse_table", "linear, then act * up", "linear, then pointwise"} | one_row
+    one_row = {"triton_sparse_gemv", "triton_gemv_fp8", "triton_gemv_glu", "cuda_gemv", "cuda_gemv_pointwise", "cuda_gemv_glu", "cuda_gemv_chain"}
+    assert silent == {"cuda_sparse_table", "linear, then act * up", "linear, then pointwise", "one by one"} | one_row
     for call in CALLS:
         for row in plan(call, DEFAULT).rows:
             assert bool(row.batch) == bool(row.implementation.batch[1] and (row.max_m is None or row.max_m > row.implementation.batch[0]))

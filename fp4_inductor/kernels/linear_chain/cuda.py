@@ -12,5 +12,5 @@ LIBRARY = Library("gemm/linear_chain.cu", finish=None, most_rows=lambda arch: 1)
 _WHY = "the products between two attentions are one launch: three launches less a layer, and the weights of the next product are fetched while one ends"
 KERNELS = (
     Kernel("linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, EMULATED, _WHY),), k_multiple=64, most_k=32768, form=LIBRARY),
-    Kernel("linear_chain", "one by one", "unfused", (On(0, 129, IN_CI, "each product by the kernel that its own op has"),), ANY, k_multiple=1),
+    Kernel("linear_chain", "one by one", "unfused", (On(0, 129, IN_CI, "each product by the kernel that its own op has"),), ANY),
 )
