@@ -71,9 +71,10 @@ def fuse(graph: Graph) -> None:
             run = [found for node in nodes if (found := _read(node)) is not None]  # the rewriting of another run has changed what they read
             if not _is_there(run[0]):
                 break
-            counters, (count, reason) = _counters(graph, run[0].node), _served(graph, run)
+            count, reason = _served(graph, run)
+            counters = _counters(graph, run[0].node) if count > 1 else ""
             if isinstance(counters, str):
-                count, reason = 0, reason or counters
+                count, reason = min(count, 1), reason or counters
             if reason and not told:
                 node = nodes[max(count - 1, 0)]
                 missed(node, value(node), reason, UNCHAINED)
@@ -150,8 +151,9 @@ def _plan(p: _Linear, op: str) -> Plan:
 
 def _served(graph: Graph, run: list[_Linear]) -> tuple[int, str]:
     """How many products from the first on one launch does, and why not the next; an empty reason: it does all."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    place: dict[Node, int] = {}
     for i, p in enumerate(run):
+        place = place or ({node: n for n, node in enumerate(graph.nodes)} if i else {})
         reason = _why_not(p) or _why_not_behind(run[:i], p, place)
         if reason:
             return i, reason
