@@ -89,7 +89,7 @@ def _runs(graph: Graph) -> list[list[Node]]:
     runs: list[list[Node]] = []
     ends: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        found = _read(node)
+        found = _read(node) if node.users else None
         if found is None:
             continue
         run = ends.pop(below_views(found.x), [])
