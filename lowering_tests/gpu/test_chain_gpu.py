@@ -101,9 +101,8 @@ def test_against_float64_and_single_launches(shape, dtype, rich):
     x, products = layer(shape, dtype, rich)
     for first, last in ((0, 4), (0, 3), (1, 4), (1, 3), (0, 2), (2, 4)):
         part = [p._replace(added=p.added - first if p.added >= first else -1) for p in products[first:last]]
-        if first:
-            x = torch.randn(1, 2 * part[0].qdata.shape[1], device=DEVICE).to(dtype)
-        c = ChainCall.made(x, part, counters())
+        given = torch.randn(1, 2 * part[0].qdata.shape[1], device=DEVICE).to(dtype) if first else x
+        c = ChainCall.made(given, part, counters())
         got = launched(c)
         for i, (a, alone, want) in enumerate(zip(got, one_by_one(c), CONTRACT.reference(*c), strict=False)):
             assert error(a, want.double()) <= CONTRACT.tolerance[dtype], (first, last, i)
