@@ -34,7 +34,7 @@ def calls_of(module: nn.Module, arch: int | None = None) -> Iterator[Call]:
         yield _experts(module, arch)
     elif isinstance(module, FP4Linear):
         n, k = module.storage().logical(module.parts()[0].shape)
-        ops = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else _DENSE
+        ops: tuple[str, ...] = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else _DENSE
         yield from (_call(op, arch, module.dtype, n, k, module.prefill) for op in ops)
         if isinstance(module, SiblingLinear):
             ops = ("linear", "linear_glu") if len(module.packed.starts) == 2 else ("linear",)
