@@ -107,6 +107,17 @@ __device__ __forceinline__ int count_arrival(int* counter) {
   return before;
 }
 
+// Adds one, and does not wait for what was there.
+__device__ __forceinline__ void arrive(int* counter) { asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory"); }
+// Until that counter is `count` or more: what the blocks that added had written before is then visible to this thread, and behind a barrier to its block. Only
+// blocks of the same launch that run at once may be waited for.
+__device__ __forceinline__ void wait_for_arrivals(const int* counter, int count) {
+  int arrived;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+  } while (arrived < count);
+}
+
 // Four bytes of a table in shared memory that stays as it is: unlike a plain load it may be moved across barriers and products.
 __device__ __forceinline__ uint32_t load_table(Shared at) {
   uint32_t v;
@@ -366,11 +377,12 @@ inline int multiprocessors() {
 // Each kernel chooses its tile itself, in the function best() of its source: a compiled graph whose M is symbolic calls the kernel without Python in between, so
 // M is not known before. A caller that names a tile gets that one, which is for benchmarks and tests.
 
-// Where a kernel is launched; early: by programmatic dependent launch, so that it may start while the kernel before it in the stream still runs.
+// Where a kernel is launched; early: by programmatic dependent launch, so that it may start while the kernel before it in the stream still runs. together: its
+// blocks wait for each other, so none may begin unless all of them find room (a cooperative launch).
 struct Stream {
   cudaStream_t at;
-  bool early;
-  Stream(cudaStream_t at, bool early = false) : at(at), early(early) {}
+  bool early, together;
+  Stream(cudaStream_t at, bool early = false, bool together = false) : at(at), early(early), together(together) {}
 };
 
 // blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
@@ -380,7 +392,7 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   int count = 0;
   if (cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
@@ -389,6 +401,10 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
   if (stream.early) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (stream.together) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;

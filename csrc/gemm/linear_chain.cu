@@ -1,7 +1,287 @@
-// Not written yet: every call is refused.
-#include "../common/device.cuh"
+// Two to four products of one row in one launch, each of what the one before wrote: o + residual, gate_up with its GLU, down + residual and q/k/v of a decode
+// step, with the RMSNorms in between, for sm_90 and later. The arithmetic is that of linear_gemv.cu, and so are the bits of the result.
+//
+// Between two kernels a multiprocessor has nothing to fetch: the ring of the next one is full, or finds no room yet. Here a warp's ring goes on: while the
+// last rows of one product are summed, and while its blocks wait for each other, weights of the next product arrive, because they depend on nothing.
+//
+//   - Each block has the same share of the rows of every product, so each warp knows its steps of all products from the start, and fetches them in order.
+//   - A product begins when all blocks have counted themselves in `arrivals` behind the product before. So all blocks must run at once: a cooperative launch.
+//   - The last block to arrive at the end sets the counters back to zero for the next launch.
+//   - The next kernel may begin at once (PDL). It finds room beside this one's threads and three stages, and then waits.
+#include "gemv.cuh"
+
+namespace {
 
 using namespace fp4;
 
-// Returns a cudaError_t.
-extern "C" int fp4_linear_chain(const ChainParams* call) { return is_call(call) ? 801 /* cudaErrorNotSupported */ : 1 /* cudaErrorInvalidValue */; }
+constexpr int kMostProducts = 4, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostColumns = 512, kMostK = kBatch * kMultiplying * 8;
+
+template <typename T> struct Product {
+  const T* x;
+  const uint8_t *q, *scale;
+  const float* global_scale;
+  const T *bias, *residual, *norm_weight;
+  T* y;
+  int K, columns, parts, act, second, third;  // parts: rows of W that make one column of y, `columns` rows apart
+  float eps, norm_offset;
+  int all, groups, segments, log_k_groups, log_width;  // groups of R rows, of each block; of K; of warps that share K; of the columns of a group
+
+  // How many groups this block has, 0 or less where the blocks before have taken all.
+  __device__ __forceinline__ int groups_of(int block) const { return min(groups, all - block * groups); }
+};
+
+// Shared memory: x in half2, the factors of its blocks of 16, the warps' sums of squares, operands of the epilogue [4][columns], sums [k_groups][groups * R],
+// and from byte `ring` on the rings.
+template <typename T> struct Chain {
+  Product<T> products[kMostProducts];
+  int count, stages, segments, columns, ring;  // segments, columns of a block: the most of any product
+  int* arrivals;
+};
+
+template <typename T> __device__ __forceinline__ float from_l2(const T* p) {
+  const unsigned short bits = __ldcg((const unsigned short*)p);
+  return Numbers<T>::to_float(*(const T*)&bits);
+}
+
+// The steps that a warp fetches, product after product.
+template <typename T> struct Fetching {
+  int product, group, segment;
+
+  __device__ __forceinline__ void begin(const Chain<T>& chain, int first, int warp) {
+    for (product = first; product < chain.count; ++product) {
+      const Product<T>& p = chain.products[product];
+      group = warp >> p.log_k_groups, segment = warp & ((1 << p.log_k_groups) - 1);
+      if (group < p.groups_of(blockIdx.x)) return;
+    }
+  }
+  __device__ __forceinline__ void next(const Chain<T>& chain, Shared to, int warp, int lane) {
+    if (product < chain.count) {
+      const Product<T>& p = chain.products[product];
+      const int K = p.K, columns = p.columns, n = (blockIdx.x * p.groups + group) << p.log_width;
+      const int byte = segment * (kSegment / 2) + lane * 16, word = segment * (kSegment / 16) + lane % 16 * 4;
+      const bool live = byte < K / 2 || FP4_FAULT(READ_K_PAST_K), live_scales = word < K / 16;
+      const uint8_t *codes = p.q + (live ? byte : 0), *scales = p.scale + (live_scales ? word : 0);
+      auto row = [&](int i) -> size_t {  // past the last row of W it is the last one, and not stored
+        const int column = p.parts == 1 ? i : i % 2, part = p.parts == 1 ? 0 : i / 2;
+        return (uint32_t)(min(n + column, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + part * columns);
+      };
+#pragma unroll
+      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, codes + row(i) * (uint32_t)(K / 2), live);
+#pragma unroll
+      for (int i = 0; i < R; i += 2)
+        cp_async_src_size<4>(to + Step<R>::kCodes + i * (kSegment / 16) + lane * 4, scales + row(i + lane / 16) * (uint32_t)(K / 16), live_scales ? 4 : 0);
+      segment += 1 << p.log_k_groups;
+      if (segment >= p.segments) {
+        segment = warp & ((1 << p.log_k_groups) - 1), group += kWarps >> p.log_k_groups;
+        if (group >= p.groups_of(blockIdx.x)) begin(chain, product + 1, warp);
+      }
+    }
+    cp_async_commit_group();
+  }
+};
+
+// What the epilogue of a product needs for the block's columns: copied to shared memory while the product is computed.
+template <typename T> struct Operands {
+  float *scales, *added, *residual;  // [2][columns]; [2][columns]; [columns]
+  int columns;
+
+  __device__ __forceinline__ void load(const Product<T>& p, int n, int c) const {
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      if (part < p.parts) {
+        const int row = n + (FP4_FAULT(UP_WITH_GATE_SCALE) ? 0 : part * p.columns);
+        scales[part * columns + c] = p.global_scale[row < p.second ? 0 : row < p.third ? 1 : 2] * kWeightUnit;
+        added[part * columns + c] = p.bias ? Numbers<T>::to_float(p.bias[n + part * p.columns]) : 0.f;
+      }
+    residual[c] = p.residual ? from_l2(p.residual + n) : 0.f;
+  }
+  __device__ __forceinline__ T value(const Product<T>& p, const float (&sums)[2], int c) const {
+    float v = activate(sums[0] * scales[c] + added[c], p.act);
+    if (p.parts == 2) v *= sums[1] * scales[columns + c] + added[columns + c];
+    if (p.residual) v += residual[c];
+    return Numbers<T>::from_float(v);
+  }
+};
+
+// Where the parts of a block's shared memory lie.
+template <typename T> struct Memory {
+  uint8_t* x;
+  float *factors, *squares, *sums;
+  Operands<T> operands;
+  uint8_t* rings;
+
+  static __device__ __forceinline__ Memory of(const Chain<T>& chain) {
+    uint8_t* shared = dynamic_shared();
+    float* factors = (float*)(shared + chain.segments * (kSegment * 2));
+    float* squares = factors + chain.segments * (kSegment / 16);
+    float* operands = squares + kWarps;
+    return {shared, factors, squares, operands + 5 * chain.columns,
+            {operands, operands + 2 * chain.columns, operands + 4 * chain.columns, chain.columns}, shared + chain.ring};
+  }
+};
+
+// The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums.
+template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
+  const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
+  uint8_t* ring = memory.rings + warp * (chain.stages * Step<R>::kBytes);
+  const Shared ring_address = shared_address(ring);
+  Fetching<T> coming;
+  coming.begin(chain, 0, warp);
+  for (int i = 0; i < chain.stages; ++i) coming.next(chain, ring_address + i * Step<R>::kBytes, warp, lane);
+#if FP4_ARCH >= 90
+  pdl_wait_then_trigger();
+#endif
+
+  int slot = 0;
+#pragma unroll 1
+  for (int product = 0; product < chain.count; ++product) {
+    const Product<T>& p = chain.products[product];
+    const int K = p.K, groups = p.groups_of(blockIdx.x), chunks = p.segments * (kSegment / 8), k_groups = 1 << p.log_k_groups, k_group = warp & (k_groups - 1);
+    if (groups <= 0) continue;
+    if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
+    uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = threadIdx.x + i * kMultiplying;
+      raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
+    }
+    float by = 1.f;
+    if (p.norm_weight) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) sum += sum_of_squares<T>(raw[i]);
+      sum = sum_of_warp(sum);
+      if (lane == 0) memory.squares[warp] = sum;
+      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SQUARES)) named_barrier_sync(1, kMultiplying);
+      sum = 0.f;
+      for (int i = 0; i < kWarps; ++i) sum += memory.squares[i];
+      by = rsqrtf(sum * (1.f / K) + p.eps);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = threadIdx.x + i * kMultiplying;
+      if (c >= chunks) break;  // whole warps
+      float v[8];
+      floats_of<T>(raw[i], v);
+      if (p.norm_weight) normalise<T>(v, c * 8 < K ? load_read_only(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
+      const float factor = to_half_range(v);
+      *(uint4*)(memory.x + place_of_chunk(c)) = in_order(v);
+      if (c % 2 == 0) memory.factors[c / 2] = factor;
+    }
+    if (product + 1 < chain.count) {  // the weight of the next norm begins to come
+      const Product<T>& then = chain.products[product + 1];
+      if (then.norm_weight && threadIdx.x * 64 < then.K) prefetch_l2(then.norm_weight + threadIdx.x * 64);
+    }
+    if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) named_barrier_sync(1, kMultiplying);
+
+#pragma unroll 1
+    for (int group = warp >> p.log_k_groups; group < groups; group += kWarps >> p.log_k_groups) {
+      float acc[R] = {};
+#pragma unroll 1
+      for (int segment = k_group; segment < p.segments; segment += k_groups) {
+        wait_for_all_but(chain.stages - 1 + FP4_FAULT(SKIP_COPY_WAIT));
+        __syncwarp();  // another lane copied this lane's scales
+        Step<R> weights;
+        weights.load(ring + slot * Step<R>::kBytes, lane);
+        if (!FP4_FAULT(SKIP_WARP_BARRIER)) __syncwarp();  // all lanes have read the stage that is refilled now
+        coming.next(chain, ring_address + slot * Step<R>::kBytes, warp, lane);
+        if (++slot == chain.stages) slot = 0;
+        weights.multiply(acc, memory.x + segment * (kSegment * 2), *(const float2*)(memory.factors + segment * (kSegment / 16) + lane * 2), lane);
+      }
+      const float sum = sum_of_lanes<R>(acc, lane);
+      if (lane % (32 / R) == 0) memory.sums[(k_group * p.groups + group) * R + lane / (32 / R)] = sum;
+    }
+    if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
+  }
+  cp_async_wait_group<0>();  // the groups behind the last step are empty
+}
+
+// The last warp: it stores the block's results, counts the block as arrived, and waits for the others. A warp of its own, because the count is a release, which
+// waits for all that its thread has asked of memory: in a warp that fetches weights, for weights, too.
+template <typename T> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
+  const int lane = threadIdx.x & 31;
+#if FP4_ARCH >= 90
+  pdl_wait_then_trigger();
+#endif
+#pragma unroll 1
+  for (int product = 0; product < chain.count; ++product) {
+    const Product<T>& p = chain.products[product];
+    const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
+    if (groups > 0) {
+      if (product && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
+      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
+      for (int c = lane; c < count; c += 32) memory.operands.load(p, n0 + c, c);
+      if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
+      for (int c = lane; c < count; c += 32) {
+        float all[2] = {};
+        for (int k_group = 0; k_group < 1 << p.log_k_groups; ++k_group) {
+          const float* row = memory.sums + (k_group * p.groups + (c >> p.log_width)) * R + (c & ((1 << p.log_width) - 1));
+          all[0] += row[0];
+          if (p.parts == 2) all[1] += row[FP4_FAULT(UP_FROM_GATE_ROWS) ? 0 : R / 2];
+        }
+        p.y[n0 + c] = memory.operands.value(p, all, c);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      if (product < chain.count - 1)
+        arrive(chain.arrivals + product);
+      else if (count_arrival(chain.arrivals + product) == (int)gridDim.x - 1)
+        for (int i = 0; i < chain.count; ++i) chain.arrivals[i] = FP4_FAULT(LEAVE_ARRIVALS);
+    }
+  }
+}
+
+// 64 registers, so that a block of the attention behind it, which waits, finds room beside this one's.
+template <typename T> __global__ void __maxnreg__(64) linear_chain(const __grid_constant__ Chain<T> chain) {
+  const Memory<T> memory = Memory<T>::of(chain);
+  if (threadIdx.x < kMultiplying)
+    multiply(chain, memory);
+  else
+    finish(chain, memory);
+}
+
+// One block a multiprocessor. Measured on an H100, o to q/k/v of an 8B model: two warps share K, as in linear_gemv; three stages: with four the chain takes as
+// long, with five 1.3 us more, because what is under way delays the counters and x of the next product.
+template <typename T> cudaError_t run(const ChainParams& call) {
+  Chain<T> chain = {};
+  chain.count = call.count, chain.arrivals = (int*)call.arrivals;
+  const int blocks = multiprocessors(), stages = call.products[0].tile[0];
+  int sums = 0;
+  for (int i = 0; i < call.count; ++i) {
+    const LinearParams& c = call.products[i];
+    const int parts = call.finish[i] == kGlu ? 2 : 1, columns = c.N / parts;
+    const Epilogue<T> then = Epilogue<T>::of(c.mul, c.residual, c.second, c.third, c.act);
+    Product<T>& p = chain.products[i];
+    p = {(const T*)c.x, (const uint8_t*)c.codes, (const uint8_t*)c.scale, (const float*)c.global_scale, (const T*)c.bias, (const T*)c.residual,
+         (const T*)c.norm_weight, (T*)c.y, c.K, columns, parts, c.act, then.second, then.third, c.eps, c.norm_offset};
+    p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
+    p.log_k_groups = stages ? c.tile[1] : 1;
+    while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
+    if (c.M != 1 || c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N) || p.groups << p.log_width > kMostColumns)
+      return cudaErrorInvalidValue;
+    if (i && (c.x != call.products[i - 1].y || c.K != call.products[i - 1].N / (call.finish[i - 1] == kGlu ? 2 : 1))) return cudaErrorInvalidValue;
+    chain.segments = p.segments > chain.segments ? p.segments : chain.segments;
+    chain.columns = p.groups << p.log_width > chain.columns ? p.groups << p.log_width : chain.columns;
+    const int of = (1 << p.log_k_groups) * p.groups * R;
+    sums = of > sums ? of : sums;
+  }
+  chain.ring = divided(chain.segments * (kSegment * 2 + kSegment / 4) + (kWarps + 5 * chain.columns + sums) * 4, 16) * 16;
+  const int each = kWarps * Step<R>::kBytes, room = (kMostRoom - chain.ring) / each;
+  chain.stages = stages ? stages : room < 3 ? room : 3;
+  if (chain.stages < 1 || chain.stages > room || chain.stages > kMostStages) return cudaErrorInvalidConfiguration;
+  const cudaError_t status = prefer_shared_memory(linear_chain<T>);
+  if (status != cudaSuccess) return status;
+  const Stream stream((cudaStream_t)call.products[0].stream, call.products[0].early != 0, true);
+  return fp4::launch(linear_chain<T>, dim3(blocks), kThreads, chain.ring + chain.stages * each, 1, stream, chain);
+}
+
+}  // namespace
+
+// Returns a cudaError_t. Each product as linear_gemv takes it, with an RMSNorm or without; finish kPlain, kPointwise without mul, or kGlu. M = 1; K % 64 == 0,
+// K <= 16384; x, codes, scale and norm_weight 16-byte aligned; a block's share of a product's columns is at most 512. tile: of the first product the stages, 1 to 8,
+// of each log2 of the warps that share K; 0 stages: its own choice. early: the kernel before writes none of the weights.
+extern "C" int fp4_linear_chain(const ChainParams* call) {
+  if (!is_call(call) || call->count < 2 || call->count > kMostProducts || !call->arrivals || call->arrivals_count < call->count) return cudaErrorInvalidValue;
+  return by_dtype(call->products[0].dtype, [&](auto zero) { return run<decltype(zero)>(*call); });
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -192,6 +193,9 @@ def write_config(model: nn.Module, aside: Path, names: tuple[str, ...]) -> None:
     """Write those configs of a transformers model that it has."""
     for name in names:
         config = getattr(model, name, None)
+        if name == "config" and config is not None and getattr(config, "architectures", ()) is None:  # of a model that was made from its config
+            config = copy.copy(config)
+            config.architectures = [type(model).__name__]
         write = getattr(config, "save_pretrained", None)
         if callable(write):
             try:

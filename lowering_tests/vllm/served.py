@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ class Served:
         """What it runs; only where :func:`in_process`."""
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """The KV cache of each layer; only where :func:`in_process`."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
+
     def ask(self, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS, **options: Any) -> list[Answer]:
         from vllm import SamplingParams
 
@@ -79,12 +84,14 @@ def engine(folder: Path | str, **options: Any) -> Iterator[Served]:
         torch._dynamo.reset()
 
 
-def by_transformers(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[Answer]:
+def by_transformers(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS, cache: Callable[[], Any] | None = None) -> list[Answer]:
+    """``cache`` makes the ``past_key_values`` of an answer; None: as ``generate()`` does."""
     model.eval()
     answers = []
     for prompt in prompts:
         out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None,
+            pad_token_id=0, past_key_values=None if cache is None else cache(),
         )  # fmt: skip
         top = []
         for logits in out.logits:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp4_inductor.formats import nvfp4
+from fp4_inductor.integrations.vllm import gpt_oss as own
 from fp4_inductor.integrations.vllm.experts import FP4MoEMethod
 from fp4_inductor.integrations.vllm.linear import COMPRESSED, MODELOPT
 from fp4_inductor.integrations.vllm.settings import Settings
@@ -66,6 +67,27 @@ def test_biases_and_activations(name, act, names):
             want[t] += weight * (h @ dense["w2"][e].T + dense["w2_bias"][e])
     got = method.apply(layer, x, weights, ids)
     assert ((got - want).norm() / want.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("experts", [None, [-1, 0, -1, 1], [1, -1, 0, -1]], ids=["tensor", "expert", "another order"])
+def test_the_share_of_a_rank_of_gpt_oss(experts):
+    """The second of two ranks: the second half of each expert, or the experts of ``expert_map`` in the order of their local ids."""
+    layer = SimpleNamespace(expert_map=None if experts is None else torch.tensor(experts, dtype=torch.int32))
+    load = own.share_of(layer, 0 if experts else 1)
+    local = E if experts is None else 2
+    rows, columns = (2 * INNER, H // 2) if experts else (INNER, H // 2)
+    whole, g = torch.randint(256, (E, 2 * INNER, H // 2), dtype=torch.uint8), torch.rand(E)
+    param, scales = torch.zeros(local, rows, columns, dtype=torch.uint8), torch.zeros(local, 2)
+    load(param, whole)
+    load(scales, g)
+    mine = range(E) if experts is None else sorted((e for e in range(E) if experts[e] >= 0), key=lambda e: experts[e])
+    for here, e in enumerate(mine):
+        assert torch.equal(param[here], whole[e] if experts else whole[e, INNER:])
+        assert scales[here].tolist() == [g[e].item()] * 2
+    if experts is None:  # the down projection is divided by columns
+        down, half = torch.randint(256, (E, H, INNER), dtype=torch.uint8), torch.zeros(E, H, INNER // 2, dtype=torch.uint8)
+        load(half, down)
+        assert torch.equal(half, down[..., INNER // 2 :])
 
 
 def test_the_bias_of_down_is_added_by_one_rank():

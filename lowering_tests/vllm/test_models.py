@@ -44,6 +44,9 @@ ASKED = {"quantization": "fp4_inductor"}
         ("dense-nvfp4-transformers", {}),
         ("dense-nvfp4-modelopt", ASKED),
         ("dense-nvfp4-compressed", ASKED),
+        ("gptoss-modelopt", ASKED),  # biases, its activation, sinks in attention
+        pytest.param("gptoss-native", ASKED, marks=pytest.mark.slow),
+        ("gptoss_sparse-transformers", {}),
     ],
 )
 def test_tokens_are_those_of_transformers(folders, name, options):

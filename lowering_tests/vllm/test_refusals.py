@@ -15,7 +15,7 @@ from fp4_inductor.integrations.vllm import refusals
 from fp4_inductor.integrations.vllm.entry import FP4Config
 from fp4_inductor.integrations.vllm.linear import MODELOPT, loaded_scales
 from fp4_inductor.integrations.vllm.settings import Settings, settings_of
-from lowering_tests.vllm import served
+from lowering_tests.vllm import checkpoints, served
 from lowering_tests.vllm.test_registration import config_of
 
 ASKED = {"quantization": "fp4_inductor"}
@@ -156,12 +156,34 @@ def test_checkpoint_with_bad_scales_is_refused_before_an_engine(folders, tmp_pat
     assert "Download" in str(error.value) or "remedy" in str(error.value)
 
 
-def test_dense_gpt_oss_and_formats_mixed_in_a_merged_layer(tmp_path):
+NVFP4_GROUP = {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, "targets": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (None, "a dense checkpoint"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": NVFP4_GROUP}}, "compressed-tensors"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}}, "MIXED_PRECISION"),
+    ],
+)
+def test_formats_of_gpt_oss(tmp_path, source, part):
+    config = FP4Config() if source is None else FP4Config.from_config(source)
+    with pytest.raises(errors.UnsupportedOpError) as error:
+        config.look_into(tmp_path, SimpleNamespace(model_type="gpt_oss"), None)
+    assert_says(error, part, "fp4-inductor quantize MODEL OUT --format modelopt")
+
+
+def test_the_head_of_gpt_oss(tmp_path):
+    checkpoints.write("gptoss-fp8-transformers", tmp_path, tmp_path / "head")
+    with pytest.raises(Exception, match="no quantized output head; got fp8") as error:
+        config_of(tmp_path / "head")
+    assert "without lm_head=" in str(error.value)
+
+
+def test_formats_mixed_in_a_merged_layer():
     from fp4_inductor.integrations.vllm.own import OwnConfig
 
-    with pytest.raises(errors.UnsupportedOpError) as error:
-        OwnConfig().look_into(tmp_path, SimpleNamespace(model_type="gpt_oss"), None)
-    assert_says(error, "fp4-inductor quantize MODEL OUT --format modelopt")
     with pytest.raises(errors.CheckpointError) as error:
         OwnConfig()._check_one("model.layers.0.qkv_proj", {"nvfp4", ""})
     assert_says(error, "model.layers.0.qkv_proj", "dense", "Quantize all of these layers in one format")

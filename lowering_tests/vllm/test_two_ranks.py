@@ -8,8 +8,18 @@ import torch
 import fp4_inductor
 from lowering_tests.vllm.served import by_transformers, differences, engine
 
+EXPERTS = {"enable_expert_parallel": True}
 
-@pytest.mark.parametrize(("name", "options"), [("dense-modelopt", {}), ("moe-modelopt", {"enable_expert_parallel": True})])
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dense-modelopt", {}),
+        ("moe-modelopt", EXPERTS),
+        pytest.param("gptoss-modelopt", {}, marks=pytest.mark.slow),  # test_experts.py has its loader alone
+        pytest.param("gptoss-transformers", EXPERTS, marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_give_the_tokens_of_one(folders, monkeypatch, name, options):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

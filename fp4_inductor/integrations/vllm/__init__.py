@@ -51,9 +51,9 @@ def _register() -> None:
 
 
 def _own_weights(vllm_config, folder):
-    from .own import OwnConfig
+    from .config import Common
     from .weights import stream
 
     config = getattr(vllm_config, "quant_config", None)
-    stored = config.stored if isinstance(config, OwnConfig) else None
+    stored = config.stored if isinstance(config, Common) else None
     return None if stored is None or str(vllm_config.model_config.model) != str(folder) else stream(stored)

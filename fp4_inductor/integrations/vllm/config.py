@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import compiling
+from . import compiling, gpt_oss, weights
 from .engine import (
     CompressedTensorsConfig,
     LinearBase,
@@ -28,9 +28,10 @@ from .settings import Settings, settings_of
 
 
 class Common:
-    """What every config here does besides vLLM's own part."""
+    """What every config here does besides vLLM's own part. ``stored``: a folder that :func:`.weights.stream` reads instead of vLLM."""
 
     source: dict[str, Any] | None = None
+    stored: weights.Stored | None = None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -67,6 +68,15 @@ class Foreign(Common):
         made.source = config
         return made
 
+    def look_into(self, folder: Path, hf_config: Any, revision: str | None) -> None:
+        super().look_into(folder, hf_config, revision)
+        if gpt_oss.is_gpt_oss(hf_config):
+            self.look_into_gpt_oss(folder, hf_config, revision)
+
+    def look_into_gpt_oss(self, folder: Path, hf_config: Any, revision: str | None) -> None:
+        source = self.source or {}
+        gpt_oss.refuse_format(str(source.get("quant_algo") or source.get("quant_method")))
+
 
 def nvfp4_linear(layer: Any, names: Any, prefix: str, begun: tuple[Settings, bool]) -> Any:
     from .linear import FP4LinearMethod
@@ -83,6 +93,13 @@ def nvfp4_experts(layer: Any, names: Any, prefix: str, begun: tuple[Settings, bo
 class ModelOptConfig(Foreign, ModelOptNvFp4Config):
     """ModelOpt NVFP4 and W4A16_NVFP4. get_name() stays vLLM's: its models ask for it."""
 
+    of_gpt_oss = False
+
+    def look_into_gpt_oss(self, folder: Path, hf_config: Any, revision: str | None) -> None:
+        self.of_gpt_oss = True
+        if not folder.is_dir() or any(folder.glob("*.safetensors")):  # a folder without weights: load_format="dummy"
+            self.stored = weights.look_into(weights.on_this_machine(folder, revision), hf_config, self.source)
+
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         from .linear import MODELOPT
 
@@ -93,7 +110,9 @@ class ModelOptConfig(Foreign, ModelOptNvFp4Config):
                 return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
             if _is_vision(prefix):
                 return super().get_quant_method(layer, prefix)
-            return (nvfp4_experts if isinstance(layer, RoutedExperts) else nvfp4_linear)(layer, MODELOPT, prefix, begun)
+            if isinstance(layer, RoutedExperts):
+                return nvfp4_experts(layer, gpt_oss.NAMES if self.of_gpt_oss else MODELOPT, prefix, begun)
+            return nvfp4_linear(layer, MODELOPT, prefix, begun)
         return super().get_quant_method(layer, prefix)
 
 

@@ -18,7 +18,7 @@ from ...formats import nvfp4
 from ...formats.packing import PackedExperts, pack_experts
 from ...ops.activation import Activation
 from ...ops.moe_call import flat
-from . import compiling
+from . import compiling, gpt_oss
 from .dummy import fill_dummy
 from .engine import FusedMoEMethodBase, FusedMoEQuantConfig, FusedMoeWeightScaleSupported, initialize_online_processing, set_weight_attrs
 from .linear import META, Names, frozen, nan, never_loaded, quantized
@@ -134,16 +134,18 @@ class FP4MoEMethod(_Experts):
     ) -> None:
         e, h, inner, n = num_experts, hidden_size, intermediate_size_per_partition, self.names
         self._check(layer, h, inner, any(self.sparse))
+        self._add_biases(layer, e, h, inner, params_dtype, extra)
+        if n is gpt_oss.NAMES:
+            extra = {**extra, "weight_loader": gpt_oss.share_of(layer, self.moe.tp_rank)}
         block, tensor = FusedMoeWeightScaleSupported.BLOCK, FusedMoeWeightScaleSupported.TENSOR
         for w, rows, columns, scales, sparse in (("w13", self.gates * inner, h, self.gates, self.sparse[0]), ("w2", h, inner, 1, self.sparse[1])):
             self._register(layer, f"{w}_{n.codes}", torch.empty(e, rows, columns // (4 if sparse else 2), dtype=torch.uint8), extra)
             if sparse:
-                self._register(layer, f"{w}_{META}", torch.zeros(e, rows, columns // 8, dtype=torch.uint8), extra, block)
+                self._register(layer, f"{w}_{n.meta}", torch.zeros(e, rows, columns // 8, dtype=torch.uint8), extra, block)
             self._register(layer, f"{w}_{n.scale}", never_loaded(e, rows, columns // nvfp4.GROUP), extra, block)
             shape = (e, scales) if w == "w13" else (e,)
             self._register(layer, f"{w}_{n.global_scale}", nan(*shape), extra, tensor)
             self._register(layer, f"{w}_{n.input_scale}", nan(*shape), extra, tensor)  # loaded and dropped
-        self._add_biases(layer, e, h, inner, params_dtype, extra)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if hasattr(layer, "fp4_packed"):
@@ -151,7 +153,7 @@ class FP4MoEMethod(_Experts):
         done = []
         for w, what, sparse in (("w13", "gate and up", self.sparse[0]), ("w2", "down", self.sparse[1])):
             codes, scale, g = (getattr(layer, f"{w}_{name}").data for name in self.names.tensors[:3])
-            meta = getattr(layer, f"{w}_{META}").data if sparse else None
+            meta = getattr(layer, f"{w}_{self.names.meta}").data if sparse else None
             if self.dummy:
                 fill_dummy(codes, scale, g, meta, self.names.divides)
             if missing := int(g.isnan().sum()):
@@ -163,7 +165,7 @@ class FP4MoEMethod(_Experts):
                 )
             done.append(pack_experts(codes, scale, g, meta=meta, divides=self.names.divides, name=f"{self.prefix} ({what})"))
         for w, sparse in (("w13", self.sparse[0]), ("w2", self.sparse[1])):
-            for name in (*self.names.tensors, *((META,) if sparse else ())):
+            for name in (*self.names.tensors, *((self.names.meta,) if sparse else ())):
                 delattr(layer, f"{w}_{name}")
         self._keep(layer, *done)
 

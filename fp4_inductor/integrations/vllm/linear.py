@@ -32,18 +32,20 @@ from .engine import (
 from .refusals import check_columns
 from .settings import Settings
 
+META = "weight_meta"  # of 2:4-sparse weights, beside the names of ModelOpt
 _NAN_CODE = 0x7F  # E4M3: a block scale that was never loaded is found
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a format calls the tensors of a weight; ``divides``: its global scale divides."""
+    """How a format calls the tensors of a weight; ``divides``: its global scale divides. ``meta``: metadata of a 2:4-sparse weight."""
 
     codes: str
     scale: str
     global_scale: str
     input_scale: str
     divides: bool
+    meta: str = META
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -52,7 +54,6 @@ class Names:
 
 MODELOPT = Names("weight", "weight_scale", "weight_scale_2", "input_scale", divides=False)
 COMPRESSED = Names("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", divides=True)
-META = "weight_meta"  # of 2:4-sparse weights, beside the names of ModelOpt
 
 
 def never_loaded(*shape: int) -> Tensor:

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.manifest import FILE as NATIVE
-from ...errors import CheckpointError, UnsupportedOpError
+from ...errors import CheckpointError
 from ...formats import fp8, nvfp4, sparse24
 from ...models import families
-from . import weights
+from . import gpt_oss, weights
 from .config import Common
 from .engine import Attention, BaseKVCacheMethod, LinearBase, MLAAttention, ParallelLMHead, RoutedExperts, UnquantizedLinearMethod
 from .named import Named
 
 # Layers that one merged layer of vLLM stands for, where its model does not say.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_GPT_OSS = "gpt_oss"
 
 
 class OwnConfig(Common, Named):
@@ -25,24 +24,18 @@ class OwnConfig(Common, Named):
     def __init__(self, source: dict[str, Any] | None = None):
         super().__init__()
         self.source = source
-        self.stored: weights.Stored | None = None
         self.formats: dict[str, str] = {}
-        self.model_type = ""
+        self.of_gpt_oss = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OwnConfig:
         return cls(config)
 
     def look_into(self, folder: Path, hf_config: Any, revision: str | None) -> None:
-        self.model_type = str(getattr(hf_config, "model_type", ""))
+        self.of_gpt_oss = gpt_oss.is_gpt_oss(hf_config)
         if self.source is None and not (folder / NATIVE).exists():
-            if self.model_type == _GPT_OSS:
-                raise UnsupportedOpError(
-                    "gpt-oss is not quantized while it loads",
-                    value="a dense checkpoint",
-                    limit="checkpoints in NVFP4",
-                    remedy="Write one first: fp4-inductor quantize MODEL OUT --format modelopt.",
-                )
+            if self.of_gpt_oss:
+                gpt_oss.refuse_format("a dense checkpoint, which is not quantized while it loads")
             return
         self.stored = weights.look_into(weights.on_this_machine(folder, revision), hf_config)
         self.formats = dict(self.stored.formats)
@@ -69,14 +62,15 @@ class OwnConfig(Common, Named):
             down = self._names_of_down(layer)
             first, second = ({f for name, f in found.items() if (name.rpartition(".")[2] in down) == last} for last in (False, True))
             self._check_one(prefix, first), self._check_one(prefix, second)
-            return FP4MoEMethod(layer.moe_config, MODELOPT, prefix, *begun, sparse=(sparse24.NAME in first, sparse24.NAME in second))
+            names = gpt_oss.NAMES if self.of_gpt_oss else MODELOPT
+            return FP4MoEMethod(layer.moe_config, names, prefix, *begun, sparse=(sparse24.NAME in first, sparse24.NAME in second))
         from .linear import MODELOPT, FP4LinearMethod, FP8LinearMethod
 
         kind = self._check_one(prefix, set(found.values()))
         return FP8LinearMethod(prefix, *begun) if kind == fp8.NAME else FP4LinearMethod(MODELOPT, prefix, *begun, sparse=kind == sparse24.NAME)
 
     def _names_of_down(self, layer: Any) -> tuple[str, ...]:
-        return (getattr(layer, "ckpt_down_proj_name", "down_proj"), "down_proj", "w2")
+        return (getattr(layer, "ckpt_down_proj_name", "down_proj"), "down_proj", "w2", "w2_weight")  # the last: vLLM's name of gpt-oss'
 
     def _formats_of(self, prefix: str) -> dict[str, str]:
         """name -> format of the stored weights that this layer is made of; ``""`` for one that is stored dense."""

@@ -9,7 +9,7 @@ dense weight in its last dimension but one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from ...checkpoint.directory import open_checkpoint
 from ...checkpoint.manifest import FILE as NATIVE
-from ...checkpoint.readers import StoredWeight, native
+from ...checkpoint.readers import Found, StoredWeight, modelopt, native
 from ...checkpoint.readers.weight import StoredFP8
 from ...checkpoint.safetensors_file import Entry, Reader
 from ...checkpoint.shards import Shards, open_shards
 from ...errors import CheckpointError, UnsupportedOpError
+from . import gpt_oss
 from .linear import META
 from .preflight import check_scales
 
 _FILES = ("*.safetensors", "*.json")
 _WRITE = "Write the model for servers: fp4-inductor quantize MODEL OUT --format modelopt, or fp4_inductor.export_pretrained."
-_GPT_OSS = {"gate_up_proj": "w13", "down_proj": "w2"}
+_STACKED = ("gate_up_proj", "down_proj")
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Stored:
         packed: name of the dense weight in a model of Transformers -> the quantized weight.
         rest: the other tensors by the same names.
         crc32: of each tensor, by its name on disk, where the format has them.
+        cache: scales of a KV cache in FP8, by the names of vLLM's model (gpt-oss).
         formats: name of a layer in the original checkpoint -> ``"nvfp4"``, ``"sparse24_nvfp4"`` or ``"fp8"``.
     """
 
@@ -48,6 +50,7 @@ class Stored:
     packed: dict[str, StoredWeight]
     rest: dict[str, Entry]
     crc32: dict[str, int]
+    cache: dict[str, Entry] = field(default_factory=dict)
     formats: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,13 +63,19 @@ def on_this_machine(folder: Path, revision: str | None) -> Path:
     return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(_FILES)))
 
 
-def look_into(folder: Path, hf_config: Any) -> Stored:
+def look_into(folder: Path, hf_config: Any, source: Mapping[str, Any] | None = None) -> Stored:
     """Prove the headers of a folder of ours, and that its weights can be given original names.
+
+    Args:
+        source: the ``quantization_config`` of a folder in ModelOpt's layout instead.
 
     Raises:
         CheckpointError: it is damaged, or it is of another architecture. UnsupportedOpError: weights that have no form in vLLM.
     """
-    stored = _native(folder, hf_config) if (folder / NATIVE).exists() else _transformers(folder, hf_config)
+    if source is not None and str(source.get("quant_method", "")).startswith(modelopt.METHOD):
+        stored = _in_shards(folder, hf_config, modelopt.find, source)
+    else:
+        stored = _native(folder, hf_config) if (folder / NATIVE).exists() else _in_shards(folder, hf_config, native.find, {})
     if not stored.packed:
         raise CheckpointError("no quantized weight was found", value=str(folder), limit="weights in FP4", remedy="Download the checkpoint again.")
     check_scales(list(stored.packed.values()))
@@ -86,6 +95,8 @@ def look_into(folder: Path, hf_config: Any) -> Stored:
         meta = torch.empty(*weight.shape[:-1], 1, device="meta")
         for original in _original(dense, name, [meta]):
             stored.formats[original.removesuffix(".weight")] = weight.format
+    if gpt_oss.is_gpt_oss(hf_config):
+        gpt_oss.check_head(stored.formats)
     known = dense.state_dict().keys() | shapes.keys()
     stored.rest = {name: entry for name, entry in stored.rest.items() if name in known or name.rpartition(".")[2] in ("gate_up_proj_bias", "down_proj_bias")}
     return stored
@@ -107,11 +118,12 @@ def _native(folder: Path, hf_config: Any) -> Stored:
     return Stored(folder, hf_config, found.weights, rest, crc32)
 
 
-def _transformers(folder: Path, hf_config: Any) -> Stored:
+def _in_shards(folder: Path, hf_config: Any, find: Callable[..., Found], source: Mapping[str, Any]) -> Stored:
     shards = open_shards(folder)
-    found = native.find(shards, {})
+    found = find(shards, source)
     rest = {_bias(name, found.weights): e for name, e in shards.entries.items() if name not in found.used and name not in found.ignored}
-    return Stored(folder, hf_config, found.weights, rest, {})
+    cache = {new: shards.entries[old] for old, new in gpt_oss.scales_of_cache(found.ignored).items()}
+    return Stored(folder, hf_config, found.weights, rest, {}, cache)
 
 
 def _bias(name: str, weights: Mapping[str, StoredWeight]) -> str:
@@ -148,7 +160,7 @@ def _apart(found: dict[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, t in found.items():
         owner, _, last = name.rpartition(".")
-        if t.dim() != 3 or not owner.endswith("experts") or last not in _GPT_OSS:
+        if t.dim() != 3 or not owner.endswith("experts") or last not in _STACKED:
             out[name] = t
             continue
         for e in range(t.shape[0]):
@@ -160,7 +172,7 @@ def _apart(found: dict[str, Tensor]) -> dict[str, Tensor]:
 def stream(stored: Stored) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the whole checkpoint, weight by weight."""
     dense = _dense(stored.hf_config)
-    fused = str(getattr(stored.hf_config, "model_type", "")) == "gpt_oss"
+    fused = gpt_oss.is_gpt_oss(stored.hf_config)
     with Reader() as reader:
 
         def read(entry: Entry) -> Tensor:
@@ -175,7 +187,7 @@ def stream(stored: Stored) -> Iterator[tuple[str, Tensor]]:
                 continue
             *codes, scale, g = tensors
             if fused and weight.shape[:-2]:
-                yield from _fused(name, codes[0], scale, g)
+                yield from gpt_oss.tensors(name, codes, scale, g)
                 continue
             rows = g.reshape(*g.shape, 1, 1).expand(*scale.shape[:-1], 1)  # one number for each row travels through the rules
             for original, (*kept, block, whole) in _original(dense, name, [*codes, scale, rows]).items():
@@ -185,15 +197,8 @@ def stream(stored: Stored) -> Iterator[tuple[str, Tensor]]:
                     yield f"{stem}{META}", kept[1]
                 yield f"{stem}weight_scale", block
                 yield f"{stem}weight_scale_2", whole.reshape(-1)[0].clone()
+        for name, entry in stored.cache.items():
+            yield name, read(entry)
         for name, entry in stored.rest.items():
             for original, (t,) in _original(dense, name, [read(entry)]).items():
                 yield original, t
-
-
-def _fused(name: str, codes: Tensor, scale: Tensor, g: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """gpt-oss: vLLM's model takes experts of a layer in one tensor ``[E, K, N]``, divides them among ranks and turns them."""
-    owner, _, last = name.rpartition(".")
-    stem = f"{owner}.{_GPT_OSS[last]}_weight"
-    yield stem, codes.mT
-    yield f"{stem}_scale", scale.view(torch.uint8).mT.view(scale.dtype)
-    yield f"{stem}_scale_2", g.reshape(-1, 1, 1).expand(-1, 1, 2 if last == "gate_up_proj" else 1)

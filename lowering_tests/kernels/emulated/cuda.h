@@ -13,6 +13,7 @@
 #define __grid_constant__
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define threadIdx (emulated::place().thread)
 #define blockIdx (emulated::place().block)
 #define gridDim (emulated::place().blocks)

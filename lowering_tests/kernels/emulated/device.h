@@ -26,6 +26,8 @@ inline float load_float(const float* p) { return *p; }
 inline uint32_t load_16(const void* p) { return *(const uint16_t*)p; }
 inline uint32_t load_8(const void* p) { return *(const uint8_t*)p; }
 inline int count_arrival(int* counter) { return emulated::count_arrival(counter); }
+inline void arrive(int* counter) { emulated::count_arrival(counter); }
+inline void wait_for_arrivals(const int* counter, int count) { emulated::flag_wait(counter, count); }
 inline uint32_t load_table(Shared at) { return *(const uint32_t*)at; }
 inline float shuffle_xor(float v, int mask) {
   struct Lane {
@@ -131,7 +133,7 @@ template <int N> inline void setmaxnreg_dec() { setmaxnreg_inc<N>(); }
 
 inline void flag_set(int* flag) { emulated::flag_set(flag); }
 inline int flag_get(const int* flag) {  // who asks for a flag that is not set has nothing else to do
-  emulated::flag_wait(flag);
+  emulated::flag_wait(flag, 1);
   return *flag;
 }
 
@@ -211,14 +213,16 @@ inline int multiprocessors() { return FP4_EMULATED_SMS; }
 #ifdef FP4_ARCH  // a source of csrc/, not device.cpp
 struct Stream {
   cudaStream_t at;
-  bool early;
-  Stream(cudaStream_t at, bool early = false) : at(at), early(early) {}
+  bool early, together;
+  Stream(cudaStream_t at, bool early = false, bool together = false) : at(at), early(early), together(together) {}
 };
 
 template <typename... P, typename... A>
 inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
   constexpr int most = FP4_ARCH == 90 || (FP4_ARCH >= 100 && FP4_ARCH < 120) ? 227 : kLargeSharedMemory ? 163 : 99;  // KB a block
   if (shared_bytes > most * 1024 || (cluster > 1 && FP4_ARCH < 90)) return cudaErrorInvalidValue;
+  const int all = blocks.x * blocks.y * blocks.z, a_multiprocessor = threads <= 1024 ? std::min(2048 / threads, most * 1024 / std::max(shared_bytes, 1)) : 0;
+  if (stream.together && all > FP4_EMULATED_SMS * a_multiprocessor) return cudaErrorInvalidValue;
   return emulated::launch(blocks, threads, shared_bytes, cluster, stream.early, [=] { kernel((P)arguments...); });
 }
 

@@ -68,7 +68,7 @@ void tma_load_2d(void* shared, const TensorMap& map, int byte, int row, int plan
 
 // Between blocks of a grid, which begin one after the other here: a cluster when all before it have ended or wait for a flag.
 void flag_set(int* flag);
-void flag_wait(const int* flag);
+void flag_wait(const int* flag, int least);
 int count_arrival(int* counter);
 
 // FP4_FAULT(NAME) in a kernel is true while the test has switched on the fault of that name.

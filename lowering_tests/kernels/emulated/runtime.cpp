@@ -83,7 +83,8 @@ struct Fiber {
   bool done, began_early;  // not waited for the kernel before
   const Barrier* waits;
   unsigned generation;
-  const int* flag;  // waits until it is set
+  const int* flag;  // waits until it is `least` or more
+  int least;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
   std::set<Mbarrier*> waited;  // since it last published writes
@@ -292,7 +293,7 @@ void deadlock(const Launch& launch);
 
 // Can a thread go on, of a cluster that has just begun or that waited for a flag?
 bool flagged(const Launch& launch) {
-  return std::any_of(launch.fibers.begin(), launch.fibers.end(), [](auto& f) { return !f->done && (f->flag ? *f->flag != 0 : !f->waits || f->waits->generation != f->generation); });
+  return std::any_of(launch.fibers.begin(), launch.fibers.end(), [](auto& f) { return !f->done && (f->flag ? *f->flag >= f->least : !f->waits || f->waits->generation != f->generation); });
 }
 
 // Until all threads have ended, or until nothing moves but flags of other clusters may do: false then.
@@ -305,7 +306,7 @@ bool run(Launch& launch) {
     if (seed) std::shuffle(order.begin(), order.end(), random);
     bool moved = false;
     for (Fiber* f : order) {
-      if (f->done || (f->waits && f->waits->generation == f->generation) || (f->flag && !*f->flag)) continue;
+      if (f->done || (f->waits && f->waits->generation == f->generation) || (f->flag && *f->flag < f->least)) continue;
       f->waits = nullptr;
       f->flag = nullptr;
       current = f;
@@ -557,10 +558,10 @@ void flag_set(int* flag) {
   *flag = 1;
 }
 
-void flag_wait(const int* flag) {
+void flag_wait(const int* flag, int least) {
   access((const uint8_t*)flag, 4, false, false);
-  if (*flag) return;
-  current->flag = flag;
+  if (*flag >= least) return;
+  current->flag = flag, current->least = least;
   leave();
 }
 
@@ -649,7 +650,10 @@ int launch(dim3 blocks, int threads, int shared_bytes, int cluster, bool early, 
         for (bool again = true; again && !failed;) {
           again = false;
           for (size_t i = begun.size(); i-- > 0 && !failed;)  // the newest first: what it sets may let others go on
-            if (flagged(*begun[i]) && run(*begun[i])) begun.erase(begun.begin() + i), again = true;
+            if (flagged(*begun[i])) {
+              again = true;
+              if (run(*begun[i])) begun.erase(begun.begin() + i);
+            }
         }
         current = nullptr;
         the = nullptr;
