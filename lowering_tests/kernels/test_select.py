@@ -417,7 +417,14 @@ def test_a_chain_has_one_row_where_its_kernel_is_on():
     on = DispatchConfig(candidates=("cuda_gemv_chain",))
     assert [(row.kernel, row.max_m) for row in plan(call, on).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
     assert [(row.kernel, row.max_m) for row in plan(call, replace(on, thresholds={"chain": 4})).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
-    for apart in (plan(call, DEFAULT), plan(call, replace(on, thresholds={"chain": 0})), plan(replace(call, arch=80), on), plan(replace(call, k=4080), on)):
+    for apart in (
+        plan(call, DEFAULT),
+        plan(call, replace(on, thresholds={"chain": 0})),
+        plan(replace(call, arch=80), on),
+        plan(replace(call, k=4080), on),
+        plan(replace(call, k=16448), on),
+        plan(replace(call, n=57345), on),
+    ):
         assert [row.kernel for row in apart.rows] == ["one by one"]
 
 
