@@ -61,7 +61,8 @@ class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
     ``missed`` has one entry (``.node .shape .reason .what``) per weight of several experts that the compiled graph dequantizes, per norm that the
-    kernel of a linear layer could have computed and does not, and per attention over a cache whose query is normed and rotated by kernels of its own.
+    kernel of a linear layer could have computed and does not, per attention over a cache whose query is normed and rotated by kernels of its own, and per
+    run of linear layers that read each other's results and are not one launch.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)

@@ -113,7 +113,7 @@ class Kernel:
         k_multiple, n_multiple: what K and N have to be multiples of.
         most_k: the largest K that it takes; None: any.
         only_k: every K that it takes; none: any.
-        least_n: the fewest outputs that it takes.
+        least_n, most_n: the fewest and the most outputs that it takes; None: any.
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
         forms: it takes only calls whose ``form`` is one of these alone.
@@ -137,6 +137,7 @@ class Kernel:
     most_k: int | None = None
     only_k: tuple[int, ...] = ()
     least_n: int = 1
+    most_n: int | None = None
     one_scale: bool = False
     plain: bool = False
     forms: tuple[str, ...] = ()
@@ -200,6 +201,8 @@ class Kernel:
             return f"N = {call.n} is not a multiple of {self.n_multiple}"
         if call.n < self.least_n:
             return f"N = {call.n} is less than {self.least_n}"
+        if self.most_n is not None and call.n > self.most_n:
+            return f"N = {call.n} is more than {self.most_n}"
         return None
 
 

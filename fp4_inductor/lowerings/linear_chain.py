@@ -30,8 +30,8 @@ def lower(*args, **kwargs):
     c: Any = ChainCall.of(*args, **kwargs)  # of IR values
     symbols = inductor.Symbols()
     m, products = inductor.rows_of(c.x), c.products()
-    sizes = [[symbols.static_int(size) for size in p.qdata.get_size()] for p in products]
-    if any(n is None or half_k is None for n, half_k in sizes):
+    sizes: Any = [[symbols.static_int(size) for size in p.qdata.get_size()] for p in products]
+    if any(None in size for size in sizes):
         return _padded(_one_by_one(c, products), c.x)
     called = [select.describe("linear_chain", c.x.get_device(), c.x.get_dtype(), n, 2 * half_k, c.prefill) for n, half_k in sizes]
     plans = [plan(call, dispatch_config()) for call in called]

@@ -12,6 +12,8 @@ from ..kernels.select import Call
 from ..modules import FP4Experts, FP4Linear, SiblingLinear, Sparse24ExpertWeight, Sparse24Linear
 from ..modules.fp8 import FP8Linear
 
+_DENSE = ("linear", "linear_epilogue", "linear_chain")  # that a linear layer may become a part of
+
 
 def compile_ahead(model: nn.Module) -> None:
     """Begin to compile the CUDA kernels for the quantized layers of ``model`` that are on a GPU; nothing if they are compiled."""
@@ -32,7 +34,7 @@ def calls_of(module: nn.Module, arch: int | None = None) -> Iterator[Call]:
         yield _experts(module, arch)
     elif isinstance(module, FP4Linear):
         n, k = module.storage().logical(module.parts()[0].shape)
-        ops = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else ("linear", "linear_epilogue")
+        ops: tuple[str, ...] = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else _DENSE
         yield from (_call(op, arch, module.dtype, n, k, module.prefill) for op in ops)
         if isinstance(module, SiblingLinear):
             ops = ("linear", "linear_glu") if len(module.packed.starts) == 2 else ("linear",)

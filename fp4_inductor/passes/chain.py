@@ -63,11 +63,6 @@ class _Linear(NamedTuple):
         return n, half_k * 2
 
 
-class _Refused(NamedTuple):
-    count: int  # of products that one launch can do, before the one that it cannot
-    reason: str
-
-
 def fuse(graph: Graph) -> None:
     """Rewrite every such run of products in ``graph``."""
     for nodes in _runs(graph):
@@ -76,9 +71,10 @@ def fuse(graph: Graph) -> None:
             run = [found for node in nodes if (found := _read(node)) is not None]  # the rewriting of another run has changed what they read
             if not _is_there(run[0]):
                 break
-            counters, (count, reason) = _counters(graph, run[0].node), _served(graph, run)
+            count, reason = _served(graph, run)
+            counters = _counters(graph, run[0].node) if count > 1 else ""
             if isinstance(counters, str):
-                count, reason = 0, reason or counters
+                count, reason = min(count, 1), reason or counters
             if reason and not told:
                 node = nodes[max(count - 1, 0)]
                 missed(node, value(node), reason, UNCHAINED)
@@ -93,7 +89,7 @@ def _runs(graph: Graph) -> list[list[Node]]:
     runs: list[list[Node]] = []
     ends: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        found = _read(node)
+        found = _read(node) if node.users else None
         if found is None:
             continue
         run = ends.pop(below_views(found.x), [])
@@ -112,6 +108,9 @@ def _read(node: Node) -> _Linear | None:
     op: Any = node.target
     args: Any = node.args
     x, *rest = args
+    act: Any
+    prefill: Any
+    begins: Any
     normed = op._opname.startswith("norm_")
     norm: dict[str, Any] = dict(zip(("norm_weight", "eps", "norm_offset"), rest, strict=False)) if normed else {}
     rest = rest[norm_linear.LEADING :] if normed else rest
@@ -150,14 +149,15 @@ def _plan(p: _Linear, op: str) -> Plan:
     return select.plan(select.describe(op, x.device, x.dtype, *p.sizes, p.prefill, counts=counts), dispatch_config())
 
 
-def _served(graph: Graph, run: list[_Linear]) -> _Refused:
+def _served(graph: Graph, run: list[_Linear]) -> tuple[int, str]:
     """How many products from the first on one launch does, and why not the next; an empty reason: it does all."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    place: dict[Node, int] = {}
     for i, p in enumerate(run):
+        place = place or ({node: n for n, node in enumerate(graph.nodes)} if i else {})
         reason = _why_not(p) or _why_not_behind(run[:i], p, place)
         if reason:
-            return _Refused(i, reason)
-    return _Refused(len(run), "")
+            return i, reason
+    return len(run), ""
 
 
 def _why_not(p: _Linear) -> str:
@@ -284,10 +284,10 @@ def _item(graph: Graph, node: Node, number: int) -> Node:
 def _meta(run: list[_Linear], call: dict[str, Any], counters: Node) -> dict[str, Any]:
     """Of the node of the chain: that of its first product, its own values, and the layers that it computes."""
     fakes = torch.fx.map_arg(call, value)
-    mode: Any = value(counters).fake_mode
-    with mode:
-        results = linear_chain.fake(ChainCall(**fakes, arrivals=value(counters)))
-        written = torch.empty_like(value(counters))
+    arrivals: Any = value(counters)
+    with arrivals.fake_mode:
+        results = linear_chain.fake(ChainCall(**fakes, arrivals=arrivals))
+        written = torch.empty_like(arrivals)
     kept = {name: part for name, part in run[0].node.meta.items() if name not in ("val", "tensor_meta", MEMBERS)}
     paths = [(module_path(p.node), p.node.meta.get(MEMBERS) or []) for p in run]
     return kept | {"val": (*results, written), "custom": {**(kept.get("custom") or {}), PATHS: paths}}

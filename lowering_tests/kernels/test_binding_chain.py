@@ -7,10 +7,11 @@ import ctypes
 import pytest
 import torch
 
+from fp4_inductor.formats import nvfp4
 from fp4_inductor.kernels import build
 from fp4_inductor.kernels.linear_chain import on_csrc
 from fp4_inductor.kernels.params import ChainParams, LinearParams
-from fp4_inductor.ops.linear_chain import ChainCall, Product
+from fp4_inductor.ops.linear_chain import CONTRACT, ChainCall, Product
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.test_binding import STANDINS, ops  # noqa: F401
 
@@ -145,3 +146,25 @@ def test_a_launch_that_fails(chain):
     status[0] = 801
     with pytest.raises(RuntimeError, match="cudaError 801 for 4 products, the first of N=32, K=64"):
         chain(*flat(call()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_the_kernel_behind_the_operator(ops, dtype):  # noqa: F811
+    """Emulated, against the reference: what the operator passes is what it means."""
+    norm = dict(eps=1e-6, norm_offset=1.0)
+    products = [
+        random(64, 128, residual=torch.randn(1, 64).to(dtype)),
+        random(256, 64, 2, act="silu", glu=True, starts=(128,), norm_weight=torch.randn(64).to(dtype), **norm),
+        random(64, 128, added=0),
+        random(96, 64, 3, starts=(32, 64), bias=torch.randn(96).to(dtype), norm_weight=torch.randn(64).to(dtype), **norm),
+    ]
+    c = ChainCall.made(torch.randn(1, 128).to(dtype), products, torch.zeros(4, dtype=torch.int32))
+    got = ops.linear_chain(*c[: ChainCall._fields.index("early")], 0, 90)
+    for a, b in zip(got, CONTRACT.reference(*c), strict=True):
+        assert float((a.double() - b.double()).norm() / b.double().norm()) <= CONTRACT.tolerance[dtype]
+    assert not c.arrivals.any()
+
+
+def random(n, k, scales=1, **options):
+    q, s, g = nvfp4.quantize(torch.randn(n, k) / k**0.5)
+    return Product(q, s, g * torch.arange(1, scales + 1) if scales > 1 else g, **options)

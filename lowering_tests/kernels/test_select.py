@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4_inductor.config import DispatchConfig
+from fp4_inductor.config import DispatchConfig, dispatch
 from fp4_inductor.errors import ConfigError, KernelError
 from fp4_inductor.kernels import build, forms, host, registry
 from fp4_inductor.kernels.csrc import LIBRARIES
 from fp4_inductor.kernels.kernel import ANY, COMPILED, EMULATED, HALF, LOST, MEASURED_H100, Kernel, On
-from fp4_inductor.kernels.select import ONE, Call, plan
+from fp4_inductor.kernels.select import ONE, Call, csrc_names, plan
 
 ARCHS = (0, 80, 86, 89, 90, 100, 103, 120, 121)
 PREFILL = ("auto", "fp8", "bf16", "nvfp4")
@@ -51,8 +51,8 @@ def test_every_kernel_is_complete(kernel):
 def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_number():
     """One that says nothing is in test_emulated_sparse_table.py, or calls others by their own choice, or serves one row."""
     silent = {kernel.name for kernel in registry.kernels() if not kernel.batch[1]}
-    one_row = {"triton_sparse_gemv", "triton_gemv_fp8", "triton_gemv_glu", "cuda_gemv", "cuda_gemv_pointwise", "cuda_gemv_glu"}
-    assert silent == {"cuda_sparse_table", "linear, then act * up", "linear, then pointwise"} | one_row
+    one_row = {"triton_sparse_gemv", "triton_gemv_fp8", "triton_gemv_glu", "cuda_gemv", "cuda_gemv_pointwise", "cuda_gemv_glu", "cuda_gemv_chain"}
+    assert silent == {"cuda_sparse_table", "linear, then act * up", "linear, then pointwise", "one by one"} | one_row
     for call in CALLS:
         for row in plan(call, DEFAULT).rows:
             assert bool(row.batch) == bool(row.implementation.batch[1] and (row.max_m is None or row.max_m > row.implementation.batch[0]))
@@ -410,3 +410,26 @@ def test_one_row_has_its_own_kernels_where_an_epilogue_is_fused():
     assert [(row.kernel, row.max_m) for row in then.rows] == [
         ("cuda_gemv_pointwise", 1), ("cuda_table_pointwise", 16), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
     ]  # fmt: skip
+
+
+def test_a_chain_has_one_row_where_its_kernel_is_on():
+    call = Call("linear_chain", 90, torch.bfloat16, 4096, 4096)
+    on = DispatchConfig(candidates=("cuda_gemv_chain",))
+    assert [(row.kernel, row.max_m) for row in plan(call, on).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
+    assert [(row.kernel, row.max_m) for row in plan(call, replace(on, thresholds={"chain": 4})).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
+    for apart in (
+        plan(call, DEFAULT),
+        plan(call, replace(on, thresholds={"chain": 0})),
+        plan(replace(call, arch=80), on),
+        plan(replace(call, k=4080), on),
+        plan(replace(call, k=16448), on),
+        plan(replace(call, n=57345), on),
+    ):
+        assert [row.kernel for row in apart.rows] == ["one by one"]
+
+
+def test_libraries_of_candidates_are_compiled_where_they_are_switched_on():
+    chain, glu = Call("linear_chain", 90, torch.bfloat16, 4096, 4096), Call("linear_glu", 80, torch.bfloat16, 8192, 4096)
+    assert csrc_names(chain) == [] and csrc_names(glu) == ["linear_small"]
+    with dispatch(candidates=("cuda_gemv_chain", "cuda_gemv_glu")):
+        assert csrc_names(chain) == ["linear_chain"] and csrc_names(glu) == ["linear_gemv_glu"]

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import fp4_inductor
-from fp4_inductor import KVCache, dispatch
+from fp4_inductor import KVCache, NVFP4Config, dispatch
 from fp4_inductor.explain import Explanation
+from fp4_inductor.ops.linear_chain import COUNTERS
 from fp4_inductor.passes import chain, missed
 from fp4_inductor.passes.missed import UNCHAINED, listen
 from lowering_tests import norm_kernels
-from lowering_tests.models.conftest import build
+from lowering_tests.models.conftest import BASE, build
 
 BF16, fp4 = torch.bfloat16, torch.ops.fp4
 ON = ("cuda_gemv_chain",)
@@ -65,7 +66,7 @@ def decode_steps(model):
             for _ in range(3):
                 logits.append(call(token, cache))
                 token = logits[-1][:, -1].argmax(-1)[:, None]
-        assert not cache.counter.arrivals.any()
+        assert len(cache.counter.arrivals) >= 2 * COUNTERS and not cache.counter.arrivals.any()
         return torch.cat(logits)
 
     return steps
@@ -108,6 +109,23 @@ def test_decode_steps(chained, family):
     assert (ops, left) == (FAMILIES[family], [])
     links = counters(c.graph)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(links)), "each counts in what the one before it has left"
+
+
+def test_layers_that_are_compiled_once(chained):
+    """A region ends with its layer, so that the next one's q, k and v are not in its chain. The last layer is no region: it counts besides."""
+    import transformers
+
+    fields = BASE | dict(num_hidden_layers=6, intermediate_size=128, head_dim=16)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**fields), dtype=BF16).eval()
+    model = fp4_inductor.quantize_model(model, NVFP4Config("amax"), progress=False)
+    cache, ids = KVCache(model, 32, 1), torch.tensor([[5]])
+    with torch.no_grad():
+        want = model(input_ids=ids, past_key_values=KVCache(model, 32, 1)).logits
+    c, left = chained(lambda ids: model(input_ids=ids, past_key_values=cache).logits, ids)
+    assert (c.matches["linear_chain"], left) == (2, [])
+    assert [graph.count("qdata=[") for graph in c.graphs] == [1, 1] and all(re.search(r"qdata=\[in\d+, in\d+, in\d+\]", graph) for graph in c.graphs)
+    assert float((c.result.double() - want.double()).norm() / want.double().norm()) < 3e-2
 
 
 # --- what is a chain, and what is not -------------------------------------------------------------------------------
@@ -290,6 +308,20 @@ def test_operands_that_are_views_move_ahead(compared):
     c, ops, left = compared(then, SQUARE, (2 * K, K))
     assert (ops, left) == (["linear_chain"], [])
     assert "added=[-1, 0]" in c.graph and "act=[0, 2]" in c.graph
+
+
+def test_what_is_added(compared):
+    """Results of several products, and what was there before, also twice."""
+
+    def then(a, x, *parts):
+        first = fp4.linear_epilogue(a, *parts[0], None, "", None, x)
+        second = fp4.linear_epilogue(first, *parts[1], None, "", None, x)
+        third = fp4.linear_epilogue(second, *parts[2], None, "relu", None, second)
+        return fp4.linear_epilogue(third, *parts[3], None, "", None, first)
+
+    c, ops, left = compared(then, *[SQUARE] * 4)
+    assert (ops, left) == (["linear_chain"], [])
+    assert "added=[-1, -1, 1, 0]" in c.graph and re.search(r"residual=\[v\d+, v\d+, None, None\]", c.graph)
 
 
 def test_two_layers_that_read_one_result(compared):

@@ -9,8 +9,9 @@ from ..forms import Library
 from ..kernel import ANY, EMULATED, IN_CI, Kernel, On
 
 LIBRARY = Library("gemm/linear_chain.cu", finish=None, most_rows=lambda arch: 1)
+_MOST_N = 57344  # a block, of which there are as many as multiprocessors, 114 or more, has a share of at most 512 columns
 _WHY = "the products between two attentions are one launch: three launches less a layer, and the weights of the next product are fetched while one ends"
 KERNELS = (
-    Kernel("linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, EMULATED, _WHY),), k_multiple=64, most_k=32768, form=LIBRARY),
-    Kernel("linear_chain", "one by one", "unfused", (On(0, 129, IN_CI, "each product by the kernel that its own op has"),), ANY, k_multiple=1),
+    Kernel("linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, EMULATED, _WHY),), k_multiple=64, most_k=16384, most_n=_MOST_N, form=LIBRARY),
+    Kernel("linear_chain", "one by one", "unfused", (On(0, 129, IN_CI, "each product by the kernel that its own op has"),), ANY),
 )

@@ -1,0 +1,70 @@
+"""Decode steps of a model over a KVCache whose graphs are those of a GPU, run on a CPU: the CUDA kernels of one row are emulated."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+import fp4_inductor
+from fp4_inductor import KVCache, NVFP4Config, dispatch
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.kernels import build, select
+from fp4_inductor.kernels.kernel import Call
+from fp4_inductor.lowerings.journal import listen
+from fp4_inductor.passes import epilogue
+from lowering_tests.kernels import emulator
+from lowering_tests.kernels.test_binding import ops  # noqa: F401
+from lowering_tests.models.conftest import BASE
+
+pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
+BF16 = torch.bfloat16
+
+
+@contextlib.contextmanager
+def linear_layers_of_a_gpu():
+    """Passes and lowerings choose the kernels of linear layers as on sm_90; those of attention as on this CPU."""
+    of_cpu = select.describe
+
+    def describe(op, device, dtype, n, k, prefill="auto", form=(), counts=select.ONE, eager=False):
+        if op not in ("linear", "linear_epilogue", "linear_glu", "linear_chain"):
+            return of_cpu(op, device, dtype, n, k, prefill, form, counts, eager)
+        return Call(op, 90, dtype, n, k, prefill, "", form=form, scales=counts.scales, eager=eager)
+
+    def plan_of(linear):
+        x, qdata = (argument.meta["val"] for argument in epilogue.arguments_of(linear)[1][:2])
+        return select.plan(describe("linear_epilogue", x.device, x.dtype, qdata.shape[0], 2 * qdata.shape[1]), dispatch_config())
+
+    with mock.patch.object(select, "describe", describe), mock.patch.object(epilogue, "_plan_of", plan_of):
+        yield
+
+
+@pytest.mark.parametrize(("family", "layers", "products"), [("LlamaConfig", 2, 4 + 3), ("Qwen3Config", 3, 4 + 4 + 3), ("LlamaConfig", 5, 3 + 3)])
+def test_decode_steps(ops, family, layers, products):  # noqa: F811
+    """Of five layers four are one region. Counters are zero again after each step, and a step reads what the one before it left in the cache."""
+    import transformers
+
+    torch.manual_seed(0)
+    fields = BASE | dict(num_hidden_layers=layers, intermediate_size=128, head_dim=16)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family)(**fields), dtype=BF16).eval()
+    model = fp4_inductor.quantize_model(model, NVFP4Config("amax"), progress=False)
+    tokens = torch.randint(3, 128, (4,)).tolist()
+
+    def steps(call, cache):
+        with torch.no_grad():
+            return torch.cat([call(torch.tensor([[token]]), cache) for token in tokens])
+
+    def step(ids, cache):
+        return model(input_ids=ids, past_key_values=cache).logits
+
+    want, cache = steps(step, KVCache(model, 32, 1)), KVCache(model, 32, 1)
+    torch._dynamo.reset()
+    options = {"force_disable_caches": True}
+    with linear_layers_of_a_gpu(), dispatch(candidates=("cuda_gemv_chain",)), listen() as entries, torch._inductor.config.patch(options):
+        got = steps(torch.compile(step, fullgraph=True), cache)
+    served = [e.decision.row.kernel for e in entries if e.op == "fp4.linear_chain"]
+    assert served == ["cuda_gemv_chain"] * products
+    assert not cache.counter.arrivals.any()
+    assert float((got.double() - want.double()).norm() / want.double().norm()) < 3e-2
