@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .._torch.compiling import is_compile_error
 from ..errors import FP4Error, NonFiniteError, ShapeError
+from ..integrations import regions
 from . import caches
 from .device import Host, Runner, device_for
 from .lookup import Text
@@ -73,10 +75,10 @@ class NotServedError(Exception):
 
 
 class Compiled:
-    """A function that is compiled when it is first called, or runs as it is if that fails, with a note."""
+    """A function that is compiled when it is first called, or runs as it is if that fails, with a note. ``within``: makes the context of each call."""
 
-    def __init__(self, function: Callable, compiled: bool, name: str):
-        self.plain, self.name = function, name
+    def __init__(self, function: Callable, compiled: bool, name: str, within: Callable[[], Any] = nullcontext):
+        self.plain, self.name, self.within = function, name, within
         self.note: str | None = None
         self.run = torch.compile(own_code(function), fullgraph=True) if compiled else function
 
@@ -84,7 +86,8 @@ class Compiled:
         if self.run is self.plain:
             return self.plain(*args, **kwargs)
         try:
-            return self.run(*args, **kwargs)
+            with self.within():
+                return self.run(*args, **kwargs)
         except Exception as error:
             if not is_compile_error(error):
                 raise
@@ -299,7 +302,9 @@ class Session:
             extra |= {"logits_to_keep": 1 if drafting is None else drafting.queries} if "logits_to_keep" in self.accepts else {}
             arguments = (self.model, self.cache, state, Masks(self.model, self.cache, any(phase)), padded, extra)
             function = forward_of(*arguments) if text is None else forward_of_drafts(*arguments, text)
-            forward = self._forwards[padded, phase, drafting] = Compiled(function, self.compiled, "the step")
+            whole = self.compiled and drafting is None and regions.pays_undivided(self.model, state.batch)
+            within = functools.partial(regions.undivided, self.cache) if whole else nullcontext
+            forward = self._forwards[padded, phase, drafting] = Compiled(function, self.compiled, "the step", within)
         values = self._values[signature]
 
         def step() -> None:
