@@ -152,14 +152,11 @@ def describe_for(
 
 
 def csrc_names(call: Call) -> list[str]:
-    """The CUDA kernels that serve ``call`` for some M. Where only kernels that are switched off have CUDA for its op, what fp4.linear has.
-
-    Of ``fp4.linear_chain`` then none: its products have plans of their own.
-    """
+    """The CUDA kernels that serve ``call`` for some M. Where only kernels that are switched off have CUDA for its op, what fp4.linear has."""
     candidates = dispatch_config().candidates
     own = [(kernel, on) for kernel in registry.kernels(call.op) if kernel.csrc and (on := kernel.at(call.arch))]
     if own and all(on.off and kernel.name not in candidates for kernel, on in own):
-        return [] if call.op == "linear_chain" else ["linear_small"]
+        return ["linear_small"]
     try:
         spans = plan(replace(call, csrc=""), DispatchConfig(candidates=candidates)).rows
     except KernelError:

@@ -412,24 +412,18 @@ def test_one_row_has_its_own_kernels_where_an_epilogue_is_fused():
     ]  # fmt: skip
 
 
-def test_a_chain_has_one_row_where_its_kernel_is_on():
+def test_a_chain_has_one_row():
     call = Call("linear_chain", 90, torch.bfloat16, 4096, 4096)
-    on = DispatchConfig(candidates=("cuda_gemv_chain",))
-    assert [(row.kernel, row.max_m) for row in plan(call, on).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
-    assert [(row.kernel, row.max_m) for row in plan(call, replace(on, thresholds={"chain": 4})).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
-    for apart in (
-        plan(call, DEFAULT),
-        plan(call, replace(on, thresholds={"chain": 0})),
-        plan(replace(call, arch=80), on),
-        plan(replace(call, k=4080), on),
-        plan(replace(call, k=16448), on),
-        plan(replace(call, n=57345), on),
-    ):
+    for config in (DEFAULT, DispatchConfig(thresholds={"chain": 4})):
+        assert [(row.kernel, row.max_m) for row in plan(call, config).rows] == [("cuda_gemv_chain", 1), ("one by one", None)]
+    off = DispatchConfig(thresholds={"chain": 0})
+    others = [replace(call, arch=80), replace(call, k=4080), replace(call, k=16448), replace(call, n=57345), replace(call, csrc="no nvcc")]
+    for apart in (plan(call, off), *(plan(other, DEFAULT) for other in others)):
         assert [row.kernel for row in apart.rows] == ["one by one"]
 
 
 def test_libraries_of_candidates_are_compiled_where_they_are_switched_on():
     chain, glu = Call("linear_chain", 90, torch.bfloat16, 4096, 4096), Call("linear_glu", 80, torch.bfloat16, 8192, 4096)
-    assert csrc_names(chain) == [] and csrc_names(glu) == ["linear_small"]
-    with dispatch(candidates=("cuda_gemv_chain", "cuda_gemv_glu")):
-        assert csrc_names(chain) == ["linear_chain"] and csrc_names(glu) == ["linear_gemv_glu"]
+    assert csrc_names(chain) == ["linear_chain"] and csrc_names(glu) == ["linear_small"]
+    with dispatch(candidates=("cuda_gemv_glu",)):
+        assert csrc_names(glu) == ["linear_gemv_glu"]

@@ -71,7 +71,7 @@ def compiled(build=Decoder, rows=1, csrc="", **options):
     """``(the wrapper's call, journal, matches, why products were left apart)``"""
     reset_matches()
     shapes = [((1, rows, K), BF16), ((1, KV_HEADS, LENGTH, D), BF16), ((8,), torch.int32)]
-    with listen() as entries, missed.listen() as left, dispatch(**dict(candidates=("cuda_gemv_chain",)) | options):
+    with listen() as entries, missed.listen() as left, dispatch(**options):
         code = generated_code(build, shapes, csrc=csrc)[0]
     return call_body(code), entries, matches(), [m.reason for m in left if m.what == UNCHAINED]
 
@@ -168,12 +168,11 @@ def test_the_op_itself():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(candidates=()), "emulated, not timed on a GPU"),
         (dict(thresholds={"chain": 0}), "switched off by DispatchConfig.thresholds"),
         (dict(csrc="no nvcc"), "no nvcc"),
         (dict(rows=8), "kernels/choose/sm90.py prefers"),
     ],
-    ids=["off", "a threshold", "not compiled", "many rows"],
+    ids=["off", "not compiled", "many rows"],
 )
 def test_what_is_launched_one_by_one(options, reason):
     """The op costs what its products cost, and says why."""
@@ -186,7 +185,9 @@ def test_what_is_launched_one_by_one(options, reason):
     assert [e.op for e in products] == ["fp4.linear_epilogue"] * 2 or [e.op for e in products] == ["fp4.linear"] * 2
 
 
-@pytest.mark.parametrize(("options", "reason"), [(dict(candidates=()), "emulated, not timed"), (dict(csrc="no nvcc"), "no nvcc")])
+@pytest.mark.parametrize(
+    ("options", "reason"), [(dict(thresholds={"chain": 0}), "switched off by DispatchConfig.thresholds"), (dict(csrc="no nvcc"), "no nvcc")]
+)
 def test_a_graph_whose_products_are_not_one_launch(options, reason):
     body, _, counted, left = compiled(**options)
     assert "linear_chain" not in counted and "linear_chain" not in body

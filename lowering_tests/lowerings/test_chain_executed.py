@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp4_inductor
-from fp4_inductor import KVCache, NVFP4Config, dispatch
+from fp4_inductor import KVCache, NVFP4Config
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.kernels import build, select
 from fp4_inductor.kernels.kernel import Call
@@ -62,7 +62,7 @@ def test_decode_steps(ops, family, layers, products):  # noqa: F811
     want, cache = steps(step, KVCache(model, 32, 1)), KVCache(model, 32, 1)
     torch._dynamo.reset()
     options = {"force_disable_caches": True}
-    with linear_layers_of_a_gpu(), dispatch(candidates=("cuda_gemv_chain",)), listen() as entries, torch._inductor.config.patch(options):
+    with linear_layers_of_a_gpu(), listen() as entries, torch._inductor.config.patch(options):
         got = steps(torch.compile(step, fullgraph=True), cache)
     served = [e.decision.row.kernel for e in entries if e.op == "fp4.linear_chain"]
     assert served == ["cuda_gemv_chain"] * products

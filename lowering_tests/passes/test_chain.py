@@ -23,7 +23,6 @@ from lowering_tests import norm_kernels
 from lowering_tests.models.conftest import BASE, build
 
 BF16, fp4 = torch.bfloat16, torch.ops.fp4
-ON = ("cuda_gemv_chain",)
 K, HEADS, LENGTH, EPS = 64, 4, 16, 1e-5
 
 
@@ -31,8 +30,8 @@ K, HEADS, LENGTH, EPS = 64, 4, 16, 1e-5
 def chained(compiled):
     """``chained(step, *args, **dispatch)``: compiled for the pretended GPU; what was compiled, and why products were left apart."""
 
-    def run(step, *args, candidates=ON, **options):
-        with norm_kernels.on_a_cpu(), dispatch(candidates=candidates, **options), listen() as left:
+    def run(step, *args, **options):
+        with norm_kernels.on_a_cpu(), dispatch(**options), listen() as left:
             c = compiled(step, *args)
         return c, [m.reason for m in left if m.what == UNCHAINED]
 
@@ -221,10 +220,7 @@ BETWEEN = "what a product reads besides the result of the one before it is compu
 # name -> what stands behind attention, its weights, options, and why it is left
 LEFT = {
     "M": (two, [SQUARE] * 2, dict(rows=2), "M is 2: one launch takes M = 1"),
-    "a kernel that is off": (
-        two, [SQUARE] * 2, dict(candidates=()), 'emulated, not timed on a GPU: switch it on with fp4_inductor.dispatch(candidates=("cuda_gemv_chain",))',
-    ),
-    "a threshold": (two, [SQUARE] * 2, dict(thresholds={"chain": 0}), "switched off by DispatchConfig.thresholds"),
+    "a kernel that is off": (two, [SQUARE] * 2, dict(thresholds={"chain": 0}), "switched off by DispatchConfig.thresholds"),
     "another kernel": (two, [SQUARE] * 2, dict(thresholds={"gemv": 0}), f"linear, then pointwise serves N = {K}, K = {K}, not cuda_gemv"),
     "K": (lambda a, x, o, down: fp4.linear(fp4.linear(a, *o), *down), [(48, K), (K, 48)], {}, "K = 48 is not a multiple of 64"),
     "no attention": (
@@ -346,7 +342,7 @@ def test_a_part_of_a_run(compared):
 
 def test_the_graph_of_a_cpu_stays_as_it_is(compiled):
     x, parts = torch.randn(1, 1, K).to(BF16), [made(SQUARE), made(SQUARE)]
-    with listen() as left, dispatch(candidates=ON):
+    with listen() as left:
         c = compiled(step_of(two), x, torch.zeros(8, dtype=torch.int32), *parts)
     assert "linear_chain" not in c.matches and left == []
 

@@ -11,8 +11,8 @@ from ..kernel import ANY, IN_CI, MEASURED_H100, Kernel, On
 LIBRARY = Library("gemm/linear_chain.cu", finish=None, most_rows=lambda arch: 1)
 _MOST_N = 57344  # a block, of which there are as many as multiprocessors, 114 or more, has a share of at most 512 columns
 _WHY = (
-    "the weights of the next product are fetched while one ends: a step of 12 layers of an 8B model, batch 1, takes 1.17 ms on an H100 with it (one graph), "
-    "1.22 where each layer is a region, whose q/k/v stay alone, and 1.23 with a launch for each product"
+    "a step of 12 layers of an 8B model, batch 1, takes 1.17 ms on an H100 with it, 1.22 where q/k/v stay alone (regions), 1.23 with a launch for each "
+    "product: weights of the next one are on their way"
 )
 KERNELS = (
     Kernel("linear_chain", "cuda_gemv_chain", "chain", (On(90, 90, MEASURED_H100, _WHY),), k_multiple=64, most_k=16384, most_n=_MOST_N, form=LIBRARY),
