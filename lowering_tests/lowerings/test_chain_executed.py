@@ -11,6 +11,7 @@ import torch
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config
 from fp4_inductor.config import dispatch_config
+from fp4_inductor.integrations import regions
 from fp4_inductor.kernels import build, select
 from fp4_inductor.kernels.kernel import Call
 from fp4_inductor.lowerings.journal import listen
@@ -41,9 +42,12 @@ def linear_layers_of_a_gpu():
         yield
 
 
-@pytest.mark.parametrize(("family", "layers", "products"), [("LlamaConfig", 2, 4 + 3), ("Qwen3Config", 3, 4 + 4 + 3), ("LlamaConfig", 5, 3 + 3)])
-def test_decode_steps(ops, family, layers, products):  # noqa: F811
-    """Of five layers four are one region. Counters are zero again after each step, and a step reads what the one before it left in the cache."""
+@pytest.mark.parametrize(
+    ("family", "layers", "whole", "products"),
+    [("LlamaConfig", 2, False, 4 + 3), ("Qwen3Config", 3, False, 4 + 4 + 3), ("LlamaConfig", 5, False, 3 + 3), ("LlamaConfig", 5, True, 4 * 4 + 3)],
+)
+def test_decode_steps(ops, family, layers, whole, products):  # noqa: F811
+    """Of five layers four are one region, but where a step is one graph (``whole``). Counters are zero again after each step, and a step reads what the one before it left in the cache."""
     import transformers
 
     torch.manual_seed(0)
@@ -62,7 +66,8 @@ def test_decode_steps(ops, family, layers, products):  # noqa: F811
     want, cache = steps(step, KVCache(model, 32, 1)), KVCache(model, 32, 1)
     torch._dynamo.reset()
     options = {"force_disable_caches": True}
-    with linear_layers_of_a_gpu(), listen() as entries, torch._inductor.config.patch(options):
+    undivided = regions.undivided(cache) if whole else contextlib.nullcontext()
+    with linear_layers_of_a_gpu(), undivided, listen() as entries, torch._inductor.config.patch(options):
         got = steps(torch.compile(step, fullgraph=True), cache)
     served = [e.decision.row.kernel for e in entries if e.op == "fp4.linear_chain"]
     assert served == ["cuda_gemv_chain"] * products
