@@ -75,9 +75,9 @@ def test_query_key_and_value_are_read_where_their_product_lies(queries, batch, c
 
 
 def test_many_tokens_are_normed_and_rotated_before():
-    """By Inductor's kernels: what attends to them is sdpa."""
+    """By Inductor's kernels: they are too many for one launch."""
     code, told = body(queries=5)
-    assert told.decision.row.kernel == "append + attention"
+    assert told.decision.row.kernel == "triton_prefill_attention"
     assert "rope_attention" not in matches() and "mean" in code
 
 

@@ -22,7 +22,7 @@ from .. import host
 from ..asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS, cache_in
 from ..decode_attention.split import power
 from ..forms import Launches
-from ..kernel import EMULATED, Kernel, On
+from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 from . import append
 from .append import Numbers
 from .composed import known
@@ -139,7 +139,7 @@ SERVES = (*map(cache_in, kv.FORMATS), OVERWRITTEN, NO_COUNTERS, EMPTY, NOT_PLAIN
 _WHY = "many queries over a cache: causality and windows from the counter, and of nvfp4 the exact and the rounded copies, without a mask in memory"
 KERNELS = (
     Kernel(
-        "cached_attention", "triton_prefill_attention", "prefill_attention", (On(80, 129, EMULATED, _WHY),), k_multiple=8, serves=SERVES,
+        "cached_attention", "triton_prefill_attention", "prefill_attention", (On(90, 90, MEASURED_H100, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, serves=SERVES,
         batch=(1, "the tile follows the number of queries"), form=Launches("cached_attention.prefill:prefill"),
     ),
 )  # fmt: skip
