@@ -205,7 +205,7 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
                 f"attention {times['attention_us']:8.1f} ({rate:5.1f} TFLOPS), whole {times['whole_us']:8.1f} us, eager {times['eager_us']:8.1f}, error {error:.1e}",
                 flush=True,
             )
-            if not error <= 3 * tolerance:
+            if not error <= 3 * tolerance and who == TRITON:  # the error of the others is in the table
                 wrong.append((name, tokens, filled, batch, who, error))
         del case
         if device == "cuda":
