@@ -47,7 +47,10 @@ def linear_layers_of_a_gpu():
     [("LlamaConfig", 2, False, 4 + 3), ("Qwen3Config", 3, False, 4 + 4 + 3), ("LlamaConfig", 5, False, 3 + 3), ("LlamaConfig", 5, True, 4 * 4 + 3)],
 )
 def test_decode_steps(ops, family, layers, whole, products):  # noqa: F811
-    """Of five layers four are one region, but where a step is one graph (``whole``). Counters are zero again after each step, and a step reads what the one before it left in the cache."""
+    """Of five layers four are one region, but where a step is one graph (``whole``).
+
+    Counters are zero again after each step, and a step reads what the one before it left in the cache.
+    """
     import transformers
 
     torch.manual_seed(0)
