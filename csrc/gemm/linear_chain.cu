@@ -14,7 +14,7 @@ namespace {
 
 using namespace fp4;
 
-constexpr int kMostProducts = 4, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostColumns = 512, kMostK = kBatch * kMultiplying * 8;
+constexpr int kMostProducts = 4, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostK = kBatch * kMultiplying * 8;
 
 template <typename T> struct Product {
   const T* x;
@@ -163,7 +163,7 @@ template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& c
       if (c >= chunks) break;  // whole warps
       float v[8];
       floats_of<T>(raw[i], v);
-      if (p.norm_weight) normalise<T>(v, c * 8 < K ? load_read_only(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
+      if (p.norm_weight) normalise<T>(v, c * 8 < K ? *(const uint4*)(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
       const float factor = to_half_range(v);
       *(uint4*)(memory.x + place_of_chunk(c)) = in_order(v);
       if (c % 2 == 0) memory.factors[c / 2] = factor;
@@ -258,7 +258,7 @@ template <typename T> cudaError_t run(const ChainParams& call) {
     p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
     p.log_k_groups = stages ? c.tile[1] : 1;
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
-    if (c.M != 1 || c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N) || p.groups << p.log_width > kMostColumns)
+    if (c.M != 1 || c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N))
       return cudaErrorInvalidValue;
     if (i && (c.x != call.products[i - 1].y || c.K != call.products[i - 1].N / (call.finish[i - 1] == kGlu ? 2 : 1))) return cudaErrorInvalidValue;
     chain.segments = p.segments > chain.segments ? p.segments : chain.segments;
@@ -279,7 +279,7 @@ template <typename T> cudaError_t run(const ChainParams& call) {
 }  // namespace
 
 // Returns a cudaError_t. Each product as linear_gemv takes it, with an RMSNorm or without; finish kPlain, kPointwise without mul, or kGlu. M = 1; K % 64 == 0,
-// K <= 16384; x, codes, scale and norm_weight 16-byte aligned; a block's share of a product's columns is at most 512. tile: of the first product the stages, 1 to 8,
+// K <= 16384; x, codes, scale and norm_weight 16-byte aligned. tile: of the first product the stages, 1 to 8,
 // of each log2 of the warps that share K; 0 stages: its own choice. early: the kernel before writes none of the weights.
 extern "C" int fp4_linear_chain(const ChainParams* call) {
   if (!is_call(call) || call->count < 2 || call->count > kMostProducts || !call->arrivals || call->arrivals_count < call->count) return cudaErrorInvalidValue;

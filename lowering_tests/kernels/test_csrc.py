@@ -21,6 +21,8 @@ SPILL = r"(?:S(?<!\wS)TL|L(?<!\wL)DL)\b"
 UNORDERED = r"(?:R(?<!\wR)(?<!TRANS64\.R)ED|A(?<!\wA)(?<!TRANS64\.A)TOM)G?\b"  # not SYNCS.ARRIVE.TRANS64.RED, an arrival at another block's counter
 # An integer by which a block learns that it is the last of its parts. Sums of integers do not depend on the order.
 ARRIVAL = r"\bATOMG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
+ARRIVAL_UNREAD = r"\bREDG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
+CHAIN = "gemm/linear_chain.cu"
 ATTENTION = "attention/cached_attention.cu"
 COPY = r"LDGSTS\.E\.BYPASS\S*128"
 # per source: instructions that must be there, and how many kernels an architecture has: dtypes x tiles of 8, 16 and 32 tokens, of any K
@@ -30,6 +32,7 @@ SOURCES = {
         lambda arch, *finish: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
     ),
     "gemm/linear_gemv.cu": (("HFMA2", COPY), lambda arch, *finish: 2 * len(tiles_of("gemm/linear_gemv.cu"))),
+    CHAIN: (("HFMA2", COPY), lambda arch, *finish: 2),
     "gemm/linear_table.cu": (
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.2D", r"UTMALDG\.3D"),
         lambda arch, *finish: 2 * {(): 8, ("-DFP4_FINISH=1",): 6, ("-DFP4_FINISH=2",): 4}[finish],
@@ -94,6 +97,7 @@ COMPILED = [
     pytest.param("gemm/linear_small.cu", 121, marks=[NEW, pytest.mark.slow]),
     *[("gemm/linear_gemv.cu", arch) for arch in (80, 90, 100, 120)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
+    (CHAIN, 90),
     ("sparse/sparse_linear_wide_fp8.cu", 90),
     ("gemm/linear_table.cu", 90),
     ("gemm/linear_wide_fp8.cu", 90),
@@ -165,7 +169,10 @@ def check_compiled(source, arch, folder, defines=(), both=True):
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
     tables = "gemm/linear_table.cu", "sparse/sparse_linear_table.cu"
-    early, wide = source in tables or (source in ("gemm/linear_gemv.cu", ATTENTION) and arch >= 90), source.endswith(("linear_wide.cu", "linear_wide_fp8.cu"))
+    early, wide = (
+        source in tables or (source in ("gemm/linear_gemv.cu", CHAIN, ATTENTION) and arch >= 90),
+        source.endswith(("linear_wide.cu", "linear_wide_fp8.cu")),
+    )
     assert len(kernels) == count(arch, *defines) // (1 if both else 2)
     # bytes; without instructions that convert E4M3 two words of the keys in fp8 do not fit
     spilled = 8 if (source, arch) == (ATTENTION, 80) else 0
@@ -177,6 +184,10 @@ def check_compiled(source, arch, folder, defines=(), both=True):
         sass = re.sub(ARRIVAL, "", sass)
         # heads of up to 128 and up to 8 rows of the query: two blocks of 8 warps share a multiprocessor
         assert max(int(registers) for kernel, registers, _ in kernels if re.search("Li(64|128)ELi8E", kernel)) <= 128
+    if source == CHAIN:
+        assert {(len(re.findall(ARRIVAL, body)), len(re.findall(ARRIVAL_UNREAD, body))) for body in sass.split("Function : ")[1:]} == {(1, 1)}
+        sass = re.sub(f"{ARRIVAL}|{ARRIVAL_UNREAD}", "", sass)
+        assert max(int(registers) for _, registers, _ in kernels) <= 64  # beside its 17 warps there is room for a block of the attention behind it
     assert not re.search(UNORDERED, sass), "sums in no fixed order"
     for instruction in wanted if both else [i for i in wanted if not i.endswith(r"F32\s")]:  # those are float16's
         assert re.search(instruction, sass), instruction
