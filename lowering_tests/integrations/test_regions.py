@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import pickle
 import warnings
 from collections import Counter
@@ -13,8 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, StaticCache
 
 import fp4_inductor
-from fp4_inductor import NVFP4Config
+from fp4_inductor import KVCache, NVFP4Config
 from fp4_inductor.integrations import regions
+from fp4_inductor.kernels import select
 from lowering_tests.models.conftest import BASE, DENSE, MOE
 
 IDS = torch.tensor([[5, 6, 7, 9]])
@@ -170,3 +173,27 @@ def test_explain_names_every_layer(tiny):
         without = fp4_inductor.explain(torch.compile(model), input_ids=IDS, use_cache=False).rows
     assert sorted(row.module for row in rows) == sorted(row.module for row in without)
     assert {row.module.split(".")[2] for row in rows} == {"0", "1"}
+
+
+@pytest.mark.parametrize(("family", "rows", "options", "pays"), [
+    ("qwen3", 1, {}, True), ("qwen3", 8, {}, False), ("qwen3_moe", 1, {}, False), ("qwen3", 1, dict(thresholds={"chain": 0}), False),
+])  # fmt: skip
+def test_a_step_is_one_graph_where_products_of_two_layers_are_one_launch(tiny, family, rows, options, pays, monkeypatch):
+    model = quantized(tiny(family))
+    assert not regions.pays_undivided(model, rows), "on a CPU"
+    of_a_gpu = dataclasses.replace(select.describe("linear_chain", torch.device("cpu"), torch.bfloat16, 64, 64), arch=90)
+    monkeypatch.setattr(select, "describe", lambda *args, **options: of_a_gpu)
+    with fp4_inductor.dispatch(**options):
+        assert regions.pays_undivided(model, rows) is pays
+
+
+def test_a_step_over_a_cache_that_asks_for_one_graph(tiny):
+    model, ids = quantized(tiny("qwen3")), torch.tensor([[3]])
+    for whole in (False, True):
+        torch._dynamo.reset()
+        cache, graphs = KVCache(model, 16, 1), Graphs()
+        step = torch.compile(model, backend=graphs, fullgraph=True, dynamic=False)
+        with torch.no_grad(), regions.undivided(cache) if whole else contextlib.nullcontext():
+            step(input_ids=ids, past_key_values=cache)
+        subgraphs = [name for graph in graphs for name, _ in graph.named_children() if name.startswith("subgraph")]
+        assert bool(subgraphs) is not whole and not getattr(cache, regions._UNDIVIDED, False)
