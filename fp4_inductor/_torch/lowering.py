@@ -116,6 +116,11 @@ class Symbols:
         return None if self.why_no_guard(value) else int(V.graph.sizevars.guard_int(value))
 
 
+def is_constant(size) -> bool:
+    """Is this size known, without a guard on it?"""
+    return bool(sympy.sympify(size).is_number)
+
+
 def _why_unchecked() -> str:
     """:func:`guards.why_unchecked` of the graph being lowered."""
     if "fp4_why_unchecked" not in V.graph.__dict__:

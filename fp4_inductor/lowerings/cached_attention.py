@@ -16,8 +16,10 @@ from .journal import record
 from .regime import known
 
 fp4 = torch.ops.fp4
-# Old tokens may be requested while the kernel before runs, where that is proven to be safe. Off: nobody has timed it.
-EARLY = False
+# Old tokens are requested while the kernel before runs, where that is proven to be safe, in steps of so many sequences over a cache in the model's dtype.
+# A step of 12 layers of an 8B model takes 1.132 ms on an H100 with it, 1.170 without (batch 1, 512 tokens), 1.361 and 1.373 (8192); batch 8 1.384 and 1.375.
+# Caches in 8 and 4 bits: nobody has timed it.
+EARLY = 1
 
 
 def register() -> None:
@@ -32,7 +34,10 @@ def lower(*args, **kwargs):
     for shared in (c.mask, *new, *((c.prologue.cos, c.prologue.sin) if c.prologue else ())):
         if shared is not None:
             inductor.realized(shared)  # all layers share mask and angles; each would make them again
-    if EARLY and c.mask is None and c.query.get_device().type == "cuda":
+    sequences = c.query.get_size()[0]
+    if c.mask is None and c.stored is None and c.query.get_device().type == "cuda" and inductor.is_constant(sequences) and sequences <= EARLY:
+        for t in cache:
+            inductor.realized(t)
         c = c._replace(early=not why_not_early(new, cache))
     return inductor.call_op(fp4.cached_attention.default, *c.flat())
 
