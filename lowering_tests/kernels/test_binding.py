@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import types
@@ -14,9 +13,9 @@ import torch
 
 from fp4_inductor import FP4Linear, formats
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.errors import DeviceError, KernelError, RowsError
+from fp4_inductor.errors import KernelError, RowsError
 from fp4_inductor.formats import nvfp4
-from fp4_inductor.kernels import build, csrc, params
+from fp4_inductor.kernels import build, csrc
 from fp4_inductor.kernels.csrc import LIBRARIES
 from fp4_inductor.kernels.forms import Epilogue, Norm, Options
 from fp4_inductor.kernels.moe import decode_table, grouped_wide, on_csrc
@@ -26,41 +25,15 @@ from fp4_inductor.ops.activation import Activation
 from fp4_inductor.ops.members import row_scales
 from lowering_tests.fake_cuda import call_body, generated_code
 from lowering_tests.kernels import emulator, sparse24
+from lowering_tests.kernels.bound import ARCH, library_of, operators
 from lowering_tests.kernels.emulator import emulated
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
-ARCH = 90
-
-
-def library_of(kernel: csrc.Library) -> ctypes.CDLL:
-    return emulated(kernel.source, 120 if kernel.codes else ARCH, kernel.defines).library
-
-
-STANDINS: dict[tuple[str, int], int] = {}  # addresses of C functions that a test gives in the place of a kernel's, by its name and an architecture
-
-
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
-def resolve(name: bytes, arch: int, scratch: int):
-    if (name.decode(), arch) in STANDINS:
-        return None if scratch else STANDINS[name.decode(), arch]
-    kernel = LIBRARIES[name.decode()]
-    library = library_of(kernel) if arch == (120 if kernel.codes else ARCH) else None
-    return None if library is None else params.address(library, kernel.function, bool(scratch))
 
 
 @pytest.fixture(scope="session")
 def ops():
-    """The operators on CPU tensors, set up as ``csrc.binding`` sets them up for CUDA ones.
-
-    A process registers them once and cannot take them back. A module's fixture would run again
-    if xdist gives this process tests of another file in between.
-    """
-    with pytest.raises(DeviceError, match="cuda"):
-        torch.ops.fp4_csrc.linear_small(torch.zeros(1, 64), torch.zeros(8, 32), torch.zeros(8, 4), torch.zeros(()), None, ARCH)
-    path = str(build.binding_library(("-DFP4_EMULATED",)))
-    torch.ops.load_library(path)
-    ctypes.CDLL(path).fp4_csrc_bind(resolve, None)
-    return torch.ops.fp4_csrc
+    return operators()
 
 
 def weight(n, k):

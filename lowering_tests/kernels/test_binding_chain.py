@@ -13,7 +13,7 @@ from fp4_inductor.kernels.linear_chain import on_csrc
 from fp4_inductor.kernels.params import ChainParams, LinearParams
 from fp4_inductor.ops.linear_chain import CONTRACT, ChainCall, Product
 from lowering_tests.kernels import emulator
-from lowering_tests.kernels.test_binding import STANDINS, ops  # noqa: F401
+from lowering_tests.kernels.bound import STANDINS, operators
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 ARCH, BF16 = 91, torch.bfloat16  # an architecture that nothing else is resolved for
@@ -30,8 +30,13 @@ def kernel(call):
     return status[0]
 
 
+@pytest.fixture(scope="session")
+def ops():
+    return operators()
+
+
 @pytest.fixture
-def chain(ops):  # noqa: F811
+def chain(ops):
     STANDINS["linear_chain", ARCH] = ctypes.cast(kernel, ctypes.c_void_p).value
     seen.clear()
     status[0] = 0
@@ -149,7 +154,7 @@ def test_a_launch_that_fails(chain):
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-def test_the_kernel_behind_the_operator(ops, dtype):  # noqa: F811
+def test_the_kernel_behind_the_operator(ops, dtype):
     """Emulated, against the reference: what the operator passes is what it means."""
     norm = dict(eps=1e-6, norm_offset=1.0)
     products = [

@@ -228,6 +228,7 @@ def test_what_is_refused():
         ("TRIGGER_BEFORE_PDL_WAIT", "before this one has waited"),
         ("STORE_BEFORE_PDL_WAIT", "before the previous kernel"),
         ("SKIP_WAIT_FOR_ARRIVALS", None),
+        ("SKIP_BARRIER_BEFORE_X", "race"),
         ("SKIP_BARRIER_BEFORE_SQUARES", "nobody wrote|race|barrier"),
         ("SKIP_BARRIER_AFTER_X", "nobody wrote|race|barrier"),
         ("SKIP_BARRIER_BEFORE_SUMS", "nobody wrote|race|barrier"),
