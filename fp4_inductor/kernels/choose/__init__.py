@@ -1,4 +1,5 @@
-"""Which of the kernels that can serve a call does: a function for each op and family of architectures, read from top to bottom.
+"""Which of the kernels that can serve a call does: a function for each op and family of architectures, read from top to bottom. An op that a family's file has
+no function for is chosen as in the next file of :func:`_files`.
 
 Each yields ``(largest M, name of the kernel)`` in ascending order, the last with None: no limit. ``can(name)`` says whether a kernel can
 serve the call and is switched on; ``can.ever(name)`` forgets ``DispatchConfig.thresholds``, which do not end a kernel without a limit.
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ..kernel import Call
-from . import cpu, sm80, sm90, sm100
+from . import common, cpu, sm80, sm90, sm100
 
 Spans = Iterator[tuple[int | None, str]]
 
@@ -32,13 +33,14 @@ class Can(NamedTuple):
 
 def spans(call: Call, can: Can) -> Spans:
     """The choice for ``call``."""
-    yield from getattr(_family(call.arch), call.op)(call, can)
+    yield from next(choice for file in _files(call.arch) if (choice := getattr(file, call.op, None)))(call, can)
 
 
 def place(arch: int) -> str:
     """The file that chooses for ``arch``, for messages."""
-    return f"kernels/choose/{_family(arch).__name__.rpartition('.')[2]}.py"
+    return f"kernels/choose/{_files(arch)[0].__name__.rpartition('.')[2]}.py"
 
 
-def _family(arch: int) -> ModuleType:
-    return cpu if arch == 0 else sm80 if arch < 90 else sm90 if arch < 100 else sm100
+def _files(arch: int) -> tuple[ModuleType, ...]:
+    """Those that choose for ``arch``, its own first."""
+    return (cpu, common) if arch == 0 else (sm80, common) if arch < 90 else (sm90, common) if arch < 100 else (sm100, sm80, common)

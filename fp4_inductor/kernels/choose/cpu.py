@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from .common import ROUNDED, cached_attention, decode_attention, first, linear_chain
-
-__all__ = [
-    "cached_attention",
-    "decode_attention",
-    "linear",
-    "linear_chain",
-    "linear_epilogue",
-    "linear_fp8",
-    "linear_glu",
-    "linear_w4a4",
-    "moe",
-    "sparse_linear",
-    "sparse_moe",
-]
+from .common import ROUNDED, first
 
 
 def linear(call, can):

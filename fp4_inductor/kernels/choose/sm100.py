@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from .common import cached_attention, decode_attention, linear_chain, linear_fp8, linear_w4a4, many_rows
-from .sm80 import few_rows, linear_epilogue, linear_glu, moe, sparse_linear, sparse_moe
-
-__all__ = [
-    "cached_attention",
-    "decode_attention",
-    "linear",
-    "linear_chain",
-    "linear_epilogue",
-    "linear_fp8",
-    "linear_glu",
-    "linear_w4a4",
-    "moe",
-    "sparse_linear",
-    "sparse_moe",
-]
+from .common import many_rows
+from .sm80 import few_rows
 
 
 def linear(call, can):

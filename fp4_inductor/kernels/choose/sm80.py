@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from .common import assignments, cached_attention, decode_attention, first, linear_chain, linear_fp8, linear_w4a4, many_assignments, many_rows
-
-__all__ = [
-    "cached_attention",
-    "decode_attention",
-    "linear",
-    "linear_chain",
-    "linear_epilogue",
-    "linear_fp8",
-    "linear_glu",
-    "linear_w4a4",
-    "moe",
-    "sparse_linear",
-    "sparse_moe",
-]
+from .common import assignments, first, many_assignments, many_rows
 
 
 def linear(call, can):
