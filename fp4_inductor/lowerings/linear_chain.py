@@ -18,6 +18,7 @@ from . import norm as norms
 from .journal import record
 from .regime import known
 
+_LOWERINGS: dict[str, Any] = {"linear": linear.lower, "linear_epilogue": linear_epilogue.lower, "linear_glu": linear_glu.lower}
 _LATE = "M is not known: the products are computed one by one"
 
 
@@ -77,14 +78,8 @@ def _one_by_one(c: Any, products: list[Product]) -> list:
         norm = None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset)
         rows = [0, *p.starts] if len(p.global_scale.get_size()) else None
         residual = results[p.added] if p.added >= 0 else p.residual
-        weight = (p.qdata, p.scale, p.global_scale, p.bias)
-        if p.glu:
-            y = linear_glu.lower(x, *weight, p.act, c.prefill, norm=norm)
-        elif p.act or p.adds:
-            y = linear_epilogue.lower(x, *weight, p.act, None, residual, c.prefill, rows, norm=norm)
-        else:
-            y = linear.lower(x, *weight, c.prefill, rows, norm=norm)
-        results.append(y)
+        alone = p._replace(norm_weight=None)
+        results.append(_LOWERINGS[alone.op](*alone.arguments(x, residual, rows, c.prefill), norm=norm))
     return results
 
 
