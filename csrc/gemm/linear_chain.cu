@@ -30,7 +30,7 @@ template <typename T> struct Product {
   __device__ __forceinline__ int groups_of(int block) const { return min(groups, all - block * groups); }
 };
 
-// Shared memory: x in half2, the factors of its blocks of 16, the warps' sums of squares, operands of the epilogue [4][columns], sums [k_groups][groups * R],
+// Shared memory: x in half2, the factors of its blocks of 16, the warps' sums of squares, operands of the epilogue [5][columns], sums [k_groups][groups * R],
 // and from byte `ring` on the rings.
 template <typename T> struct Chain {
   Product<T> products[kMostProducts];

@@ -17,6 +17,7 @@ from ...ops.cached_call import CachedCall, Stored
 from ...ops.dequantize_kv import DequantizeCall
 from ..decode_attention.split import power
 from .quantized import KINDS
+from .step import along
 
 _WIDEST = 256
 _UNFUSED = {"enable_fp_fusion": False}  # a product and a sum are rounded one after the other, as formats.kv does
@@ -106,11 +107,6 @@ def memory(c: CachedCall, empty: bool, exact: bool) -> Numbers:
     if empty:  # all that is attended to is new
         return Numbers(*_rows_like(c, rows), back, along(c.key), along(c.value))
     return Numbers(*_rows_like(c, rows), back, *_rows_like(c, kv.LAST - 1 + queries), kv.LAST - 1)
-
-
-def along(t: Tensor) -> Tensor:
-    """With neighbouring channels beside each other."""
-    return t if t.stride(3) == 1 else t.contiguous()
 
 
 def append(c: CachedCall, to: Numbers, tile: RowsConfig | None = None) -> None:

@@ -26,6 +26,7 @@ from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 from . import append
 from .append import Numbers
 from .composed import known
+from .step import along, mask_of
 
 _LEAST_SCALE = 1e-30  # zero times a score of -inf is NaN
 
@@ -91,7 +92,7 @@ def numbers(c: CachedCall, empty: bool) -> Numbers:
 
 def _dense(c: CachedCall, empty: bool) -> Numbers:
     """Of a cache in the dtype of query, by torch's copies."""
-    key, value = append.along(c.key), append.along(c.value)
+    key, value = along(c.key), along(c.value)
     queries, at = c.key.shape[2], c.position.reshape(())
     new = torch.arange(queries, device=key.device) + at
     if empty:
@@ -115,14 +116,11 @@ def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Ten
 
     batch, heads, queries, d = c.query.shape
     t = tile or config(queries, d, host.arch(c.query.device), is_crowded(c))
-    query, scale = append.along(c.query), scale_of(c.query, c.scale)
+    query, scale = along(c.query), scale_of(c.query, c.scale)
     if scale < 0:
         query, scale = -query, -scale
     out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=query.device)
-    mask, length, mask_strides = None, 0, (0, 1)
-    if c.mask is not None:
-        mask, length = c.mask.view(torch.uint8), c.mask.shape[3]
-        mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+    mask, length, mask_strides = mask_of(c)
     exact = to.near_keys is not None
     near: Any = (to.near_keys, to.near_values) if exact else (to.keys, to.values)
     prefill_attention[(batch * heads * -(-queries // t.block_m),)](

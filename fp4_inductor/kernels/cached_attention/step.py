@@ -77,20 +77,30 @@ class Arguments(NamedTuple):
         return (*self.query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3])
 
 
+def along(t: Tensor) -> Tensor:
+    """With neighbouring channels beside each other."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def mask_of(c: CachedCall) -> tuple[Tensor | None, int, tuple[int, int]]:
+    """Bytes, how many positions it has, and its strides from one sequence and one position to the next."""
+    if c.mask is None:
+        return None, 0, (0, 1)
+    mask = c.mask.view(torch.uint8)
+    return mask, mask.shape[3], (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+
+
 def arguments(t: StepConfig, c: CachedCall) -> Arguments:
     """Of a call with the tile ``t``. Makes the result; ``parts``: maximum, sum and output of each part, and the counters; of one part None."""
     batch, heads, queries, d = c.query.shape
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (c.query, c.key, c.value))
+    query, key, value = map(along, (c.query, c.key, c.value))
     out = torch.empty(batch, queries, heads, d, dtype=query.dtype, device=query.device)
     parts: tuple[Tensor | None, ...] = (None,) * 4
     if t.splits > 1:
         rows = out.numel() // d * t.splits
         partial, peak, total = torch.empty(rows * (d + 2), dtype=torch.float32, device=query.device).split([rows * d, rows, rows])
         parts = peak, total, partial, c.arrivals
-    mask, mask_strides, length = None, (0, 1), 0
-    if c.mask is not None:
-        mask, length = c.mask.view(torch.uint8), c.mask.shape[3]
-        mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+    mask, length, mask_strides = mask_of(c)
     p = c.prologue or Prologue()
     cos, sin, turns = None, None, (0, 0)
     if p.cos is not None and p.sin is not None:
