@@ -12,3 +12,10 @@ def all_reduce(t: Tensor, group: Any) -> Tensor:
     from torch.distributed._functional_collectives import all_reduce as functional
 
     return functional(t, "sum", group)
+
+
+def all_gather(t: Tensor, group: Any) -> Tensor:
+    """The tensors ``t`` of the ranks of ``group`` beside each other along the last dimension."""
+    from torch.distributed._functional_collectives import all_gather_tensor
+
+    return all_gather_tensor(t, t.dim() - 1, group)

@@ -26,6 +26,7 @@ from ..ops.cached_call import Stored
 from . import cache_state
 from .attention import NAME, use_attention_backend
 from .handles import Counter, Handle, Offset
+from .pretrained.parallel import heads_here
 
 _STATIC = "Use transformers.StaticCache, or DynamicCache."
 
@@ -198,6 +199,7 @@ class KVCache(Cache):
             raise ConfigError("KVCache: it serves no layer of this model", value=sorted(set(types)), limit=sorted(_SERVED), remedy=_STATIC)
         device, dtype = _place(model)
         heads, width = _sizes(config)
+        heads = heads_here(model, heads)
         if self.format is not None:
             formats.check_width(width)
         self.notes: list[str] = _select_attention(model, config)

@@ -22,7 +22,7 @@ from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from ...tensors.base import FP4Tensor
 from .names import Assembly, Source
-from .parallel import Ranks, finish_experts, finish_layer, part_of, ranks_of
+from .parallel import Ranks, finish_experts, finish_layer, finish_model, part_of, ranks_of
 from .plan import LoadPlan, parts_of, unhide
 
 _WHY = "its scales span more than one NVFP4 global scale can hold without loss"
@@ -94,6 +94,7 @@ def _finish_parts(model: PreTrainedModel, plan: LoadPlan, ranks: Ranks) -> None:
             finish_layer(name, module, ranks)
         elif isinstance(module, FP4Experts):
             finish_experts(name, module, ranks)
+    finish_model(model, ranks)
 
 
 def _input_scale(item: Assembly, reader: Reader) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Tensor parallelism: each rank keeps its rows (N) or its whole blocks of columns (K, a multiple of 16) of every packed weight.
 
-Transformers' plan (``tp_plan="auto"``) says which; its hooks move the activations and sum what is partial. Codes and scales
-are sliced, never touched. Experts are summed here.
+Transformers' plan (``tp_plan="auto"``) says which. Codes and scales are sliced, never touched. With gradients its wrappers around ``forward`` move the
+activations and sum what is partial. Without gradients this module does: wrappers that make DTensors, change parameters during a call, or call a
+collective in place cannot be compiled in one graph (:func:`finish_model`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..._torch.collectives import all_reduce
+from ..._torch.collectives import all_gather, all_reduce
 from ...errors import ShapeError
 from ...formats import nvfp4
 from ...modules import FP4Experts, FP4Linear
@@ -24,6 +26,9 @@ from ...tensors import NVFP4Tensor
 _ROWS = ("colwise", "colwise_rep", "colwise_gather_output")
 _COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input")
 _PACKED_ROWS = "packed_colwise"  # gate and up one after the other: a part of each
+_LOCAL_ROWS = "colwise"  # of _ROWS the one whose results stay parts; of the others they are put together
+_SPLIT = ("rowwise_split_input", "rowwise_rep")  # of _COLUMNS those that are given a whole input
+_GRADIENTS = "replicated_with_grad_allreduce"  # a weight that every rank holds, whose gradient is summed
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,25 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
         return None
     mesh = mesh["tp"] if mesh.ndim > 1 else mesh
     return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), dict(model.tp_plan))
+
+
+def heads_here(model: PreTrainedModel, heads: int) -> int:
+    """Of ``heads`` K and V heads those of this rank.
+
+    Raises:
+        ShapeError: they cannot be divided among the ranks.
+    """
+    ranks = ranks_of(model)
+    if ranks is None or not any(re.search(r"\bk_proj$", name) and style == _LOCAL_ROWS for name, style in ranks.plan.items()):
+        return heads
+    if heads % ranks.size:
+        raise ShapeError(
+            f"{heads} heads of K and V cannot be divided among {ranks.size} ranks",
+            value=heads,
+            limit=f"a multiple of {ranks.size}",
+            remedy="Use fewer ranks, or a tp_plan that leaves the attention out.",
+        )
+    return heads // ranks.size
 
 
 def is_parallel(model: PreTrainedModel) -> bool:
@@ -135,6 +159,50 @@ def _bias_part(bias: Tensor, style: str | None, ranks: Ranks, name: str, interle
 
 def _slice(n: int, ranks: Ranks, name: str) -> slice:
     return slice(*_span(n, 1, ranks, name))
+
+
+def finish_model(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Without gradients, let the linear layers of the plan compute on plain tensors and sum or gather by collectives that torch.compile traces.
+
+    A call with gradients runs transformers' wrappers as before. A plan with sequence parallelism keeps them: its activations are DTensors.
+    """
+    if "sequence_parallel" in ranks.plan.values():
+        return
+    for name, module in model.named_modules():
+        style = ranks.style(name)
+        if style == _GRADIENTS:
+            _sum_gradients(module, ranks.group)
+        elif style in (*_ROWS, *_COLUMNS) and isinstance(module, (FP4Linear, nn.Linear)) and "forward" in vars(module):
+            module.forward = _forward_of(module, style, ranks)  # type: ignore[method-assign]
+
+
+def _forward_of(module: nn.Module, style: str, ranks: Ranks) -> Any:
+    with_gradients, plain = module.forward, type(module).forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            return with_gradients(x, *args, **kwargs)
+        if style in _SPLIT:
+            x = x.chunk(ranks.size, -1)[ranks.rank]
+        if isinstance(module, FP4Linear):
+            y = plain(module, x, *args, **kwargs)
+            return all_reduce(y, ranks.group) if style in _COLUMNS else y if style == _LOCAL_ROWS else all_gather(y, ranks.group)
+        weight, bias = (None if t is None else t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
+        if style in _COLUMNS:  # its bias is whole on every rank
+            y = all_reduce(nn.functional.linear(x, weight), ranks.group)
+            return y if bias is None else y + bias
+        y = nn.functional.linear(x, weight, bias)
+        return y if style == _LOCAL_ROWS else all_gather(y, ranks.group)
+
+    return forward
+
+
+def _sum_gradients(module: nn.Module, group: Any) -> None:
+    """Sum the gradient of each parameter by a hook of its own instead of the module's: a module with a backward hook cannot be compiled in one graph."""
+    module._backward_hooks.clear()
+    for p in module.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad, group=group))
 
 
 class _Sum:
