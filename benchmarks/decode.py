@@ -35,6 +35,7 @@ EXPERTS = dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
 MODELS = {
     "qwen3-8b": ("Qwen3", 36, QWEN3 | dict(hidden_size=4096, intermediate_size=12288, num_key_value_heads=8)),
     "qwen3-30b": ("Qwen3Moe", 48, QWEN3 | EXPERTS | dict(hidden_size=2048, intermediate_size=6144, num_key_value_heads=4)),
+    "70b": ("Qwen3", 80, QWEN3 | dict(vocab_size=128256, num_attention_heads=64, hidden_size=8192, intermediate_size=28672, num_key_value_heads=8)),
     "tiny": ("Qwen3", 1, dict(vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)),
 }
 

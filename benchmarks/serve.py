@@ -47,24 +47,27 @@ SMOKE = {
 }
 GIB = 1 << 30
 _ANSWERS = sys.stdout  # of a worker: the pipe to the process that asks
-KV_BYTES = {"8b": 7 * GIB, "30b": 5 * GIB, "tiny": GIB // 4}  # 64 sequences of 640 tokens
+KV_BYTES = {"8b": 7 * GIB, "30b": 5 * GIB, "70b": 15 * GIB, "tiny": GIB // 4}  # 64 sequences of 640 tokens
 
 
-def config_of(kind: str) -> dict[str, Any]:
-    """config.json of a shape, with ModelOpt's NVFP4: linear layers and experts quantized, router and head not."""
+def config_of(kind: str, layers: int = 0) -> dict[str, Any]:
+    """config.json of a shape, with ModelOpt's NVFP4: linear layers and experts quantized, router and head not. ``layers``: 0 is all of them."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     common = {"vocab_size": 151936, "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False}
     if kind == "8b":
-        config = Qwen3Config(**common, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+        config = Qwen3Config(**common, hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers or 36, num_key_value_heads=8)
+    elif kind == "70b":
+        wide = common | {"num_attention_heads": 64, "vocab_size": 128256}
+        config = Qwen3Config(**wide, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers or 80, num_key_value_heads=8)
     elif kind == "30b":
         config = Qwen3MoeConfig(
             **common, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-            norm_topk_prob=True, num_hidden_layers=48, num_key_value_heads=4,
+            norm_topk_prob=True, num_hidden_layers=layers or 48, num_key_value_heads=4,
         )  # fmt: skip
     else:
         tiny = common | {"vocab_size": 512, "num_attention_heads": 4, "head_dim": 64}
-        config = Qwen3Config(**tiny, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_key_value_heads=2)
+        config = Qwen3Config(**tiny, hidden_size=256, intermediate_size=512, num_hidden_layers=layers or 2, num_key_value_heads=2)
     out = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM" if kind == "30b" else "Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     skip = ["lm_head", "*mlp.gate"]
     numbers = {"num_bits": 4, "type": "float", "group_size": 16}
@@ -86,16 +89,17 @@ def worker(args: argparse.Namespace) -> None:
     _ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     folder = Path(args.folder)
-    (folder / "config.json").write_text(json.dumps(config_of(args.worker_model)))
+    (folder / "config.json").write_text(json.dumps(config_of(args.worker_model, args.layers)))
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     from vllm import LLM
 
     smoke = args.smoke
     additional = {"fp4_inductor": json.loads(args.additional)} if args.additional and WHO[args.worker] else {}
+    ranks: dict[str, Any] = {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep, "distributed_executor_backend": "mp"} if args.tp > 1 else {}
     llm = LLM(
         model=str(folder), quantization=WHO[args.worker], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", disable_log_stats=True,
         max_model_len=128 if smoke else 9000, max_num_seqs=4 if smoke else 64, max_num_batched_tokens=128 if smoke else 8192, enable_prefix_caching=False,
-        gpu_memory_utilization=0.05, kv_cache_memory_bytes=KV_BYTES[args.worker_model], additional_config=additional, enforce_eager=args.eager,
+        gpu_memory_utilization=0.05, kv_cache_memory_bytes=KV_BYTES[args.worker_model] // args.tp, additional_config=additional, enforce_eager=args.eager, **ranks,
         **({} if smoke else {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]}}),
     )  # fmt: skip
     answer({"ready": 1e3 * (time.time() - began), **versions()})
@@ -182,15 +186,17 @@ def profile(llm: Any, kind: str, batch: int, prompt: int) -> float:
 
 
 class Engine:
-    """A worker process; its other output goes to ``log``."""
+    """A worker process; its other output goes to ``log``. ``tp``: GPUs that share each layer, or with ``ep`` the experts; ``env``: its own variables."""
 
-    def __init__(self, who: str, model: str, args: argparse.Namespace, work: Path):
-        self.who, self.model, self.log = who, model, Path(args.logs) / f"serve-{model}-{who}.log"
-        home = work / f"{model}-{who}"
+    def __init__(self, who: str, model: str, args: argparse.Namespace, work: Path, tp: int = 1, ep: bool = False, env: dict[str, str] | None = None):
+        name = f"{model}-{who}" + (f"-{'ep' if ep else 'tp'}{tp}" if tp > 1 else "")
+        self.who, self.model, self.log = who, model, Path(args.logs) / f"serve-{name}.log"
+        home = work / name
         (home / "model").mkdir(parents=True)
         command = [sys.executable, __file__, "--worker", who, "--worker-model", model, "--folder", str(home / "model"), "--additional", args.additional]
-        command += [f"--{name}" for name in ("smoke", "eager") if getattr(args, name)]
-        env = os.environ | {name: str(home / name) for name in CACHES}
+        command += ["--layers", str(args.layers), "--tp", str(tp)]
+        command += [f"--{name}" for name, wanted in (("smoke", args.smoke), ("eager", args.eager), ("ep", ep)) if wanted]
+        env = os.environ | {name: str(home / name) for name in CACHES} | (env or {})
         self.process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"))
         self.facts: dict[str, Any] = {}
 
@@ -253,7 +259,8 @@ def run(models: list[str], rows: list[str], args: argparse.Namespace, work: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="8b,30b", help="8b, 30b, tiny")
+    parser.add_argument("--models", default="8b,30b", help="8b, 30b, 70b, tiny")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of them")
     parser.add_argument("--rows", default="", help="start, decode, prompt, throughput (kinds), or whole names, with commas; default: all")
     parser.add_argument("--who", default="marlin,fp4_inductor")
     parser.add_argument("--at-once", action="store_true", help="start the engines of all models together; else model by model")
@@ -265,6 +272,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny numbers, for a CPU")
     for hidden in ("worker", "worker-model", "folder"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
+    parser.add_argument("--tp", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--ep", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)

@@ -224,6 +224,25 @@ def test_on_gpu_without_test_packages(tmp_path, monkeypatch):
     assert "skipped: pip install transformers" in summary
 
 
+def test_on_gpus(tmp_path, monkeypatch):
+    """Two processes and one generate the same tokens, the two of them compiled; and multicast is off in whatever is started."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    said = run("on_gpus.py", "--smoke", "--parts", "generate", "--budget", "280", "--out", str(tmp_path / "gpus.csv"))
+    one, two = rows_of(tmp_path / "gpus.csv")
+    assert (one["parallel"], two["parallel"]) == ("one", "tp") and float(two["ms"]) > 0 and float(two["of_one"]) > 0
+    assert "2 of 2 rows have the tokens of one GPU" in said
+    assert "generate tiny tp:" not in said, "no note: a KVCache, and one graph"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import on_gpus
+
+    monkeypatch.setattr(on_gpus, "measure_generate", lambda *_: int(os.environ["NCCL_NVLS_ENABLE"]))
+    monkeypatch.setattr(sys, "argv", ["on_gpus.py", "--smoke", "--parts", "generate", "--out", str(tmp_path / "none.csv")])
+    assert on_gpus.main() == 0
+    tokens = {"one": {"1": {"tokens": [[1, 2], [3, 4]]}}, "tp": {"1": {"tokens": [[1, 2], [3, 5]]}}}
+    assert [on_gpus.tell_tokens("tiny", "1", tokens, {"1": gap}) for gap in (0.01, 3.0)] == [0, 1], "a tie, and another token"
+
+
 def test_on_gpu_expects_what_decode_took(monkeypatch):
     """The first calls alone, which compile, of the configurations that the step measures: as the data say."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -1,0 +1,313 @@
+"""Two GPUs against one: tensor and expert parallelism through vLLM and through Transformers, milliseconds a token and a prompt.
+
+    python benchmarks/on_gpus.py                                         # every part, every model
+    python benchmarks/on_gpus.py --list                                  # the engines, in the order in which they are measured
+    python benchmarks/on_gpus.py --parts vllm --models 8b --parallel one,tp --budget 480
+    python benchmarks/on_gpus.py --parts vllm --models 30b --parallel one,tp,ep --rows decode,64 --at-once
+    python benchmarks/on_gpus.py --parts vllm --models 70b --layers 20   # fewer layers: stands sooner, and its times say less
+    python benchmarks/on_gpus.py --parts generate --models 8b --layers 4 # this package's generate(), torchrun, tp_plan="auto"
+    python benchmarks/on_gpus.py --smoke                                 # tiny models on a CPU: what runs, not how fast
+
+``vllm``: the engines of a model start together (``--at-once``: those of all models) and are asked row by row in turns, as ``serve.py`` does, which says
+what a row is. An engine that does not stand after ``--stand`` seconds is measured behind the others, if it stands by then. ``generate``: a model is
+written once, read by two ranks and by one, and asked for the same tokens.
+
+Each figure is printed and written as soon as it is there. After ``--budget`` seconds nothing more is begun. ``ratio``: a time over Marlin's, the same GPUs;
+``of_one``: one GPU's time with this package over the time. NVLink multicast stays off, in whatever is started here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import serve
+
+HERE = Path(__file__).parent
+OURS = "fp4_inductor"
+# A program that uses NVLink multicast can put GPUs that others share out of service. vLLM's sums over symmetric memory ask for it.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+COLUMNS = ("gpu", "torch", "triton", "vllm", "commit", "date", "model", "parallel", "row", "who", "ms", "ratio", "of_one")
+SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  # a model of serve.py -> of decode.py
+ROWS = {
+    **{name: row for name, row in serve.ROWS.items() if row[:2] != ("decode", 1) or row[2] == 512},
+    "64 requests at once, 512 in, 128 out": ("throughput", 64, 512),
+}
+STARTS = re.compile(
+    r"(Loading weights took|Model loading took|Dynamo bytecode transform time|Compiling a graph for compile range .* takes|torch\.compile took"
+    r"|profiling/warmup run took|Graph capturing finished in|init engine .* took|compil(?:ing|ed) .* CUDA kernels|compil(?:ing|ed) the binding).*"
+)
+
+
+class Case(NamedTuple):
+    """An engine. ``parallel``: ``"one"`` GPU, or two with ``"tp"`` or ``"ep"``."""
+
+    model: str
+    parallel: str
+    who: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.parallel} {self.who}"
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """In the order of a row's measurements: what others are compared with comes first."""
+    found = []
+    for model in args.models:
+        for parallel in args.parallel:
+            if parallel == "ep" and model != "30b":
+                continue
+            for who in args.who:
+                if parallel != "one" or who == OURS:
+                    found.append(Case(model, parallel, who))
+    return found
+
+
+class Sheet:
+    """The figures: printed, written, and compared as they come."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("w", newline="")
+        self.writer = csv.writer(self.file)
+        self.writer.writerow(COLUMNS)
+        self.ms: dict[tuple[str, Case], float] = {}
+
+    def write(self, facts: dict[str, str], case: Case, row: str, ms: float) -> None:
+        self.ms[row, case] = ms
+        marlin, one = self.ms.get((row, case._replace(who="marlin"))), self.ms.get((row, Case(case.model, "one", OURS)))
+        ratio = f"{ms / marlin:.3f}" if marlin and case.who != "marlin" else ""
+        of_one = f"{one / ms:.3f}" if one and case.parallel != "one" and row != "start" else ""
+        known = [facts.get(name, "") for name in COLUMNS[:4]]
+        self.writer.writerow([*known, serve.commit(), datetime.date.today().isoformat(), case.model, case.parallel, row, case.who, f"{ms:.3f}", ratio, of_one])
+        self.file.flush()
+        print(f"{case} {row}: {ms:.3f} ms{ratio and f', {ratio}x Marlin'}{of_one and f', one GPU takes {of_one}x'}", flush=True)
+
+
+class Engines:
+    """Engines of vLLM that start together."""
+
+    def __init__(self, group: list[Case], args: argparse.Namespace, work: Path):
+        self.began = time.monotonic()
+        self.engines = {case: self._start(case, args, work) for case in group}
+        self.ready: dict[Case, dict[str, Any]] = {}
+        self.told: set[Case] = set()
+        for case in group:
+            threading.Thread(target=self._wait_for, args=(case,), daemon=True).start()
+
+    def _start(self, case: Case, args: argparse.Namespace, work: Path) -> serve.Engine:
+        two = case.parallel != "one"
+        env = {} if args.smoke or two else {"CUDA_VISIBLE_DEVICES": "0"}
+        if args.smoke:
+            env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return serve.Engine(case.who, case.model, args, work, 2 if two else 1, case.parallel == "ep", env)
+
+    def _wait_for(self, case: Case) -> None:
+        self.ready[case] = self.engines[case].read()
+
+    def stand(self, until: float) -> list[Case]:
+        """Those that stand and were not returned before, once all do or ``until`` has come; what failed is told, and ended."""
+        while len(self.ready) < len(self.engines) and time.monotonic() < until:
+            time.sleep(0.2)
+        new = [case for case in self.engines if case in self.ready and case not in self.told]
+        self.told |= {*new}
+        for case in new:
+            facts = self.ready[case]
+            print(f"{case}: {facts.get('error', 'stands')} after {time.monotonic() - self.began:.0f} s or less", flush=True)
+            self.tell_start(case)
+        return [case for case in new if "error" not in self.ready[case]]
+
+    def late(self) -> list[Case]:
+        return [case for case in self.engines if case not in self.told]
+
+    def tell_start(self, case: Case) -> None:
+        """What vLLM and this package said about the time of a start, of the first rank."""
+        for line in self.engines[case].log.read_text(errors="replace").splitlines():
+            if "TP1" not in line and "EP1" not in line and (said := STARTS.search(line)):
+                print(f"  {case} | {line[line.find('INFO ') + 5 :][:14] if 'INFO ' in line else ''} {said[0][:140]}", flush=True)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            if engine.process.poll() is None and engine.process.stdin is not None:
+                engine.process.terminate()
+        for engine in self.engines.values():
+            engine.close()
+
+
+def measure_engines(args: argparse.Namespace, sheet: Sheet, end: float, work: Path) -> None:
+    table = serve.SMOKE if args.smoke else ROWS
+    rows = [name for name, (kind, number, _) in table.items() if not args.rows or {kind, str(number), name} & {*args.rows}]
+    chosen = cases(args)
+    groups = [chosen] if args.at_once else [[case for case in chosen if case.model == model] for model in args.models]
+    for group in filter(None, groups):
+        if time.monotonic() > end:
+            print(f"not begun, no time is left: {', '.join(map(str, group))}", flush=True)
+            continue
+        engines = Engines(group, args, work)
+        try:
+            standing = engines.stand(min(end, engines.began + args.stand))
+            while standing or engines.late():
+                ask(engines, standing, rows, sheet, end)
+                if time.monotonic() > end or not engines.late():
+                    break
+                standing = engines.stand(end)
+            for case in engines.late():
+                print(f"{case}: does not stand after {time.monotonic() - engines.began:.0f} s", flush=True)
+                engines.tell_start(case)
+        finally:
+            engines.close()
+
+
+def ask(engines: Engines, standing: list[Case], rows: list[str], sheet: Sheet, end: float) -> None:
+    for name in rows:
+        for case in standing:
+            if time.monotonic() > end:
+                return
+            facts = engines.ready[case]
+            found = {"ms": facts["ready"]} if name == "start" else engines.engines[case].send(name)
+            if "error" in found:
+                print(f"{case} {name}: {found['error']}", flush=True)
+            else:
+                sheet.write(facts, case, name, found["ms"])
+
+
+def measure_generate(args: argparse.Namespace, sheet: Sheet, end: float, work: Path) -> int:
+    """The number of models whose tokens differ by more than a tie, or that failed."""
+    import torch
+    from timing import machine
+
+    facts = {name: str(value) for name, value in machine().items()}
+    sizes = ["--context", "16", "--new", "6", "--rounds", "1", "--batch", "2", "--float32"] if args.smoke else ["--batch", "1", "8", "32"]
+    failed = 0
+    for model in args.models:
+        if time.monotonic() > end:
+            print(f"generate {model}: not begun, no time is left", flush=True)
+            continue
+        folder, two, one = (work / f"{model}-{part}" for part in ("written", "two.json", "one.json"))
+        layers = args.layers or 4
+        script = [str(HERE / "ranks.py"), str(folder)]
+        wrote = run_until(end, [sys.executable, *script, "--write", SHAPES[model], "--layers", str(layers)])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+        more = ["--one-shot"] if args.one_shot else []
+        ran = wrote and run_until(end, [*torchrun, *script, "--out", str(two), *sizes, *more])
+        ran = ran and run_until(end, [sys.executable, *script, "--out", str(one), *sizes, "--follow", str(two), *(["--eager"] if args.smoke else [])])
+        found = {parallel: json.loads(path.read_text()) if path.exists() else {} for parallel, path in (("one", one), ("tp", two))}
+        gaps = json.loads(one.with_suffix(".gaps").read_text()) if one.with_suffix(".gaps").exists() else {}
+        for batch in found["tp"]:
+            for parallel in ("one", "tp"):
+                if batch in found[parallel]:
+                    sheet.write(
+                        facts,
+                        Case(model, parallel, OURS),
+                        f"generate() batch {batch} context {'16' if args.smoke else '512'} x{layers} layers",
+                        found[parallel][batch]["ms"],
+                    )
+            failed += tell_tokens(model, batch, found, gaps)
+            for note in found["tp"][batch]["notes"]:
+                print(f"generate {model} tp: {note}", flush=True)
+        failed += not ran
+    if not torch.cuda.is_available() and not args.smoke:
+        print("no GPU: the figures are a CPU's", flush=True)
+    return failed
+
+
+def tell_tokens(model: str, batch: str, found: dict[str, Any], gaps: dict[str, float]) -> int:
+    """1 if two ranks gave another token where one GPU had no tie."""
+    if batch not in found["one"]:
+        return 1
+    pairs = list(zip(found["one"][batch]["tokens"], found["tp"][batch]["tokens"], strict=True))
+    same = sum(a == b for a, b in pairs)
+    wrong = gaps.get(batch, 0.0) > TIE
+    parted = (
+        ""
+        if same == len(pairs)
+        else f"; where others part, the token of two ranks is {gaps.get(batch, 0.0):.3f} standard deviations below the first (a tie: {TIE})"
+    )
+    print(f"generate {model} batch {batch}: {same} of {len(pairs)} rows have the tokens of one GPU{parted}{': WRONG' if wrong else ''}", flush=True)
+    return int(wrong)
+
+
+TIE = 0.25  # standard deviations of the logits; sums in another order move the logits of a model of random weights by a tenth
+
+
+def run_until(end: float, command: list[str]) -> bool:
+    try:
+        return subprocess.run(command, timeout=max(end - time.monotonic(), 1), check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"ended, no time is left: {' '.join(command[1:4])}", flush=True)
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def why_not(part: str, smoke: bool) -> str:
+    """Why a part cannot run here."""
+    if part == "vllm" and importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    import torch
+
+    if not smoke and torch.cuda.device_count() < 2:
+        return f"{torch.cuda.device_count()} GPU(s), two are needed"
+    return ""
+
+
+def main() -> int:
+    def names(text: str) -> list[str]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=names, default=["vllm", "generate"], help="vllm, generate")
+    parser.add_argument("--models", type=names, default=["8b", "30b", "70b"])
+    parser.add_argument("--parallel", type=names, default=["one", "tp", "ep"], help="one, tp, ep")
+    parser.add_argument("--who", type=names, default=["marlin", OURS], help=f"marlin, {OURS}")
+    parser.add_argument("--rows", type=names, default=[], help="kinds (start, decode, prompt, throughput), batches, or whole names; default: all")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of them; 4 of generate")
+    parser.add_argument("--at-once", action="store_true", help="start the engines of all models together")
+    parser.add_argument("--stand", type=float, default=300, help="seconds after which engines that do not stand yet are left for later")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds after which nothing more is begun")
+    parser.add_argument("--one-shot", action="store_true", help="of generate: small sums by one_shot_all_reduce over symmetric memory instead of NCCL")
+    parser.add_argument("--out", type=Path, default=Path("on_gpus.csv"))
+    parser.add_argument("--logs", default=".", help="folder of the engines' logs")
+    parser.add_argument("--additional", default="", help="JSON for the plugin")
+    parser.add_argument("--eager", action="store_true", help="nothing is compiled, in vLLM")
+    parser.add_argument("--list", action="store_true", help="the engines, and nothing else")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
+    args = parser.parse_args()
+    os.environ.update(NO_MULTICAST)
+    if args.smoke:
+        args.models, args.layers, args.who = ["tiny"], args.layers or 1, [OURS]
+    if args.list:
+        print(*cases(args), sep="\n")
+        return 0
+    end, failed = time.monotonic() + args.budget, 0
+    sheet = Sheet(args.out)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
+        for part in args.parts:
+            if reason := why_not(part, args.smoke):
+                print(f"{part}: not run: {reason}", flush=True)
+                failed += not args.smoke
+            elif part == "vllm":
+                measure_engines(args, sheet, end, Path(work))
+            else:
+                failed += measure_generate(args, sheet, end, Path(work))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
