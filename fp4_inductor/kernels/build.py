@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -222,10 +223,41 @@ def _cached(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[s
 def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], libraries: tuple[str, ...], machine: str) -> Path:
     target = _cached(compiler, source, inputs, flags, machine)
     if not is_intact(target):
-        with _partial() as partial:
-            compile_to(partial, compiler, source, (*flags, str(csrc_dir() / source), "-o", str(partial), *libraries))
-            publish(partial, target)
+        with _alone(target):
+            if not target.exists() or not is_intact(target):  # another process may have made it meanwhile
+                with _partial() as partial:
+                    compile_to(partial, compiler, source, (*flags, str(csrc_dir() / source), "-o", str(partial), *libraries))
+                    publish(partial, target)
     return target
+
+
+@contextlib.contextmanager
+def _alone(target: Path):
+    """Only one process at a time, of the ranks of a model for example, is inside for ``target``. A process that dies leaves it; where files cannot be locked
+    several processes may be inside, and compile the same library."""
+    handle = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _locked.add(handle)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        _locked.discard(handle)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+_locked: set[int] = set()
+
+
+def _leave_locks() -> None:
+    """In a child process: a lock is held until every process that inherited its file has closed it."""
+    while _locked:
+        os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 @contextlib.contextmanager

@@ -123,6 +123,15 @@ def why_not(name: str, arch: int) -> str:
     return "" if arch == 0 else _library(name, arch)[1]
 
 
+def why_never(name: str, arch: int) -> str:
+    """As :func:`why_not`, without waiting: empty while the kernel is still being compiled."""
+    if arch == 0 or name not in kernels_for(arch):
+        return why_not(name, arch)
+    start([name], arch)
+    error = _libraries.error((name, arch))
+    return "" if error is None else str(error)
+
+
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
 def _resolve(name: bytes, arch: int, scratch: int) -> int | None:
     """The binding asks for the address of a kernel's function, or of the one that tells how much scratch memory a call takes."""

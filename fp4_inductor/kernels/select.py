@@ -151,6 +151,12 @@ def describe_for(
     return replace(call, csrc=csrc_status(call))
 
 
+def expect(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto") -> Call:
+    """As :func:`describe`, but nobody waits: CUDA kernels that are still being compiled are taken to be there. For what may be wrong if one fails to compile."""
+    call = Call(op, arch_of(device), dtype, n, k, prefill, "", 1, triton_version() if device.type == "cuda" else (99, 0))
+    return replace(call, csrc=csrc_status(call, wait=False))
+
+
 def csrc_names(call: Call) -> list[str]:
     """The CUDA kernels that serve ``call`` for some M. Where only kernels that are switched off have CUDA for its op, what fp4.linear has."""
     candidates = dispatch_config().candidates
@@ -164,13 +170,17 @@ def csrc_names(call: Call) -> list[str]:
     return sorted({span.csrc for span in spans if span.csrc})
 
 
-def csrc_status(call: Call) -> str:
-    """Empty if the CUDA kernels that serve ``call`` are compiled; else why not. They are compiled now, together, if they are not: some seconds, once."""
+def csrc_status(call: Call, wait: bool = True) -> str:
+    """Empty if the CUDA kernels that serve ``call`` are compiled; else why not. They are compiled now, together, if they are not: some seconds, once.
+
+    Without ``wait`` it is also empty while they are being compiled.
+    """
     from . import csrc
 
     names = csrc_names(call)
     csrc.start(names, call.arch)
-    return next(filter(None, (csrc.why_not(name, call.arch) for name in names)), "")
+    why_not = csrc.why_not if wait else csrc.why_never
+    return next(filter(None, (why_not(name, call.arch) for name in names)), "")
 
 
 def compile_ahead(calls: Iterable[Call]) -> None:

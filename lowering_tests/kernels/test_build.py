@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -152,6 +153,68 @@ def test_libraries_are_compiled_together_and_once(fresh, fake_compiler, monkeypa
     monkeypatch.setattr(csrc, "_libraries", background.Background())
     csrc.start(names, 90)  # another process: the cache has them
     assert [csrc._libraries.result((name, 90)) for name in names] == paths and len(runs) == 5
+
+
+def test_two_processes_compile_a_library_once(fresh, fake_compiler):
+    """Two ranks of a model need the same libraries at the same time: one compiles, the other waits and takes what is there. One that dies leaves the lock."""
+    runs, script = fresh / "runs", fake_compiler.read_text()
+    fake_compiler.write_text(script.replace("sleep 0.5", f'echo "$*" >> {runs}; exec sleep 20'))
+
+    def rank() -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                build.cuda_library("gemm/linear_small.cu", 90)
+            finally:
+                os._exit(0)
+        return child
+
+    dying = rank()
+    while not runs.exists():
+        time.sleep(0.01)
+    fake_compiler.write_text(script.replace("sleep 0.5", f'echo "$*" >> {runs}; sleep 1'))
+    waiting = [rank(), rank()]
+    time.sleep(0.3)
+    assert len(runs.read_text().splitlines()) == 1, "both wait"
+    os.kill(dying, signal.SIGKILL)
+    for child in (dying, *waiting):
+        os.waitpid(child, 0)
+    assert len(runs.read_text().splitlines()) == 2, "the one that died, and one more"
+    assert build.cuda_library("gemm/linear_small.cu", 90).exists() and len(runs.read_text().splitlines()) == 2
+
+
+def test_a_child_process_does_not_wait_for_its_own_copy_of_a_lock(fresh):
+    """Of a parent that was killed while it compiled: a lock lives as long as a process that inherited its file."""
+    target = build.cache_dir() / "one.so"
+    with build._alone(target):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if not build._locked else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and build._locked
+    with build._alone(target):
+        assert len(build._locked) == 1
+
+
+def test_a_plan_that_may_be_wrong_waits_for_no_compiler(fresh, fake_compiler, monkeypatch):
+    monkeypatch.setattr(select, "arch_of", lambda device: 90)
+    go, compile_to = threading.Event(), build.compile_to
+
+    def compiled(*args):
+        assert go.wait(60), "expect() waits for the compilers"
+        compile_to(*args)
+
+    monkeypatch.setattr(build, "compile_to", compiled)
+    call = select.expect("linear", torch.device("cuda"), torch.bfloat16, 4096, 4096)
+    assert call.csrc == "" and not csrc._libraries.error(("linear_table", 90))
+    waiting = threading.Thread(target=lambda: select.describe("linear", torch.device("cuda"), torch.bfloat16, 4096, 4096))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "a plan that has to be right waits"
+    fake_compiler.write_text("#!/bin/sh\necho 'no such architecture' >&2\nexit 3\n")
+    go.set()
+    waiting.join(60)
+    [future.exception(60) for future in csrc._libraries._made.values()]
+    assert "no such architecture" in select.expect("linear", torch.device("cuda"), torch.bfloat16, 4096, 4096).csrc
 
 
 def test_what_the_compiler_says_reaches_whoever_waits(fresh, fake_compiler):

@@ -23,6 +23,7 @@ from .engine import CompilationMode, get_current_vllm_config_or_none, leave_untu
 from .settings import KEY, SALT, Settings
 
 _ENDS = "_fp4_inductor_ends"
+_BECOMES = {"linear": ("linear", "linear_epilogue", "linear_glu")}  # ops that a layer of this op may be part of in a graph
 _registered = False
 _compilation: Any = None  # of the engine whose layers were built last in this process
 
@@ -118,10 +119,12 @@ def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.
     As :func:`fp4_inductor.bounds`, which stands on a floor above, for a device that is here.
     """
     place, found = torch.device(device), [0]
+    if place.type == "cuda":  # all kernels of the model's layers are compiled together, while it is built, loaded and traced
+        select.compile_ahead(select.expect(op, place, dtype, n, k, prefill) for layer, n, k in layers for op in _BECOMES.get(layer, (layer,)))
     for op, n, k in sorted(layers, key=lambda layer: layer[0] != "linear_glu"):  # the product alone counts from where it is not fused
         if op == "linear_glu" and select.arch_of(place) == 0:  # it is made for CUDA only
             continue
-        call = select.describe(op, place, dtype, n, k, prefill)
+        call = select.expect(op, place, dtype, n, k, prefill)
         found += [bound for bound in plan(call, dispatch_config()).bounds if bound > found[-1]]
     return tuple(found[1:])
 
