@@ -152,7 +152,7 @@ def describe_for(
 
 
 def expect(op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto") -> Call:
-    """As :func:`describe`, but nobody waits: CUDA kernels that are still being compiled are taken to be there. For what may be wrong if one fails to compile."""
+    """As :func:`describe`, but nobody waits: CUDA kernels that are still being compiled count as there. For what may be wrong if one fails to compile."""
     call = Call(op, arch_of(device), dtype, n, k, prefill, "", 1, triton_version() if device.type == "cuda" else (99, 0))
     return replace(call, csrc=csrc_status(call, wait=False))
 

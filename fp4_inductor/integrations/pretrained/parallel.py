@@ -176,7 +176,7 @@ def finish_model(model: PreTrainedModel, ranks: Ranks) -> None:
             module.forward = _forward_of(module, style, ranks)  # type: ignore[method-assign]
 
 
-def _forward_of(module: nn.Module, style: str, ranks: Ranks) -> Any:
+def _forward_of(module: Any, style: str, ranks: Ranks) -> Any:
     with_gradients, plain = module.forward, type(module).forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
