@@ -16,6 +16,7 @@ def all_reduce(t: Tensor, group: Any) -> Tensor:
 
 def all_gather(t: Tensor, group: Any) -> Tensor:
     """The tensors ``t`` of the ranks of ``group`` beside each other along the last dimension."""
-    from torch.distributed._functional_collectives import all_gather_tensor
+    import torch.distributed._functional_collectives as functional
 
-    return all_gather_tensor(t, t.dim() - 1, group)
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # its name before torch 2.13
+    return gather(t, t.dim() - 1, group)

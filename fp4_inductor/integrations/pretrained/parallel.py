@@ -187,7 +187,7 @@ def _forward_of(module: Any, style: str, ranks: Ranks) -> Any:
         if isinstance(module, FP4Linear):
             y = plain(module, x, *args, **kwargs)
             return all_reduce(y, ranks.group) if style in _COLUMNS else y if style == _LOCAL_ROWS else all_gather(y, ranks.group)
-        weight, bias = (None if t is None else t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
+        weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
         if style in _COLUMNS:  # its bias is whole on every rank
             y = all_reduce(nn.functional.linear(x, weight), ranks.group)
             return y if bias is None else y + bias
