@@ -14,6 +14,7 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import errors
+from fp4_inductor.integrations.pretrained import parallel
 from fp4_inductor.integrations.pretrained.parallel import Ranks, part_of
 from fp4_inductor.tensors import NVFP4Tensor
 from lowering_tests.foreign import MIXTRAL, MODELOPT, logits, relative
@@ -79,3 +80,18 @@ def test_what_cannot_be_divided(style, shape, match):
     w = NVFP4Tensor.from_dense(torch.randn(shape))
     with pytest.raises(errors.ShapeError, match=match):
         part_of(w, style, Ranks(0, 2, None, {}), "layer")
+
+
+def test_heads_of_a_rank(monkeypatch):
+    """A KVCache has the heads that this rank's projections make: those of the plan, or all where the plan leaves them or puts them together."""
+    plans = ({"model.layers.*.self_attn.k_proj": "colwise"}, {"layers.*.self_attn.k_proj": "colwise_gather_output"}, {"layers.*.mlp.up_proj": "colwise"})
+    found = []
+    for plan in plans:
+        monkeypatch.setattr(parallel, "ranks_of", lambda model, plan=plan: Ranks(0, 2, None, plan))
+        found.append(parallel.heads_here(None, 8))
+    assert found == [4, 8, 8]
+    monkeypatch.setattr(parallel, "ranks_of", lambda model: Ranks(0, 2, None, plans[0]))
+    with pytest.raises(errors.ShapeError, match="3 heads of K and V cannot be divided among 2 ranks"):
+        parallel.heads_here(None, 3)
+    monkeypatch.setattr(parallel, "ranks_of", lambda model: None)
+    assert parallel.heads_here(None, 3) == 3

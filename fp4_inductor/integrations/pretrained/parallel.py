@@ -177,7 +177,7 @@ def finish_model(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def _forward_of(module: Any, style: str, ranks: Ranks) -> Any:
-    with_gradients, plain = module.forward, type(module).forward
+    with_gradients = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.is_grad_enabled():
@@ -185,7 +185,7 @@ def _forward_of(module: Any, style: str, ranks: Ranks) -> Any:
         if style in _SPLIT:
             x = x.chunk(ranks.size, -1)[ranks.rank]
         if isinstance(module, FP4Linear):
-            y = plain(module, x, *args, **kwargs)
+            y = type(module).forward(module, x, *args, **kwargs)  # its class changes where siblings are packed
             return all_reduce(y, ranks.group) if style in _COLUMNS else y if style == _LOCAL_ROWS else all_gather(y, ranks.group)
         weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
         if style in _COLUMNS:  # its bias is whole on every rank

@@ -137,7 +137,7 @@ def finish(model: PreTrainedModel, quantizer: FP4InductorQuantizer, notes: list[
     notes = [*notes, *use_attention_backend(model, quantizer.attention)]
     compile_ahead(model)
     use_regions(model)
-    if ranks_of(model) is None and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
+    if len(set(getattr(model, "hf_device_map", {}).values())) < 2:
         siblings.pack_model(model)
     describe_for_saving(model, quantizer.prefill, quantizer.attention, quantizer)
     report = siblings.annotated(inspect(model, errors, kept), model)
