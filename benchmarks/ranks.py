@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--new", type=int, default=129)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--follow", type=Path, help="what another run wrote: by how much its first other token was not the likeliest here")
+    parser.add_argument("--follow", type=Path, help="what another run wrote: its logits, and by how much its first other token was not the likeliest here")
     parser.add_argument("--float32", action="store_true", help="activations in float32: no ties")
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
     parser.add_argument("--one-shot", action="store_true", help="sums by one_shot_all_reduce over symmetric memory instead of NCCL, where Inductor has it")
@@ -75,10 +75,14 @@ def main() -> None:
             continue
         args.out.write_text(json.dumps(found))  # after each batch: a run that is cut off leaves what it has
         print(f"{ranks} rank(s), batch {batch}: {found[str(batch)]['ms']:.3f} ms a token, first use {first:.1f} s, {record}", flush=True)
+    logits = logits_of(model, args.context)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(logits, args.out.with_suffix(".pt"))
     if args.follow:
         other = json.loads(args.follow.read_text())
         gaps = {batch: gap_of(model, found[batch]["tokens"], other[batch]["tokens"], args.context, int(batch)) for batch in found if batch in other}
-        args.out.with_suffix(".gaps").write_text(json.dumps(gaps))
+        theirs = torch.load(args.follow.with_suffix(".pt"), weights_only=True)
+        args.out.with_suffix(".gaps").write_text(json.dumps(gaps | {"logits": float((theirs - logits).norm() / logits.norm())}))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -118,6 +122,14 @@ def seconds(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[flo
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begin, result
+
+
+@torch.inference_mode()
+def logits_of(model: Any, context: int) -> torch.Tensor:
+    """float32 ``[V]`` behind a prompt, on the CPU; every rank has to call it."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, min(1000, model.config.vocab_size), (1, context)).to(model.device)
+    return model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].float().cpu()
 
 
 @torch.inference_mode()

@@ -240,7 +240,7 @@ def test_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["on_gpus.py", "--smoke", "--parts", "generate", "--out", str(tmp_path / "none.csv")])
     assert on_gpus.main() == 0
     tokens = {"one": {"1": {"tokens": [[1, 2], [3, 4]]}}, "tp": {"1": {"tokens": [[1, 2], [3, 5]]}}}
-    assert [on_gpus.tell_tokens("tiny", "1", tokens, {"1": gap}) for gap in (0.01, 3.0)] == [0, 1], "a tie, and another token"
+    assert [on_gpus.tell_tokens("tiny", "1", tokens, {"1": 0.01, "logits": error}) for error in (0.01, 0.9)] == [0, 1], "a tie, and something else"
 
 
 def test_on_gpu_expects_what_decode_took(monkeypatch):
