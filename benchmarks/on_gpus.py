@@ -5,10 +5,10 @@
     python benchmarks/on_gpus.py --parts vllm --models 8b --parallel one,tp --budget 480
     python benchmarks/on_gpus.py --parts vllm --models 30b --parallel one,tp,ep --rows decode,64 --at-once
     python benchmarks/on_gpus.py --parts vllm --models 70b --layers 20   # fewer layers: stands sooner, and its times say less
-    python benchmarks/on_gpus.py --parts generate --models 8b --layers 4 # this package's generate(), torchrun, tp_plan="auto"
+    python benchmarks/on_gpus.py --parts generate --models 8b --batches 1   # this package's generate(), torchrun, tp_plan="auto"
     python benchmarks/on_gpus.py --smoke                                 # tiny models on a CPU: what runs, not how fast
 
-``vllm``: the engines of a model start together (``--at-once``: those of all models) and are asked row by row in turns, as ``serve.py`` does, which says
+``vllm``: the engines of a model start together, as many as fit (``--at-once``: of all models), and are asked row by row in turns, as ``serve.py`` does, which says
 what a row is. An engine that does not stand after ``--stand`` seconds is measured behind the others, if it stands by then. ``generate``: a model is
 written once, read by two ranks and by one, and asked for the same tokens.
 
@@ -40,6 +40,8 @@ HERE = Path(__file__).parent
 OURS = "fp4_inductor"
 # A program that uses NVLink multicast can put GPUs that others share out of service. vLLM's sums over symmetric memory ask for it.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+MEMORY = 74.0  # GiB of a GPU
+WEIGHTS = {"8b": 7, "30b": 18, "70b": 42, "tiny": 0}  # GiB, of all layers
 COLUMNS = ("gpu", "torch", "triton", "vllm", "commit", "date", "model", "parallel", "row", "who", "ms", "ratio", "of_one")
 SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  # a model of serve.py -> of decode.py
 ROWS = {
@@ -74,6 +76,21 @@ def cases(args: argparse.Namespace) -> list[Case]:
                 if parallel != "one" or who == OURS:
                     found.append(Case(model, parallel, who))
     return found
+
+
+def groups_of(chosen: list[Case], most: float = MEMORY) -> list[list[Case]]:
+    """Those of ``chosen`` that fit on the GPUs together, in their order."""
+    groups: list[list[Case]] = []
+    for case in chosen:
+        if not groups or sum(map(gib_of, [*groups[-1], case])) > most:
+            groups.append([])
+        groups[-1].append(case)
+    return groups
+
+
+def gib_of(case: Case) -> float:
+    """About what an engine takes of the first GPU: its share of weights and KV cache, and 3 GiB for activations, graphs and the CUDA context."""
+    return (WEIGHTS[case.model] + serve.KV_BYTES[case.model] / serve.GIB) / (1 if case.parallel == "one" else 2) + 3
 
 
 class Sheet:
@@ -150,8 +167,8 @@ def measure_engines(args: argparse.Namespace, sheet: Sheet, end: float, work: Pa
     table = serve.SMOKE if args.smoke else ROWS
     rows = [name for name, (kind, number, _) in table.items() if not args.rows or {kind, str(number), name} & {*args.rows}]
     chosen = cases(args)
-    groups = [chosen] if args.at_once else [[case for case in chosen if case.model == model] for model in args.models]
-    for group in filter(None, groups):
+    models = [args.models] if args.at_once else [[model] for model in args.models]
+    for group in [group for together in models for group in groups_of([case for case in chosen if case.model in together])]:
         if time.monotonic() > end:
             print(f"not begun, no time is left: {', '.join(map(str, group))}", flush=True)
             continue
@@ -189,7 +206,7 @@ def measure_generate(args: argparse.Namespace, sheet: Sheet, end: float, work: P
     from timing import machine
 
     facts = {name: str(value) for name, value in machine().items()}
-    sizes = ["--context", "16", "--new", "6", "--rounds", "1", "--batch", "2", "--float32"] if args.smoke else ["--batch", "1", "8", "32"]
+    sizes = ["--context", "16", "--new", "6", "--rounds", "1", "--batch", "2", "--float32"] if args.smoke else ["--batch", *args.batches]
     failed = 0
     for model in args.models:
         if time.monotonic() > end:
@@ -280,9 +297,10 @@ def main() -> int:
     parser.add_argument("--who", type=names, default=["marlin", OURS], help=f"marlin, {OURS}")
     parser.add_argument("--rows", type=names, default=[], help="kinds (start, decode, prompt, throughput), batches, or whole names; default: all")
     parser.add_argument("--layers", type=int, default=0, help="default: all of them; 4 of generate")
-    parser.add_argument("--at-once", action="store_true", help="start the engines of all models together")
+    parser.add_argument("--at-once", action="store_true", help="start engines of several models together")
     parser.add_argument("--stand", type=float, default=300, help="seconds after which engines that do not stand yet are left for later")
     parser.add_argument("--budget", type=float, default=3600, help="seconds after which nothing more is begun")
+    parser.add_argument("--batches", type=names, default=["1", "8", "32"], help="of generate; each is compiled anew")
     parser.add_argument("--one-shot", action="store_true", help="of generate: small sums by one_shot_all_reduce over symmetric memory instead of NCCL")
     parser.add_argument("--out", type=Path, default=Path("on_gpus.csv"))
     parser.add_argument("--logs", default=".", help="folder of the engines' logs")

@@ -110,6 +110,8 @@ def use_one_shot() -> None:
     import torch._inductor.config as inductor_config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
+    if not hasattr(inductor_config, "_collective"):
+        raise SystemExit(f"torch {torch.__version__}: its Inductor has no choice between sums (--one-shot)")
     inductor_config._collective.auto_select = True
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
 

@@ -239,6 +239,10 @@ def test_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpus, "measure_generate", lambda *_: int(os.environ["NCCL_NVLS_ENABLE"]))
     monkeypatch.setattr(sys, "argv", ["on_gpus.py", "--smoke", "--parts", "generate", "--out", str(tmp_path / "none.csv")])
     assert on_gpus.main() == 0
+    every = [on_gpus.Case(model, parallel, who) for model in ("8b", "30b", "70b") for parallel in ("one", "tp") for who in on_gpus.serve.WHO]
+    groups = on_gpus.groups_of(every)
+    assert [case for group in groups for case in group] == every, "each once, in order"
+    assert all(sum(map(on_gpus.gib_of, group)) <= on_gpus.MEMORY for group in groups) and len(groups) < len(every)
     tokens = {"one": {"1": {"tokens": [[1, 2], [3, 4]]}}, "tp": {"1": {"tokens": [[1, 2], [3, 5]]}}}
     assert [on_gpus.tell_tokens("tiny", "1", tokens, {"1": 0.01, "logits": error}) for error in (0.01, 0.9)] == [0, 1], "a tie, and something else"
 
