@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..formats.pruning import damped
+from ..formats.hessian import damped
 from .chain import input_of
 from .plan import ExpertsTarget, Target
 from .routed import RoutedInputs

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullet_names
-from ..formats import pruning, sparse24
+from ..formats import sparse24
+from ..formats.hessian import output_error
 from ..modules import FP4Linear
 from .calibrate import batches_of, statistics
 from .calibrate_experts import ExpertsMeans, Statistics
@@ -204,7 +205,7 @@ def candidates(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config,
         hessian = moments.mean()
         layer = sparse_layer(w, config, moments, square)
         q = layer.dequantize(torch.float32)
-        error = pruning.output_error(w, q, torch.diag(square).to(w.device) if hessian is None and square is not None else hessian)
+        error = output_error(w, q, torch.diag(square).to(w.device) if hessian is None and square is not None else hessian)
         out.append(_candidate(item, layer, error))
     return out
 
@@ -262,7 +263,7 @@ def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
         error = relative_error(w, layer)
         output = None
         if hessian is not None:
-            output = pruning.output_error(w, layer.dequantize(torch.float32), hessian)
+            output = output_error(w, layer.dequantize(torch.float32), hessian)
         notes = ("not reached by calibration: dense, unweighted scales",) if unknown else ()
         pending.append(partial(_install_layer, group=group, layer=layer, error=error, output=output, notes=notes))
         if needs_moments and sequential:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Sparse24Config
-from ..formats.pruning import output_energy
+from ..formats.hessian import output_energy
 from ..modules import FP4ExpertWeight, Sparse24ExpertWeight
 from .calibrate_experts import Statistics, between
 from .choose import Candidate

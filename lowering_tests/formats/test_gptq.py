@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4_inductor.errors import NonFiniteError, ShapeError
 from fp4_inductor.formats import e2m1, gptq, nvfp4
-from fp4_inductor.formats.pruning import damped
+from fp4_inductor.formats.hessian import damped
 
 SCALES = torch.arange(1, 127, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE).double()
 GRID = torch.tensor(e2m1.VALUES, dtype=torch.float64)
