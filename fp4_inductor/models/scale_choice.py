@@ -16,6 +16,7 @@ from .calibrate import batches_of, statistics
 from .plan import ExpertsTarget, QuantizationPlan, Target
 from .probe import Probe
 from .siblings import planned, shared_global_scale
+from .sparsify_experts import PrunedExperts
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
@@ -33,6 +34,7 @@ class ScaleChoice:
         head_inputs: by the name of an output head: some of its inputs.
         probe: for ``prefill="nvfp4"``, where there is calibration data: the dense model's logits.
         ready: by the name of a group's first layer: the layer that ``"gptq"`` made of its weight, and its relative error.
+        experts: by the name of a module of experts: what ``"gptq"`` made of its weights.
         global_scales: by layer name, those that siblings of ``"gptq"`` share.
     """
 
@@ -42,6 +44,7 @@ class ScaleChoice:
     head_inputs: dict[str, Any] = field(default_factory=dict)
     probe: Probe | None = None
     ready: dict[str, tuple[FP4Linear, float]] = field(default_factory=dict)
+    experts: dict[str, list[PrunedExperts]] = field(default_factory=dict)
     global_scales: dict[str, Tensor] = field(default_factory=dict)
 
     def of(self, item: list[Target] | ExpertsTarget) -> tuple[NVFP4Config, Any, tuple[str, ...]]:
@@ -94,6 +97,7 @@ def _gptq(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device:
         head_inputs=_head_inputs(plan, found.means),
         probe=Probe(model, found.batches) if config.prefill == "nvfp4" else None,
         ready=found.layers,
+        experts=found.experts,
         global_scales=shared,
     )
 
