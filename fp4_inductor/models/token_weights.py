@@ -78,22 +78,24 @@ def fisher(
     Never raises for what the model cannot do: the result says why it is empty.
     """
     try:
-        reason = _why_not(model)
+        reason = why_not(model)
         return TokenWeights(reason=reason) if reason else _backward(model, targets, experts, batches, chain, progress)
     except Exception as error:  # whatever a model's own code raises when it meets autograd
         return TokenWeights(reason=f"the backward pass failed with {type(error).__name__}: {error}".splitlines()[0])
 
 
-def _why_not(model: Any) -> str | None:
+def why_not(model: Any) -> str | None:
+    """Why there is no backward pass through ``model``; None if it can be tried."""
     can_generate = getattr(model, "can_generate", None)
     if not callable(can_generate) or not can_generate() or getattr(model.config, "is_encoder_decoder", False):
         return f"{type(model).__name__} is no causal language model of transformers"
-    if not isinstance(_embedding(model), nn.Module):
+    if not isinstance(embedding_of(model), nn.Module):
         return f"{type(model).__name__} has no input embeddings"
     return None
 
 
-def _embedding(model: Any) -> Any:
+def embedding_of(model: Any) -> Any:
+    """The module of a model of transformers that reads token ids; None: it has none."""
     getter = getattr(model, "get_input_embeddings", None)
     return getter() if callable(getter) else None
 
@@ -117,7 +119,7 @@ def _backward(
             output.register_hook(lambda g: slot.append(squared_gradients(target, values, g)))
 
     handles = [t.module.register_forward_hook(partial(watch, t), with_kwargs=True) for t in (*targets, *experts)]
-    handles.append(_embedding(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
+    handles.append(embedding_of(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
     try:
         with frozen(model), evaluating(model), torch.enable_grad(), checkpointing(chain), repeatable(model):
             outputs = feed(model, batches, progress, "weigh tokens")

@@ -16,6 +16,7 @@ from lowering_tests.cli.commands import DENSE, MOE, NOVEL, ROOT, SPARSE, inside
 from lowering_tests.foreign import MODELOPT, bits, write_gguf
 from lowering_tests.models.conftest import build
 
+QUICK = "from fp4_inductor.models import scale_choice; scale_choice.SECONDS = 0.0"  # the default without "gptq"
 FORMATS = ("native", "transformers", "modelopt", "compressed-tensors")
 COMMANDS = ("quantize", "inspect", "verify", "export", "explain", "run")
 
@@ -74,7 +75,9 @@ def test_quantize_prints_the_report_and_says_where_it_is(fp4, tmp_path):
 
 
 def test_quantize_as_json(fp4, tmp_path):
-    done = fp4("quantize", DENSE, tmp_path / "out", "--calibration", NOVEL, "--calibration-tokens", "600", "--json", "-q").must()
+    done = fp4(
+        "quantize", DENSE, tmp_path / "out", "--calibration", NOVEL, "--calibration-tokens", "600", "--scale-search", "activation", "--json", "-q"
+    ).must()
     assert done.err == ""
     found = done.json
     assert (found["out"], found["format"], found["coverage"], len(found["layers"])) == (str(tmp_path / "out"), "native", 100.0, 35)
@@ -143,6 +146,20 @@ def test_verify_compares_with_the_dense_model(fp4, written):
     assert same["kl"] == pytest.approx(0.0, abs=1e-9) and same["agreement"] == 1.0
 
 
+@pytest.mark.parametrize("format", ["native", "modelopt"])
+def test_verify_says_which_layers_lost_it(fp4, written, format):
+    """Of an exporter's checkpoint too; on text that the dense model writes."""
+    done = fp4("verify", written(format), "--against", DENSE, "--text", "self", "--windows", "4", "--window", "48").must()
+    assert re.search(r"text +written by .*austen_dense: 4 windows of 48 tokens", done.out) and max(map(len, done.out.splitlines()[1:])) <= 100
+    shares = [float(s) for s in re.findall(r"^ +([\d.]+)% +[\d.]+ +\w+ \(5\)$", done.out, re.MULTILINE)]
+    assert len(shares) == 7 and sum(shares) == pytest.approx(100, abs=0.5)
+    more = ("--windows", "1", "--window", "32", "--json")
+    found = fp4("verify", written(format), "--against", DENSE, "--text", NOVEL, *more).must().json
+    assert len(found["layers"]) == 35 and found["notes"] == []
+    assert "layers" not in fp4("verify", written(format), "--against", DENSE, "--no-layers", *more).must().json
+    assert "layers" not in fp4("verify", written(format), "--against", written("native"), *more).must().json
+
+
 def test_verify_needs_no_text(fp4, written):
     done = fp4("verify", written("transformers"), "--windows", "1", "--window", "64").must()
     assert "Python's language reference: 1 windows of 64 tokens" in done.out and done.out.endswith("  ok\n")
@@ -180,7 +197,7 @@ def test_run_writes_what_the_model_generates(fp4, written):
 
 def test_run_takes_a_dense_model_as_it_is_or_quantizes_it(fp4):
     for more in ((), ("--quantize",)):
-        done = fp4("run", DENSE, "--prompt", "They", "--max-new-tokens", "4", "--seed", "1", "--temperature", "0.8", *more).must()
+        done = fp4("run", DENSE, "--prompt", "They", "--max-new-tokens", "4", "--seed", "1", "--temperature", "0.8", *more, before=QUICK).must()
         assert len(done.out.strip("\n")) >= 1
 
 
