@@ -153,7 +153,7 @@ def quantize_model(
     plan.notes += scales.notes
     described = f"NVFP4, scale_search={scales.config.scale_search}, prefill={config.prefill}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
-    return _finish(asked, model, plan, layers, described, probe=scales.probe)
+    return _finish(asked, model, plan, layers, described, probe=scales.probe, kl=scales.kl)
 
 
 class _Asked(NamedTuple):
@@ -174,8 +174,9 @@ def _finish(
     described: str,
     outcome: Outcome | None = None,
     probe: Probe | None = None,
+    kl: float | None = None,
 ) -> nn.Module:
-    """Move the model, record and print its report; ``described``: the options that matter, for the report."""
+    """Move the model, record and print its report; ``described``: the options that matter, for the report; ``kl``: measured already."""
     config = asked.config
     if asked.device is not None:
         model.to(asked.device)
@@ -186,7 +187,7 @@ def _finish(
     describe_for_saving(model, config.prefill, config.attention)
     compile_ahead(model)
     use_regions(model)
-    kl = outcome.measure(model) if outcome is not None else None
+    kl = outcome.measure(model) if outcome is not None else kl
     loud = outcome.verdict(kl) if outcome is not None else []
     if config.prefill == "nvfp4":
         kl, notes, loud = activation_cost(model, probe)

@@ -43,9 +43,11 @@ class NVFP4Config:
     Args:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
-            * ``"auto"`` (default, needs no data): ``"activation"`` over text the model writes itself, if it is a language
-              model of transformers; ``"four_over_six"`` for every other model, and where writing fails or would take
-              long (above 2 G parameters on a CPU). The report says which, and why. With ``calibration``: "activation".
+            * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
+              it writes itself (and over ``calibration``, if it is given), if that takes about ten minutes at most: some 140 M weights for each
+              CPU core, 8 G on a GPU (an estimate). If that takes longer, or fails, or has a higher KL on text that was held
+              out, ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
+              where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
             * ``"amax"``: ``amax / 6``, the plain rule.
             * ``"four_over_six"``: per block the better of ``amax/6`` and ``amax/4`` by squared error
               (Cook et al., "Four Over Six", 2025).
@@ -58,7 +60,7 @@ class NVFP4Config:
               16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Each expert is rounded by the
               tokens routed to it. Layers and experts that met fewer than 256 tokens get ``"activation"``; the report says which.
               Source: Frantar et al., "GPTQ" (2023).
-        calibration: for ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
+        calibration: for ``"auto"``, ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
             tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword
             arguments) of the model's forward.
         prefill: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
@@ -161,7 +163,11 @@ class Sparse24Config:
         if self.scale_search is not None:
             _one_of(self, "scale_search", ScaleSearch)
         data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
-        for name, needs in (("pruning", self.pruning in _NEEDS_DATA), ("scale_search", self.scale_search in ("activation", "gptq")), ("max_kl", self.max_kl is not None)):
+        for name, needs in (
+            ("pruning", self.pruning in _NEEDS_DATA),
+            ("scale_search", self.scale_search in ("activation", "gptq")),
+            ("max_kl", self.max_kl is not None),
+        ):
             if needs and self.calibration is None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} needs calibration data", value="calibration=None", limit="an iterable of batches", remedy=f"{data}."

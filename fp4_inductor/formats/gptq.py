@@ -34,7 +34,6 @@ from .sparse24 import Sparse24Parts
 # Of the mean of H's diagonal, and of each entry itself, added to the diagonal. Far more than the usual 0.01, and the second part shrinks
 # correlations between channels: KL 0.073 / 0.084 with 0.01, 0.067 / 0.078 with 0.1, 0.065 / 0.075 with both, in those experiments.
 DAMPING, DAMPING_OWN = 0.1, 0.3
-SPARSE_DAMPING = (0.01, 0.0)
 SWEEPS = 4  # of the refinement over all blocks
 # The rest stands in csrc/cpu/gptq.c too, which has room for so many columns.
 _CODES = range(-7, 8)  # scales tried for a block while rounding, and
@@ -122,7 +121,7 @@ def _coded(w: Tensor, hessian: Tensor, g: Tensor, panels: Panels, start: Sparse2
     """``(qdata uint8 [N, K/2], E4M3 codes uint8 [N, K/16])`` of ``w`` float32; of a sparse weight that is ``start`` before."""
     order, blocks = block_order(hessian)
     keep = None if start is None else sparse24.mask_of(start.meta)[:, order]
-    h = damped(hessian[order][:, order], *((DAMPING, DAMPING_OWN) if keep is None else SPARSE_DAMPING))
+    h = damped(hessian[order][:, order], DAMPING, DAMPING_OWN)
     target = w[:, order]
     q, codes = _round(target, inverse_factor(h), g, keep, panels)
     q, codes = _refine(target, h, q, codes, g, keep, panels)
@@ -160,9 +159,7 @@ def _round(target: Tensor, factor: Tensor, g: Tensor, keep: Tensor | None, panel
     return q, codes
 
 
-def _refine(
-    target: Tensor, h: Tensor, q: Tensor, codes: Tensor, g: Tensor, keep: Tensor | None = None, panels: Panels | None = None
-) -> tuple[Tensor, Tensor]:
+def _refine(target: Tensor, h: Tensor, q: Tensor, codes: Tensor, g: Tensor, keep: Tensor | None = None, panels: Panels | None = None) -> tuple[Tensor, Tensor]:
     panels = panels or TORCH
     # In h's precision: a difference that is small beside its terms.
     pull = ((target - q).to(h.dtype) @ h).float()

@@ -25,6 +25,7 @@ from .chain import Chain, find_chain, recording
 from .convert import dense_weight
 from .hessian import Moments
 from .plan import ExpertsTarget, QuantizationPlan, Target
+from .probe import Probe
 from .prune import ENOUGH, Dense, dense_layer
 from .rounding_error import relative_error
 from .routed import RoutedInputs
@@ -34,6 +35,7 @@ from .walk import walk
 
 # More text goes on helping (twice as much: KL 4 % lower in the same experiments), and writing it is a good part of the time.
 SEQUENCES, TOKENS = 64, 256
+HELD_OUT = 8  # sequences more, half of each kind, which are not calibrated on: the KL divergence is measured on them
 _AT_ONCE = 1024  # tokens of own text in one batch
 
 
@@ -48,6 +50,7 @@ class Prepared:
         experts: by the name of a module of experts: both of its weights.
         few: names of layers with too few tokens.
         notes: for the report.
+        probe: of the dense model, over text of its own that was held out; None: it writes none, or has no logits.
     """
 
     batches: list[Any]
@@ -56,6 +59,7 @@ class Prepared:
     experts: dict[str, list[PrunedExperts]] = field(default_factory=dict)
     few: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    probe: Probe | None = None
 
 
 def prepare(
@@ -79,7 +83,7 @@ def prepare(
         NonFiniteError: a layer met NaN or Inf.
     """
     start = time.monotonic()
-    batches, described = text(model, config)
+    batches, held_out, described = text(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
     targets = [t for g in groups for t in g]
     items = [*targets, *plan.experts]
@@ -105,13 +109,15 @@ def prepare(
             prepared.experts[item.name] = quantize_experts(item, how, set(), device, found, means[item.name].result())
         elif isinstance(item, list) and isinstance(found, Moments):
             prepared.layers[item[0].name] = _layer(item, found, config, device, global_scales.get(item[0].name))
+    probe = Probe(model, held_out) if held_out else None
+    prepared.probe = probe if probe is not None and probe.usable else None
     prepared.notes = _notes(prepared, weights, described, chain, time.monotonic() - start)
     return prepared
 
 
-def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], str]:
-    """``(batches, what they are in words)``: what the model writes, half of it from the beginning of a text and half from random tokens, and
-    what is given.
+def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], list[Any], str]:
+    """``(batches, batches to measure on, the first in words)``: what the model writes, half of it from the beginning of a text and half from random
+    tokens, and what is given. Of its own text a part is held out.
 
     Raises:
         CalibrationError: nothing is given, and the model cannot write; or what is given is no iterable of batches, or too long for the model.
@@ -124,10 +130,12 @@ def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], str]:
     _check_positions(model, given)  # before minutes are spent on writing
     reason = self_calibration.why_not(model) if given else None
     if reason is not None:
-        return given, f"{len(given)} given batches, without own text because {reason}"
-    ids: Tensor = self_calibration.write(model, SEQUENCES, TOKENS, random_first=SEQUENCES // 2)[0]["input_ids"]  # type: ignore[assignment]
-    own = [{"input_ids": part, "use_cache": False} for part in ids.split(max(1, _AT_ONCE // ids.shape[1]))]
-    return given + own, f"{ids.numel()} tokens that the model wrote itself" + (f" and {len(given)} given batches" if given else "")
+        return given, [], f"{len(given)} given batches, without own text because {reason}"
+    count, half = SEQUENCES + HELD_OUT, HELD_OUT // 2
+    everything: Tensor = self_calibration.write(model, count, TOKENS, random_first=count // 2)[0]["input_ids"]  # type: ignore[assignment]
+    held, ids = torch.cat((everything[:half], everything[-half:])), everything[half:-half]
+    own, held_out = ([{"input_ids": part, "use_cache": False} for part in t.split(max(1, _AT_ONCE // t.shape[1]))] for t in (ids, held))
+    return given + own, held_out, f"{ids.numel()} tokens that the model wrote itself" + (f" and {len(given)} given batches" if given else "")
 
 
 def _check_positions(model: nn.Module, batches: list[Any]) -> None:

@@ -114,9 +114,7 @@ def sparsify(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
         dense = [_candidate(g, dense_layer(dense_weight(g[0]), config, None, _square(data, g))) for g in plan.groups]
         dense += [p.candidate() for e in plan.experts for p in quantize_experts(e, config, set(), None, None, data.experts.get(e.name))]
         sparse = choose(found, dense, config, data.probe, model, data.chain, progress)
-    notes = (
-        [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if needs_inputs(config) and data.chain.broken else []
-    )
+    notes = [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if needs_inputs(config) and data.chain.broken else []
     if data.probe is not None and not data.held_back:
         notes.append("KL was measured on batches that were also calibrated on: give four batches or more")
     model, rows = _replace(model, plan, config, data, sparse, device, progress)

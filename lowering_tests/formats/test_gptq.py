@@ -195,7 +195,7 @@ def test_dropped_weights_of_dead_channels_change_nothing(seed):
     assert torch.equal(q, same)
 
 
-@pytest.mark.parametrize(("method", "ratio"), [("wanda", 0.8), ("sparsegpt", 0.97), ("admm", 0.995)])
+@pytest.mark.parametrize(("method", "ratio"), [("wanda", 0.97), ("sparsegpt", 0.95), ("admm", 0.95)])
 def test_less_error_than_the_pruner(method, ratio):
     """On its pattern: of wanda, which makes nothing good, and of those whose scales are chosen before what is left."""
     w, h = weight(24, 160), hessian(400, 160)
@@ -203,7 +203,7 @@ def test_less_error_than_the_pruner(method, ratio):
     after = gptq.quantize_sparse24(w, h, before)
     sparse24.check_parts(*after)
     assert torch.equal(after.meta, before.meta) and torch.equal(after.global_scale, before.global_scale)
-    h = damped(h, *gptq.SPARSE_DAMPING).float()
+    h = damped_of(h).float()
     was, now = (gptq.objective(w, sparse24.dequantize_sparse24(*p, torch.float32), h) for p in (before, after))
     assert bool((now <= was * (1 + 1e-6)).all())
     assert float(now.sum()) < ratio * float(was.sum())

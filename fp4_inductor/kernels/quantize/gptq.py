@@ -55,7 +55,16 @@ def _rounded(w: Tensor, u: Tensor, g: Tensor, keep: Tensor | None) -> tuple[Tens
     codes = torch.empty(w.shape[0], w.shape[1] // nvfp4.GROUP, dtype=torch.uint8)
     inverse = u.diagonal().reciprocal()
     _library().fp4_gptq_round(  # type: ignore[union-attr]
-        w.data_ptr(), u.data_ptr(), inverse.data_ptr(), _address(keep), float(g), *w.shape, q.data_ptr(), error.data_ptr(), codes.data_ptr(), torch.get_num_threads()
+        w.data_ptr(),
+        u.data_ptr(),
+        inverse.data_ptr(),
+        _address(keep),
+        float(g),
+        *w.shape,
+        q.data_ptr(),
+        error.data_ptr(),
+        codes.data_ptr(),
+        torch.get_num_threads(),
     )
     return q, codes, error
 
@@ -64,7 +73,16 @@ def _refined(pull: Tensor, q: Tensor, codes: Tensor, h: Tensor, g: Tensor, keep:
     change = torch.empty_like(q)
     inverse = h.diagonal().reciprocal()
     _library().fp4_gptq_refine(  # type: ignore[union-attr]
-        pull.data_ptr(), q.data_ptr(), codes.data_ptr(), h.data_ptr(), inverse.data_ptr(), _address(keep), float(g), *q.shape, change.data_ptr(), torch.get_num_threads()
+        pull.data_ptr(),
+        q.data_ptr(),
+        codes.data_ptr(),
+        h.data_ptr(),
+        inverse.data_ptr(),
+        _address(keep),
+        float(g),
+        *q.shape,
+        change.data_ptr(),
+        torch.get_num_threads(),
     )
     return change
 
