@@ -86,7 +86,7 @@ def prepare(
     batches, held_out, described = text(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
     targets = [t for g in groups for t in g]
-    items = [*targets, *plan.experts]
+    items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
     chain = find_chain(model, items) if items else Chain([], broken="there are no linear layers and no experts")
     with recording(chain):
         means = statistics(model, plan.targets, batches, strict=strict, progress=progress, experts=plan.experts)

@@ -63,7 +63,7 @@ def layer_shares(model: nn.Module, reference: nn.Module, windows: Tensor, *, pro
     quantized = {name: m for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4Experts))}
     there = dict(reference.named_modules())
     missing = sorted(name for name in quantized if name not in there)
-    pairs = {name: (m, there[name]) for name, m in quantized.items() if name in there}
+    pairs: dict[str, tuple[nn.Module, nn.Module]] = {name: (m, there[name]) for name, m in quantized.items() if name in there}
     notes = [f"{len(missing)} layers have no counterpart in the source: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"] if missing else []
     try:
         sums = _sums(pairs, reference, windows, progress)
@@ -96,8 +96,9 @@ def _sums(pairs: dict[str, tuple[nn.Module, nn.Module]], reference: Any, windows
     handles.append(embedding_of(reference).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
     try:
         with ExitStack() as stack:
-            for context in (*(evaluating(ours) for ours, _ in pairs.values()), frozen(reference), evaluating(reference), torch.enable_grad()):
+            for context in (*(evaluating(ours) for ours, _ in pairs.values()), frozen(reference), evaluating(reference)):
                 stack.enter_context(context)
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(repeatable(reference))
             device = next(reference.parameters()).device
             generator = torch.Generator(device).manual_seed(_SEED)

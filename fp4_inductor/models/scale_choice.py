@@ -169,7 +169,7 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
     reason = token_weights.why_not(model) or self_calibration.why_not(model)
     if reason is not None:
         return reason
-    items = [*(g[0] for g in plan.groups), *plan.experts]
+    items: list[Target | ExpertsTarget] = [*(g[0] for g in plan.groups), *plan.experts]
     weights = sum(weight_count(t) for t in items)
     device = next((p.device for t in items for p in t.module.parameters()), torch.device("cpu"))
     seconds = weights * (_CPU_SECONDS / torch.get_num_threads() if device.type == "cpu" else _GPU_SECONDS)

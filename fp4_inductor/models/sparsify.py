@@ -266,7 +266,7 @@ def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
         output = None
         if hessian is not None:
             output = output_error(w, layer.dequantize(torch.float32), hessian)
-        notes = ("not reached by calibration: dense, unweighted scales",) if unknown else ()
+        notes: tuple[str, ...] = ("not reached by calibration: dense, unweighted scales",) if unknown else ()
         if config.search == "gptq" and 0 < moments.rows < ENOUGH:
             notes += (f'met {moments.rows} tokens, fewer than {ENOUGH}: "activation"',)
         pending.append(partial(_install_layer, group=group, layer=layer, error=error, output=output, notes=notes))

@@ -198,6 +198,5 @@ def _short(inputs: RoutedInputs, needed: int) -> tuple[str, ...]:
     short = sorted((count, e) for e, count in enumerate(inputs.tokens) if count < needed)
     if not short:
         return ()
-    return (
-        f"{len(short)} of {inputs.experts} experts saw fewer than {needed} calibration tokens ({_named(short)}): other tokens of the layer stood in for the rest",
-    )
+    who = f"{len(short)} of {inputs.experts} experts saw fewer than {needed} calibration tokens ({_named(short)})"
+    return (f"{who}: other tokens of the layer stood in for the rest",)

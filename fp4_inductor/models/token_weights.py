@@ -103,7 +103,8 @@ def embedding_of(model: Any) -> Any:
 def _backward(
     model: nn.Module, targets: Sequence[Target], experts: Sequence[ExpertsTarget], batches: Sequence[Any], chain: Chain, progress: bool
 ) -> TokenWeights:
-    found: dict[str, list[list[Any]]] = {t.name: [] for t in (*targets, *experts)}
+    watched: list[Target | ExpertsTarget] = [*targets, *experts]
+    found: dict[str, list[list[Any]]] = {t.name: [] for t in watched}
     taken: dict[str, list[list[Any]]] = {}
     forward = [True]  # not while a block is run again
 
@@ -118,7 +119,7 @@ def _backward(
             values = [v.detach() if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
             output.register_hook(lambda g: slot.append(squared_gradients(target, values, g)))
 
-    handles = [t.module.register_forward_hook(partial(watch, t), with_kwargs=True) for t in (*targets, *experts)]
+    handles = [t.module.register_forward_hook(partial(watch, t), with_kwargs=True) for t in watched]
     handles.append(embedding_of(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
     try:
         with frozen(model), evaluating(model), torch.enable_grad(), checkpointing(chain), repeatable(model):
