@@ -301,4 +301,4 @@ def _advice(config: Sparse24Config, sparse: bool) -> str:
     if not sparse:
         return "look at the report's largest errors."
     better = "" if config.pruning in SEQUENTIAL else 'use pruning="sparsegpt" or "admm"; '
-    return f"{better}prune fewer layers (max_kl=..., bits=...), or train what is left (examples/recover_sparse.py)."
+    return f"{better}prune fewer layers (max_kl=..., bits=...), or train what is left (fp4_inductor.recover)."

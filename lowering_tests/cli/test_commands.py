@@ -18,7 +18,7 @@ from lowering_tests.models.conftest import build
 
 QUICK = "from fp4_inductor.models import scale_choice; scale_choice.SECONDS = 0.0"  # the default without "gptq"
 FORMATS = ("native", "transformers", "modelopt", "compressed-tensors")
-COMMANDS = ("quantize", "inspect", "verify", "export", "explain", "run")
+COMMANDS = ("quantize", "inspect", "verify", "recover", "export", "explain", "run")
 
 
 def test_the_entry_point_is_the_module():
@@ -170,6 +170,16 @@ def test_verify_needs_no_text(fp4, written):
 def test_verify_fails_above_a_limit(fp4, written, limit, why):
     done = fp4("verify", written("native"), "--windows", "1", "--text", NOVEL, *limit).must(1)
     assert re.search(rf"FAILED +{why} [\d.]+ is above {limit[1]}", done.out.replace("1e-06", "1e-6"))
+
+
+def test_recover_trains_and_writes(fp4, written, tmp_path):
+    before = "from fp4_inductor.models import recover; recover.SEQUENCES, recover.TOKENS = 16, 32"
+    more = ("--source", DENSE, "--text", NOVEL, "--text-tokens", "4096", "--steps", "4", "--batch", "2", "--json")
+    found = fp4("recover", written("native"), tmp_path / "out", *more, before=before).must().json
+    assert (found["out"], found["steps"], found["tokens"]) == (str(tmp_path / "out"), 4, 4 * 2 * 256)
+    assert found["text"].startswith("4096 given tokens and ") and found["kept"] == (found["kl_after"] < found["kl_before"])
+    assert fp4("inspect", tmp_path / "out", "--json").must().json["format"] == "native"
+    assert "a quantized model" in fp4("recover", DENSE, tmp_path / "no", "--source", DENSE).must(2).err
 
 
 def test_explain_takes_several_sizes(fp4, written):
