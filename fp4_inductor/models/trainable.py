@@ -50,6 +50,8 @@ class Trainable(nn.Module):
             values start spread over what is rounded to their codes, so that some are about to change in every step.
     """
 
+    mask: Tensor | None
+
     def __init__(self, layer: FP4Linear, dense: Tensor | None = None):
         super().__init__()
         self.layer, self.in_features, self.out_features, self.dtype = layer, layer.in_features, layer.out_features, layer.dtype
