@@ -77,7 +77,7 @@ def configurations(calibration: dict[str, Tensor]) -> list[tuple[str, str, NVFP4
     plain += [
         (name, "itself", NVFP4Config("activation", calibration="self", prefill=path)) for name, path in (("activation", "auto"), ("activation, w4a4", "nvfp4"))
     ]
-    plain.append(("gptq", "itself", NVFP4Config("gptq")))
+    plain += [(name, "itself", NVFP4Config(name)) for name in ("auto", "gptq")]
     given = {name: list(batch[:, :-1].split(4)) for name, batch in calibration.items()}
     # "gptq" adds text of its own to what it is given.
     return plain + [

@@ -33,7 +33,7 @@ COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "weights"
 
 
 class Alike(TokenWeights):
-    """Every token weighs the same."""
+    """Every token weighs the same; experts go by the norm of their inputs."""
 
     def __call__(self, name: str, batch: int, inputs: list[Tensor]) -> list[Tensor]:
         return [x.new_ones(x.shape[:-1].numel(), dtype=torch.float32) for x in inputs]

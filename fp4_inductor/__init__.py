@@ -29,6 +29,8 @@ _PUBLIC = {
     "KVCache": ".integrations.cache",
     "inspect_checkpoint": ".checkpoint.inspection",
     "evaluate": ".models.evaluate",
+    "verify": ".models.verify",
+    "recover": ".models.recover",
     "generate": ".generation",
     "generate_loop": ".generation",
     "generation_record": ".generation",
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
     from .integrations.cache import KVCache
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
+    from .models.recover import recover
+    from .models.verify import verify
     from .modules import FP4Experts, FP4Linear, FP8Linear, Sparse24Linear
     from .ranges import add_range_provider, compile_range
     from .regimes import bounds

@@ -11,7 +11,7 @@ from torch import nn
 
 from . import checkpoint
 from .checkpoint import save
-from .config import Attention, NVFP4Config, Sparse24Config, check_attention
+from .config import Attention, NVFP4Config, Sparse24Config, check_attention, weight_only
 from .errors import ConfigError
 from .formats import nvfp4
 from .integrations import adopt_adapters, describe_for_saving, own_configs
@@ -31,6 +31,7 @@ from .models.rounding_error import LOUD
 from .models.scale_choice import choose
 from .models.siblings import annotated, planned, shared_global_scale
 from .models.sparsify import Outcome, sparsify
+from .models.sparsify_experts import install_packed
 from .models.stacks import convert_stack
 from .models.training import Training, outside_inference_mode
 from .modules import FP4Linear, pack_siblings
@@ -130,7 +131,11 @@ def quantize_model(
     for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
         search, weight, notes = scales.of(item)
         if isinstance(item, ExpertsTarget):
-            model, rows = convert_experts(model, item, search, target_device, weight)
+            both = scales.experts.pop(item.name, None)
+            if both is not None:
+                model, rows = install_packed(model, both, weight_only(config.prefill))
+            else:
+                model, rows = convert_experts(model, item, search, target_device, weight)
         else:
             name = item[0].name
             family = together.get(name, [])
@@ -148,7 +153,7 @@ def quantize_model(
     plan.notes += scales.notes
     described = f"NVFP4, scale_search={scales.config.scale_search}, prefill={config.prefill}"
     described += f", lm_head={config.lm_head}" if config.lm_head != "bf16" else ""
-    return _finish(asked, model, plan, layers, described, probe=scales.probe)
+    return _finish(asked, model, plan, layers, described, probe=scales.probe, kl=scales.kl)
 
 
 class _Asked(NamedTuple):
@@ -169,8 +174,9 @@ def _finish(
     described: str,
     outcome: Outcome | None = None,
     probe: Probe | None = None,
+    kl: float | None = None,
 ) -> nn.Module:
-    """Move the model, record and print its report; ``described``: the options that matter, for the report."""
+    """Move the model, record and print its report; ``described``: the options that matter, for the report; ``kl``: measured already."""
     config = asked.config
     if asked.device is not None:
         model.to(asked.device)
@@ -181,7 +187,7 @@ def _finish(
     describe_for_saving(model, config.prefill, config.attention)
     compile_ahead(model)
     use_regions(model)
-    kl = outcome.measure(model) if outcome is not None else None
+    kl = outcome.measure(model) if outcome is not None else kl
     loud = outcome.verdict(kl) if outcome is not None else []
     if config.prefill == "nvfp4":
         kl, notes, loud = activation_cost(model, probe)

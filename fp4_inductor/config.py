@@ -43,9 +43,11 @@ class NVFP4Config:
     Args:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
-            * ``"auto"`` (default, needs no data): ``"activation"`` over text the model writes itself, if it is a language
-              model of transformers; ``"four_over_six"`` for every other model, and where writing fails or would take
-              long (above 2 G parameters on a CPU). The report says which, and why. With ``calibration``: "activation".
+            * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
+              it writes itself (and over ``calibration``, if it is given), if that takes about ten minutes at most: some 140 M weights for each
+              CPU core, 8 G on a GPU (an estimate). If that takes longer, or fails, or has a higher KL on text that was held
+              out, ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
+              where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
             * ``"amax"``: ``amax / 6``, the plain rule.
             * ``"four_over_six"``: per block the better of ``amax/6`` and ``amax/4`` by squared error
               (Cook et al., "Four Over Six", 2025).
@@ -55,9 +57,10 @@ class NVFP4Config:
               the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
               best (SmolLM2-135M: KL 0.054 / 0.067 nats a token on a manual / a novel, by "activation" 0.091 / 0.096) and the
               slowest (there 223 s against 6 s on two CPU cores); the quantized layers lie beside the model meanwhile. Over
-              16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Experts, and layers
-              that met fewer than 256 tokens, get ``"activation"``; the report says which. Source: Frantar et al., "GPTQ" (2023).
-        calibration: for ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
+              16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Each expert is rounded by the
+              tokens routed to it. Layers and experts that met fewer than 256 tokens get ``"activation"``; the report says which.
+              Source: Frantar et al., "GPTQ" (2023).
+        calibration: for ``"auto"``, ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
             tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword
             arguments) of the model's forward.
         prefill: path for many rows (prefill). ``"fp8"``: dequantise to a transient FP8 weight and use the FP8 tensor
@@ -127,7 +130,8 @@ class Sparse24Config:
             good what the ones before it changed. Each expert of an MoE layer is pruned by the tokens routed to it; one that saw
             few borrows from its layer's others, and the report names it.
         scale_search: as in :class:`NVFP4Config`, over the kept weights; None: ``"activation"`` where there is
-            ``calibration``, else ``"mse"``.
+            ``calibration``, else ``"mse"``. ``"gptq"``: tokens are weighted with their Fisher information, for ``pruning`` too, and the kept
+            weights, and the dense layers of a mixture, are rounded as there; over ``calibration`` alone, without text of the model's own.
         calibration: as in :class:`NVFP4Config`; any method takes it. With four batches or more the last eighth is held
             back, and the report says what the new weights cost on it (KL from the dense model, for models with logits).
         layers: names of the layers to be sparse, written as for ``ignore``; the others become dense NVFP4. None: all may be. The
@@ -158,15 +162,12 @@ class Sparse24Config:
         _one_of(self, "attention", Attention)
         if self.scale_search is not None:
             _one_of(self, "scale_search", ScaleSearch)
-        if self.scale_search == "gptq":
-            raise ConfigError(
-                'scale_search="gptq" is for dense NVFP4',
-                value="Sparse24Config",
-                limit="NVFP4Config",
-                remedy='pruning="sparsegpt" and "admm" round with feedback already: leave scale_search out.',
-            )
         data = "Pass calibration=[batch, ...] (a few thousand tokens of text like that the model will see)"
-        for name, needs in (("pruning", self.pruning in _NEEDS_DATA), ("scale_search", self.scale_search == "activation"), ("max_kl", self.max_kl is not None)):
+        for name, needs in (
+            ("pruning", self.pruning in _NEEDS_DATA),
+            ("scale_search", self.scale_search in ("activation", "gptq")),
+            ("max_kl", self.max_kl is not None),
+        ):
             if needs and self.calibration is None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} needs calibration data", value="calibration=None", limit="an iterable of batches", remedy=f"{data}."

@@ -86,6 +86,12 @@ def _seeds():
 
 
 @pytest.fixture(autouse=True)
+def _quick_default(monkeypatch):
+    """The default is "activation" where a test does not say otherwise: "gptq" takes ten times as long, and has tests of its own."""
+    monkeypatch.setattr("fp4_inductor.models.scale_choice.SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _fresh_dynamo():
     """No test inherits another's compiled graphs, recompile counts or dynamic-shape history."""
     yield

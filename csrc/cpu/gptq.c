@@ -23,6 +23,14 @@ static inline void load(const float* from, const int64_t* rows, int64_t width, p
   for (int l = 0; l < LANES; ++l)
     for (int64_t c = 0; c < width; ++c) x[c][l] = from[rows[l] * width + c];
 }
+// keep: [rows, width], 0 for weights that stay zero; NULL: there are none.
+static inline const float (*load_kept(const uint8_t* keep, const int64_t* rows, int64_t width, panel_t kept))[LANES] {
+  if (!keep) return NULL;
+  for (int l = 0; l < LANES; ++l)
+    for (int64_t c = 0; c < width; ++c) kept[c][l] = keep[rows[l] * width + c];
+  return (const float (*)[LANES])kept;
+}
+static inline const float (*from_column(const float (*kept)[LANES], int64_t c))[LANES] { return kept ? kept + c : NULL; }
 static inline void store(const panel_t x, const int64_t* rows, int count, int64_t width, float* to) {
   for (int l = 0; l < count; ++l)
     for (int64_t c = 0; c < width; ++c) to[rows[l] * width + c] = x[c][l];
@@ -37,11 +45,11 @@ static inline int rows_of(int64_t tile, int64_t rows, int64_t* at) {
 
 // One column c of a block: rounds it, and takes its error, times 1/u[c][c], from the columns up to end.
 static inline void round_column(float (*x)[LANES], int64_t c, int64_t end, const float* u, int64_t width, float inverse, const float* s, const float* divisor,
-                                float* q, float* error) {
-  for (int l = 0; l < LANES; ++l) {
-    q[l] = to_scaled_grid(x[c][l], s[l], divisor[l]);
-    error[l] = (x[c][l] - q[l]) * inverse;
-  }
+                                const float (*kept)[LANES], float* q, float* error) {
+  for (int l = 0; l < LANES; ++l) q[l] = to_scaled_grid(x[c][l], s[l], divisor[l]);
+  if (kept)
+    for (int l = 0; l < LANES; ++l) q[l] = kept[c][l] != 0.f ? q[l] : 0.f;
+  for (int l = 0; l < LANES; ++l) error[l] = (x[c][l] - q[l]) * inverse;
   for (int64_t j = c + 1; j < end; ++j) {
     const float factor = u[c * width + j];
     for (int l = 0; l < LANES; ++l) x[j][l] -= error[l] * factor;
@@ -49,12 +57,15 @@ static inline void round_column(float (*x)[LANES], int64_t c, int64_t end, const
 }
 
 // The code of each lane whose rounding of the block x costs least, feedback included; the smallest of equals.
-static inline void best_scale(const block_t x, const float* u, int64_t width, const float* inverse, float g, int32_t* best) {
+static inline void best_scale(const block_t x, const float* u, int64_t width, const float* inverse, float g, const float (*kept)[LANES], int32_t* best) {
   float top[LANES], least[LANES];
   int32_t base[LANES];
   for (int l = 0; l < LANES; ++l) top[l] = 0.f;
   for (int i = 0; i < GROUP; ++i)
-    for (int l = 0; l < LANES; ++l) top[l] = fabsf(x[i][l]) > top[l] ? fabsf(x[i][l]) : top[l];
+    for (int l = 0; l < LANES; ++l) {
+      const float size = !kept || kept[i][l] != 0.f ? fabsf(x[i][l]) : 0.f;
+      top[l] = size > top[l] ? size : top[l];
+    }
   for (int l = 0; l < LANES; ++l) {
     base[l] = to_code(top[l] / (g * 6.f));
     best[l] = LAST_CODE;
@@ -73,7 +84,7 @@ static inline void best_scale(const block_t x, const float* u, int64_t width, co
     }
     memcpy(rest, x, sizeof rest);
     for (int c = 0; c < GROUP; ++c) {
-      round_column(rest, c, GROUP, u, width, inverse[c], s, divisor, q, error);
+      round_column(rest, c, GROUP, u, width, inverse[c], s, divisor, kept, q, error);
       for (int l = 0; l < LANES; ++l) cost[l] += error[l] * error[l];
     }
     for (int l = 0; l < LANES; ++l) {
@@ -84,25 +95,26 @@ static inline void best_scale(const block_t x, const float* u, int64_t width, co
   }
 }
 
-// w, u, q, error: [rows, width], u [width, width], inverse [width]: 1 / diagonal of u, codes [rows, width/16]. width <= PANEL.
-void fp4_gptq_round(const float* w, const float* u, const float* inverse, float g, int64_t rows, int64_t width, float* q, float* error, uint8_t* codes,
-                    int threads) {
+// w, u, q, error: [rows, width], keep as load_kept has it, u [width, width], inverse [width]: 1 / diagonal of u, codes [rows, width/16]. width <= PANEL.
+void fp4_gptq_round(const float* w, const float* u, const float* inverse, const uint8_t* keep, float g, int64_t rows, int64_t width, float* q, float* error,
+                    uint8_t* codes, int threads) {
   const int64_t tiles = (rows + LANES - 1) / LANES;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t tile = 0; tile < tiles; ++tile) {
     int64_t at[LANES];
-    panel_t x, rounded, off;
+    panel_t x, rounded, off, mask;
     const int count = rows_of(tile, rows, at);
     load(w, at, width, x);
+    const float (*kept)[LANES] = load_kept(keep, at, width, mask);
     for (int64_t b = 0; b < width; b += GROUP) {
       float s[LANES], divisor[LANES];
       int32_t best[LANES];
-      best_scale((const float (*)[LANES])x[b], u + b * width + b, width, inverse + b, g, best);
+      best_scale((const float (*)[LANES])x[b], u + b * width + b, width, inverse + b, g, from_column(kept, b), best);
       for (int l = 0; l < LANES; ++l) {
         s[l] = S[best[l]] * g;
         divisor[l] = divisor_of(s[l]);
       }
-      for (int64_t c = b; c < b + GROUP; ++c) round_column(x, c, width, u, width, inverse[c], s, divisor, rounded[c], off[c]);
+      for (int64_t c = b; c < b + GROUP; ++c) round_column(x, c, width, u, width, inverse[c], s, divisor, kept, rounded[c], off[c]);
       for (int l = 0; l < count; ++l) codes[at[l] * (width / GROUP) + b / GROUP] = (uint8_t)best[l];
     }
     store(rounded, at, count, width, q);
@@ -111,7 +123,8 @@ void fp4_gptq_round(const float* w, const float* u, const float* inverse, float 
 }
 
 // Coordinate descent over the 16 codes of a block with the scales near the present one. d: the best change, zero where none lowers the error.
-static inline void descend(const block_t pull, const block_t q, const float* h, int64_t width, const float* inverse, float g, int32_t* code, block_t d) {
+static inline void descend(const block_t pull, const block_t q, const float* h, int64_t width, const float* inverse, float g, const float (*kept)[LANES],
+                           int32_t* code, block_t d) {
   float most[LANES];
   int32_t best[LANES];
   memset(d, 0, sizeof(block_t));
@@ -138,6 +151,7 @@ static inline void descend(const block_t pull, const block_t q, const float* h, 
         for (int l = 0; l < LANES; ++l) {
           const float now = q[c][l] + change[c][l];
           step[l] = to_scaled_grid(now + p[c][l] * inverse[c], s[l], divisor[l]) - now;
+          if (kept) step[l] = kept[c][l] != 0.f ? step[l] : 0.f;
           const float pushed = step[l] * own;
           gain[l] += step[l] * (p[c][l] * 2.f - pushed);
           size[l] += step[l] * pushed;
@@ -160,23 +174,24 @@ static inline void descend(const block_t pull, const block_t q, const float* h, 
   memcpy(code, best, sizeof best);
 }
 
-// pull, q, change: [rows, width], h [width, width], inverse [width]: 1 / diagonal of h, codes [rows, width/16]. width <= PANEL.
+// pull, q, change: [rows, width], keep as load_kept has it, h [width, width], inverse [width]: 1 / diagonal of h, codes [rows, width/16]. width <= PANEL.
 // q and codes are read and written, change is written.
-void fp4_gptq_refine(const float* pull, float* q, uint8_t* codes, const float* h, const float* inverse, float g, int64_t rows, int64_t width, float* change,
-                     int threads) {
+void fp4_gptq_refine(const float* pull, float* q, uint8_t* codes, const float* h, const float* inverse, const uint8_t* keep, float g, int64_t rows,
+                     int64_t width, float* change, int threads) {
   const int64_t tiles = (rows + LANES - 1) / LANES, blocks = width / GROUP;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t tile = 0; tile < tiles; ++tile) {
     int64_t at[LANES];
-    panel_t p, now, moved;
+    panel_t p, now, moved, mask;
     const int count = rows_of(tile, rows, at);
     load(pull, at, width, p);
     load(q, at, width, now);
+    const float (*kept)[LANES] = load_kept(keep, at, width, mask);
     for (int64_t b = 0; b < width; b += GROUP) {
       int32_t code[LANES];
       block_t d;
       for (int l = 0; l < LANES; ++l) code[l] = codes[at[l] * blocks + b / GROUP];
-      descend((const float (*)[LANES])p[b], (const float (*)[LANES])now[b], h + b * width + b, width, inverse + b, g, code, d);
+      descend((const float (*)[LANES])p[b], (const float (*)[LANES])now[b], h + b * width + b, width, inverse + b, g, from_column(kept, b), code, d);
       for (int c = 0; c < GROUP; ++c) {
         for (int l = 0; l < LANES; ++l) now[b + c][l] += d[c][l];
         for (int64_t j = 0; j < width; ++j) {

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import explain, export, generate, inspect, quantize, verify
+from . import explain, export, generate, inspect, quantize, recover, verify
 from .options import Parser
 from .screen import PROGRAM, Screen
 from .status import MISTAKE, STATUSES, run_guarded
 
-_COMMANDS = (quantize, inspect, verify, export, explain, generate)
+_COMMANDS = (quantize, inspect, verify, recover, export, explain, generate)
 _DESCRIPTION = """\
 Quantize language models to NVFP4; look into checkpoints, verify, convert and
 run them. "fp4-inductor COMMAND --help" has the options and an example."""

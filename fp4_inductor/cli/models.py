@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from ..models.preflight import check_device
 from .options import device_of, hub_of
 from .screen import Screen
 
+_BACKWARD = 4  # activations and gradients of one window of text: at most this part of a model's bytes
 _ROOM = 0.8  # of a GPU's free memory that a dense model may take
 
 
@@ -60,6 +62,21 @@ def load_to_quantize(name: str, args: argparse.Namespace, screen: Screen) -> Any
 
 def _fits(size: int, device: torch.device) -> bool:
     return size < _ROOM * torch.cuda.mem_get_info(device)[0]
+
+
+def has_room(folder: str, loaded: torch.nn.Module) -> bool:
+    """Whether a quantized model in a local folder or file fits beside a model that is loaded, with what a backward pass takes; False where nobody knows."""
+    path = Path(folder)
+    files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    size = sum(p.stat().st_size for p in files)
+    device = next((p.device for p in loaded.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return bool(size) and _fits(size + model_bytes(loaded) // _BACKWARD, device)
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return False
+    return bool(size) and size + model_bytes(loaded) // _BACKWARD < _ROOM * free
 
 
 def free_memory() -> None:

@@ -14,7 +14,7 @@ from .status import FAILED, OK
 
 _DESCRIPTION = """\
 Check a quantized model: read every byte, load it, run it over a text, and compare its predictions with those of another model, e.g. the
-one that it was quantized from. Exit status 1 if a check fails."""
+one that it was quantized from: what it lost, and which layers lost it. Exit status 1 if a check fails."""
 _EXAMPLE = """\
   fp4-inductor verify qwen3-8b-nvfp4 --against Qwen/Qwen3-8B --device cuda
   fp4-inductor verify qwen3-8b-nvfp4 --text manual.txt --max-perplexity 12"""
@@ -23,9 +23,14 @@ _EXAMPLE = """\
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "verify", "FOLDER [--against MODEL]", run, "check a quantized model: damage, loading, predictions", _DESCRIPTION, _EXAMPLE)
     parser.add_argument("folder", metavar="FOLDER", help="a quantized model: a folder, a .gguf file or a hub id")
-    parser.add_argument("--against", metavar="MODEL", help="a model to compare with, quantized or not; the two are loaded one after the other")
+    parser.add_argument("--against", metavar="MODEL", help="a model to compare with, quantized or not")
+    parser.add_argument(
+        "--layers",
+        action=argparse.BooleanOptionalAction,
+        help="the share of each layer of the KL, for which both models are in memory together (default: if MODEL is dense and that has room)",
+    )
     text = parser.add_argument_group("text")
-    text.add_argument("--text", metavar="FILE", help="the text to predict (default: the language reference that comes with Python)")
+    text.add_argument("--text", metavar="FILE", help='the text to predict, or "self" for one that the model writes (default: Python\'s language reference)')
     text.add_argument("--windows", type=positive, default=8, metavar="N", help="how many windows of it (default: %(default)s)")
     text.add_argument("--window", type=positive, default=512, metavar="T", help="tokens of a window (default: %(default)s)")
     limits = parser.add_argument_group("limits")
@@ -39,6 +44,10 @@ def run(args: argparse.Namespace, screen: Screen) -> int:
         from ..errors import ConfigError
 
         raise ConfigError("--max-kl without a model to compare with", value=args.max_kl, limit="--against MODEL", remedy="Add --against MODEL.")
+    if args.layers and args.against is None:
+        from ..errors import ConfigError
+
+        raise ConfigError("--layers without a model to compare with", value="--layers", limit="--against MODEL", remedy="Add --against MODEL.")
     with screen.working():
         lines, data = _checked(args, screen)
     failed = data["failed"]
@@ -51,8 +60,11 @@ def _checked(args: argparse.Namespace, screen: Screen) -> tuple[list[str], dict[
     from .. import evaluate, inspect_checkpoint, report
     from ..integrations.pretrained.text import python_reference, windows_of_text
     from ..models.evaluate import predictions
+    from ..models.layer_shares import layer_shares
+    from ..models.verify import Verification, own_windows
 
-    text = python_reference() if args.text is None else read_text(args.text)
+    own = args.text == "self"
+    text = "" if own else python_reference() if args.text is None else read_text(args.text)
     what = models.identify(args.folder, args)
     models.refuse_dense(args.folder, what)
     lines, data = [f"  format      {what.format}"], {"folder": args.folder, "format": what.format, "failed": []}
@@ -64,14 +76,26 @@ def _checked(args: argparse.Namespace, screen: Screen) -> tuple[list[str], dict[
         if found.damage:
             data["failed"].append(f"{len(found.damage)} problems; fp4-inductor inspect lists them")
             return lines, data
-    reference = expected = windows = None
-    if args.against is not None:  # first: one model at a time is in memory
-        other = models.load(args.against, models.identify(args.against, args), args, screen)
-        windows = windows_of_text(models.tokenizer_of(args.folder, other, args), text, args.windows, args.window)
+
+    def windows_for(model: Any) -> Any:
+        """Its own text is that of the model to compare with, which is loaded first."""
+        if own:
+            screen.say("writing a text ...")
+            return own_windows(model, args.windows, args.window)
+        return windows_of_text(models.tokenizer_of(args.folder, model, args), text, args.windows, args.window)
+
+    reference = expected = windows = other = None
+    layers = False
+    if args.against is not None:  # first: without shares of layers one model at a time is in memory
+        against = models.identify(args.against, args)
+        other = models.load(args.against, against, args, screen)
+        windows = windows_for(other)
         reference = predictions(other, windows, progress=not screen.quiet)
         expected = evaluate(reference, windows)
-        del other
-        models.free_memory()
+        layers = args.layers if args.layers is not None else not against.quantized and models.has_room(args.folder, other)
+        if not layers:
+            other = None
+            models.free_memory()
     try:
         model = models.load(args.folder, what, args, screen)
     except (CheckpointError, CoverageError) as error:
@@ -80,9 +104,10 @@ def _checked(args: argparse.Namespace, screen: Screen) -> tuple[list[str], dict[
     coverage = report(model).coverage
     lines += [f"  loads       as {type(model).__name__}", f"  coverage    {len(report(model).layers)} layers, {coverage:.2f} % of the linear weights"]
     if windows is None:
-        windows = windows_of_text(models.tokenizer_of(args.folder, model, args), text, args.windows, args.window)
+        windows = windows_for(model)
     got = evaluate(model, windows, reference=reference, progress=not screen.quiet)
-    name = "Python's language reference" if args.text is None else args.text
+    writer = args.folder if args.against is None else args.against
+    name = "Python's language reference" if args.text is None else f"written by {writer}" if own else args.text
     lines += [
         f"  text        {name}: {windows.shape[0]} windows of {windows.shape[1] - 1} tokens",
         f"  finite      {'all logits' if not got.non_finite else f'NOT at {got.non_finite} of {got.positions} positions'}",
@@ -95,6 +120,11 @@ def _checked(args: argparse.Namespace, screen: Screen) -> tuple[list[str], dict[
             f"  KL          {got.kl:.5f} nats a token; the likeliest token is the same at {100 * got.agreement:.1f} %",
         ]
         data |= {"against": {"model": args.against, **vars(expected), "perplexity": expected.perplexity}}
+    if other is not None and expected is not None:
+        shares, notes = layer_shares(model, other, windows, progress=not screen.quiet)
+        found_shares = Verification(got, expected, tuple(shares), tuple(notes))
+        lines += [f"  {line}" for line in found_shares.shares()]
+        data |= {"layers": shares, "notes": notes}
     if got.non_finite:
         data["failed"].append("logits that are not finite")
     if args.max_kl is not None and not (got.kl or 0.0) <= args.max_kl:

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from . import e2m1, nvfp4
-from .pruning import check_hessian, damped, inverse_factor, scale_values, to_grid
+from . import e2m1, nvfp4, sparse24
+from .hessian import check_hessian, damped, inverse_factor
+from .nvfp4 import scale_values, to_grid
+from .sparse24 import Sparse24Parts
 
 # Of the mean of H's diagonal, and of each entry itself, added to the diagonal. Far more than the usual 0.01, and the second part shrinks
 # correlations between channels: KL 0.073 / 0.084 with 0.01, 0.067 / 0.078 with 0.1, 0.065 / 0.075 with both, in those experiments.
@@ -45,15 +47,17 @@ _FIRST, _LAST = 1, nvfp4.SCALE_MAX_BYTE
 class Panels(NamedTuple):
     """The two loops over columns, for weights on one device. Both work on contiguous float32 of P columns, a multiple of 16.
 
+    Both take ``keep`` last: None, or contiguous bool ``[N, P]``, False where ``q`` stays zero.
+
     Args:
-        rounded: ``(w [N, P], u [P, P], g [])`` -> ``(q [N, P], codes uint8 [N, P/16], error [N, P])``. ``u``: the diagonal block of the
+        rounded: ``(w [N, P], u [P, P], g [], keep)`` -> ``(q [N, P], codes uint8 [N, P/16], error [N, P])``. ``u``: the diagonal block of the
             upper Cholesky factor of H's inverse.
-        refined: ``(pull [N, P], q [N, P], codes [N, P/16], h [P, P], g [])`` -> ``change [N, P]``, what was added to ``q``, which is
+        refined: ``(pull [N, P], q [N, P], codes [N, P/16], h [P, P], g [], keep)`` -> ``change [N, P]``, what was added to ``q``, which is
             written as ``codes`` is. ``pull``: ``(W - Q) H`` of these columns. ``h``: the diagonal block of H.
     """
 
-    rounded: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    refined: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    rounded: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+    refined: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, panels: Panels | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,8 +76,36 @@ def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, pan
     Raises:
         DTypeError, ShapeError, DeviceError, NonFiniteError.
     """
-    panels = panels or TORCH
     g, _ = nvfp4.checked_options(w, "mse", global_scale, None)
+    _check(w, hessian)
+    if not w.numel():
+        return nvfp4.quantize(w, "mse", global_scale)
+    qdata, codes = _coded(w.float(), hessian, g, panels or TORCH)
+    return qdata, codes.view(nvfp4.SCALE_DTYPE), g.clone()
+
+
+def quantize_sparse24(w: Tensor, hessian: Tensor, start: Sparse24Parts, panels: Panels | None = None) -> Sparse24Parts:
+    """As :func:`quantize`, 2:4-sparse with the pattern of ``start``: what is dropped is made good by what is kept, as what is rounded away is.
+
+    Each row is the better of two: rounded anew, and ``start`` after the refinement. So none has more error than ``start``.
+
+    Args:
+        w: K a multiple of 32.
+        start: what a pruner made of ``w``; its global scale is kept.
+
+    Raises:
+        As :func:`quantize`.
+    """
+    sparse24.check_weight(w)
+    nvfp4.check_finite(w)
+    _check(w, hessian)
+    if not w.numel():
+        return start
+    qdata, codes = _coded(w.float(), hessian, start.global_scale, panels or TORCH, start)
+    return Sparse24Parts(*sparse24.compress(qdata, sparse24.mask_of(start.meta)), codes.view(nvfp4.SCALE_DTYPE), start.global_scale.clone())
+
+
+def _check(w: Tensor, hessian: Tensor) -> None:
     k = w.shape[-1]
     if w.dim() != 2 or tuple(hessian.shape) != (k, k) or hessian.device != w.device:
         raise ShapeError(
@@ -83,19 +115,25 @@ def quantize(w: Tensor, hessian: Tensor, global_scale: Tensor | None = None, pan
             remedy="hessian is X^T X over the layer's inputs X [rows, K].",
         )
     check_hessian(hessian)
-    if not w.numel():
-        return nvfp4.quantize(w, "mse", global_scale)
+
+
+def _coded(w: Tensor, hessian: Tensor, g: Tensor, panels: Panels, start: Sparse24Parts | None = None) -> tuple[Tensor, Tensor]:
+    """``(qdata uint8 [N, K/2], E4M3 codes uint8 [N, K/16])`` of ``w`` float32; of a sparse weight that is ``start`` before."""
     order, blocks = block_order(hessian)
+    keep = None if start is None else sparse24.mask_of(start.meta)[:, order]
     h = damped(hessian[order][:, order], DAMPING, DAMPING_OWN)
-    target = w.float()[:, order]
-    q, codes = _round(target, inverse_factor(h), g, panels)
-    q, codes = _refine(target, h, q, codes, g, panels)
-    back = blocks.argsort()
-    codes = codes[:, back].contiguous()
+    target = w[:, order]
+    q, codes = _round(target, inverse_factor(h), g, keep, panels)
+    q, codes = _refine(target, h, q, codes, g, keep, panels)
+    if start is not None:
+        other = sparse24.dequantize_sparse24(*start, dtype=torch.float32)[:, order]
+        other, other_codes = _refine(target, h, other, start.scale.view(torch.uint8)[:, blocks], g, keep, panels)
+        better = (objective(target, other, h) < objective(target, q, h))[:, None]
+        q, codes = torch.where(better, other, q), torch.where(better, other_codes, codes)
+    codes = codes[:, blocks.argsort()].contiguous()
     q = q[:, order.argsort()].unflatten(-1, (-1, nvfp4.GROUP))
     scale = scale_values(codes, g).unsqueeze(-1)
-    qdata = e2m1.pack(e2m1.encode(q / torch.where(scale > 0, scale, torch.ones_like(scale))).flatten(-2))
-    return qdata, codes.view(nvfp4.SCALE_DTYPE), g.clone()
+    return e2m1.pack(e2m1.encode(q / torch.where(scale > 0, scale, torch.ones_like(scale))).flatten(-2)), codes
 
 
 def block_order(h: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,17 +149,18 @@ def objective(w: Tensor, q: Tensor, h: Tensor) -> Tensor:
     return ((d @ h.double()) * d).sum(-1)
 
 
-def _round(target: Tensor, factor: Tensor, g: Tensor, panels: Panels) -> tuple[Tensor, Tensor]:
+def _round(target: Tensor, factor: Tensor, g: Tensor, keep: Tensor | None, panels: Panels) -> tuple[Tensor, Tensor]:
     rest, q = target.clone(), torch.empty_like(target)
     codes = torch.empty(target.shape[0], target.shape[1] // nvfp4.GROUP, dtype=torch.uint8, device=target.device)
     for columns in _panels(target.shape[1]):
-        found, code, error = panels.rounded(rest[:, columns].contiguous(), factor[columns, columns].contiguous(), g)
+        found, code, error = panels.rounded(rest[:, columns].contiguous(), factor[columns, columns].contiguous(), g, _part(keep, columns))
         q[:, columns], codes[:, _blocks(columns)] = found, code
         rest[:, columns.stop :] -= error @ factor[columns, columns.stop :]
     return q, codes
 
 
-def _refine(target: Tensor, h: Tensor, q: Tensor, codes: Tensor, g: Tensor, panels: Panels) -> tuple[Tensor, Tensor]:
+def _refine(target: Tensor, h: Tensor, q: Tensor, codes: Tensor, g: Tensor, keep: Tensor | None = None, panels: Panels | None = None) -> tuple[Tensor, Tensor]:
+    panels = panels or TORCH
     # In h's precision: a difference that is small beside its terms.
     pull = ((target - q).to(h.dtype) @ h).float()
     h = h.float()
@@ -129,7 +168,7 @@ def _refine(target: Tensor, h: Tensor, q: Tensor, codes: Tensor, g: Tensor, pane
         moved = False
         for columns in _panels(target.shape[1]):
             now, code = q[:, columns].contiguous(), codes[:, _blocks(columns)].contiguous()
-            change = panels.refined(pull[:, columns].contiguous(), now, code, h[columns, columns].contiguous(), g)
+            change = panels.refined(pull[:, columns].contiguous(), now, code, h[columns, columns].contiguous(), g, _part(keep, columns))
             if bool(change.any()):
                 moved = True
                 q[:, columns], codes[:, _blocks(columns)] = now, code
@@ -143,6 +182,10 @@ def _panels(k: int) -> list[slice]:
     return [slice(start, min(start + _PANEL, k)) for start in range(0, k, _PANEL)]
 
 
+def _part(keep: Tensor | None, columns: slice) -> Tensor | None:
+    return None if keep is None else keep[:, columns].contiguous()
+
+
 def _blocks(columns: slice) -> slice:
     return slice(columns.start // nvfp4.GROUP, columns.stop // nvfp4.GROUP)
 
@@ -152,43 +195,45 @@ def _blocks(columns: slice) -> slice:
 # Products and sums are operators of their own, so that each is rounded as in C, where the compiler may not fuse them.
 
 
-def _rounded(w: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(w: Tensor, u: Tensor, g: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     w, q, error = w.clone(), torch.empty_like(w), torch.empty_like(w)
     codes = torch.empty(w.shape[0], w.shape[1] // nvfp4.GROUP, dtype=torch.uint8, device=w.device)
     inverse = u.diagonal().reciprocal()
     for start in range(0, w.shape[1], nvfp4.GROUP):
         block = slice(start, start + nvfp4.GROUP)
-        code = _best_scale(w[:, block], u[block, block], inverse[block], g)
+        kept = None if keep is None else keep[:, block]
+        code = _best_scale(w[:, block], u[block, block], inverse[block], g, kept)
         codes[:, start // nvfp4.GROUP] = code
         scale = scale_values(code, g)
         for c in range(start, start + nvfp4.GROUP):
-            q[:, c] = to_grid(w[:, c], scale)
+            q[:, c] = _only(to_grid(w[:, c], scale), None if keep is None else keep[:, c])
             error[:, c] = (w[:, c] - q[:, c]) * inverse[c]
             w[:, c + 1 :] -= error[:, c, None] * u[c, c + 1 :]
     return q, codes, error
 
 
-def _best_scale(w: Tensor, u: Tensor, inverse: Tensor, g: Tensor) -> Tensor:
+def _best_scale(w: Tensor, u: Tensor, inverse: Tensor, g: Tensor, keep: Tensor | None) -> Tensor:
     """uint8 ``[N]``: the code whose rounding of the block ``w [N, 16]``, feedback included, costs least; the smallest of equals."""
-    base = nvfp4.to_code(w.abs().amax(-1) / (g * e2m1.MAX))
+    base = nvfp4.to_code(_only(w, keep).abs().amax(-1) / (g * e2m1.MAX))
     tried = _neighbours(base, _CODES).clamp(_FIRST, _LAST)
     tried = torch.where(base[:, None] > 0, tried, torch.zeros_like(tried))
     scale = scale_values(tried.to(torch.uint8), g)
     rest = w[:, None].repeat(1, len(_CODES), 1)
     cost = torch.zeros_like(scale)
     for c in range(nvfp4.GROUP):
-        error = (rest[..., c] - to_grid(rest[..., c], scale)) * inverse[c]
+        error = (rest[..., c] - _only(to_grid(rest[..., c], scale), None if keep is None else keep[:, c, None])) * inverse[c]
         cost += error * error
         rest[..., c + 1 :] -= error[..., None] * u[c, c + 1 :]
     return torch.where(cost == cost.amin(-1, keepdim=True), tried, torch.full_like(tried, _LAST)).amin(-1).to(torch.uint8)
 
 
-def _refined(pull: Tensor, q: Tensor, codes: Tensor, h: Tensor, g: Tensor) -> Tensor:
+def _refined(pull: Tensor, q: Tensor, codes: Tensor, h: Tensor, g: Tensor, keep: Tensor | None) -> Tensor:
     pull, change = pull.clone(), torch.zeros_like(q)
     inverse = h.diagonal().reciprocal()
     for start in range(0, q.shape[1], nvfp4.GROUP):
         block = slice(start, start + nvfp4.GROUP)
-        code, d = _descend(pull[:, block], q[:, block], codes[:, start // nvfp4.GROUP], h[block, block], inverse[block], g)
+        kept = None if keep is None else keep[:, block]
+        code, d = _descend(pull[:, block], q[:, block], codes[:, start // nvfp4.GROUP], h[block, block], inverse[block], g, kept)
         codes[:, start // nvfp4.GROUP] = code
         change[:, block] = d
         q[:, block] += d
@@ -197,7 +242,7 @@ def _refined(pull: Tensor, q: Tensor, codes: Tensor, h: Tensor, g: Tensor) -> Te
     return change
 
 
-def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, g: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """``(code [N], change [N, 16])`` of one block: the best of the nearby scales, or no change where none lowers the error."""
     tried = _neighbours(code, _NEARBY)
     valid = (tried >= _FIRST) & (tried <= _LAST)
@@ -208,7 +253,7 @@ def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, 
     for _ in range(_PASSES):
         for c in range(nvfp4.GROUP):
             now = q[:, None, c] + d[..., c]
-            step = to_grid(now + pull[..., c] * inverse[c], scale) - now
+            step = _only(to_grid(now + pull[..., c] * inverse[c], scale) - now, None if keep is None else keep[:, c, None])
             own = step * h[c, c]
             gain += step * (pull[..., c] * 2 - own)
             size += step * own
@@ -219,6 +264,10 @@ def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, 
     at = (best - tried[:, 0])[:, None]
     better = gain.gather(1, at) > 0
     return torch.where(better[:, 0], best.to(torch.uint8), code), torch.where(better, d.gather(1, at[..., None].expand(-1, 1, nvfp4.GROUP))[:, 0], 0.0)
+
+
+def _only(x: Tensor, keep: Tensor | None) -> Tensor:
+    return x if keep is None else torch.where(keep, x, torch.zeros_like(x))
 
 
 def _neighbours(code: Tensor, around: range) -> Tensor:

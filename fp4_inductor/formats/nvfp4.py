@@ -295,3 +295,13 @@ def row_chunks(rows: int, k: int) -> Iterator[slice]:
     """Slices of rows, of about as many weights as are handled at once."""
     step = max(1, _CHUNK // max(k, 1))
     return (slice(i, min(i + step, rows)) for i in range(0, rows, step))
+
+
+def scale_values(codes: Tensor, g: Tensor) -> Tensor:
+    """float32: what a code of one unit is worth in blocks with these E4M3 ``codes`` (uint8)."""
+    return codes.view(SCALE_DTYPE).float() * g
+
+
+def to_grid(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` rounded to E2M1 times ``scale``: the nearest multiples of ``scale``; zeros where the scale is zero."""
+    return e2m1.round_to_grid(x / torch.where(scale > 0, scale, torch.ones_like(scale))) * scale

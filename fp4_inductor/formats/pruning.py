@@ -14,16 +14,15 @@ fitted to what is kept, never to what was dropped.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ..errors import NonFiniteError, ShapeError
+from ..errors import ShapeError
 from . import e2m1, nvfp4
+from .hessian import check_hessian, damped, inverse_factor
+from .nvfp4 import scale_values, to_grid
 from .sparse24 import Sparse24Parts, compress, mask_of_scores, quantize_sparse24
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to all of it: SparseGPT's and GPTQ's value
 SWEEPS = 4  # of refine(): the fifth gains less than 0.2% of the error
 _BLOCK = 128
 _ADMM_STEPS, _ADMM_RHO = 150, 0.1
@@ -152,48 +151,6 @@ def refine(target: Tensor, h: Tensor, q: Tensor, mask: Tensor, scale: Tensor | N
     return q
 
 
-def damped(hessian: Tensor, damping: float = DAMPING, own: float = 0.0) -> Tensor:
-    """``hessian`` in float64 (float32 on devices without) with ``damping`` of its mean diagonal, and ``own`` of each entry itself, added to the diagonal.
-
-    Channels that calibration never excited get that much importance, so that their weights are kept by magnitude. More is
-    added, tenfold at a time, until a Cholesky factorisation exists.
-    """
-    h = hessian.to(torch.float32 if hessian.device.type == "mps" else torch.float64)
-    mean = h.diagonal().mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    while damping < 1e3:
-        out = h.clone()
-        out.diagonal().mul_(1 + own).add_(damping * mean)
-        if int(torch.linalg.cholesky_ex(out).info) == 0:
-            return out
-        damping *= 10
-    raise NonFiniteError(
-        "the Hessian of a layer's inputs is not positive semi-definite",
-        value=f"smallest diagonal entry {float(h.diagonal().min()):.3g}",
-        limit="X^T X of finite X",
-        remedy="Check the calibration batches.",
-    )
-
-
-def inverse_factor(h: Tensor) -> Tensor:
-    """float32 ``[K, K]``: the upper Cholesky factor of the inverse of ``h``, which :func:`damped` gave, found in the precision of ``h``."""
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True).float()
-
-
-def output_error(w: Tensor, q: Tensor, hessian: Tensor | None) -> float:
-    """``|X (W - Q)^T| / |X W^T|`` for the inputs behind ``hessian``; of the weights themselves if that is None. 0 for a zero output."""
-    top, bottom = output_energy(w.float() - q.float(), hessian), output_energy(w, hessian)
-    return math.sqrt(top / bottom) if bottom > 0 else 0.0
-
-
-def output_energy(w: Tensor, hessian: Tensor | None) -> float:
-    """``tr(W H W^T)``: the squared outputs of ``w`` per row of the inputs behind ``hessian``; ``|W|^2`` if that is None."""
-    w = w.float()
-    if hessian is None:  # in float64, where the square of no float32 is zero or infinite
-        return float(torch.linalg.vector_norm(w, dtype=torch.float32 if w.device.type == "mps" else torch.float64)) ** 2
-    return max(0.0, float(((w @ hessian) * w).sum(dtype=torch.float64)))
-
-
 def _checked(w: Tensor, hessian: Tensor) -> Tensor:
     k = w.shape[-1]
     if w.dim() != 2 or k % 32 or tuple(hessian.shape) != (k, k):
@@ -207,25 +164,9 @@ def _checked(w: Tensor, hessian: Tensor) -> Tensor:
     return hessian
 
 
-def check_hessian(hessian: Tensor) -> None:
-    """Raise NonFiniteError if ``hessian`` holds NaN or Inf."""
-    if not bool(torch.isfinite(hessian).all()):
-        raise NonFiniteError("the Hessian holds NaN or Inf", value=tuple(hessian.shape), limit="finite", remedy="Check the calibration batches.")
-
-
 def _fit_scales(w: Tensor, g: Tensor, scale_search: str, weight: Tensor) -> Tensor:
     """E4M3 codes uint8 ``[N, K/16]`` for ``w`` ``[N, K]``, zero where it is dropped."""
     return nvfp4.choose_scale_codes((w / g).unflatten(-1, (-1, nvfp4.GROUP)), scale_search, weight.float() if scale_search == "activation" else None)
-
-
-def scale_values(codes: Tensor, g: Tensor) -> Tensor:
-    """float32: what a code of one unit is worth in blocks with these E4M3 ``codes`` (uint8)."""
-    return codes.view(nvfp4.SCALE_DTYPE).float() * g
-
-
-def to_grid(x: Tensor, scale: Tensor) -> Tensor:
-    """``x`` rounded to E2M1 times ``scale``: the nearest multiples of ``scale``; zeros where the scale is zero."""
-    return e2m1.round_to_grid(x / torch.where(scale > 0, scale, torch.ones_like(scale))) * scale
 
 
 def _pack(q: Tensor, mask: Tensor, codes: Tensor, g: Tensor) -> Sparse24Parts:

@@ -102,13 +102,18 @@ def between(module: nn.Module, spec: ExpertsSpec, e: int, x: Tensor, first: Tens
     ``first``: another first weight ``[G, H]`` in place of the module's.
     """
     down = module.get_parameter("down_proj")[e]
+    return spec.activation(first_product(module, spec, e, x, first), down.shape[0 if spec.transposed else 1])
+
+
+def first_product(module: nn.Module, spec: ExpertsSpec, e: int, x: Tensor, first: Tensor | None = None) -> Tensor:
+    """float32 ``[rows, G]``: what expert ``e`` feeds its activation with. Arguments as for :func:`between`."""
     if first is None:
         own = module.get_parameter(spec.first)[e].detach()
         first = own.t() if spec.transposed else own
     z = x.to(first.dtype) @ first.t()
     if spec.bias:
         z = z + module.get_parameter(f"{spec.first}_bias")[e].detach()
-    return spec.activation(z.float(), down.shape[0 if spec.transposed else 1])
+    return z.float()
 
 
 def non_finite(names: list[str], reached: int) -> NonFiniteError:

@@ -67,7 +67,8 @@ class Report:
         bytes_before, bytes_after: all parameters and buffers of the model, shared ones once.
         config: the options used, as text; empty after load.
         notes: remarks on the whole call, e.g. an ``ignore`` entry that matched nothing.
-        kl: KL(dense model || this one) in nats per token on calibration batches; None if it was not measured.
+        kl: KL(dense model || this one) in nats per token on calibration batches, or on text of the model's own that was held out from
+            calibration; None if it was not measured.
         warnings: what a user must not overlook; printed first.
     """
 

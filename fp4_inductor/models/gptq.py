@@ -1,4 +1,4 @@
-"""``scale_search="gptq"``: every linear layer rounded by :mod:`..formats.gptq`, on text the model writes and text that is given.
+"""``scale_search="gptq"``: every linear layer and expert rounded by :mod:`..formats.gptq`, on text the model writes and text that is given.
 
 All layers are measured on the dense model and rounded one block after the other; nothing is changed. The rounded layers, a quarter of the
 model's size, are put in place afterwards, so that whatever ends this early leaves the model as it was.
@@ -18,22 +18,25 @@ from torch import Tensor, nn
 
 from ..config import NVFP4Config, weight_only
 from ..errors import CalibrationError
-from ..kernels.quantize import gptq
 from ..modules import FP4Linear
 from . import self_calibration
 from .calibrate import batches_of, statistics
 from .chain import Chain, find_chain, recording
 from .convert import dense_weight
 from .hessian import Moments
-from .plan import QuantizationPlan, Target
+from .plan import ExpertsTarget, QuantizationPlan, Target
+from .probe import Probe
+from .prune import ENOUGH, Dense, dense_layer
 from .rounding_error import relative_error
-from .token_weights import FISHER, NORMS, TokenWeights, fisher
+from .routed import RoutedInputs
+from .sparsify_experts import PrunedExperts, quantize_experts
+from .token_weights import TokenWeights, described_weights, fisher
 from .walk import walk
 
 # More text goes on helping (twice as much: KL 4 % lower in the same experiments), and writing it is a good part of the time.
 SEQUENCES, TOKENS = 64, 256
+HELD_OUT = 8  # sequences more, half of each kind, which are not calibrated on: the KL divergence is measured on them
 _AT_ONCE = 1024  # tokens of own text in one batch
-ENOUGH = 256  # tokens below which a layer's Hessian says less than its diagonal
 
 
 @dataclass
@@ -44,15 +47,19 @@ class Prepared:
         batches: all text.
         means: each layer's and module of experts' statistics (:func:`.calibrate.statistics`).
         layers: by the name of a group's first layer: the rounded weight, and its relative error.
+        experts: by the name of a module of experts: both of its weights.
         few: names of layers with too few tokens.
         notes: for the report.
+        probe: of the dense model, over text of its own that was held out; None: it writes none, or has no logits.
     """
 
     batches: list[Any]
     means: dict[str, Any]
     layers: dict[str, tuple[FP4Linear, float]] = field(default_factory=dict)
+    experts: dict[str, list[PrunedExperts]] = field(default_factory=dict)
     few: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    probe: Probe | None = None
 
 
 def prepare(
@@ -65,7 +72,7 @@ def prepare(
     strict: bool,
     progress: bool,
 ) -> Prepared:
-    """Round every linear layer of ``plan`` that has enough tokens. Changes nothing.
+    """Round every linear layer and expert of ``plan`` that has enough tokens. Changes nothing.
 
     Args:
         device: where the rounded layers go; None: where the dense ones are.
@@ -76,14 +83,15 @@ def prepare(
         NonFiniteError: a layer met NaN or Inf.
     """
     start = time.monotonic()
-    batches, described = text(model, config)
+    batches, held_out, described = text(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
     targets = [t for g in groups for t in g]
-    chain = find_chain(model, targets) if targets else Chain([], broken="there are no linear layers")
+    items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
+    chain = find_chain(model, items) if items else Chain([], broken="there are no linear layers and no experts")
     with recording(chain):
         means = statistics(model, plan.targets, batches, strict=strict, progress=progress, experts=plan.experts)
     prepared = Prepared(batches, means)
-    most = max((means[t.name].rows for t in targets), default=ENOUGH)
+    most = max((means[t.name].rows for t in items), default=ENOUGH)
     if most < ENOUGH:
         raise CalibrationError(
             'calibration is too short for scale_search="gptq"; nothing was changed',
@@ -91,19 +99,25 @@ def prepare(
             limit=f">= {ENOUGH} tokens (16,384 or more are worth their time)",
             remedy='Give more text, or use scale_search="activation".',
         )
-    weights = fisher(model, targets, batches, chain, progress) if targets else TokenWeights()
+    weights = fisher(model, targets, batches, chain, progress, plan.experts) if items else TokenWeights()
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
     prepared.few = {g[0].name: sum(means[t.name].rows for t in g) for g in groups if g not in enough}
-    for _, group, moments in walk(model, chain, enough, batches, sequential=False, progress=progress, desc="quantize", weigh=weights):
-        if isinstance(group, list) and isinstance(moments, Moments):
-            prepared.layers[group[0].name] = _layer(group, moments, config, device, global_scales.get(group[0].name))
-    prepared.notes = _notes(plan, prepared, weights, described, chain, time.monotonic() - start)
+    reached = [e for e in plan.experts if means[e.name].rows]
+    for _, item, found in walk(model, chain, [*enough, *reached], batches, sequential=False, progress=progress, desc="quantize", weigh=weights):
+        if isinstance(item, ExpertsTarget) and isinstance(found, RoutedInputs):
+            how = Dense("gptq", weight_only(config.prefill))
+            prepared.experts[item.name] = quantize_experts(item, how, set(), device, found, means[item.name].result())
+        elif isinstance(item, list) and isinstance(found, Moments):
+            prepared.layers[item[0].name] = _layer(item, found, config, device, global_scales.get(item[0].name))
+    probe = Probe(model, held_out) if held_out else None
+    prepared.probe = probe if probe is not None and probe.usable else None
+    prepared.notes = _notes(prepared, weights, described, chain, time.monotonic() - start)
     return prepared
 
 
-def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], str]:
-    """``(batches, what they are in words)``: what the model writes, half of it from the beginning of a text and half from random tokens, and
-    what is given.
+def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], list[Any], str]:
+    """``(batches, batches to measure on, the first in words)``: what the model writes, half of it from the beginning of a text and half from random
+    tokens, and what is given. Of its own text a part is held out.
 
     Raises:
         CalibrationError: nothing is given, and the model cannot write; or what is given is no iterable of batches, or too long for the model.
@@ -116,10 +130,12 @@ def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], str]:
     _check_positions(model, given)  # before minutes are spent on writing
     reason = self_calibration.why_not(model) if given else None
     if reason is not None:
-        return given, f"{len(given)} given batches, without own text because {reason}"
-    ids: Tensor = self_calibration.write(model, SEQUENCES, TOKENS, random_first=SEQUENCES // 2)[0]["input_ids"]  # type: ignore[assignment]
-    own = [{"input_ids": part, "use_cache": False} for part in ids.split(max(1, _AT_ONCE // ids.shape[1]))]
-    return given + own, f"{ids.numel()} tokens that the model wrote itself" + (f" and {len(given)} given batches" if given else "")
+        return given, [], f"{len(given)} given batches, without own text because {reason}"
+    count, half = SEQUENCES + HELD_OUT, HELD_OUT // 2
+    everything: Tensor = self_calibration.write(model, count, TOKENS, random_first=count // 2)[0]["input_ids"]  # type: ignore[assignment]
+    held, ids = torch.cat((everything[:half], everything[-half:])), everything[half:-half]
+    own, held_out = ([{"input_ids": part, "use_cache": False} for part in t.split(max(1, _AT_ONCE // t.shape[1]))] for t in (ids, held))
+    return given + own, held_out, f"{ids.numel()} tokens that the model wrote itself" + (f" and {len(given)} given batches" if given else "")
 
 
 def _check_positions(model: nn.Module, batches: list[Any]) -> None:
@@ -142,25 +158,15 @@ def _ids(batch: Any) -> Tensor | None:
 def _layer(group: list[Target], moments: Moments, config: NVFP4Config, device: torch.device | None, global_scale: Tensor | None) -> tuple[FP4Linear, float]:
     dense = dense_weight(group[0])
     dense = dense if device is None else dense.to(device)
-    prefill = weight_only(config.prefill) if group[0].head else config.prefill
-    layer = FP4Linear(dense.shape[1], dense.shape[0], dtype=dense.dtype, device="meta", prefill=prefill)
-    pad = (0, layer.padding)
-    hessian: Tensor = moments.mean()  # type: ignore[assignment]  # of a group with rows
-    scale = None if global_scale is None else global_scale.to(dense.device)
-    layer.take(gptq.quantize(nn.functional.pad(dense, pad), nn.functional.pad(hessian.to(dense.device), pad + pad), scale))
+    layer = dense_layer(dense, Dense("gptq", weight_only(config.prefill) if group[0].head else config.prefill), moments, None, global_scale)
     return layer, relative_error(dense, layer)
 
 
-def _notes(plan: QuantizationPlan, prepared: Prepared, weights: TokenWeights, described: str, chain: Chain, seconds: float) -> list[str]:
-    kind = f"{NORMS}, because {weights.reason}" if weights.reason else FISHER
-    notes = [f'scale_search="gptq" over {described}, tokens weighted by {kind}; {seconds:.0f} s']
-    if weights.unknown and not weights.reason:
-        notes.append(f"no gradient reached {len(weights.unknown)} layers, whose tokens are weighted by {NORMS}: {', '.join(sorted(weights.unknown)[:3])} ...")
+def _notes(prepared: Prepared, weights: TokenWeights, described: str, chain: Chain, seconds: float) -> list[str]:
+    notes = [f'scale_search="gptq" over {described}, {described_weights(weights)}; {seconds:.0f} s']
     if prepared.few:
         name, tokens = min(prepared.few.items(), key=lambda item: item[1])
         notes.append(f'{len(prepared.few)} layers met fewer than {ENOUGH} tokens ({name}: {tokens}): "activation" for them')
-    if plan.experts:
-        notes.append(f'{len(plan.experts)} modules of experts: "activation" for them, as "gptq" is for linear layers')
-    if chain.broken and prepared.layers:
+    if chain.broken and (prepared.layers or prepared.experts):
         notes.append(f"one decoder block at a time was not possible ({chain.broken}): whole-model passes")
     return notes

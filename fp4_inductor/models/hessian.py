@@ -6,25 +6,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..formats.pruning import damped
+from ..formats.hessian import damped
 from .chain import input_of
+from .expert_gradients import PairWeights
 from .plan import ExpertsTarget, Target
 from .routed import RoutedInputs
 
 _ROWS = 1 << 14  # rows of X multiplied at once
-# ``weigh(name, batch, inputs)``: for what the layer ``name`` was fed with in its calls of one batch, the float32 weights ``[rows]`` of each call.
-Weigh: TypeAlias = Callable[[str, int, list[Tensor]], list[Tensor]]
+
+
+class Weigh(Protocol):
+    """The weights of the tokens of one batch."""
+
+    def __call__(self, name: str, batch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """float32 ``[rows]`` for each call of the layer ``name``, which was fed with ``inputs``."""
+
+    def pairs(self, name: str, batch: int, calls: int) -> list[PairWeights] | list[None]:
+        """For each call of a module of experts; None: not known."""
 
 
 @dataclass
 class Moments:
-    """Of one layer: ``hessian`` sums ``X^T diag(v) X`` of the inputs it now gets, v being 1 or the tokens' weights; ``cross`` sums ``X0^T X``,
-    X0 being what it got in the dense model."""
+    """Of one layer: ``hessian`` sums ``X^T diag(v) X`` of the inputs it now gets, v being 1 or the tokens' weights; ``cross`` sums
+    ``X0^T diag(v) X``, X0 being what it got in the dense model."""
 
     hessian: Tensor | None = None
     cross: Tensor | None = None
@@ -46,8 +55,10 @@ class Moments:
         return torch.linalg.solve(h, w.to(h.dtype) @ (self.cross.to(h.dtype) + ridge), left=False).float()
 
 
-def moments_of(x: Tensor, before: Tensor | None = None) -> Moments:
-    """Of the inputs ``x [rows, K]``, which were ``before`` in the dense model."""
+def moments_of(x: Tensor, before: Tensor | None = None, weights: Tensor | None = None) -> Moments:
+    """Of the inputs ``x [rows, K]``, which were ``before`` in the dense model; ``weights`` of the tokens, None: all 1."""
+    if weights is not None:
+        return Moments(_weighted(x, x, weights), None if before is None else _weighted(before, x, weights), x.shape[0])
     return Moments(_product({}, x, x), None if before is None else _product({}, before, x), x.shape[0])
 
 
@@ -58,7 +69,7 @@ class Watch:
         targets: the layers and the modules of experts.
         twin: ``twin(target)`` is the same layer in an unchanged copy, run as often as the layers themselves.
         stop: end a run (:meth:`run`) as soon as every layer was reached; each runs once.
-        weigh: the weights of the tokens; None: all 1. Not for ``cross``, nor for experts.
+        weigh: the weights of the tokens; None: all 1.
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class Watch:
         targets = list(targets)
         self._weigh, self._batch = weigh, 0
         self.moments = {t.name: Moments() for t in targets if isinstance(t, Target)}
-        self.routed = {t.name: RoutedInputs(t) for t in targets if isinstance(t, ExpertsTarget)}
+        self.routed = {t.name: RoutedInputs(t, weigh is not None) for t in targets if isinstance(t, ExpertsTarget)}
         self._seen: dict[str, list] = {}
         self._dense: dict[str, list] = {}
         count = len(targets) if stop else 0
@@ -94,17 +105,19 @@ class Watch:
         for name, inputs in self._seen.items():
             before = self._dense.get(name, [])
             if name in self.routed:
+                pairs = [None] * len(inputs) if self._weigh is None else self._weigh.pairs(name, self._batch, len(inputs))
                 for i, values in enumerate(inputs):
                     alike = len(before) == len(inputs) and before[i][0].shape == values[0].shape
-                    self.routed[name].add(values, before[i] if alike else None)
+                    self.routed[name].add(values, before[i] if alike else None, pairs[i])
                 continue
             moments = self.moments[name]
             weights = None if self._weigh is None else self._weigh(name, self._batch, inputs)
             for i, x in enumerate(inputs):
                 moments.rows += x.shape[:-1].numel()
-                moments.hessian = _plus(moments.hessian, _product(products, x, x) if weights is None else _weighted(x, weights[i]))
+                moments.hessian = _plus(moments.hessian, _product(products, x, x) if weights is None else _weighted(x, x, weights[i]))
                 if len(before) == len(inputs) and before[i].shape == x.shape:
-                    moments.cross = _plus(moments.cross, _product(products, before[i], x))
+                    product = _product(products, before[i], x) if weights is None else _weighted(before[i], x, weights[i])
+                    moments.cross = _plus(moments.cross, product)
         self._seen.clear()
         self._dense.clear()
         self._batch += 1
@@ -148,10 +161,12 @@ def _product(products: dict[tuple[int, ...], Tensor], a: Tensor, b: Tensor) -> T
     return products[key]
 
 
-def _weighted(x: Tensor, weights: Tensor) -> Tensor:
-    """``x^T diag(weights) x`` over all rows, float32."""
+def _weighted(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
+    """``a^T diag(weights) b`` over all rows, float32."""
+    left, right = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     total = None
-    for rows, v in zip(x.reshape(-1, x.shape[-1]).split(_ROWS), weights.to(x.device).split(_ROWS), strict=True):
-        scaled = rows.float() * v.sqrt()[:, None]
-        total = _plus(total, scaled.t() @ scaled)
-    return total if total is not None else torch.zeros(x.shape[-1], x.shape[-1], device=x.device)
+    for p, q, v in zip(left.split(_ROWS), right.split(_ROWS), weights.to(b.device).split(_ROWS), strict=True):
+        root = v.sqrt()[:, None]  # of both, so that the product of one with itself is symmetric
+        scaled = q.float() * root
+        total = _plus(total, (scaled if a is b else p.float() * root).t() @ scaled)
+    return total if total is not None else torch.zeros(a.shape[-1], b.shape[-1], device=b.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,21 @@ from torch import Tensor, nn
 from ..config import NVFP4Config, ScaleSearch
 from ..errors import CalibrationError, NonFiniteError
 from ..modules import FP4Linear
-from . import gptq, self_calibration
+from . import gptq, self_calibration, token_weights
 from .calibrate import batches_of, statistics
-from .plan import ExpertsTarget, QuantizationPlan, Target
+from .convert import dense_weight, quantize_expert_weight, rows_to_pad, unpadded
+from .plan import ExpertsTarget, QuantizationPlan, Target, weight_count
 from .probe import Probe
 from .siblings import planned, shared_global_scale
+from .sparsify_experts import PrunedExperts
+from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
+SECONDS = 600.0  # that "auto" takes for "gptq" at most, by the figures below
+# A weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two. And on a GPU, where nobody has measured it: an estimate for an H100.
+_CPU_SECONDS, _GPU_SECONDS = 4.2e-6, 7.5e-8
+# Bytes of GPU memory: the quantized weight, and for what is worked on (activations and logits of a batch, a Hessian and its factors).
+_BESIDE, _WORKING = 0.6, 6e9
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
 
 
@@ -33,7 +42,9 @@ class ScaleChoice:
         head_inputs: by the name of an output head: some of its inputs.
         probe: for ``prefill="nvfp4"``, where there is calibration data: the dense model's logits.
         ready: by the name of a group's first layer: the layer that ``"gptq"`` made of its weight, and its relative error.
+        experts: by the name of a module of experts: what ``"gptq"`` made of its weights.
         global_scales: by layer name, those that siblings of ``"gptq"`` share.
+        kl, sweep_kl: for ``"gptq"``: KL from the dense model on text of its own that was held out, and that of ``"activation"`` there.
     """
 
     config: NVFP4Config
@@ -42,7 +53,10 @@ class ScaleChoice:
     head_inputs: dict[str, Any] = field(default_factory=dict)
     probe: Probe | None = None
     ready: dict[str, tuple[FP4Linear, float]] = field(default_factory=dict)
+    experts: dict[str, list[PrunedExperts]] = field(default_factory=dict)
     global_scales: dict[str, Tensor] = field(default_factory=dict)
+    kl: float | None = None
+    sweep_kl: float | None = None
 
     def of(self, item: list[Target] | ExpertsTarget) -> tuple[NVFP4Config, Any, tuple[str, ...]]:
         """``(config, channel weights, notes)`` for the weight that a group shares, or for a module of experts."""
@@ -64,12 +78,10 @@ def choose(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device
 
     Raises:
         CalibrationError, NonFiniteError: see :func:`statistics`; never for ``"auto"`` without calibration, which then
-            takes ``"four_over_six"`` and says why in its note.
+            takes what needs less, ``"four_over_six"`` at last, and says why in its note.
     """
     if config.scale_search == "auto":
-        if config.calibration is None:
-            return _automatic(model, plan, config, progress)
-        config = replace(config, scale_search="activation")
+        return _automatic(model, plan, config, device, strict, progress)
     if config.scale_search == "gptq":
         return _gptq(model, plan, config, device, strict, progress)
     if config.scale_search != "activation":
@@ -87,33 +99,134 @@ def _gptq(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device:
     for family in planned(model, plan) if config.siblings == "shared" else ():
         shared |= dict.fromkeys((t.name for t in family), shared_global_scale(family, _UNWEIGHTED))
     found = gptq.prepare(model, plan, config, device, shared, strict=strict and config.calibration not in (None, "self"), progress=progress)
-    return ScaleChoice(
+    choice = ScaleChoice(
         config,
         _by_group(plan, found.means),
         notes=found.notes,
         head_inputs=_head_inputs(plan, found.means),
         probe=Probe(model, found.batches) if config.prefill == "nvfp4" else None,
         ready=found.layers,
+        experts=found.experts,
         global_scales=shared,
     )
+    both = _kl(model, plan, choice, found.probe)
+    if both is None or found.probe is None:
+        choice.notes.append("KL from the dense model was not measured: the model has no logits, or writes no text to measure on")
+    else:
+        choice.kl, choice.sweep_kl = both
+        text = f"{found.probe.positions} tokens of its own text that were held out"
+        choice.notes.append(f'KL from the dense model on {text}: {both[0]:.4f} nats a token, by "activation" {both[1]:.4f}')
+    return choice
 
 
 def _head_inputs(plan: QuantizationPlan, means: dict[str, Any]) -> dict[str, Any]:
     return {t.name: x for t in plan.targets if t.head and (x := means[t.name].inputs()) is not None}
 
 
-def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, progress: bool) -> ScaleChoice:
-    reason = self_calibration.why_not(model)
+def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool) -> ScaleChoice:
+    """The best that fits: "gptq", then "activation", then what needs no data."""
+    given = config.calibration is not None and config.calibration != "self"
+    if given:
+        config = replace(config, calibration=list(batches_of(config.calibration)))  # perhaps read twice
+    no_gptq = _no_gptq(model, plan)
+    if no_gptq is None:
+        try:
+            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress)
+        except (CalibrationError, NonFiniteError) as error:
+            no_gptq = str(error).splitlines()[0]
+        else:
+            return _measured_best(found)
+    reason = None if given else self_calibration.why_not(model)
     if reason is None:
         try:
-            chosen = choose(model, plan, replace(config, scale_search="activation", calibration="self"), strict=False, progress=progress)
+            own: Any = replace(config, scale_search="activation", calibration=config.calibration if given else "self")
+            chosen = choose(model, plan, own, device, strict=strict and given, progress=progress)
         except (CalibrationError, NonFiniteError) as error:
+            if given:
+                raise
             reason = str(error).splitlines()[0]
         else:
             tokens = self_calibration.SEQUENCES * self_calibration.TOKENS
-            chosen.notes = [f'scale_search="auto": "activation" over {tokens} tokens that the model wrote itself']
+            text = "the calibration batches" if given else f"{tokens} tokens that the model wrote itself"
+            chosen.notes = [f'scale_search="auto": "activation" over {text}; not "gptq", because {no_gptq}']
             return chosen
-    return ScaleChoice(replace(config, scale_search=_NO_DATA), notes=[f'scale_search="auto": "{_NO_DATA}", because {reason}'])
+    return ScaleChoice(replace(config, scale_search=_NO_DATA, calibration=None), notes=[f'scale_search="auto": "{_NO_DATA}", because {reason}'])
+
+
+def _measured_best(found: ScaleChoice) -> ScaleChoice:
+    """``found`` of "gptq", or "activation" over the same text if its KL divergence is lower."""
+    first, *notes = found.notes
+    found.notes = [first.replace('scale_search="gptq"', 'scale_search="auto": "gptq"', 1), *notes]
+    if found.kl is None or found.sweep_kl is None or found.kl <= found.sweep_kl:
+        return found
+    config = replace(found.config, scale_search="activation", calibration="self")
+    lower = f'"activation" over the same text: lower KL ({found.sweep_kl:.4f} against {found.kl:.4f})'
+    return replace(found, config=config, ready={}, experts={}, kl=found.sweep_kl, notes=[*found.notes, f'scale_search="auto": {lower}'])
+
+
+def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
+    """Why "auto" does not take "gptq", in words; None if it is worth trying."""
+    reason = token_weights.why_not(model) or self_calibration.why_not(model)
+    if reason is not None:
+        return reason
+    items: list[Target | ExpertsTarget] = [*(g[0] for g in plan.groups), *plan.experts]
+    weights = sum(weight_count(t) for t in items)
+    device = next((p.device for t in items for p in t.module.parameters()), torch.device("cpu"))
+    seconds = weights * (_CPU_SECONDS / torch.get_num_threads() if device.type == "cpu" else _GPU_SECONDS)
+    if seconds > SECONDS:
+        return f"it would take about {seconds:.0f} s (limit {SECONDS:.0f} s)"
+    if device.type == "cuda":
+        need, free = weights * _BESIDE + _WORKING, torch.cuda.mem_get_info(device)[0]
+        if need > free:
+            return f"it would take about {need / 1e9:.1f} GB of GPU memory beside the model, of which {free / 1e9:.1f} GB are free"
+    return None
+
+
+def _kl(model: nn.Module, plan: QuantizationPlan, choice: ScaleChoice, probe: Probe | None) -> tuple[float, float] | None:
+    """``(KL from the dense model of what "gptq" made, of what "activation" makes of the same layers)`` in nats a token; heads are left out."""
+    if probe is None:
+        return None
+    ready: dict[tuple[nn.Module, str], Value] = {}
+    sweep: dict[tuple[nn.Module, str], Value] = {}
+    for group in (g for g in plan.groups if not g[0].head):
+        name = group[0].name
+        layer = choice.ready[name][0] if name in choice.ready else None
+        for t in group:
+            sweep[t.module, "weight"] = partial(_swept_layer, choice, group, t)
+            ready[t.module, "weight"] = sweep[t.module, "weight"] if layer is None else partial(_in_layout, layer, t)
+    for e in plan.experts:
+        both = {p.attribute: p for p in choice.experts.get(e.name, [])}
+        for attribute in e.spec.parameters[:2]:
+            sweep[e.module, attribute] = partial(_swept_experts, choice, e, attribute)
+            ready[e.module, attribute] = both[attribute].dense if attribute in both else sweep[e.module, attribute]
+    found = []
+    for values in (ready, sweep):
+        with substituted(values):
+            found.append(probe.kl(model))
+    return found[0], found[1]
+
+
+def _in_layout(layer: FP4Linear, target: Target) -> Tensor:
+    w = layer.dequantize()
+    return w.t() if target.transposed else w
+
+
+def _swept_layer(choice: ScaleChoice, group: list[Target], target: Target) -> Tensor:
+    config, weight, _ = choice.of(group)
+    return _in_layout(FP4Linear.from_weight(dense_weight(group[0]), scale_search=config.scale_search, channel_weight=_on(weight, target.module)), target)
+
+
+def _swept_experts(choice: ScaleChoice, target: ExpertsTarget, attribute: str) -> Tensor:
+    config, statistics, _ = choice.of(target)
+    weight = None if statistics is None else statistics.first if attribute == target.spec.first else statistics.down
+    pad = rows_to_pad(target)[attribute]
+    packed, _ = quantize_expert_weight(target, target.stack(attribute).detach(), config, pad, _on(weight, target.module))
+    w = unpadded(packed.dequantize(), packed.columns, pad)
+    return w.mT if target.spec.transposed else w
+
+
+def _on(weight: Tensor | None, module: nn.Module) -> Tensor | None:
+    return None if weight is None else weight.to(next(module.parameters()).device)
 
 
 def _by_group(plan: QuantizationPlan, means: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def write(model: Any, sequences: int | None = None, tokens: int | None = None, random_first: int = 0) -> list[dict[str, Tensor | bool]]:
+def write(model: Any, sequences: int | None = None, tokens: int | None = None, random_first: int = 0, seed: int = _SEED) -> list[dict[str, Tensor | bool]]:
     """One batch: ``input_ids`` int64 ``[sequences, tokens]`` (default ``[16, 64]``), sampled from ``model`` at temperature 1 after a first token.
 
     The same model gives the same text on the same device, whatever other threads do; torch's own random generators are not used.
@@ -46,6 +46,7 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
     Args:
         random_first: so many of the sequences, the last ones, begin with a token drawn from the whole vocabulary, not with the beginning
             of a text.
+        seed: another one gives another text.
 
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
@@ -54,7 +55,7 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
     if reason is None:
         try:
             with evaluating(model):
-                return [{"input_ids": _sample(model, sequences or SEQUENCES, tokens or TOKENS, random_first), "use_cache": False}]
+                return [{"input_ids": _sample(model, sequences or SEQUENCES, tokens or TOKENS, random_first, seed), "use_cache": False}]
         except Exception as error:
             reason, cause = f"generate() failed with {type(error).__name__}: {error}".splitlines()[0], error
     raise CalibrationError(
@@ -65,11 +66,11 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
     ) from cause
 
 
-def _sample(model: Any, sequences: int, tokens: int, random_first: int) -> Tensor:
+def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: int) -> Tensor:
     from transformers import GenerationConfig, LogitsProcessorList
 
     device = next(model.parameters()).device
-    first = _first_tokens(model, sequences, random_first).to(device)
+    first = _first_tokens(model, sequences, random_first, seed).to(device)
     # Past its positions a model would read beyond a table.
     new = min(tokens, positions(model) or tokens) - 1
     plain = GenerationConfig(
@@ -82,7 +83,7 @@ def _sample(model: Any, sequences: int, tokens: int, random_first: int) -> Tenso
         disable_compile=True,
         remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
     )
-    return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain, logits_processor=LogitsProcessorList([Sampler(_SEED)]))
+    return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain, logits_processor=LogitsProcessorList([Sampler(seed)]))
 
 
 def positions(model: Any) -> int | None:
@@ -112,10 +113,10 @@ class Sampler:
         return torch.where(scores < least, -float("inf"), scores.float() + noise)
 
 
-def _first_tokens(model: Any, sequences: int, random_first: int) -> Tensor:
+def _first_tokens(model: Any, sequences: int, random_first: int, seed: int) -> Tensor:
     """``[sequences, 1]``: the beginning-of-text token where the model has one, and tokens at random for the rest."""
     size = _vocabulary(model) or 1
-    first = torch.randint(size, (sequences, 1), generator=torch.Generator().manual_seed(_SEED))
+    first = torch.randint(size, (sequences, 1), generator=torch.Generator().manual_seed(seed))
     for config in (getattr(model, "generation_config", None), model.config):
         begin = getattr(config, "bos_token_id", None)
         if isinstance(begin, int) and 0 <= begin < size:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..config import Sparse24Config
 from ..errors import CalibrationError, ConfigError, QualityWarning, SparsityError, bullet_names
-from ..formats import pruning, sparse24
+from ..formats import sparse24
+from ..formats.hessian import output_error
 from ..modules import FP4Linear
 from .calibrate import batches_of, statistics
 from .calibrate_experts import ExpertsMeans, Statistics
@@ -26,10 +27,11 @@ from .hessian import Moments
 from .plan import ExpertsTarget, Names, QuantizationPlan
 from .probe import LOUD_KL, Probe
 from .progress import bar
-from .prune import PRUNERS, SEQUENTIAL, dense_layer, is_24, rows_needed, sparse_layer
+from .prune import ENOUGH, PRUNERS, SEQUENTIAL, dense_layer, is_24, needs_inputs, rows_needed, sparse_layer
 from .rounding_error import relative_error
 from .routed import RoutedInputs
 from .sparsify_experts import expert_weights, install_packed, not_24, put_dense, quantize_experts
+from .token_weights import TokenWeights, described_weights, fisher
 from .walk import Group, Item, walk
 
 _HELD_BACK = 8  # one batch in so many is kept from calibration, to measure on
@@ -38,7 +40,7 @@ _LOUD_WEIGHTS = 0.2  # without calibration: share of a weight's norm that is los
 
 @dataclass
 class Data:
-    """What calibration gives. ``held_back``: the probe's batches were not calibrated on."""
+    """What calibration gives. ``held_back``: the probe's batches were not calibrated on. ``weights`` of its tokens, for ``scale_search="gptq"``."""
 
     batches: list[Any] = field(default_factory=list)
     chain: Chain = field(default_factory=lambda: Chain([], broken="no calibration"))
@@ -46,6 +48,7 @@ class Data:
     held_back: bool = False
     mean_squares: dict[str, Tensor | None] = field(default_factory=dict)
     experts: dict[str, Statistics | None] = field(default_factory=dict)
+    weights: TokenWeights | None = None
 
 
 @dataclass
@@ -111,12 +114,11 @@ def sparsify(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
         dense = [_candidate(g, dense_layer(dense_weight(g[0]), config, None, _square(data, g))) for g in plan.groups]
         dense += [p.candidate() for e in plan.experts for p in quantize_experts(e, config, set(), None, None, data.experts.get(e.name))]
         sparse = choose(found, dense, config, data.probe, model, data.chain, progress)
-    notes = (
-        [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if config.pruning in PRUNERS and data.chain.broken else []
-    )
+    notes = [f"one decoder block at a time was not possible ({data.chain.broken}): whole-model passes"] if needs_inputs(config) and data.chain.broken else []
     if data.probe is not None and not data.held_back:
         notes.append("KL was measured on batches that were also calibrated on: give four batches or more")
     model, rows = _replace(model, plan, config, data, sparse, device, progress)
+    notes += [f'scale_search="gptq" over the calibration batches, {described_weights(data.weights)}'] if data.weights is not None else []
     return Outcome(model, rows, notes, config, data.probe)
 
 
@@ -142,7 +144,7 @@ def _calibrate(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config,
     batches = list(batches_of(config.calibration))
     count = math.ceil(len(batches) / _HELD_BACK) if len(batches) >= 4 else 0
     used, held = (batches[:-count], batches[-count:]) if count else (batches, batches[-1:])
-    chain = find_chain(model, [*plan.targets, *plan.experts]) if config.pruning in PRUNERS else Chain([], broken=f'pruning="{config.pruning}" needs none')
+    chain = find_chain(model, [*plan.targets, *plan.experts]) if needs_inputs(config) else Chain([], broken=f'pruning="{config.pruning}" needs none')
     with recording(chain):
         found = statistics(model, plan.targets, used, strict=strict, progress=progress, experts=plan.experts)
     routed: dict[str, ExpertsMeans] = {e.name: found.pop(e.name) for e in plan.experts}
@@ -154,7 +156,8 @@ def _calibrate(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config,
             "max_kl needs a model with logits", value="none in its output", limit="output.logits", remedy="Use bits=... or max_error=... for this model."
         )
     squares = {name: m.result() for name, m in found.items()}
-    return Data(used, chain, probe, count > 0, squares, {name: m.result() for name, m in routed.items()})
+    weights = fisher(model, plan.targets, used, chain, progress, plan.experts) if config.search == "gptq" else None
+    return Data(used, chain, probe, count > 0, squares, {name: m.result() for name, m in routed.items()}, weights)
 
 
 def _check_long_enough(plan: QuantizationPlan, config: Sparse24Config, rows: dict[str, int], seen: dict[str, int]) -> None:
@@ -193,7 +196,7 @@ def candidates(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config,
     items: list[Item] = [g for g in plan.groups if g[0].name in allowed]
     items += [e for e in plan.experts if allowed & set(expert_weights(e))]
     out = []
-    for _, item, found in _visits(model, data, items, config.pruning in PRUNERS, False, progress, "prune (to choose)"):
+    for _, item, found in _visits(model, data, items, needs_inputs(config), False, progress, "prune (to choose)"):
         if isinstance(item, ExpertsTarget):
             packed = quantize_experts(item, config, allowed, None, _routed(found), data.experts.get(item.name))
             out += [p.candidate() for p in packed if p.name in allowed]
@@ -204,7 +207,7 @@ def candidates(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config,
         hessian = moments.mean()
         layer = sparse_layer(w, config, moments, square)
         q = layer.dequantize(torch.float32)
-        error = pruning.output_error(w, q, torch.diag(square).to(w.device) if hessian is None and square is not None else hessian)
+        error = output_error(w, q, torch.diag(square).to(w.device) if hessian is None and square is not None else hessian)
         out.append(_candidate(item, layer, error))
     return out
 
@@ -223,7 +226,7 @@ def _candidate(group: Group, layer: FP4Linear, error: float = 0.0) -> Candidate:
 def _visits(model: nn.Module, data: Data, items: list[Item], needs_moments: bool, sequential: bool, progress: bool, desc: str) -> Iterable:
     """``(place, item, what is known of its inputs)``; see :func:`.walk.walk`. Nothing is measured where it is not needed."""
     if needs_moments:
-        return walk(model, data.chain, items, data.batches, sequential=sequential, progress=progress, desc=desc)
+        return walk(model, data.chain, items, data.batches, sequential=sequential, progress=progress, desc=desc, weigh=data.weights)
     return (("", item, None) for item in bar(items, desc, "layer", progress))
 
 
@@ -236,7 +239,7 @@ def _routed(found: Any) -> RoutedInputs | None:
 
 
 def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, data: Data, sparse: set[str], device: torch.device | None, progress: bool):
-    needs_moments = config.pruning in PRUNERS and bool(sparse)
+    needs_moments = config.search == "gptq" or (config.pruning in PRUNERS and bool(sparse))
     sequential = config.pruning in SEQUENTIAL
     items: list[Item] = [*plan.groups, *plan.experts]
     rows: list[LayerReport] = []
@@ -254,7 +257,7 @@ def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
             continue
         group, moments = item, _moments_on(_moments(found), device)
         square = _square(data, group)
-        unknown = needs_moments and square is None
+        unknown = config.pruning in PRUNERS and needs_moments and square is None
         make = sparse_layer if group[0].name in sparse and not unknown else dense_layer
         w = _on(dense_weight(group[0]), device)
         layer = make(w, config, moments, square)
@@ -262,8 +265,10 @@ def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
         error = relative_error(w, layer)
         output = None
         if hessian is not None:
-            output = pruning.output_error(w, layer.dequantize(torch.float32), hessian)
-        notes = ("not reached by calibration: dense, unweighted scales",) if unknown else ()
+            output = output_error(w, layer.dequantize(torch.float32), hessian)
+        notes: tuple[str, ...] = ("not reached by calibration: dense, unweighted scales",) if unknown else ()
+        if config.search == "gptq" and 0 < moments.rows < ENOUGH:
+            notes += (f'met {moments.rows} tokens, fewer than {ENOUGH}: "activation"',)
         pending.append(partial(_install_layer, group=group, layer=layer, error=error, output=output, notes=notes))
         if needs_moments and sequential:
             # The rest of the block is calibrated behind this layer. Its module stays until then: replays of the block need no FP4 kernels.
@@ -296,4 +301,4 @@ def _advice(config: Sparse24Config, sparse: bool) -> str:
     if not sparse:
         return "look at the report's largest errors."
     better = "" if config.pruning in SEQUENTIAL else 'use pruning="sparsegpt" or "admm"; '
-    return f"{better}prune fewer layers (max_kl=..., bits=...), or train what is left (examples/recover_sparse.py)."
+    return f"{better}prune fewer layers (max_kl=..., bits=...), or train what is left (fp4_inductor.recover)."

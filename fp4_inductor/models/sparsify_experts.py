@@ -1,6 +1,6 @@
 """The experts of one module, each weight 2:4-sparse or dense NVFP4: expert by expert, from the tokens that each one saw.
 
-An expert that saw few tokens borrows from those that its layer routed elsewhere, and the report names it. What it never saw says
+To be pruned, an expert that saw few tokens borrows from those that its layer routed elsewhere, and the report names it. What it never saw says
 something about what it may see: on austen_moe (K = 128, SparseGPT) borrowing up to 8 * K tokens costs less than going without at every size of
 calibration below that, +0.231 nats per byte against +0.316 with 512 tokens, +0.115 against +0.134 with 4,096.
 """
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import Sparse24Config
-from ..formats.pruning import output_energy
+from ..formats.hessian import output_energy
 from ..modules import FP4ExpertWeight, Sparse24ExpertWeight
 from .calibrate_experts import Statistics, between
 from .choose import Candidate
@@ -23,7 +22,7 @@ from .convert import experts_row, install_experts, rows_to_pad, unpadded
 from .coverage import LayerReport
 from .hessian import Moments, moments_of
 from .plan import ExpertsTarget
-from .prune import PRUNERS, dense_layer, is_24, rows_needed, sparse_layer
+from .prune import ENOUGH, PRUNERS, Method, dense_layer, is_24, rows_needed, sparse_layer
 from .routed import RoutedInputs
 
 _NAMED = 16
@@ -91,7 +90,7 @@ def matrix(target: ExpertsTarget, p: Tensor, e: int) -> Tensor:
 
 def quantize_experts(
     target: ExpertsTarget,
-    config: Sparse24Config,
+    config: Method,
     sparse: set[str],
     device: torch.device | None,
     inputs: RoutedInputs | None = None,
@@ -104,7 +103,8 @@ def quantize_experts(
         sparse: names (:func:`weight_name`) of the weights to be sparse. A method that needs ``inputs`` and has none leaves them dense.
         device: where the packed weights go; None: where they are.
         inputs: what the experts were fed with; needed by ``config.pruning`` that needs data.
-        statistics: E[x^2] of each expert's inputs, for ``scale_search="activation"`` without ``inputs``.
+        statistics: E[x^2] of each expert's inputs, for ``scale_search="activation"`` without ``inputs``, and in place of "gptq" for experts with
+            too few tokens.
         sequential: the second product is calibrated behind the new first one, and both against what ``inputs`` knows of the dense model.
     """
     spec, module = target.spec, target.module
@@ -117,7 +117,7 @@ def quantize_experts(
     kinds = {a: Sparse24ExpertWeight if names[a] in sparse else FP4ExpertWeight for a in names}
     pads = rows_to_pad(target, kinds["down_proj"].storage().k_multiple)
     columns = {a: matrix(target, module.get_parameter(a), 0).shape[1] for a in names}
-    needed = _ENOUGH * max(rows_needed(config, k) for k in columns.values())
+    needed = _ENOUGH * max(rows_needed(config, k) for k in columns.values()) if config.pruning in PRUNERS else 0
     packed = {a: _empty(kinds[a], target, a, pads[a], device) for a in names}
     errors = {a: _Error() for a in names}
     for e in range(packed[spec.first].num_experts):
@@ -126,7 +126,10 @@ def quantize_experts(
         for attribute in names:
             w = matrix(target, module.get_parameter(attribute), e)
             w = w if device is None else w.to(device)
-            moments = Moments() if x is None or not len(x) else moments_of(*(None if t is None else t.to(w.device) for t in (x, x0)))  # type: ignore[arg-type]
+            moments = Moments()
+            if known is not None and x is not None and len(x):
+                weights = known.weights(e, int(attribute != spec.first), x)
+                moments = moments_of(*(None if t is None else t.to(w.device) for t in (x, x0, weights)))  # type: ignore[arg-type]
             square = None if statistics is None else (statistics.first if attribute == spec.first else statistics.down)[e].to(w.device)
             make = sparse_layer if names[attribute] in sparse else dense_layer
             layer = make(_padded(w, *pads[attribute]), config, moments, square)
@@ -138,7 +141,8 @@ def quantize_experts(
                 new = q.to(x.device, w.dtype) if sequential else None
                 x0 = None if x0 is None else between(module, spec, e, x0)
                 x = between(module, spec, e, x, new)
-    notes += _short(known, needed) if config.pruning in PRUNERS and known is not None else ()
+    if known is not None:
+        notes += _short(known, needed) if config.pruning in PRUNERS else _few(known)
     return [
         PrunedExperts(
             target, a, packed[a], pads[a], _Error.relative(errors[a].weight),
@@ -179,9 +183,20 @@ def _padded(w: Tensor, parts: int, rows: int) -> Tensor:
     return torch.cat([nn.functional.pad(p, (0, 0, 0, rows)) for p in w.chunk(parts)]) if rows else w
 
 
+def _few(inputs: RoutedInputs) -> tuple[str, ...]:
+    few = sorted((count, e) for e, count in enumerate(inputs.tokens) if count < ENOUGH)
+    if not few:
+        return ()
+    return (f'{len(few)} of {inputs.experts} experts met fewer than {ENOUGH} tokens ({_named(few)}): "activation" for them',)
+
+
+def _named(counts: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{e} saw {count}" for count, e in counts[:_NAMED]) + (f", ... {len(counts) - _NAMED} more" if len(counts) > _NAMED else "")
+
+
 def _short(inputs: RoutedInputs, needed: int) -> tuple[str, ...]:
     short = sorted((count, e) for e, count in enumerate(inputs.tokens) if count < needed)
     if not short:
         return ()
-    named = ", ".join(f"{e} saw {count}" for count, e in short[:_NAMED]) + (f", ... {len(short) - _NAMED} more" if len(short) > _NAMED else "")
-    return (f"{len(short)} of {inputs.experts} experts saw fewer than {needed} calibration tokens ({named}): other tokens of the layer stood in for the rest",)
+    who = f"{len(short)} of {inputs.experts} experts saw fewer than {needed} calibration tokens ({_named(short)})"
+    return (f"{who}: other tokens of the layer stood in for the rest",)

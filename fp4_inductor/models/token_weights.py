@@ -21,22 +21,25 @@ from torch.utils.checkpoint import checkpoint
 
 from .calibrate import evaluating, feed
 from .chain import Chain, without_cache
-from .plan import Target
+from .expert_gradients import PairWeights, squared_gradients
+from .plan import ExpertsTarget, Target
+from .routed import input_norms
 
 FISHER, NORMS = "the Fisher information of the model", "the norm of their inputs"
 _REACHED = 0.5  # of the layers: fewer, and something is wrong with the backward pass
 
 
 class TokenWeights:
-    """A :data:`.hessian.Weigh`: what :func:`fisher` found, and the norm of the inputs for layers of which it found nothing.
+    """A :class:`.hessian.Weigh`: what :func:`fisher` found, and the norm of the inputs for layers of which it found nothing.
 
     Args:
         found: for each layer and batch the squared gradients float32 ``[rows]`` of each call.
         reason: why nothing was found, in words.
+        experts: for each module of experts and batch what was found in each call.
     """
 
-    def __init__(self, found: dict[str, list[list[Tensor]]] | None = None, reason: str = ""):
-        self.found, self.reason = found or {}, reason
+    def __init__(self, found: dict[str, list[list[Tensor]]] | None = None, reason: str = "", experts: dict[str, list[list[PairWeights]]] | None = None):
+        self.found, self.reason, self.experts = found or {}, reason, experts or {}
         self.unknown: set[str] = set()  # layers that were asked for and not found
         self._means = {name: torch.cat([v for batch in calls for v in batch]).mean() for name, calls in self.found.items()}
 
@@ -47,15 +50,27 @@ class TokenWeights:
         self.unknown.add(name)
         return [input_norms(x) for x in inputs]
 
+    def pairs(self, name: str, batch: int, calls: int) -> list[PairWeights] | list[None]:
+        found = self.experts.get(name)
+        if found is not None and len(found[batch]) == calls:
+            return found[batch]
+        self.unknown.add(name)
+        return [None] * calls
 
-def input_norms(x: Tensor) -> Tensor:
-    """float32 ``[rows]``: ``min(1, median|x|^2 / |x|^2)`` of the rows of ``x [..., K]``."""
-    squares = x.detach().reshape(-1, x.shape[-1]).float().square().sum(-1)
-    return (squares.median() / squares.clamp_min(torch.finfo(torch.float32).tiny)).clamp(max=1.0)
+
+def described_weights(weights: TokenWeights) -> str:
+    """For the report: by what the tokens of calibration text were weighted."""
+    text = f"tokens weighted by {NORMS}, because {weights.reason}" if weights.reason else f"tokens weighted by {FISHER}"
+    if weights.unknown and not weights.reason:
+        names = ", ".join(sorted(weights.unknown)[:3])
+        text += f" (in {len(weights.unknown)} layers that no gradient reached by {NORMS}: {names}{' ...' if len(weights.unknown) > 3 else ''})"
+    return text
 
 
-def fisher(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], chain: Chain, progress: bool) -> TokenWeights:
-    """Squared gradients of the cross entropy of each next token of ``batches`` at the outputs of ``targets``.
+def fisher(
+    model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], chain: Chain, progress: bool, experts: Sequence[ExpertsTarget] = ()
+) -> TokenWeights:
+    """Squared gradients of the cross entropy of each next token of ``batches`` at the outputs of ``targets`` and of both products of ``experts``.
 
     The model runs in eval mode, in its own dtype, its weights frozen; modes, flags and gradients are as before when this returns. In a chain of
     blocks each block is run a second time during the backward pass, so that only the blocks' inputs are kept.
@@ -63,39 +78,49 @@ def fisher(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], 
     Never raises for what the model cannot do: the result says why it is empty.
     """
     try:
-        reason = _why_not(model)
-        return TokenWeights(reason=reason) if reason else _backward(model, targets, batches, chain, progress)
+        reason = why_not(model)
+        return TokenWeights(reason=reason) if reason else _backward(model, targets, experts, batches, chain, progress)
     except Exception as error:  # whatever a model's own code raises when it meets autograd
         return TokenWeights(reason=f"the backward pass failed with {type(error).__name__}: {error}".splitlines()[0])
 
 
-def _why_not(model: Any) -> str | None:
+def why_not(model: Any) -> str | None:
+    """Why there is no backward pass through ``model``; None if it can be tried."""
     can_generate = getattr(model, "can_generate", None)
     if not callable(can_generate) or not can_generate() or getattr(model.config, "is_encoder_decoder", False):
         return f"{type(model).__name__} is no causal language model of transformers"
-    if not isinstance(_embedding(model), nn.Module):
+    if not isinstance(embedding_of(model), nn.Module):
         return f"{type(model).__name__} has no input embeddings"
     return None
 
 
-def _embedding(model: Any) -> Any:
+def embedding_of(model: Any) -> Any:
+    """The module of a model of transformers that reads token ids; None: it has none."""
     getter = getattr(model, "get_input_embeddings", None)
     return getter() if callable(getter) else None
 
 
-def _backward(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any], chain: Chain, progress: bool) -> TokenWeights:
-    found: dict[str, list[list[Tensor]]] = {t.name: [] for t in targets}
-    taken: dict[str, list[list[Tensor]]] = {}
+def _backward(
+    model: nn.Module, targets: Sequence[Target], experts: Sequence[ExpertsTarget], batches: Sequence[Any], chain: Chain, progress: bool
+) -> TokenWeights:
+    watched: list[Target | ExpertsTarget] = [*targets, *experts]
+    found: dict[str, list[list[Any]]] = {t.name: [] for t in watched}
+    taken: dict[str, list[list[Any]]] = {}
     forward = [True]  # not while a block is run again
 
-    def watch(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        if forward[0] and isinstance(output, Tensor) and output.requires_grad:
-            slot: list[Tensor] = []
-            taken.setdefault(name, []).append(slot)
+    def watch(target: Target | ExpertsTarget, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if not forward[0] or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        slot: list[Any] = []
+        taken.setdefault(target.name, []).append(slot)
+        if isinstance(target, Target):
             output.register_hook(lambda g: slot.append(g.detach().reshape(-1, g.shape[-1]).float().square().sum(-1)))
+        else:
+            values = [v.detach() if isinstance(v, Tensor) else v for v in (*args, *kwargs.values())]
+            output.register_hook(lambda g: slot.append(squared_gradients(target, values, g)))
 
-    handles = [t.module.register_forward_hook(partial(watch, t.name)) for t in targets]
-    handles.append(_embedding(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
+    handles = [t.module.register_forward_hook(partial(watch, t), with_kwargs=True) for t in watched]
+    handles.append(embedding_of(model).register_forward_hook(lambda module, args, output: output.detach().requires_grad_()))
     try:
         with frozen(model), evaluating(model), torch.enable_grad(), checkpointing(chain), repeatable(model):
             outputs = feed(model, batches, progress, "weigh tokens")
@@ -111,18 +136,19 @@ def _backward(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any
                 del loss, output
                 for name, calls in found.items():
                     # A layer whose output the loss does not see, as the last block's at padding, has no gradient.
-                    calls.append([slot[0] for slot in taken.get(name, []) if slot])
+                    calls.append([slot[0] for slot in taken.get(name, []) if slot and slot[0] is not None])
     finally:
         for handle in handles:
             handle.remove()
     usable = {name: calls for name, calls in found.items() if all(calls) and _is_usable(calls)}
     if len(usable) < _REACHED * len(found):
         return TokenWeights(reason=f"finite gradients reached only {len(usable)} of {len(found)} layers")
-    return TokenWeights(usable)
+    names = {e.name for e in experts}
+    return TokenWeights({n: c for n, c in usable.items() if n not in names}, experts={n: c for n, c in usable.items() if n in names})
 
 
-def _is_usable(calls: list[list[Tensor]]) -> bool:
-    total = sum(float(v.sum()) for batch in calls for v in batch)
+def _is_usable(calls: list[list[Any]]) -> bool:
+    total = sum(float((v if isinstance(v, Tensor) else v.first + v.down).sum()) for batch in calls for v in batch)
     return 0.0 < total < float("inf")
 
 

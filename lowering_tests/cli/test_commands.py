@@ -16,8 +16,9 @@ from lowering_tests.cli.commands import DENSE, MOE, NOVEL, ROOT, SPARSE, inside
 from lowering_tests.foreign import MODELOPT, bits, write_gguf
 from lowering_tests.models.conftest import build
 
+QUICK = "from fp4_inductor.models import scale_choice; scale_choice.SECONDS = 0.0"  # the default without "gptq"
 FORMATS = ("native", "transformers", "modelopt", "compressed-tensors")
-COMMANDS = ("quantize", "inspect", "verify", "export", "explain", "run")
+COMMANDS = ("quantize", "inspect", "verify", "recover", "export", "explain", "run")
 
 
 def test_the_entry_point_is_the_module():
@@ -74,7 +75,9 @@ def test_quantize_prints_the_report_and_says_where_it_is(fp4, tmp_path):
 
 
 def test_quantize_as_json(fp4, tmp_path):
-    done = fp4("quantize", DENSE, tmp_path / "out", "--calibration", NOVEL, "--calibration-tokens", "600", "--json", "-q").must()
+    done = fp4(
+        "quantize", DENSE, tmp_path / "out", "--calibration", NOVEL, "--calibration-tokens", "600", "--scale-search", "activation", "--json", "-q"
+    ).must()
     assert done.err == ""
     found = done.json
     assert (found["out"], found["format"], found["coverage"], len(found["layers"])) == (str(tmp_path / "out"), "native", 100.0, 35)
@@ -143,6 +146,20 @@ def test_verify_compares_with_the_dense_model(fp4, written):
     assert same["kl"] == pytest.approx(0.0, abs=1e-9) and same["agreement"] == 1.0
 
 
+@pytest.mark.parametrize("format", ["native", "modelopt"])
+def test_verify_says_which_layers_lost_it(fp4, written, format):
+    """Of an exporter's checkpoint too; on text that the dense model writes."""
+    done = fp4("verify", written(format), "--against", DENSE, "--text", "self", "--windows", "4", "--window", "48").must()
+    assert re.search(r"text +written by .*austen_dense: 4 windows of 48 tokens", done.out) and max(map(len, done.out.splitlines()[1:])) <= 100
+    shares = [float(s) for s in re.findall(r"^ +([\d.]+)% +[\d.]+ +\w+ \(5\)$", done.out, re.MULTILINE)]
+    assert len(shares) == 7 and sum(shares) == pytest.approx(100, abs=0.5)
+    more = ("--windows", "1", "--window", "32", "--json")
+    found = fp4("verify", written(format), "--against", DENSE, "--text", NOVEL, *more).must().json
+    assert len(found["layers"]) == 35 and found["notes"] == []
+    assert "layers" not in fp4("verify", written(format), "--against", DENSE, "--no-layers", *more).must().json
+    assert "layers" not in fp4("verify", written(format), "--against", written("native"), *more).must().json
+
+
 def test_verify_needs_no_text(fp4, written):
     done = fp4("verify", written("transformers"), "--windows", "1", "--window", "64").must()
     assert "Python's language reference: 1 windows of 64 tokens" in done.out and done.out.endswith("  ok\n")
@@ -153,6 +170,16 @@ def test_verify_needs_no_text(fp4, written):
 def test_verify_fails_above_a_limit(fp4, written, limit, why):
     done = fp4("verify", written("native"), "--windows", "1", "--text", NOVEL, *limit).must(1)
     assert re.search(rf"FAILED +{why} [\d.]+ is above {limit[1]}", done.out.replace("1e-06", "1e-6"))
+
+
+def test_recover_trains_and_writes(fp4, written, tmp_path):
+    before = "from fp4_inductor.models import recover; recover.SEQUENCES, recover.TOKENS = 16, 32"
+    more = ("--source", DENSE, "--text", NOVEL, "--text-tokens", "4096", "--steps", "4", "--batch", "2", "--json")
+    found = fp4("recover", written("native"), tmp_path / "out", *more, before=before).must().json
+    assert (found["out"], found["steps"], found["tokens"]) == (str(tmp_path / "out"), 4, 4 * 2 * 256)
+    assert found["text"].startswith("4096 given tokens and ") and found["kept"] == (found["kl_after"] < found["kl_before"])
+    assert fp4("inspect", tmp_path / "out", "--json").must().json["format"] == "native"
+    assert "a quantized model" in fp4("recover", DENSE, tmp_path / "no", "--source", DENSE).must(2).err
 
 
 def test_explain_takes_several_sizes(fp4, written):
@@ -180,7 +207,7 @@ def test_run_writes_what_the_model_generates(fp4, written):
 
 def test_run_takes_a_dense_model_as_it_is_or_quantizes_it(fp4):
     for more in ((), ("--quantize",)):
-        done = fp4("run", DENSE, "--prompt", "They", "--max-new-tokens", "4", "--seed", "1", "--temperature", "0.8", *more).must()
+        done = fp4("run", DENSE, "--prompt", "They", "--max-new-tokens", "4", "--seed", "1", "--temperature", "0.8", *more, before=QUICK).must()
         assert len(done.out.strip("\n")) >= 1
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fp4_inductor.errors import NonFiniteError, ShapeError
-from fp4_inductor.formats import e2m1, gptq, nvfp4
-from fp4_inductor.formats.pruning import damped
+from fp4_inductor.formats import e2m1, gptq, nvfp4, pruning, sparse24
+from fp4_inductor.formats.hessian import damped
 
 SCALES = torch.arange(1, 127, dtype=torch.uint8).view(nvfp4.SCALE_DTYPE).double()
 GRID = torch.tensor(e2m1.VALUES, dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_refinement_never_raises_the_error_of_a_row():
     _, scale, g = nvfp4.quantize(w, "mse")
     codes = scale.view(torch.uint8)
     start = dense((_, scale, g))
-    q, after = gptq._refine(w, h, start.clone(), codes.clone(), g, gptq.TORCH)
+    q, after = gptq._refine(w, h, start.clone(), codes.clone(), g)
     before, now = gptq.objective(w, start, h), gptq.objective(w, q, h)
     assert bool((now <= before).all())
     assert float(now.sum()) < 0.8 * float(before.sum())
@@ -150,7 +150,7 @@ def test_refinement_never_raises_the_error_of_a_row():
     steps = q.unflatten(-1, (-1, 16)) / (after.view(nvfp4.SCALE_DTYPE).float() * g)[..., None]
     torch.testing.assert_close(steps, e2m1.round_to_grid(steps), rtol=1e-5, atol=1e-6)
     # A row that is as good as it can be made stays: nothing is left for another run.
-    again, _ = gptq._refine(w, h, q.clone(), after.clone(), g, gptq.TORCH)
+    again, _ = gptq._refine(w, h, q.clone(), after.clone(), g)
     assert bool((gptq.objective(w, again, h) <= now * (1 + 1e-6)).all())
 
 
@@ -176,6 +176,48 @@ def test_channels_and_rows_that_are_dead():
 def test_singular_hessians(h):
     w = weight(4, 32)
     assert float((dense(gptq.quantize(w, h)) - w).norm()) < 0.2 * float(w.norm())
+
+
+# --- 2:4-sparse ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dropped_weights_of_dead_channels_change_nothing(seed):
+    """Where channels that are dropped excite nothing, what they hold changes no bit of what is kept."""
+    w, h = weight(3, 64, seed), hessian(200, 64, seed)
+    keep = torch.tensor([False, False, True, True]).repeat(16).expand(3, 64)
+    dropped = ~keep[0]
+    h[dropped] = 0
+    h[:, dropped] = 0
+    other = torch.where(keep, w, weight(3, 64, seed + 9))
+    q, same = (sparse24.dequantize_sparse24(*gptq.quantize_sparse24(m, h, sparse24.quantize_sparse24(m, keep)), torch.float32) for m in (w, other))
+    assert not q[:, dropped].any() and q.any()
+    assert torch.equal(q, same)
+
+
+@pytest.mark.parametrize(("method", "ratio"), [("wanda", 0.97), ("sparsegpt", 0.95), ("admm", 0.95)])
+def test_less_error_than_the_pruner(method, ratio):
+    """On its pattern: of wanda, which makes nothing good, and of those whose scales are chosen before what is left."""
+    w, h = weight(24, 160), hessian(400, 160)
+    before = getattr(pruning, method)(w, h, "activation")
+    after = gptq.quantize_sparse24(w, h, before)
+    sparse24.check_parts(*after)
+    assert torch.equal(after.meta, before.meta) and torch.equal(after.global_scale, before.global_scale)
+    h = damped_of(h).float()
+    was, now = (gptq.objective(w, sparse24.dequantize_sparse24(*p, torch.float32), h) for p in (before, after))
+    assert bool((now <= was * (1 + 1e-6)).all())
+    assert float(now.sum()) < ratio * float(was.sum())
+
+
+def test_sparse_refusals():
+    w = weight(4, 32)
+    start = sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w))
+    with pytest.raises(NonFiniteError, match="weight"):
+        gptq.quantize_sparse24(w.index_fill(1, torch.tensor([3]), float("nan")), torch.eye(32), start)
+    with pytest.raises(ShapeError, match="Hessian"):
+        gptq.quantize_sparse24(w, torch.eye(16), start)
+    none = torch.empty(0, 32)
+    assert gptq.quantize_sparse24(none, torch.eye(32), sparse24.quantize_sparse24(none, none.bool())).values.shape == (0, 8)
 
 
 def test_nothing_to_quantize():

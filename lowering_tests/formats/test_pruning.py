@@ -9,6 +9,7 @@ import torch
 
 from fp4_inductor import errors
 from fp4_inductor.formats import nvfp4, pruning, sparse24
+from fp4_inductor.formats.hessian import damped, output_error
 
 METHODS = {"magnitude": pruning.magnitude, "wanda": pruning.wanda, "sparsegpt": pruning.sparsegpt, "admm": pruning.admm}
 
@@ -39,7 +40,7 @@ def test_two_of_four_are_kept_in_fp4(method):
 
 def test_each_method_is_better_than_the_one_before():
     w, h = _problem()
-    found = [pruning.output_error(w, _dense(prune(w, h, "activation")), h) for prune in METHODS.values()]
+    found = [output_error(w, _dense(prune(w, h, "activation")), h) for prune in METHODS.values()]
     assert found == sorted(found, reverse=True)
     assert found[2] < 0.75 * found[1]  # making good what was dropped is worth more than choosing it well
     assert found[3] < 0.95 * found[2]
@@ -56,13 +57,13 @@ def test_a_weight_that_is_sparse_fp4_already_comes_back(method):
     _, h = _problem()
     w = _dense(sparse24.quantize_sparse24(torch.randn(24, 160), sparse24.magnitude_mask(torch.randn(24, 160)), "activation", None, h.diagonal()))
     q = _dense(METHODS[method](w, h))
-    assert pruning.output_error(w, q, h) < 0.03
+    assert output_error(w, q, h) < 0.03
 
 
 def test_refine_finds_the_best_value_of_one_entry():
     """With one entry free, coordinate descent must find what trying all fifteen values finds."""
     w, h = _problem(4, 32)
-    h = pruning.damped(h).float()
+    h = damped(h).float()
     scale = torch.full((4, 2), 0.31)
     free = torch.zeros(4, 32, dtype=torch.bool)
     free[:, 7] = True
@@ -78,7 +79,7 @@ def test_refine_finds_the_best_value_of_one_entry():
 @pytest.mark.parametrize("scale", [None, torch.full((24, 10), 0.4)])
 def test_refine_never_raises_the_error(scale):
     w, h = _problem()
-    h = pruning.damped(h).float()
+    h = damped(h).float()
     mask = sparse24.magnitude_mask(w)
     q = w * mask if scale is None else nvfp4.dequantize(*nvfp4.quantize(w * mask, global_scale=torch.tensor(0.1)), torch.float32) * 0
     found = []
@@ -137,7 +138,7 @@ def test_degenerate_inputs(method, degenerate):
         assert not q[3].any()
     if degenerate is _dead_channels:  # nothing is known about them: kept by magnitude, and no worse than FP4
         dead = w[:, 16:80]
-        assert pruning.output_error(dead, q[:, 16:80], None) < 0.6
+        assert output_error(dead, q[:, 16:80], None) < 0.6
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt", "admm"])
@@ -158,14 +159,14 @@ def test_refused(method):
 def test_a_hessian_that_is_none_is_refused():
     _, h = _problem()
     with pytest.raises(errors.NonFiniteError, match="positive semi-definite"):
-        pruning.damped(-h - 1e6 * torch.ones_like(h))
+        damped(-h - 1e6 * torch.ones_like(h))
 
 
 def test_output_error():
     w, h = _problem()
-    x = torch.linalg.cholesky(pruning.damped(h)).t()
+    x = torch.linalg.cholesky(damped(h)).t()
     q = w + 0.1 * torch.randn_like(w)
     want = ((w - q).double() @ x.t()).norm() / (w.double() @ x.t()).norm()
-    assert pruning.output_error(w, q, pruning.damped(h).float()) == pytest.approx(float(want), rel=1e-4)
-    assert pruning.output_error(w, q, None) == pytest.approx(float((w - q).norm() / w.norm()), rel=1e-5)
-    assert pruning.output_error(w * 0, w * 0, h) == 0.0
+    assert output_error(w, q, damped(h).float()) == pytest.approx(float(want), rel=1e-4)
+    assert output_error(w, q, None) == pytest.approx(float((w - q).norm() / w.norm()), rel=1e-5)
+    assert output_error(w * 0, w * 0, h) == 0.0

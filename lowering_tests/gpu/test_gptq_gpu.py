@@ -10,7 +10,7 @@ import torch
 import fp4_inductor
 from fp4_inductor import NVFP4Config, quantize_model
 from fp4_inductor.formats import gptq, nvfp4
-from fp4_inductor.formats.pruning import damped
+from fp4_inductor.formats.hessian import damped
 from fp4_inductor.models import gptq as models_gptq
 
 transformers = pytest.importorskip("transformers")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp4_inductor.formats import gptq as definition
+from fp4_inductor.formats import sparse24
 from fp4_inductor.kernels import build
 from fp4_inductor.kernels.quantize import cpu, gptq
 
@@ -51,6 +52,17 @@ def test_the_same_bits(shape):
     equal(w, h)
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (37, 160)])
+def test_the_same_bits_of_sparse_weights(shape):
+    n, k = shape
+    h, w = hessian(k), torch.randn(shape)
+    w[0] = 0
+    for values, mask in ((w, sparse24.magnitude_mask(w)), (w * torch.exp(3 * torch.randn(n, k)), sparse24.magnitude_mask(torch.randn(shape)))):
+        start = sparse24.quantize_sparse24(values, mask)
+        for got, want in zip(gptq.quantize_sparse24(values, h, start), definition.quantize_sparse24(values, h, start), strict=True):
+            assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
+
+
 def test_the_same_bits_across_panels(path, monkeypatch):
     monkeypatch.setattr(definition, "SWEEPS", 2)
     equal(torch.randn(17, 272), hessian(272))
@@ -64,7 +76,7 @@ def test_the_number_of_threads_changes_nothing():
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(definition.Panels(gptq._rounded, gptq._refined).rounded(w, torch.linalg.cholesky(h, upper=True), torch.tensor(1e-2)))
+            found.append(definition.Panels(gptq._rounded, gptq._refined).rounded(w, torch.linalg.cholesky(h, upper=True), torch.tensor(1e-2), None))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,8 @@ import torch.nn.functional as F
 import fp4_inductor
 from fp4_inductor import NVFP4Config, Sparse24Config
 from fp4_inductor.formats import sparse24
+from fp4_inductor.models.recover import Rates, distil
+from fp4_inductor.models.trainable import Trainable
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ASSETS = EXAMPLES / "assets"
@@ -102,27 +101,15 @@ def test_a_mixed_model_lies_below_the_straight_line():
     assert dense < mixed < 0.8 * (dense + sparse) / 2
 
 
-def _recover_module():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        spec = importlib.util.spec_from_file_location("recover_sparse", EXAMPLES / "recover_sparse.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    return module
-
-
 def test_training_what_is_left_recovers():
-    """A few steps of examples/recover_sparse.py; 34 of 8 windows bring +0.106 to less than +0.06."""
-    recover_sparse = _recover_module()
+    """A few steps, as examples/recover_sparse.py does them; 34 of 8 windows bring +0.106 to less than +0.06."""
     torch.manual_seed(0)
     teacher = _loaded("austen_dense").requires_grad_(False)
     student = quantized("austen_dense", Sparse24Config("wanda", calibration=calibration(4)))
     before = nats_per_byte(student, 8) - base("austen_dense", 8)
     patterns = [m.meta.clone() for m in student.modules() if isinstance(m, fp4_inductor.Sparse24Linear)]
     rows = _bytes()[CALIBRATION_START:].unfold(0, WINDOW + 1, WINDOW)
-    assert recover_sparse.recover(student, teacher, rows, steps=8, batch=2, lr=0.02, deadline=time.monotonic() + 600) == 8
+    assert distil(student, teacher, rows[:, :-1], steps=8, batch=2, rates=Rates(0.02, 0.02, 0.0)) == 8
     layers = [m for m in student.modules() if isinstance(m, fp4_inductor.Sparse24Linear)]
     assert len(layers) == 35
     assert all(torch.equal(m.meta, p) for m, p in zip(layers, patterns, strict=True))  # the mask is fixed
@@ -133,11 +120,10 @@ def test_training_what_is_left_recovers():
 
 def test_what_is_trained_is_what_is_packed():
     """The straight-through model computes what the packed layer computes, before training and after moving every value."""
-    recover_sparse = _recover_module()
     torch.manual_seed(1)
     layer = fp4_inductor.Sparse24Linear.from_weight(torch.randn(48, 96), mask=sparse24.magnitude_mask(torch.randn(48, 96)))
     x = torch.randn(5, 96)
-    trainable = recover_sparse.Trainable(layer)
+    trainable = Trainable(layer)
     torch.testing.assert_close(trainable(x), layer(x), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         trainable.values.add_(torch.randn_like(trainable.values) * trainable.values.std())

@@ -1,0 +1,113 @@
+"""A packed FP4 layer as one that can be trained: its codes by straight-through, its block scales, its bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..formats import e2m1, nvfp4, sparse24
+from ..modules import FP4Linear, Sparse24Linear
+from ..modules.bits import BITS
+
+_LEAST_SCALE = 2.0**-9  # of E4M3
+_INSIDE = 0.95  # of the way from a code to where it would be rounded to another
+
+
+class FakeFP4(torch.autograd.Function):
+    """``round(w / scale) * scale`` on the E2M1 grid, where ``mask``, if there is one; its gradient as if there were no rounding (but saturation)."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+        s = scale.unsqueeze(-1)
+        ratio = w.unflatten(-1, (-1, nvfp4.GROUP)) / s
+        grid = e2m1.round_to_grid(ratio)
+        inside = ratio.abs() <= e2m1.MAX
+        # d/ds of round(w/s)*s is round(w/s) - w/s, and +-6 where it saturates.
+        slope = grid - ratio * inside
+        if mask is not None:
+            kept = mask.unflatten(-1, (-1, nvfp4.GROUP))
+            inside, slope = inside & kept, slope * kept
+        ctx.save_for_backward(inside, slope.to(torch.bfloat16))
+        w = (grid * s).flatten(-2)
+        return w if mask is None else w * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        inside, slope = ctx.saved_tensors
+        blocks = grad.unflatten(-1, (-1, nvfp4.GROUP))
+        return (blocks * inside).flatten(-2), (blocks * slope).sum(-1), None
+
+
+class Trainable(nn.Module):
+    """An FP4Linear or a Sparse24Linear whose values, block scales and bias are float32 Parameters; the first forward pass is that of the layer.
+
+    Args:
+        layer: unchanged until :meth:`pack`.
+        dense: ``[N, K]``, what the layer was made from: a value starts there, or at the nearest place that is still rounded to its code. None:
+            values start spread over what is rounded to their codes, so that some are about to change in every step.
+    """
+
+    mask: Tensor | None
+
+    def __init__(self, layer: FP4Linear, dense: Tensor | None = None):
+        super().__init__()
+        self.layer, self.in_features, self.out_features, self.dtype = layer, layer.in_features, layer.out_features, layer.dtype
+        self.register_buffer("mask", sparse24.mask_of(layer.meta) if isinstance(layer, Sparse24Linear) else None, persistent=False)
+        scale = layer.scale.float().clamp_min(_LEAST_SCALE)
+        units = scale.unsqueeze(-1) * layer.global_scale
+        codes = e2m1.round_to_grid(self._blocks(layer.dequantize(torch.float32)) / units)  # the division left them a bit beside it
+        size = codes.abs()
+        up, down = torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, 1.0)), torch.where(size <= 2, 0.25, torch.where(size <= 4, 0.5, 1.0))
+        if dense is not None:
+            off = self._blocks(dense.detach().float()) / units - codes
+            # From zero both sides are a quarter; from other codes outward and inward differ. Beyond the largest code there is nothing to round to.
+            outward = torch.where(codes < 0, -off, off)
+            limited = torch.where(size == 0, off.clamp(-_INSIDE * 0.25, _INSIDE * 0.25), outward.clamp(-_INSIDE * down, _INSIDE * up))
+            at = torch.where(codes < 0, codes - limited, codes + limited).clamp(-e2m1.MAX, e2m1.MAX)
+        else:
+            spread = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)).to(codes.device) * 2 * _INSIDE - _INSIDE
+            at = codes + codes.sign() * torch.where(spread > 0, spread * up, spread * down) + (size == 0) * 0.25 * spread
+        # In units of the global scale, which stays.
+        values = (at * scale.unsqueeze(-1)).flatten(-2)
+        self.values = nn.Parameter(values if self.mask is None else values * self.mask)
+        self.log_scale = nn.Parameter(scale.log2())
+        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().float().clone())
+
+    def _blocks(self, w: Tensor) -> Tensor:
+        return F.pad(w, (0, self.layer.padding)).unflatten(-1, (-1, nvfp4.GROUP))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight ``[N, K]`` of this forward pass."""
+        w = FakeFP4.apply(self.values, self.scale(), self.mask) * self.layer.global_scale
+        return w[:, : self.in_features].to(self.dtype)
+
+    def scale(self) -> Tensor:
+        """The block scales, rounded to E4M3, with a straight-through gradient."""
+        exact = self.log_scale.exp2().clamp(_LEAST_SCALE, nvfp4.SCALE_MAX)
+        return exact + (exact.to(nvfp4.SCALE_DTYPE).float() - exact).detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    @torch.no_grad()
+    def pack(self) -> FP4Linear:
+        """The layer, with what was learned written into its buffers."""
+        scale = self.scale()
+        qdata = e2m1.pack(e2m1.encode((self.values.unflatten(-1, (-1, nvfp4.GROUP)) / scale.unsqueeze(-1)).flatten(-2)))
+        stored = scale.to(nvfp4.SCALE_DTYPE)
+        first = (qdata,) if self.mask is None else sparse24.compress(qdata, self.mask)
+        write_parts(self.layer, (*first, stored, self.layer.global_scale))
+        if self.bias is not None and self.layer.bias is not None:
+            self.layer.bias.copy_(self.bias)
+        return self.layer
+
+
+def write_parts(layer: FP4Linear, parts: tuple[Tensor, ...]) -> None:
+    """Copy ``parts`` into the buffers of ``layer``, which stay where they are: a sibling's are rows of one that it shares."""
+    for own, part in zip(layer.parts(), parts, strict=True):
+        bits = BITS[own.dtype.itemsize]
+        own.view(bits).copy_(part.view(bits))

@@ -1,0 +1,165 @@
+"""``recover``: what is trained is what is packed, the KL falls, and after an error, or without a gain, the model is as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fp4_inductor
+from fp4_inductor import FP4Linear, NVFP4Config, Sparse24Config, errors, quantize_model, recover
+from fp4_inductor.models import recover as training
+from fp4_inductor.models.trainable import Trainable
+from fp4_inductor.modules import SiblingLinear
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::fp4_inductor.errors.QualityWarning")
+RATES = training.Rates(0.01, 0.01, 0.005)
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone().reshape(-1).view(torch.uint8) for name, t in model.state_dict().items()}
+
+
+def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
+    assert a.keys() == b.keys()
+    return {name for name in a if not torch.equal(a[name], b[name])}
+
+
+@pytest.fixture
+def pair(tiny):
+    """``pair("qwen2", config)``: a model with something to lose, and the quantized one."""
+
+    def make(kind: str, config=None, dtype: torch.dtype = torch.float32):
+        source = tiny(kind, dtype)
+        with torch.no_grad():
+            for parameter in source.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4)
+        return source, quantize_model(copy.deepcopy(source), config or NVFP4Config("amax"), progress=False)
+
+    return make
+
+
+def text(rows: int = 48, length: int = 24) -> torch.Tensor:
+    return torch.randint(128, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def quick(model, source, **options) -> training.Recovery:
+    options = {"steps": 12, "rates": RATES, "progress": False, "own_text": False} | options
+    return recover(model, source, text(), **options)
+
+
+@pytest.mark.parametrize("start", ["dense", "spread"])
+@pytest.mark.parametrize("k", [64, 40])
+def test_what_is_trained_is_what_is_packed(start, k):
+    """The straight-through layer computes what the packed one computes, before training and after moving every value."""
+    w = torch.randn(48, k)
+    w[0] = 0
+    layer = FP4Linear.from_weight(w, torch.randn(48), scale_search="mse")
+    before, x = bits(layer), torch.randn(5, k)
+    trainable = Trainable(layer, w if start == "dense" else None)
+    torch.testing.assert_close(trainable(x), layer(x), rtol=1e-5, atol=1e-5)
+    assert differ(bits(trainable.pack()), before) <= {"scale", "qdata"}  # of a row of zeros: any scale, and either zero
+    assert torch.equal(layer.dequantize(torch.float32), trainable.layer.dequantize(torch.float32))
+    torch.testing.assert_close(layer(x), trainable(x), rtol=1e-5, atol=1e-5)
+    if start == "dense":  # rounded to nearest: every value is what it was
+        inside = w.abs() < 5.5 * layer.scale.float().repeat_interleave(16, 1)[:, :k] * layer.global_scale
+        torch.testing.assert_close((trainable.values * layer.global_scale)[:, :k][inside], w[inside], rtol=0.06, atol=1e-3)
+    with torch.no_grad():
+        for parameter in (trainable.values, trainable.log_scale, trainable.bias):
+            parameter.add_(torch.randn_like(parameter) * parameter.std())
+    want = trainable(x)
+    want.square().sum().backward()
+    assert all((p.grad != 0).float().mean() > 0.4 for p in (trainable.values, trainable.log_scale, trainable.bias))
+    torch.testing.assert_close(trainable.pack()(x), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_the_kl_falls_and_only_what_costs_nothing_moves(pair, kind):
+    source, model = pair(kind)
+    dense, before = bits(source), bits(model)
+    addresses = {n: m.qdata.data_ptr() for n, m in model.named_modules() if isinstance(m, FP4Linear)}
+    siblings = {n for n, m in model.named_modules() if isinstance(m, SiblingLinear)}
+    flags = [p.requires_grad for p in model.parameters()]
+    found = quick(model, source)
+    assert found.kept and found.kl_after < 0.98 * found.kl_before and (found.steps, found.tokens) == (12, 12 * 8 * 24)
+    moved = differ(bits(model), before)
+    assert {name.rpartition(".")[2] for name in moved} == {"qdata", "scale", "bias", "weight"}
+    assert all("norm" in name or "ln_" in name for name in moved if name.endswith(".weight")), "embeddings and heads stay"
+    assert differ(bits(source), dense) == set()
+    assert {n: m.qdata.data_ptr() for n, m in model.named_modules() if isinstance(m, FP4Linear)} == addresses
+    assert {n for n, m in model.named_modules() if isinstance(m, SiblingLinear)} == siblings
+    assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in (*model.parameters(), *source.parameters()))
+    assert str(found) in fp4_inductor.report(model).notes
+    # What was measured on the training layers is what the packed model is.
+    held = [{"input_ids": r} for r in training._rows(source, text(), False)[0][::8].split(8)]
+    assert training.Probe(source, held).kl(model) == pytest.approx(found.kl_after, rel=1e-4)
+
+
+def test_twice_the_same_in_low_precision_and_the_pattern_of_sparse_layers_stays(pair):
+    source, model = pair("llama", Sparse24Config("magnitude", accept_loss=True), torch.bfloat16)
+    other, before = copy.deepcopy(model), bits(model)
+    found, again = quick(model, source, rates=None), quick(other, source, rates=None)
+    assert found.kept and (found.kl_before, found.kl_after) == (again.kl_before, again.kl_after)
+    assert differ(bits(model), bits(other)) == set()
+    assert {name.rpartition(".")[2] for name in differ(bits(model), before)} == {"values", "scale"}
+
+
+def test_the_source_writes_the_text(pair, monkeypatch):
+    monkeypatch.setattr(training, "SEQUENCES", 24)
+    monkeypatch.setattr(training, "TOKENS", 16)
+    source, model = pair("llama")
+    found = recover(model, source, steps=3, rates=RATES, progress=False)
+    assert found.text == "384 tokens that the source wrote itself"
+    found = recover(model, source, text(), steps=3, rates=RATES, progress=False)
+    assert found.text == f"{48 * 24} given tokens and {16 * 24} tokens that the source wrote itself"
+
+
+def test_no_gain_changes_nothing(pair):
+    source, model = pair("llama")
+    before = bits(model)
+    found = quick(model, source, rates=training.Rates(3.0, 3.0, 3.0), steps=4)
+    assert not found.kept and found.kl_after >= found.kl_before
+    assert differ(bits(model), before) == set()
+    assert "no gain: the model is as it was" in fp4_inductor.report(model).notes[-1]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_an_error_changes_nothing(pair, monkeypatch, kind):
+    source, model = pair("qwen2")
+    before, modules, real, calls = bits(model), {n: id(m) for n, m in model.named_modules()}, training._loss, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise kind("enough")
+        return real(*args)
+
+    monkeypatch.setattr(training, "_loss", fails)
+    with pytest.raises(kind):
+        quick(model, source)
+    assert differ(bits(model), before) == set() and {n: id(m) for n, m in model.named_modules()} == modules
+
+
+def test_refusals(pair, tiny):
+    source, model = pair("llama")
+    before = bits(model)
+    for call, kind, match in (
+        (lambda: recover(source, source), errors.ConfigError, "its source"),
+        (lambda: recover(copy.deepcopy(source), source), errors.ConfigError, "no layer to train"),
+        (lambda: quick(model, source, steps=0), errors.ConfigError, "steps=0"),
+        (lambda: recover(model, source, torch.zeros(3)), errors.ShapeError, "rows of tokens"),
+        (lambda: recover(model, source, text(4), own_text=False), errors.ShapeError, "too little text"),
+        (lambda: recover(model, source, text(48, 129), own_text=False), errors.ShapeError, "longer than"),
+        (lambda: recover(model, nn.Linear(2, 2)), errors.CalibrationError, "no generate"),
+    ):
+        with pytest.raises(kind, match=match):
+            call()
+    monkey = copy.deepcopy(source)
+    monkey.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(errors.NonFiniteError, match="loss"):
+        quick(model, monkey)
+    assert differ(bits(model), before) == set()
