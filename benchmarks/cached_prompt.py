@@ -2,7 +2,7 @@
 
     python benchmarks/cached_prompt.py                                # Qwen3-8B's heads, each result checked first; results/cached_prompt.csv
     python benchmarks/cached_prompt.py --kv bf16 nvfp4 --cases 512,0,1 8192,0,1    # some of it: tokens, tokens before, batch
-    python benchmarks/cached_prompt.py --few                          # 1, 16, 64 and 256 tokens behind 8192 and 32768
+    python benchmarks/cached_prompt.py --few                          # only 1, 16, 64 and 256 tokens behind 8192 and 32768
     python benchmarks/cached_prompt.py --window 1024                  # a sliding window
     python benchmarks/cached_prompt.py --sweep --kv nvfp4             # tiles of the kernel; of few tokens, parts of the keys, too
     python benchmarks/cached_prompt.py --smoke                        # seconds, on a CPU: does everything run?
@@ -279,8 +279,10 @@ def sweep(args: argparse.Namespace) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", nargs="+", choices=formats.NAMES, default=list(formats.NAMES))
-    parser.add_argument("--cases", nargs="+", type=lambda s: tuple(map(int, s.split(","))), default=list(CASES), help="tokens,tokens before,batch")
-    parser.add_argument("--few", action="store_true", help="few tokens behind many")
+    parser.add_argument(
+        "--cases", nargs="+", type=lambda s: tuple(map(int, s.split(","))), default=list(dict.fromkeys((*CASES, *FEW))), help="tokens,tokens before,batch"
+    )
+    parser.add_argument("--few", action="store_true", help="only few tokens behind many")
     parser.add_argument("--window", type=int)
     parser.add_argument("--sweep", action="store_true", help="search the tiles")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")

@@ -36,7 +36,7 @@ KERNEL = "triton_codes_attention"
 _HEADS_FIRST = [0, 2, 1, 3]
 _SAMPLES = 1 << 14
 _MOST_NODES = 200
-_PRODUCTS = ("mm.", "matmul", "dot_product", "convolution", "embedding", "fp4.")
+_ENDS = ("mm.", "matmul", "dot_product", "convolution", "embedding", "fp4.", "auto_functionalized")  # the keys are not those numbers any more
 # What writes some elements of a tensor, for the reason that is given.
 _PARTLY = {aten.index_put.default, aten.cat.default, aten.slice_scatter.default, aten.index_copy.default, aten.scatter.src, aten.select_scatter.default}
 
@@ -184,13 +184,13 @@ def _scale(graph: Graph, c: _Codes) -> Node:
 
 
 def _reads_codes(operand: Node) -> bool:
-    """Is ``operand`` made of a tensor of 8-bit codes, so that something is lost if it is not recognised? Products of matrices are not looked through."""
+    """Is ``operand`` made of a tensor of 8-bit codes, so that something is lost if it is not recognised? What :data:`_ENDS` names is not looked through."""
     seen, stack = {operand}, [operand]
     while stack and len(seen) < _MOST_NODES:
         node = stack.pop()
         if _is_codes(node) and value(node).dim() >= 3:
             return True
-        if node.op == "call_function" and not any(name in str(node.target) for name in _PRODUCTS):
+        if node.op == "call_function" and not any(name in str(node.target) for name in _ENDS):
             new = [n for n in node.all_input_nodes if n not in seen]
             seen.update(new)
             stack.extend(new)
