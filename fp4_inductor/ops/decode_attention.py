@@ -95,7 +95,8 @@ def check(
             continue
         if given.dim() != 4 or not given.is_floating_point() or any(have != want and have != 1 for have, want in zip(given.shape, rows, strict=True)):
             got = f"{tuple(given.shape)} {given.dtype}"
-            raise ShapeError(f"fp4.decode_attention: {name}", value=got, limit=f"floating, 4 dimensions, each 1 or that of {rows}", remedy="Reshape it.")
+            limit = f"floating, 4 dimensions, each 1 or that of {rows}"
+            raise ShapeError(f"fp4.decode_attention: {name}", value=got, limit=limit, remedy="Reshape it: one number for each head and token, or fewer.")
     tensors = {"query": query, "key": key, "value": value, "mask": mask, "key_scale": key_scale, "value_scale": value_scale}
     devices = {name: str(t.device) for name, t in tensors.items() if t is not None}
     if len(set(devices.values())) > 1:
