@@ -2,13 +2,16 @@
 
     python benchmarks/cached_prompt.py                                # Qwen3-8B's heads, each result checked first; results/cached_prompt.csv
     python benchmarks/cached_prompt.py --kv bf16 nvfp4 --cases 512,0,1 8192,0,1    # some of it: tokens, tokens before, batch
+    python benchmarks/cached_prompt.py --few                          # only 1, 16, 64 and 256 tokens behind 8192 and 32768
     python benchmarks/cached_prompt.py --window 1024                  # a sliding window
-    python benchmarks/cached_prompt.py --sweep --kv nvfp4             # tiles of the kernel
+    python benchmarks/cached_prompt.py --sweep --kv nvfp4             # tiles of the kernel; of few tokens, parts of the keys, too
     python benchmarks/cached_prompt.py --smoke                        # seconds, on a CPU: does everything run?
 
 ``who``: ``triton_prefill_attention``, or ``append + attention``: torch's operators, of an empty cache around ``fp4.append_kv``; ``sdpa``: torch's causal
-attention over tokens in bfloat16, without any cache. Times are of launches in a row, medians; ``eager_us`` is the wall time of a call that is not waited for, which
-is what a short prompt takes. ``error`` is against float32, of some queries of the first sequence.
+attention over tokens in bfloat16, without any cache; ``one launch``: the kernel of a decode step, up to 16 queries of a KV head. Times are of single calls
+with a cold L2, medians; ``attention_us`` has both launches where keys are divided into ``parts``. ``eager_us`` is the wall time of a call that is not waited
+for, which is what a short prompt takes. ``floor_us``: keys and values in bfloat16 at the rate of a copy, or the products at that of dense bfloat16, the larger one.
+``error`` is against float32, of some queries of the first sequence.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from timing import machine, save
 
 from fp4_inductor.formats import kv as formats
+from fp4_inductor.kernels import host
 from fp4_inductor.kernels.cached_attention import append, composed, prefill
 from fp4_inductor.kernels.cached_attention.prefill import PrefillConfig
 from fp4_inductor.ops import append_kv, cached_attention
@@ -32,7 +36,11 @@ from fp4_inductor.ops.cached_call import CachedCall, Stored
 
 HEADS, KV_HEADS, D = 32, 8, 128
 CASES = ((512, 0, 1), (2048, 0, 1), (8192, 0, 1), (8192, 0, 8), (64, 8192, 1), (512, 8192, 1), (2048, 8192, 1))
-TRITON, APART, SDPA = "triton_prefill_attention", "append + attention", "sdpa"
+FEW = tuple(itertools.product((1, 16, 64, 256), (8192, 32768), (1,)))
+TRITON, APART, SDPA, ONE = "triton_prefill_attention", "append + attention", "sdpa", "one launch"
+ONE_LAUNCH_ROWS = 16  # queries of a KV head
+FLUSHED = 256 << 20  # bytes that are written before each call
+RATE_TB_S, RATE_TFLOPS = 3.0, 700.0  # of an H100: a copy, and dense bfloat16 products of a library
 SPENT = 0.12  # seconds for a figure, at most, but for a single call
 SAMPLED = 48  # queries whose result is checked
 
@@ -41,11 +49,13 @@ def timed_us(call: Callable[[], object]) -> float:
     """Median of single calls between events."""
     times: list[float] = []
     call()
+    flush = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     deadline = time.perf_counter() + SPENT
     while len(times) < 3 or (time.perf_counter() < deadline and len(times) < 30):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(1_000_000)  # the host is ahead of the device, so that launches follow each other
+        flush.zero_()
         begin.record()
         call()
         end.record()
@@ -94,7 +104,8 @@ class Case:
             keys, values = rows[0].codes, rows[1].codes
             stored = Stored(rows[0].scale, rows[1].scale, mean, rows[1].blocks, rows[0].blocks, *exact)
         position = torch.zeros((), dtype=torch.int64, device=device)
-        call = CachedCall(query, self.key, self.value, keys, values, position, window=window, empty=filled == 0, stored=stored)
+        arrivals = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device=device)
+        call = CachedCall(query, self.key, self.value, keys, values, position, window=window, empty=filled == 0, arrivals=arrivals, stored=stored)
         if filled:
             self._fill(call._replace(query=self.key[:, :, :filled], key=self.key[:, :, :filled], value=self.value[:, :, :filled]))
         position.fill_(filled)
@@ -126,6 +137,8 @@ class Case:
                 key, value = self.repeated
                 out = F.scaled_dot_product_attention(self.call.query, key, value, attn_mask=causal_lower_right(self.tokens, key.shape[2]))
             return out.transpose(1, 2)
+        if who == ONE:
+            return torch.ops.fp4.cached_attention(*self.call.flat())
         return prefill.prefill(self.call) if who == TRITON else composed.apart(self.call)
 
     def error(self, out: torch.Tensor) -> float:
@@ -156,6 +169,17 @@ class Case:
         got = out[:1, where].float()
         return ((got - want).norm() / want.norm()).item()
 
+    @property
+    def tile(self) -> PrefillConfig:
+        """Of the kernel, as it is chosen on this GPU."""
+        c, exact = self.call, self.format is not None and self.format.exact
+        keys = self.tokens if self.filled == 0 else c.slots if self.window is None else self.window - 1 + self.tokens
+        return prefill.config_of(c, keys, exact, host.arch(c.query.device), host.processors(c.query.device))
+
+    def floor_us(self) -> float:
+        keys = self.filled + self.tokens if self.window is None else min(self.filled + self.tokens, self.window - 1 + self.tokens)
+        return max(4 * D * KV_HEADS * self.key.shape[0] * keys / RATE_TB_S / 1e6, self.tflop() / RATE_TFLOPS * 1e6)
+
     def tflop(self) -> float:
         """Of the products that are attended to."""
         pairs = self.tokens * self.filled + self.tokens * (self.tokens + 1) / 2
@@ -178,6 +202,8 @@ def parts_us(case: Case) -> dict[str, float]:
 
 def whos(name: str, tokens: int, filled: int, batch: int, device: str) -> list[str]:
     found = [TRITON] if device == "cuda" else []
+    if device == "cuda" and filled and tokens * HEADS // KV_HEADS <= ONE_LAUNCH_ROWS:
+        found.append(ONE)
     # Over a mask, which of a large prompt takes most of a second and of the memory.
     if device == "cpu" or (filled == 0 and name != "nvfp4") or (filled + tokens) * tokens * batch <= 8192**2:
         found.append(APART)
@@ -196,13 +222,15 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
             error = case.error(call())
             whole = timed_us(call) if device == "cuda" else eager_us(call)
             found = dict(append_us=0.0, dequantize_us=0.0, attention_us=0.0) | (parts_us(case) if who == TRITON else {})
-            sizes = dict(kv=name, tokens=tokens, filled=filled, batch=batch, heads=HEADS, kv_heads=KV_HEADS, d=D, window=args.window or 0, who=who)
+            parts = case.tile.parts if who == TRITON else 0
+            sizes = dict(kv=name, tokens=tokens, filled=filled, batch=batch, heads=HEADS, kv_heads=KV_HEADS, d=D, window=args.window or 0, who=who, parts=parts)
             times = {key: round(us, 1) for key, us in found.items()} | dict(whole_us=round(whole, 1), eager_us=round(eager_us(call), 1))
             rate = case.tflop() / (found["attention_us"] or whole) * 1e6
-            rows.append(dict(machine(), **sizes, **times, tflops=round(rate, 1), error=f"{error:.2e}"))
+            rows.append(dict(machine(), **sizes, **times, floor_us=round(case.floor_us(), 1), tflops=round(rate, 1), error=f"{error:.2e}"))
             print(
                 f"{name:5} {tokens:5} tokens behind {filled:5}, batch {batch}: {who:25} append {times['append_us']:7.1f}, old {times['dequantize_us']:6.1f}, "
-                f"attention {times['attention_us']:8.1f} ({rate:5.1f} TFLOPS), whole {times['whole_us']:8.1f} us, eager {times['eager_us']:8.1f}, error {error:.1e}",
+                f"attention {times['attention_us']:8.1f} ({parts:2} parts, {rate:5.1f} TFLOPS, floor {case.floor_us():.1f}), whole {times['whole_us']:8.1f} us, "
+                f"eager {times['eager_us']:8.1f}, error {error:.1e}",
                 flush=True,
             )
             if not error <= 3 * tolerance:
@@ -215,15 +243,23 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
     return rows
 
 
+def programs(t: PrefillConfig, tokens: int, batch: int) -> int:
+    sets, rows = (KV_HEADS, tokens * HEADS // KV_HEADS) if t.packed else (HEADS, tokens)
+    return batch * sets * -(-rows // t.block_m) * t.parts
+
+
 def sweep(args: argparse.Namespace) -> list[dict]:
-    """Attention alone, every tile; the best four printed."""
+    """Attention alone, every tile; the best four printed. Of few tokens behind others rows of all heads of a KV head, and several numbers of parts."""
     rows = []
-    tiles = [PrefillConfig(*t) for t in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))]
+    many = [PrefillConfig(*t) for t in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))]
+    few = [PrefillConfig(*t) for t in itertools.product((32, 64, 128), (64,), (4, 8), (2, 3), (True,), (1, 2, 4, 8, 16, 24, 32, 48, 64))]
     for (tokens, filled, batch), name in itertools.product(args.cases, args.kv):
         case = Case(name, tokens, filled, batch, args.window, "cuda")
         c, empty, found = case.call, filled == 0, []
         to = prefill.numbers(c, empty)
-        default = prefill.config(tokens, D, 90, prefill.is_crowded(c))
+        default = case.tile
+        most = 4 * host.processors(c.query.device)
+        tiles = [t for t in few if t.parts == 1 or programs(t, tokens, batch) <= most] if tokens <= 256 and filled else many
         for tile in dict.fromkeys((default, *tiles)):
             try:
                 us = timed_us(lambda tile=tile, c=c, to=to: prefill.attend(c, to, tile))
@@ -243,7 +279,10 @@ def sweep(args: argparse.Namespace) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", nargs="+", choices=formats.NAMES, default=list(formats.NAMES))
-    parser.add_argument("--cases", nargs="+", type=lambda s: tuple(map(int, s.split(","))), default=list(CASES), help="tokens,tokens before,batch")
+    parser.add_argument(
+        "--cases", nargs="+", type=lambda s: tuple(map(int, s.split(","))), default=list(dict.fromkeys((*CASES, *FEW))), help="tokens,tokens before,batch"
+    )
+    parser.add_argument("--few", action="store_true", help="only few tokens behind many")
     parser.add_argument("--window", type=int)
     parser.add_argument("--sweep", action="store_true", help="search the tiles")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
@@ -252,6 +291,8 @@ def main() -> None:
     if args.smoke:
         torch.set_num_threads(1)
         args.cases = [(40, 0, 2), (20, 70, 1)]
+    if args.few:
+        args.cases = list(FEW)
     rows = sweep(args) if args.sweep else measure(args, "cpu" if args.smoke else "cuda")
     if args.out or not args.sweep:
         save(rows, "cached_prompt.csv", args.out, args.smoke)

@@ -7,6 +7,9 @@
 ``moe.svg``        time of MoE layers by tokens, with other libraries (``moe_peers.csv``)
 ``serve.svg``      time of vLLM with this package's plugin over that with Marlin
 ``sparse_quality_*.svg``  what bits a weight cost, of models that mix sparse and dense layers
+``kv_step.svg``    attention of a decode step by tokens in the cache, a line a format of the cache
+``kv_prompt.svg``  attention of a prompt behind tokens that the cache holds, by format
+``kv_quality.svg`` what bits of a cache cost
 
 Each title says on what and from which commit and date its figures are; nothing is drawn that was not measured.
 """
@@ -242,6 +245,76 @@ def quality(path: Path, out: Path) -> Path | None:
     return _save(figure, out, f"{path.stem}.svg")
 
 
+_KV = {"bf16": "tab:gray", "fp8": "tab:blue", "k8v4": "tab:orange", "nvfp4": "tab:green"}
+_KV_KERNELS = ("triton_cached_attention", "cuda_quantized_attention")
+
+
+def kv_step(rows: list[dict], out: Path) -> Path | None:
+    """Microseconds of a layer by tokens in the cache, a panel a batch, by the kernel that serves; dotted: the bytes of the cache at the rate of a copy."""
+    rows = [row for row in rows if row["kernel"] in _KV_KERNELS]
+    batches = sorted({int(row["batch"]) for row in rows})
+    if not rows:
+        return None
+    figure, panels = plt.subplots(1, len(batches), figsize=(3.4 * len(batches), 3.4), squeeze=False)
+    for axes, batch in zip(panels[0], batches, strict=True):
+        for kv, color in _KV.items():
+            mine = sorted((int(row["at"]), float(row["us"]), float(row["floor_us"])) for row in rows if (row["kv"], int(row["batch"])) == (kv, batch))
+            if mine:
+                at, us, floor = zip(*mine, strict=True)
+                axes.plot(at, us, marker="o", markersize=3, color=color, label=kv)
+                axes.plot(at, floor, linestyle=":", linewidth=1, color=color)
+        ticks = sorted({int(row["at"]) for row in rows})
+        axes.set(xscale="log", yscale="log", xlabel="tokens in the cache", title=f"batch {batch}")
+        axes.set_xticks(ticks, list(map(str, ticks)), fontsize=7)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("us a layer")
+    panels[0][0].legend(fontsize=7)
+    figure.suptitle(
+        f"Attention of a decode step, {rows[0]['heads']} heads, {rows[0]['kv_heads']} KV heads of {rows[0]['d']}\n{provenance(rows)}", fontsize=8, y=1.06
+    )
+    return _save(figure, out, "kv_step.svg")
+
+
+def kv_prompt(rows: list[dict], out: Path) -> Path | None:
+    """Microseconds of a layer for new tokens behind old ones, append and reading of old codes included, one bar a format."""
+    rows = [row for row in rows if row["who"] == "triton_prefill_attention" and int(row["filled"])]
+    cases = sorted({(int(row["tokens"]), int(row["filled"]), int(row["batch"])) for row in rows}, key=lambda case: (case[1], case[0], case[2]))
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(max(5.0, 1.7 * len(cases)), 3.2))
+    for i, (kv, color) in enumerate(_KV.items()):
+        us = {(int(row["tokens"]), int(row["filled"]), int(row["batch"])): float(row["whole_us"]) for row in rows if row["kv"] == kv}
+        bars = axes.bar(
+            [j + 0.2 * (i - 1.5) for j, case in enumerate(cases) if case in us], [us[case] for case in cases if case in us], 0.2, color=color, label=kv
+        )
+        axes.bar_label(bars, fmt="%.0f", fontsize=6)
+    axes.set_xticks(range(len(cases)), [f"{tokens} behind {filled}" + (f"\nbatch {batch}" if batch > 1 else "") for tokens, filled, batch in cases], fontsize=7)
+    axes.set_ylabel("us a layer")
+    axes.set_title(f"Attention of new tokens behind a text, {rows[0]['heads']} heads of {rows[0]['d']}\n{provenance(rows)}", fontsize=8)
+    axes.legend(fontsize=7)
+    return _save(figure, out, "kv_prompt.svg")
+
+
+def kv_quality(rows: list[dict], out: Path) -> Path | None:
+    """KL by bits of a number of a key and one of a value; the model's keys as they are."""
+    rows = [row for row in rows if row["kv"] != "bf16" and float(row["bias"]) == 0]
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(5, 3.2))
+    markers = dict(zip(sorted({row["text"] for row in rows}), "osv^", strict=False))
+    for row in rows:
+        axes.plot(
+            float(row["bits_a_pair"]), float(row["kl"]), marker=markers[row["text"]], linestyle="", color=_KV[row["kv"]], label=f"{row['kv']}, {row['text']}"
+        )
+    title = f"{rows[0]['model']}, torch {rows[0]['torch']}, {', '.join(sorted({row['date'] for row in rows}))}"
+    axes.set(xlabel="bits a pair of numbers (heads of 64; exact tokens not counted)", ylabel="KL, nats a token", ylim=(0, None))
+    axes.set_title(title, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    return _save(figure, out, "kv_quality.svg")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -250,6 +323,9 @@ def main() -> None:
     data = {name: read_csv(args.results / f"{name}.csv") for name in ("dense", "decode", "sparse", "moe", "moe_peers", "serve")}
     drawn = [roofline(data["dense"], args.out), speedup(data["dense"], args.out), decode(data["decode"], args.out), sparse(data["sparse"], args.out)]
     drawn += [moe(data["moe"], data["moe_peers"], args.out), serve(data["serve"], args.out)]
+    of_h100 = args.results / "h100"
+    drawn += [kv_step(read_csv(of_h100 / "cached_attention.csv"), args.out), kv_prompt(read_csv(of_h100 / "cached_prompt.csv"), args.out)]
+    drawn += [kv_quality(read_csv(args.results / "quality_kv_smollm2.csv"), args.out)]
     drawn += [*(quality(path, args.out) for path in sorted(args.results.glob("sparse_quality_*.csv")))]
     for path in drawn:
         print(f"wrote {path}" if path else "no data for one plot")

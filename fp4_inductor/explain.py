@@ -61,8 +61,8 @@ class Explanation:
     """The rows, how much each graph pass rewrote into quantized calls, and what no pass could keep quantized.
 
     ``missed`` has one entry (``.node .shape .reason .what``) per weight of several experts that the compiled graph dequantizes, per norm that the
-    kernel of a linear layer could have computed and does not, per attention over a cache whose query is normed and rotated by kernels of its own, and per
-    run of linear layers that read each other's results and are not one launch.
+    kernel of a linear layer could have computed and does not, per attention over a cache whose query is normed and rotated by kernels of its own, per
+    run of linear layers that read each other's results and are not one launch, and per attention over a cache in 8 bits that the graph dequantizes.
     """
 
     rows: list[ExplainRow] = field(default_factory=list)
@@ -291,7 +291,7 @@ def _described(op: Any, args: tuple) -> tuple[str, int, torch.Tensor, int, int, 
         return moe_op, call.assignments, x, call.width, x.shape[1], call.prefill, form, counts
     if op in (fp4.decode_attention.default, fp4.cached_attention.default):
         (_, heads, queries, d), kv_heads = args[0].shape, args[1].shape[1]
-        form = select.cached_form(CachedCall.of(*args)) if op is fp4.cached_attention.default else select.attention_form(d)
+        form = select.cached_form(CachedCall.of(*args)) if op is fp4.cached_attention.default else select.attention_form(d, len(args) > 5)
         return op._opname, queries * (heads // max(kv_heads, 1)), args[0], heads, d, "auto", form, select.ONE
     return None
 

@@ -93,6 +93,10 @@ def test_plots(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (BENCHMARKS / "results").glob("*.svg")}, "every plot has its script"
     assert "humming" in (tmp_path / "moe.svg").read_text()
     served = (tmp_path / "serve.svg").read_text()
+    for name, table in (("kv_step", "cached_attention"), ("kv_prompt", "cached_prompt")):
+        text, rows = (tmp_path / f"{name}.svg").read_text(), rows_of(BENCHMARKS / "results" / "h100" / f"{table}.csv")
+        assert "NVIDIA H100" in text and any(row["commit"] in text for row in rows) and all(f">{kv}<" in text for kv in ("bf16", "fp8", "k8v4", "nvfp4"))
+    assert "nvfp4, northanger_abbey" in (tmp_path / "kv_quality.svg").read_text()
     assert "NVIDIA H100" in served and all(row["commit"] in served for row in rows_of(BENCHMARKS / "results" / "serve.csv"))
 
 

@@ -62,6 +62,8 @@ OTHERS = {
     ("passes/moe/index.py", "Unaligned"): "caught in passes/moe: the index is kept as it is",
     ("passes/pointwise.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",
     ("passes/idiom.py", "NotPointwise"): "caught in passes/idiom.py: the graph is left alone",
+    ("passes/quantized_cache.py", "NotPointwise"): "caught in the same file: the graph is left alone, and the reason noted",
+    ("passes/quantized_cache.py", "_Refused"): "caught in the same file: the graph is left alone, and the reason noted",
 }
 
 

@@ -167,8 +167,8 @@ class KVCache(Cache):
         model: a Transformers model that generates. Its attention becomes ``"fp4_inductor"`` where it is ``"sdpa"``, as ``quantize_model`` does.
         max_length: the most tokens of a sequence, its prompt included.
         batch: the number of sequences; with beam search or several answers to a prompt, times those.
-        kv: the format of K and V (``docs/kv_cache.md`` has the loss that was measured). ``"bf16"``: the dtype of the model. ``"fp8"``: E4M3, a scale for
-            each token and head. ``"k8v4"``: K in INT8, V in NVFP4. ``"nvfp4"``: both in NVFP4, but the first 4 and the last 64 tokens, which are exact.
+        kv: the format of K and V (``docs/kv_cache_formats.md`` has the loss that was measured). ``"bf16"``: the dtype of the model. ``"fp8"``: E4M3, a scale
+            for each token and head. ``"k8v4"``: K in INT8, V in NVFP4. ``"nvfp4"``: both in NVFP4, but the first 4 and the last 64 tokens, which are exact.
             Of all three the mean of K is kept apart. A decode step on a GPU reads them as they are, in less time than ``"bf16"`` if there are many tokens.
             Prompts take more time: torch's operators round them.
         rollback: how many tokens ``crop`` may take back from a full sliding window, or from the exact tokens of ``"nvfp4"``: that many slots more for each.

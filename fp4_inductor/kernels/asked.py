@@ -1,4 +1,7 @@
-"""What a call of ``fp4.cached_attention`` may ask for, in words (``form`` of :class:`.kernel.Call`): ``select.cached_form`` says it, and kernels name it."""
+"""What a call of ``fp4.cached_attention`` or ``fp4.decode_attention`` may ask for, in words (``form`` of :class:`.kernel.Call`): kernels name it.
+
+``select.cached_form`` and ``select.attention_form`` say it.
+"""
 
 from __future__ import annotations
 
@@ -13,3 +16,4 @@ NO_COUNTERS = "no counters of arrival"
 EMPTY = "a cache that is known to be empty"
 NOT_PLAIN = "a window that ends within the prompt, a mask, a soft-cap or sinks"  # of an empty cache alone
 TURNS = "more new tokens than the ring keeps besides its window"
+CODES = "keys and values in 8 bits"  # of fp4.decode_attention

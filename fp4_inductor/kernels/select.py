@@ -19,7 +19,7 @@ from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
-from .asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS
+from .asked import CODES, EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS
 from .asked import cache_in as cache_in
 from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
@@ -77,9 +77,10 @@ def of_scales(count: int, arch: int, apart: bool = False) -> str:
     return f"{count} global scales: {calls} calls, whose results are put together" if calls > 1 else f"{count} global scales: a call each, put together"
 
 
-def attention_form(d: int) -> tuple[str, ...]:
-    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` kernels serve."""
-    return (f"heads of width {d}, more than 256",) if d > 256 else ()
+def attention_form(d: int, codes: bool = False) -> tuple[str, ...]:
+    """What a call of ``fp4.decode_attention`` with heads of width ``d`` asks for besides what ``plain`` kernels serve. ``codes``: it has scales."""
+    asked = (f"heads of width {d}, more than 256",) if d > 256 else ()
+    return (*asked, CODES) if codes else asked
 
 
 def cached_form(c: CachedCall) -> tuple[str, ...]:

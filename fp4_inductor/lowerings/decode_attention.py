@@ -19,16 +19,16 @@ def register() -> None:
     inductor.register(fp4.decode_attention.default, lower)
 
 
-def lower(query, key, value, mask=None, scale=None):
+def lower(query, key, value, mask=None, scale=None, key_scale=None, value_scale=None):
     """Lowering of ``fp4.decode_attention``. The journal gets the regime that the number of queries lies in."""
     symbols = inductor.Symbols()
     _, heads, queries, d = query.get_size()
     heads, kv_heads, d = (symbols.static_int(size) for size in (heads, key.get_size()[1], d))
     if heads is not None and kv_heads and d is not None:
         m = queries * (heads // kv_heads)
-        call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=select.attention_form(d))
+        call = select.describe("decode_attention", query.get_device(), query.get_dtype(), heads, d, form=select.attention_form(d, key_scale is not None))
         options = plan(call, dispatch_config())
         record(options, known(options, m, symbols, RUNTIME), m, note=select.ATTENTION_NOTE)
     # The layers of a model share one mask, and each would make it again.
     mask = None if mask is None else inductor.realized(mask)
-    return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale)
+    return inductor.call_op(fp4.decode_attention.default, query, key, value, mask, scale, key_scale, value_scale)

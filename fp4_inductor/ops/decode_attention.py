@@ -1,4 +1,4 @@
-"""``fp4.decode_attention(query, key, value, mask, scale)``: attention of a few queries over a cache, grouped by KV head.
+"""``fp4.decode_attention(query, key, value, mask, scale, key_scale, value_scale)``: attention of a few queries over a cache, grouped by KV head.
 
     out[b, q, h] = softmax(scale * query[b, h, q] @ key[b, h // G].T + mask[b, h, q]) @ value[b, h // G],   G = H / Hkv
 
@@ -6,7 +6,11 @@
     key, value  [B, Hkv, S, D]     the dtype of query; any strides: a cache is read where it lies
     mask        bool (True: attend) or floating (added), broadcastable to [B, H, Q, S]; None: every query attends to everything
     scale       None: D ** -0.5
+    key_scale, value_scale         floating, 4 dimensions, broadcastable to [B, Hkv, S, 1]; None: key and value are no codes
     out         [B, Q, H, D]       contiguous
+
+With scales key and value are codes of 8 bits, int8 or float8_e4m3fn each for itself, and ``codes * scale`` takes their place; it is not rounded to the dtype
+of query in between. A cache of :class:`fp4_inductor.KVCache` has means, exact tokens or codes of 4 bits, too: that is ``fp4.cached_attention``.
 
 No causal flag: the mask says it all. A row that attends to nothing is zero, where ``F.scaled_dot_product_attention``
 gives zeros or NaN, depending on its backend. What lies at a position that none of the queries of one KV head attends to
@@ -21,16 +25,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DeviceError, DTypeError, ShapeError
+from ..errors import ConfigError, DeviceError, DTypeError, ShapeError
 from ..formats import nvfp4
 from .contract import OpContract, no_gradient, refuse_gradient
 
+CODES = (torch.int8, torch.float8_e4m3fn)
 
-def reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """float64 arithmetic, rounded once to ``query.dtype``."""
-    check(query, key, value, mask, scale)
+    check(query, key, value, mask, scale, key_scale, value_scale)
     group = query.shape[1] // max(key.shape[1], 1)
-    k, v = (t.double().repeat_interleave(group, 1) for t in (key, value))
+    key, value = (t.double() if s is None else t.double() * s.double() for t, s in ((key, key_scale), (value, value_scale)))
+    k, v = (t.repeat_interleave(group, 1) for t in (key, value))
     scores = query.double() @ k.mT * scale_of(query, scale)
     if mask is not None:
         added = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask.double()
@@ -47,13 +57,20 @@ def scale_of(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None and query.shape[-1] else scale or 0.0
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> None:
+def check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
+) -> None:  # fmt: skip
     """Raise the typed error of any call that has no meaning. Reads shapes, dtypes and devices only."""
-    if query.dtype not in nvfp4.HIGH_PRECISION or key.dtype != query.dtype or value.dtype != query.dtype:
+    coded = key_scale is not None and value_scale is not None
+    if not coded and (key_scale is not None or value_scale is not None):
+        raise ConfigError("fp4.decode_attention: key_scale and value_scale", value="one of them", limit="both or none", remedy="Pass both of them.")
+    fits = {key.dtype, value.dtype} <= (set(CODES) if coded else {query.dtype})
+    if query.dtype not in nvfp4.HIGH_PRECISION or not fits:
         raise DTypeError(
             "fp4.decode_attention: dtypes of query, key and value",
             value=[query.dtype, key.dtype, value.dtype],
-            limit=f"one of {list(nvfp4.HIGH_PRECISION)}",
+            limit=f"one of {list(nvfp4.HIGH_PRECISION)}; with scales key and value in {list(CODES)}",
             remedy="Cast them with .to(dtype).",
         )
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -72,14 +89,25 @@ def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
         full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         if mask.dim() != 4 or any(have != want and have != 1 for have, want in zip(mask.shape, full, strict=True)):
             raise ShapeError("fp4.decode_attention: mask does not fit", value=tuple(mask.shape), limit=f"4 dimensions, each 1 or that of {full}", remedy=shapes)
-    tensors = {"query": query, "key": key, "value": value, "mask": mask}
+    for name, given in (("key_scale", key_scale), ("value_scale", value_scale)):
+        rows = (*key.shape[:3], 1)
+        if given is None:
+            continue
+        if given.dim() != 4 or not given.is_floating_point() or any(have != want and have != 1 for have, want in zip(given.shape, rows, strict=True)):
+            got = f"{tuple(given.shape)} {given.dtype}"
+            limit = f"floating, 4 dimensions, each 1 or that of {rows}"
+            raise ShapeError(f"fp4.decode_attention: {name}", value=got, limit=limit, remedy="Reshape it: one number for each head and token, or fewer.")
+    tensors = {"query": query, "key": key, "value": value, "mask": mask, "key_scale": key_scale, "value_scale": value_scale}
     devices = {name: str(t.device) for name, t in tensors.items() if t is not None}
     if len(set(devices.values())) > 1:
         raise DeviceError("fp4.decode_attention: tensors on different devices", value=devices, limit="one device", remedy="Move them with .to(device).")
 
 
-def fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    check(query, key, value, mask, scale)
+def fake(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    check(query, key, value, mask, scale, key_scale, value_scale)
     batch, heads, queries, width = query.shape
     return query.new_empty((batch, queries, heads, width))
 
@@ -91,9 +119,16 @@ def without_unseen(key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Te
     return key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
 
 
-def by_library(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """``F.scaled_dot_product_attention``, made to keep this op's promises: what every device can do, however many queries there are."""
-    check(query, key, value, mask, scale)
+def by_library(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """``F.scaled_dot_product_attention``, made to keep this op's promises: what every device can do, however many queries there are.
+
+    Codes are dequantized first.
+    """
+    check(query, key, value, mask, scale, key_scale, value_scale)
+    key, value = (t if s is None else (t.float() * s.float()).to(query.dtype) for t, s in ((key, key_scale), (value, value_scale)))
     batch, heads, queries, width = query.shape
     if not (query.numel() and key.numel()):
         return query.new_zeros((batch, queries, heads, width))
@@ -138,11 +173,26 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             if kind == "heads":
                 mask = torch.rand(b, h, q, s, device=device) < 0.5
             yield f"B{b} H{h} Hkv{kv} Q{q} S{s} D{d} mask {kind} {dtype}", (query, key, value, mask, 0.3 if kind == "float" else None)
+    # codes: (B, H, Hkv, Q, S, D, dtype of keys, of values, which dimensions the scales have)
+    int8, fp8 = CODES
+    coded = (
+        (2, 8, 2, 1, 70, 64, int8, int8, (2, 2, 70)),
+        (1, 6, 2, 2, 33, 80, fp8, fp8, (1, 1, 1)),
+        (1, 4, 4, 1, 40, 128, int8, fp8, (1, 4, 1)),
+        (1, 4, 2, 1, 0, 32, int8, int8, (1, 2, 0)),
+    )
+    for b, h, kv, q, s, d, of_key, of_value, lead in coded:
+        for dtype in (torch.float32, torch.bfloat16):
+            query = torch.randn(b, h, q, d, device=device).to(dtype)
+            codes = [(40 * torch.randn(b, kv, s, d, device=device)).clamp(-127, 127).to(of) for of in (of_key, of_value)]
+            scales = [(torch.rand(*lead, 1, device=device) / 30).to(dtype) for _ in codes]
+            mask = torch.rand(b, 1, 1, s, device=device) < 0.8
+            yield f"B{b} H{h} Hkv{kv} Q{q} S{s} D{d} {of_key} {of_value} {dtype}", (query, *codes, mask, None, *scales)
 
 
 CONTRACT = OpContract(
     name="decode_attention",
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor",
     reference=reference,
     fake=fake,
     inputs=inputs,
@@ -152,4 +202,6 @@ CONTRACT = OpContract(
 )
 CONTRACT.implement("CPU", by_library)
 # For decoding; whoever wants gradients has F.scaled_dot_product_attention, which the Transformers backend calls then.
-CONTRACT.differentiate(no_gradient, lambda ctx, inputs, output: refuse_gradient("decode_attention", ctx, query=0, key=1, value=2, mask=3))
+CONTRACT.differentiate(
+    no_gradient, lambda ctx, inputs, output: refuse_gradient("decode_attention", ctx, query=0, key=1, value=2, mask=3, key_scale=5, value_scale=6)
+)

@@ -9,7 +9,7 @@ def register() -> None:
     """Install the patterns and the cache salt. Called once, when Inductor is first imported."""
     from .._torch.functional import restored
     from .._torch.fx import whole_graph
-    from . import chain, dequantize_matmul, epilogue, floats, glu, identity, moe, norm, rope_attention, siblings, tables, topk
+    from . import chain, dequantize_matmul, epilogue, floats, glu, identity, moe, norm, quantized_cache, rope_attention, siblings, tables, topk
 
     whole_graph(0, restored)
     tables.register()
@@ -23,4 +23,5 @@ def register() -> None:
     whole_graph(1, epilogue.fuse)
     whole_graph(1, chain.fuse)
     whole_graph(1, rope_attention.fuse)
+    whole_graph(1, quantized_cache.fuse)
     identity.register()

@@ -11,11 +11,11 @@ from torch.fx import Graph, Node
 from .layout import value
 
 
-def emit(graph: Graph, op: Any, args: tuple, kwargs: dict | None = None) -> Node:
-    """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape."""
+def emit(graph: Graph, op: Any, args: tuple, kwargs: dict | None = None, like: Node | None = None) -> Node:
+    """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape. ``like``: of an op that takes no tensor, another node."""
     node = graph.call_function(op, args, kwargs)
     fakes = torch.fx.map_arg(args, value)
-    example = next((v for v in fakes if isinstance(v, Tensor)), None)
+    example = next((v for v in fakes if isinstance(v, Tensor)), None if like is None else value(like))
     mode = getattr(example, "fake_mode", None)
     if mode is None:
         node.meta["val"] = op(*fakes, **(kwargs or {}))

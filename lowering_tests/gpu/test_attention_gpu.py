@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, explain
+from fp4_inductor.kernels import registry
+from fp4_inductor.kernels.decode_attention import split as split_file
 from fp4_inductor.kernels.decode_attention.split import AttentionConfig, split
 from fp4_inductor.ops import decode_attention as contract
+from fp4_inductor.passes import matches, reset_matches
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, FP32, error
 
 pytestmark = pytest.mark.gpu
@@ -120,6 +126,76 @@ def test_replay_has_the_bits_of_eager():
     mask[..., 300:450] = True  # a longer cache, the same graph
     graph.replay()
     assert torch.equal(out, attention(query, key, value, mask))
+
+
+# --- codes of 8 bits --------------------------------------------------------------------------------------------
+
+KINDS = contract.CODES
+NAME = "triton_codes_attention"
+CANDIDATES = (NAME,) if any(on.off for on in registry.named("decode_attention")[NAME].on) else ()
+
+
+def coded(b, kv, s, d, kind, lead=None, dtype=BF16):
+    """Codes, and scales ``[*lead, 1]``, by default one for each token and head."""
+    codes = (40 * torch.randn(b, kv, s, d, device=DEVICE)).clamp(-127, 127).to(kind)
+    return codes, (torch.rand(*(lead or (b, kv, s)), 1, device=DEVICE) / 30 + 0.01).to(dtype)
+
+
+@pytest.mark.parametrize("kinds", [(KINDS[0], KINDS[0]), (KINDS[1], KINDS[1]), (KINDS[0], KINDS[1])], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_codes_against_float64(kinds, dtype):
+    shapes = (
+        (1, 32, 8, 1, 8200, 128, None),
+        (8, 32, 8, 1, 520, 128, (1, 8, 1)),
+        (3, 14, 2, 2, 1027, 64, (1, 1, 1)),
+        (2, 8, 8, 1, 300, 80, None),
+        (1, 8, 4, 4, 700, 256, None),
+    )
+    for b, h, kv, q, s, d, lead in shapes:
+        (key, ks), (value, vs) = (coded(b, kv, s, d, kind, lead, dtype) for kind in kinds)
+        query = torch.randn(b, h, q, d, device=DEVICE).to(dtype)
+        for mask in masks(b, h, q, s):
+            with fp4_inductor.dispatch(candidates=CANDIDATES), mock.patch.object(split_file, "constants", wraps=split_file.constants) as asked:
+                got = attention(query, key, value, mask, None, ks, vs)
+            assert asked.called, "another kernel ran"
+            want = contract.reference(query.float(), key, value, mask, None, ks, vs).double()
+            assert error(got, want) <= contract.CONTRACT.tolerance[dtype], (b, h, q, s, d)
+    key.view(torch.uint8)[0, 0, 5] = 0x7F
+    with fp4_inductor.dispatch(candidates=CANDIDATES):
+        dirty = attention(query, key, value, filled(1, 4, 700, 300).flip(-1), None, ks, vs)  # nobody attends to it
+    assert torch.isfinite(dirty).all()
+
+
+def of_query_heads(x, group):
+    b, kv, s, d = x.shape
+    return x.unsqueeze(2).expand(b, kv, group, s, d).reshape(b, kv * group, s, d)
+
+
+@pytest.mark.parametrize("form", ["a mask", "no mask", "a mask that adds", "grouped heads without a mask"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@torch.no_grad()
+def test_a_dequantized_cache_in_a_compiled_graph(kind, form):
+    """Whichever operator torch makes of the attention here, the graph attends to the codes, and gives what eager code does."""
+    b, h, kv, s, d = 2, 32, 8, 1024, 128
+    (key, ks), (value, vs) = (coded(b, kv, s, d, kind) for _ in range(2))
+    query = torch.randn(b, h, 1, d, device=DEVICE, dtype=BF16)
+    mask = {
+        "a mask": filled(b, 1, s, 700),
+        "a mask that adds": torch.zeros(b, 1, 1, s, device=DEVICE, dtype=BF16).masked_fill(~filled(b, 1, s, 700), float("-inf")),
+    }.get(form)
+    grouped = form.startswith("grouped")
+
+    def step(query, key, value, ks, vs, mask):
+        key, value = key.to(BF16) * ks, value.to(BF16) * vs
+        if not grouped:
+            key, value = of_query_heads(key, h // kv), of_query_heads(value, h // kv)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+    reset_matches()
+    with fp4_inductor.dispatch(candidates=CANDIDATES):
+        got = torch.compile(step, fullgraph=True)(query, key, value, ks, vs, mask)
+    assert matches().get("quantized_cache") == 1
+    assert error(got, step(query, key, value, ks, vs, mask).double()) <= 2 * contract.CONTRACT.tolerance[BF16]
 
 
 def tiny(attention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config
 from fp4_inductor.formats import kv
+from fp4_inductor.kernels import host
 from fp4_inductor.kernels.cached_attention import composed, prefill
 from fp4_inductor.kernels.cached_attention.prefill import PrefillConfig
 from fp4_inductor.ops import append_kv, cached_attention, dequantize_kv
@@ -98,6 +100,9 @@ SHAPES = [
     (1, 32, 8, 520, 600, 128, 0, None), (2, 32, 8, 130, 900, 128, 333, None), (1, 32, 8, 5, 4200, 128, 4001, None), (1, 8, 2, 300, 700, 64, 400, None),
     (1, 8, 4, 200, 600, 256, 300, None), (2, 6, 2, 100, 300, 80, 7, None), (1, 8, 8, 50, 100, 128, 50, None), (2, 64, 8, 400, 256, 64, 5000, 128),
     (1, 8, 4, 60, 260, 128, 777, 200),
+    # few queries behind many tokens, whose keys are shared by several programs
+    (1, 32, 8, 16, 8300, 128, 8200, None), (1, 32, 8, 64, 8300, 128, 8192, None), (1, 8, 8, 33, 3000, 128, 2900, None), (2, 14, 2, 40, 2300, 64, 9000, 2000),
+    (1, 16, 4, 20, 3000, 256, 2100, None),
 ]  # fmt: skip
 OPTIONS = [{}, dict(softcap=3.0, sinks=True), dict(padded=True)]
 
@@ -128,6 +133,20 @@ def test_a_cache_that_is_known_to_be_empty(name):
 def test_every_tile(name, tile):
     for at in (0, 63, 201):
         check(make(name, 1, 8, 2, 333, 600, 128, at), lambda c: prefill.prefill(c, tile))
+    divided = replace(tile, packed=True, parts=5)
+    check(make(name, 1, 14, 2, 50, 1600, 128, 1500), lambda c: prefill.prefill(c, divided))
+
+
+@pytest.mark.parametrize("name", [kv.DENSE, *FORMATS])
+def test_few_queries_behind_many_tokens(name):
+    """The keys are divided; every run gives the same bits; beyond the end of the cache rows are NaN."""
+    c = make(name, 1, 32, 8, 24, 8300, 128, 8200)
+    t = prefill.config_of(c, c.slots, name == "nvfp4", host.arch(c.query.device), host.processors(c.query.device))
+    assert t.packed and t.parts > 1
+    results = [torch.ops.fp4.cached_attention(*copied(c).flat()) for _ in range(20)]
+    assert all(torch.equal(r, results[0]) for r in results)
+    full = c._replace(position=torch.full((), 8290, device=DEVICE))
+    assert torch.ops.fp4.cached_attention(*copied(full).flat()).isnan().all()
 
 
 def test_a_chunk_in_a_cuda_graph():

@@ -22,17 +22,20 @@ SMS = 132
 
 def split(
     cc: int, d: int = 128, batch: int = 1, kv_heads: int = 8, group: int = 4, queries: int = 1, length: int = 520, mask_kind: int = 1,
-    per_row: bool = False, dtype: str = "bf16", tile: kernel.AttentionConfig | None = None,
+    per_row: bool = False, dtype: str = "bf16", kinds: tuple[int, int] = (0, 0), tile: kernel.AttentionConfig | None = None,
 ) -> tuple[aot.Compiled, kernel.AttentionConfig]:  # fmt: skip
-    c = tile or kernel.attention(batch, kv_heads, length, d, SMS, cc, per_row)
-    constants = kernel.constants(c, group, queries, length, d, mask_kind, per_row, cc)
+    c = tile or kernel.attention(batch, kv_heads, length, d, SMS, cc, per_row, kinds[0] > 0)
+    constants = kernel.constants(c, group, queries, length, d, mask_kind, per_row, cc, kinds)
     types = dict(Q=f"*{dtype}", K=f"*{dtype}", V=f"*{dtype}", MASK={1: "*u8", 3: "*i64"}.get(mask_kind, "*bf16"), OUT=f"*{dtype}", scale="fp32")
-    types |= dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32")
+    types |= dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32") | dict.fromkeys(("K_SCALE", "V_SCALE"), f"*{dtype}")
+    types |= dict(K="*u8", V="*u8") if kinds[0] else {}
     absent = {"MASK": None} if mask_kind == 0 else {}
+    absent |= {} if kinds[0] else {"K_SCALE": None, "V_SCALE": None}
     absent |= dict.fromkeys(("PEAK", "SUM", "PARTIAL")) if c.splits == 1 else {}
     constants = {**constants, **absent, **({"stride_ms": 1} if mask_kind in (1, 2) else {})}  # Triton makes a constant of an argument that is 1
     signature = {name: types.get(name, "i32") for name in decode_attention_split.arg_names if name not in constants}
-    aligned = tuple(name for name in signature if name not in ("scale", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq"))
+    scales = [f"stride_{side}{dim}" for side in "xy" for dim in "bhs"]
+    aligned = tuple(name for name in signature if name not in ("scale", "LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq", *scales))
     return aot.compile_kernel(decode_attention_split, signature, constants, cc, c.num_warps, c.num_stages, aligned), c
 
 

@@ -5,6 +5,7 @@ In float16 and float32: the interpreter's bfloat16 ``tl.dot`` is wrong. Prints a
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 from lowering_tests.kernels import interpreted  # switches the interpreter on
@@ -19,13 +20,13 @@ from fp4_inductor.ops import decode_attention as contract
 NAN = float("nan")
 
 
-def run(query, key, value, mask=None, scale=None, tile=None, position=None):
+def run(query, key, value, mask=None, scale=None, tile=None, position=None, scales=()):
     with (
         mock.patch.object(host, "arch", return_value=80),
         mock.patch.object(host, "processors", return_value=4),
         mock.patch.object(torch, "empty", interpreted._float32_out),
     ):
-        return kernel.split(query, key, value, mask, contract.scale_of(query, scale), tile, position)
+        return kernel.split(query, key, value, mask, contract.scale_of(query, scale), tile, position, *scales)
 
 
 def operands(b, h, kv, q, s, d, dtype=torch.float16):
@@ -123,6 +124,38 @@ def counted():
         interpreted.report(f"counted to the end {n}", interpreted.distance(got, want), contract.CONTRACT.tolerance[query.dtype])
 
 
+def coded(b, kv, s, d, kind, lead=None):
+    """Every code that is a number, and scales ``[*lead, 1]``, by default one for each token and head; zero of one token, and from 1e-4 to 1e4."""
+    byte = torch.randint(0, 256, (b, kv, s, d), dtype=torch.uint8)
+    codes = torch.where(byte & 0x7F == 0x7F, 0x40, byte).view(kind)
+    scale = 10 ** (torch.rand(*(lead or (b, kv, s)), 1) * 2 - 3)
+    if lead is None:
+        scale[:, :, s // 2] = 0.0
+    return codes, scale
+
+
+def codes():
+    int8, fp8 = contract.CODES
+    shapes = ((2, 8, 2, 1, 100, 64, None), (1, 6, 3, 3, 97, 80, (1, 3, 1)), (2, 4, 4, 2, 70, 128, (1, 1, 1)), (1, 7, 1, 1, 33, 256, None))
+    for (of_key, of_value), (b, h, kv, q, s, d, lead) in itertools.product(((int8, int8), (fp8, fp8), (int8, fp8)), shapes):
+        query = torch.randn(b, h, q, d).half()
+        (key, ks), (value, vs) = coded(b, kv, s, d, of_key, lead), coded(b, kv, s, d, of_value, lead)
+        ks, vs = ks / d**0.5, vs * (1e3 if d == 80 else 0.1)  # values that do not fit float16 if a weight is multiplied by their scale, and small ones
+        every = list(masks(b, h, q, s)) if d == 64 and of_key == int8 else [next(masks(b, h, q, s))]
+        for kind, mask in [("none", None), *every]:
+            got = run(query, key, value, mask, None, AttentionConfig(32, 3), None, (ks, vs))
+            want = contract.reference(query.float(), key, value, mask, None, ks, vs)
+            bound = contract.CONTRACT.tolerance[torch.float16] if want.norm() else 0.0
+            interpreted.report(f"codes {of_key} {of_value} {kind} {(b, h, kv, q, s, d)}", interpreted.distance(got, want), bound)
+        if of_key == fp8 and d == 256:
+            key.view(torch.uint8)[0, 0, 5, 3] = 0x7F
+            got = run(query, key, value, None, None, AttentionConfig(32, 3), None, (ks, vs))
+            interpreted.report("codes NaN", float(not bool(got.isnan().all())), 0.0)
+            mask = (torch.arange(33) != 5)[None, None, None]
+            got = run(query, key, value, mask, None, AttentionConfig(32, 3), None, (ks, vs))
+            interpreted.report("codes NaN that nobody attends to", float(bool(got.isnan().any())), 0.0)
+
+
 def strided():
     query, key, value = operands(2, 8, 2, 1, 90, 64)
     want = run(query, key, value)
@@ -159,5 +192,6 @@ if __name__ == "__main__":
     masked()
     unread()
     counted()
+    codes()
     strided()
     kept_apart()

@@ -6,6 +6,7 @@ In float16: the interpreter's bfloat16 ``tl.dot`` is wrong. Prints as ``interpre
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 from lowering_tests.kernels import interpreted  # switches the interpreter on
@@ -23,6 +24,7 @@ from lowering_tests.kernels.quantized_calls import call, fresh, turning
 
 NAMES = ("bf16", *kv.FORMATS)
 SMALL = PrefillConfig(32, 16)
+SPLIT, PACKED = PrefillConfig(32, 16, parts=3), PrefillConfig(32, 16, packed=True, parts=5)
 
 
 def dense_call(b, h, heads, q, s, d, at, window=None, sinks=False, prologue=None, **options) -> CachedCall:
@@ -109,13 +111,42 @@ def options():
         check(f"{name} scale 0", make(name, 1, 2, 1, 20, 60, 32, 30, scale=0.0))
 
 
+def split():
+    """Parts of the keys that begin in each of the loops, that have no keys, and rows of several heads in a tile."""
+    with mock.patch.object(kernel, "_LEAST", 1):
+        for name, at in itertools.product(NAMES, (0, 61, 330)):
+            check(f"{name} at {at} split", make(name, 1, 4, 2, 40, 400, 32, at), SPLIT, known=bool(at))
+            check(f"{name} at {at} packed", make(name, 2, 6, 2, 3, 400, 32, at), PACKED, known=bool(at))
+        for name in NAMES:
+            check(f"{name} ring split", make(name, 1, 4, 2, 21, 220, 32, 1000, 180, sinks=True, softcap=0.7), SPLIT)
+            check(f"{name} window within the exact tokens split", make(name, 1, 4, 2, 21, 100, 32, 300, 33), PACKED)
+            mask = (torch.arange(400) >= torch.tensor([200, 999])[:, None])[:, None, None]
+            check(f"{name} padded split", make(name, 2, 4, 2, 21, 400, 32, 300, mask=mask, sinks=True), PACKED)
+            check(f"{name} D 80 split", make(name, 1, 4, 2, 21, 200, 80, 150, scale=-0.3), PACKED)
+    for name in NAMES:
+        check(f"{name} packed alone", make(name, 2, 14, 2, 33, 200, 32, 90), PrefillConfig(32, 16, packed=True))
+        check(f"{name} many parts", make(name, 1, 4, 2, 18, 200, 32, 90), PrefillConfig(32, 16, parts=9))
+
+
+def same():
+    """The bits of a row are those of a shorter call, and without exact tokens those of a chunk that begins elsewhere."""
+    for name in NAMES:
+        c = make(name, 1, 4, 2, 90, 160, 32, 30)
+        whole, cache = run(copied(c)), copied(c)
+        for begin, end in ((0, 37), (37, 90)):
+            chunk = cache._replace(position=torch.tensor(30 + begin), **{part: getattr(c, part)[:, :, begin:end] for part in ("query", "key", "value")})
+            if begin == 0 or name != "nvfp4":
+                interpreted.report(f"same {name} {begin}", float(not torch.equal(run(chunk), whole[:, begin:end])), 0.0)
+
+
 def unusual():
     """NaN and Inf stay in their head; queries in tiles before theirs do not see them, those behind do."""
     for name, number, which in itertools.product(NAMES, (float("nan"), float("inf")), ("key", "value")):
+        tile = SMALL if which == "key" else replace(SPLIT, packed=True)
         c = make(name, 1, 4, 2, 100, 160, 32, 30)
-        clean = run(copied(c))
+        clean = run(copied(c), tile)
         getattr(c, which)[0, 1, 70, 3] = number
-        got = run(copied(c))
+        got = run(copied(c), tile)
         inside = torch.equal(got[:, :, :2], clean[:, :, :2]) and torch.equal(got[:, :64, 2:], clean[:, :64, 2:])
         seen = (which == "key" and number == float("inf")) or bool((~got[:, 70:, 2:].isfinite()).any(-1).all())  # a key of Inf may have a score of -Inf
         interpreted.report(f"unusual {name} {number} in {which}", float(not (inside and seen)), 0.0)
@@ -123,16 +154,16 @@ def unusual():
 
 def full():
     """No room: nothing is written, and the result is NaN."""
-    for name, at in itertools.product(kv.FORMATS, (-1, 71, 100)):
+    for name, at, tile in itertools.product(kv.FORMATS, (-1, 71, 100), (SMALL, PACKED)):
         c = call(name, 1, 4, 2, 30, 100, 32, 40)._replace(position=torch.tensor(at))
         before = fresh(c)
-        got = run(c, known=False)
+        got = run(c, tile, known=False)
         same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(parts(before), parts(c), strict=True))
-        interpreted.report(f"full {name} at {at}", float(not (same and got.isnan().all())), 0.0)
+        interpreted.report(f"full {name} at {at} parts {tile.parts}", float(not (same and got.isnan().all())), 0.0)
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for cases in (positions, shapes, windows, options, unusual, full):
+    for cases in (positions, shapes, windows, options, split, same, unusual, full):
         cases()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fp4_inductor.formats import kv
@@ -39,20 +41,22 @@ def rows(cc: int, name: str, new: bool, d: int = 128, ring: bool = False, dtype:
 
 def attention(
     cc: int, name: str, d: int = 128, group: int = 4, queries: int = 2048, window: int | None = None, others: bool = False, dtype: str = "bf16",
-    tile: prefill_launch.PrefillConfig | None = None,
+    parts: int = 1, tile: prefill_launch.PrefillConfig | None = None,
 ) -> tuple[aot.Compiled, prefill_launch.PrefillConfig]:  # fmt: skip
-    """``others``: a mask of padding, a soft-cap and sinks. A chunk behind old tokens."""
+    """``others``: a mask of padding, a soft-cap and sinks. A chunk behind old tokens. ``parts``: of the keys, in the place of those for an H100."""
     exact = name != kv.DENSE and kv.FORMATS[name].exact
-    t = tile or prefill_launch.config(queries, d, cc, others or window is not None)
     meta = dict(dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
     new, query = torch.empty(1, 8, queries, d, **meta), torch.empty(1, 8 * group, queries, d, **meta)
     mask = torch.empty(1, 1, 1, 4096, dtype=torch.bool, device="meta") if others else None
     c = CachedCall(query, new, new, new, new, torch.empty((), dtype=torch.int64, device="meta"), mask, window=window, softcap=2.0 if others else None)
     c = c._replace(sinks=torch.empty(8 * group, **meta) if others else None)
+    t = tile or replace(prefill_launch.config_of(c, 4096, exact, cc, 132), parts=parts)
     constants = prefill_launch.constants(t, c, window is None, exact) | dict(stride_mp=1)
-    constants |= dict.fromkeys([*([] if exact else ["NEAR_K", "NEAR_V"]), *([] if others else ["MASK", "SINKS"])])
-    types = dict.fromkeys(("Q", "K", "V", "NEAR_K", "NEAR_V", "SINKS", "OUT"), f"*{dtype}") | dict(POSITION="*i64", MASK="*u8", scale="fp32", softcap="fp32")
+    absent = [*([] if exact else ["NEAR_K", "NEAR_V"]), *([] if others else ["MASK", "SINKS"]), *(["PEAK", "SUM", "PARTIAL"] if parts == 1 else [])]
+    constants |= dict.fromkeys(absent)
+    types = dict.fromkeys(("Q", "K", "V", "NEAR_K", "NEAR_V", "SINKS", "OUT"), f"*{dtype}") | dict.fromkeys(("PEAK", "SUM", "PARTIAL"), "*fp32")
+    types |= dict(POSITION="*i64", MASK="*u8", scale="fp32", softcap="fp32")
     signature = {n: types.get(n, "i32") for n in prefill_attention.arg_names if n not in constants}
-    plain = ("SLOTS", "LENGTH", "HEADS", "QUERIES", "BACK", "NEAR_BACK", "stride_mb", "scale", "softcap")
+    plain = ("SLOTS", "LENGTH", "HEADS", "QUERIES", "BACK", "NEAR_BACK", "SPLITS", "stride_mb", "scale", "softcap")
     aligned = tuple(n for n in signature if n not in plain)
     return aot.compile_kernel(prefill_attention, signature, constants, cc, t.num_warps, t.num_stages, aligned), t

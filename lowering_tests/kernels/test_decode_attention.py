@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +28,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def test_in_the_interpreter():
     cases = cases_of(Path(__file__).with_name("interpreted_attention.py"))
-    assert Counter(c["case"].split()[0] for c in cases) == {"attention": 114, "counted": 24, "unread": 40, "strided": 3, "apart:": 2}
+    assert Counter(c["case"].split()[0] for c in cases) == {"attention": 114, "counted": 24, "unread": 40, "codes": 44, "strided": 3, "apart:": 2}
 
 
 # --- machine code -----------------------------------------------------------------------------------------------
@@ -66,6 +67,22 @@ def test_other_masks(cc, mask_kind, per_row, queries):
         assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in done.opcodes())
 
 
+CODED = [(cc, kinds, {}) for cc in (80, 90, 100, 120) for kinds in ((1, 1), (2, 2))] + [
+    (90, (1, 2), dict(d=256)), (90, (2, 2), dict(queries=4, per_row=True)), (80, (1, 1), dict(queries=4, per_row=True)), (120, (2, 2), dict(batch=32)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cc", "kinds", "call"), CODED, ids=str)
+def test_keys_and_values_in_8_bits(cc, kinds, call):
+    """Codes are copied 8 bytes at a time and more while others are computed with, and become numbers of float16 in registers, without a table."""
+    done, c = attention_aot.split(cc, kinds=kinds, **call)
+    assert_fits(done, c.num_warps, cc)
+    copies = [op for op in done.opcodes() if op.startswith("LDGSTS")]
+    assert copies and all(op.startswith(("LDGSTS.E.64", "LDGSTS.E.BYPASS.128")) for op in copies), copies
+    assert done.count("HMMA") > 0
+    assert sum(n for op, n in done.opcodes().items() if op.startswith("I2F")) <= 4, "of divisions of sizes, not of codes"
+
+
 @pytest.mark.parametrize(("length", "dtype"), [(1, "fp16"), (4104, "bf16"), (100_000, "bf16")])
 def test_other_lengths(length, dtype):
     done, c = attention_aot.split(90, 128, length=length, dtype=dtype)
@@ -95,6 +112,18 @@ def test_which_calls_the_kernel_serves(arch):
     assert kernel(4, config=DispatchConfig(thresholds={"attention": 0})) == "sdpa"
 
 
+@pytest.mark.parametrize("arch", [0, 80, 90, 120])
+def test_which_kernel_serves_codes(arch):
+    off = [on.off for on in registry.named("decode_attention")["triton_codes_attention"].on if on.holds(arch)]
+
+    def kernel(m, d=128, dtype=BF16, config=None):
+        config = replace(config or DispatchConfig(), candidates=("triton_codes_attention",) if any(off) else ())
+        return plan(Call("decode_attention", arch, dtype, 32, d, form=attention_form(d, codes=True)), config).pick(m).kernel
+
+    assert [kernel(m) for m in (1, 16, 17)] == ["triton_codes_attention" if arch else "sdpa"] * 2 + ["sdpa"]
+    assert {kernel(4, dtype=FP32), kernel(4, 512), kernel(4, 40), kernel(4, config=DispatchConfig(thresholds={"attention": 0}))} == {"sdpa"}
+
+
 @pytest.mark.parametrize("processors", [46, 108, 132, 148])
 @pytest.mark.parametrize("length", [1, 16, 520, 4104, 131072])
 @pytest.mark.parametrize("heads", [1, 8, 64, 256, 4096])
@@ -109,7 +138,7 @@ def test_parts_fill_the_gpu_and_no_part_is_idle(heads, length, processors):
 # --- the launcher -----------------------------------------------------------------------------------------------
 
 
-def launched(query, key, value, mask=None, tile=None, arch=90):
+def launched(query, key, value, mask=None, tile=None, arch=90, **scales):
     """``[(grid, arguments by name)]`` of the kernels that :func:`split.split` would run."""
     calls = []
     with (
@@ -117,7 +146,7 @@ def launched(query, key, value, mask=None, tile=None, arch=90):
         mock.patch.object(triton_split, "decode_attention_split", _Spy(triton_split.decode_attention_split, calls)),
         mock.patch.object(triton_split, "decode_attention_combine", _Spy(triton_split.decode_attention_combine, calls)),
     ):
-        split.split(query, key, value, mask, 0.1, tile)
+        split.split(query, key, value, mask, 0.1, tile, **scales)
     return calls
 
 
@@ -171,6 +200,19 @@ def test_a_mask_is_never_expanded_in_memory(shape, h, q, per_row):
         strides = [given[f"stride_m{x}"] for x in "bhqs"]
         assert all(stride == 0 or have == want for stride, have, want in zip(strides, shape, (2, h, q, 70), strict=True))
         assert given["OUT"].shape == (2, q, h, 64)
+
+
+def test_codes_and_scales_are_passed_as_they_lie():
+    query, key, value = operands(2, 8, 2, 1, 70, 64)
+    key, value = key.to(torch.int8).transpose(1, 2).contiguous().transpose(1, 2), value.to(torch.float8_e4m3fn)
+    of_token, of_head = torch.rand(2, 2, 70, 1).to(BF16), torch.rand(1, 2, 1, 1)
+    ((_, given),) = launched(query, key, value, None, split.AttentionConfig(64, 1), key_scale=of_token, value_scale=of_head)
+    for name, t in (("K", key), ("V", value), ("K_SCALE", of_token), ("V_SCALE", of_head)):
+        assert given[name].data_ptr() == t.data_ptr() and given[name].dtype == (t.dtype if "SCALE" in name else torch.uint8)
+    assert [given[f"stride_{x}"] for x in ("kb", "kh", "ks", "xb", "xh", "xs", "yb", "yh", "ys")] == [8960, 64, 128, 140, 70, 1, 0, 1, 0]
+    assert (given["K_KIND"], given["V_KIND"]) == (triton_split.INT8.value, triton_split.FP8.value)
+    ((_, given),) = launched(*operands(2, 8, 2, 1, 70, 64), None, split.AttentionConfig(64, 1))
+    assert given["K_KIND"] == given["V_KIND"] == triton_split.DENSE.value and given["K_SCALE"] is None
 
 
 def test_the_library_serves_the_rest_on_a_gpu():

@@ -20,6 +20,7 @@ from fp4_inductor.kernels.asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTE
 from fp4_inductor.kernels.cached_attention import prefill
 from fp4_inductor.kernels.cached_attention.append import rows_config
 from fp4_inductor.kernels.select import Call, plan
+from fp4_inductor.ops.cached_call import CachedCall
 from lowering_tests.kernels import prompt_aot
 from lowering_tests.kernels.test_aot import A_FEW_SPILLS, SHARED, assert_fits
 from lowering_tests.kernels.test_quantized_attention import a_call
@@ -35,7 +36,7 @@ def test_appending_and_dequantizing_have_the_bits_of_the_formats():
 
 def test_attention_against_float64():
     cases = cases_of(Path(__file__).with_name("interpreted_prefill.py"))
-    assert Counter(c["case"].split()[0] for c in cases) == {"prefill": 280, "written": 264, "unusual": 16, "full": 9}
+    assert Counter(c["case"].split()[0] for c in cases) == {"prefill": 328, "written": 312, "same": 7, "unusual": 16, "full": 18}
 
 
 # --- machine code -----------------------------------------------------------------------------------------------
@@ -57,7 +58,8 @@ def test_rows_are_moved_16_bytes_at_a_time(name, d):
 PROMPTS = [
     *[(90, "nvfp4", dict(d=d)) for d in (64, 128, 256)], (90, "bf16", {}), (90, "nvfp4", dict(queries=20)), (90, "nvfp4", dict(queries=50)),
     (90, "nvfp4", dict(window=1024, others=True)), (90, "bf16", dict(window=1024, others=True, d=256)), (90, "nvfp4", dict(dtype="fp16", window=128)),
-    (80, "nvfp4", {}), (120, "nvfp4", {}),
+    (80, "nvfp4", {}), (120, "nvfp4", {}), *[(cc, "nvfp4", dict(queries=64, parts=8)) for cc in (80, 90, 100, 120)],
+    (90, "bf16", dict(queries=5, parts=33)), (90, "nvfp4", dict(queries=64, parts=8, others=True, window=1024)),
     *[pytest.param(*case, marks=pytest.mark.slow) for case in (
         (80, "nvfp4", dict(d=256, others=True)), (80, "bf16", dict(window=1024)), (90, "bf16", dict(queries=20, d=256)), (120, "nvfp4", dict(others=True)),
     )],
@@ -70,7 +72,7 @@ def test_a_prompt(cc, name, call):
     done, t = prompt_aot.attention(cc, name, **call)
     assert_fits(done, t.num_warps, cc)
     opcodes = done.opcodes()
-    assert done.count("HGMMA" if cc == 90 and t.block_m >= 64 else "HMMA") > 0
+    assert done.count({90: "HGMMA" if t.block_m >= 64 else "HMMA", 100: "UTCHMMA"}.get(cc, "HMMA")) > 0
     assert any(op.startswith("LDGSTS.E.BYPASS.128") for op in opcodes)
     assert "others" in call or not any(op.startswith("LDG.E.U8") for op in opcodes), "only a mask is loaded byte by byte"
 
@@ -81,6 +83,35 @@ def test_every_tile_fits_in_shared_memory(arch):
     for queries, d, crowded in itertools.product((17, 33, 64, 65, 8192), (64, 128, 256), (False, True)):
         t = prefill.config(queries, d, arch, crowded)
         assert (t.block_m + 2 * t.block_n * t.num_stages) * d * 2 <= SHARED[arch] * 1024, t
+
+
+def a_prompt(queries, filled, batch=1, d=128, group=4, **options) -> CachedCall:
+    """Over a cache of 8 KV heads that ``queries`` tokens behind ``filled`` fill."""
+    meta = dict(dtype=torch.bfloat16, device="meta")
+    query, new, cache = (torch.empty(batch, *shape, d, **meta) for shape in ((8 * group, queries), (8, queries), (8, filled + queries)))
+    return CachedCall(query, new, new, cache, cache, torch.empty((), dtype=torch.int64, device="meta"), **options)
+
+
+def test_keys_are_divided_if_tiles_alone_do_not_fill_the_gpu():
+    def tile(*shape, arch=90, **more):
+        c = a_prompt(*shape, **more)
+        t = prefill.config_of(c, c.slots, False, arch, 132)
+        rows = shape[0] * 4 if t.packed else shape[0]
+        return t, c.query.shape[0] * (8 if t.packed else 32) * -(-rows // t.block_m)
+
+    for shape in ((16, 8192), (64, 8192), (256, 8192), (64, 32768), (16, 8192, 8)):
+        t, tiles = tile(*shape)
+        assert t.packed and t.parts > 1 and tiles < 132 and 0.9 * 132 <= tiles * t.parts <= 264, (shape, t, tiles)
+    for shape in ((512, 8192), (8192, 0), (64, 8192, 64), (17, 0), (64, 40)):
+        t, tiles = tile(*shape)
+        assert t.parts == 1, (shape, t, tiles)
+    assert not tile(300, 8192)[0].packed and tile(300, 8192)[0].parts > 1
+
+
+def test_what_ends_first():
+    """Not more parts than a wave of programs has room for, and none that are hardly longer than what a program takes at its begin."""
+    parts = {steps: [prefill.parts_of(tiles, 64 * steps, 132, 64) for tiles in (1, 16, 60, 96, 131, 132)] for steps in (8, 32, 128, 512)}
+    assert parts == {8: [1] * 6, 32: [8, 8, 2, 1, 1, 1], 128: [32, 8, 2, 4, 1, 1], 512: [64, 8, 2, 4, 1, 1]}
 
 
 # --- selection --------------------------------------------------------------------------------------------------

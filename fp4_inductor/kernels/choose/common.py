@@ -56,8 +56,9 @@ def linear_chain(call, can):
 
 
 def decode_attention(call, can):
-    if can("triton_decode_attention"):
-        yield FEW_QUERIES, "triton_decode_attention"  # the cache is read once, by KV head
+    for name in ("triton_decode_attention", "triton_codes_attention"):
+        if can(name):
+            yield FEW_QUERIES, name  # the cache is read once, by KV head
     yield from first(can, "sdpa")
 
 

@@ -9,13 +9,17 @@ from ...ops import decode_attention as contract
 from .. import host, select
 
 
-def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None, key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """``[B, Q, H, D]``; M is the number of queries of one KV head."""
-    contract.check(query, key, value, mask, scale)
+    contract.check(query, key, value, mask, scale, key_scale, value_scale)
     batch, heads, queries, d = query.shape
     if not (query.numel() and key.numel()):
         return query.new_zeros((batch, queries, heads, d))
     rows = queries * (heads // key.shape[1])
-    kernel = host.row_for("decode_attention", query, rows, heads, d, form=select.attention_form(d)).implementation
+    form = select.attention_form(d, key_scale is not None)
+    kernel = host.row_for("decode_attention", query, rows, heads, d, form=form).implementation
     with torch.cuda.device(query.device):
-        return kernel.source()(query, key, value, mask, contract.scale_of(query, scale))
+        return kernel.source()(query, key, value, mask, contract.scale_of(query, scale), key_scale=key_scale, value_scale=value_scale)

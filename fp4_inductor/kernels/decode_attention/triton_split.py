@@ -10,6 +10,9 @@ attends to. Only what lies between them is divided among the programs, read and 
 attends to is not loaded either: zeros take its place, so what lies there cannot leak as 0 * NaN. Where attention is causal and a counter on the device
 says how far the cache is filled (``fp4.cached_attention``), the counter is read in the place of a mask.
 
+Keys and values in codes of 8 bits (K_KIND, V_KIND) are multiplied as in :mod:`..cached_attention.triton_quantized`: products are of float16, in which codes
+are exact, the query is scaled by a power of two for each row, and the scale of a token is multiplied into its score and into its weight.
+
 PDL (programmatic dependent launch, sm_90 on): as in :mod:`..moe.triton_decode`. Source: Dao et al., "Flash-Decoding" (2023).
 """
 
@@ -17,6 +20,32 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ..cached_attention.triton_quantized import e4m3_to_f16, int8_to_f16, query_numbers
+
+DENSE = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+FP8 = tl.constexpr(2)
+
+
+@triton.jit
+def numbers(code, KIND: tl.constexpr):
+    """Bytes of codes -> float16: of INT8 the value, of FP8 the value * 2**-8; both exact. Others are what they are."""
+    if KIND == INT8:
+        return int8_to_f16(code)
+    elif KIND == FP8:
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), e4m3_to_f16(code))
+    else:
+        return code
+
+
+@triton.jit
+def token_scale(SCALE, at, used, stride, KIND: tl.constexpr):
+    """What :func:`numbers` of the tokens ``at`` are multiplied by, float32; zero where they are not ``used``."""
+    scale = tl.load(SCALE + at * stride, mask=used, other=0.0).to(tl.float32)
+    if KIND == FP8:
+        scale = scale * 256.0
+    return scale
 
 
 @triton.jit
@@ -53,8 +82,8 @@ def attended(MASK, inside, row, begin, end, stride_s, SCAN: tl.constexpr, MASK_K
 
 @triton.jit
 def attend(
-    q, K, V, MASK, inside, row, begin, end, stride_ks, stride_vs, stride_s, scale, MASK_KIND: tl.constexpr, PER_ROW: tl.constexpr,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    q, K, V, K_SCALE, V_SCALE, MASK, inside, row, begin, end, stride_ks, stride_vs, stride_xs, stride_ys, stride_s, scale, MASK_KIND: tl.constexpr,
+    PER_ROW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """(maximum [R], sum [R], output [R, D] not yet divided by the sum) over the positions ``begin .. end``. ``scale``: times log2(e).
 
@@ -66,6 +95,8 @@ def attend(
     m = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    if K_KIND != DENSE:
+        q, factor = query_numbers(q, scale)
     # From 0 on: of addresses that begin at a position found by a reduction, Triton does not know that they are multiples of 16 bytes.
     K += begin.to(tl.int64) * stride_ks
     V += begin.to(tl.int64) * stride_vs
@@ -77,9 +108,13 @@ def attend(
             used = used & (tl.max(added, 0) > float("-inf"))
         far = tl.cast(start, tl.int64)
         ok = used[:, None] & (d < D)[None, :]
-        k = tl.load(K + far * stride_ks + (near * stride_ks)[:, None] + d[None, :], mask=ok, other=0.0)
-        v = tl.load(V + far * stride_vs + (near * stride_vs)[:, None] + d[None, :], mask=ok, other=0.0)
-        s = tl.dot(q, tl.trans(k)) * scale
+        k = tl.load(K + far * stride_ks + (near * stride_ks)[:, None] + d[None, :], mask=ok, other=0)
+        v = tl.load(V + far * stride_vs + (near * stride_vs)[:, None] + d[None, :], mask=ok, other=0)
+        s = tl.dot(q, tl.trans(numbers(k, K_KIND)))
+        if K_KIND != DENSE:
+            s = s * factor[:, None] * token_scale(K_SCALE, at.to(tl.int64), used, stride_xs, K_KIND)[None, :]
+        else:
+            s = s * scale
         if MASK_KIND == 0:
             s = tl.where(used[None, :], s, float("-inf"))
         elif MASK_KIND == 3:
@@ -91,7 +126,14 @@ def attend(
         p = tl.exp2(s - reference[:, None])
         shrink = tl.exp2(m - reference)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        if V_KIND != DENSE:
+            # Divided by the largest scale of the tile, so that float16 holds the weights however large the values are.
+            of_token = token_scale(V_SCALE, at.to(tl.int64), used, stride_ys, V_KIND)
+            top = tl.max(tl.abs(of_token), 0)
+            top = tl.where(top > 0.0, top, 1.0)
+            acc = acc * shrink[:, None] + tl.dot((p * (of_token / top)[None, :]).to(tl.float16), numbers(v, V_KIND)) * top
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         m = higher
     return m, total, acc
 
@@ -104,12 +146,12 @@ def quotient(acc, total):
 
 @triton.jit(do_not_specialize=["LENGTH", "HEADS", "QUERIES", "SPLITS", "stride_mb", "stride_mh", "stride_mq"])
 def decode_attention_split(
-    Q, K, V, MASK, OUT, PEAK, SUM, PARTIAL, LENGTH, HEADS, QUERIES, SPLITS, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_ks, stride_vb,
-    stride_vh, stride_vs, stride_mb, stride_mh, stride_mq, stride_ms, scale, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, MASK_KIND: tl.constexpr, PER_ROW: tl.constexpr, BALANCED: tl.constexpr,
-    WHOLE: tl.constexpr, PDL: tl.constexpr
+    Q, K, V, K_SCALE, V_SCALE, MASK, OUT, PEAK, SUM, PARTIAL, LENGTH, HEADS, QUERIES, SPLITS, stride_qb, stride_qh, stride_qq, stride_kb, stride_kh, stride_ks,
+    stride_vb, stride_vh, stride_vs, stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, stride_mb, stride_mh, stride_mq, stride_ms, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SCAN: tl.constexpr, MASK_KIND: tl.constexpr,
+    PER_ROW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, BALANCED: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One part of SPLITS for one (sequence, KV head). WHOLE: SPLITS is 1, write OUT.
+    """One part of SPLITS for one (sequence, KV head). WHOLE: SPLITS is 1, write OUT. K_SCALE (strides ``x``) and V_SCALE (``y``): of codes alone.
 
     MASK_KIND: 0 none, 1 bool, 2 floating; 3: MASK is the position of the first query, one int64, and attention is causal.
     """
@@ -131,6 +173,9 @@ def decode_attention_split(
     )
     K += b * stride_kb + kv_head.to(tl.int64) * stride_kh
     V += b * stride_vb + kv_head.to(tl.int64) * stride_vh
+    if K_KIND != DENSE:
+        K_SCALE += b * stride_xb + kv_head.to(tl.int64) * stride_xh
+        V_SCALE += b * stride_yb + kv_head.to(tl.int64) * stride_yh
     if MASK_KIND == 0:
         first, last = tl.full((), 0, tl.int32), LENGTH
     elif MASK_KIND == 3:
@@ -154,7 +199,8 @@ def decode_attention_split(
         begin = tl.minimum(first + part * even, last)
         end = tl.minimum(begin + even, last)
     m, total, acc = attend(
-        q, K, V, MASK, inside, row, begin, end, stride_ks, stride_vs, stride_ms, scale, MASK_KIND, PER_ROW, D, BLOCK_R, BLOCK_S, BLOCK_D
+        q, K, V, K_SCALE, V_SCALE, MASK, inside, row, begin, end, stride_ks, stride_vs, stride_xs, stride_ys, stride_ms, scale, MASK_KIND, PER_ROW, K_KIND,
+        V_KIND, D, BLOCK_R, BLOCK_S, BLOCK_D,
     )  # fmt: skip
     at = (b * QUERIES + query) * HEADS + head
     ok = inside[:, None] & (d < D)[None, :]
