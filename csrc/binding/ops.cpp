@@ -252,8 +252,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
                                                         const std::vector<Optional>& bias, const std::vector<Optional>& norm_weight,
                                                         const std::vector<Optional>& residual, const std::vector<int64_t>& added, const std::vector<double>& eps,
                                                         const std::vector<double>& norm_offset, const std::vector<int64_t>& act, const std::vector<int64_t>& glu,
-                                                        const std::vector<int64_t>& starts, const Optional& router, const std::vector<int64_t>& routing,
-                                                        const Tensor& arrivals, int64_t early, int64_t arch) {
+                                                        const std::vector<int64_t>& starts, const Tensor& arrivals, const Optional& router,
+                                                        const std::vector<int64_t>& routing, int64_t early, int64_t arch) {
   const size_t count = q.size();
   require(count >= 1 && count <= 4 && starts.size() == 2 * count, OP.name, "one to four products");
   for (size_t size : {s.size(), g.size(), bias.size(), norm_weight.size(), residual.size(), added.size(), eps.size(), norm_offset.size(), act.size(), glu.size()})

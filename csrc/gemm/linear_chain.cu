@@ -12,6 +12,7 @@
 // Two neighbours may be those of a mixture of experts (`Routing`): gate_up of the experts that a router chooses by the same x, and their down product. Of these
 // the block knows the addresses when it knows the choice, so its ring is empty until then. Gate and up of all chosen experts are the rows of one product; down
 // is one product over the experts' results side by side, each times its router's weight.
+#include "../sm90/thread.cuh"
 #include "routing.cuh"
 
 namespace {
@@ -141,13 +142,6 @@ template <typename T> __device__ __forceinline__ void fetch_to_l2(const Product<
     for (int at = threadIdx.x * 128; at < rows * (p.K / 2); at += kMultiplying * 128) prefetch_l2(p.q + codes + at);
     for (int at = threadIdx.x * 128; at < rows * (p.K / 16); at += kMultiplying * 128) prefetch_l2(p.scale + scales + at);
   }
-}
-
-// threadIdx.x, asked again: what follows from it would be kept from product to product, in registers that the block does not have.
-__device__ __forceinline__ int thread_again() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
 }
 
 // The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums. A routed one

@@ -141,7 +141,7 @@ template <typename T> struct Routing {
       const unsigned short bits = (int)threadIdx.x < experts ? __ldcg((const unsigned short*)scores + threadIdx.x) : 0;
       choice.keys[threadIdx.x] = (int)threadIdx.x < experts ? key_of(of_bits(bits), threadIdx.x) : 0;
     }
-    named_barrier_sync(1, kScorers);
+    if (!FP4_FAULT(SKIP_BARRIER_BEFORE_RANK)) named_barrier_sync(1, kScorers);
     const int share = kScorers / all, expert = threadIdx.x / share, part = threadIdx.x % share;  // threads to an expert, in one warp
     const uint32_t key = choice.keys[expert];
     int rank = 0;
@@ -150,7 +150,7 @@ template <typename T> struct Routing {
       const uint4 other = ((const uint4*)choice.keys)[i];
       rank += (other.x > key) + (other.y > key) + (other.z > key) + (other.w > key);
     }
-    for (int mask = 1; mask < share; mask *= 2) rank += __shfl_xor_sync(0xFFFFFFFFu, rank, mask);
+    for (int mask = 1; mask < share; mask *= 2) rank += __float_as_int(shuffle_xor(__int_as_float(rank), mask));
     if (part == 0 && rank < chosen && expert < experts) choice.ids[rank] = expert, choice.scores[rank] = score_of(key);
   }
   // By one warp.

@@ -11,19 +11,22 @@
     act            int                 the number of an activation (``ops/activation.py``), which is applied ahead of what is added; 0: none
     glu            int                 1: the weight is of gate and up, and the result is act(gate) * up, [..., N / 2]; nothing is added
     starts         two ints            the rows at which the second and the third global scale begin; 0: there is none
+    arrivals       int32, 4 or more    zeros (5 or more with experts), which a kernel of one launch counts in and leaves zero; calls that share it follow each
+                                       other on one stream
     router         [E, K] or None      of experts: see below
     routing        four ints, or none  the number of the product of the experts' gates and ups; how many experts a row gets; the place of the router's form in
                                        ``FORMS`` (``ops/router.py``); 1: its weights are rounded to the dtype of x
-    arrivals       int32, 5 or more    zeros, which a kernel of one launch counts in and leaves zero; calls that share it follow each other on one stream
     early          bool                the caller knows that the kernel before it on its stream writes neither the weights nor those of the norms
     prefill        as of ``fp4.linear``, for all products
 
 What stands from ``qdata`` to ``starts`` are lists with an entry for each product; ``starts`` has two. The op returns four tensors, the results of the products
 in their order; those of products that are not there are empty.
 
-Two neighbours may be a mixture of experts: gate and up of those that ``router`` chooses by what gate and up read, behind their norm, and down, whose result is the
-sum of what the chosen ones give, times their weights. Their ``qdata`` and ``scale`` are ``[E, N, ...]``, ``global_scale`` is ``[E]`` or, of gate and up, ``[E, 2]``;
-they have no biases, and the result between them is empty. A launch that does all of them sums in another order than those of single products.
+Two neighbours may be a mixture of experts: gate and up of those that ``router`` chooses by what gate and up read, behind their norm, and down, whose result
+is the sum of what the chosen ones give, times their weights. Their ``qdata`` and ``scale`` are ``[E, N, ...]``, ``global_scale`` is ``[E]`` or, of gate and
+up, ``[E, 2]``; they have no biases, and the result between them is empty.
+
+A launch that does all of them sums in another order than those of single products.
 A graph pass writes it (``passes/chain.py``).
 """
 
@@ -44,7 +47,7 @@ from .norm_linear import rms_norm
 from .router import FORMS
 
 MOST, LEAST = 4, 2  # products
-COUNTERS = 5  # the least length of ``arrivals``
+COUNTERS = 4  # the least length of ``arrivals``, without experts
 
 
 class Routing(NamedTuple):
@@ -108,9 +111,9 @@ class ChainCall(NamedTuple):
     act: Sequence[int]
     glu: Sequence[int]
     starts: Sequence[int]
-    router: Any
-    routing: Sequence[int]
     arrivals: Any
+    router: Any = None
+    routing: Sequence[int] = ()
     early: bool = False
     prefill: str = "auto"
 
@@ -186,15 +189,16 @@ def check(c: ChainCall) -> None:
             )
     if c.arrivals.dtype != torch.int32:
         raise DTypeError("fp4.linear_chain: arrivals", value=c.arrivals.dtype, limit=torch.int32, remedy="Pass zeros of int32.")
-    if c.arrivals.numel() < COUNTERS:
-        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{COUNTERS} or more", remedy="Pass more zeros.")
+    least = COUNTERS + (c.router is not None)
+    if c.arrivals.numel() < least:
+        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{least} or more", remedy="Pass more zeros.")
 
 
 def _experts(c: ChainCall) -> tuple[int, ...]:
     """The numbers of the two products of experts, which are checked; empty: there are none."""
     if not c.routing and c.router is None:
         return ()
-    routed, top_k, form, rounded = [*c.routing, 0, 0, 0, 0][:4]
+    routed, _, form, rounded = [*c.routing, 0, 0, 0, 0][:4]
     down = routed + 1
     inside = len(c.routing) == 4 and c.router is not None and 0 <= routed < len(c.qdata) - 1 and 0 <= form < len(FORMS) and rounded in (0, 1)
     if not inside or not c.glu[routed] or c.glu[down] or c.act[down] or c.norm_weight[down] is not None or routed in c.added:
@@ -242,7 +246,8 @@ def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tupl
             hidden = rms_norm(hidden, gate_up.norm_weight, gate_up.eps, gate_up.norm_offset)
         router, top_k, form, rounded = gate_up.routing  # type: ignore[misc]
         weights, ids = compute(CONTRACTS["router"])(hidden, router, None, top_k, form, x.dtype if rounded else torch.float32)
-        layer = MoeCall(hidden, ids, weights, *(ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down)), Activation(gate_up.act), prefill=prefill)
+        stacked = (ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down))
+        layer = MoeCall(hidden, ids, weights, *stacked, Activation(gate_up.act), prefill=prefill)
         y = compute(CONTRACTS["moe"])(*layer.flat())
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -275,7 +280,7 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
         first = i % 2
         x = torch.randn(*lead, made[first].qdata.shape[-1] * 2, device=device).bfloat16()
         part = [p._replace(added=p.added - first if p.added >= first else -1) for p in made[first:]]
-        arrivals = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        arrivals = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=device)
         yield f"x {tuple(x.shape)}, {k} of {e} experts", tuple(ChainCall.made(x, part, arrivals))
 
 
@@ -319,8 +324,8 @@ def _layer(dtype: torch.dtype, device: torch.device, lead: tuple[int, ...], size
 CONTRACT = OpContract(
     name="linear_chain",
     schema="(Tensor x, Tensor[] qdata, Tensor[] scale, Tensor[] global_scale, Tensor?[] bias, Tensor?[] norm_weight, Tensor?[] residual, int[] added, "
-    'float[] eps, float[] norm_offset, int[] act, int[] glu, int[] starts, Tensor? router, int[] routing, Tensor(a!) arrivals, bool early=False, str prefill="auto") '
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "float[] eps, float[] norm_offset, int[] act, int[] glu, int[] starts, Tensor(a!) arrivals, "
+    'Tensor? router=None, int[] routing=[], bool early=False, str prefill="auto") -> (Tensor, Tensor, Tensor, Tensor)',
     reference=reference,
     fake=fake,
     inputs=inputs,

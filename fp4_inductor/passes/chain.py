@@ -83,7 +83,7 @@ def fuse(graph: Graph) -> None:
             if not run[0].before and not is_there(_plan(run[0], "linear_chain")):
                 break
             count, reason = _served(graph, run)
-            counters = counters_before(graph, run[0].node) if count > 1 else ""
+            counters = counters_before(graph, run[0].node, COUNTERS + any(p.before for p in run)) if count > 1 else ""
             if isinstance(counters, str):
                 count, reason = min(count, 1), reason or counters
             if reason and not told:
@@ -228,7 +228,7 @@ def _is_ahead(node: Node, place: dict[Node, int], begin: int) -> bool:
     return node.target in _MOVED and all(_is_ahead(n, place, begin) for n in node.all_input_nodes)
 
 
-def counters_before(graph: Graph, head: Node) -> tuple[Node, int] | str:
+def counters_before(graph: Graph, head: Node, needed: int = COUNTERS) -> tuple[Node, int] | str:
     """The operator before ``head`` that counted last, and the number of its result that is its counters; or why there is none."""
     last = None
     for node in graph.nodes:
@@ -244,8 +244,8 @@ def counters_before(graph: Graph, head: Node) -> tuple[Node, int] | str:
     parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
     if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
         return "the counters of the fp4.cached_attention before it are a part of a buffer"
-    if type(counters.numel()) is not int or counters.numel() < COUNTERS:
-        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {COUNTERS}"
+    if type(counters.numel()) is not int or counters.numel() < needed:
+        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {needed}"
     return last, _COUNT[last.args[0]] + index  # type: ignore[index]
 
 
@@ -275,10 +275,13 @@ def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> Non
     matched("linear_chain")
 
 
-def launch(
-    graph: Graph, x: Node, products: list[Product], prefill: str, counters: tuple[Node, int], meta: dict[str, Any], layers: list[Node]
-) -> Node:
-    """The chain of ``products``, counting in result ``counters[1]`` of ``counters[0]``; ``meta``: of a node in its place, ``layers``: whose products they were."""
+def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: tuple[Node, int], meta: dict[str, Any], layers: list[Node]) -> Node:
+    """The chain of ``products``, counting in result ``counters[1]`` of ``counters[0]``.
+
+    Args:
+        meta: of a node in its place.
+        layers: the nodes whose products they were.
+    """
     writer, number = counters
     with graph.inserting_after(writer):
         arrivals = item(graph, writer, number)

@@ -109,7 +109,6 @@ def is_ours(node: Node) -> bool:
     return getattr(op, "namespace", "") == "fp4"
 
 
-
 def rows_of(x: object) -> Any:
     """M of an activation ``[..., K]``: an integer, or a symbol. Size.numel() would make a constant of it."""
     return math.prod(value(x).shape[:-1])

@@ -21,7 +21,7 @@ from ..kernels import host, select
 from ..kernels.linear_chain.cuda import LEAST_INNER, MOST_CHOSEN, MOST_EXPERTS, MOST_INNER, ROUTER_ROWS
 from ..kernels.select import plan
 from ..ops.activation import ActivationCode
-from ..ops.linear_chain import Product, Routing
+from ..ops.linear_chain import COUNTERS, Product, Routing
 from ..ops.moe_call import MoeCall
 from . import chain, views
 from .counters import matched
@@ -44,7 +44,7 @@ def fuse(graph: Graph) -> None:
         reason = _why_not(moe)
         norm = read(below_views(x)) if not reason else None
         routed = _routed(moe, norm) if norm is not None else "no RMSNorm of one weight stands in front of the router and the experts"
-        counters = chain.counters_before(graph, moe) if not isinstance(routed, str) and not reason else ""
+        counters = chain.counters_before(graph, moe, COUNTERS + 1) if not isinstance(routed, str) and not reason else ""
         reason = reason or next((found for found in (routed, counters) if isinstance(found, str)), "")
         if reason:
             missed(moe, value(moe), reason, UNCHAINED)
@@ -82,7 +82,8 @@ def _why_not(moe: Node) -> str:
     if any(type(size) is not int for size in (e, rows, half_k, width, inner, k)):
         return "a size of the experts is known at run time only"
     most = ROUTER_ROWS * host.processors(value(moe.args[0]).device)  # type: ignore[arg-type]
-    for what, size, limit in (("experts", e, min(MOST_EXPERTS, most)), ("experts of a token", k, MOST_CHOSEN), ("numbers between their products", k * inner, MOST_INNER)):
+    limits = (("experts", e, min(MOST_EXPERTS, most)), ("experts of a token", k, MOST_CHOSEN), ("numbers between their products", k * inner, MOST_INNER))
+    for what, size, limit in limits:
         if size > limit:
             return f"{size} {what}: one launch takes {limit}"
     if inner % LEAST_INNER or half_k % 32 or value(call.down.global_scale).dim() != 1:
@@ -101,8 +102,7 @@ def _routed(moe: Node, norm: RMSNorm) -> tuple[Node, Node | None, Routing] | str
         return "the router does not read what the experts read"
     if bias is not None:
         return "the router has a bias"
-    users = {user for y in (norm.y, router) for user in _readers(y)}
-    if users != {moe, router} - ({router} if not norm.y.users else set()):
+    if {user for y in (norm.y, router) for user in _readers(y)} != {moe, router}:
         return "something else reads the norm or the choice"
     if norm.weight is None or norm.weight.op not in ("placeholder", "get_attr") or len({value(n).dtype for n in (norm.x, norm.weight, norm.y)}) > 1:
         return "the norm has no weight of the dtype of what it reads"

@@ -68,7 +68,8 @@ def call_of(c: ChainCall, stream: int = 0) -> tuple[list[Tensor], params.ChainPa
             experts = p.qdata.shape[0]
             scores, y = x.new_empty(experts), x.new_empty(top_k, n // 2)
             kept += (scores, y)
-            more = dict(routed=len(results), experts=experts, top_k=top_k, units=p.global_scale.numel() // experts, form=FORMS.index(form), rounded=int(rounded))
+            units = p.global_scale.numel() // experts
+            more = dict(routed=len(results), experts=experts, top_k=top_k, units=units, form=FORMS.index(form), rounded=int(rounded))
             more |= dict(router=dense(router), scores=scores)
         numbers = dict(zip(("second", "third"), (*p.starts, 0, 0), strict=False)) | dict(act=c.act[len(results)], eps=p.eps, norm_offset=p.norm_offset)
         added = results[p.added] if p.added >= 0 else dense(p.residual)
@@ -91,7 +92,8 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     return linear_chain.fake(ChainCall.of(*args[:-1]))
 
 
-_SCHEMA = linear_chain.CONTRACT.schema.replace('bool early=False, str prefill="auto"', "int early, int arch")
+_DEFAULTS = 'router=None, int[] routing=[], bool early=False, str prefill="auto"'
+_SCHEMA = linear_chain.CONTRACT.schema.replace(_DEFAULTS, "router, int[] routing, int early, int arch")
 csrc.DEFINITIONS.define(f"{NAME}{_SCHEMA}")
 csrc.DEFINITIONS.impl(NAME, _until_bound, "CompositeExplicitAutograd")
 torch.library.register_fake(f"fp4_csrc::{NAME}", _fake, lib=csrc.DEFINITIONS)
