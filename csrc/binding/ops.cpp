@@ -217,13 +217,43 @@ Tensor linear_w4a4(const Tensor& x, const Tensor& xs, const Tensor& row_scale, c
   return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .x_scale = &xs, .row_scale = &row_scale}, p);
 }
 
+// Which products of a chain are those of experts, as ops/linear_chain.py has it.
+struct Routed {
+  int64_t gate_up = -1, top_k = 0, form = 0, rounded = 0;
+  explicit Routed(const std::vector<int64_t>& routing) {
+    if (routing.size() == 4) gate_up = routing[0], top_k = routing[1], form = routing[2], rounded = routing[3];
+  }
+  bool holds(size_t product) const { return gate_up >= 0 && ((int64_t)product == gate_up || (int64_t)product == gate_up + 1); }
+};
+
+// A product of experts in a chain, whose activations are [1, K]: checks what the kernel takes for granted; N and K are an expert's. parts, units: rows that make
+// a column of the result, global scales of an expert.
+Sizes check_experts(const char* name, const Operands& t, int64_t k, int parts, int64_t units, LinearParams& p) {
+  p.dtype = dtype_code(t.x, name);
+  const ScalarType type = p.dtype ? ScalarType::Half : ScalarType::BFloat16;
+  require(t.codes.dim() == 3 && t.scale.dim() == 3, name, "the weights of experts have three dimensions");
+  const int64_t e = t.codes.size(0), n = t.codes.size(1);
+  require(t.codes.size(2) * 2 == k && t.scale.size(0) == e && t.scale.size(1) == n && t.scale.size(2) * 16 == k, name, "a part of the experts does not fit");
+  require(t.global_scale.scalar_type() == ScalarType::Float && t.global_scale.numel() == units * e, name, "experts have one global scale each, gate and up two");
+  require(!t.bias && p.second == 0 && p.third == 0, name, "experts of a chain have no bias and no siblings");
+  for (Maybe part : {&t.codes, &t.scale, &t.global_scale, t.residual, t.norm_weight})
+    require(!part || part->get_device() == t.x.get_device(), name, "tensors on different devices");
+  require(!t.residual || (t.residual->dim() == 2 && t.residual->size(0) == 1 && t.residual->size(1) == n && t.residual->scalar_type() == type), name,
+          "the residual is as the result");
+  require(!t.norm_weight || (t.norm_weight->dim() == 1 && t.norm_weight->size(0) == k && t.norm_weight->scalar_type() == type), name,
+          "the norm's weight is [K] in the activations' dtype");
+  require(e < INT32_MAX && n < INT32_MAX && k < INT32_MAX, name, "sizes below 2^31");
+  return {1, n, k, n / parts, type};
+}
+
 // The products of a chain: lists with an entry for each, starts with two (ops/linear_chain.py). Its results, four, of which those that are not there are empty.
 template <typename Place, const Linear& OP>
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const std::vector<Tensor>& q, const std::vector<Tensor>& s, const std::vector<Tensor>& g,
                                                         const std::vector<Optional>& bias, const std::vector<Optional>& norm_weight,
                                                         const std::vector<Optional>& residual, const std::vector<int64_t>& added, const std::vector<double>& eps,
                                                         const std::vector<double>& norm_offset, const std::vector<int64_t>& act, const std::vector<int64_t>& glu,
-                                                        const std::vector<int64_t>& starts, const Tensor& arrivals, int64_t early, int64_t arch) {
+                                                        const std::vector<int64_t>& starts, const Tensor& arrivals, const Optional& router,
+                                                        const std::vector<int64_t>& routing, int64_t early, int64_t arch) {
   const size_t count = q.size();
   require(count >= 1 && count <= 4 && starts.size() == 2 * count, OP.name, "one to four products");
   for (size_t size : {s.size(), g.size(), bias.size(), norm_weight.size(), residual.size(), added.size(), eps.size(), norm_offset.size(), act.size(), glu.size()})
@@ -232,21 +262,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
           "arrivals are int32, contiguous, on the device of the activations");
   const Kernel<ChainParams> f = kernel<ChainParams>(OP.name, arch);
   const Place place(x, OP.name);
+  const Routed routed(routing);
   ChainParams chain{};
   chain.arrivals = arrivals.data_ptr(), chain.arrivals_count = arrivals.numel(), chain.count = (int)count;
   std::vector<Tensor> y;
   Dense dense;
   bool all_early = true;
+  Optional scores;
   for (size_t i = 0; i < count; ++i) {
-    require(added[i] < (int64_t)i, OP.name, "a product adds the result of an earlier one");
+    require(added[i] < (int64_t)i && (added[i] < 0 || added[i] != routed.gate_up), OP.name, "a product adds the result of an earlier one");
     const Optional sum = added[i] >= 0 ? Optional(y[added[i]]) : residual[i];
     const Operands t{.x = i ? y[i - 1] : x, .codes = q[i], .scale = s[i], .global_scale = g[i], .bias = at(bias[i]), .residual = at(sum), .norm_weight = at(norm_weight[i])};
     LinearParams& p = chain.products[i] = numbers({}, starts[2 * i], starts[2 * i + 1], act[i], early);
     p.eps = (float)eps[i], p.norm_offset = (float)norm_offset[i];
-    const Sizes of = check(Linear{OP.name, OP.most_rows, kPlain, glu[i] ? 2 : 1}, arch, t, p);
-    Tensor result = torch::stable::new_empty(x, {of.m, of.columns}, of.type);
+    const bool experts = routed.holds(i), gate_up = experts && (int64_t)i == routed.gate_up;
+    require(!experts || t.x.dim() == 2, OP.name, "activations are [M, K]");
+    const int64_t units = gate_up && t.global_scale.dim() == 2 ? 2 : 1;
+    const Sizes of = experts ? check_experts(OP.name, t, t.x.size(1), glu[i] ? 2 : 1, units, p) : check(Linear{OP.name, OP.most_rows, kPlain, glu[i] ? 2 : 1}, arch, t, p);
+    Tensor result = torch::stable::new_empty(x, {gate_up ? routed.top_k : of.m, of.columns}, of.type);
+    if (gate_up) {
+      require(router.has_value() && router->dim() == 2 && router->size(0) == t.codes.size(0) && router->size(1) == of.k && router->scalar_type() == of.type &&
+                  router->get_device() == x.get_device() && x.size(0) == 1, OP.name, "the router is [experts, K] in the activations' dtype, which are one row");
+      scores = torch::stable::new_empty(x, {t.codes.size(0)}, of.type);
+      chain.router = dense(at(router)), chain.scores = scores->data_ptr(), chain.routed = (int)i, chain.experts = (int)t.codes.size(0);
+      chain.top_k = (int)routed.top_k, chain.units = (int)units, chain.form = (int)routed.form, chain.rounded = (int)routed.rounded;
+    }
     fill(t, of, result, place.stream, dense, p);
-    chain.finish[i] = glu[i] ? 2 : act[i] || sum ? 1 : 0;
+    chain.finish[i] = glu[i] ? 2 : act[i] || sum || experts ? 1 : 0;
     all_early = all_early && p.early;
     y.push_back(result);
   }
@@ -256,6 +298,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_chain(const Tensor& x, const s
     STD_TORCH_CHECK(status == 0, "fp4_csrc::", OP.name, " failed: cudaError ", status, " for ", count, " products, the first of N=", chain.products[0].N,
                     ", K=", chain.products[0].K);
   }
+  if (routed.gate_up >= 0) y[routed.gate_up] = torch::stable::new_empty(x, {0});
   while (y.size() < 4) y.push_back(torch::stable::new_empty(x, {0}));
   return {y[0], y[1], y[2], y[3]};
 }

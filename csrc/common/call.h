@@ -30,8 +30,15 @@ struct ChainParams {
   LinearParams products[4];            // calls of their own: x of a later one is y of the one before it, and residual may be y of any earlier one
   void* arrivals;                      // int32, zeros, which the launch counts in and leaves zero
   int64_t arrivals_count;
-  int count;      // of products; early, dtype and stream are those of the first
-  int finish[4];  // Finish of epilogue.cuh
+  // Two neighbours may be gate_up and down of the experts that a router chooses by what gate_up reads. Their codes, scales and global scales are those of all
+  // experts, N and K those of one, y of gate_up is [top_k, I]. router [experts, K] and scores [experts], which the launch writes, are of the dtype of x.
+  const void* router;  // null: there are none
+  void* scores;
+  int count;                  // of products; early, dtype and stream are those of the first
+  int finish[4];              // Finish of epilogue.cuh
+  int routed;                 // the number of gate_up
+  int experts, top_k, units;  // units: global scales of an expert's gate_up, 2: of gate and of up
+  int form, rounded;          // of the router's weights: FORMS of ops/router.py; rounded to the dtype of x
 };
 
 // The weight of one product of every expert.

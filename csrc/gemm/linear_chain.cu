@@ -8,7 +8,12 @@
 //   - A product begins when all blocks have counted themselves in `arrivals` behind the product before. So all blocks must run at once: a cooperative launch.
 //   - The last block to arrive at the end sets the counters back to zero for the next launch.
 //   - The next kernel may begin at once (PDL). It finds room beside this one's threads and three stages, and then waits.
-#include "gemv.cuh"
+//
+// Two neighbours may be those of a mixture of experts (`Routing`): gate_up of the experts that a router chooses by the same x, and their down product. Of these
+// the block knows the addresses when it knows the choice, so its ring is empty until then. Gate and up of all chosen experts are the rows of one product; down
+// is one product over the experts' results side by side, each times its router's weight.
+#include "../sm90/thread.cuh"
+#include "routing.cuh"
 
 namespace {
 
@@ -16,6 +21,7 @@ using namespace fp4;
 
 constexpr int kMostProducts = 4, R = 4, kWarps = 16, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32, kMostK = kBatch * kMultiplying * 8;
 
+// Of experts K, columns and the groups are those of all chosen ones side by side.
 template <typename T> struct Product {
   const T* x;
   const uint8_t *q, *scale;
@@ -36,6 +42,7 @@ template <typename T> struct Chain {
   Product<T> products[kMostProducts];
   int count, stages, segments, columns, ring;  // segments, columns of a block: the most of any product
   int* arrivals;
+  Routing<T> routing;
 };
 
 template <typename T> __device__ __forceinline__ float from_l2(const T* p) {
@@ -43,54 +50,19 @@ template <typename T> __device__ __forceinline__ float from_l2(const T* p) {
   return Numbers<T>::to_float(*(const T*)&bits);
 }
 
-// The steps that a warp fetches, product after product.
-template <typename T> struct Fetching {
-  int product, group, segment;
-
-  __device__ __forceinline__ void begin(const Chain<T>& chain, int first, int warp) {
-    for (product = first; product < chain.count; ++product) {
-      const Product<T>& p = chain.products[product];
-      group = warp >> p.log_k_groups, segment = warp & ((1 << p.log_k_groups) - 1);
-      if (group < p.groups_of(blockIdx.x)) return;
-    }
-  }
-  __device__ __forceinline__ void next(const Chain<T>& chain, Shared to, int warp, int lane) {
-    if (product < chain.count) {
-      const Product<T>& p = chain.products[product];
-      const int K = p.K, columns = p.columns, n = (blockIdx.x * p.groups + group) << p.log_width;
-      const int byte = segment * (kSegment / 2) + lane * 16, word = segment * (kSegment / 16) + lane % 16 * 4;
-      const bool live = byte < K / 2 || FP4_FAULT(READ_K_PAST_K), live_scales = word < K / 16;
-      const uint8_t *codes = p.q + (live ? byte : 0), *scales = p.scale + (live_scales ? word : 0);
-      auto row = [&](int i) -> size_t {  // past the last row of W it is the last one, and not stored
-        const int column = p.parts == 1 ? i : i % 2, part = p.parts == 1 ? 0 : i / 2;
-        return (uint32_t)(min(n + column, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + part * columns);
-      };
-#pragma unroll
-      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, codes + row(i) * (uint32_t)(K / 2), live);
-#pragma unroll
-      for (int i = 0; i < R; i += 2)
-        cp_async_src_size<4>(to + Step<R>::kCodes + i * (kSegment / 16) + lane * 4, scales + row(i + lane / 16) * (uint32_t)(K / 16), live_scales ? 4 : 0);
-      segment += 1 << p.log_k_groups;
-      if (segment >= p.segments) {
-        segment = warp & ((1 << p.log_k_groups) - 1), group += kWarps >> p.log_k_groups;
-        if (group >= p.groups_of(blockIdx.x)) begin(chain, product + 1, warp);
-      }
-    }
-    cp_async_commit_group();
-  }
-};
-
 // What the epilogue of a product needs for the block's columns: copied to shared memory while the product is computed.
 template <typename T> struct Operands {
   float *scales, *added, *residual;  // [2][columns]; [2][columns]; [columns]
   int columns;
 
-  __device__ __forceinline__ void load(const Product<T>& p, int n, int c) const {
+  // experts: of the product of gate and up, else null. A product over experts has its global scales in x.
+  __device__ __forceinline__ void load(const Product<T>& p, int n, int c, const Routing<T>* experts, const int* chosen) const {
 #pragma unroll
     for (int part = 0; part < 2; ++part)
       if (part < p.parts) {
-        const int row = n + (FP4_FAULT(UP_WITH_GATE_SCALE) ? 0 : part * p.columns);
-        scales[part * columns + c] = p.global_scale[row < p.second ? 0 : row < p.third ? 1 : 2] * kWeightUnit;
+        const int up = FP4_FAULT(UP_WITH_GATE_SCALE) ? 0 : part, row = n + up * p.columns;
+        const float scale = experts ? experts->scale_of(chosen, n, up) : !p.global_scale ? 1.f : p.global_scale[row < p.second ? 0 : row < p.third ? 1 : 2];
+        scales[part * columns + c] = scale * kWeightUnit;
         added[part * columns + c] = p.bias ? Numbers<T>::to_float(p.bias[n + part * p.columns]) : 0.f;
       }
     residual[c] = p.residual ? from_l2(p.residual + n) : 0.f;
@@ -118,16 +90,71 @@ template <typename T> struct Memory {
     return {shared, factors, squares, operands + 5 * chain.columns,
             {operands, operands + 2 * chain.columns, operands + 4 * chain.columns, chain.columns}, shared + chain.ring};
   }
+  static __device__ __forceinline__ Choice choice(const Chain<T>& chain) { return Choice::at(dynamic_shared() + chain.ring - kChoiceBytes); }
 };
 
-// The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums.
-template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
+// The steps that a warp fetches, product after product up to `end`. chosen: the experts, once they are known.
+template <typename T, bool kRouted> struct Fetching {
+  int product, group, segment, end;
+
+  __device__ __forceinline__ void begin(const Chain<T>& chain, int first, int warp) {
+    for (product = first; product < end; ++product) {
+      const Product<T>& p = chain.products[product];
+      group = warp >> p.log_k_groups, segment = warp & ((1 << p.log_k_groups) - 1);
+      if (group < p.groups_of(blockIdx.x)) return;
+    }
+  }
+  __device__ __forceinline__ void next(const Chain<T>& chain, Shared to, int warp, int lane) {
+    if (product < end) {
+      const Product<T>& p = chain.products[product];
+      int K = p.K, columns = p.columns, n = (blockIdx.x * p.groups + group) << p.log_width;
+      const int byte = segment * (kSegment / 2) + lane * 16, word = segment * (kSegment / 16) + lane % 16 * 4;
+      const bool live = byte < K / 2 || FP4_FAULT(READ_K_PAST_K), live_scales = word < K / 16;
+      const uint8_t *codes = p.q + (live ? byte : 0), *scales = p.scale + (live_scales ? word : 0);
+      if (kRouted && product == chain.routing.product)  // of one expert
+        chain.routing.to_gate_up(Memory<T>::choice(chain).ids, codes, scales, n, columns);
+      else if (kRouted && product == chain.routing.product + 1)
+        chain.routing.to_down(Memory<T>::choice(chain).ids, codes, scales, live ? byte : 0, live_scales ? word : 0, K);
+      auto row = [&](int i) -> size_t {  // past the last row of W it is the last one, and not stored
+        const int column = p.parts == 1 ? i : i % 2, part = p.parts == 1 ? 0 : i / 2;
+        return (uint32_t)(min(n + column, columns - 1 + FP4_FAULT(READ_ROWS_PAST_N)) + part * columns);
+      };
+#pragma unroll
+      for (int i = 0; i < R; ++i) cp_async_zfill<16>(to + i * (kSegment / 2) + lane * 16, codes + row(i) * (uint32_t)(K / 2), live);
+#pragma unroll
+      for (int i = 0; i < R; i += 2)
+        cp_async_src_size<4>(to + Step<R>::kCodes + i * (kSegment / 16) + lane * 4, scales + row(i + lane / 16) * (uint32_t)(K / 16), live_scales ? 4 : 0);
+      segment += 1 << p.log_k_groups;
+      if (segment >= p.segments) {
+        segment = warp & ((1 << p.log_k_groups) - 1), group += kWarps >> p.log_k_groups;
+        if (group >= p.groups_of(blockIdx.x)) begin(chain, product + 1, warp);
+      }
+    }
+    cp_async_commit_group();
+  }
+};
+
+// The rows of a product that this block will multiply begin to come to L2.
+template <typename T> __device__ __forceinline__ void fetch_to_l2(const Product<T>& p) {
+  const int n0 = blockIdx.x * p.groups << p.log_width, rows = min(p.groups << p.log_width, p.columns - n0);
+  for (int part = 0; part < p.parts; ++part) {
+    const size_t first = n0 + part * p.columns, codes = first * (p.K / 2), scales = first * (p.K / 16);
+    for (int at = threadIdx.x * 128; at < rows * (p.K / 2); at += kMultiplying * 128) prefetch_l2(p.q + codes + at);
+    for (int at = threadIdx.x * 128; at < rows * (p.K / 16); at += kMultiplying * 128) prefetch_l2(p.scale + scales + at);
+  }
+}
+
+// The warps that multiply. Two barriers of the whole block for each product: behind the first one x may be read, behind the second one the sums. A routed one
+// has three more in between: behind them the router's sums, the scores of all blocks, and the choice may be read.
+template <typename T, bool kRouted> __device__ __forceinline__ void multiply(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
   uint8_t* ring = memory.rings + warp * (chain.stages * Step<R>::kBytes);
   const Shared ring_address = shared_address(ring);
-  Fetching<T> coming;
+  Fetching<T, kRouted> coming;
+  coming.end = kRouted ? chain.routing.product : chain.count;
   coming.begin(chain, 0, warp);
   for (int i = 0; i < chain.stages; ++i) coming.next(chain, ring_address + i * Step<R>::kBytes, warp, lane);
+  if (kRouted) chain.routing.prefetch(kMultiplying);
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
 #endif
@@ -137,7 +164,8 @@ template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& c
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
     const int K = p.K, groups = p.groups_of(blockIdx.x), chunks = p.segments * (kSegment / 8), k_groups = 1 << p.log_k_groups, k_group = warp & (k_groups - 1);
-    if (groups <= 0) continue;
+    const bool routed = kRouted && product == chain.routing.product;
+    if (groups <= 0 && !routed) continue;
     if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
     uint4 raw[kBatch];  // a thread's part of x, by loads that pass over L1, where lines of the y that is x may be old
 #pragma unroll
@@ -145,6 +173,7 @@ template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& c
       const int c = threadIdx.x + i * kMultiplying;
       raw[i] = load_or_zero(p.x + (c * 8 < K ? c * 8 : 0), c * 8 < K);
     }
+    const int thread = kRouted ? thread_again() : threadIdx.x;
     float by = 1.f;
     if (p.norm_weight) {
       float sum = 0.f;
@@ -159,12 +188,14 @@ template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& c
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int c = threadIdx.x + i * kMultiplying;
+      const int c = thread + i * kMultiplying;
       if (c >= chunks) break;  // whole warps
       float v[8];
       floats_of<T>(raw[i], v);
       if (p.norm_weight) normalise<T>(v, c * 8 < K ? *(const uint4*)(p.norm_weight + c * 8) : uint4{}, by, p.norm_offset);
-      const float factor = to_half_range(v);
+      if constexpr (kRouted) raw[i] = packed<T>(v);
+      float factor = to_half_range(v);
+      if (kRouted && product == chain.routing.product + 1) factor *= c * 8 < K ? memory.choice(chain).weights[chain.routing.expert_of(c * 8)] : 0.f;
       *(uint4*)(memory.x + place_of_chunk(c)) = in_order(v);
       if (c % 2 == 0) memory.factors[c / 2] = factor;
     }
@@ -172,7 +203,22 @@ template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& c
       const Product<T>& then = chain.products[product + 1];
       if (then.norm_weight && threadIdx.x * 64 < then.K) prefetch_l2(then.norm_weight + threadIdx.x * 64);
     }
+    if constexpr (kRouted)
+      if (routed) chain.routing.score(raw, memory.choice(chain), warp, lane);
     if (!FP4_FAULT(SKIP_BARRIER_AFTER_X)) named_barrier_sync(1, kMultiplying);
+    if (routed) {  // the ring is empty
+      __syncthreads();
+      if (product + 2 < chain.count) fetch_to_l2(chain.products[product + 2]);
+      __syncthreads();
+      chain.routing.choose(memory.choice(chain));
+      __syncthreads();
+      coming.end = chain.count;
+      coming.begin(chain, product, warp);
+      for (int i = 0, to = slot; i < chain.stages; ++i) {
+        coming.next(chain, ring_address + to * Step<R>::kBytes, warp, lane);
+        if (++to == chain.stages) to = 0;
+      }
+    }
 
 #pragma unroll 1
     for (int group = warp >> p.log_k_groups; group < groups; group += kWarps >> p.log_k_groups) {
@@ -198,7 +244,7 @@ template <typename T> __device__ __forceinline__ void multiply(const Chain<T>& c
 
 // The last warp: it stores the block's results, counts the block as arrived, and waits for the others. A warp of its own, because the count is a release, which
 // waits for all that its thread has asked of memory: in a warp that fetches weights, for weights, too.
-template <typename T> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
+template <typename T, bool kRouted> __device__ __forceinline__ void finish(const Chain<T>& chain, const Memory<T>& memory) {
   const int lane = threadIdx.x & 31;
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();
@@ -207,10 +253,23 @@ template <typename T> __device__ __forceinline__ void finish(const Chain<T>& cha
   for (int product = 0; product < chain.count; ++product) {
     const Product<T>& p = chain.products[product];
     const int groups = p.groups_of(blockIdx.x), n0 = blockIdx.x * p.groups << p.log_width, count = min(p.groups << p.log_width, p.columns - n0);
-    if (groups > 0) {
+    const bool routed = kRouted && product == chain.routing.product;
+    if (groups > 0 || routed) {
       if (product && lane == 0 && !FP4_FAULT(SKIP_WAIT_FOR_ARRIVALS)) wait_for_arrivals(chain.arrivals + product - 1, gridDim.x);
       if (!FP4_FAULT(SKIP_BARRIER_BEFORE_X)) __syncthreads();
-      for (int c = lane; c < count; c += 32) memory.operands.load(p, n0 + c, c);
+      if (routed) {
+        __syncthreads();
+        chain.routing.store_scores(memory.choice(chain), lane);
+        __syncwarp();
+        if (lane == 0) {
+          arrive(chain.arrivals + chain.count);
+          if (!FP4_FAULT(SKIP_WAIT_FOR_SCORES)) wait_for_arrivals(chain.arrivals + chain.count, gridDim.x);
+        }
+        __syncthreads();
+        if (!FP4_FAULT(SKIP_BARRIER_BEFORE_CHOICE)) __syncthreads();
+        chain.routing.weigh(memory.choice(chain), lane);
+      }
+      for (int c = lane; c < count; c += 32) memory.operands.load(p, n0 + c, c, routed ? &chain.routing : nullptr, memory.choice(chain).ids);
       if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) __syncthreads();
       for (int c = lane; c < count; c += 32) {
         float all[2] = {};
@@ -227,29 +286,31 @@ template <typename T> __device__ __forceinline__ void finish(const Chain<T>& cha
       if (product < chain.count - 1)
         arrive(chain.arrivals + product);
       else if (count_arrival(chain.arrivals + product) == (int)gridDim.x - 1)
-        for (int i = 0; i < chain.count; ++i) chain.arrivals[i] = FP4_FAULT(LEAVE_ARRIVALS);
+        for (int i = 0; i < chain.count + kRouted; ++i) chain.arrivals[i] = FP4_FAULT(LEAVE_ARRIVALS);
     }
   }
 }
 
 // 64 registers, so that a block of the attention behind it, which waits, finds room beside this one's.
-template <typename T> __global__ void __maxnreg__(64) linear_chain(const __grid_constant__ Chain<T> chain) {
+template <typename T, bool kRouted> __global__ void __maxnreg__(64) linear_chain(const __grid_constant__ Chain<T> chain) {
   const Memory<T> memory = Memory<T>::of(chain);
   if (threadIdx.x < kMultiplying)
-    multiply(chain, memory);
+    multiply<T, kRouted>(chain, memory);
   else
-    finish(chain, memory);
+    finish<T, kRouted>(chain, memory);
 }
 
 // One block a multiprocessor. Measured on an H100, o to q/k/v of an 8B model: two warps share K, as in linear_gemv; three stages: with four the chain takes as
 // long, with five 1.3 us more, because what is under way delays the counters and x of the next product.
-template <typename T> cudaError_t run(const ChainParams& call) {
+template <typename T, bool kRouted> cudaError_t run(const ChainParams& call) {
   Chain<T> chain = {};
   chain.count = call.count, chain.arrivals = (int*)call.arrivals;
   const int blocks = multiprocessors(), stages = call.products[0].tile[0];
   int sums = 0;
   for (int i = 0; i < call.count; ++i) {
-    const LinearParams& c = call.products[i];
+    LinearParams c = call.products[i];
+    if (c.M != 1) return cudaErrorInvalidValue;
+    if (kRouted && !chain.routing.take(call, i, blocks, c)) return cudaErrorInvalidValue;
     const int parts = call.finish[i] == kGlu ? 2 : 1, columns = c.N / parts;
     const Epilogue<T> then = Epilogue<T>::of(c.mul, c.residual, c.second, c.third, c.act);
     Product<T>& p = chain.products[i];
@@ -258,22 +319,22 @@ template <typename T> cudaError_t run(const ChainParams& call) {
     p.log_width = parts == 2 ? 1 : 2, p.all = divided(columns, R / parts), p.groups = divided(p.all, blocks), p.segments = divided(c.K, kSegment);
     p.log_k_groups = stages ? c.tile[1] : 1;
     while (1 << p.log_k_groups > p.segments) --p.log_k_groups;
-    if (c.M != 1 || c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N))
+    if (c.K < 64 || c.K % 64 || c.K > kMostK || c.N < parts || c.mul || !then.fits((Finish)call.finish[i], c.N))
       return cudaErrorInvalidValue;
-    if (i && (c.x != call.products[i - 1].y || c.K != call.products[i - 1].N / (call.finish[i - 1] == kGlu ? 2 : 1))) return cudaErrorInvalidValue;
+    if (i && (c.x != call.products[i - 1].y || c.K != chain.products[i - 1].columns)) return cudaErrorInvalidValue;
     chain.segments = p.segments > chain.segments ? p.segments : chain.segments;
     chain.columns = p.groups << p.log_width > chain.columns ? p.groups << p.log_width : chain.columns;
     const int of = (1 << p.log_k_groups) * p.groups * R;
     sums = of > sums ? of : sums;
   }
-  chain.ring = divided(chain.segments * (kSegment * 2 + kSegment / 4) + (kWarps + 5 * chain.columns + sums) * 4, 16) * 16;
+  chain.ring = divided(chain.segments * (kSegment * 2 + kSegment / 4) + (kWarps + 5 * chain.columns + sums) * 4 + (kRouted ? kChoiceBytes : 0), 16) * 16;
   const int each = kWarps * Step<R>::kBytes, room = (kMostRoom - chain.ring) / each;
   chain.stages = stages ? stages : room < 3 ? room : 3;
   if (chain.stages < 1 || chain.stages > room || chain.stages > kMostStages) return cudaErrorInvalidConfiguration;
-  const cudaError_t status = prefer_shared_memory(linear_chain<T>);
+  const cudaError_t status = prefer_shared_memory(linear_chain<T, kRouted>);
   if (status != cudaSuccess) return status;
   const Stream stream((cudaStream_t)call.products[0].stream, call.products[0].early != 0, true);
-  return fp4::launch(linear_chain<T>, dim3(blocks), kThreads, chain.ring + chain.stages * each, 1, stream, chain);
+  return fp4::launch(linear_chain<T, kRouted>, dim3(blocks), kThreads, chain.ring + chain.stages * each, 1, stream, chain);
 }
 
 }  // namespace
@@ -282,6 +343,10 @@ template <typename T> cudaError_t run(const ChainParams& call) {
 // K <= 16384; x, codes, scale and norm_weight 16-byte aligned. tile: of the first product the stages, 1 to 8,
 // of each log2 of the warps that share K; 0 stages: its own choice. early: the kernel before writes none of the weights.
 extern "C" int fp4_linear_chain(const ChainParams* call) {
-  if (!is_call(call) || call->count < 2 || call->count > kMostProducts || !call->arrivals || call->arrivals_count < call->count) return cudaErrorInvalidValue;
-  return by_dtype(call->products[0].dtype, [&](auto zero) { return run<decltype(zero)>(*call); });
+  if (!is_call(call) || call->count < 2 || call->count > kMostProducts) return cudaErrorInvalidValue;
+  if (!call->arrivals || call->arrivals_count < call->count + (call->router ? 1 : 0)) return cudaErrorInvalidValue;
+  return by_dtype(call->products[0].dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return call->router ? run<T, true>(*call) : run<T, false>(*call);
+  });
 }

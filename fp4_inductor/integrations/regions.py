@@ -25,6 +25,7 @@ from torch import nn
 
 from .._torch.export import is_exporting
 from ..config import dispatch_config
+from ..formats import nvfp4
 from ..kernels import select
 from ..modules import FP4Experts, FP4Linear
 
@@ -57,10 +58,11 @@ def pays_undivided(model: nn.Module, rows: int) -> bool:
     """Does a decode step of ``rows`` tokens take less time as one graph?
 
     There the products between two attentions, of which q/k/v belong to the next layer, are one launch, if there is a kernel for it. A step of 12 layers of
-    an 8B model takes 1.17 ms on an H100 as one graph, 1.22 as regions; the graph of a model with experts holds no such products.
+    an 8B model takes 1.17 ms on an H100 as one graph, 1.22 as regions. Experts with biases, or 2:4-sparse ones, are no part of such a launch.
     """
-    layers = [m for m in model.modules() if isinstance(m, (FP4Linear, FP4Experts))]
-    if rows != 1 or not layers or any(isinstance(m, FP4Experts) for m in layers):
+    layers = [m for m in model.modules() if isinstance(m, FP4Linear)]
+    experts = [m for m in model.modules() if isinstance(m, FP4Experts)]
+    if rows != 1 or not layers or any(w.bias is not None or w.storage() is not nvfp4.STORAGE for m in experts for w in (m.first, m.down_proj)):
         return False
     one: Any = layers[0]
     call = select.describe("linear_chain", one.qdata.device, one.dtype, one.out_features, one.in_features, one.prefill)

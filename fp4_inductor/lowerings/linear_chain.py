@@ -11,9 +11,11 @@ from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.forms import Norm
 from ..kernels.select import plan
+from ..ops.activation import Activation
 from ..ops.linear_chain import CONTRACT, MOST, ChainCall, Product
+from ..ops.moe_call import ExpertWeight, MoeCall
 from ..passes.chain import PATHS
-from . import linear, linear_epilogue, linear_glu
+from . import linear, linear_epilogue, linear_glu, moe
 from . import norm as norms
 from .journal import record
 from .regime import known
@@ -31,7 +33,7 @@ def lower(*args, **kwargs):
     c: Any = ChainCall.of(*args, **kwargs)  # of IR values
     symbols = inductor.Symbols()
     m, products = inductor.rows_of(c.x), c.products()
-    sizes: Any = [[symbols.static_int(size) for size in p.qdata.get_size()] for p in products]
+    sizes: Any = [[symbols.static_int(size) for size in p.qdata.get_size()[-2:]] for p in products]
     if any(None in size for size in sizes):
         return _padded(_one_by_one(c, products), c.x)
     called = [select.describe("linear_chain", c.x.get_device(), c.x.get_dtype(), n, 2 * half_k, c.prefill) for n, half_k in sizes]
@@ -47,10 +49,12 @@ def lower(*args, **kwargs):
         return None if t is None else inductor.contiguous(t if len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]]))
 
     dense = {name: [None if t is None else inductor.contiguous(t) for t in getattr(c, name)] for name in ("qdata", "scale", "global_scale", "norm_weight")}
-    given = c._replace(x=flat(c.x), residual=[flat(t) for t in c.residual], **dense)
+    router = None if c.router is None else inductor.contiguous(c.router)
+    given = c._replace(x=flat(c.x), residual=[flat(t) for t in c.residual], router=router, **dense)
     arch = plans[0].call.arch
     # Counters, global scales and what is added are read when the kernel before it has ended.
     read = tuple(t for name in ("qdata", "scale", "norm_weight") for t in dense[name] if t is not None)
+    read += () if router is None else (router,)
     early, told = linear.begins_early(arch, (given.x,), read)
     notes = [linear.join(f"product {i + 1} of {len(products)} of one launch", *_remarks(p)) for i, p in enumerate(products)]
     notes[0] = linear.join(notes[0], told)
@@ -64,6 +68,10 @@ def lower(*args, **kwargs):
 
 
 def _remarks(p: Product) -> tuple[str, ...]:
+    if p.routing is not None:
+        k, e = p.routing.top_k, p.qdata.get_size()[0]
+        norm = norms.remark(Norm(p.norm_weight, p.eps, p.norm_offset))
+        return norm, f"{k} of {e} experts, chosen in the kernel", f"{p.act}(gate) * up"
     several = f"{len(p.starts) + 1} global scales" if p.starts and not p.glu else ""
     norm = norms.remark(None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset))
     behind = " ".join(filter(None, (p.act, "+ residual" if p.adds else "")))
@@ -73,14 +81,34 @@ def _remarks(p: Product) -> tuple[str, ...]:
 def _one_by_one(c: Any, products: list[Product]) -> list:
     """The results of the products by the lowerings of their own ops."""
     results: list = []
-    for p in products:
+    for i, p in enumerate(products):
         x = results[-1] if results else c.x
+        if p.routing is not None:
+            results.append(inductor.full([0], 0.0, c.x))
+            continue
+        if i and products[i - 1].routing is not None:
+            results.append(_experts(results[-2] if i > 1 else c.x, products[i - 1], p, results, c.prefill))
+            continue
         norm = None if p.norm_weight is None else Norm(p.norm_weight, p.eps, p.norm_offset)
         rows = [0, *p.starts] if len(p.global_scale.get_size()) else None
         residual = results[p.added] if p.added >= 0 else p.residual
         alone = p._replace(norm_weight=None)
         results.append(_LOWERINGS[alone.op](*alone.arguments(x, residual, rows, c.prefill), norm=norm))
     return results
+
+
+def _experts(x, gate_up: Product, down: Product, results: list, prefill: str):
+    """The two products of experts by the ops that they are without a chain."""
+    router, top_k, form, rounded = gate_up.routing  # type: ignore[misc]
+    lead, dtype = x.get_size()[:-1], x.get_dtype()
+    hidden = inductor.view(x, [inductor.rows_of(x), x.get_size()[-1]])
+    if gate_up.norm_weight is not None:
+        hidden = norms.applied(hidden, Norm(gate_up.norm_weight, gate_up.eps, gate_up.norm_offset))
+    weights, ids = inductor.call_op(torch.ops.fp4.router.default, hidden, router, None, top_k, form, dtype if rounded else torch.float32)
+    layer = MoeCall(hidden, ids, weights, *(ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down)), Activation(gate_up.act), prefill=prefill)
+    y = inductor.view(moe.lower(*layer.flat()), [*lead, down.qdata.get_size()[-2]])
+    residual = results[down.added] if down.added >= 0 else down.residual
+    return y if residual is None else inductor.inline(torch.add, (y, residual))
 
 
 def _padded(results: list, x) -> list:

@@ -11,12 +11,22 @@
     act            int                 the number of an activation (``ops/activation.py``), which is applied ahead of what is added; 0: none
     glu            int                 1: the weight is of gate and up, and the result is act(gate) * up, [..., N / 2]; nothing is added
     starts         two ints            the rows at which the second and the third global scale begin; 0: there is none
-    arrivals       int32, 4 or more    zeros, which a kernel of one launch counts in and leaves zero; calls that share it follow each other on one stream
+    arrivals       int32, 4 or more    zeros (5 or more with experts), which a kernel of one launch counts in and leaves zero; calls that share it follow each
+                                       other on one stream
+    router         [E, K] or None      of experts: see below
+    routing        four ints, or none  the number of the product of the experts' gates and ups; how many experts a row gets; the place of the router's form in
+                                       ``FORMS`` (``ops/router.py``); 1: its weights are rounded to the dtype of x
     early          bool                the caller knows that the kernel before it on its stream writes neither the weights nor those of the norms
     prefill        as of ``fp4.linear``, for all products
 
 What stands from ``qdata`` to ``starts`` are lists with an entry for each product; ``starts`` has two. The op returns four tensors, the results of the products
-in their order; those of products that are not there are empty. A launch that does all of them sums in another order than those of single products.
+in their order; those of products that are not there are empty.
+
+Two neighbours may be a mixture of experts: gate and up of those that ``router`` chooses by what gate and up read, behind their norm, and down, whose result
+is the sum of what the chosen ones give, times their weights. Their ``qdata`` and ``scale`` are ``[E, N, ...]``, ``global_scale`` is ``[E]`` or, of gate and
+up, ``[E, 2]``; they have no biases, and the result between them is empty.
+
+A launch that does all of them sums in another order than those of single products.
 A graph pass writes it (``passes/chain.py``).
 """
 
@@ -30,15 +40,27 @@ from torch import Tensor
 
 from ..errors import ConfigError, DTypeError, ShapeError
 from ..formats import nvfp4
-from .activation import ActivationCode, activation_code
+from .activation import Activation, ActivationCode, activation_code
 from .contract import CONTRACTS, OpContract
+from .moe_call import ExpertWeight, MoeCall
+from .norm_linear import rms_norm
+from .router import FORMS
 
 MOST, LEAST = 4, 2  # products
-COUNTERS = 4  # the least length of ``arrivals``
+COUNTERS = 4  # the least length of ``arrivals``, without experts
+
+
+class Routing(NamedTuple):
+    """By what experts are chosen."""
+
+    router: Any
+    top_k: int
+    form: str
+    rounded: bool
 
 
 class Product(NamedTuple):
-    """One product of a chain."""
+    """One product of a chain. ``routing``: of gate and up of experts; down is the next one."""
 
     qdata: Any
     scale: Any
@@ -52,6 +74,7 @@ class Product(NamedTuple):
     act: str = ""
     glu: bool = False
     starts: tuple[int, ...] = ()
+    routing: Routing | None = None
 
     @property
     def adds(self) -> bool:
@@ -89,6 +112,8 @@ class ChainCall(NamedTuple):
     glu: Sequence[int]
     starts: Sequence[int]
     arrivals: Any
+    router: Any = None
+    routing: Sequence[int] = ()
     early: bool = False
     prefill: str = "auto"
 
@@ -104,6 +129,11 @@ class ChainCall(NamedTuple):
         columns["act"] = [activation_code(p.act) for p in products]
         columns["glu"] = [int(p.glu) for p in products]
         columns["starts"] = [start for p in products for start in (*p.starts, 0, 0)[:2]]
+        routed = next((i for i, p in enumerate(products) if p.routing), None)
+        columns |= dict(router=None, routing=[])
+        if routed is not None:
+            router, top_k, form, rounded = products[routed].routing  # type: ignore[misc]
+            columns |= dict(router=router, routing=[routed, top_k, FORMS.index(form), int(rounded)])
         return cls(x, **columns, arrivals=arrivals, prefill=prefill)
 
     def products(self) -> list[Product]:
@@ -112,11 +142,15 @@ class ChainCall(NamedTuple):
             own = {name: getattr(self, name)[i] for name in _COLUMNS}
             starts = tuple(start for start in self.starts[2 * i : 2 * i + 2] if start)
             act = ActivationCode(own["act"]).name.lower() if own["act"] else ""
-            found.append(Product(**own | dict(act=act, glu=bool(own["glu"]), starts=starts)))
+            routing = None
+            if self.routing and self.routing[0] == i:
+                _, top_k, form, rounded = self.routing
+                routing = Routing(self.router, top_k, FORMS[form], bool(rounded))
+            found.append(Product(**own | dict(act=act, glu=bool(own["glu"]), starts=starts, routing=routing)))
         return found
 
 
-_COLUMNS = Product._fields[:-1]  # of ChainCall, an entry for each product
+_COLUMNS = Product._fields[:-2]  # of ChainCall, an entry for each product
 
 
 def check(c: ChainCall) -> None:
@@ -141,7 +175,10 @@ def check(c: ChainCall) -> None:
                 limit="the number of an earlier product, or a residual, or neither; gate and up have an activation and add nothing",
                 remedy="Call the ops of the single products.",
             )
+    experts = _experts(c)
     for i, (qdata, glu, g) in enumerate(zip(c.qdata, c.glu, c.global_scale, strict=True)):
+        if i in experts:
+            continue
         starts = list(c.starts[2 * i : 2 * i + 2])
         if glu and starts != [qdata.shape[0] // 2 if g.dim() else 0, 0]:
             raise ShapeError(
@@ -152,8 +189,33 @@ def check(c: ChainCall) -> None:
             )
     if c.arrivals.dtype != torch.int32:
         raise DTypeError("fp4.linear_chain: arrivals", value=c.arrivals.dtype, limit=torch.int32, remedy="Pass zeros of int32.")
-    if c.arrivals.numel() < COUNTERS:
-        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{COUNTERS} or more", remedy="Pass more zeros.")
+    least = COUNTERS + (c.router is not None)
+    if c.arrivals.numel() < least:
+        raise ShapeError("fp4.linear_chain: arrivals", value=tuple(c.arrivals.shape), limit=f"{least} or more", remedy="Pass more zeros.")
+
+
+def _experts(c: ChainCall) -> tuple[int, ...]:
+    """The numbers of the two products of experts, which are checked; empty: there are none."""
+    if not c.routing and c.router is None:
+        return ()
+    routed, _, form, rounded = [*c.routing, 0, 0, 0, 0][:4]
+    down = routed + 1
+    inside = len(c.routing) == 4 and c.router is not None and 0 <= routed < len(c.qdata) - 1 and 0 <= form < len(FORMS) and rounded in (0, 1)
+    if not inside or not c.glu[routed] or c.glu[down] or c.act[down] or c.norm_weight[down] is not None or routed in c.added:
+        raise ConfigError(
+            "fp4.linear_chain: the products of experts",
+            value=f"routing {list(c.routing)}, router {'there' if c.router is not None else None}, glu {list(c.glu)}, act {list(c.act)}, added {list(c.added)}",
+            limit=f"a router, and [number of gate and up, experts of a row, place in {FORMS}, 0 or 1]; down behind gate and up, without activation or norm",
+            remedy="Call fp4.router and fp4.moe.",
+        )
+    if any(c.bias[i] is not None or any(c.starts[2 * i : 2 * i + 2]) for i in (routed, down)):
+        raise ConfigError(
+            "fp4.linear_chain: what experts do not have",
+            value=f"bias {[c.bias[i] is not None for i in (routed, down)]}, starts {list(c.starts[2 * routed : 2 * routed + 4])}",
+            limit="no bias, starts of 0",
+            remedy="Call fp4.router and fp4.moe.",
+        )
+    return routed, down
 
 
 def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tuple[Tensor, ...]]:
@@ -162,12 +224,32 @@ def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tupl
     def chain(c: ChainCall) -> tuple[Tensor, ...]:
         check(c)
         results: list[Tensor] = []
-        for p in c.products():
+        products = c.products()
+        for i, p in enumerate(products):
             x = results[-1] if results else c.x
             residual = results[p.added] if p.added >= 0 else p.residual
+            if p.routing is not None:
+                results.append(x.new_empty(0))
+                continue
+            if i and products[i - 1].routing is not None:
+                before = results[-2] if i > 1 else c.x
+                mixed = experts(before, products[i - 1], p, c.prefill)
+                results.append(mixed if residual is None else mixed + residual)
+                continue
             rows = [0, *p.starts] if p.global_scale.dim() else None
             results.append(compute(CONTRACTS[p.op])(*p.arguments(x, residual, rows, c.prefill)))
         return (*results, *(c.x.new_empty(0) for _ in range(MOST - len(results))))
+
+    def experts(x: Tensor, gate_up: Product, down: Product, prefill: str) -> Tensor:
+        hidden = x.reshape(-1, x.shape[-1])
+        if gate_up.norm_weight is not None:
+            hidden = rms_norm(hidden, gate_up.norm_weight, gate_up.eps, gate_up.norm_offset)
+        router, top_k, form, rounded = gate_up.routing  # type: ignore[misc]
+        weights, ids = compute(CONTRACTS["router"])(hidden, router, None, top_k, form, x.dtype if rounded else torch.float32)
+        stacked = (ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down))
+        layer = MoeCall(hidden, ids, weights, *stacked, Activation(gate_up.act), prefill=prefill)
+        y = compute(CONTRACTS["moe"])(*layer.flat())
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
     return chain
 
@@ -191,6 +273,29 @@ def inputs(device: torch.device) -> Iterator[tuple[str, tuple]]:
             x = torch.randn(*lead, made[first].qdata.shape[1] * 2, device=device).to(dtype)
             part = [p._replace(added=p.added - first if p.added >= first else -1) for p in made[first:last]]
             yield f"x {tuple(x.shape)} products {first} to {last} {dtype}", tuple(ChainCall.made(x, part, arrivals))
+    # (leading dims of x, K, hidden, inner, N of the last product, E, experts of a row)
+    for i, (lead, *sizes, e, k) in enumerate((((1,), 64, 48, 32, 96, 6, 2), ((2, 3), 32, 64, 48, 40, 3, 3), ((0,), 16, 32, 16, 5, 4, 1))):
+        made = _layer(torch.bfloat16, device, lead, tuple(sizes), "silu", i)  # type: ignore[arg-type]
+        made[1:3] = _experts_of(made[1], e, k, sizes[2], FORMS[i % 3], i)
+        first = i % 2
+        x = torch.randn(*lead, made[first].qdata.shape[-1] * 2, device=device).bfloat16()
+        part = [p._replace(added=p.added - first if p.added >= first else -1) for p in made[first:]]
+        arrivals = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=device)
+        yield f"x {tuple(x.shape)}, {k} of {e} experts", tuple(ChainCall.made(x, part, arrivals))
+
+
+def _experts_of(dense: Product, e: int, k: int, inner: int, form: str, i: int) -> list[Product]:
+    """Gate, up and down of ``e`` experts behind the norm of ``dense``, ``k`` of them chosen."""
+    device, hidden = dense.qdata.device, dense.qdata.shape[1] * 2
+
+    def stack(n: int, columns: int) -> list[Tensor]:
+        return list(map(torch.stack, zip(*(nvfp4.quantize(torch.randn(n, columns, device=device) / columns**0.5) for _ in range(e)), strict=True)))
+
+    (q, s, g), down = stack(2 * inner, hidden), stack(hidden, inner)
+    g = torch.stack((g, g * 2), 1) if i % 2 else g
+    router = torch.randn(e, hidden, device=device).to(dense.norm_weight.dtype)
+    norm = dict(norm_weight=dense.norm_weight, eps=dense.eps, norm_offset=dense.norm_offset)
+    return [Product(q, s, g, act="silu", glu=True, routing=Routing(router, k, form, i % 2 == 0), **norm), Product(*down, added=0)]
 
 
 def _layer(dtype: torch.dtype, device: torch.device, lead: tuple[int, ...], sizes: tuple[int, int, int, int], act: str, i: int) -> list[Product]:
@@ -219,8 +324,8 @@ def _layer(dtype: torch.dtype, device: torch.device, lead: tuple[int, ...], size
 CONTRACT = OpContract(
     name="linear_chain",
     schema="(Tensor x, Tensor[] qdata, Tensor[] scale, Tensor[] global_scale, Tensor?[] bias, Tensor?[] norm_weight, Tensor?[] residual, int[] added, "
-    'float[] eps, float[] norm_offset, int[] act, int[] glu, int[] starts, Tensor(a!) arrivals, bool early=False, str prefill="auto") '
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "float[] eps, float[] norm_offset, int[] act, int[] glu, int[] starts, Tensor(a!) arrivals, "
+    'Tensor? router=None, int[] routing=[], bool early=False, str prefill="auto") -> (Tensor, Tensor, Tensor, Tensor)',
     reference=reference,
     fake=fake,
     inputs=inputs,

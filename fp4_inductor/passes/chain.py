@@ -25,7 +25,7 @@ from ..kernels import registry, select
 from ..kernels.kernel import Span
 from ..kernels.select import Plan
 from ..ops import linear, linear_chain, linear_epilogue, linear_glu, linear_siblings, norm_linear
-from ..ops.linear_chain import COUNTERS, MOST, ChainCall, Product
+from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
 from . import views
 from .counters import matched
@@ -48,7 +48,8 @@ PATHS = "fp4_products"  # node.meta["custom"], which torch keeps: of each produc
 
 
 class _Linear(NamedTuple):
-    """A call of one of :data:`PRODUCTS`. ``rows``: of siblings, the first and the last of each member."""
+    """A call of one of :data:`PRODUCTS`, or the two products of experts that :mod:`.mixture` has made. ``rows``: of siblings, the first and the last of each
+    member. ``result``: what others read, where that is not ``node``."""
 
     node: Node
     x: Node
@@ -56,6 +57,16 @@ class _Linear(NamedTuple):
     prefill: str
     multiplied: bool = False
     rows: list[int] | None = None
+    before: tuple[Product, ...] = ()
+    result: Node | None = None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return (*self.before, self.product)
+
+    @property
+    def read(self) -> Node:
+        return self.node if self.result is None else self.result
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -69,10 +80,10 @@ def fuse(graph: Graph) -> None:
         told = False
         while len(nodes) > 1:
             run = [found for node in nodes if (found := _read(node)) is not None]  # the rewriting of another run has changed what they read
-            if not _is_there(run[0]):
+            if not run[0].before and not is_there(_plan(run[0], "linear_chain")):
                 break
             count, reason = _served(graph, run)
-            counters = _counters(graph, run[0].node) if count > 1 else ""
+            counters = counters_before(graph, run[0].node, COUNTERS + any(p.before for p in run)) if count > 1 else ""
             if isinstance(counters, str):
                 count, reason = min(count, 1), reason or counters
             if reason and not told:
@@ -87,22 +98,26 @@ def fuse(graph: Graph) -> None:
 def _runs(graph: Graph) -> list[list[Node]]:
     """Up to four products, each of which reads the result of the one before it, or a view of its rows."""
     runs: list[list[Node]] = []
+    counts: dict[int, int] = {}  # of the products of a run
     ends: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         found = _read(node) if node.users else None
         if found is None:
             continue
         run = ends.pop(below_views(found.x), [])
-        if not run or len(run) == MOST:
+        if not run or counts[id(run)] + len(found.products) > MOST:
             run = []
             runs.append(run)
         run.append(node)
+        counts[id(run)] = counts.get(id(run), 0) + len(found.products)
         if found.rows is None:
-            ends[node] = run
+            ends[found.read] = run
     return [run for run in runs if len(run) > 1]
 
 
 def _read(node: Node) -> _Linear | None:
+    if is_call(node, _WRITES) and node.args[0] is linear_chain.CONTRACT.op:
+        return _experts(node)
     if node.op != "call_function" or node.target not in PRODUCTS or node.kwargs:
         return None
     op: Any = node.target
@@ -137,10 +152,20 @@ def _read(node: Node) -> _Linear | None:
     return _Linear(node, x, Product(**parts, starts=tuple(begins or ())[1:]), prefill)
 
 
-def _is_there(first: _Linear) -> bool:
-    """Is a kernel of one launch written for this device?"""
-    arch = _plan(first, "linear_chain").call.arch
-    return any(kernel.csrc and kernel.at(arch) for kernel in registry.kernels("linear_chain"))
+def _experts(node: Node) -> _Linear | None:
+    """The launch of the two products of experts."""
+    given: Any = {name: part for name, part in node.kwargs.items() if not name.startswith("_")}
+    call = ChainCall(**given, arrivals=None)
+    result = next((user for user in node.users if is_call(user, operator.getitem) and user.args[1] == len(call.qdata) - 1), None)
+    if len(call.qdata) != LEAST or not call.routing or result is None:
+        return None
+    gate_up, down = call.products()
+    return _Linear(node, call.x, down, call.prefill, before=(gate_up,), result=result)
+
+
+def is_there(options: Plan) -> bool:
+    """Is a kernel of one launch written for the device of this plan?"""
+    return any(kernel.csrc and kernel.at(options.call.arch) for kernel in registry.kernels("linear_chain"))
 
 
 def _plan(p: _Linear, op: str) -> Plan:
@@ -154,7 +179,7 @@ def _served(graph: Graph, run: list[_Linear]) -> tuple[int, str]:
     place: dict[Node, int] = {}
     for i, p in enumerate(run):
         place = place or ({node: n for n, node in enumerate(graph.nodes)} if i else {})
-        reason = _why_not(p) or _why_not_behind(run[:i], p, place)
+        reason = ("" if p.before else _why_not(p)) or _why_not_behind(run[:i], p, place)
         if reason:
             return i, reason
     return len(run), ""
@@ -187,9 +212,10 @@ def _why_not_behind(run: list[_Linear], p: _Linear, place: dict[Node, int]) -> s
     if not in_one_mutation_region([run[0].node, p.node]):
         return "something is written between two products"
     begin, residual = place[run[0].node], p.product.residual
-    if residual is not None and below_views(residual) in [q.node for q in run]:
+    if residual is not None and below_views(residual) in [q.read for q in run]:
         residual = None
-    operands = (*(operand for name, operand in p.product._asdict().items() if name != "residual"), residual)
+    read = (operand for product in p.products for name, operand in product._asdict().items() if name not in ("residual", "routing"))
+    operands = (*read, *(product.routing.router for product in p.before if product.routing), residual)
     if not all(_is_ahead(operand, place, begin) for operand in operands if isinstance(operand, Node)):
         return "what a product reads besides the result of the one before it is computed between them"
     return ""
@@ -202,7 +228,7 @@ def _is_ahead(node: Node, place: dict[Node, int], begin: int) -> bool:
     return node.target in _MOVED and all(_is_ahead(n, place, begin) for n in node.all_input_nodes)
 
 
-def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
+def counters_before(graph: Graph, head: Node, needed: int = COUNTERS) -> tuple[Node, int] | str:
     """The operator before ``head`` that counted last, and the number of its result that is its counters; or why there is none."""
     last = None
     for node in graph.nodes:
@@ -218,8 +244,8 @@ def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
     parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
     if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
         return "the counters of the fp4.cached_attention before it are a part of a buffer"
-    if type(counters.numel()) is not int or counters.numel() < COUNTERS:
-        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {COUNTERS}"
+    if type(counters.numel()) is not int or counters.numel() < needed:
+        return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {needed}"
     return last, _COUNT[last.args[0]] + index  # type: ignore[index]
 
 
@@ -227,38 +253,57 @@ def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> Non
     head, nodes = run[0].node, [p.node for p in run]
     place = {node: i for i, node in enumerate(graph.nodes)}
     older = [user for user in writer.users if is_call(user, operator.getitem) and user.args[1] == number]
-    with graph.inserting_after(writer):
-        counters = _item(graph, writer, number)
+    older += [user for p in run if p.before for user in p.node.users if is_call(user, operator.getitem) and user.args[1] == MOST]
+    read: list[Node | None] = []  # by whom the results are read now
     with graph.inserting_before(head):
-        products = [_in_rows(graph, p, nodes[:i], place) for i, p in enumerate(run)]
-        call = ChainCall.made(_as_row(graph, run[0].x), products, counters, run[0].prefill)._asdict()
-        del call["arrivals"]
-        chain = graph.call_function(_WRITES, (linear_chain.CONTRACT.op,), call | {"_arrivals_base_index": 0, "_all_bases": [counters]})
-        chain.meta = _meta(run, call, counters)
-        results, new = [_item(graph, chain, i) for i in range(len(run))], _item(graph, chain, MOST)
+        products: list[Product] = []
+        for p in run:
+            products += [*p.before, _in_rows(graph, p, read, place, head)]
+            read += [*(None for _ in p.before), p.read]
+        chain = launch(graph, as_row(graph, run[0].x), products, run[0].prefill, (writer, number), head.meta, [p.node for p in run for _ in p.products])
+        results, new = [None if node is None else item(graph, chain, i) for i, node in enumerate(read)], item(graph, chain, MOST)
     for old in older:  # what counts later reads what the chain has left
-        old.replace_all_uses_with(new)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not chain)
         graph.erase_node(old)
-    for p, result in zip(run, results, strict=True):
+    for p, result in zip(run, [result for result in results if result is not None], strict=True):
         with graph.inserting_before(head):
             _replace(graph, p, result)
     for node in reversed(nodes):
+        for user in list(node.users):
+            erase(user)
         erase(node)
     matched("linear_chain")
 
 
-def _in_rows(graph: Graph, p: _Linear, before: list[Node], place: dict[Node, int]) -> Product:
-    """The product of ``p`` with what it adds as ``[1, N]``, or as the number of a product of ``before``; its operands moved ahead."""
-    begin, residual = place[before[0] if before else p.node], p.product.residual
+def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: tuple[Node, int], meta: dict[str, Any], layers: list[Node]) -> Node:
+    """The chain of ``products``, counting in result ``counters[1]`` of ``counters[0]``.
+
+    Args:
+        meta: of a node in its place.
+        layers: the nodes whose products they were.
+    """
+    writer, number = counters
+    with graph.inserting_after(writer):
+        arrivals = item(graph, writer, number)
+    call = ChainCall.made(x, products, arrivals, prefill)._asdict()
+    del call["arrivals"]
+    chain = graph.call_function(_WRITES, (linear_chain.CONTRACT.op,), call | {"_arrivals_base_index": 0, "_all_bases": [arrivals]})
+    chain.meta = _meta(call, arrivals, meta, layers)
+    return chain
+
+
+def _in_rows(graph: Graph, p: _Linear, before: list[Node | None], place: dict[Node, int], head: Node) -> Product:
+    """The product of ``p`` with what it adds as ``[1, N]``, or as the number of a product of ``before``; its operands moved ahead of ``head``."""
+    begin, residual = place[head], p.product.residual
     added = before.index(below_views(residual)) if residual is not None and below_views(residual) in before else -1
     new = p.product._replace(residual=None, added=added)
-    for operand in new:
+    for operand in (*new, *(operand for product in p.before for operand in (*product, product.routing.router if product.routing else None))):
         if isinstance(operand, Node):
-            _move(operand, place, begin, before[0] if before else p.node)
+            _move(operand, place, begin, head)
     if residual is None or added >= 0:
         return new
-    _move(residual, place, begin, before[0] if before else p.node)
-    return new._replace(residual=_as_row(graph, residual))
+    _move(residual, place, begin, head)
+    return new._replace(residual=as_row(graph, residual))
 
 
 def _move(node: Node, place: dict[Node, int], begin: int, head: Node) -> None:
@@ -270,35 +315,35 @@ def _move(node: Node, place: dict[Node, int], begin: int, head: Node) -> None:
         place[node] = begin
 
 
-def _as_row(graph: Graph, node: Node) -> Node:
+def as_row(graph: Graph, node: Node) -> Node:
     shape = [1, value(node).shape[-1]]
     return node if list(value(node).shape) == shape else emit(graph, aten.reshape.default, (node, shape))
 
 
-def _item(graph: Graph, node: Node, number: int) -> Node:
+def item(graph: Graph, node: Node, number: int) -> Node:
     item = graph.call_function(operator.getitem, (node, number))
     item.meta["val"] = node.meta["val"][number]
     return item
 
 
-def _meta(run: list[_Linear], call: dict[str, Any], counters: Node) -> dict[str, Any]:
+def _meta(call: dict[str, Any], counters: Node, before: dict[str, Any], layers: list[Node]) -> dict[str, Any]:
     """Of the node of the chain: that of its first product, its own values, and the layers that it computes."""
     fakes = torch.fx.map_arg(call, value)
     arrivals: Any = value(counters)
     with arrivals.fake_mode:
         results = linear_chain.fake(ChainCall(**fakes, arrivals=arrivals))
         written = torch.empty_like(arrivals)
-    kept = {name: part for name, part in run[0].node.meta.items() if name not in ("val", "tensor_meta", MEMBERS)}
-    paths = [(module_path(p.node), p.node.meta.get(MEMBERS) or []) for p in run]
+    kept = {name: part for name, part in before.items() if name not in ("val", "tensor_meta", MEMBERS)}
+    paths = [(module_path(node), node.meta.get(MEMBERS) or []) for node in layers]
     return kept | {"val": (*results, written), "custom": {**(kept.get("custom") or {}), PATHS: paths}}
 
 
 def _replace(graph: Graph, p: _Linear, result: Node) -> None:
     """Whatever reads ``p`` reads ``result``, in the shape of ``p``."""
     if p.rows is None:
-        shape = list(value(p.node).shape)
-        if p.node.users:
-            p.node.replace_all_uses_with(result if shape == list(value(result).shape) else emit(graph, aten.reshape.default, (result, shape)))
+        shape = list(value(p.read).shape)
+        if p.read.users:
+            p.read.replace_all_uses_with(result if shape == list(value(result).shape) else emit(graph, aten.reshape.default, (result, shape)))
         return
     for user in list(p.node.users):
         i: Any = user.args[1]

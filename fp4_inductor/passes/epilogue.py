@@ -27,7 +27,7 @@ from . import views
 from .counters import matched
 from .emit import emit, erase
 from .glu import CASTS, LONGEST, name_of, same_shape
-from .layout import is_call, rows_of, value
+from .layout import is_call, is_ours, rows_of, value
 from .pointwise import is_elementwise
 
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ def _kernel_follows(node: Node) -> bool:
         if user.target in VIEWS:
             if _kernel_follows(user):
                 return True
-        elif user.op != "output" and user.target not in _OPAQUE and getattr(user.target, "namespace", "") != "fp4":
+        elif user.op != "output" and user.target not in _OPAQUE and not is_ours(user):
             return True
     return False
 

@@ -103,6 +103,12 @@ def is_call(node: object, target: object) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target is target
 
 
+def is_ours(node: Node) -> bool:
+    """Does ``node`` call an op of this package, also one that writes an argument?"""
+    op: Any = node.args[0] if node.target is torch.ops.higher_order.auto_functionalized_v2 else node.target
+    return getattr(op, "namespace", "") == "fp4"
+
+
 def rows_of(x: object) -> Any:
     """M of an activation ``[..., K]``: an integer, or a symbol. Size.numel() would make a constant of it."""
     return math.prod(value(x).shape[:-1])

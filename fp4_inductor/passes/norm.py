@@ -12,6 +12,7 @@ one of the linear layer in front of it from then on.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ..ops.norm_linear import with_norm
 from . import epilogue, views
 from .counters import matched
 from .emit import emit, erase
-from .layout import linear_arguments, rows_of, same, value
+from .layout import is_call, is_ours, linear_arguments, rows_of, same, value
 from .missed import APART, missed
 from .rms_norm import RMSNorm, read
 
@@ -155,7 +156,7 @@ def _is_in_memory(x: Node) -> bool:
     """
     while x.op == "call_function" and x.target in epilogue.VIEWS:
         x = x.args[0]  # type: ignore[assignment]
-    if x.op in ("placeholder", "get_attr") or x.target in _IN_MEMORY:
+    if x.op in ("placeholder", "get_attr") or x.target in _IN_MEMORY or (is_call(x, operator.getitem) and is_ours(x.args[0])):
         return True
     return getattr(x.target, "namespace", "aten") not in ("aten", "prims") or epilogue.is_written_by_a_linear_layer(x)
 

@@ -13,7 +13,7 @@ from fp4_inductor.kernels import csrc, host, registry
 from fp4_inductor.kernels.forms import Epilogue, Norm, Options
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.ops import CONTRACTS
-from fp4_inductor.ops.linear_chain import ChainCall, Product
+from fp4_inductor.ops.linear_chain import ChainCall, Product, Routing
 from fp4_inductor.passes import missed
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, error, weight
 
@@ -216,3 +216,44 @@ def test_an_eager_call_is_one_by_one():
     x, products = layer("Qwen3-0.6B")
     c = ChainCall.made(x, products, counters())
     assert all(error(a, b.double()) <= CONTRACT.tolerance[BF16] for a, b in zip(fp4.linear_chain(*c), CONTRACT.reference(*c), strict=True))
+
+
+# K of o, hidden size, inner size and number of the experts, how many a token gets, rows of q, k and v; the router's form; global scales of gate and up
+MIXTURES = {
+    "Qwen3-30B-A3B": (4096, 2048, 768, 128, 8, 5120, "normalized", 1), "Qwen3-Next": (4096, 2048, 512, 512, 10, 9216, "normalized", 1),
+    "chosen": (2048, 2048, 512, 60, 4, 3072, "chosen", 1), "odd": (192, 320, 128, 12, 3, 200, "softmax", 2),
+}  # fmt: skip
+
+
+def mixture(name, dtype=BF16) -> tuple[torch.Tensor, list[Product]]:
+    k, hidden, inner, experts, top_k, n, form, scales = MIXTURES[name]
+
+    def stack(rows, columns):
+        return [torch.stack(parts) for parts in zip(*(weight(rows, columns) for _ in range(experts)), strict=True)]
+
+    norm = dict(norm_weight=(torch.rand(hidden, device=DEVICE) + 0.5).to(dtype), eps=EPS, norm_offset=0.0)
+    q, s, g = stack(2 * inner, hidden)
+    routing = Routing((torch.randn(experts, hidden, device=DEVICE) / hidden**0.5).to(dtype), top_k, form, True)
+    products = [
+        Product(*weight(hidden, k), residual=torch.randn(1, hidden, device=DEVICE).to(dtype)),
+        Product(q, s, torch.stack((g, g * 2), 1) if scales == 2 else g, act="silu", glu=True, routing=routing, **norm),
+        Product(*stack(hidden, inner), added=0),
+        Product(*weight(n, hidden), **norm),
+    ]
+    return torch.randn(1, k, device=DEVICE).to(dtype), products
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_against_float64(name, dtype):
+    """In the launch of one layer, of a part of it, and 50 times."""
+    x, products = mixture(name, dtype)
+    for first, last in ((0, 4), (0, 3), (1, 4), (1, 3)):
+        part = [p._replace(added=p.added - first if p.added >= first else -1) for p in products[first:last]]
+        given = torch.randn(1, MIXTURES[name][1], device=DEVICE).to(dtype) if first else x
+        c = ChainCall.made(given, part, counters())
+        got = launched(c)
+        for i, (a, want) in enumerate(zip(got, CONTRACT.reference(*c), strict=False)):
+            assert not want.numel() or error(a, want.double()) <= CONTRACT.tolerance[dtype], (first, last, i)
+        assert not c.arrivals.any(), "counters are zero again"
+        assert all(torch.equal(a, b) for _ in range(50) for a, b in zip(got, launched(c, early=True), strict=True))

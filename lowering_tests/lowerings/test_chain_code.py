@@ -125,7 +125,7 @@ reinterpret_tensor(b6, (1, 1024), (1024, 1), 0), [in8, in9, in10, in11],
 [0, 1, 0, 0],
 [0, 1, 0, 0],
 [0, 0, 1536, 0, 0, 0, 1024, 1280],
-b5, 1, 90""",
+b5, None, (), 1, 90""",
     )
     assert re.search(r"\[None, in\d+, None\], \[b8, None, None\], \[-1, -1, 0\], .* \[0, 0, 1536, 0, 0, 0\], b5, 1, 90$", second)
     assert [given.split(", ")[-2] for given in arguments(body, "cached_attention")] == ["b5", "b5"]

@@ -207,6 +207,7 @@ v12 = auto_functionalized_v2(fp4.linear_chain.default, x=v11, qdata=[in2, in6, i
     act=[0, 1, 0, 0],
     glu=[0, 1, 0, 0],
     starts=[0, 0, 0, 0, 0, 0, 0, 0],
+    router=None, routing=[],
     early=False, prefill=auto, _arrivals_base_index=0, _all_bases=[v7])
 v13 = <built-in function getitem>(v12, 2)
 v14 = <built-in function getitem>(v12, 3)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...errors import DeviceError, KernelError
 from ...ops import linear_chain
 from ...ops.linear_chain import MOST, ChainCall
+from ...ops.router import FORMS
 from .. import csrc, params
 from ..build import aligned
 from .cuda import LIBRARY
@@ -56,22 +57,33 @@ def call_of(c: ChainCall, stream: int = 0) -> tuple[list[Tensor], params.ChainPa
             kept.append(t)
         return t
 
-    x = c.x
+    x, more = c.x, {}
     for p in c.products():
         read = {name: dense(t) for name, t in (("codes", p.qdata), ("scale", p.scale), ("norm_weight", p.norm_weight))}
         early = early and read["codes"] is p.qdata and read["scale"] is p.scale and read["norm_weight"] is p.norm_weight
-        (m, k), n = x.shape, p.qdata.shape[0]
+        m, n, k = c.x.shape[0], p.qdata.shape[-2], p.qdata.shape[-1] * 2
         y = x.new_empty(m, n // 2 if p.glu else n)
+        if p.routing is not None:
+            router, top_k, form, rounded = p.routing
+            experts = p.qdata.shape[0]
+            scores, y = x.new_empty(experts), x.new_empty(top_k, n // 2)
+            kept += (scores, y)
+            units = p.global_scale.numel() // experts
+            more = dict(routed=len(results), experts=experts, top_k=top_k, units=units, form=FORMS.index(form), rounded=int(rounded))
+            more |= dict(router=dense(router), scores=scores)
         numbers = dict(zip(("second", "third"), (*p.starts, 0, 0), strict=False)) | dict(act=c.act[len(results)], eps=p.eps, norm_offset=p.norm_offset)
         added = results[p.added] if p.added >= 0 else dense(p.residual)
         sizes = dict(M=m, N=n, K=k, dtype=int(x.dtype == torch.float16), stream=stream)
         products.append(params.LinearParams.of(x=dense(x), global_scale=p.global_scale, bias=dense(p.bias), residual=added, y=y, **read, **numbers, **sizes))
-        results.append(y)
+        results.append(x.new_empty(0) if p.routing is not None else y)
         x = y
     products[0].early = int(early)
     finish = [_GLU if p.glu else _POINTWISE if p.act or p.adds else _PLAIN for p in c.products()]
+    for i, p in enumerate(c.products()):
+        if p.routing is not None:
+            finish[i + 1] = _POINTWISE  # with or without something to add
     filled = params.ChainParams.of(
-        products=products, arrivals=c.arrivals, arrivals_count=c.arrivals.numel(), count=len(products), finish=(*finish, *(0,) * (MOST - len(finish)))
+        products=products, arrivals=c.arrivals, arrivals_count=c.arrivals.numel(), count=len(products), finish=(*finish, *(0,) * (MOST - len(finish))), **more
     )
     return results, filled, kept
 
@@ -80,7 +92,8 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
     return linear_chain.fake(ChainCall.of(*args[:-1]))
 
 
-_SCHEMA = linear_chain.CONTRACT.schema.replace('bool early=False, str prefill="auto"', "int early, int arch")
+_DEFAULTS = 'router=None, int[] routing=[], bool early=False, str prefill="auto"'
+_SCHEMA = linear_chain.CONTRACT.schema.replace(_DEFAULTS, "router, int[] routing, int early, int arch")
 csrc.DEFINITIONS.define(f"{NAME}{_SCHEMA}")
 csrc.DEFINITIONS.impl(NAME, _until_bound, "CompositeExplicitAutograd")
 torch.library.register_fake(f"fp4_csrc::{NAME}", _fake, lib=csrc.DEFINITIONS)

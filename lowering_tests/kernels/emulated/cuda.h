@@ -80,11 +80,15 @@ inline float __uint_as_float(uint32_t v) {
   memcpy(&f, &v, 4);
   return f;
 }
+inline float __int_as_float(int v) { return __uint_as_float((uint32_t)v); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint64_t)a * b >> 32; }
 inline uint32_t __float_as_uint(float v) {
   uint32_t bits;
   memcpy(&bits, &v, 4);
   return bits;
 }
+
+inline int __float_as_int(float v) { return (int)__float_as_uint(v); }
 
 namespace emulated {
 

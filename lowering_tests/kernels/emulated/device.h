@@ -140,6 +140,8 @@ inline int flag_get(const int* flag) {  // who asks for a flag that is not set h
 inline void pdl_trigger_in_call() {}  // launch_second() begins when it has ended
 inline void pdl_wait_in_call() {}
 
+inline int thread_again() { return threadIdx.x; }
+
 inline int cluster_size() { return emulated::cluster_size(); }
 inline int cluster_rank() { return emulated::cluster_rank(); }
 inline void cluster_sync() { emulated::cluster_sync(); }
