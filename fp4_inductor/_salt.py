@@ -8,6 +8,7 @@ import hashlib
 from pathlib import Path
 
 from ._sources import csrc_dir
+from ._streams import one_at_a_time
 from .config import dispatch_config
 from .errors import KernelError
 from .ranges import range_in_force
@@ -30,7 +31,8 @@ def cache_salt() -> str:
         ASCII without spaces, at most 120 characters.
     """
     given = range_in_force()
-    return salt() if given is None else f"{salt()}:{given.low}-{'' if given.high is None else given.high}"
+    ranges = "" if given is None else f":{given.low}-{'' if given.high is None else given.high}"
+    return f"{salt()}{ranges}{':one-stream' if one_at_a_time() else ''}"
 
 
 def salt() -> str:

@@ -7,7 +7,9 @@ In a decoder these are the products between two attentions. It runs behind the p
 apart where the kernel is off or does not take one of them, or where another kernel than cuda_gemv would serve one; ``explain()`` gives the reason.
 
 The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the graph: each
-reads what the one before it wrote, which keeps their order.
+reads what the one before it wrote, which keeps their order. In a graph without such counters (vLLM's, whose attention is its own) the first launch counts in
+zeros that the graph makes, and the others in what it leaves. Where a graph is called on one stream at a time (:mod:`.._streams`), its lowering keeps these zeros
+from call to call (``lowerings/linear_chain.py``). Elsewhere they are a launch, so two products alone are not joined for them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import operator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
+from .._streams import one_at_a_time
 from .._torch.fx import in_one_mutation_region, module_path
 from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
@@ -25,11 +29,11 @@ from ..kernels import registry, select
 from ..kernels.kernel import Span
 from ..kernels.select import Plan
 from ..ops import linear, linear_chain, linear_epilogue, linear_glu, linear_siblings, norm_linear
-from ..ops.linear_chain import COUNTERS, MOST, ChainCall, Product
+from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
 from . import views
 from .counters import matched
-from .emit import emit, erase
+from .emit import OF_ONE_CALL, emit, erase
 from .layout import is_call, rows_of, value
 from .missed import UNCHAINED, missed
 from .norm import below_views
@@ -44,6 +48,8 @@ PRODUCTS = {contract.op for contract in (*_ALONE, *_NORMED)}
 _MOVED = views.RESHAPES | views.UNITS | views.SAME | views.TURNS | views.PARTS | views.SPLITS
 # Of an operator that counts in ``arrivals``: how many results it returns ahead of what it has written.
 _COUNT = {torch.ops.fp4.cached_attention.default: 1, linear_chain.CONTRACT.op: MOST}
+ZEROS = "fp4_zeros_to_count_in"  # node.meta["custom"]: of zeros that the first chain of a graph counts in, and that it leaves zero
+NO_COUNTERS = "no fp4.cached_attention stands before it, in whose counters two products could count, and zeros of its own would be a launch more"
 PATHS = "fp4_products"  # node.meta["custom"], which torch keeps: of each product the path of its layer, and those of its members
 
 
@@ -72,7 +78,7 @@ def fuse(graph: Graph) -> None:
             if not _is_there(run[0]):
                 break
             count, reason = _served(graph, run)
-            counters = _counters(graph, run[0].node) if count > 1 else ""
+            counters = _counters(graph, run[0].node, count) if count > 1 else ""
             if isinstance(counters, str):
                 count, reason = min(count, 1), reason or counters
             if reason and not told:
@@ -80,7 +86,7 @@ def fuse(graph: Graph) -> None:
                 missed(node, value(node), reason, UNCHAINED)
                 told = True
             if count > 1 and not isinstance(counters, str):
-                _rewrite(graph, run[:count], *counters)
+                _rewrite(graph, run[:count], counters)
             nodes = nodes[max(count, 1) :]
 
 
@@ -202,8 +208,15 @@ def _is_ahead(node: Node, place: dict[Node, int], begin: int) -> bool:
     return node.target in _MOVED and all(_is_ahead(n, place, begin) for n in node.all_input_nodes)
 
 
-def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
-    """The operator before ``head`` that counted last, and the number of its result that is its counters; or why there is none."""
+class _Counters(NamedTuple):
+    """Result ``number`` of ``writer``, the operator that counted last; ``writer`` None: zeros that the graph makes."""
+
+    writer: Node | None
+    number: int = 0
+
+
+def _counters(graph: Graph, head: Node, count: int) -> _Counters | str:
+    """In what ``count`` products from ``head`` on count; or why there is nothing."""
     last = None
     for node in graph.nodes:
         if node is head:
@@ -211,7 +224,7 @@ def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
         if is_call(node, _WRITES) and node.args[0] in _COUNT and node.kwargs.get("_arrivals_base_index") is not None:
             last = node
     if last is None:
-        return "no fp4.cached_attention stands before it, in whose counters it could count"
+        return _Counters(None) if one_at_a_time() or count > LEAST else NO_COUNTERS
     index: Any = last.kwargs["_arrivals_base_index"]
     bases: Any = last.kwargs["_all_bases"]
     counters = value(bases[index])
@@ -220,15 +233,20 @@ def _counters(graph: Graph, head: Node) -> tuple[Node, int] | str:
         return "the counters of the fp4.cached_attention before it are a part of a buffer"
     if type(counters.numel()) is not int or counters.numel() < COUNTERS:
         return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {COUNTERS}"
-    return last, _COUNT[last.args[0]] + index  # type: ignore[index]
+    return _Counters(last, _COUNT[last.args[0]] + index)  # type: ignore[index]
 
 
-def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> None:
+def _rewrite(graph: Graph, run: list[_Linear], found: _Counters) -> None:
     head, nodes = run[0].node, [p.node for p in run]
     place = {node: i for i, node in enumerate(graph.nodes)}
-    older = [user for user in writer.users if is_call(user, operator.getitem) and user.args[1] == number]
-    with graph.inserting_after(writer):
-        counters = _item(graph, writer, number)
+    older: list[Node] = []
+    if found.writer is None:
+        with graph.inserting_before(head):
+            counters = _zeros(graph, value(run[0].x))
+    else:
+        older = [user for user in found.writer.users if is_call(user, operator.getitem) and user.args[1] == found.number]
+        with graph.inserting_after(found.writer):
+            counters = _item(graph, found.writer, found.number)
     with graph.inserting_before(head):
         products = [_in_rows(graph, p, nodes[:i], place) for i, p in enumerate(run)]
         call = ChainCall.made(_as_row(graph, run[0].x), products, counters, run[0].prefill)._asdict()
@@ -275,6 +293,15 @@ def _as_row(graph: Graph, node: Node) -> Node:
     return node if list(value(node).shape) == shape else emit(graph, aten.reshape.default, (node, shape))
 
 
+def _zeros(graph: Graph, like: Tensor) -> Node:
+    options = dict(dtype=torch.int32, layout=torch.strided, device=like.device, pin_memory=False)
+    zeros = graph.call_function(aten.full.default, ([COUNTERS], 0), options)
+    with like.fake_mode:  # type: ignore[attr-defined]
+        zeros.meta["val"] = torch.zeros(COUNTERS, dtype=torch.int32, device=like.device)
+    zeros.meta["custom"] = {ZEROS: True}
+    return zeros
+
+
 def _item(graph: Graph, node: Node, number: int) -> Node:
     item = graph.call_function(operator.getitem, (node, number))
     item.meta["val"] = node.meta["val"][number]
@@ -288,7 +315,7 @@ def _meta(run: list[_Linear], call: dict[str, Any], counters: Node) -> dict[str,
     with arrivals.fake_mode:
         results = linear_chain.fake(ChainCall(**fakes, arrivals=arrivals))
         written = torch.empty_like(arrivals)
-    kept = {name: part for name, part in run[0].node.meta.items() if name not in ("val", "tensor_meta", MEMBERS)}
+    kept = {name: part for name, part in run[0].node.meta.items() if name not in (*OF_ONE_CALL, MEMBERS)}
     paths = [(module_path(p.node), p.node.meta.get(MEMBERS) or []) for p in run]
     return kept | {"val": (*results, written), "custom": {**(kept.get("custom") or {}), PATHS: paths}}
 

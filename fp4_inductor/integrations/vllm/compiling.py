@@ -3,6 +3,8 @@
 vLLM traces a model once and drops every guard, then compiles the graph once for each range of numbers of tokens. So "guarded" must
 never be chosen (the range decides, or the op at run time), a range must not straddle two kernels, and a graph in vLLM's own cache must
 not outlive the lowerings that made it: no key of vLLM's knows torch's ``cache_key_tag``, but all of them hash ``additional_config``.
+
+A graph stands between two attentions, which are vLLM's own. vLLM launches all of a model's graphs on one stream, so each keeps what it needs from call to call.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import Any
 import torch
 
 from ..._salt import cache_salt
+from ..._streams import add_provider
 from ...config import dispatch_config
 from ...kernels import select
 from ...kernels.select import plan
+from ...passes.operators import add_norms
 from ...ranges import add_range_provider
-from .engine import CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
+from .engine import ADD_NORM, NORM, CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
 from .settings import KEY, SALT, Settings
 
 _ENDS = "_fp4_inductor_ends"
@@ -28,10 +32,12 @@ _compilation: Any = None  # of the engine whose layers were built last in this p
 
 
 def register() -> None:
-    """Let vLLM's range prove M. May be called again."""
+    """Let vLLM's range prove M, and its norms and its one stream be known. May be called again."""
     global _registered
     if not _registered:
         add_range_provider(range_of_graph)
+        add_provider(lambda: range_of_compilation() is not None)
+        add_norms(NORM, ADD_NORM)
         _registered = True
 
 
