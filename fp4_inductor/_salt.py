@@ -7,8 +7,8 @@ import functools
 import hashlib
 from pathlib import Path
 
+from . import _engines
 from ._sources import csrc_dir
-from ._streams import one_at_a_time
 from .config import dispatch_config
 from .errors import KernelError
 from .ranges import range_in_force
@@ -32,7 +32,7 @@ def cache_salt() -> str:
     """
     given = range_in_force()
     ranges = "" if given is None else f":{given.low}-{'' if given.high is None else given.high}"
-    return f"{salt()}{ranges}{':one-stream' if one_at_a_time() else ''}"
+    return f"{salt()}{ranges}{':engine' if _engines.compiles() else ''}"
 
 
 def salt() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._streams import one_at_a_time
+from .. import _engines
 from .._torch import kept
 from .._torch import lowering as inductor
 from ..config import dispatch_config
@@ -76,7 +76,7 @@ def _counters(c: Any) -> tuple[Any, str]:
     node = inductor.argument("arrivals", ChainCall._fields.index("arrivals"))
     if node is None or not (node.meta.get("custom") or {}).get(ZEROS):
         return c.arrivals, ""
-    reason = kept.why_not() if one_at_a_time() else "its calls may run at the same time"
+    reason = kept.why_not() if _engines.compiles() else "its calls may run at the same time"
     if reason:
         return c.arrivals, f"its counters are filled at each call of the graph: {reason}"
     return kept.zeros("fp4_counters", COUNTERS, c.x.get_device()), "it counts in a constant of the graph"

@@ -1,4 +1,4 @@
-"""``norm(x + residual)`` whose sum the graph holds in no tensor of its dtype -> a sum, and the norm of that: what a linear layer's kernel adds, and what it reads.
+"""``norm(x + residual)`` whose sum the graph has in no tensor of its dtype -> a sum, which a linear layer's kernel can add, and the norm of that sum.
 
 Two spellings, both vLLM's:
 

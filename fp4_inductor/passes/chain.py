@@ -8,8 +8,8 @@ apart where the kernel is off or does not take one of them, or where another ker
 
 The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the graph: each
 reads what the one before it wrote, which keeps their order. In a graph without such counters (vLLM's, whose attention is its own) the first launch counts in
-zeros that the graph makes, and the others in what it leaves. Where a graph is called on one stream at a time (:mod:`.._streams`), its lowering keeps these zeros
-from call to call (``lowerings/linear_chain.py``). Elsewhere they are a launch, so two products alone are not joined for them.
+zeros that the graph makes, and the others in what it leaves. Where a graph is called on one stream at a time (:mod:`.._engines`), its lowering keeps these
+zeros from call to call (``lowerings/linear_chain.py``). Elsewhere they are a launch, so two products alone are not joined for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._streams import one_at_a_time
+from .. import _engines
 from .._torch.fx import in_one_mutation_region, module_path
 from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
@@ -224,7 +224,7 @@ def _counters(graph: Graph, head: Node, count: int) -> _Counters | str:
         if is_call(node, _WRITES) and node.args[0] in _COUNT and node.kwargs.get("_arrivals_base_index") is not None:
             last = node
     if last is None:
-        return _Counters(None) if one_at_a_time() or count > LEAST else NO_COUNTERS
+        return _Counters(None) if _engines.compiles() or count > LEAST else NO_COUNTERS
     index: Any = last.kwargs["_arrivals_base_index"]
     bases: Any = last.kwargs["_all_bases"]
     counters = value(bases[index])

@@ -26,10 +26,10 @@ from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
 from . import add_norm, epilogue, views
+from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
 from .layout import linear_arguments, rows_of, same, value
-from .add_norm import AddNorm
 from .missed import APART, missed
 from .rms_norm import RMSNorm, read
 

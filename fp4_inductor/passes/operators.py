@@ -1,7 +1,7 @@
-"""RMSNorms that other libraries call as one operator, which torch has not decomposed when the passes run. Imports nothing, so that a plugin can add names early.
+"""RMSNorms that other libraries call as one operator, which is not decomposed when the passes run. Imports nothing, so that a plugin can add names early.
 
-    norm(x, weight, eps, ...) -> y            weight may be None; further arguments, if they are there, are None
-    add_norm(x, residual, weight, eps, ...) -> (norm(x + residual), x + residual)
+norm(x, weight, eps, ...) -> y            weight may be None; further arguments, if they are there, are None
+add_norm(x, residual, weight, eps, ...) -> (norm(x + residual), x + residual)
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ vLLM traces a model once and drops every guard, then compiles the graph once for
 never be chosen (the range decides, or the op at run time), a range must not straddle two kernels, and a graph in vLLM's own cache must
 not outlive the lowerings that made it: no key of vLLM's knows torch's ``cache_key_tag``, but all of them hash ``additional_config``.
 
-A graph stands between two attentions, which are vLLM's own. vLLM launches all of a model's graphs on one stream, so each keeps what it needs from call to call.
+A graph stands between two attentions, which are vLLM's own. vLLM launches all of a model's graphs on one stream, and nothing in a step writes a weight
+(:mod:`..._engines`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 
+from ..._engines import add_provider
 from ..._salt import cache_salt
-from ..._streams import add_provider
-from ...config import dispatch_config
+from ...config import dispatch_config, set_dispatch
 from ...kernels import select
 from ...kernels.select import plan
 from ...passes.operators import add_norms
@@ -32,7 +33,7 @@ _compilation: Any = None  # of the engine whose layers were built last in this p
 
 
 def register() -> None:
-    """Let vLLM's range prove M, and its norms and its one stream be known. May be called again."""
+    """Let vLLM's range prove M, and its norms be known, and what it promises. May be called again."""
     global _registered
     if not _registered:
         add_range_provider(range_of_graph)
@@ -50,6 +51,13 @@ def range_of_graph() -> tuple[int, int | None] | None:
     if found is not None and found[0] == 1 != found[1] and 1 in (getattr(_compilation, "compile_sizes", None) or ()):
         return 2, found[1]
     return found
+
+
+def set_fields(settings: Settings) -> None:
+    """Put the user's :class:`fp4_inductor.DispatchConfig` into force in this process, which compiles the engine's graphs and runs its eager calls."""
+    config = dispatch_config()
+    if any(getattr(config, name) != value for name, value in settings.dispatch):
+        set_dispatch(**dict(settings.dispatch))
 
 
 def mark_cache(vllm_config: Any) -> None:
