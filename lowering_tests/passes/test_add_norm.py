@@ -40,9 +40,11 @@ def as_operator(x, residual, weight):
 
 
 @pytest.fixture(autouse=True)
-def _names(monkeypatch):
-    monkeypatch.setattr(operators, "NORMS", operators.NORMS)
+def _names():
     operators.add_norms("fp4_of_a_test::norm", "fp4_of_a_test::add_norm")
+    yield
+    operators.NORMS.discard("fp4_of_a_test::norm")
+    del operators.ADD_NORMS["fp4_of_a_test::add_norm"]
 
 
 def made(n, k):
@@ -52,7 +54,7 @@ def made(n, k):
 
 @pytest.fixture
 def compared(compiled):
-    """``compared(f, *args)``: compiled for the pretended GPU. The fp4 operators, all others, and why norms were left; the results are those of eager code."""
+    """``compared(f, *args)``, compiled for the pretended GPU: fp4 operators, all others, why norms were left. Results are those of eager code."""
 
     def run(f, *args):
         with norm_kernels.on_a_cpu(), listen() as left:
@@ -61,11 +63,8 @@ def compared(compiled):
         for a, b in zip(got, want, strict=True):
             assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-2
         ops = re.findall(r"(?:= |auto_functionalized_v2\()(\w+\.\w+)\.\w+", c.graph)
-        return (
-            [o.removeprefix("fp4.") for o in ops if o.startswith("fp4.")],
-            [o for o in ops if not o.startswith("fp4.")],
-            [m.reason for m in left if m.what == APART],
-        )
+        ours = [op.removeprefix("fp4.") for op in ops if op.startswith("fp4.")]
+        return ours, [op for op in ops if not op.startswith("fp4.")], [m.reason for m in left if m.what == APART]
 
     return run
 
