@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp4_inductor import errors
-from fp4_inductor.integrations.vllm import refusals
+from fp4_inductor import errors, set_dispatch
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.integrations.vllm import compiling, refusals
 from fp4_inductor.integrations.vllm.entry import FP4Config
 from fp4_inductor.integrations.vllm.linear import MODELOPT, loaded_scales
 from fp4_inductor.integrations.vllm.settings import Settings, settings_of
@@ -123,6 +125,9 @@ def without(folder, work, name):
         ({"prefill": "nvfp4"}, ("prefill", "auto")),
         ({"scale_search": "activation"}, ("scale_search", "four_over_six")),
         ({"bounds": [0, 3]}, ("bounds", "> 0")),
+        ({"dispatch": {"threshold": 1}}, ("dispatch", "thresholds", "chain")),
+        ({"dispatch": {"thresholds": {"chain": -1}}}, ("thresholds", ">= 0")),
+        ({"dispatch": "chain"}, ("dispatch", "an object with")),
         ("fp8", ("fp8", "an object with")),
     ],
 )
@@ -137,6 +142,13 @@ def test_options_are_read():
         "bf16", bounds=(4, 8)
     )
     assert settings_of(SimpleNamespace(additional_config=None)) == Settings()
+    given = settings_of(SimpleNamespace(additional_config={"fp4_inductor": {"dispatch": {"thresholds": {"chain": 0}, "early": "never"}}}))
+    before = set_dispatch()
+    try:
+        compiling.set_fields(given)
+        assert dispatch_config() == replace(before, thresholds=(("chain", 0),), early="never")
+    finally:
+        set_dispatch(before)
 
 
 @pytest.mark.parametrize("damage", ["missing", "nan", "zero"])
