@@ -151,6 +151,19 @@ def test_options_are_read():
         set_dispatch(before)
 
 
+def test_weights_that_are_prefetched_are_written_in_a_step(monkeypatch):
+    from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
+
+    monkeypatch.setattr(compiling, "range_of_compilation", lambda: (1, 1))
+    prefetched = OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=2))
+    for offload, promised in ((OffloadConfig(), True), (prefetched, False), (OffloadConfig(offload_backend="uva"), True)):
+        compiling.mark_cache(SimpleNamespace(additional_config={}, offload_config=offload))
+        assert compiling.promises() == promised
+    compiling.mark_cache(SimpleNamespace(additional_config={}))
+    monkeypatch.setattr(compiling, "range_of_compilation", lambda: None)
+    assert not compiling.promises()
+
+
 @pytest.mark.parametrize("damage", ["missing", "nan", "zero"])
 def test_checkpoint_with_bad_scales_is_refused_before_an_engine(folders, tmp_path, damage):
     """While vLLM makes its configuration: no process, no memory."""

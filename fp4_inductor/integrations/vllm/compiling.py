@@ -30,6 +30,7 @@ from .settings import KEY, SALT, Settings
 _ENDS = "_fp4_inductor_ends"
 _registered = False
 _compilation: Any = None  # of the engine whose layers were built last in this process
+_prefetches = False  # weights of that engine to the GPU, during a step
 
 
 def register() -> None:
@@ -37,9 +38,14 @@ def register() -> None:
     global _registered
     if not _registered:
         add_range_provider(range_of_graph)
-        add_provider(lambda: range_of_compilation() is not None)
+        add_provider(promises)
         add_norms(NORM, ADD_NORM)
         _registered = True
+
+
+def promises() -> bool:
+    """Is a graph of vLLM's compiled now, whose steps write no weights? They do where vLLM prefetches offloaded weights."""
+    return range_of_compilation() is not None and not _prefetches
 
 
 def range_of_graph() -> tuple[int, int | None] | None:
@@ -61,7 +67,10 @@ def set_fields(settings: Settings) -> None:
 
 
 def mark_cache(vllm_config: Any) -> None:
-    """Put the salt into the key of vLLM's compile cache."""
+    """Put the salt into the key of vLLM's compile cache, and note whether vLLM prefetches weights, which that key has anyhow."""
+    global _prefetches
+    offload = getattr(vllm_config, "offload_config", None)
+    _prefetches = getattr(offload, "offload_backend", "") == "prefetch" or getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0
     additional = getattr(vllm_config, "additional_config", None)
     if isinstance(additional, dict):
         additional[KEY] = {**additional.get(KEY, {}), SALT: cache_salt()}
