@@ -164,6 +164,18 @@ def test_weights_that_are_prefetched_are_written_in_a_step(monkeypatch):
     assert not compiling.promises()
 
 
+def test_cuda_sources_are_compiled_while_weights_are_loaded(monkeypatch):
+    """Those of what a graph fuses, too: nothing is left for the compilation of the graphs."""
+    begun = []
+    monkeypatch.setattr(compiling.select, "compile_ahead", lambda calls: begun.extend(calls))
+    compiling._compile_ahead((("linear", 6144, 4096), ("linear_glu", 24576, 4096)), 90, torch.bfloat16, "auto")
+    assert {call.op for call in begun} == {"linear", "linear_epilogue", "linear_glu", "linear_chain"}
+    assert {name for call in begun for name in compiling.select.csrc_names(call)} >= {"linear_gemv", "linear_gemv_pointwise", "linear_gemv_glu", "linear_chain"}
+    begun.clear()
+    compiling._compile_ahead((("linear", 6144, 4096),), 0, torch.bfloat16, "auto")
+    assert not begun
+
+
 @pytest.mark.parametrize("damage", ["missing", "nan", "zero"])
 def test_checkpoint_with_bad_scales_is_refused_before_an_engine(folders, tmp_path, damage):
     """While vLLM makes its configuration: no process, no memory."""
