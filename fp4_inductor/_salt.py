@@ -7,6 +7,7 @@ import functools
 import hashlib
 from pathlib import Path
 
+from . import _engines
 from ._sources import csrc_dir
 from .config import dispatch_config
 from .errors import KernelError
@@ -30,7 +31,8 @@ def cache_salt() -> str:
         ASCII without spaces, at most 120 characters.
     """
     given = range_in_force()
-    return salt() if given is None else f"{salt()}:{given.low}-{'' if given.high is None else given.high}"
+    ranges = "" if given is None else f":{given.low}-{'' if given.high is None else given.high}"
+    return f"{salt()}{ranges}{':engine' if _engines.compiles() else ''}"
 
 
 def salt() -> str:

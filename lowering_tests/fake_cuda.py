@@ -52,6 +52,14 @@ class _FakeDriver:
         return torch.cuda
 
 
+def _without_memory(make):
+    def fake(*args):
+        with FakeTensorMode():
+            return make(*args)
+
+    return fake
+
+
 NOT_COMPILED = "fake CUDA: nothing is compiled"
 
 
@@ -68,6 +76,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_C
     from torch.utils import _triton as triton_utils
     from triton.runtime import driver
 
+    from fp4_inductor._torch import kept
     from fp4_inductor.kernels import select
 
     properties = _properties(cc, sms)
@@ -91,6 +100,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_C
             (driver, "_active", _FakeDriver(cc)),
             (select, "csrc_status", lambda call: csrc),
             (select, "csrc_door", lambda name, arch: NOT_COMPILED),
+            (kept, "_allocated", _without_memory(kept._allocated)),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (joint_graph, "lazy_init", lambda *a, **k: real_init(torch.device("cpu"))),
         ):

@@ -373,6 +373,13 @@ def current_meta(key: str) -> Any:
     return None if node is None else node.meta.get(key)
 
 
+def argument(name: str, place: int) -> torch.fx.Node | None:
+    """The node of argument ``name``, number ``place``, of the FX node being lowered; None if it is none."""
+    node = V.graph.current_node
+    given = None if node is None else node.kwargs.get(name, node.args[place] if len(node.args) > place else None)
+    return given if isinstance(given, torch.fx.Node) else None
+
+
 def max_autotune() -> bool:
     from torch._inductor import config
 

@@ -20,14 +20,14 @@ _LAUNCH = (
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
-def why_not_early(activations: Sequence, weight: Sequence) -> str:
+def why_not_early(activations: Sequence, weight: Sequence, promised: bool = False) -> str:
     """Empty if a kernel that reads ``weight`` may do so before the kernel that runs before it on its stream has ended; else what is not known.
 
     Proven by two facts. A kernel of this graph made the ``activations``, so that the kernel before is one of this graph, whatever the scheduler's order. No
     kernel of this graph writes ``weight``: it is an input or a constant that nothing has changed so far, and what changes it later is ordered behind its
     reader. A region (``torch.compiler.nested_compile_region``) is lowered once for all of its calls, so there each call has to pass a weight that is an
     input or a constant of the graph around it and that nothing writes, and activations that come from outside have to be what a kernel of that graph made.
-    Arguments are realised buffers, or views of them.
+    Arguments are realised buffers, or views of them. ``promised``: what runs before the graph writes no weight, so that the first kernel may be early, too.
     """
     graph = V.graph
     if _has_streams():
@@ -41,7 +41,9 @@ def why_not_early(activations: Sequence, weight: Sequence) -> str:
     if not graph.mutated_buffers.isdisjoint(names):
         return "its weight is changed by the graph"
     device = weight[0].get_device()
-    if not any(_by_a_kernel(graph.try_get_buffer(t.get_name()), device) or _by_a_kernel_around(graph, t.get_name(), device) for t in activations):
+    if not promised and not any(
+        _by_a_kernel(graph.try_get_buffer(t.get_name()), device) or _by_a_kernel_around(graph, t.get_name(), device) for t in activations
+    ):
         return "no kernel of the graph is known to run before it: its activations are not computed by one"
     return ""
 

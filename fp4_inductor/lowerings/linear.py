@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _engines
 from .._torch import lowering as inductor
 from .._torch import order
 from ..config import dispatch_config
@@ -228,7 +229,7 @@ def begins_early(arch: int, activations: tuple, read: tuple) -> tuple[bool, str]
     """May a kernel that reads ``read``, its weight, begin while the kernel before it runs? And what explain() says of it. All are realised and contiguous."""
     if arch < _FIRST_PDL:
         return False, ""
-    why_not = 'DispatchConfig(early="never")' if dispatch_config().early == "never" else order.why_not_early(activations, read)
+    why_not = 'DispatchConfig(early="never")' if dispatch_config().early == "never" else order.why_not_early(activations, read, _engines.compiles())
     return not why_not, f"not begun early: {why_not}" if why_not else "begins while the kernel before it runs"
 
 

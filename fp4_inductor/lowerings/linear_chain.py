@@ -1,4 +1,9 @@
-"""fp4.linear_chain -> one launch of ``csrc/gemm/linear_chain.cu``, if it takes every product; else the lowerings of the products one by one."""
+"""fp4.linear_chain -> one launch of ``csrc/gemm/linear_chain.cu``, if it takes every product; else the lowerings of the products one by one.
+
+Counters that the pass made are zeros (``passes/chain.py``), filled at each call of the graph: a small kernel. The launch leaves them zero. So a graph that is
+called on one stream at a time keeps them instead: a constant of the compiled graph, whose memory Inductor gives to nothing else, one for each graph and device,
+zero again in each process that loads the graph from a cache.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,17 @@ from typing import Any
 
 import torch
 
+from .. import _engines
+from .._torch import kept
 from .._torch import lowering as inductor
 from ..config import dispatch_config
 from ..kernels import select
 from ..kernels.forms import Norm
 from ..kernels.select import plan
 from ..ops.activation import Activation
-from ..ops.linear_chain import CONTRACT, MOST, ChainCall, Product
+from ..ops.linear_chain import CONTRACT, COUNTERS, MOST, ChainCall, Product
 from ..ops.moe_call import ExpertWeight, MoeCall
-from ..passes.chain import PATHS
+from ..passes.chain import PATHS, ZEROS
 from . import linear, linear_epilogue, linear_glu, moe
 from . import norm as norms
 from .journal import record
@@ -49,15 +56,16 @@ def lower(*args, **kwargs):
         return None if t is None else inductor.contiguous(t if len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]]))
 
     dense = {name: [None if t is None else inductor.contiguous(t) for t in getattr(c, name)] for name in ("qdata", "scale", "global_scale", "norm_weight")}
+    arrivals, counted = _counters(c)
     router = None if c.router is None else inductor.contiguous(c.router)
-    given = c._replace(x=flat(c.x), residual=[flat(t) for t in c.residual], router=router, **dense)
+    given = c._replace(arrivals=arrivals, x=flat(c.x), residual=[flat(t) for t in c.residual], router=router, **dense)
     arch = plans[0].call.arch
     # Counters, global scales and what is added are read when the kernel before it has ended.
     read = tuple(t for name in ("qdata", "scale", "norm_weight") for t in dense[name] if t is not None)
     read += () if router is None else (router,)
     early, told = linear.begins_early(arch, (given.x,), read)
     notes = [linear.join(f"product {i + 1} of {len(products)} of one launch", *_remarks(p)) for i, p in enumerate(products)]
-    notes[0] = linear.join(notes[0], told)
+    notes[0] = linear.join(notes[0], told, counted)
     paths = (inductor.current_meta("custom") or {}).get(PATHS) or [("", [])] * len(products)
     for options, decision, note, (path, members) in zip(plans, decisions, notes, paths, strict=True):
         record(options, decision, m, module=path, note=linear.join(linear.together(members), note))
@@ -65,6 +73,17 @@ def lower(*args, **kwargs):
     if len(lead) == 1:
         return results
     return [inductor.view(y, [*lead, y.get_size()[-1]]) if i < len(products) else y for i, y in enumerate(results)]
+
+
+def _counters(c: Any) -> tuple[Any, str]:
+    """What the launch counts in, and what explain() says of it."""
+    node = inductor.argument("arrivals", ChainCall._fields.index("arrivals"))
+    if node is None or not (node.meta.get("custom") or {}).get(ZEROS):
+        return c.arrivals, ""
+    reason = kept.why_not() if _engines.compiles() else "its calls may run at the same time"
+    if reason:
+        return c.arrivals, f"its counters are filled at each call of the graph: {reason}"
+    return kept.zeros("fp4_counters", COUNTERS + 1, c.x.get_device()), "it counts in a constant of the graph"
 
 
 def _remarks(p: Product) -> tuple[str, ...]:

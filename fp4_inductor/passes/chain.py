@@ -7,7 +7,9 @@ In a decoder these are the products between two attentions. It runs behind the p
 apart where the kernel is off or does not take one of them, or where another kernel than cuda_gemv would serve one; ``explain()`` gives the reason.
 
 The launch counts in the counters of the ``fp4.cached_attention`` before it. Both write them, so that both are ``auto_functionalized_v2`` in the graph: each
-reads what the one before it wrote, which keeps their order.
+reads what the one before it wrote, which keeps their order. In a graph without such counters (vLLM's, whose attention is its own) the first launch counts in
+zeros that the graph makes, and the others in what it leaves. Where a graph is called on one stream at a time (:mod:`.._engines`), its lowering keeps these
+zeros from call to call (``lowerings/linear_chain.py``). Elsewhere they are a launch, so two products alone are not joined for them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import operator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
+from .. import _engines
 from .._torch.fx import in_one_mutation_region, module_path
 from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
@@ -29,7 +33,7 @@ from ..ops.linear_chain import COUNTERS, LEAST, MOST, ChainCall, Product
 from ..ops.linear_epilogue import EpilogueCall
 from . import views
 from .counters import matched
-from .emit import emit, erase
+from .emit import OF_ONE_CALL, emit, erase
 from .layout import is_call, rows_of, value
 from .missed import UNCHAINED, missed
 from .norm import below_views
@@ -44,6 +48,8 @@ PRODUCTS = {contract.op for contract in (*_ALONE, *_NORMED)}
 _MOVED = views.RESHAPES | views.UNITS | views.SAME | views.TURNS | views.PARTS | views.SPLITS
 # Of an operator that counts in ``arrivals``: how many results it returns ahead of what it has written.
 _COUNT = {torch.ops.fp4.cached_attention.default: 1, linear_chain.CONTRACT.op: MOST}
+ZEROS = "fp4_zeros_to_count_in"  # node.meta["custom"]: of zeros that the first chain of a graph counts in, and that it leaves zero
+NO_COUNTERS = "no fp4.cached_attention stands before it, in whose counters two products could count, and zeros of its own would be a launch more"
 PATHS = "fp4_products"  # node.meta["custom"], which torch keeps: of each product the path of its layer, and those of its members
 
 
@@ -83,7 +89,7 @@ def fuse(graph: Graph) -> None:
             if not run[0].before and not is_there(_plan(run[0], "linear_chain")):
                 break
             count, reason = _served(graph, run)
-            counters = counters_before(graph, run[0].node, COUNTERS + any(p.before for p in run)) if count > 1 else ""
+            counters = counters_before(graph, run[0].node, sum(len(p.products) for p in run[:count]), any(p.before for p in run)) if count > 1 else ""
             if isinstance(counters, str):
                 count, reason = min(count, 1), reason or counters
             if reason and not told:
@@ -91,7 +97,7 @@ def fuse(graph: Graph) -> None:
                 missed(node, value(node), reason, UNCHAINED)
                 told = True
             if count > 1 and not isinstance(counters, str):
-                _rewrite(graph, run[:count], *counters)
+                _rewrite(graph, run[:count], counters)
             nodes = nodes[max(count, 1) :]
 
 
@@ -228,8 +234,15 @@ def _is_ahead(node: Node, place: dict[Node, int], begin: int) -> bool:
     return node.target in _MOVED and all(_is_ahead(n, place, begin) for n in node.all_input_nodes)
 
 
-def counters_before(graph: Graph, head: Node, needed: int = COUNTERS) -> tuple[Node, int] | str:
-    """The operator before ``head`` that counted last, and the number of its result that is its counters; or why there is none."""
+class Counters(NamedTuple):
+    """Result ``number`` of ``writer``, the operator that counted last; ``writer`` None: zeros that the graph makes."""
+
+    writer: Node | None
+    number: int = 0
+
+
+def counters_before(graph: Graph, head: Node, count: int, experts: bool = False) -> Counters | str:
+    """In what ``count`` products from ``head`` on count, with experts or without; or why there is nothing."""
     last = None
     for node in graph.nodes:
         if node is head:
@@ -237,22 +250,23 @@ def counters_before(graph: Graph, head: Node, needed: int = COUNTERS) -> tuple[N
         if is_call(node, _WRITES) and node.args[0] in _COUNT and node.kwargs.get("_arrivals_base_index") is not None:
             last = node
     if last is None:
-        return "no fp4.cached_attention stands before it, in whose counters it could count"
+        return _Counters(None) if _engines.compiles() or count > LEAST else NO_COUNTERS
     index: Any = last.kwargs["_arrivals_base_index"]
     bases: Any = last.kwargs["_all_bases"]
     counters = value(bases[index])
     parts = [name for name in last.kwargs if name.startswith("_arrivals_") and name != "_arrivals_base_index"]
     if parts or counters.dtype != torch.int32 or not counters.is_contiguous():
         return "the counters of the fp4.cached_attention before it are a part of a buffer"
+    needed = COUNTERS + experts
     if type(counters.numel()) is not int or counters.numel() < needed:
         return f"the fp4.cached_attention before it has {counters.numel()} counters, one launch needs {needed}"
-    return last, _COUNT[last.args[0]] + index  # type: ignore[index]
+    return Counters(last, _COUNT[last.args[0]] + index)  # type: ignore[index]
 
 
-def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> None:
+def _rewrite(graph: Graph, run: list[_Linear], found: Counters) -> None:
     head, nodes = run[0].node, [p.node for p in run]
     place = {node: i for i, node in enumerate(graph.nodes)}
-    older = [user for user in writer.users if is_call(user, operator.getitem) and user.args[1] == number]
+    older = [user for user in found.writer.users if is_call(user, operator.getitem) and user.args[1] == found.number] if found.writer is not None else []
     older += [user for p in run if p.before for user in p.node.users if is_call(user, operator.getitem) and user.args[1] == MOST]
     read: list[Node | None] = []  # by whom the results are read now
     with graph.inserting_before(head):
@@ -260,7 +274,7 @@ def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> Non
         for p in run:
             products += [*p.before, _in_rows(graph, p, read, place, head)]
             read += [*(None for _ in p.before), p.read]
-        chain = launch(graph, as_row(graph, run[0].x), products, run[0].prefill, (writer, number), head.meta, [p.node for p in run for _ in p.products])
+        chain = launch(graph, as_row(graph, run[0].x), products, run[0].prefill, found, head.meta, [p.node for p in run for _ in p.products])
         results, new = [None if node is None else item(graph, chain, i) for i, node in enumerate(read)], item(graph, chain, MOST)
     for old in older:  # what counts later reads what the chain has left
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not chain)
@@ -275,16 +289,19 @@ def _rewrite(graph: Graph, run: list[_Linear], writer: Node, number: int) -> Non
     matched("linear_chain")
 
 
-def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: tuple[Node, int], meta: dict[str, Any], layers: list[Node]) -> Node:
-    """The chain of ``products``, counting in result ``counters[1]`` of ``counters[0]``.
+def launch(graph: Graph, x: Node, products: list[Product], prefill: str, counters: Counters, meta: dict[str, Any], layers: list[Node]) -> Node:
+    """The chain of ``products``, at the place where the graph is being written.
 
     Args:
         meta: of a node in its place.
         layers: the nodes whose products they were.
     """
     writer, number = counters
-    with graph.inserting_after(writer):
-        arrivals = item(graph, writer, number)
+    if writer is None:
+        arrivals = _zeros(graph, value(x))
+    else:
+        with graph.inserting_after(writer):
+            arrivals = item(graph, writer, number)
     call = ChainCall.made(x, products, arrivals, prefill)._asdict()
     del call["arrivals"]
     chain = graph.call_function(_WRITES, (linear_chain.CONTRACT.op,), call | {"_arrivals_base_index": 0, "_all_bases": [arrivals]})
@@ -320,6 +337,15 @@ def as_row(graph: Graph, node: Node) -> Node:
     return node if list(value(node).shape) == shape else emit(graph, aten.reshape.default, (node, shape))
 
 
+def _zeros(graph: Graph, like: Tensor) -> Node:
+    options = dict(dtype=torch.int32, layout=torch.strided, device=like.device, pin_memory=False)
+    zeros = graph.call_function(aten.full.default, ([COUNTERS + 1], 0), options)
+    with like.fake_mode:  # type: ignore[attr-defined]
+        zeros.meta["val"] = torch.zeros(COUNTERS + 1, dtype=torch.int32, device=like.device)
+    zeros.meta["custom"] = {ZEROS: True}
+    return zeros
+
+
 def item(graph: Graph, node: Node, number: int) -> Node:
     item = graph.call_function(operator.getitem, (node, number))
     item.meta["val"] = node.meta["val"][number]
@@ -333,7 +359,7 @@ def _meta(call: dict[str, Any], counters: Node, before: dict[str, Any], layers: 
     with arrivals.fake_mode:
         results = linear_chain.fake(ChainCall(**fakes, arrivals=arrivals))
         written = torch.empty_like(arrivals)
-    kept = {name: part for name, part in before.items() if name not in ("val", "tensor_meta", MEMBERS)}
+    kept = {name: part for name, part in before.items() if name not in (*OF_ONE_CALL, MEMBERS)}
     paths = [(module_path(node), node.meta.get(MEMBERS) or []) for node in layers]
     return kept | {"val": (*results, written), "custom": {**(kept.get("custom") or {}), PATHS: paths}}
 

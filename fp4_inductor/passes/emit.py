@@ -10,6 +10,9 @@ from torch.fx import Graph, Node
 
 from .layout import value
 
+# node.meta: what is of the arguments and results of that one call, so that a node which takes its place may not have it. vLLM's graphs have the last one.
+OF_ONE_CALL = ("val", "tensor_meta", "eager_input_vals")
+
 
 def emit(graph: Graph, op: Any, args: tuple, kwargs: dict | None = None, like: Node | None = None) -> Node:
     """Call ``op`` and give it a ``val``, so that later patterns and Inductor see its dtype and shape. ``like``: of an op that takes no tensor, another node."""

@@ -21,7 +21,7 @@ from ..kernels import host, select
 from ..kernels.linear_chain.cuda import LEAST_INNER, MOST_CHOSEN, MOST_EXPERTS, MOST_INNER, ROUTER_ROWS
 from ..kernels.select import plan
 from ..ops.activation import ActivationCode
-from ..ops.linear_chain import COUNTERS, Product, Routing
+from ..ops.linear_chain import MOST, Product, Routing
 from ..ops.moe_call import MoeCall
 from . import chain, views
 from .counters import matched
@@ -44,13 +44,13 @@ def fuse(graph: Graph) -> None:
         reason = _why_not(moe)
         norm = read(below_views(x)) if not reason else None
         routed = _routed(moe, norm) if norm is not None else "no RMSNorm of one weight stands in front of the router and the experts"
-        counters = chain.counters_before(graph, moe, COUNTERS + 1) if not isinstance(routed, str) and not reason else ""
+        counters = chain.counters_before(graph, moe, MOST, experts=True) if not isinstance(routed, str) and not reason else ""
         reason = reason or next((found for found in (routed, counters) if isinstance(found, str)), "")
         if reason:
             missed(moe, value(moe), reason, UNCHAINED)
             continue
         assert norm is not None and not isinstance(routed, str) and not isinstance(counters, str)
-        _rewrite(graph, moe, norm, routed, *counters)
+        _rewrite(graph, moe, norm, routed, counters)
 
 
 def _plan(moe: Node) -> Any:
@@ -146,7 +146,7 @@ def _sum_of(moe: Node) -> tuple[Node, Node | None]:
     return moe, None
 
 
-def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | None, Routing], writer: Node, number: int) -> None:
+def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | None, Routing], counters: chain.Counters) -> None:
     call: Any = MoeCall.of(*moe.args, **moe.kwargs)
     end, residual, routing = routed
     gate_up, down = call.gate_up, call.down
@@ -158,7 +158,7 @@ def _rewrite(graph: Graph, moe: Node, norm: RMSNorm, routed: tuple[Node, Node | 
             ),
             Product(down.qdata, down.scale, down.global_scale, residual=None if residual is None else chain.as_row(graph, residual)),
         ]  # fmt: skip
-        new = chain.launch(graph, chain.as_row(graph, norm.x), products, call.prefill, (writer, number), moe.meta, [moe, moe])
+        new = chain.launch(graph, chain.as_row(graph, norm.x), products, call.prefill, counters, moe.meta, [moe, moe])
         result = chain.item(graph, new, 1)
         shape = list(value(end).shape)
         end.replace_all_uses_with(result if shape == list(value(result).shape) else emit(graph, aten.reshape.default, (result, shape)))

@@ -26,7 +26,8 @@ from ..kernels.kernel import Span
 from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
-from . import epilogue, views
+from . import add_norm, epilogue, views
+from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
 from .layout import is_call, is_ours, linear_arguments, rows_of, same, value
@@ -36,6 +37,7 @@ from .rms_norm import RMSNorm, read
 aten, fp4 = torch.ops.aten, torch.ops.fp4
 LINEARS = (fp4.linear.default, fp4.linear_siblings.default, fp4.linear_glu.default)
 VIEWS = views.RESHAPES | views.UNITS | {aten.alias.default}
+BY_INDUCTOR = "the kernel that makes its input computes it on the way"
 # Operators of torch's that are not computed by a kernel that Inductor writes.
 _IN_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
@@ -55,14 +57,25 @@ def fold(graph: Graph) -> None:
         if linear._erased:  # another one read the same norm
             continue
         y = below_views(linear.args[0])
-        norm = read(y) if y not in seen else None
+        if y in seen:
+            continue
+        total = add_norm.read(y)
+        norm = read(y) if total is None else None
         seen.add(y)
-        if norm is None:
+        if norm is None and total is None:
             continue
         readers, others = _readers(y)
         asked = [_Reader(node, options, _row(options, node)) for node in readers if (options := _plan_of(node)) is not None]
         if not any(_takes_norm(row) for reader in asked for row in reader.options.rows):
             continue  # there is no kernel that could
+        if total is not None:
+            reason = _why_not_taken_out(total, asked, others)
+            if reason:
+                missed(y, value(y), reason, APART)
+                continue
+            y = add_norm.take_out(graph, total)
+            norm = read(y)
+            seen.add(y)
         reason = _why_not(norm, asked, others)
         if reason:
             missed(y, value(y), reason, APART)
@@ -71,10 +84,20 @@ def fold(graph: Graph) -> None:
             _rewrite(graph, norm, reader.linear)
 
 
-def _why_not(norm: RMSNorm, readers: list[_Reader], others: list[str]) -> str:
+def _why_not_taken_out(total: AddNorm, readers: list[_Reader], others: list[str]) -> str:
+    """Why a sum stays a part of its norm; empty: its layer's kernel can add, and ``readers`` can compute the norm."""
+    reason = _why_not_others(others) or _why_not_rows(readers)
+    if not reason and not any(below_views(node).target in epilogue.LINEARS for node in (total.x, total.residual)):
+        return BY_INDUCTOR
+    return reason
+
+
+def _why_not(norm: RMSNorm | None, readers: list[_Reader], others: list[str]) -> str:
     """Why ``norm`` is not a part of its readers; empty: it can be."""
+    if norm is None:
+        return "its weight is not one number for each column"
     if others:
-        return f"{others[0]} reads it, too"
+        return _why_not_others(others)
     if norm.weight is None:
         return "it has no weight"
     if norm.weight.op not in ("placeholder", "get_attr"):
@@ -85,16 +108,28 @@ def _why_not(norm: RMSNorm, readers: list[_Reader], others: list[str]) -> str:
         return f"it reads {x}, multiplies by {weight} and gives {y}: kernels take one dtype"
     if any(user not in norm.inside for node in norm.inside - {norm.y} for user in node.users):
         return "something else reads a part of it"
+    reason = _why_not_rows(readers)
+    if reason:
+        return reason
+    if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
+        return "something is written between it and a linear layer"
+    if not _is_in_memory(norm.x):
+        return BY_INDUCTOR
+    return ""
+
+
+def _why_not_others(others: list[str]) -> str:
+    return f"{others[0]} reads it, too" if others else ""
+
+
+def _why_not_rows(readers: list[_Reader]) -> str:
+    """Why the kernels of ``readers`` compute no norm; empty: all of them do."""
     for reader in readers:
         m = rows_of(reader.linear.args[0])
         if reader.row is None or not _takes_norm(reader.row):
             taking = next((row for row in reader.options.rows if _takes_norm(row)), None)
             most = f"{taking.kernel} takes one, up to M = {taking.max_m}" if taking else f"no kernel takes one in front of {reader.linear}"
             return f"M is {m if type(m) is int else 'dynamic'}: {most}"
-    if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
-        return "something is written between it and a linear layer"
-    if not _is_in_memory(norm.x):
-        return "the kernel that makes its input computes it on the way"
     return ""
 
 

@@ -5,6 +5,7 @@ A norm is a product of three factors. Their order, the casts between them, and h
     Llama, Qwen3, Mistral    weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(dtype)
     Gemma                    (x32 * rsqrt(mean(x32 ** 2) + eps) * (1 + weight.float())).to(dtype)
     gpt-oss, torch           (weight * (x32 * rsqrt(mean(x32 ** 2) + eps))).to(dtype)
+    vLLM                     one operator, which it decomposes behind these passes (:mod:`.operators`)
 
 Inductor keeps none of the roundings between them where it fuses them into one kernel, so these are one function: all of it in float32, rounded once.
 """
@@ -23,6 +24,7 @@ from torch.fx import Node
 from . import views
 from .glu import CASTS, same_shape
 from .layout import is_call, same, value
+from .operators import NORMS, name_of
 
 aten = torch.ops.aten
 _VIEWS = views.RESHAPES | views.UNITS | views.SAME | {aten.expand.default, aten.clone.default}
@@ -58,6 +60,8 @@ def read(y: Node) -> RMSNorm | None:
     """The norm whose result ``y`` is; None if it is not that of one."""
     if is_call(y, operator.getitem) and y.args[1] == 0 and _FUSED is not None and is_call(y.args[0], _FUSED.default):
         return _fused(y)
+    if name_of(y.target) in NORMS:
+        return _operator(y)
     for root in _roots(y):
         try:
             return _Reader(y, root).norm()
@@ -73,6 +77,18 @@ def _fused(y: Node) -> RMSNorm | None:
     if len(shape) != 1 or not isinstance(eps, float) or any(user is not y and user.users for user in call.users):
         return None
     return RMSNorm(y, x, weight, eps, 0.0, frozenset({y, call, *call.users}))
+
+
+def _operator(y: Node) -> RMSNorm | None:
+    """Of ``norm(x, weight, eps, ...)``."""
+    args: Any = y.args
+    if y.kwargs or len(args) < 3 or any(a is not None for a in args[3:]) or not isinstance(args[2], float):
+        return None
+    try:
+        weight, offset = (None, 0.0) if args[1] is None else _weight(args[1], y)
+    except _OtherError:
+        return None
+    return RMSNorm(y, args[0], weight, args[2], offset, frozenset({y}))
 
 
 def _roots(y: Node) -> list[Node]:
@@ -116,7 +132,7 @@ class _Reader:
         self._factor(self.y)
         if self.counted != dict(x=1, root=1) or len(self.weights) > 1 or not same_shape(self.x, self.y):
             raise _OtherError
-        weight, offset = self._weight(self.weights[0]) if self.weights else (None, 0.0)
+        weight, offset = _weight(self.weights[0], self.y) if self.weights else (None, 0.0)
         # A node in less than the precision of the result would have rounded on the way; a view to another shape would have mixed rows.
         shape = value(self.y).shape
         shapes = (shape, shape[:-1], (*shape[:-1], 1))
@@ -200,7 +216,7 @@ class _Reader:
             self.weights.append(node)
 
     def _holds_more(self, node: Node) -> bool:
-        """Is ``node`` a cast of a factor, or the root in another shape? A weight's casts and shapes are read by :meth:`_weight`."""
+        """Is ``node`` a cast of a factor, or the root in another shape? A weight's casts and shapes are read by :func:`_weight`."""
         while node.op == "call_function" and node.target in CASTS | _VIEWS:
             shaped = node.target in _VIEWS
             node = node.args[0]  # type: ignore[assignment]
@@ -210,28 +226,29 @@ class _Reader:
                 return False  # in another shape, a row is another one
         return is_call(node, aten.mul.Tensor) or is_call(node, aten.div.Tensor)
 
-    def _weight(self, node: Node) -> tuple[Node, float]:
-        """``(weight [K], offset)`` of a factor that varies along the last dimension only."""
-        if not _is_a_row(node, self.y) and node.target is not aten.expand.default:
-            raise _OtherError
-        offset = None
-        while node.op == "call_function":
-            args: Any = node.args
-            if offset is None and node.target in (aten.add.Tensor, aten.add.Scalar) and not node.kwargs:
-                a, b = args[:2]
-                offset, below = (_number(a), b) if _number(b) is None else (_number(b), a)
-                if offset is None:
-                    break
-            elif node.target in _VIEWS or (node.target in CASTS and exact(node) is not node):
-                below = args[0]
-            else:
+
+def _weight(node: Node, y: Node) -> tuple[Node, float]:
+    """``(weight [K], offset)`` of a factor of ``y`` that varies along the last dimension only."""
+    if not _is_a_row(node, y) and node.target is not aten.expand.default:
+        raise _OtherError
+    offset = None
+    while node.op == "call_function":
+        args: Any = node.args
+        if offset is None and node.target in (aten.add.Tensor, aten.add.Scalar) and not node.kwargs:
+            a, b = args[:2]
+            offset, below = (_number(a), b) if _number(b) is None else (_number(b), a)
+            if offset is None:
                 break
-            if not _is_a_row(below, self.y):
-                raise _OtherError
-            node = below
-        if value(node).dim() != 1:
+        elif node.target in _VIEWS or (node.target in CASTS and exact(node) is not node):
+            below = args[0]
+        else:
+            break
+        if not _is_a_row(below, y):
             raise _OtherError
-        return node, offset or 0.0
+        node = below
+    if value(node).dim() != 1:
+        raise _OtherError
+    return node, offset or 0.0
 
 
 def _is_a_row(node: Any, of: Node) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp4_inductor
-from fp4_inductor import KVCache, NVFP4Config, dispatch
+from fp4_inductor import KVCache, NVFP4Config, _engines, dispatch
 from fp4_inductor.kernels import csrc, host, registry
 from fp4_inductor.kernels.forms import Epilogue, Norm, Options
 from fp4_inductor.lowerings.journal import listen
@@ -194,6 +194,59 @@ def test_decode_steps(family, layers, products, mode):
     apart, none, _ = steps(candidates=csrc_candidates(), thresholds={"chain": 0})
     assert [e.decision.row.kernel for e in chains] == ["cuda_gemv_chain"] * products and not none and not left
     assert error(ours, apart.double()) <= 3e-2
+
+
+def piece():
+    """``(f, x)``: what stands between two attentions."""
+    x, products = layer("Qwen3-0.6B")
+    parts = [(p.qdata, p.scale, p.global_scale) for p in products]
+    residual, norms = torch.randn(1, 1024, device=DEVICE, dtype=BF16), [p.norm_weight for p in products if p.norm_weight is not None]
+
+    def normalized(t, w):
+        t32 = t.float()
+        return w * (t32 * torch.rsqrt(t32.pow(2).mean(-1, keepdim=True) + EPS)).to(t.dtype)
+
+    def f(x):
+        h = residual + fp4.linear(x, *parts[0])
+        gate, up = fp4.linear(normalized(h, norms[0]), *parts[1]).chunk(2, -1)
+        y = h + fp4.linear(torch.nn.functional.silu(gate) * up, *parts[2])
+        return fp4.linear(normalized(y, norms[1]), *parts[3]).float().tanh()
+
+    return f, x
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["any caller", "an engine"])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"], ids=["no graphs", "CUDA graphs"])
+def test_graphs_without_an_attention(mode, engine):
+    """They count in zeros of their own, filled at each call, or kept by an engine's graph."""
+    f, x = piece()
+    remove = _engines.add_provider(lambda: engine)
+    try:
+        with listen() as entries:
+            compiled = torch.compile(f, fullgraph=True, mode=mode)
+            got = [compiled(x).clone() for _ in range(20)]
+    finally:
+        remove()
+    [first] = [e.note for e in entries if e.note.startswith("product 1 of 4 of one launch")]
+    assert ("it counts in a constant of the graph" in first) == engine
+    assert all(torch.equal(got[0], y) for y in got)
+    torch._dynamo.reset()
+    with dispatch(thresholds={"chain": 0}):
+        assert error(got[0], torch.compile(f, fullgraph=True)(x).double()) <= 3e-2
+
+
+def test_calls_on_two_streams_at_the_same_time():
+    """Each call has zeros of its own, and a cooperative launch waits until all of its blocks find room."""
+    f, x = piece()
+    compiled = torch.compile(f, fullgraph=True)
+    want, streams, results = compiled(x).clone(), [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(compiled(x))
+    torch.cuda.synchronize()
+    assert all(torch.equal(want, y) for y in results)
 
 
 def csrc_candidates() -> tuple[str, ...]:

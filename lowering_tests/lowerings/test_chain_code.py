@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fp4_inductor import FP4Linear, dispatch
+from fp4_inductor import FP4Linear, _engines, dispatch
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import SiblingWeight, pack_siblings
 from fp4_inductor.passes import matches, missed, reset_matches
@@ -86,6 +86,13 @@ def arguments(body: str, op: str) -> list[str]:
     return re.findall(rf"{op}\.default\((.*)\)\n", body)
 
 
+@pytest.fixture
+def engine():
+    remove = _engines.add_provider(lambda: True)
+    yield
+    remove()
+
+
 LAYER = ["cached_attention", "linear_chain"]
 
 
@@ -136,6 +143,45 @@ def test_where_it_may_not_begin_early():
     body, entries, *_ = compiled(early="never")
     assert all(given.endswith(", 0, 90") for given in arguments(body, "linear_chain"))
     assert entries[2].note.endswith('not begun early: DispatchConfig(early="never")')
+
+
+class Alone(nn.Module):
+    """Two pieces of a decoder as an engine compiles them, each behind an attention that is not in the graph."""
+
+    def __init__(self, products=3):
+        super().__init__()
+        self.layers = nn.ModuleList(FP4Linear(K, K, bias=False, dtype=BF16, device="cuda") for _ in range(2 * products))
+
+    def forward(self, x, cache, arrivals):
+        for i, layer in enumerate(self.layers):
+            x = layer(x) if i != len(self.layers) // 2 else layer(x.cumsum(-1).to(x.dtype))
+        return x
+
+
+def test_counters_of_its_own():
+    """One buffer for both, which is zeroed at each call: calls on several streams have one each."""
+    body, (first, *others), counted, left = compiled(Alone)
+    assert (counted["linear_chain"], left) == (2, [])
+    assert launched(body)[:2] == ["triton_poi_fused", "linear_chain"] and launched(body)[-1] == "linear_chain"
+    assert launched(body).count("triton_poi_fused") == 1
+    [buffer] = {given.split(", ")[-3] for given in arguments(body, "linear_chain")}
+    assert re.search(rf"{buffer} = empty_strided_cuda\(\(4, \), \(1, \), torch.int32\)", body) and "fp4_counters" not in body
+    assert "its counters are filled at each call of the graph: its calls may run at the same time" in first.note
+    assert not any("counters" in e.note for e in others if not e.note.startswith("product 1"))
+
+
+@pytest.mark.parametrize("products", [2, 3])
+def test_counters_that_the_graph_keeps(engine, products):
+    """An engine's graph is called on one stream at a time: a constant, for all of its launches, and no launch that fills it."""
+    body, entries, counted, left = compiled(lambda: Alone(products))
+    assert (counted["linear_chain"], left) == (2, [])
+    assert launched(body)[0] == launched(body)[-1] == "linear_chain" and "triton_poi_fused" not in launched(body)
+    assert (
+        re.findall(r"reinterpret_tensor\(fp4_counters, \(4, \), \(1, \), 0\), 1, 90", body) == ["reinterpret_tensor(fp4_counters, (4, ), (1, ), 0), 1, 90"] * 2
+    )
+    assert [e.note.endswith("begins while the kernel before it runs; it counts in a constant of the graph") for e in entries] == (
+        [True] + [False] * (products - 1)
+    ) * 2
 
 
 class Direct(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.virtualized import V
 
-from fp4_inductor import FP4Linear, Sparse24Linear, dispatch
+from fp4_inductor import FP4Linear, Sparse24Linear, _engines, dispatch
 from fp4_inductor._torch import order
 from fp4_inductor.lowerings import linear as lowering
 from fp4_inductor.lowerings.journal import listen
@@ -62,6 +62,17 @@ def test_activations_that_came_from_outside():
         assert compiled(f) == ([], "not begun early: no kernel of the graph is known to run before it: its activations are not computed by one")
 
 
+def test_an_engine_promises_it():
+    """That what runs before its graphs writes no weight. What the graph itself writes is not covered."""
+    remove = _engines.add_provider(lambda: True)
+    try:
+        assert compiled(lambda linear, x: linear(x))[1] == "begins while the kernel before it runs"
+        made = compiled(lambda linear, x: torch.ops.fp4.linear(x, linear.qdata ^ 0x88, linear.scale, linear.global_scale))
+        assert made[1] == "not begun early: its weight is computed by the graph"
+    finally:
+        remove()
+
+
 def test_a_weight_that_the_graph_makes():
     def made(linear, x):
         return torch.ops.fp4.linear(x.relu(), linear.qdata ^ 0x88, linear.scale, linear.global_scale)
@@ -73,10 +84,10 @@ def test_a_weight_that_the_graph_changes(monkeypatch):
     """In place, before it is read. The stand-in for a GPU cannot trace that, so it is said to the lowering."""
 
     def without(changed):
-        def why_not(activations, weight):
+        def why_not(activations, weight, promised):
             if changed:
                 V.graph.mark_buffer_mutated(weight[0].get_name())
-            return order.why_not_early(activations, weight)
+            return order.why_not_early(activations, weight, promised)
 
         return why_not
 

@@ -122,7 +122,7 @@ def test_one_row_by_the_cuda_kernels(cc, candidates, early):
 def test_a_norm_in_the_kernel(monkeypatch):
     """As a lowering asks for it: behind all other arguments; its weight is one of those that must not be written before."""
     seen = []
-    monkeypatch.setattr(lowering, "order", types.SimpleNamespace(why_not_early=lambda activations, read: seen.append(len(read)) or ""))
+    monkeypatch.setattr(lowering, "order", types.SimpleNamespace(why_not_early=lambda activations, read, promised: seen.append(len(read)) or ""))
     plain = lowering.call_csrc
 
     def with_norm(entry, library, parts, weight, bias, arch, then, norm):

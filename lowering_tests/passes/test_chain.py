@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import fp4_inductor
-from fp4_inductor import KVCache, NVFP4Config, dispatch
+from fp4_inductor import KVCache, NVFP4Config, _engines, dispatch
 from fp4_inductor.explain import Explanation
 from fp4_inductor.ops.linear_chain import COUNTERS
 from fp4_inductor.passes import chain, missed
@@ -217,6 +217,11 @@ return v16, v14""",
     )
 
 
+def without(x, arrivals):
+    """No attention."""
+    return x * 2
+
+
 BETWEEN = "what a product reads besides the result of the one before it is computed between them"
 # name -> what stands behind attention, its weights, options, and why it is left
 LEFT = {
@@ -224,12 +229,8 @@ LEFT = {
     "a kernel that is off": (two, [SQUARE] * 2, dict(thresholds={"chain": 0}), "switched off by DispatchConfig.thresholds"),
     "another kernel": (two, [SQUARE] * 2, dict(thresholds={"gemv": 0}), f"linear, then pointwise serves N = {K}, K = {K}, not cuda_gemv"),
     "K": (lambda a, x, o, down: fp4.linear(fp4.linear(a, *o), *down), [(48, K), (K, 48)], {}, "K = 48 is not a multiple of 64"),
-    "no attention": (
-        two, [SQUARE] * 2, dict(attend=lambda x, arrivals: x * 2), "no fp4.cached_attention stands before it, in whose counters it could count",
-    ),
-    "an attention without counters": (
-        two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, None)), "no fp4.cached_attention stands before it, in whose counters it could count",
-    ),
+    "no attention": (two, [SQUARE] * 2, dict(attend=without), chain.NO_COUNTERS),
+    "an attention without counters": (two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, None)), chain.NO_COUNTERS),
     "few counters": (two, [SQUARE] * 2, dict(count=4, attend=lambda x, arrivals: attended(x, arrivals)), ""),
     "a part of a buffer": (
         two, [SQUARE] * 2, dict(attend=lambda x, arrivals: attended(x, arrivals[2:])),
@@ -278,6 +279,35 @@ def test_a_chain_has_four_products_at_most(compared, count, ops):
     assert (found, left) == (ops, [])
     links = counters(c.graph)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(links))
+
+
+@pytest.fixture
+def engine():
+    """What is compiled is the graph of an engine that promises to call it on one stream."""
+    remove = _engines.add_provider(lambda: True)
+    yield
+    remove()
+
+
+ZEROS = r"(v\d+) = aten\.full\.default\(\[4\], 0, dtype=torch\.int32"
+
+
+@pytest.mark.parametrize(("count", "ops"), [(2, ["linear", "linear"]), (3, ["linear_chain"]), (6, ["linear_chain", "linear_chain"])])
+def test_without_counters(compared, count, ops):
+    """The graph makes zeros, once, if the launches that are saved are more than that."""
+    c, found, left = compared(line, *[SQUARE] * count, attend=without)
+    assert (found, left) == (ops, [chain.NO_COUNTERS] if count == 2 else [])
+    zeros = re.findall(ZEROS, c.graph)
+    assert len(zeros) == (count > 2)
+    links = counters(c.graph)
+    assert [links[0][0]] == zeros if zeros else not links
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(links))
+
+
+def test_two_products_of_an_engines_graph(compared, engine):
+    """Their zeros are no launch."""
+    c, ops, left = compared(line, *[SQUARE] * 2, attend=without)
+    assert (ops, left, len(re.findall(ZEROS, c.graph))) == (["linear_chain"], [], 1)
 
 
 def test_what_others_read_is_there(compared):

@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.kernels import select
+from fp4_inductor.ops import linear_chain
+from fp4_inductor.ranges import range_in_force
+
 BOUNDS = {"gemv": 1, "mid": 16}
 SPAN = {"gemv": (1, 1), "mid": (2, 16), "cpu": (17, 1 << 62)}
 _LIBRARY = torch.library.Library("fp4_probe", "FRAGMENT")
@@ -82,3 +87,57 @@ def three_kernels(monkeypatch: Any) -> Iterator[tuple[collections.Counter, list]
             yield _RAN, decisions
         finally:
             compiling._bounds.cache_clear()
+
+
+_LIBRARY.define(f"linear_chain{linear_chain.CONTRACT.schema}")
+CHAINS: list[tuple[int, int]] = []  # of each run: rows, and the address of its counters
+
+
+def _run_chain(*args):
+    c = linear_chain.ChainCall.of(*args)
+    assert not c.arrivals.any(), "counters are zero ahead of a launch"
+    CHAINS.append((c.x.shape[0], c.arrivals.data_ptr()))
+    return linear_chain.one_by_one(c)
+
+
+_LIBRARY.impl("linear_chain", _run_chain, "CPU")
+torch.library.register_fake("fp4_probe::linear_chain", lambda *args: linear_chain.fake(linear_chain.ChainCall.of(*args)), lib=_LIBRARY)
+
+
+@contextmanager
+def as_for_a_gpu(monkeypatch: Any) -> Iterator[list[tuple[int, int]]]:
+    """Passes rewrite the graph of one token as on sm_90; its products run on this CPU. Norms are one operator, as on a GPU. The runs of chains inside."""
+    from torch._inductor.virtualized import NullHandler, V
+    from vllm.platforms.cpu import CpuPlatform
+
+    from fp4_inductor.lowerings import linear_chain as chains
+    from fp4_inductor.passes import epilogue
+
+    of_cpu, update, call_op = select.describe, CpuPlatform.check_and_update_config.__func__, chains.inductor.call_op
+
+    def wrap(cls, vllm_config):
+        update(cls, vllm_config)
+        vllm_config.compilation_config.ir_enable_torch_wrap = True
+
+    def describe(op, device, dtype, n, k, prefill="auto", form=(), counts=select.ONE, eager=False):
+        found = of_cpu(op, device, dtype, n, k, prefill, form, counts, eager)
+        of_gpu = op == "linear_chain" or (op in ("linear", "linear_epilogue", "linear_glu") and isinstance(V.graph, NullHandler))  # no graph is lowered yet
+        return replace(found, arch=90, csrc="") if of_gpu and range_in_force() == (1, 1) else found
+
+    def plan_of(layer):
+        x, qdata = (argument.meta["val"] for argument in epilogue.arguments_of(layer)[1][:2])
+        return select.plan(describe("linear_epilogue", x.device, x.dtype, qdata.shape[0], 2 * qdata.shape[1]), dispatch_config())
+
+    def called(op, *args):
+        if op is torch.ops.fp4_csrc.linear_chain.default:
+            return call_op(torch.ops.fp4_probe.linear_chain.default, *args[:-2])
+        return call_op(op, *args)
+
+    CHAINS.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(wrap))
+        patch.setattr(select, "describe", describe)
+        patch.setattr(epilogue, "_plan_of", plan_of)
+        patch.setattr(chains.inductor, "call_op", called)
+        with kept(monkeypatch):
+            yield CHAINS

@@ -10,7 +10,7 @@ import fp4_inductor
 from fp4_inductor import passes
 from fp4_inductor.integrations.vllm import compiling
 from lowering_tests.vllm import piecewise
-from lowering_tests.vllm.served import PROMPTS, engine, in_process
+from lowering_tests.vllm.served import PROMPTS, assert_same, engine, in_process
 
 INSIDE = pytest.mark.skipif(not in_process(), reason="the worker is another process")
 PIECEWISE = {
@@ -81,3 +81,34 @@ def test_cache_knows_sources_and_options(folders, monkeypatch, caches):
         assert third > 0
         assert new
     assert passes.matches().get("linear_glu", 0) > 0
+
+
+@INSIDE
+def test_a_token_is_one_launch_between_two_attentions(folders, monkeypatch, caches):
+    """A graph keeps its counters, of its own in each engine and each process that loads it from the cache; a layer's graph is stored once."""
+    from vllm.compilation.counter import compilation_counter
+
+    folder, one = folders("llama-modelopt-nvfp4"), {**PIECEWISE["compilation_config"], "compile_sizes": [1]}
+    passes.reset_matches()
+    fp4_inductor.decisions(clear=True)
+    answers, buffers = [], []
+    with piecewise.as_for_a_gpu(monkeypatch) as runs:
+        for _ in range(2):  # the second one loads what the first one has compiled
+            saved = compilation_counter.num_compiled_artifacts_saved
+            runs.clear()
+            with engine(folder, quantization="fp4_inductor", **PIECEWISE | {"compilation_config": one}) as llm:
+                answers.append([llm.ask([prompt], 6)[0] for prompt in PROMPTS])
+                buffers.append({place for _, place in runs})
+            assert {rows for rows, _ in runs} == {1}
+            if len(answers) == 1:
+                text = fp4_inductor.decisions().text(400)
+                found = passes.matches()
+                assert compilation_counter.num_compiled_artifacts_saved - saved == 2 * 3  # of one token and of more: the first, a middle, and the last piece
+                # Behind an attention: o + residual, norm + gate_up, down + residual, norm + q/k/v; in the last piece all but q/k/v.
+                assert (found["linear_chain"], found["norm_linear_glu"], found["norm_linear"]) == (2, 2, 1)
+    assert text.count("cuda_gemv_chain") >= 4 and "it counts in a constant of the graph" in text and "begins while the kernel before it runs" in text
+    assert [len(places) for places in buffers] == [2, 2]
+    with engine(folder, quantization="fp4_inductor") as llm:
+        want = [llm.ask([prompt], 6)[0] for prompt in PROMPTS]
+    for got in answers:
+        assert_same(got, want, 0.02)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp4_inductor import errors
-from fp4_inductor.integrations.vllm import refusals
+from fp4_inductor import errors, set_dispatch
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.integrations.vllm import compiling, refusals
 from fp4_inductor.integrations.vllm.entry import FP4Config
 from fp4_inductor.integrations.vllm.linear import MODELOPT, loaded_scales
 from fp4_inductor.integrations.vllm.settings import Settings, settings_of
@@ -123,6 +125,9 @@ def without(folder, work, name):
         ({"prefill": "nvfp4"}, ("prefill", "auto")),
         ({"scale_search": "activation"}, ("scale_search", "four_over_six")),
         ({"bounds": [0, 3]}, ("bounds", "> 0")),
+        ({"dispatch": {"threshold": 1}}, ("dispatch", "thresholds", "chain")),
+        ({"dispatch": {"thresholds": {"chain": -1}}}, ("thresholds", ">= 0")),
+        ({"dispatch": "chain"}, ("dispatch", "an object with")),
         ("fp8", ("fp8", "an object with")),
     ],
 )
@@ -137,6 +142,38 @@ def test_options_are_read():
         "bf16", bounds=(4, 8)
     )
     assert settings_of(SimpleNamespace(additional_config=None)) == Settings()
+    given = settings_of(SimpleNamespace(additional_config={"fp4_inductor": {"dispatch": {"thresholds": {"chain": 0}, "early": "never"}}}))
+    before = set_dispatch()
+    try:
+        compiling.set_fields(given)
+        assert dispatch_config() == replace(before, thresholds=(("chain", 0),), early="never")
+    finally:
+        set_dispatch(before)
+
+
+def test_weights_that_are_prefetched_are_written_in_a_step(monkeypatch):
+    from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
+
+    monkeypatch.setattr(compiling, "range_of_compilation", lambda: (1, 1))
+    prefetched = OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=2))
+    for offload, promised in ((OffloadConfig(), True), (prefetched, False), (OffloadConfig(offload_backend="uva"), True)):
+        compiling.mark_cache(SimpleNamespace(additional_config={}, offload_config=offload))
+        assert compiling.promises() == promised
+    compiling.mark_cache(SimpleNamespace(additional_config={}))
+    monkeypatch.setattr(compiling, "range_of_compilation", lambda: None)
+    assert not compiling.promises()
+
+
+def test_cuda_sources_are_compiled_while_weights_are_loaded(monkeypatch):
+    """Those of what a graph fuses, too: nothing is left for the compilation of the graphs."""
+    begun = []
+    monkeypatch.setattr(compiling.select, "compile_ahead", lambda calls: begun.extend(calls))
+    compiling._compile_ahead((("linear", 6144, 4096), ("linear_glu", 24576, 4096)), 90, torch.bfloat16, "auto")
+    assert {call.op for call in begun} == {"linear", "linear_epilogue", "linear_glu", "linear_chain"}
+    assert {name for call in begun for name in compiling.select.csrc_names(call)} >= {"linear_gemv", "linear_gemv_pointwise", "linear_gemv_glu", "linear_chain"}
+    begun.clear()
+    compiling._compile_ahead((("linear", 6144, 4096),), 0, torch.bfloat16, "auto")
+    assert not begun
 
 
 @pytest.mark.parametrize("damage", ["missing", "nan", "zero"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
+import torch
 import vllm
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
@@ -43,6 +44,16 @@ def test_every_private_name_exists():
     """What moves in a new version of vLLM is named here at once."""
     for name, module in engine.names().items():
         assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    importlib.import_module("vllm.ir.ops")
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    for name, args, results in ((engine.NORM, (x, weight, 1e-6), 1), (engine.ADD_NORM, (x, x, weight, 1e-6), 2)):
+        called = getattr(torch.ops.vllm_ir, name.removeprefix("vllm_ir::")).default
+        assert called.name() == name
+        assert len(called._schema.returns) == results
+        given = [a.name for a in called._schema.arguments]
+        assert given == ["x", *["x_residual"] * (results - 1), "weight", "epsilon", "variance_size"]
+        first = called(*args)[0] if results > 1 else called(*args)
+        assert torch.allclose(first, x)
 
 
 def test_registering_twice_is_harmless():

@@ -3,6 +3,9 @@
 vLLM traces a model once and drops every guard, then compiles the graph once for each range of numbers of tokens. So "guarded" must
 never be chosen (the range decides, or the op at run time), a range must not straddle two kernels, and a graph in vLLM's own cache must
 not outlive the lowerings that made it: no key of vLLM's knows torch's ``cache_key_tag``, but all of them hash ``additional_config``.
+
+A graph stands between two attentions, which are vLLM's own. vLLM launches all of a model's graphs on one stream, and nothing in a step writes a weight
+(:mod:`..._engines`).
 """
 
 from __future__ import annotations
@@ -14,26 +17,36 @@ from typing import Any
 
 import torch
 
+from ..._engines import add_provider
 from ..._salt import cache_salt
-from ...config import dispatch_config
+from ...config import dispatch_config, set_dispatch
 from ...kernels import select
-from ...kernels.select import plan
+from ...kernels.select import Call, plan
+from ...passes.operators import add_norms
 from ...ranges import add_range_provider
-from .engine import CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
+from .engine import ADD_NORM, NORM, CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
 from .settings import KEY, SALT, Settings
 
 _ENDS = "_fp4_inductor_ends"
-_BECOMES = {"linear": ("linear", "linear_epilogue", "linear_glu")}  # ops that a layer of this op may be part of in a graph
+_BECOMES = {"linear": ("linear", "linear_epilogue", "linear_glu", "linear_chain")}  # ops that a layer of this op may be part of in a graph
 _registered = False
 _compilation: Any = None  # of the engine whose layers were built last in this process
+_prefetches = False  # weights of that engine to the GPU, during a step
 
 
 def register() -> None:
-    """Let vLLM's range prove M. May be called again."""
+    """Let vLLM's range prove M, and its norms be known, and what it promises. May be called again."""
     global _registered
     if not _registered:
         add_range_provider(range_of_graph)
+        add_provider(promises)
+        add_norms(NORM, ADD_NORM)
         _registered = True
+
+
+def promises() -> bool:
+    """Is a graph of vLLM's compiled now, whose steps write no weights? They do where vLLM prefetches offloaded weights."""
+    return range_of_compilation() is not None and not _prefetches
 
 
 def range_of_graph() -> tuple[int, int | None] | None:
@@ -47,8 +60,18 @@ def range_of_graph() -> tuple[int, int | None] | None:
     return found
 
 
+def set_fields(settings: Settings) -> None:
+    """Put the user's :class:`fp4_inductor.DispatchConfig` into force in this process, which compiles the engine's graphs and runs its eager calls."""
+    config = dispatch_config()
+    if any(getattr(config, name) != value for name, value in settings.dispatch):
+        set_dispatch(**dict(settings.dispatch))
+
+
 def mark_cache(vllm_config: Any) -> None:
-    """Put the salt into the key of vLLM's compile cache."""
+    """Put the salt into the key of vLLM's compile cache, and note whether vLLM prefetches weights, which that key has anyhow."""
+    global _prefetches
+    offload = getattr(vllm_config, "offload_config", None)
+    _prefetches = getattr(offload, "offload_backend", "") == "prefetch" or getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0
     additional = getattr(vllm_config, "additional_config", None)
     if isinstance(additional, dict):
         additional[KEY] = {**additional.get(KEY, {}), SALT: cache_salt()}

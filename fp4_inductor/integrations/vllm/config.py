@@ -54,9 +54,11 @@ class Common:
     def begin(self) -> tuple[Settings, bool]:
         """Called for each layer while the model is built, in the process that will compile it: (options, are the weights random?)."""
         vllm_config = get_current_vllm_config_or_none()
+        settings = settings_of(vllm_config)
+        compiling.set_fields(settings)
         compiling.mark_cache(vllm_config)
         load = getattr(vllm_config, "load_config", None)
-        return settings_of(vllm_config), str(getattr(load, "load_format", "")) == "dummy"
+        return settings, str(getattr(load, "load_format", "")) == "dummy"
 
 
 class Foreign(Common):

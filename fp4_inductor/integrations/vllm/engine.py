@@ -53,6 +53,8 @@ _WHERE = {
     "init_logger": "vllm.logger",
 }
 _PASSES = "vllm.compilation.passes.inductor_pass"
+# Operators in the graphs that vLLM compiles for a GPU; it decomposes them behind Inductor's patterns.
+NORM, ADD_NORM = "vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm"
 _LAST = 1 << 30  # vLLM ends the last range of an encoder at the largest int32: no limit
 
 

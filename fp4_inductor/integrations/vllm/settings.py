@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..._renamed import replaced
-from ...config import NVFP4Config
+from ...config import DispatchConfig, NVFP4Config
 from ...errors import ConfigError
 from ...models.plan import Names
 from ...ops.linear import WEIGHT_ONLY
@@ -26,6 +26,7 @@ class Settings:
         scale_search: how a bf16 checkpoint is quantized while it loads: ``"four_over_six"``, ``"amax"`` or ``"mse"``.
         ignore: layers of a bf16 checkpoint that stay in bf16, as in :func:`fp4_inductor.quantize_model`, by vLLM's names (``"qkv_proj"``).
         bounds: numbers of tokens at which vLLM begins another compile range; None: where another kernel is ahead.
+        dispatch: fields of :class:`fp4_inductor.DispatchConfig`, which are set for the process of the engine: ``{"thresholds": {"chain": 0}}``.
 
     Raises:
         ConfigError: a value that is not one of these.
@@ -35,6 +36,7 @@ class Settings:
     scale_search: str = "four_over_six"
     ignore: tuple[str, ...] = ()
     bounds: tuple[int, ...] | None = None
+    dispatch: Any = ()
     names: Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -46,7 +48,18 @@ class Settings:
                 )
         if self.bounds is not None and not all(type(b) is int and b > 0 for b in self.bounds):
             raise ConfigError(f"{KEY}: bounds", value=list(self.bounds), limit="numbers of tokens > 0", remedy='Write "bounds": [1, 16, 64].')
+        object.__setattr__(self, "dispatch", _fields(self.dispatch))
         object.__setattr__(self, "names", Names(self.ignore))
+
+
+def _fields(given: Any) -> tuple[tuple[str, Any], ...]:
+    """(name, value) of each field of :class:`DispatchConfig` in ``given``, as the config has it."""
+    known = [f.name for f in fields(DispatchConfig)]
+    if not isinstance(given, (Mapping, tuple)) or set(dict(given)) - set(known):
+        remedy = 'Write "dispatch": {"thresholds": {"chain": 0}}.'
+        raise ConfigError(f"{KEY}: dispatch", value=repr(given), limit=f"an object with {', '.join(known)}", remedy=remedy)
+    made = DispatchConfig(**dict(given))
+    return tuple((name, getattr(made, name)) for name in sorted(dict(given)))
 
 
 def settings_of(vllm_config: Any) -> Settings:
