@@ -124,7 +124,8 @@ def _experts(x, gate_up: Product, down: Product, results: list, prefill: str):
     if gate_up.norm_weight is not None:
         hidden = norms.applied(hidden, Norm(gate_up.norm_weight, gate_up.eps, gate_up.norm_offset))
     weights, ids = inductor.call_op(torch.ops.fp4.router.default, hidden, router, None, top_k, form, dtype if rounded else torch.float32)
-    layer = MoeCall(hidden, ids, weights, *(ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down)), Activation(gate_up.act), prefill=prefill)
+    first, second = (ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down))
+    layer = MoeCall(hidden, ids, weights, first, second, Activation(gate_up.act), prefill=prefill)
     y = inductor.view(moe.lower(*layer.flat()), [*lead, down.qdata.get_size()[-2]])
     residual = results[down.added] if down.added >= 0 else down.residual
     return y if residual is None else inductor.inline(torch.add, (y, residual))

@@ -246,8 +246,8 @@ def _by(compute: Callable[[OpContract], Callable]) -> Callable[[ChainCall], tupl
             hidden = rms_norm(hidden, gate_up.norm_weight, gate_up.eps, gate_up.norm_offset)
         router, top_k, form, rounded = gate_up.routing  # type: ignore[misc]
         weights, ids = compute(CONTRACTS["router"])(hidden, router, None, top_k, form, x.dtype if rounded else torch.float32)
-        stacked = (ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down))
-        layer = MoeCall(hidden, ids, weights, *stacked, Activation(gate_up.act), prefill=prefill)
+        first, second = (ExpertWeight(p.qdata, p.scale, p.global_scale) for p in (gate_up, down))
+        layer = MoeCall(hidden, ids, weights, first, second, Activation(gate_up.act), prefill=prefill)
         y = compute(CONTRACTS["moe"])(*layer.flat())
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -291,11 +291,11 @@ def _experts_of(dense: Product, e: int, k: int, inner: int, form: str, i: int) -
     def stack(n: int, columns: int) -> list[Tensor]:
         return list(map(torch.stack, zip(*(nvfp4.quantize(torch.randn(n, columns, device=device) / columns**0.5) for _ in range(e)), strict=True)))
 
-    (q, s, g), down = stack(2 * inner, hidden), stack(hidden, inner)
+    (q, s, g), (down, scale, global_scale) = stack(2 * inner, hidden), stack(hidden, inner)
     g = torch.stack((g, g * 2), 1) if i % 2 else g
     router = torch.randn(e, hidden, device=device).to(dense.norm_weight.dtype)
     norm = dict(norm_weight=dense.norm_weight, eps=dense.eps, norm_offset=dense.norm_offset)
-    return [Product(q, s, g, act="silu", glu=True, routing=Routing(router, k, form, i % 2 == 0), **norm), Product(*down, added=0)]
+    return [Product(q, s, g, act="silu", glu=True, routing=Routing(router, k, form, i % 2 == 0), **norm), Product(down, scale, global_scale, added=0)]
 
 
 def _layer(dtype: torch.dtype, device: torch.device, lead: tuple[int, ...], sizes: tuple[int, int, int, int], act: str, i: int) -> list[Product]:

@@ -250,7 +250,7 @@ def counters_before(graph: Graph, head: Node, count: int, experts: bool = False)
         if is_call(node, _WRITES) and node.args[0] in _COUNT and node.kwargs.get("_arrivals_base_index") is not None:
             last = node
     if last is None:
-        return _Counters(None) if _engines.compiles() or count > LEAST else NO_COUNTERS
+        return Counters(None) if _engines.compiles() or count > LEAST else NO_COUNTERS
     index: Any = last.kwargs["_arrivals_base_index"]
     bases: Any = last.kwargs["_all_bases"]
     counters = value(bases[index])

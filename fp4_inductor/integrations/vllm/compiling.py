@@ -21,7 +21,7 @@ from ..._engines import add_provider
 from ..._salt import cache_salt
 from ...config import dispatch_config, set_dispatch
 from ...kernels import select
-from ...kernels.select import Call, plan
+from ...kernels.select import plan
 from ...passes.operators import add_norms
 from ...ranges import add_range_provider
 from .engine import ADD_NORM, NORM, CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
