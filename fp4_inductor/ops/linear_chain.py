@@ -47,6 +47,8 @@ from .norm_linear import rms_norm
 from .router import FORMS
 
 MOST, LEAST = 4, 2  # products
+# What a launch takes of experts (csrc/gemm/routing.cuh): all, those of a row, rows of the router for each multiprocessor, numbers between their products.
+MOST_EXPERTS, MOST_CHOSEN, ROUTER_ROWS, MOST_INNER = 512, 32, 4, 16384
 COUNTERS = 4  # the least length of ``arrivals``, without experts
 
 

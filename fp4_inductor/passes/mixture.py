@@ -17,11 +17,10 @@ from torch.fx import Graph, Node
 
 from .._torch.fx import in_one_mutation_region
 from ..config import dispatch_config
-from ..kernels import host, select
-from ..kernels.linear_chain.cuda import LEAST_INNER, MOST_CHOSEN, MOST_EXPERTS, MOST_INNER, ROUTER_ROWS
+from ..kernels import select
 from ..kernels.select import plan
 from ..ops.activation import ActivationCode
-from ..ops.linear_chain import MOST, Product, Routing
+from ..ops.linear_chain import MOST, MOST_CHOSEN, MOST_EXPERTS, MOST_INNER, ROUTER_ROWS, Product, Routing
 from ..ops.moe_call import MoeCall
 from . import chain, views
 from .counters import matched
@@ -81,12 +80,12 @@ def _why_not(moe: Node) -> str:
         return f"one launch has no experts with {act}"
     if any(type(size) is not int for size in (e, rows, half_k, width, inner, k)):
         return "a size of the experts is known at run time only"
-    most = ROUTER_ROWS * host.processors(value(moe.args[0]).device)  # type: ignore[arg-type]
+    most = ROUTER_ROWS * torch.cuda.get_device_properties(value(moe.args[0]).device).multi_processor_count
     limits = (("experts", e, min(MOST_EXPERTS, most)), ("experts of a token", k, MOST_CHOSEN), ("numbers between their products", k * inner, MOST_INNER))
     for what, size, limit in limits:
         if size > limit:
             return f"{size} {what}: one launch takes {limit}"
-    if inner % LEAST_INNER or half_k % 32 or value(call.down.global_scale).dim() != 1:
+    if inner % 64 or half_k % 32 or value(call.down.global_scale).dim() != 1:
         return f"experts of {inner} x {2 * half_k}: one launch takes multiples of 64"
     return ""
 

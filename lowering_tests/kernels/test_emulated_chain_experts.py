@@ -143,4 +143,4 @@ def test_what_is_refused(given, sizes):
 def test_broken_lines(fault, words):
     x, products = layer(320, 128, 12, 3, scales=2)
     c = chain(x, products)
-    check_caught(emulated("gemm/linear_chain.cu", 90), fault, words, lambda: error(c, run(c)[0]), least=0.05)
+    check_caught(emulated("gemm/linear_chain.cu", 90), fault, words, lambda: sum(error(c, run(c, seed=seed)[0]) for seed in range(4)), least=0.2)

@@ -134,7 +134,7 @@ reinterpret_tensor(b6, (1, 1024), (1024, 1), 0), [in8, in9, in10, in11],
 [0, 0, 1536, 0, 0, 0, 1024, 1280],
 b5, None, (), 1, 90""",
     )
-    assert re.search(r"\[None, in\d+, None\], \[b8, None, None\], \[-1, -1, 0\], .* \[0, 0, 1536, 0, 0, 0\], b5, 1, 90$", second)
+    assert re.search(r"\[None, in\d+, None\], \[b8, None, None\], \[-1, -1, 0\], .* \[0, 0, 1536, 0, 0, 0\], b5, None, \(\), 1, 90$", second)
     assert [given.split(", ")[-2] for given in arguments(body, "cached_attention")] == ["b5", "b5"]
     assert len(re.findall(r"reinterpret_tensor\(b9, \(1, [82], 1, 128\)", arguments(body, "cached_attention")[1])) == 3 and "b9 = b7[3]" in body
 
@@ -165,7 +165,7 @@ def test_counters_of_its_own():
     assert launched(body)[:2] == ["triton_poi_fused", "linear_chain"] and launched(body)[-1] == "linear_chain"
     assert launched(body).count("triton_poi_fused") == 1
     [buffer] = {given.split(", ")[-3] for given in arguments(body, "linear_chain")}
-    assert re.search(rf"{buffer} = empty_strided_cuda\(\(4, \), \(1, \), torch.int32\)", body) and "fp4_counters" not in body
+    assert re.search(rf"{buffer} = empty_strided_cuda\(\(5, \), \(1, \), torch.int32\)", body) and "fp4_counters" not in body
     assert "its counters are filled at each call of the graph: its calls may run at the same time" in first.note
     assert not any("counters" in e.note for e in others if not e.note.startswith("product 1"))
 
@@ -177,7 +177,7 @@ def test_counters_that_the_graph_keeps(engine, products):
     assert (counted["linear_chain"], left) == (2, [])
     assert launched(body)[0] == launched(body)[-1] == "linear_chain" and "triton_poi_fused" not in launched(body)
     assert (
-        re.findall(r"reinterpret_tensor\(fp4_counters, \(4, \), \(1, \), 0\), 1, 90", body) == ["reinterpret_tensor(fp4_counters, (4, ), (1, ), 0), 1, 90"] * 2
+        re.findall(r"reinterpret_tensor\(fp4_counters, \(5, \), \(1, \), 0\), None, \(\), 1, 90", body) == ["reinterpret_tensor(fp4_counters, (5, ), (1, ), 0), None, (), 1, 90"] * 2
     )
     assert [e.note.endswith("begins while the kernel before it runs; it counts in a constant of the graph") for e in entries] == (
         [True] + [False] * (products - 1)

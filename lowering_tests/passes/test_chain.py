@@ -289,7 +289,7 @@ def engine():
     remove()
 
 
-ZEROS = r"(v\d+) = aten\.full\.default\(\[4\], 0, dtype=torch\.int32"
+ZEROS = r"(v\d+) = aten\.full\.default\(\[5\], 0, dtype=torch\.int32"
 
 
 @pytest.mark.parametrize(("count", "ops"), [(2, ["linear", "linear"]), (3, ["linear_chain"]), (6, ["linear_chain", "linear_chain"])])

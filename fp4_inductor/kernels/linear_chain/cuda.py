@@ -10,8 +10,6 @@ from ..kernel import ANY, IN_CI, MEASURED_H100, Kernel, On
 
 LIBRARY = Library("gemm/linear_chain.cu", finish=None, most_rows=lambda arch: 1)
 _MOST_N = 57344  # shared memory holds what a block's share of the columns needs on a GPU of 16 multiprocessors and more, a part of one (MIG) included
-# Of experts: csrc/gemm/routing.cuh. The router's rows are divided among the multiprocessors.
-MOST_EXPERTS, MOST_CHOSEN, ROUTER_ROWS, MOST_INNER, LEAST_INNER = 512, 32, 4, 16384, 64
 _WHY = (
     "a step of 12 layers of an 8B model, batch 1, takes 1.17 ms on an H100 with it, 1.22 where q/k/v stay alone (regions), 1.23 with a launch for each "
     "product: weights of the next one are on their way"
