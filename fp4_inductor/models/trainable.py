@@ -46,8 +46,9 @@ class Trainable(nn.Module):
 
     Args:
         layer: unchanged until :meth:`pack`.
-        dense: ``[N, K]``, what the layer was made from: a value starts there, or at the nearest place that is still rounded to its code. None:
-            values start spread over what is rounded to their codes, so that some are about to change in every step.
+        dense: ``[N, K]``, what the layer was made from: a value starts there where that is rounded to its code, else at its code, which was chosen
+            for the sake of others and is not to change at once. None: values start spread over what is rounded to their codes, so that
+            some are about to change in every step.
     """
 
     mask: Tensor | None
@@ -63,10 +64,9 @@ class Trainable(nn.Module):
         up, down = torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, 1.0)), torch.where(size <= 2, 0.25, torch.where(size <= 4, 0.5, 1.0))
         if dense is not None:
             off = self._blocks(dense.detach().float()) / units - codes
-            # From zero both sides are a quarter; from other codes outward and inward differ. Beyond the largest code there is nothing to round to.
-            outward = torch.where(codes < 0, -off, off)
-            limited = torch.where(size == 0, off.clamp(-_INSIDE * 0.25, _INSIDE * 0.25), outward.clamp(-_INSIDE * down, _INSIDE * up))
-            at = torch.where(codes < 0, codes - limited, codes + limited).clamp(-e2m1.MAX, e2m1.MAX)
+            outward = torch.where(codes < 0, -off, off)  # codes but zero have more room on one side than on the other
+            fits = torch.where(size == 0, off.abs() < _INSIDE * 0.25, (outward > -_INSIDE * down) & (outward < _INSIDE * up))
+            at = torch.where(fits, codes + off, codes).clamp(-e2m1.MAX, e2m1.MAX)
         else:
             spread = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)).to(codes.device) * 2 * _INSIDE - _INSIDE
             at = codes + codes.sign() * torch.where(spread > 0, spread * up, spread * down) + (size == 0) * 0.25 * spread

@@ -67,7 +67,8 @@ def test_what_is_trained_is_what_is_packed(start, k):
     torch.testing.assert_close(layer(x), trainable(x), rtol=1e-5, atol=1e-5)
     if start == "dense":  # rounded to nearest: every value is what it was
         inside = w.abs() < 5.5 * layer.scale.float().repeat_interleave(16, 1)[:, :k] * layer.global_scale
-        torch.testing.assert_close((trainable.values * layer.global_scale)[:, :k][inside], w[inside], rtol=0.06, atol=1e-3)
+        there = torch.isclose((trainable.values * layer.global_scale)[:, :k], w, rtol=1e-4, atol=1e-6)
+        assert there[inside].float().mean() > 0.9  # but for those close to another code
     with torch.no_grad():
         for parameter in (trainable.values, trainable.log_scale, trainable.bias):
             parameter.add_(torch.randn_like(parameter) * parameter.std())
@@ -75,6 +76,15 @@ def test_what_is_trained_is_what_is_packed(start, k):
     want.square().sum().backward()
     assert all((p.grad != 0).float().mean() > 0.4 for p in (trainable.values, trainable.log_scale, trainable.bias))
     torch.testing.assert_close(trainable.pack()(x), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_code_that_is_not_the_nearest_does_not_change_at_once():
+    """As "gptq" chooses them for the sake of other weights: a value at the edge of its code would be rounded back by the first step."""
+    w = torch.full((16, 32), 0.9)
+    w[:, ::16] = 6.0
+    layer = FP4Linear.from_weight(torch.where(w < 1, 1.5, w), scale_search="amax")
+    values = Trainable(layer, w).values.detach() * layer.global_scale
+    torch.testing.assert_close(values, layer.dequantize(torch.float32), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
