@@ -263,7 +263,7 @@ template <typename T, bool kRouted> __device__ __forceinline__ void finish(const
         __syncwarp();
         if (lane == 0) {
           arrive(chain.arrivals + chain.count);
-          if (!FP4_FAULT(SKIP_WAIT_FOR_SCORES)) wait_for_arrivals(chain.arrivals + chain.count, gridDim.x);
+          wait_for_arrivals(chain.arrivals + chain.count, gridDim.x);
         }
         __syncthreads();
         if (!FP4_FAULT(SKIP_BARRIER_BEFORE_CHOICE)) __syncthreads();

@@ -22,7 +22,7 @@ from .sparsify_experts import PrunedExperts
 from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
-SECONDS = 600.0  # that "auto" takes for "gptq" at most, by the figures below
+SECONDS = 60.0  # that "auto" takes for "gptq" at most, by the figures below
 # A weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two. And on a GPU, where nobody has measured it: an estimate for an H100.
 _CPU_SECONDS, _GPU_SECONDS = 4.2e-6, 7.5e-8
 # Bytes of GPU memory: the quantized weight, and for what is worked on (activations and logits of a batch, a Hessian and its factors).

@@ -137,9 +137,7 @@ def test_what_is_refused(given, sizes):
         run(chain(*layer(*sizes)), **given)
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"), [("SKIP_WAIT_FOR_SCORES", None), ("SKIP_BARRIER_BEFORE_CHOICE", "."), ("UP_WITH_GATE_SCALE", None), ("SKIP_BARRIER_BEFORE_RANK", ".")]
-)
+@pytest.mark.parametrize(("fault", "words"), [("SKIP_BARRIER_BEFORE_CHOICE", "."), ("UP_WITH_GATE_SCALE", None), ("SKIP_BARRIER_BEFORE_RANK", ".")])
 def test_broken_lines(fault, words):
     x, products = layer(320, 128, 12, 3, scales=2)
     c = chain(x, products)
