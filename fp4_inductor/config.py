@@ -45,7 +45,7 @@ class NVFP4Config:
 
             * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
               it writes itself (and over ``calibration``, if it is given), if that takes about a minute at most: some 14 M weights for each
-              CPU core, 8 G on a GPU (an estimate). If that takes longer, or fails, or has a higher KL on text that was held
+              CPU core, 0.8 G on a GPU (an estimate). If that takes longer, or fails, or has a higher KL on text that was held
               out, ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
               where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
             * ``"amax"``: ``amax / 6``, the plain rule.
