@@ -43,7 +43,7 @@ def check_figures(output: str) -> None:
     rows = {name: dict(zip(("nats", "kl", "mb", "speed", "first"), (float(v or "nan") for v in values))) for name, *values in ROW.findall(output)}
     assert rows["bf16"]["nats"] == pytest.approx(BF16_NATS, rel=0.003)
     assert 0.0 < rows["NVFP4"]["nats"] - rows["bf16"]["nats"] <= MOST_ADDED_NATS
-    assert rows["NVFP4"]["kl"] == pytest.approx(0.0142, rel=0.2)  # by the text that the model writes to calibrate on, which differs between versions of torch
+    assert rows["NVFP4"]["kl"] == pytest.approx(0.0086, rel=0.2)  # by the text that the model writes to calibrate on, which differs between versions of torch
     assert rows["bf16"]["mb"] / rows["NVFP4"]["mb"] == pytest.approx(3.34, rel=0.01)  # the embedding stays in bfloat16
     assert "Speed says nothing at this size" in output
 

@@ -223,8 +223,8 @@ def _cached(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[s
 def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], libraries: tuple[str, ...], machine: str) -> Path:
     target = _cached(compiler, source, inputs, flags, machine)
     if not is_intact(target):
-        with _alone(target):
-            if not target.exists() or not is_intact(target):  # another process may have made it meanwhile
+        with _alone(target) as waited:
+            if not waited or not is_intact(target):  # who was waited for may have made it
                 with _partial() as partial:
                     compile_to(partial, compiler, source, (*flags, str(csrc_dir() / source), "-o", str(partial), *libraries))
                     publish(partial, target)
@@ -233,15 +233,23 @@ def _build(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[st
 
 @contextlib.contextmanager
 def _alone(target: Path):
-    """Only one process at a time, of the ranks of a model for example, is inside for ``target``. A process that dies leaves it; where files cannot be locked
-    several processes may be inside, and compile the same library."""
-    handle = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Only one process at a time, of the ranks of a model for example, is inside for ``target``; true if another one was waited for.
+
+    A process that dies leaves it. Where files cannot be locked, or where one comes as another leaves, several may be inside and compile the same library.
+    """
+    file, waited = target.with_suffix(".lock"), False
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _locked.add(handle)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield waited
     finally:
+        file.unlink(missing_ok=True)
         _locked.discard(handle)
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)

@@ -3,8 +3,8 @@
     h = norm(x);  weights, ids = router(h);  y = moe(h, ids, weights) + residual    ->    _, y = linear_chain(x, [gate_up, down], router, ...)
 
 Five kernels are one launch then, and :mod:`.chain` joins it with the products in front of it and behind it. It runs ahead of :mod:`.norm`: what the launch
-writes is in memory, so the next norm becomes a part of the product that reads it. The layer stays as it is where the kernel is off or does not take it;
-``explain()`` gives the reason.
+writes is in memory, so the next norm becomes a part of the product that reads it. The layer of one row stays as it is where the
+kernel does not take it; ``explain()`` gives the reason. Of more rows, and where the kernel is off, nothing is said: ``fp4.moe`` has kernels of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def fuse(graph: Graph) -> None:
     """Rewrite every such layer in ``graph``."""
     for moe in graph.find_nodes(op="call_function", target=fp4.moe.default):
         x: Any = moe.args[0]
-        if value(x).device.type != "cuda" or not chain.is_there(_plan(moe)) or not moe.users:
+        rows = rows_of(x)
+        if value(x).device.type != "cuda" or type(rows) is not int or rows != 1 or _plan(moe).pick(1).library is None or not moe.users:
             continue
         reason = _why_not(moe)
         norm = read(below_views(x)) if not reason else None
@@ -61,11 +62,6 @@ def _plan(moe: Node) -> Any:
 def _why_not(moe: Node) -> str:
     """Why the experts are not part of one launch; empty: they are."""
     call = MoeCall.of(*moe.args, **moe.kwargs)
-    m, options = rows_of(moe.args[0]), _plan(moe)
-    if type(m) is not int or m != 1:
-        return f"M is {m if type(m) is int else 'dynamic'}: one launch takes M = 1"
-    if options.pick(1).library is None:
-        return next(r.reason for r in options.refused if r.kernel.csrc)
     act, weights = call.activation, (call.gate_up, call.down)
     if any(w.meta is not None for w in weights):
         return "experts are 2:4-sparse"

@@ -32,7 +32,7 @@ SOURCES = {
         lambda arch, *finish: 2 * (3 + 2 + (4 if arch == 90 else 0) + (3 if arch == 90 else 2)),
     ),
     "gemm/linear_gemv.cu": (("HFMA2", COPY), lambda arch, *finish: 2 * len(tiles_of("gemm/linear_gemv.cu"))),
-    CHAIN: (("HFMA2", COPY), lambda arch, *finish: 2),
+    CHAIN: (("HFMA2", COPY), lambda arch, *finish: 2 * 2),  # dtypes, without experts and with them
     "gemm/linear_table.cu": (
         ("HMMA.16816.F32.BF16", r"HMMA\.16816\.F32\s", r"UTMALDG\.2D", r"UTMALDG\.3D"),
         lambda arch, *finish: 2 * {(): 8, ("-DFP4_FINISH=1",): 6, ("-DFP4_FINISH=2",): 4}[finish],
