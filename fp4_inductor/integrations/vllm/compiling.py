@@ -21,14 +21,13 @@ from ..._engines import add_provider
 from ..._salt import cache_salt
 from ...config import dispatch_config, set_dispatch
 from ...kernels import select
-from ...kernels.select import plan
+from ...kernels.select import Call, plan
 from ...passes.operators import add_norms
 from ...ranges import add_range_provider
 from .engine import ADD_NORM, NORM, CompilationMode, get_current_vllm_config_or_none, leave_untuned, range_of_compilation
 from .settings import KEY, SALT, Settings
 
 _ENDS = "_fp4_inductor_ends"
-_BECOMES = {"linear": ("linear", "linear_epilogue", "linear_glu", "linear_chain")}  # ops that a layer of this op may be part of in a graph
 _registered = False
 _compilation: Any = None  # of the engine whose layers were built last in this process
 _prefetches = False  # weights of that engine to the GPU, during a step
@@ -142,14 +141,22 @@ def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.
     As :func:`fp4_inductor.bounds`, which stands on a floor above, for a device that is here.
     """
     place, found = torch.device(device), [0]
-    if place.type == "cuda":  # all kernels of the model's layers are compiled together, while it is built, loaded and traced
-        select.compile_ahead(select.expect(op, place, dtype, n, k, prefill) for layer, n, k in layers for op in _BECOMES.get(layer, (layer,)))
+    _compile_ahead(layers, select.arch_of(place), dtype, prefill)
     for op, n, k in sorted(layers, key=lambda layer: layer[0] != "linear_glu"):  # the product alone counts from where it is not fused
         if op == "linear_glu" and select.arch_of(place) == 0:  # it is made for CUDA only
             continue
         call = select.expect(op, place, dtype, n, k, prefill)
         found += [bound for bound in plan(call, dispatch_config()).bounds if bound > found[-1]]
     return tuple(found[1:])
+
+
+def _compile_ahead(layers: tuple[tuple[str, int, int], ...], arch: int, dtype: torch.dtype, prefill: str) -> None:
+    """Begin to compile the CUDA sources of all that a graph may make of these layers, while the model is built and loaded; nothing if they are compiled."""
+    ops = {"linear": ("linear", "linear_epilogue", "linear_chain")}
+    if arch:
+        select.compile_ahead(
+            Call(op, arch, dtype, n, k, prefill, "", triton=select.triton_version()) for layer, n, k in layers for op in ops.get(layer, (layer,))
+        )
 
 
 def set_ranges(compilation: Any, given: Iterable[int], bounds: Iterable[int]) -> None:
