@@ -30,8 +30,9 @@ from .missed import UNCHAINED, missed
 from .norm import below_views
 from .rms_norm import RMSNorm, read
 
-aten, fp4, prims = torch.ops.aten, torch.ops.fp4, torch.ops.prims
+aten, fp4 = torch.ops.aten, torch.ops.fp4
 _SAME = views.RESHAPES | views.UNITS | views.SAME
+_COPIES = _SAME | {aten.clone.default}
 
 
 def fuse(graph: Graph) -> None:
@@ -108,7 +109,7 @@ def _routed(moe: Node, norm: RMSNorm) -> tuple[Node, Node | None, Routing] | str
 
 def _router(node: Any, number: int) -> Node | None:
     """The ``fp4.router`` whose result ``number`` a view ``node`` is of."""
-    while isinstance(node, Node) and node.op == "call_function" and node.target in _SAME | {aten.clone.default}:
+    while isinstance(node, Node) and node.op == "call_function" and node.target in _COPIES:
         node = node.args[0]
     if not is_call(node, operator.getitem) or node.args[1] != number or not is_call(node.args[0], fp4.router.default):
         return None
@@ -119,7 +120,7 @@ def _readers(node: Node) -> set[Node]:
     """What reads ``node``, one of its results, or a view of them."""
     found: set[Node] = set()
     for user in node.users:
-        looks = user.op == "call_function" and (user.target in _SAME | {aten.clone.default} or user.target is operator.getitem)
+        looks = user.op == "call_function" and (user.target in _COPIES or user.target is operator.getitem)
         found |= _readers(user) if looks else {user}
     return found
 
