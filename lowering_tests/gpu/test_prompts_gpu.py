@@ -139,14 +139,19 @@ def test_every_tile(name, tile):
 
 @pytest.mark.parametrize("name", [kv.DENSE, *FORMATS])
 def test_few_queries_behind_many_tokens(name):
-    """The keys are divided; every run gives the same bits; beyond the end of the cache rows are NaN."""
+    """The keys are divided; every run gives the same bits, whatever was in memory; beyond the end of the cache rows are NaN."""
     c = make(name, 1, 32, 8, 24, 8300, 128, 8200)
     t = prefill.config_of(c, c.slots, name == "nvfp4", host.arch(c.query.device), host.processors(c.query.device))
     assert t.packed and t.parts > 1
-    results = [torch.ops.fp4.cached_attention(*copied(c).flat()) for _ in range(20)]
+    results = []
+    for i in range(20):
+        left = torch.full((32 << 20,), (float("nan"), 1e30, 0.0)[i % 3], device=DEVICE)  # in what the call will take for partial results
+        del left
+        results.append(torch.ops.fp4.cached_attention(*copied(c).flat()))
     assert all(torch.equal(r, results[0]) for r in results)
-    full = c._replace(position=torch.full((), 8290, device=DEVICE))
-    assert torch.ops.fp4.cached_attention(*copied(full).flat()).isnan().all()
+    if name != kv.DENSE:  # whose tokens torch copies, and asserts on the device that there is room
+        full = c._replace(position=torch.full((), 8290, device=DEVICE))
+        assert torch.ops.fp4.cached_attention(*copied(full).flat()).isnan().all()
 
 
 def test_a_chunk_in_a_cuda_graph():

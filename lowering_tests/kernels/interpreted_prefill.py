@@ -45,12 +45,18 @@ def copied(c: CachedCall) -> CachedCall:
     return c._replace(keys=c.keys.clone(), values=c.values.clone()) if c.stored is None else fresh(c)
 
 
+def _left_over(*shape, dtype, **options):
+    """For ``torch.empty`` in the launchers. Parts have a large number, which as the maximum of one would hide all others, as NaN would not."""
+    found = interpreted._float32_out(*shape, dtype=dtype, **options)
+    return found.fill_(1e30) if dtype == torch.float32 else found
+
+
 def run(c, tile=SMALL, known=True):
     """``known``: the caller knows that an empty cache is empty, as on a GPU."""
     asked = select.cached_form(c)
     assert set(asked) <= set(SERVES), asked
     blind = mock.patch.object(kernel, "known", return_value=None)
-    with mock.patch.object(host, "arch", return_value=80), mock.patch.object(torch, "empty", interpreted._float32_out):
+    with mock.patch.object(host, "arch", return_value=80), mock.patch.object(torch, "empty", _left_over):
         if known:
             return kernel.prefill(c, tile)
         with blind:

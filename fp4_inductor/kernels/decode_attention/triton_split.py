@@ -223,9 +223,9 @@ def decode_attention_combine(OUT, PEAK, SUM, PARTIAL, SPLITS, D: tl.constexpr, B
     part = tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
     there = part < SPLITS
-    m = tl.load(PEAK + row * SPLITS + part, mask=there, other=float("-inf"))
     total = tl.load(SUM + row * SPLITS + part, mask=there, other=0.0)
     used = there & (total != 0.0)
+    m = tl.load(PEAK + row * SPLITS + part, mask=used, other=float("-inf"))
     acc = tl.load(PARTIAL + (row * SPLITS + part)[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
     peak = tl.max(m, 0)
     weight = tl.where(used, tl.exp2(m - tl.where(peak == float("-inf"), 0.0, peak)), 0.0)
