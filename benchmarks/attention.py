@@ -43,6 +43,7 @@ class Coded:
         self.copies, self.query, self.mask, self.group = dense.copies, dense.query, dense.mask, dense.group
         self.scales = torch.rand(2, batch, kv_heads, length, 1, device=device).to(self.query.dtype) / 30 + 0.01
         self.caches = [[(40 * t.float()).clamp(-127, 127).to(kind) for t in pair] for pair in dense.caches]
+        torch._dynamo.reset()  # else the ninth size would run without being compiled
         self.compiled = torch.compile(self._dequantized, dynamic=False) if device == "cuda" else self._dequantized
 
     def ours(self, i: int):

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-import fp4_inductor
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.passes import missed, quantized_cache
 from lowering_tests.fake_cuda import call_body, generated_code
@@ -206,7 +205,7 @@ def test_every_operator_of_attention(compiled, everywhere, name):
 SHAPES = [((1, 8, 1, 128), BF16), *[((1, 2, 256, 128), torch.int8)] * 2, *[((1, 2, 256, 1), BF16)] * 2, ((1, 1, 1, 256), BF16)]
 
 
-def on_cuda(queries=1, cc=(8, 0), candidates=()):
+def on_cuda(queries=1, cc=(8, 0)):
     """(generated code, journal, what was left) of a decode step on a GPU that is not there."""
     attend = Attend()
 
@@ -216,13 +215,14 @@ def on_cuda(queries=1, cc=(8, 0), candidates=()):
             return OPERATORS["efficient"](query, key, value, mask.expand(1, 8, queries, 256))[0] + 1
 
     shapes = [((1, 8, queries, 128), BF16), *SHAPES[1:]]
-    with listen() as entries, missed.listen() as left, fp4_inductor.dispatch(candidates=candidates):
+    with listen() as entries, missed.listen() as left:
         code = generated_code(Step, shapes, cc=cc)[0]
     return call_body(code), entries, [m.reason for m in left]
 
 
-def test_the_generated_code_reads_the_codes_where_they_lie():
-    code, entries, left = on_cuda()
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0)], ids=str)
+def test_the_generated_code_reads_the_codes_where_they_lie(cc):
+    code, entries, left = on_cuda(cc=cc)
     assert not left and [e.decision.row.kernel for e in entries] == ["triton_codes_attention"]
     assert_expected_inline(
         code,
@@ -234,13 +234,9 @@ return (b1, )""",
     )
 
 
-@pytest.mark.parametrize(("call", "reason"), [
-    (dict(queries=5), "20 queries of a KV head, more than 16"),
-    (dict(cc=(9, 0)), 'triton_codes_attention: emulated, not timed on a GPU: switch it on with fp4_inductor.dispatch(candidates=("triton_codes_attention",))'),
-], ids=str)  # fmt: skip
-def test_what_the_kernel_does_not_serve(call, reason):
-    code, entries, left = on_cuda(**call)
-    assert left == [reason] and not entries and "fp4" not in code
+def test_what_the_kernel_does_not_serve():
+    code, entries, left = on_cuda(queries=5)
+    assert left == ["20 queries of a KV head, more than 16"] and not entries and "fp4" not in code
 
 
 def test_a_cpu_dequantizes(compiled):
