@@ -205,7 +205,7 @@ def cases() -> Iterator[tuple[str, functools.partial]]:
 
     for m, k in ((1, 1024), (3, 1040), (16, 1088), (32, 2048)):
         yield case(dense, "linear_small", m, 330, k, ())
-    for m, tile, early in itertools.product((1, 8, 13, 21), ((), (2, 2, 8, 1), (7, 1, 2, 1), (4, 2, 4, 1)), (0, 1)):
+    for m, tile, early in itertools.product((1, 8, 13, 21, 30), ((), (2, 2, 7, 1), (7, 1, 2, 1), (4, 2, 4, 1)), (0, 1)):
         yield case(dense, "linear_table", m, 1034, 2304, tile, early=early)
     for m, early in itertools.product((1, 8, 13), (0, 1)):
         yield case(dense, "linear_table", m, 1034, 7168, (2, 2, 8, 4), early=early)

@@ -396,9 +396,9 @@ int64_t sparse_small(int64_t arch) { return arch == 80 || arch == 87 || arch == 
   X(linear_small, linear_small, small)                                     \
   X(linear_small_pointwise, linear_small, small)                           \
   X(linear_small_glu, linear_small, small, kPlain, 2)                      \
-  X(linear_table, linear, rows<24>)                                        \
-  X(linear_table_pointwise, linear, rows<16>)                              \
-  X(linear_table_glu, linear, rows<16>, kPlain, 2)                         \
+  X(linear_table, linear, rows<32>)                                        \
+  X(linear_table_pointwise, linear, rows<32>)                              \
+  X(linear_table_glu, linear, rows<32>, kPlain, 2)                         \
   X(linear_wide, linear, many)                                             \
   X(linear_wide_pointwise, linear, many)                                   \
   X(linear_wide_glu, linear, many, kPlain, 2)                              \

@@ -1,4 +1,4 @@
-// fp4.linear for 1 to 24 rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
+// fp4.linear for 1 to 32 rows on sm_90: y[M, N] = x[M, K] @ W[N, K]^T (+ bias), W row-major canonical NVFP4.
 //
 // Bandwidth-bound: what has to be few are instructions a weight. Codes become pairs of numbers by a table in shared memory (nvfp4.cuh), a byte at
 // a time; codes, scales and activations come as tiles through one ring, fetched by a warp of their own. A warp owns 16 * R rows of W and every
@@ -74,15 +74,18 @@ template <typename T, int SUBSTEPS> struct Dense {
   }
 };
 
+// That multiply. With the one that fetches, 17 warps have 96 registers a thread, in which three tiles of eight tokens by two sets fit; 16 have 128, for a fourth tile.
+constexpr int most_warps(int tokens) { return tokens <= 24 ? kMostWarps : kMostWarps - 1; }
+
 template <typename T, int TOKENS, int R, int SUBSTEPS>
-__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1)
+__global__ void __launch_bounds__(32 * (most_warps(TOKENS) + 1), 1)
     linear_table(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap activations,
                  const Layout<SUBSTEPS> layout, const float* __restrict__ global_scale, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K,
                  const Epilogue<T> then) {
   multiply_table<Dense<T, SUBSTEPS>, R, TOKENS / 8>({codes, scales, N}, activations, layout, global_scale, bias, y, M, N, K, then);
 }
 
-constexpr int kMostTokens = kFinish == kPlain ? 24 : 16;  // more than 24 spill, of gates and ups more than 16; more with other epilogues were not timed
+constexpr int kMostTokens = 32;
 
 // sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K, a multiple of substeps; substeps: of 256 k, a stage.
 struct Tile {
@@ -90,18 +93,20 @@ struct Tile {
 };
 
 // Measured on an H200 (benchmarks/NOTES.md). A block for nearly every SM, up to 16 rows of x in the same order of summation. For 32 rows of W a copy brings
-// 1024 k of them, which takes an eighth less time at K = 14336; with more rows or tokens rings of such stages are too short.
+// 1024 k of them, which takes an eighth less time at K = 14336; with more rows or tokens rings of such stages are too short. Above 24 tokens about twelve warps are
+// best, and one set a warp of two: on an H100 8.1 us for 8.8 at N = K = 4096.
 Tile best(int M, int N, int K) {
   int sets = sets_a_block(N);
   if (sets % 2 && (sets >= 7 || N >= 9216 && sets == 5 || kFinish == kGlu)) ++sets;  // two sets a warp save more than a sixth of the blocks, while 96 are left
-  const int sets_a_warp = sets % 2 ? 1 : 2, row_warps = sets / sets_a_warp;
-  return {sets, sets_a_warp, at_most(at_most(8, kMostWarps / row_warps), K / kWideK), kFinish != kGlu && sets == 2 && K % (4 * kWideK) == 0 && M <= 16 ? 4 : 1};
+  const int sets_a_warp = sets % 2 || (M > 24 && sets == 2) ? 1 : 2, row_warps = sets / sets_a_warp;
+  const int k_groups = M <= 24 ? at_most(8, most_warps(M) / row_warps) : at_most(most_warps(M) / row_warps, at_least(1, (12 + row_warps / 2) / row_warps));
+  return {sets, sets_a_warp, at_most(k_groups, K / kWideK), kFinish != kGlu && sets == 2 && K % (4 * kWideK) == 0 && M <= 16 ? 4 : 1};
 }
 
 template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile, const Linear<T>& p, Stream stream) {
   constexpr int kParts = Result<T>::kParts;
   Layout<SUBSTEPS> layout{tile.sets, R, tile.k_groups, 1, at_most(TOKENS, rows_of_x(p.M, 4)), 0};  // of two rows the lanes of a quad would read the same banks
-  if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || tile.k_groups % SUBSTEPS || layout.warps() > kMostWarps || p.K % (SUBSTEPS * kWideK))
+  if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || tile.k_groups % SUBSTEPS || layout.warps() > most_warps(TOKENS) || p.K % (SUBSTEPS * kWideK))
     return cudaErrorInvalidConfiguration;
   layout.stages = at_most(kMostStages, kTableRoom / (SUBSTEPS * (TOKENS * kWideK * 2 + layout.rows() * (128 + 16))));  // no more where fewer rows of x leave room: NOTES
   layout.k_groups = at_most(layout.k_groups, layout.stages * SUBSTEPS);
@@ -132,7 +137,7 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>
 
 // Returns a cudaError_t. Takes what linear_small does, and early. tile: (sets, sets_a_warp, k_groups, substeps): at most 16 sets, a multiple of
 // sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; substeps 1, or 4 of two sets a warp, where M <= 16, K % 1024 == 0 and
-// k_groups % 4 == 0. 1 <= M <= 24, or 16 where more is done behind the sums, K % 256 == 0; x, codes and scale 16-byte aligned.
+// k_groups % 4 == 0; 15 warps above M = 24. 1 <= M <= 32, K % 256 == 0; x, codes and scale 16-byte aligned.
 extern "C" int fp4_linear_table(const LinearParams* call) {
   if (!is_call(call)) return cudaErrorInvalidValue;
   const int M = call->M, N = call->N, K = call->K;
@@ -143,6 +148,6 @@ extern "C" int fp4_linear_table(const LinearParams* call) {
     using T = decltype(zero);
     const Linear<T> p = Linear<T>::of(*call);
     const Stream at = stream_of(*call);
-    return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, at) : M <= 16 ? by_tile<T, 16>(tile, p, at) : by_tile<T, kMostTokens>(tile, p, at);
+    return !p.fits() ? cudaErrorInvalidValue : M <= 8 ? by_tile<T, 8>(tile, p, at) : M <= 16 ? by_tile<T, 16>(tile, p, at) : M <= 24 ? by_tile<T, 24>(tile, p, at) : by_tile<T, 32>(tile, p, at);
   });
 }

@@ -52,7 +52,7 @@ def test_pointwise(name):
     kernel = library(f"{name}_pointwise")
     for i, act in enumerate(ACTS):
         few, k = name in ("linear_small", "linear_table"), 768 if name == "linear_table" else 576
-        m, n, dtype = (3, 16, 1, 5, 9)[i] if few else (3, 16, 17, 5, 30)[i], (33, 64, 130, 70, 128)[i], (BF16, FP16)[i % 2]
+        m, n, dtype = (3, 16, 1, 5, 32 if name == "linear_table" else 9)[i] if few else (3, 16, 17, 5, 30)[i], (33, 64, 130, 70, 128)[i], (BF16, FP16)[i % 2]
         x, w = torch.randn(m, k).to(dtype), small_weight(n, k)
         bias, mul, residual = (torch.randn(*shape).to(dtype) for shape in ((n,), (m, n), (m, n)))
         bias, mul, residual = bias if i != 1 else None, mul if i not in (0, 3) else None, residual if i != 2 else None
@@ -67,7 +67,7 @@ def test_glu(name):
     kernel = library(f"{name}_glu")
     # I: less than half a block, off the tile, several blocks; K: a step and a half, more than all warps take at once
     for i, (inner, k) in enumerate(((5, 192), (16, 64), (67, 1088), (130, 576))):
-        m, dtype, act = (1, 7, 16, 9)[i], (BF16, FP16)[i % 2], ACTS[1 + i]
+        m, dtype, act = (1, 7, 16, 30 if name == "linear_table" else 9)[i], (BF16, FP16)[i % 2], ACTS[1 + i]
         k = -(-k // 256) * 256 if name == "linear_table" else k
         x, (q, s, g) = torch.randn(m, k).to(dtype), small_weight(2 * inner, k)
         bias = torch.randn(2 * inner).to(dtype) if i % 2 else None

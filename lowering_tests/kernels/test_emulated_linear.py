@@ -77,10 +77,10 @@ TABLE_TILES = [(1, 1, 1, 1), (3, 1, 5, 1), (2, 2, 16, 1), (4, 2, 3, 1), (16, 2, 
 
 @pytest.mark.parametrize("tile", TABLE_TILES, ids=str)
 def test_table(tile):
-    """K: one stage, fewer than warps, more than the ring holds; rows of x that are fetched: 4, 8, 16, 24."""
+    """K: one stage, fewer than warps, more than the ring holds; rows of x that are fetched: 4, 8, 16, 24, 32."""
     each = tile[3] * 256
-    for i, (m, n, steps) in enumerate(((1, 33, 1), (8, 100, 9), (5, 16, 20), (9, 260, 5), (16, 129, 17), (3, 33, 9), (24, 50, 9), (17, 33, 20))):
-        if m <= 16 or tile[3] == 1:
+    for i, (m, n, steps) in enumerate(((1, 33, 1), (8, 100, 9), (5, 16, 20), (9, 260, 5), (16, 129, 17), (3, 33, 9), (24, 50, 9), (17, 33, 20), (32, 50, 9), (27, 33, 20))):
+        if m <= 16 or (tile[3] == 1 and (m <= 24 or tile[0] // tile[1] * tile[2] < 16)):
             check(TABLE, m, n, each * (steps if tile[3] == 1 else -(-steps // 2)), tile, (BF16, FP16)[i % 2])
 
 
@@ -89,7 +89,7 @@ def test_every_instance_of_the_table_kernel_has_a_tile():
 
 
 def test_table_chooses_a_tile_for_every_size():
-    for m, n, k in ((1, 1, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768), (3, 2114, 1024), (20, 2114, 1024)):
+    for m, n, k in ((1, 1, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768), (3, 2114, 1024), (20, 2114, 1024), (32, 4100, 1024), (29, 70, 2048), (25, 2114, 512)):
         check(TABLE, m, n, k, (0, 0, 0, 0), BF16)
 
 
@@ -210,6 +210,8 @@ def test_bits_do_not_depend_on_the_batch_but_where_the_table_says_so():
     assert alike(lambda m: run(emulated(SMALL), x[:m].clone(), w, None, tiles[m]), tiles) == [[8, 16], [32]]
     x, w = noise(24, 70, 4352)
     assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0, 0)), [*few, 17, 24]) == [[*few, 17, 24]]
+    x, w = noise(32, 70, 4352)
+    assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, (0, 0, 0, 0)), [16, 24, 25, 32]) == [[16, 24], [25, 32]]
     x, w = noise(24, 70, 4096)
     tiles = {16: (2, 2, 8, 4), 17: (2, 2, 8, 1), 24: (4, 2, 8, 1)}  # of 33 to 64 rows a block; of these the last has seven stages
     assert alike(lambda m: run(emulated(TABLE), x[:m].clone(), w, None, tiles[m]), tiles) == [[16, 17], [24]]
@@ -244,7 +246,7 @@ def test_arguments_that_no_kernel_takes():
             with pytest.raises(EmulatorError, match="status 1"):
                 call(1, 8, one, second, third, act, tile)
     of_four = (1, (2, 2, 6, 4), 1024), (17, (2, 2, 4, 4), 1024), (1, (2, 2, 4, 4), 1280), (1, (2, 1, 4, 4), 1024), (1, (2, 2, 2, 2), 1024)
-    of_one = [(m, (*tile, 1), 256) for m, tile in ((25, (2, 2, 2)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1)))]
+    of_one = [(m, (*tile, 1), 256) for m, tile in ((33, (2, 2, 2)), (25, (2, 2, 16)), (1, (2, 2, 17)), (1, (18, 2, 1)), (1, (2, 3, 1)), (1, (4, 4, 1)))]
     for m, tile, k in (*of_one, *of_four):
         with pytest.raises(EmulatorError, match="status"):
             emulated(TABLE).run(LinearParams, dict(M=m, N=8, K=k, tile=tile), torch.empty(1))

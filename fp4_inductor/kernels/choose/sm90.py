@@ -19,7 +19,7 @@ def linear(call, can):
         if not smalls:
             yield 4, "triton_gemv"  # no CUDA kernel takes the call: still faster than padding the rows to a tensor-core tile
     if can("cuda_table"):
-        yield 24, "cuda_table"  # a block keeps its sums in registers: three tiles of eight tokens fit, four spill
+        yield 32, "cuda_table"  # a block keeps its sums in registers: four tiles of eight tokens fit
     if can("cuda_small_any_k") and call.k % 64:
         yield 32, "cuda_small_any_k"
     if can("cuda_small"):
@@ -75,7 +75,7 @@ def fused(call, can, finish, apart, small):
     if can(table) or can(mma) or can(wide):
         yield 1, apart
     if can(table):
-        yield 16, table  # of gates and ups, three tiles of eight tokens spill
+        yield 32, table
     if can(mma) and (call.weights < 2**24 or call.k % 256):
         yield small, mma
     if can(wide):

@@ -11,7 +11,7 @@ _TILE = ("rows_16", "warps", "stages")
 _WARPS = (16, "K is split over other numbers of warps for M <= 16 than above, unless 8192 <= N <= 8448 or N < 8192 <= K")
 _WHY = "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8 on an H200, bf16 cuBLAS 34; three siblings take the time of one layer"
 _WHY_90 = (
-    "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8, bf16 cuBLAS 34; cuda_table (K % 256 = 0, M <= 24) "
+    "feeds packed weights straight into mma.sync: 17.4 us at N = K = 8192, M = 8, bf16 cuBLAS 34; cuda_table (K % 256 = 0, M <= 32) "
     "and cuda_wide (from 2^24 weights on) are faster"
 )
 _ANY_K = "cuda_small with narrower copies, for K that is only a multiple of 16: 20.2 us at N = 8192, K = 8208, M = 1, where the GEMV takes 26.6"

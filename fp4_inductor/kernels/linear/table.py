@@ -1,4 +1,4 @@
-"""cuda_table: up to 24 rows, weights decoded by a table in shared memory (``csrc/gemm/linear_table.cu``); alone, or with an epilogue."""
+"""cuda_table: up to 32 rows, weights decoded by a table in shared memory (``csrc/gemm/linear_table.cu``); alone, or with an epilogue."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from .finishes import finishes, measured
 
 # A tile is 16 * sets rows of the weight a block and 16 * sets_a_warp a warp; k_groups warps share K, ``substeps`` of them a stage.
 _TILE = ("sets", "sets_a_warp", "k_groups", "substeps")
-_SEVEN = (16, "for more than 16 rows seven warps share K in place of eight where 6337 <= N <= 8448 and K >= 2048")
+_WARPS = (16, "for more than 16 rows seven warps share K in place of eight where 6337 <= N <= 8448 and K >= 2048, for more than 24 rows about twelve do")
 _WHY = "decodes by a table in shared memory: 14.4 us at N = K = 8192, M = 8, and 15.3 at M = 16, where cuda_small takes 17.3 and 24.7"
 _FUSED = "timed in a whole model only (cuda_table alone: 14.4 us at N = K = 8192, M = 8)"
 
 
 def _kernel(op: str, finish: str, why: str) -> Kernel:
-    most = 24 if finish == "plain" else 16  # kMostTokens
-    library = Library("gemm/linear_table.cu", ("qdata", "scale"), _TILE, finish, early=True, most_rows=lambda arch: most)
-    return Kernel(op, f"cuda_table{'' if finish == 'plain' else f'_{finish}'}", "small", measured(why), k_multiple=256, batch=_SEVEN, form=library)
+    library = Library("gemm/linear_table.cu", ("qdata", "scale"), _TILE, finish, early=True, most_rows=lambda arch: 32)
+    return Kernel(op, f"cuda_table{'' if finish == 'plain' else f'_{finish}'}", "small", measured(why), k_multiple=256, batch=_WARPS, form=library)
 
 
 KERNELS = (_kernel("linear", "plain", _WHY), *(_kernel(op, finish, f"{saves}; {_FUSED}") for op, finish, saves in finishes()))
