@@ -42,6 +42,7 @@ OURS = "fp4_inductor"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 MEMORY = 74.0  # GiB of a GPU
 WEIGHTS = {"8b": 7, "30b": 18, "70b": 42, "tiny": 0}  # GiB, of all layers
+LAYERS = {"8b": 36, "30b": 48, "70b": 80, "tiny": 1}
 COLUMNS = ("gpu", "torch", "triton", "vllm", "commit", "date", "model", "parallel", "row", "who", "ms", "ratio", "of_one")
 SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  # a model of serve.py -> of decode.py
 ROWS = {
@@ -78,19 +79,21 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def groups_of(chosen: list[Case], most: float = MEMORY) -> list[list[Case]]:
-    """Those of ``chosen`` that fit on the GPUs together, in their order."""
+def groups_of(chosen: list[Case], most: float = MEMORY, layers: int = 0) -> list[list[Case]]:
+    """Those of ``chosen`` that fit on the GPUs together, in their order. ``layers``: 0 is all of them."""
     groups: list[list[Case]] = []
     for case in chosen:
-        if not groups or sum(map(gib_of, [*groups[-1], case])) > most:
+        if not groups or sum(gib_of(c, layers) for c in [*groups[-1], case]) > most:
             groups.append([])
         groups[-1].append(case)
     return groups
 
 
-def gib_of(case: Case) -> float:
+def gib_of(case: Case, layers: int = 0) -> float:
     """About what an engine takes of the first GPU: its share of weights and KV cache, and 3 GiB for activations, graphs and the CUDA context."""
-    return (WEIGHTS[case.model] + serve.KV_BYTES[case.model] / serve.GIB) / (1 if case.parallel == "one" else 2) + 3
+    return (WEIGHTS[case.model] * (layers or LAYERS[case.model]) / LAYERS[case.model] + serve.KV_BYTES[case.model] / serve.GIB) / (
+        1 if case.parallel == "one" else 2
+    ) + 3
 
 
 class Sheet:
@@ -168,7 +171,7 @@ def measure_engines(args: argparse.Namespace, sheet: Sheet, end: float, work: Pa
     rows = [name for name, (kind, number, _) in table.items() if not args.rows or {kind, str(number), name} & {*args.rows}]
     chosen = cases(args)
     models = [args.models] if args.at_once else [[model] for model in args.models]
-    for group in [group for together in models for group in groups_of([case for case in chosen if case.model in together])]:
+    for group in [group for together in models for group in groups_of([case for case in chosen if case.model in together], layers=args.layers)]:
         if time.monotonic() > end:
             print(f"not begun, no time is left: {', '.join(map(str, group))}", flush=True)
             continue

@@ -79,7 +79,9 @@ TABLE_TILES = [(1, 1, 1, 1), (3, 1, 5, 1), (2, 2, 16, 1), (4, 2, 3, 1), (16, 2, 
 def test_table(tile):
     """K: one stage, fewer than warps, more than the ring holds; rows of x that are fetched: 4, 8, 16, 24, 32."""
     each = tile[3] * 256
-    for i, (m, n, steps) in enumerate(((1, 33, 1), (8, 100, 9), (5, 16, 20), (9, 260, 5), (16, 129, 17), (3, 33, 9), (24, 50, 9), (17, 33, 20), (32, 50, 9), (27, 33, 20))):
+    for i, (m, n, steps) in enumerate(
+        ((1, 33, 1), (8, 100, 9), (5, 16, 20), (9, 260, 5), (16, 129, 17), (3, 33, 9), (24, 50, 9), (17, 33, 20), (32, 50, 9), (27, 33, 20))
+    ):
         if m <= 16 or (tile[3] == 1 and (m <= 24 or tile[0] // tile[1] * tile[2] < 16)):
             check(TABLE, m, n, each * (steps if tile[3] == 1 else -(-steps // 2)), tile, (BF16, FP16)[i % 2])
 
@@ -89,7 +91,17 @@ def test_every_instance_of_the_table_kernel_has_a_tile():
 
 
 def test_table_chooses_a_tile_for_every_size():
-    for m, n, k in ((1, 1, 256), (2, 4100, 512), (8, 70, 4096), (13, 2114, 768), (3, 2114, 1024), (20, 2114, 1024), (32, 4100, 1024), (29, 70, 2048), (25, 2114, 512)):
+    for m, n, k in (
+        (1, 1, 256),
+        (2, 4100, 512),
+        (8, 70, 4096),
+        (13, 2114, 768),
+        (3, 2114, 1024),
+        (20, 2114, 1024),
+        (32, 4100, 1024),
+        (29, 70, 2048),
+        (25, 2114, 512),
+    ):
         check(TABLE, m, n, k, (0, 0, 0, 0), BF16)
 
 
