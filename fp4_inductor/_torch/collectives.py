@@ -19,4 +19,5 @@ def all_gather(t: Tensor, group: Any) -> Tensor:
     import torch.distributed._functional_collectives as functional
 
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # its name before torch 2.13
-    return gather(t, t.dim() - 1, group)
+    # Along the first dimension: for any other one torch 2.11 calls a function that Dynamo does not trace.
+    return gather(t.unsqueeze(0), 0, group).movedim(0, -2).flatten(-2)

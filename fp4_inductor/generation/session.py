@@ -97,9 +97,11 @@ class Compiled:
 
 
 def reason_of(error: Exception) -> str:
-    """What a compiler's error says: its first line, and the one behind it where the first only names who raised."""
+    """What a compiler's error says: its first line, the one behind it where the first only names who raised, and where Dynamo stopped."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    where = [line.partition(":")[2].strip() for line in lines if line.startswith("Developer debug context:")]
+    return f"{said} ({where[0]})" if where and where[0] else said
 
 
 class Session:
