@@ -45,10 +45,7 @@ WEIGHTS = {"8b": 7, "30b": 18, "70b": 42, "tiny": 0}  # GiB, of all layers
 LAYERS = {"8b": 36, "30b": 48, "70b": 80, "tiny": 1}
 COLUMNS = ("gpu", "torch", "triton", "vllm", "commit", "date", "model", "parallel", "row", "who", "ms", "ratio", "of_one")
 SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  # a model of serve.py -> of decode.py
-ROWS = {
-    **{name: row for name, row in serve.ROWS.items() if row[:2] != ("decode", 1) or row[2] == 512},
-    "64 requests at once, 512 in, 128 out": ("throughput", 64, 512),
-}
+ROWS = {name: row for name, row in serve.ROWS.items() if row[:2] != ("decode", 1) or row[2] == 512}
 STARTS = re.compile(
     r"(Loading weights took|Model loading took|Dynamo bytecode transform time|Compiling a graph for compile range .* takes|torch\.compile took"
     r"|profiling/warmup run took|Graph capturing finished in|init engine .* took|compil(?:ing|ed) .* CUDA kernels|compil(?:ing|ed) the binding).*"

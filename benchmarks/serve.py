@@ -38,6 +38,7 @@ ROWS = {
     "prompt 2048": ("prompt", 1, 2048),
     "prompt 8192": ("prompt", 1, 8192),
     "256 requests, 64 at once, 512 in, 128 out": ("throughput", 256, 512),
+    "64 requests at once, 512 in, 128 out": ("throughput", 64, 512),  # of on_gpus.py
 }
 SMOKE = {
     "start": ("start", 0, 0),

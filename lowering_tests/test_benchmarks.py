@@ -244,6 +244,7 @@ def test_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["on_gpus.py", "--smoke", "--parts", "generate", "--out", str(tmp_path / "none.csv")])
     assert on_gpus.main() == 0
     every = [on_gpus.Case(model, parallel, who) for model in ("8b", "30b", "70b") for parallel in ("one", "tp") for who in on_gpus.serve.WHO]
+    assert on_gpus.ROWS.keys() <= on_gpus.serve.ROWS.keys(), "a worker knows the rows of serve.py"
     groups = on_gpus.groups_of(every)
     assert [case for group in groups for case in group] == every, "each once, in order"
     assert all(sum(map(on_gpus.gib_of, group)) <= on_gpus.MEMORY for group in groups) and len(groups) < len(every)
