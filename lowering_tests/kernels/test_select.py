@@ -279,7 +279,7 @@ def test_fp8_products_without_a_transient_weight():
         call = Call(**{"op": "linear", "arch": 90, "dtype": torch.bfloat16, "n": 4096, "k": 4096, **fields})
         assert [plan(call, DEFAULT).pick(m).kernel for m in (128, 129, 8192, 8193)] == kernels, fields
     large = plan(Call("linear", 90, torch.bfloat16, 8192, 4096), DEFAULT)
-    assert [large.pick(m).kernel for m in (25, 64, 65, 128)] == ["cuda_wide", "cuda_wide", fused, fused]
+    assert [large.pick(m).kernel for m in (33, 64, 65, 128)] == ["cuda_wide", "cuda_wide", fused, fused]
     off = plan(Call("linear", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"wide_fp8": 0}))
     assert off.pick(512).kernel == transient
 
@@ -309,8 +309,8 @@ def test_a_stand_in_serves_what_the_small_kernel_cannot():
     """Without nvcc, or with a K that no CUDA kernel takes, M = 1 to 4 stays on the Triton GEMV."""
     gemv, own, small, any_k, table = "triton_gemv", "cuda_gemv", "cuda_small", "cuda_small_any_k", "cuda_table"
     for arch, csrc, k, kernels in (
-        (90, "", 4096, [own, table, table, "cuda_wide"]),
-        (90, "", 2048, [own, table, table, small]),
+        (90, "", 4096, [own, table, table, table]),
+        (90, "", 2048, [own, table, table, table]),
         (90, "", 4032, [own, small, small, small]),
         (90, "", 2**15 + 64, [gemv, small, small, small]),
         (90, "no nvcc", 4096, [gemv, gemv, gemv, "triton_mid"]),
@@ -359,7 +359,7 @@ def test_a_candidate_serves_only_when_it_is_switched_on():
         plan(call, DispatchConfig(candidates=("cuda_loser",)))  # registered nowhere
     glu = Call("linear_glu", 90, torch.bfloat16, 4096, 4096)
     on = plan(glu, DispatchConfig(candidates=("triton_gemv_glu",)))
-    assert [(row.kernel, row.max_m) for row in on.rows][:2] == [("triton_gemv_glu", 1), ("cuda_table_glu", 16)]
+    assert [(row.kernel, row.max_m) for row in on.rows][:2] == [("triton_gemv_glu", 1), ("cuda_table_glu", 32)]
     # where it cannot run it takes nothing from the others
     elsewhere = plan(Call("linear_w4a4", 90, torch.bfloat16, 4096, 4096), DispatchConfig(candidates=("cuda_w4a4",)))
     assert elsewhere.pick(33).kernel == "dequantize both + mm"
@@ -403,12 +403,12 @@ def test_a_candidate_that_is_none_is_refused():
 def test_one_row_has_its_own_kernels_where_an_epilogue_is_fused():
     apart = "linear, then act * up"
     found = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DEFAULT)
-    assert [(row.kernel, row.max_m) for row in found.rows] == [("cuda_gemv_glu", 1), ("cuda_table_glu", 16), ("cuda_wide_glu", 128), (apart, None)]
+    assert [(row.kernel, row.max_m) for row in found.rows] == [("cuda_gemv_glu", 1), ("cuda_table_glu", 32), ("cuda_wide_glu", 128), (apart, None)]
     without = plan(Call("linear_glu", 90, torch.bfloat16, 4096, 4096), DispatchConfig(thresholds={"small": 0, "gemv": 0}))
     assert [(row.kernel, row.max_m) for row in without.rows] == [(apart, 1), ("cuda_wide_glu", 128), (apart, None)]
     then = plan(Call("linear_epilogue", 90, torch.bfloat16, 4096, 4096), DEFAULT)
     assert [(row.kernel, row.max_m) for row in then.rows] == [
-        ("cuda_gemv_pointwise", 1), ("cuda_table_pointwise", 16), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
+        ("cuda_gemv_pointwise", 1), ("cuda_table_pointwise", 32), ("cuda_wide_pointwise", 128), ("linear, then pointwise", None),
     ]  # fmt: skip
 
 

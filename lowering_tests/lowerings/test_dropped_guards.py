@@ -23,9 +23,9 @@ from lowering_tests.fake_cuda import call, code_generation
 
 BF16 = torch.bfloat16
 K, N = 256, 512
-# The rows of this shape on an H100 with compiled CUDA sources: GEMV 1, table to 24, small to 32, wide to 128, FP8 to 8192.
-BOUNDS = [1, 24, 32, 128, 8192]
-KERNELS = ["cuda_gemv", "cuda_table", "cuda_small", "cuda_wide", "cuda_wide_fp8", "dequantize_fp8 + scaled_mm"]
+# The rows of this shape on an H100 with compiled CUDA sources: GEMV 1, table to 32, wide to 128, FP8 to 8192.
+BOUNDS = [1, 32, 128, 8192]
+KERNELS = ["cuda_gemv", "cuda_table", "cuda_wide", "cuda_wide_fp8", "dequantize_fp8 + scaled_mm"]
 DROP = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 NO_BENCHMARK = {"config_patches": {"triton.autotune_at_compile_time": False}}
 
@@ -66,16 +66,16 @@ def test_a_range_proves_the_regime_whatever_the_example_is(i):
 def test_one_token_by_a_range():
     """Torch takes 2 for the least value of a dynamic size: M > 1 was "proven" in a graph that was then run with one token."""
     assert lowered(given=compile_range(1, 1), options=dict(DROP))[0][:2] == ("proven", "cuda_gemv")
-    assert lowered(given=compile_range(1, 24), options=dict(DROP))[0][:2] == ("runtime", "by M")
-    assert lowered(given=compile_range(2, 24), options=dict(DROP))[0][:2] == ("proven", "cuda_table")
+    assert lowered(given=compile_range(1, 32), options=dict(DROP))[0][:2] == ("runtime", "by M")
+    assert lowered(given=compile_range(2, 32), options=dict(DROP))[0][:2] == ("proven", "cuda_table")
 
 
 def test_a_range_of_less_than_twice_its_least_has_one_kernel():
-    """17 to 32 rows: a kernel that serves 17 to 24 would be chosen at run time, without what may be fused into it."""
-    ((how, kernel, note),) = lowered(given=compile_range(17, 32), options=dict(DROP))
-    assert (how, kernel) == ("proven", "cuda_small")
-    assert note == "compile_range(17, 32): one kernel for the whole range, of cuda_table, cuda_small"
-    assert lowered(given=compile_range(16, 32), options=dict(DROP))[0][:2] == ("runtime", "by M")
+    """25 to 48 rows: a kernel that serves 25 to 32 would be chosen at run time, without what may be fused into it."""
+    ((how, kernel, note),) = lowered(given=compile_range(25, 48), options=dict(DROP))
+    assert (how, kernel) == ("proven", "cuda_wide")
+    assert note.rpartition("; ")[2] == "compile_range(25, 48): one kernel for the whole range, of cuda_table, cuda_wide"
+    assert lowered(given=compile_range(24, 48), options=dict(DROP))[0][:2] == ("runtime", "by M")
 
 
 def test_a_range_of_several_regimes_is_never_guarded_where_guards_are_dropped():
@@ -181,9 +181,9 @@ def test_a_range_of_mark_dynamic_is_a_promise():
         return lambda x: dynamo.mark_dynamic(x, 0, min=low, max=high)
 
     assert lowered(mark=within(129, 512), options=dict(DROP))[0][:2] == ("proven", "cuda_wide_fp8")
-    assert lowered(m=20, mark=within(2, 24), options=dict(DROP))[0][:2] == ("proven", "cuda_table")
-    assert lowered(m=20, mark=within(1, 24), options=dict(DROP))[0][0] == "runtime", "1 is in it"
-    assert lowered(m=20, mark=within(1, 24))[0][0] == "proven", "Dynamo keeps a graph for 1"
+    assert lowered(m=20, mark=within(2, 32), options=dict(DROP))[0][:2] == ("proven", "cuda_table")
+    assert lowered(m=20, mark=within(1, 32), options=dict(DROP))[0][0] == "runtime", "1 is in it"
+    assert lowered(m=20, mark=within(1, 32))[0][0] == "proven", "Dynamo keeps a graph for 1"
 
 
 def test_static_shapes_are_proven():
@@ -215,7 +215,7 @@ def test_a_graph_that_is_compiled_after_dynamo(options):
     fp4_inductor.decisions(clear=True)
     with code_generation(csrc=""):
         graph, inputs = captured(rows(300), **{k: dict(v) for k, v in options.items()})
-        for given in (contextlib.nullcontext(), compile_range(1, 1), compile_range(2, 24), compile_range(33, 128), compile_range(1, 128)):
+        for given in (contextlib.nullcontext(), compile_range(1, 1), compile_range(2, 32), compile_range(33, 128), compile_range(1, 128)):
             with given:
                 torch._inductor.standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=NO_BENCHMARK)
     found = fp4_inductor.decisions().rows

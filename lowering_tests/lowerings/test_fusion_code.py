@@ -96,10 +96,11 @@ def test_gate_times_up_and_the_residual_in_the_cuda_kernel():
     assert re.findall(r"linear_table_pointwise\.default\(.*?, 90(.*?), in0, 1\)", body) == [", 0, 0, 0, 0, 0, 0, 0, None"]
     assert "triton_poi_fused_mul" not in body
     assert re.search(r"return \(b\d+, b\d+, \)", body)
-    # so do more rows; layers of fewer than 2^24 weights stay with the small kernel up to 32, and to 16 where a product alone is ahead
-    assert [(e.op, e.decision.row.kernel) for e in compiled(24, csrc="")[1]][1:] == [
-        ("fp4.linear_glu", "cuda_small_glu" if 2 * INNER * K < 2**24 else "cuda_wide_glu"), ("fp4.linear_epilogue", "cuda_wide_pointwise")
-    ]  # fmt: skip
+    # so do more rows
+    assert [(e.op, e.decision.row.kernel) for e in compiled(40, csrc="")[1]][1:] == [
+        ("fp4.linear_glu", "cuda_wide_glu"),
+        ("fp4.linear_epilogue", "cuda_wide_pointwise"),
+    ]
 
 
 GEMVS = ("cuda_gemv", "cuda_gemv_glu", "cuda_gemv_pointwise")
@@ -160,7 +161,7 @@ def test_other_numbers_of_rows_are_launched_as_if_there_were_no_such_kernels():
     assert "fp4.linear_glu" not in body and "fp4.linear_epilogue" not in body
     assert launches(body) == launches(graph(8, off=True, unproven="runtime", **dynamic)[1])
     late = {r.kernel.name for e in entries for r in e.refused if r.reason.startswith("decided at run time: ")}
-    assert late == {f"cuda_{size}_{what}" for size in ("gemv", "table", "small", "wide") for what in ("glu", "pointwise")} - {"cuda_small_pointwise"}
+    assert late == {f"cuda_{size}_{what}" for size in ("gemv", "table", "wide") for what in ("glu", "pointwise")}
 
 
 def test_explain_says_why_the_cuda_kernels_do_not_serve():

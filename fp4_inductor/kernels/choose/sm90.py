@@ -20,10 +20,10 @@ def linear(call, can):
             yield 4, "triton_gemv"  # no CUDA kernel takes the call: still faster than padding the rows to a tensor-core tile
     if can("cuda_table"):
         yield 32, "cuda_table"  # a block keeps its sums in registers: four tiles of eight tokens fit
-    if can("cuda_small_any_k") and call.k % 64:
+    elif can("cuda_small_any_k") and call.k % 64:
         yield 32, "cuda_small_any_k"
-    if can("cuda_small"):
-        yield from small_rows(call)
+    elif can("cuda_small"):
+        yield small_rows(call), "cuda_small"
     if can("cuda_wide"):
         yield wide_until(call, without_fp8=256), "cuda_wide"
     elif can("triton_mid"):
@@ -34,13 +34,8 @@ def linear(call, can):
 
 
 def small_rows(call):
-    """cuda_small, where cuda_table and cuda_wide are not faster: K is not a multiple of 256, or the weight is small."""
-    if call.k % 256 == 0:
-        if call.weights < 2**24:
-            yield 32, "cuda_small"
-    else:
-        # For that K, cuda_wide brings scales by ordinary copies, and was timed for wide weights only.
-        yield 32 if call.weights < 2**24 or call.n < 8192 else 16, "cuda_small"
+    """cuda_small's largest M, where cuda_table does not take K. cuda_wide brings scales by ordinary copies then, and was timed for wide weights only."""
+    return 32 if call.weights < 2**24 or call.n < 8192 else 16
 
 
 def wide_until(call, without_fp8):
@@ -76,7 +71,7 @@ def fused(call, can, finish, apart, small):
         yield 1, apart
     if can(table):
         yield 32, table
-    if can(mma) and (call.weights < 2**24 or call.k % 256):
+    elif can(mma):
         yield small, mma
     if can(wide):
         yield wide_until(call, without_fp8=128), wide
