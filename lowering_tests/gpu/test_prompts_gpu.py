@@ -187,4 +187,4 @@ def test_a_model_that_is_fed_in_chunks(name):
             got = model(ids[:, begin:end], past_key_values=ours).logits.float()
         with fp4_inductor.dispatch(thresholds={"prefill_attention": 0}):
             want = model(ids[:, begin:end], past_key_values=theirs).logits.float()
-        assert error(got, want.double()) <= 0.04, begin
+        assert error(got, want.double()) <= 0.05, begin  # bfloat16 sums in another order; what a chunk does not see makes it 0.3 and more
