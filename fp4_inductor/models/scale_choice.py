@@ -15,6 +15,7 @@ from ..modules import FP4Linear
 from . import gptq, self_calibration, token_weights
 from .calibrate import batches_of, statistics
 from .convert import dense_weight, quantize_expert_weight, rows_to_pad, unpadded
+from .finished import LayerStore
 from .plan import ExpertsTarget, QuantizationPlan, Target, weight_count
 from .probe import Probe
 from .siblings import planned, shared_global_scale
@@ -70,20 +71,34 @@ class ScaleChoice:
         return config, weight, ()
 
 
-def choose(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None = None, *, strict: bool, progress: bool) -> ScaleChoice:
+def choose(
+    model: nn.Module,
+    plan: QuantizationPlan,
+    config: NVFP4Config,
+    device: torch.device | None = None,
+    *,
+    strict: bool,
+    progress: bool,
+    store: LayerStore | None = None,
+) -> ScaleChoice:
     """Measure what ``config`` needs and resolve ``"auto"``. Changes nothing.
 
     Args:
         device: where quantized layers go; None: where the dense ones are.
+        store: where "gptq" keeps each finished layer; the notes say if something else was taken.
 
     Raises:
+        CheckpointError: ``store`` holds another run's layers, or cannot be written to.
         CalibrationError, NonFiniteError: see :func:`statistics`; never for ``"auto"`` without calibration, which then
             takes what needs less, ``"four_over_six"`` at last, and says why in its note.
     """
     if config.scale_search == "auto":
-        return _automatic(model, plan, config, device, strict, progress)
+        found = _automatic(model, plan, config, device, strict, progress, store)
+        if store is not None and found.config.scale_search != "gptq":
+            found.notes.append(f'checkpoint_dir={store.place!r} is for "gptq": nothing of it is in the result')
+        return found
     if config.scale_search == "gptq":
-        return _gptq(model, plan, config, device, strict, progress)
+        return _gptq(model, plan, config, device, strict, progress, store)
     if config.scale_search != "activation":
         return ScaleChoice(config)
     batches: Any = self_calibration.write(model) if config.calibration == "self" else config.calibration
@@ -94,11 +109,14 @@ def choose(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device
     return ScaleChoice(config, _by_group(plan, means), head_inputs=_head_inputs(plan, means), probe=Probe(model, batches) if rounds else None)
 
 
-def _gptq(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool) -> ScaleChoice:
+def _gptq(
+    model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
+) -> ScaleChoice:
     shared: dict[str, Tensor] = {}
     for family in planned(model, plan) if config.siblings == "shared" else ():
         shared |= dict.fromkeys((t.name for t in family), shared_global_scale(family, _UNWEIGHTED))
-    found = gptq.prepare(model, plan, config, device, shared, strict=strict and config.calibration not in (None, "self"), progress=progress)
+    strict = strict and config.calibration not in (None, "self")
+    found = gptq.prepare(model, plan, config, device, shared, strict=strict, progress=progress, store=store)
     choice = ScaleChoice(
         config,
         _by_group(plan, found.means),
@@ -123,7 +141,9 @@ def _head_inputs(plan: QuantizationPlan, means: dict[str, Any]) -> dict[str, Any
     return {t.name: x for t in plan.targets if t.head and (x := means[t.name].inputs()) is not None}
 
 
-def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool) -> ScaleChoice:
+def _automatic(
+    model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
+) -> ScaleChoice:
     """The best that fits: "gptq", then "activation", then what needs no data."""
     given = config.calibration is not None and config.calibration != "self"
     if given:
@@ -131,7 +151,7 @@ def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, de
     no_gptq = _no_gptq(model, plan)
     if no_gptq is None:
         try:
-            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress)
+            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store)
         except (CalibrationError, NonFiniteError) as error:
             no_gptq = str(error).splitlines()[0]
         else:
