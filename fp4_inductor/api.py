@@ -157,7 +157,7 @@ def quantize_model(
             converted = [t.module for t in family if isinstance(t.module, FP4Linear)]
             if family and len(converted) == len(family):
                 pack_siblings(converted)
-        layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
+        layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes), "predicted_kl": scales.predicted_kl.get(row.name)}) for row in rows]
     layers += [
         convert_stack(stack, scales.config.scale_search, target_device) for stack in bar(plan.stacks, "quantize", "stack", progress and bool(plan.stacks))
     ]
