@@ -10,6 +10,7 @@
 ``kv_step.svg``    attention of a decode step by tokens in the cache, a line a format of the cache
 ``kv_prompt.svg``  attention of a prompt behind tokens that the cache holds, by format
 ``kv_quality.svg`` what bits of a cache cost
+``quality_bits_*.svg``  what bits a weight cost, of models whose layers with the largest shares of the loss stay in FP8 or bfloat16
 
 Each title says on what and from which commit and date its figures are; nothing is drawn that was not measured.
 """
@@ -315,6 +316,26 @@ def kv_quality(rows: list[dict], out: Path) -> Path | None:
     return _save(figure, out, "kv_quality.svg")
 
 
+def mixed_bits(path: Path, out: Path) -> Path | None:
+    """KL by bits a weight of the rows of ``quality_bits_*.csv``; None if there are none."""
+    rows = read_csv(path)
+    if not rows:
+        return None
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    styles = dict(zip(sorted({row["kept_in"] for row in rows}), ("--", "-"), strict=False))
+    colours = dict(zip(sorted({row["text"] for row in rows}), ("tab:blue", "tab:orange"), strict=False))
+    for text, colour in colours.items():
+        for kept_in, style in styles.items():
+            line = sorted((float(row["bits"]), float(row["kl"])) for row in rows if (row["text"], row["kept_in"]) == (text, kept_in))
+            axes.plot([b for b, _ in line], [kl for _, kl in line], marker="o", markersize=3, linestyle=style, color=colour, label=f"{kept_in}, {text}")
+    title = f"{rows[0]['model']}, torch {rows[0]['torch']}, {', '.join(sorted({row['date'] for row in rows}))}"
+    axes.set(xlabel="bits a weight on average", ylabel="KL, nats a token", ylim=(0, None))
+    axes.set_title(title, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, title="the other layers' format, text", title_fontsize=7)
+    return _save(figure, out, f"{path.stem}.svg")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -327,6 +348,7 @@ def main() -> None:
     drawn += [kv_step(read_csv(of_h100 / "cached_attention.csv"), args.out), kv_prompt(read_csv(of_h100 / "cached_prompt.csv"), args.out)]
     drawn += [kv_quality(read_csv(args.results / "quality_kv_smollm2.csv"), args.out)]
     drawn += [*(quality(path, args.out) for path in sorted(args.results.glob("sparse_quality_*.csv")))]
+    drawn += [*(mixed_bits(path, args.out) for path in sorted(args.results.glob("quality_bits_*.csv")))]
     for path in drawn:
         print(f"wrote {path}" if path else "no data for one plot")
 

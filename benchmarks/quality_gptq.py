@@ -59,7 +59,7 @@ def run(name: str, label: str, device: str, count: int, only: list[str], write: 
     batches = {k: windows(tokenizer, t, 0, count) for k, t in texts().items()}
     reference = {k: log_probabilities(model, b) for k, b in batches.items()}
     base = {k: perplexity(reference[k], batches[k]) for k in batches}
-    text = gptq.text(model, NVFP4Config("gptq"))
+    text = gptq.text(model, [])
     # Of each copy of the model: its layers have the same names, and get the same text.
     fisher = functools.cache(lambda: found(*arguments))
     found = gptq.fisher

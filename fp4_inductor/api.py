@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from . import checkpoint
 from .checkpoint import save
+from .checkpoint.layer_folder import layer_folder
 from .config import Attention, NVFP4Config, Sparse24Config, check_attention, weight_only
 from .errors import ConfigError
 from .formats import nvfp4
@@ -49,6 +51,7 @@ def quantize_model(
     device: torch.device | str | None = None,
     progress: bool = True,
     strict: bool | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
 ) -> nn.Module:
     """Replace the linear layers and experts of ``model`` by NVFP4 ones, dense or 2:4-sparse, in place, and print a report.
 
@@ -77,6 +80,10 @@ def quantize_model(
         strict: True raises if a linear or expert weight outside the skip list cannot be quantized. None raises if such
             weights are more than 5 % of those outside the skip list, and False does not raise. What is not quantized stays
             in high precision, each weight with its reason in the report, whose coverage says how much it is.
+        checkpoint_dir: a folder, made if needed, in which ``scale_search="gptq"`` keeps the text that the model writes and each layer as soon as it is
+            rounded. A run that was interrupted goes on where it was if it is called again with the same model, calibration, options and
+            folder, and gives the bits of an uninterrupted one; the report says how many layers came from the folder. The folder takes about
+            as much space as the quantized weights. It stays; remove it when the model is saved.
 
     Returns:
         ``model`` (a new :class:`FP4Linear` if ``model`` itself is a linear layer).
@@ -84,6 +91,8 @@ def quantize_model(
     Raises:
         CoverageError, GatingError, NonFiniteError, DTypeError, ShapeError, DeviceError, ConfigError, PreflightError, CalibrationError:
             before anything was changed; the message lists every layer concerned.
+        CheckpointError: before anything was changed: ``checkpoint_dir`` is of another model, calibration or options, damaged, used by another run,
+            or there is no space.
     """
     config = NVFP4Config() if config is None else config
     if not isinstance(config, (NVFP4Config, Sparse24Config)):
@@ -107,6 +116,7 @@ def quantize_model(
             limit="filter_fn(module, name) -> bool",
             remedy="Pass names of layers to leave alone as ignore=[...].",
         )
+    store = layer_folder(checkpoint_dir, config)
     inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper around the model
     compiled = model if isinstance(inner, nn.Module) else None
     model = inner if isinstance(inner, nn.Module) else model
@@ -125,7 +135,8 @@ def quantize_model(
         model, layers, plan.notes = outcome.model, layers + outcome.layers, plan.notes + outcome.notes
         described = f"2:4-sparse NVFP4, pruning={config.pruning}, scale_search={config.search}, prefill={config.prefill}"
         return _finish(asked, model, plan, layers, described, outcome)
-    scales = choose(model, plan, config, target_device, strict=strict, progress=progress)
+    with store or nullcontext():
+        scales = choose(model, plan, config, target_device, strict=strict, progress=progress, store=store)
     together = {t.name: family for family in planned(model, plan) for t in family} if config.siblings != "separate" else {}
     shared_scales = scales.global_scales
     for item in bar([*plan.groups, *plan.experts], "quantize", "layer", progress):
@@ -146,7 +157,7 @@ def quantize_model(
             converted = [t.module for t in family if isinstance(t.module, FP4Linear)]
             if family and len(converted) == len(family):
                 pack_siblings(converted)
-        layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes)}) for row in rows]
+        layers += [LayerReport(**{**vars(row), "notes": (*row.notes, *notes), "predicted_kl": scales.predicted_kl.get(row.name)}) for row in rows]
     layers += [
         convert_stack(stack, scales.config.scale_search, target_device) for stack in bar(plan.stacks, "quantize", "stack", progress and bool(plan.stacks))
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any, get_args
 
 from .._renamed import OLD_NAMES, replaced
@@ -49,6 +50,11 @@ def add(subparsers: Any) -> None:
     )
     how.add_argument("--calibration", metavar="FILE", help='text to calibrate on, or "self" for text that the model writes')
     how.add_argument("--calibration-tokens", type=positive, default=8192, metavar="N", help="how much of FILE is used (default: %(default)s)")
+    how.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="keep each layer that gptq has finished there; after an interruption the same command goes on where it was",
+    )
     how.add_argument("--lm-head", choices=get_args(Head), default="bf16", help="the output head (default: %(default)s)")
     how.add_argument("--siblings", choices=get_args(Siblings), help="q/k/v and gate/up (default: packed; shared for modelopt and compressed-tensors)")
     for name in ("prefill", *OLD_NAMES):
@@ -84,6 +90,7 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     args = with_defaults(args, screen)
     config = config_of(args)  # its mistakes come before the model is loaded
     text = None if args.calibration in (None, "self") else read_text(args.calibration)
+    refuse_checkpoint_dir(args, config)
     from .. import quantize_model, report
     from ..integrations.pretrained.text import batches_of_text
     from ..integrations.pretrained.write import check_target, write_model
@@ -96,7 +103,8 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
         config = config_of(args, batches_of_text(tokenizer, text, max(1, args.calibration_tokens // _WINDOW), min(_WINDOW, args.calibration_tokens)))
     screen.say("quantizing ...")
     with redirect_stdout(io.StringIO()):  # the report, which is printed below
-        model = quantize_model(model, config, ignore=args.ignore, device=device_of(args), strict=args.strict, progress=not screen.quiet)
+        options = {"ignore": args.ignore, "device": device_of(args), "strict": args.strict, "checkpoint_dir": args.checkpoint_dir}
+        model = quantize_model(model, config, progress=not screen.quiet, **options)
     found = report(model)
     screen.say(f"writing {args.out} ({args.format}) ...")
     write_model(model, args.out, args.format, source=args.model, overwrite=args.overwrite, max_shard_size=args.max_shard_size, **hub_of(args))
@@ -109,6 +117,16 @@ def with_defaults(args: argparse.Namespace, screen: Screen) -> argparse.Namespac
     """``args`` with what they leave out, options under today's names; a warning says which old name was used."""
     given = replaced(vars(args), "quantize", spelled=option, warn=lambda text: screen.error(text, "warning"))
     return argparse.Namespace(**{"prefill": "auto"} | given)
+
+
+def refuse_checkpoint_dir(args: argparse.Namespace, config: NVFP4Config | Sparse24Config) -> None:
+    """Raise if the folder of finished layers would not be used, or if OUT, which has to be empty, would hold it."""
+    from ..checkpoint.layer_folder import layer_folder
+
+    layer_folder(args.checkpoint_dir, config)
+    out = Path(args.out).resolve()
+    if args.checkpoint_dir is not None and out in (inside := Path(args.checkpoint_dir).resolve(), *inside.parents):
+        raise ConfigError("--checkpoint-dir is OUT or lies in it", value=args.checkpoint_dir, limit=f"a folder outside {args.out}", remedy="Name another.")
 
 
 def config_of(args: argparse.Namespace, batches: Any = None) -> NVFP4Config | Sparse24Config:

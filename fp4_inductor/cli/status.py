@@ -40,7 +40,7 @@ def run_guarded(do: Callable[[], int], screen: Screen, args: argparse.Namespace)
             return do()
     except KeyboardInterrupt as stopped:
         number = received[0] if received else signal.SIGINT
-        return _end(screen, args, stopped, "interrupted; nothing half-written is left", 128 + number)
+        return _end(screen, args, stopped, _interrupted(args), 128 + number)
     except BrokenPipeError:  # whoever reads stdout has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
@@ -58,6 +58,11 @@ def run_guarded(do: Callable[[], int], screen: Screen, args: argparse.Namespace)
             text = f"out of memory: {str(error).splitlines()[0] if str(error) else 'the machine has no more'}\n  Use a larger device, or --device cpu."
             return _end(screen, args, error, text, MISTAKE)
         return _internal(screen, args, error)
+
+
+def _interrupted(args: argparse.Namespace) -> str:
+    folder = getattr(args, "checkpoint_dir", None)
+    return "interrupted; nothing half-written is left" + (f". The same command goes on with the layers in {folder}" if folder else "")
 
 
 def _internal(screen: Screen, args: argparse.Namespace, error: BaseException) -> int:

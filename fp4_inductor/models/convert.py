@@ -173,18 +173,23 @@ def rows_to_pad(target: ExpertsTarget, k_multiple: int = nvfp4.GROUP) -> dict[st
 
 def install_experts(model: nn.Module, target: ExpertsTarget, weights: dict[str, FP4ExpertWeight], pads: dict[str, tuple[int, int]], prefill: str) -> nn.Module:
     """Put FP4Experts over ``weights`` in place of the module, whose biases they keep; returns the model."""
+    new = experts_module(target, weights, pads, prefill)
+    carry_over(target.module, new)
+    target.module = new  # the last reference this package holds to the dense experts
+    return replace_module(model, target.names, new)
+
+
+def experts_module(target: ExpertsTarget, weights: dict[str, FP4ExpertWeight], pads: dict[str, tuple[int, int]], prefill: str) -> FP4Experts:
+    """FP4Experts over ``weights``, which get the biases of the module of ``target``."""
     module, spec = target.module, target.spec
     for name, packed in weights.items():
         if spec.bias:
             parts, extra = pads[name]
             bias = module.get_parameter(f"{name}_bias").detach().to(packed.scale.device, packed.dtype)
             packed.bias = torch.cat([nn.functional.pad(p, (0, extra)) for p in bias.chunk(parts, -1)], -1)
-    new = FP4Experts(
+    return FP4Experts(
         weights[spec.first], weights["down_proj"], spec.activation, first_name=spec.first, dense=spec.dense, identity=spec.identity, prefill=prefill
     )
-    carry_over(module, new)
-    target.module = new  # the last reference this package holds to the dense experts
-    return replace_module(model, target.names, new)
 
 
 def experts_row(target: ExpertsTarget, name: str, packed: FP4ExpertWeight, error: float, notes: tuple[str, ...] = ()) -> LayerReport:

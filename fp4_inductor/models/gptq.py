@@ -23,6 +23,7 @@ from . import self_calibration
 from .calibrate import batches_of, statistics
 from .chain import Chain, find_chain, recording
 from .convert import dense_weight
+from .finished import FinishedLayers, LayerStore
 from .hessian import Moments
 from .plan import ExpertsTarget, QuantizationPlan, Target
 from .probe import Probe
@@ -31,7 +32,7 @@ from .rounding_error import relative_error
 from .routed import RoutedInputs
 from .sparsify_experts import PrunedExperts, quantize_experts
 from .token_weights import TokenWeights, described_weights, fisher
-from .walk import walk
+from .walk import Item, targets_of, walk
 
 # More text goes on helping (twice as much: KL 4 % lower in the same experiments), and writing it is a good part of the time.
 SEQUENCES, TOKENS = 64, 256
@@ -71,20 +72,25 @@ def prepare(
     *,
     strict: bool,
     progress: bool,
+    store: LayerStore | None = None,
 ) -> Prepared:
     """Round every linear layer and expert of ``plan`` that has enough tokens. Changes nothing.
 
     Args:
         device: where the rounded layers go; None: where the dense ones are.
         global_scales: by layer name, of siblings that share one.
+        store: where each finished layer is kept, and taken from if an earlier run left it there.
 
     Raises:
+        CheckpointError: ``store`` holds another run's layers, or cannot be written to.
         CalibrationError: no text, text longer than the model's positions, too little of it, or what :func:`.calibrate.statistics` raises.
         NonFiniteError: a layer met NaN or Inf.
     """
     start = time.monotonic()
-    batches, held_out, described = text(model, config)
+    given = given_batches(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
+    finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config))
+    batches, held_out, described = text(model, given, finished)
     targets = [t for g in groups for t in g]
     items: list[Target | ExpertsTarget] = [*targets, *plan.experts]
     chain = find_chain(model, items) if items else Chain([], broken="there are no linear layers and no experts")
@@ -103,24 +109,58 @@ def prepare(
     enough = [g for g in groups if sum(means[t.name].rows for t in g) >= ENOUGH]
     prepared.few = {g[0].name: sum(means[t.name].rows for t in g) for g in groups if g not in enough}
     reached = [e for e in plan.experts if means[e.name].rows]
-    for _, item, found in walk(model, chain, [*enough, *reached], batches, sequential=False, progress=progress, desc="quantize", weigh=weights):
+    items_left: list[Item] = [*enough, *reached]
+    items_left = [item for item in items_left if finished is None or not _take(item, finished, prepared, weights, config, device)]
+    for _, item, found in walk(model, chain, items_left, batches, sequential=False, progress=progress, desc="quantize", weigh=weights):
+        by_norms = [t.name for t in targets_of(item) if t.name in weights.unknown]
         if isinstance(item, ExpertsTarget) and isinstance(found, RoutedInputs):
             how = Dense("gptq", weight_only(config.prefill))
-            prepared.experts[item.name] = quantize_experts(item, how, set(), device, found, means[item.name].result())
+            both = prepared.experts[item.name] = quantize_experts(item, how, set(), device, found, means[item.name].result())
+            if finished is not None:
+                finished.keep_experts(both, by_norms)
         elif isinstance(item, list) and isinstance(found, Moments):
-            prepared.layers[item[0].name] = _layer(item, found, config, device, global_scales.get(item[0].name))
+            layer, error = prepared.layers[item[0].name] = _layer(item, found, config, device, global_scales.get(item[0].name))
+            if finished is not None:
+                finished.keep_layer(item, layer, error, by_norms)
     probe = Probe(model, held_out) if held_out else None
     prepared.probe = probe if probe is not None and probe.usable else None
-    prepared.notes = _notes(prepared, weights, described, chain, time.monotonic() - start)
+    prepared.notes = _notes(prepared, weights, described, chain, time.monotonic() - start) + ([] if finished is None else [finished.note()])
     return prepared
 
 
-def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], list[Any], str]:
-    """``(batches, batches to measure on, the first in words)``: what the model writes, half of it from the beginning of a text and half from random
-    tokens, and what is given. Of its own text a part is held out.
+def _settings(config: NVFP4Config) -> dict[str, Any]:
+    """What the rounded layers depend on besides the model and the text that is given."""
+    return {"siblings": config.siblings, "lm_head": config.lm_head, "own_text": f"{SEQUENCES + HELD_OUT}x{TOKENS}", "enough": ENOUGH}
+
+
+def _take(
+    item: Item,
+    finished: FinishedLayers,
+    prepared: Prepared,
+    weights: TokenWeights,
+    config: NVFP4Config,
+    device: torch.device | None,
+) -> bool:
+    """Put what an earlier run made of ``item`` into ``prepared``; False if it made nothing of it."""
+    if isinstance(item, ExpertsTarget):
+        experts = finished.experts(item, device)
+        if experts is None:
+            return False
+        prepared.experts[item.name], by_norms = experts
+    else:
+        layer = finished.layer(item, config, device)
+        if layer is None:
+            return False
+        prepared.layers[item[0].name], by_norms = layer
+    weights.unknown.update(by_norms)
+    return True
+
+
+def given_batches(model: nn.Module, config: NVFP4Config) -> list[Any]:
+    """The batches of ``config.calibration``; none if the model is to write its text alone.
 
     Raises:
-        CalibrationError: nothing is given, and the model cannot write; or what is given is no iterable of batches, or too long for the model.
+        CalibrationError: it is no iterable of batches, holds none, or one that is too long for the model.
     """
     given: list[Any] = [] if config.calibration in (None, "self") else list(batches_of(config.calibration))
     if not given and config.calibration not in (None, "self"):
@@ -128,11 +168,25 @@ def text(model: nn.Module, config: NVFP4Config) -> tuple[list[Any], list[Any], s
             "calibration holds no batch (an exhausted generator?)", value=0, limit=">= 1 batch", remedy="Pass a list, or None for the model's own text."
         )
     _check_positions(model, given)  # before minutes are spent on writing
+    return given
+
+
+def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = None) -> tuple[list[Any], list[Any], str]:
+    """``(batches, batches to measure on, the first in words)``: what the model writes, half of it from the beginning of a text and half from random
+    tokens, and what is given. Of its own text a part is held out. ``finished``: has that text if an earlier run wrote it.
+
+    Raises:
+        CalibrationError: nothing is given, and the model cannot write.
+    """
     reason = self_calibration.why_not(model) if given else None
     if reason is not None:
         return given, [], f"{len(given)} given batches, without own text because {reason}"
     count, half = SEQUENCES + HELD_OUT, HELD_OUT // 2
-    everything: Tensor = self_calibration.write(model, count, TOKENS, random_first=count // 2)[0]["input_ids"]  # type: ignore[assignment]
+    written = None if finished is None else finished.text()
+    everything: Tensor = self_calibration.write(model, count, TOKENS, random_first=count // 2)[0]["input_ids"] if written is None else written  # type: ignore[assignment]
+    if written is None and finished is not None:
+        finished.keep_text(everything)
+    everything = everything.to(next(model.parameters()).device)
     held, ids = torch.cat((everything[:half], everything[-half:])), everything[half:-half]
     own, held_out = ([{"input_ids": part, "use_cache": False} for part in t.split(max(1, _AT_ONCE // t.shape[1]))] for t in (ids, held))
     return given + own, held_out, f"{ids.numel()} tokens that the model wrote itself" + (f" and {len(given)} given batches" if given else "")

@@ -49,6 +49,19 @@ class _Sums:
     size: float = 0.0
 
 
+class Beside(nn.Module):
+    """``layer``, wherever it is, for inputs of another device."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        device = next(self.layer.buffers()).device
+        moved = [a.to(device) if isinstance(a, Tensor) else a for a in args]
+        return self.layer(*moved, **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+
+
 def layer_shares(model: nn.Module, reference: nn.Module, windows: Tensor, *, progress: bool = False) -> tuple[list[LayerShare], list[str]]:
     """``(shares, notes)``: the largest share first; no shares, and the reason in a note, where no backward pass is possible.
 
@@ -57,18 +70,27 @@ def layer_shares(model: nn.Module, reference: nn.Module, windows: Tensor, *, pro
         reference: its source, on the same device.
         windows: int64 ``[W, T + 1]``; the last token of each is not used.
     """
-    reason = why_not(reference)
-    if reason is not None:
-        return [], [f"no shares of layers, because {reason}"]
     quantized = {name: m for name, m in model.named_modules() if isinstance(m, (FP4Linear, FP4Experts))}
     there = dict(reference.named_modules())
     missing = sorted(name for name in quantized if name not in there)
     pairs: dict[str, tuple[nn.Module, nn.Module]] = {name: (m, there[name]) for name, m in quantized.items() if name in there}
     notes = [f"{len(missing)} layers have no counterpart in the source: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"] if missing else []
+    shares, more = shares_of(pairs, reference, windows, progress=progress)
+    return shares, notes + more
+
+
+def shares_of(
+    pairs: dict[str, tuple[nn.Module, nn.Module]], reference: nn.Module, windows: Tensor, *, progress: bool = False
+) -> tuple[list[LayerShare], list[str]]:
+    """As :func:`layer_shares`, of ``{name: (quantized layer, the module of reference that it stands for)}``."""
+    notes: list[str] = []
+    reason = why_not(reference)
+    if reason is not None:
+        return [], [f"no shares of layers, because {reason}"]
     try:
         sums = _sums(pairs, reference, windows, progress)
-    except RuntimeError as error:  # what autograd raises for an operator that has no gradient
-        return [], [*notes, f"no shares of layers, because the backward pass failed with {type(error).__name__}: {error}".splitlines()[0]]
+    except Exception as error:  # whatever a model's own code raises when it meets autograd
+        return [], [f"no shares of layers, because the backward pass failed with {type(error).__name__}: {error}".splitlines()[0]]
     tokens = windows.shape[0] * (windows.shape[1] - 1)
     kl = {name: s.quadratic / 2 / tokens for name, s in sums.items()}
     total = sum(kl.values())
@@ -86,7 +108,7 @@ def _sums(pairs: dict[str, tuple[nn.Module, nn.Module]], reference: Any, windows
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
         with torch.no_grad():
-            error = (layer(*args, **kwargs).reshape(output.shape).float() - output.float()).detach()
+            error = (layer(*args, **kwargs).reshape(output.shape).to(output.device).float() - output.float()).detach()
         entry = sums.setdefault(name, _Sums())
         entry.error += float(error.square().sum())
         entry.size += float(output.detach().float().square().sum())

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import NVFP4Config, ScaleSearch
+from ..config import NVFP4Config, ScaleSearch, weight_only
 from ..errors import CalibrationError, NonFiniteError
 from ..modules import FP4Linear
 from . import gptq, self_calibration, token_weights
 from .calibrate import batches_of, statistics
-from .convert import dense_weight, quantize_expert_weight, rows_to_pad, unpadded
+from .convert import dense_weight, experts_module, quantize_expert_weight, rows_to_pad, share, unpadded
+from .finished import LayerStore
+from .layer_shares import Beside, shares_of
 from .plan import ExpertsTarget, QuantizationPlan, Target, weight_count
 from .probe import Probe
 from .siblings import planned, shared_global_scale
-from .sparsify_experts import PrunedExperts
+from .sparsify_experts import PrunedExperts, weight_name
 from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
@@ -44,6 +46,7 @@ class ScaleChoice:
         ready: by the name of a group's first layer: the layer that ``"gptq"`` made of its weight, and its relative error.
         experts: by the name of a module of experts: what ``"gptq"`` made of its weights.
         global_scales: by layer name, those that siblings of ``"gptq"`` share.
+        predicted_kl: by the name of the report's row: KL that this layer alone causes, where it could be predicted.
         kl, sweep_kl: for ``"gptq"``: KL from the dense model on text of its own that was held out, and that of ``"activation"`` there.
     """
 
@@ -55,6 +58,7 @@ class ScaleChoice:
     ready: dict[str, tuple[FP4Linear, float]] = field(default_factory=dict)
     experts: dict[str, list[PrunedExperts]] = field(default_factory=dict)
     global_scales: dict[str, Tensor] = field(default_factory=dict)
+    predicted_kl: dict[str, float] = field(default_factory=dict)
     kl: float | None = None
     sweep_kl: float | None = None
 
@@ -70,20 +74,34 @@ class ScaleChoice:
         return config, weight, ()
 
 
-def choose(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None = None, *, strict: bool, progress: bool) -> ScaleChoice:
+def choose(
+    model: nn.Module,
+    plan: QuantizationPlan,
+    config: NVFP4Config,
+    device: torch.device | None = None,
+    *,
+    strict: bool,
+    progress: bool,
+    store: LayerStore | None = None,
+) -> ScaleChoice:
     """Measure what ``config`` needs and resolve ``"auto"``. Changes nothing.
 
     Args:
         device: where quantized layers go; None: where the dense ones are.
+        store: where "gptq" keeps each finished layer; the notes say if something else was taken.
 
     Raises:
+        CheckpointError: ``store`` holds another run's layers, or cannot be written to.
         CalibrationError, NonFiniteError: see :func:`statistics`; never for ``"auto"`` without calibration, which then
             takes what needs less, ``"four_over_six"`` at last, and says why in its note.
     """
     if config.scale_search == "auto":
-        return _automatic(model, plan, config, device, strict, progress)
+        found = _automatic(model, plan, config, device, strict, progress, store)
+        if store is not None and found.config.scale_search != "gptq":
+            found.notes.append(f'checkpoint_dir={store.place!r} is for "gptq": nothing of it is in the result')
+        return found
     if config.scale_search == "gptq":
-        return _gptq(model, plan, config, device, strict, progress)
+        return _gptq(model, plan, config, device, strict, progress, store)
     if config.scale_search != "activation":
         return ScaleChoice(config)
     batches: Any = self_calibration.write(model) if config.calibration == "self" else config.calibration
@@ -94,11 +112,14 @@ def choose(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device
     return ScaleChoice(config, _by_group(plan, means), head_inputs=_head_inputs(plan, means), probe=Probe(model, batches) if rounds else None)
 
 
-def _gptq(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool) -> ScaleChoice:
+def _gptq(
+    model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
+) -> ScaleChoice:
     shared: dict[str, Tensor] = {}
     for family in planned(model, plan) if config.siblings == "shared" else ():
         shared |= dict.fromkeys((t.name for t in family), shared_global_scale(family, _UNWEIGHTED))
-    found = gptq.prepare(model, plan, config, device, shared, strict=strict and config.calibration not in (None, "self"), progress=progress)
+    strict = strict and config.calibration not in (None, "self")
+    found = gptq.prepare(model, plan, config, device, shared, strict=strict, progress=progress, store=store)
     choice = ScaleChoice(
         config,
         _by_group(plan, found.means),
@@ -116,6 +137,7 @@ def _gptq(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device:
         choice.kl, choice.sweep_kl = both
         text = f"{found.probe.positions} tokens of its own text that were held out"
         choice.notes.append(f'KL from the dense model on {text}: {both[0]:.4f} nats a token, by "activation" {both[1]:.4f}')
+        choice.predicted_kl = _predicted(model, plan, choice, found.probe, progress)
     return choice
 
 
@@ -123,7 +145,9 @@ def _head_inputs(plan: QuantizationPlan, means: dict[str, Any]) -> dict[str, Any
     return {t.name: x for t in plan.targets if t.head and (x := means[t.name].inputs()) is not None}
 
 
-def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool) -> ScaleChoice:
+def _automatic(
+    model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, device: torch.device | None, strict: bool, progress: bool, store: LayerStore | None
+) -> ScaleChoice:
     """The best that fits: "gptq", then "activation", then what needs no data."""
     given = config.calibration is not None and config.calibration != "self"
     if given:
@@ -131,7 +155,7 @@ def _automatic(model: nn.Module, plan: QuantizationPlan, config: NVFP4Config, de
     no_gptq = _no_gptq(model, plan)
     if no_gptq is None:
         try:
-            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress)
+            found = _gptq(model, plan, replace(config, scale_search="gptq"), device, strict, progress, store)
         except (CalibrationError, NonFiniteError) as error:
             no_gptq = str(error).splitlines()[0]
         else:
@@ -161,7 +185,7 @@ def _measured_best(found: ScaleChoice) -> ScaleChoice:
         return found
     config = replace(found.config, scale_search="activation", calibration="self")
     lower = f'"activation" over the same text: lower KL ({found.sweep_kl:.4f} against {found.kl:.4f})'
-    return replace(found, config=config, ready={}, experts={}, kl=found.sweep_kl, notes=[*found.notes, f'scale_search="auto": {lower}'])
+    return replace(found, config=config, ready={}, experts={}, predicted_kl={}, kl=found.sweep_kl, notes=[*found.notes, f'scale_search="auto": {lower}'])
 
 
 def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
@@ -206,14 +230,40 @@ def _kl(model: nn.Module, plan: QuantizationPlan, choice: ScaleChoice, probe: Pr
     return found[0], found[1]
 
 
+def _predicted(model: nn.Module, plan: QuantizationPlan, choice: ScaleChoice, probe: Probe, progress: bool) -> dict[str, float]:
+    """KL in nats a token that each weight of the report alone causes, over the text of ``probe``; heads are left out."""
+    pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
+    rows: dict[str, str] = {}
+    for group in (g for g in plan.groups if not g[0].head):
+        layer = choice.ready[group[0].name][0] if group[0].name in choice.ready else _swept(choice, group)
+        for t in group:
+            own = share(layer)
+            bias = t.module._parameters.get("bias")
+            own.bias = None if bias is None else bias.detach().to(own.scale.device)
+            pairs[t.name], rows[t.name] = (Beside(own), t.module), t.name
+    for e in plan.experts:
+        both = {p.attribute: p for p in choice.experts.get(e.name, [])}
+        if both:
+            experts = experts_module(e, {a: p.weight for a, p in both.items()}, {a: p.pad for a, p in both.items()}, weight_only(choice.config.prefill))
+            pairs[e.name], rows[e.name] = (Beside(experts), e.module), weight_name(e, e.spec.first)
+    windows = [b["input_ids"] for b in probe.batches]
+    shares, notes = shares_of(pairs, model, torch.cat(windows), progress=progress)
+    choice.notes += notes
+    return {rows[s.name]: s.kl for s in shares}
+
+
 def _in_layout(layer: FP4Linear, target: Target) -> Tensor:
     w = layer.dequantize()
     return w.t() if target.transposed else w
 
 
 def _swept_layer(choice: ScaleChoice, group: list[Target], target: Target) -> Tensor:
+    return _in_layout(_swept(choice, group), target)
+
+
+def _swept(choice: ScaleChoice, group: list[Target]) -> FP4Linear:
     config, weight, _ = choice.of(group)
-    return _in_layout(FP4Linear.from_weight(dense_weight(group[0]), scale_search=config.scale_search, channel_weight=_on(weight, target.module)), target)
+    return FP4Linear.from_weight(dense_weight(group[0]), scale_search=config.scale_search, channel_weight=_on(weight, group[0].module))
 
 
 def _swept_experts(choice: ScaleChoice, target: ExpertsTarget, attribute: str) -> Tensor:

@@ -118,7 +118,7 @@ def quantize_experts(
     pads = rows_to_pad(target, kinds["down_proj"].storage().k_multiple)
     columns = {a: matrix(target, module.get_parameter(a), 0).shape[1] for a in names}
     needed = _ENOUGH * max(rows_needed(config, k) for k in columns.values()) if config.pruning in PRUNERS else 0
-    packed = {a: _empty(kinds[a], target, a, pads[a], device) for a in names}
+    packed = {a: empty_weight(kinds[a], target, a, pads[a], device) for a in names}
     errors = {a: _Error() for a in names}
     for e in range(packed[spec.first].num_experts):
         x, x0 = known.inputs(e, needed) if known is not None else (None, None)
@@ -171,7 +171,8 @@ def not_24(target: ExpertsTarget, p: Tensor) -> int:
     return sum(not is_24(matrix(target, p, e)) for e in range(p.shape[0]))
 
 
-def _empty(kind: type[FP4ExpertWeight], target: ExpertsTarget, attribute: str, pad: tuple[int, int], device: torch.device | None) -> FP4ExpertWeight:
+def empty_weight(kind: type[FP4ExpertWeight], target: ExpertsTarget, attribute: str, pad: tuple[int, int], device: torch.device | None) -> FP4ExpertWeight:
+    """For one weight of ``target``, all zeros. ``device``: None: that of the dense weight."""
     p = target.stack(attribute)
     rows, columns = matrix(target, p, 0).shape
     k = columns + -columns % kind.storage().k_multiple

@@ -109,6 +109,12 @@ MISTAKES = {
     "no calibration text": (("quantize", DENSE, "{tmp}/out", "--calibration", "{tmp}/none"), "No such file or directory"),
     "calibration that is no text": (("quantize", DENSE, "{tmp}/out", "--calibration", DENSE + "/model.safetensors"), "no text"),
     "calibration that is not used": (("quantize", DENSE, "{tmp}/out", "--calibration", NOVEL, "--scale-search", "mse"), "would not be used"),
+    "a folder of layers that is not used": (("quantize", DENSE, "{tmp}/out", "--checkpoint-dir", "{tmp}/kept", *FAST), "would not be used"),
+    "a folder of layers in out": (("quantize", DENSE, "{tmp}/out", "--checkpoint-dir", "{tmp}/out/kept"), "is OUT or lies in it"),
+    "a folder of other things": (
+        ("quantize", DENSE, "{tmp}/out", "--scale-search", "gptq", "--checkpoint-dir", "{tmp}/full"),
+        "holds something else; nothing was changed",
+    ),
     "an ignored layer too many": (("quantize", DENSE, "{tmp}/out", "--ignore", "re:.*", *FAST), "no layer to quantize"),
     "an unknown format": (("quantize", DENSE, "{tmp}/out", "--format", "gptq"), "invalid choice"),
     "no bytes of a size": (("quantize", DENSE, "{tmp}/out", "--max-shard-size", "big", *FAST), "max_shard_size is no size"),

@@ -51,7 +51,7 @@ def test_gptq_is_taken_and_what_it_costs_is_measured(tiny, kind):
     assert report.notes[0].rpartition("; ")[2].removesuffix(" s").isdecimal()
     assert same(done, quantized(model, NVFP4Config("gptq")))
     # The measured KL is that of the model that comes out, and the other one that of the sweep.
-    batches, held, _ = gptq.text(model, NVFP4Config("gptq"))
+    batches, held, _ = gptq.text(model, [])
     ids = torch.cat([b["input_ids"] for b in held])
     assert ids.shape == (8, 32) and not any(torch.equal(row, other) for row in ids for b in batches for other in b["input_ids"])
     sweep = quantized(model, NVFP4Config("activation", calibration=batches))
@@ -69,7 +69,7 @@ def test_the_sweep_is_taken_where_it_measures_better(tiny, monkeypatch):
     model = sharp(tiny, "llama")
     monkeypatch.setattr(scale_choice, "_kl", lambda *args: (0.5, 0.25))
     done = quantized(model)
-    batches = gptq.text(model, NVFP4Config("gptq"))[0]
+    batches = gptq.text(model, [])[0]
     assert same(done, quantized(model, NVFP4Config("activation", calibration=batches)))
     report = fp4_inductor.report(done)
     assert 'scale_search="auto": "activation" over the same text: lower KL (0.2500 against 0.5000)' in report.notes

@@ -131,7 +131,7 @@ def test_experts_without_enough_tokens_get_the_sweep_and_the_report_says_which(t
         monkeypatch.setattr(module, "ENOUGH", 10**6)
     model = tiny("mixtral", torch.bfloat16)
     done = quantize_model(copy.deepcopy(model), NVFP4Config("gptq"), progress=False)
-    text = gptq.text(model, NVFP4Config("gptq"))[0]
+    text = gptq.text(model, [])[0]
     sweep = quantize_model(copy.deepcopy(model), NVFP4Config("activation", calibration=text), progress=False)
     for (name, a), (_, b) in zip(done.named_modules(), sweep.named_modules(), strict=True):
         if isinstance(a, FP4Experts):
@@ -147,7 +147,7 @@ def test_better_than_the_sweep_and_twice_the_same(tiny):
     first, second = (quantize_model(copy.deepcopy(model), NVFP4Config("gptq"), progress=False) for _ in range(2))
     a, b = first.state_dict(), second.state_dict()
     assert all(torch.equal(a[n].reshape(-1).view(torch.uint8), b[n].reshape(-1).view(torch.uint8)) for n in a)
-    default = quantize_model(copy.deepcopy(model), NVFP4Config("activation", calibration=gptq.text(model, NVFP4Config("gptq"))[0]), progress=False)
+    default = quantize_model(copy.deepcopy(model), NVFP4Config("activation", calibration=gptq.text(model, [])[0]), progress=False)
     ids = gptq.self_calibration.write(model, 32, 32, random_first=32)[0]["input_ids"]
 
     def kl(m) -> float:

@@ -10,8 +10,10 @@ from torch import nn
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, Sparse24Config, errors, evaluate, quantize_model, verify
+from fp4_inductor.models import gptq
 from fp4_inductor.models.evaluate import predictions
 from fp4_inductor.models.verify import own_windows
+from fp4_inductor.modules import FP4Experts
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::fp4_inductor.errors.QualityWarning")
@@ -50,6 +52,37 @@ def test_shares_are_what_each_layer_measures_alone(tiny, kind):
     assert not any(m._forward_hooks for m in model.modules()) and all(p.grad is None for p in model.parameters())
     lines = str(got).splitlines()
     assert f"{got.model.kl:.5f}" in lines[2] and len(lines) == 4 + len(kinds) + min(len(names), 11) and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
+def test_the_report_has_the_same_shares(tiny, kind, monkeypatch):
+    """Of "gptq", on the text of its own that was held out; with biases, and with layers that met too few tokens."""
+    monkeypatch.setattr(gptq, "SEQUENCES", 8)
+    monkeypatch.setattr(gptq, "TOKENS", 48)
+    model = sharp(tiny, kind)
+    with torch.no_grad():
+        for bias in (p for name, p in model.named_parameters() if name.endswith("_proj.bias")):
+            bias.normal_(0, 0.2)
+    done = quantize_model(copy.deepcopy(model), NVFP4Config("gptq", lm_head="nvfp4"), progress=False)
+    held_out = torch.cat([b["input_ids"] for b in gptq.text(model, [])[1]])
+    want = {s.name: s.kl for s in fp4_inductor.models.layer_shares.layer_shares(done, model, held_out)[0] if s.name != "lm_head"}
+    report = fp4_inductor.report(done)
+    got = {r.name: r.predicted_kl for r in report.layers if r.predicted_kl is not None}
+    first = {f"{name}.gate_up_proj": name for name, m in done.named_modules() if isinstance(m, FP4Experts)}
+    assert got.keys() == {*want} - {*first.values()} | {*first} and len(got) >= 10
+    assert {first.get(n, n): kl for n, kl in got.items()} == pytest.approx(want, rel=1e-3)
+    worst = max(got, key=got.__getitem__)
+    text = str(report)
+    assert f"largest shares of the KL, each layer alone, predicted: {sum(got.values()):.4f} nats a token" in " ".join(text.split())
+    assert f"{100 * got[worst] / sum(got.values()):4.1f}%  {got[worst]:.5f}  {worst}\n" in text
+
+
+def test_a_report_without_shares(tiny):
+    """Of no other search, nor of a model that writes no text."""
+    model = tiny("llama", torch.float32)
+    for config in (NVFP4Config("mse"), NVFP4Config("activation", calibration="self")):
+        report = fp4_inductor.report(quantize_model(copy.deepcopy(model), config, progress=False))
+        assert all(r.predicted_kl is None for r in report.layers) and "largest shares" not in str(report)
 
 
 def test_a_layer_that_is_damaged_is_found(tiny):
