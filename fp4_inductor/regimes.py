@@ -55,7 +55,7 @@ def bounds(
     Example, an H100 and the linear layers of an 8B model, gate and up as one weight::
 
         >>> fp4_inductor.bounds([(6144, 4096), (4096, 4096), ("linear_glu", 28672, 4096), (4096, 14336)], device="sm_90")
-        [1, 16, 24, 32, 64, 128, 8192]
+        [1, 32, 64, 128, 8192]
     """
     arch, place = _place(device)
     calls = _of_model(layers, arch, dtype, prefill) if isinstance(layers, nn.Module) else _of_shapes(layers, arch, dtype, prefill)

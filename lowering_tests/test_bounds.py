@@ -24,10 +24,10 @@ QWEN3_8B = [(6144, 4096), (4096, 4096), ("linear_glu", 24576, 4096), (24576, 409
 
 
 def test_an_8b_model_on_an_h100():
-    assert bounds(QWEN3_8B, device="sm_90") == [1, 16, 24, 32, 64, 128, 8192]
+    assert bounds(QWEN3_8B, device="sm_90") == [1, 32, 64, 128, 8192]
     assert bounds(QWEN3_8B, device=90) == bounds(list(reversed(QWEN3_8B)) * 2, device="sm_90a")
     assert bounds([(4096, 4096)], device="sm_90", dtype=torch.float16) != bounds([(4096, 4096)], device="sm_90")
-    assert bounds([(4096, 4096)], device="sm_90", prefill="bf16") == [1, 24, 256]
+    assert bounds([(4096, 4096)], device="sm_90", prefill="bf16") == [1, 32, 256]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
@@ -119,4 +119,4 @@ def test_it_imports_no_inductor_and_starts_no_compiler():
 
 
 def test_the_example_of_the_docstring():
-    assert fp4_inductor.bounds([(6144, 4096), (4096, 4096), ("linear_glu", 28672, 4096), (4096, 14336)], device="sm_90") == [1, 16, 24, 32, 64, 128, 8192]
+    assert fp4_inductor.bounds([(6144, 4096), (4096, 4096), ("linear_glu", 28672, 4096), (4096, 14336)], device="sm_90") == [1, 32, 64, 128, 8192]

@@ -238,8 +238,9 @@ def _alone(target: Path):
     A process that dies leaves it. Where files cannot be locked, or where one comes as another leaves, several may be inside and compile the same library.
     """
     file, waited = target.with_suffix(".lock"), False
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    _locked.add(handle)
+    with _no_fork:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _locked.add(handle)
     try:
         with contextlib.suppress(OSError):
             try:
@@ -256,6 +257,10 @@ def _alone(target: Path):
         os.close(handle)
 
 
+# Held while files are opened that a forked child must not keep: the end of a pipe for what a compiler says, which the parent reads until it is closed
+# everywhere, and locks. A fork waits for it.
+_no_fork = threading.Lock()
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release)
 _locked: set[int] = set()
 
 
@@ -302,8 +307,9 @@ def compile_to(partial: Path, compiler: str, source: str, arguments: tuple[str, 
     Raises:
         KernelError: its own message.
     """
-    process = subprocess.Popen([compiler, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
-    _running[process] = partial
+    with _no_fork:
+        process = subprocess.Popen([compiler, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
+        _running[process] = partial
     try:
         _, errors = process.communicate()
     finally:

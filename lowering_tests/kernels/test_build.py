@@ -239,6 +239,30 @@ def test_a_child_process_compiles_what_its_parent_had_not_finished(fresh, fake_c
     assert csrc._libraries.result(("linear_small", 90)).exists()
 
 
+def test_a_child_that_lives_on_does_not_hold_the_compilation_up(fresh, fake_compiler, monkeypatch):
+    """Forked while a compiler was being started, it had the end of the pipe that the parent reads until it is closed."""
+    starts, more, execute = threading.Event(), os.pipe(), subprocess.Popen._execute_child
+
+    def slowly(self, *args, **kwargs):
+        starts.set()  # the pipe is there
+        time.sleep(0.5)
+        return execute(self, *args, **kwargs)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", slowly)
+    csrc.start(["linear_small"], 90)
+    assert starts.wait(30)
+    child = os.fork()
+    if child == 0:
+        os.close(more[1])
+        os.read(more[0], 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        assert csrc._libraries._made["linear_small", 90].result(30).exists()
+    finally:
+        os.close(more[0]), os.close(more[1])
+        os.waitpid(child, 0)
+
+
 def test_a_program_that_ends_leaves_no_compiler_and_no_file(fresh):
     script = fresh / "compiler"
     script.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 300\n')
