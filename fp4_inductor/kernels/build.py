@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,8 +143,9 @@ def library_folders() -> tuple[str, ...]:
 @functools.cache
 def cuda_home(nvcc: str) -> Path:
     """The folder of the toolkit that ``nvcc``, perhaps a script that calls the real one, belongs to, as it says itself."""
-    said = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
-    top = next((line.split("TOP=")[1] for line in said.stderr.splitlines() if "TOP=" in line), None)
+    with _started([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], text=True, stdout=subprocess.PIPE) as process:
+        _, said = process.communicate()
+    top = next((line.split("TOP=")[1] for line in said.splitlines() if "TOP=" in line), None)
     return Path(top).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
@@ -213,7 +215,8 @@ def _hash(inputs: tuple[Path, ...], flags: tuple[str, ...], *more: bytes) -> str
 
 @functools.cache
 def _version(compiler: str) -> bytes:
-    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    with _started([compiler, "--version"], stdout=subprocess.PIPE) as process:
+        return process.communicate()[0]
 
 
 def _cached(compiler: str, source: str, inputs: tuple[Path, ...], flags: tuple[str, ...], machine: str) -> Path:
@@ -301,15 +304,20 @@ def _stop_compilers() -> None:
         partial.unlink(missing_ok=True)
 
 
+def _started(command: list[str], **options: Any) -> subprocess.Popen:
+    """A compiler, what it says in pipes that no child which is forked meanwhile keeps open."""
+    with _no_fork:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+
+
 def compile_to(partial: Path, compiler: str, source: str, arguments: tuple[str, ...]) -> None:
     """Run a compiler.
 
     Raises:
         KernelError: its own message.
     """
-    with _no_fork:
-        process = subprocess.Popen([compiler, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
-        _running[process] = partial
+    process = _started([compiler, *arguments], stdout=subprocess.DEVNULL, text=True, process_group=0)
+    _running[process] = partial
     try:
         _, errors = process.communicate()
     finally:
