@@ -24,6 +24,11 @@ def as_path(value: Any, what: str) -> Path:
     return Path(value)
 
 
+def said_by(error: Exception) -> str:
+    """What the system says of a file that could not be written; else the error."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def written_aside(directory: Path, size: int) -> Iterator[Path]:
     """An empty folder inside ``directory``, to write files into and :func:`publish` them from.
@@ -46,10 +51,9 @@ def written_aside(directory: Path, size: int) -> Iterator[Path]:
         yield aside
         finished = True
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise CheckpointError(
             "the checkpoint cannot be written",
-            value=f"{reason}: {directory}",
+            value=f"{said_by(error)}: {directory}",
             limit=f"a directory you may write to, with space for {size} bytes of tensors",
             remedy="Choose another directory, or correct its permissions; nothing was left there.",
         ) from error

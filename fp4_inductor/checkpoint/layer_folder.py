@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..config import NVFP4Config, Sparse24Config
 from ..errors import CheckpointError, ConfigError
-from .aside import as_path
+from .aside import as_path, said_by
 from .safetensors_file import Reader, crc32, parse_json, read_header
 
 FILE = "run.json"
@@ -171,10 +171,9 @@ class LayerFolder:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise CheckpointError(
                 "checkpoint_dir cannot be written to; the model is as it was, and so are the layers that are in the folder",
-                value=f"{reason}: {self.place}",
+                value=f"{said_by(error)}: {self.place}",
                 limit="a folder you may write to, with space for the quantized weights",
                 remedy="Make space or correct its permissions, and run it again with the same folder.",
             ) from error
