@@ -42,7 +42,6 @@ OURS = "fp4_inductor"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 MEMORY = 74.0  # GiB of a GPU
 WEIGHTS = {"8b": 7, "30b": 18, "70b": 42, "tiny": 0}  # GiB, of all layers
-LAYERS = {"8b": 36, "30b": 48, "70b": 80, "tiny": 1}
 COLUMNS = ("gpu", "torch", "triton", "vllm", "commit", "date", "model", "parallel", "row", "who", "ms", "ratio", "of_one")
 SHAPES = {"8b": "qwen3-8b", "30b": "qwen3-30b", "70b": "70b", "tiny": "tiny"}  # a model of serve.py -> of decode.py
 ROWS = {name: row for name, row in serve.ROWS.items() if row[:2] != ("decode", 1) or row[2] == 512}
@@ -88,9 +87,9 @@ def groups_of(chosen: list[Case], most: float = MEMORY, layers: int = 0) -> list
 
 def gib_of(case: Case, layers: int = 0) -> float:
     """About what an engine takes of the first GPU: its share of weights and KV cache, and 3 GiB for activations, graphs and the CUDA context."""
-    return (WEIGHTS[case.model] * (layers or LAYERS[case.model]) / LAYERS[case.model] + serve.KV_BYTES[case.model] / serve.GIB) / (
-        1 if case.parallel == "one" else 2
-    ) + 3
+    every = serve.LAYERS[case.model]
+    whole = WEIGHTS[case.model] * (layers or every) / every + serve.KV_BYTES[case.model] / serve.GIB
+    return whole / (1 if case.parallel == "one" else 2) + 3
 
 
 class Sheet:

@@ -48,6 +48,7 @@ SMOKE = {
 }
 GIB = 1 << 30
 _ANSWERS = sys.stdout  # of a worker: the pipe to the process that asks
+LAYERS = {"8b": 36, "30b": 48, "70b": 80, "tiny": 2}
 KV_BYTES = {"8b": 7 * GIB, "30b": 5 * GIB, "70b": 15 * GIB, "tiny": GIB // 4}  # 64 sequences of 640 tokens
 
 
@@ -55,20 +56,21 @@ def config_of(kind: str, layers: int = 0) -> dict[str, Any]:
     """config.json of a shape, with ModelOpt's NVFP4: linear layers and experts quantized, router and head not. ``layers``: 0 is all of them."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
+    layers = layers or LAYERS[kind]
     common = {"vocab_size": 151936, "num_attention_heads": 32, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False}
     if kind == "8b":
-        config = Qwen3Config(**common, hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers or 36, num_key_value_heads=8)
+        config = Qwen3Config(**common, hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers, num_key_value_heads=8)
     elif kind == "70b":
         wide = common | {"num_attention_heads": 64, "vocab_size": 128256}
-        config = Qwen3Config(**wide, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers or 80, num_key_value_heads=8)
+        config = Qwen3Config(**wide, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_key_value_heads=8)
     elif kind == "30b":
         config = Qwen3MoeConfig(
             **common, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-            norm_topk_prob=True, num_hidden_layers=layers or 48, num_key_value_heads=4,
+            norm_topk_prob=True, num_hidden_layers=layers, num_key_value_heads=4,
         )  # fmt: skip
     else:
         tiny = common | {"vocab_size": 512, "num_attention_heads": 4, "head_dim": 64}
-        config = Qwen3Config(**tiny, hidden_size=256, intermediate_size=512, num_hidden_layers=layers or 2, num_key_value_heads=2)
+        config = Qwen3Config(**tiny, hidden_size=256, intermediate_size=512, num_hidden_layers=layers, num_key_value_heads=2)
     out = config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM" if kind == "30b" else "Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     skip = ["lm_head", "*mlp.gate"]
     numbers = {"num_bits": 4, "type": "float", "group_size": 16}
