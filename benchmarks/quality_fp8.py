@@ -149,20 +149,22 @@ def run(name: str, label: str, device: str, count: int, wanted: Callable[[str], 
         quantized = copy.deepcopy(model)
         fp4_inductor.quantize_model(quantized, config, progress=False, strict=False)
         layers = {n: m for n, m in quantized.named_modules() if isinstance(m, FP4Linear)}
-        for n, layer in layers.items():
-            quantized.set_submodule(n, Path8(n, layer))
+        rounded = [Path8(n, layer) for n, layer in layers.items()]
+        for n, layer in zip(layers, rounded, strict=True):
+            quantized.set_submodule(n, layer)
+        total = sum(m.exact.numel() for m in rounded)
         Path8.rounding = BF16
         take_means(quantized)
         Path8.rounding = BF16
         exact = {k: log_probabilities(quantized, b) for k, b in batches.items()}
+        of_weights = {k: divergence(exact[k], dense[k]) for k in batches}
         blocks = list(dict.fromkeys(".".join(part) + "." for n in layers for part in [n.split(".")[:3]] if len(part) == 3 and part[2].isdecimal()))
         for path, rounding in paths(blocks).items():
             if path != "bf16" and not wanted(f"{weights}: {path}"):
                 continue
             start = time.perf_counter()
             Path8.rounding = rounding
-            total = sum(m.exact.numel() for m in quantized.modules() if isinstance(m, Path8))
-            out = sum(m.exact.numel() for m in quantized.modules() if isinstance(m, Path8) and any(part in m.name for part in rounding.kept))
+            out = sum(m.exact.numel() for m in rounded if any(part in m.name for part in rounding.kept))
             rows = []
             for text, batch in batches.items():
                 log_p = exact[text] if rounding == BF16 else log_probabilities(quantized, batch)
@@ -170,7 +172,7 @@ def run(name: str, label: str, device: str, count: int, wanted: Callable[[str], 
                 rows.append({
                     "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__, "model": label,
                     "text": text, "tokens": count * WINDOW, "weights": weights, "path": path, "in_fp8": 0.0 if rounding == BF16 else 1 - out / total,
-                    "ppl": ppl, "kl": kl, "extra": kl - divergence(exact[text], dense[text]), "from_weights": divergence(log_p, exact[text]),
+                    "ppl": ppl, "kl": kl, "extra": kl - of_weights[text], "from_weights": divergence(log_p, exact[text]),
                     "ratio": ppl / base[text],
                 })  # fmt: skip
                 print(f"{weights:10s} {path:38s} {line(rows[-1])}  {time.perf_counter() - start:.0f} s", flush=True)
