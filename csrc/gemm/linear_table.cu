@@ -74,7 +74,8 @@ template <typename T, int SUBSTEPS> struct Dense {
   }
 };
 
-// That multiply. With the one that fetches, 17 warps have 96 registers a thread, in which three tiles of eight tokens by two sets fit; 16 have 128, for a fourth tile.
+// That multiply. With the one that fetches, 17 warps have 96 registers a thread, in which three tiles of eight tokens by two sets fit;
+// 16 have 128, for a fourth tile.
 constexpr int most_warps(int tokens) { return tokens <= 24 ? kMostWarps : kMostWarps - 1; }
 
 template <typename T, int TOKENS, int R, int SUBSTEPS>
@@ -93,8 +94,8 @@ struct Tile {
 };
 
 // Measured on an H200 (benchmarks/NOTES.md). A block for nearly every SM, up to 16 rows of x in the same order of summation. For 32 rows of W a copy brings
-// 1024 k of them, which takes an eighth less time at K = 14336; with more rows or tokens rings of such stages are too short. Above 24 tokens about twelve warps are
-// best, and one set a warp of two: on an H100 8.1 us for 8.8 at N = K = 4096.
+// 1024 k of them, which takes an eighth less time at K = 14336; with more rows or tokens rings of such stages are too short.
+// Above 24 tokens about twelve warps are best, and one set a warp of two: on an H100 8.1 us for 8.8 at N = K = 4096.
 Tile best(int M, int N, int K) {
   int sets = sets_a_block(N);
   if (sets % 2 && (sets >= 7 || N >= 9216 && sets == 5 || kFinish == kGlu)) ++sets;  // two sets a warp save more than a sixth of the blocks, while 96 are left
