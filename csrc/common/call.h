@@ -93,6 +93,25 @@ struct AttentionParams {
   int tile[1];                             // the most parts of a sequence, 0: the kernel's own choice
 };
 
+// y [batch, heads, D] by attention of one new token of each sequence to the old ones in a paged cache [pages, page_size, kv_heads, D] and to itself.
+struct PagedParams {
+  int64_t size = sizeof(PagedParams);  // as the caller knows it
+  const void *query, *key, *value;     // [batch, heads or kv_heads, D]
+  void *keys, *values;                 // of the cache
+  const void* table;                   // int32 [batch, ...]: the pages of each sequence
+  const void* lengths;                 // int32 [batch]: with the new token; 0: no sequence, its rows of y are zeros
+  const void* slots;                   // int64 [batch]: the row of the cache, counted over all pages, that the new token is written to; below 0: none
+  const void* sinks;                   // a number for each head
+  void *y, *stream;
+  int64_t query_strides[2], key_strides[2], value_strides[2];  // in elements, as all strides, without the last of 1
+  int64_t keys_strides[3], values_strides[3], table_stride;    // of pages, of tokens and of heads
+  int batch, heads, kv_heads, D, page_size, pages, window;  // pages: of a sequence in the table
+  int dtype, sinks_type;  // as in AttentionParams
+  int early;              // the cache, the table and the lengths may be read while the kernel before it in its stream runs, which writes none of them
+  float scale, softcap;   // in base 2; softcap 0: none
+  int tile[2];            // warps of a block: 2, 4 or 8; blocks that share a KV head of a sequence: 1, 2, 4 or 8; all 0: the kernel's own choice
+};
+
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.
 template <typename Params> bool is_call(const Params* p) { return p && p->size == (int64_t)sizeof(Params); }
 

@@ -110,7 +110,20 @@ class AttentionParams(Struct):
     ]
 
 
-Params = LinearParams | ChainParams | MoeParams | AttentionParams
+class PagedParams(Struct):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "size"),
+        *_fields(ctypes.c_void_p, "query key value keys values table lengths slots sinks y stream"),
+        *_fields(ctypes.c_int64 * 2, "query_strides key_strides value_strides"),
+        *_fields(ctypes.c_int64 * 3, "keys_strides values_strides"),
+        *_fields(ctypes.c_int64, "table_stride"),
+        *_fields(ctypes.c_int, "batch heads kv_heads D page_size pages window dtype sinks_type early"),
+        *_fields(ctypes.c_float, "scale softcap"),
+        *_fields(ctypes.c_int * 2, "tile"),
+    ]
+
+
+Params = LinearParams | ChainParams | MoeParams | AttentionParams | PagedParams
 
 
 def address(library: ctypes.CDLL, function: str, scratch: bool) -> int | None:

@@ -18,6 +18,7 @@ from ..ops import (
     linear_glu,
     linear_w4a4,
     moe,
+    paged_attention,
     quantize,
     quantize_glu_rows_fp8,
     quantize_rows_fp8,
@@ -62,6 +63,7 @@ decode_attention.CONTRACT.implement("CUDA", _at_first_call(".decode_attention.cu
 quantize.CONTRACT.implement("CPU", quantize_cpu.quantize)
 moe.CONTRACT.implement("CPU", by_expert.moe)
 moe.CONTRACT.implement("CUDA", _at_first_call(".moe.cuda", "moe"))
+paged_attention.CONTRACT.implement("CUDA", _at_first_call(".paged_attention.cuda", "paged_attention"))
 dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize"))
 dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "dequantize_fp8"))
 quantize_glu_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_glu_rows_fp8"))

@@ -24,6 +24,7 @@ _FILES = (
     *("moe.decode", "moe.decode_table", "moe.grouped_wide", "moe.grouped", "moe.many", "moe.by_expert"),
     *("decode_attention.split", "decode_attention.by_sdpa", "cached_attention.step"),
     *("cached_attention.cuda", "cached_attention.quantized", "cached_attention.prefill", "cached_attention.composed"),
+    *("paged_attention.cuda", "paged_attention.gathered"),
 )
 FOREIGN = ("linear", "sparse_linear")  # ops that take kernels from outside
 _added: list[Kernel] = []

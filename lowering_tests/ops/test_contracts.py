@@ -69,7 +69,7 @@ def results(name: str, args) -> list[torch.Tensor]:
 
 
 def outputs(result) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else list(result)
+    return [result] if isinstance(result, torch.Tensor) else list(result or ())
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

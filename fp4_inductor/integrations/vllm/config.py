@@ -57,6 +57,10 @@ class Common:
         settings = settings_of(vllm_config)
         compiling.set_fields(settings)
         compiling.mark_cache(vllm_config)
+        if vllm_config is not None and current_platform.is_cuda():
+            from . import attention
+
+            attention.use()
         load = getattr(vllm_config, "load_config", None)
         return settings, str(getattr(load, "load_format", "")) == "dummy"
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 VERSIONS = ("0.22.1", "0.32.0")
+ATTENTION_VERSIONS = ("0.22.1",)  # with which decode steps have attended by fp4.paged_attention on a GPU
 _LAYERS = "vllm.model_executor.layers"
 _WHERE = {
     "Attention": f"{_LAYERS}.attention",
@@ -47,11 +48,19 @@ _WHERE = {
     "set_weight_attrs": "vllm.model_executor.utils",
     "DefaultModelLoader": "vllm.model_executor.model_loader.default_loader",
     "initialize_online_processing": "vllm.model_executor.model_loader.reload.layerwise",
+    "AttentionBackendEnum": "vllm.v1.attention.backends.registry",
+    "AttentionCGSupport": "vllm.v1.attention.backend",
+    "FlashAttentionBackend": "vllm.v1.attention.backends.flash_attn",
+    "FlashAttentionImpl": "vllm.v1.attention.backends.flash_attn",
+    "FlashAttentionMetadataBuilder": "vllm.v1.attention.backends.flash_attn",
+    "get_attention_context": "vllm.model_executor.layers.attention.attention",
+    "register_backend": "vllm.v1.attention.backends.registry",
     "CompilationMode": "vllm.config",
     "get_current_vllm_config_or_none": "vllm.config",
     "current_platform": "vllm.platforms",
     "init_logger": "vllm.logger",
 }
+_SELECTOR = "vllm.v1.attention.selector"
 _PASSES = "vllm.compilation.passes.inductor_pass"
 # Operators in the graphs that vLLM compiles for a GPU; it decomposes them behind Inductor's patterns.
 NORM, ADD_NORM = "vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm"
@@ -71,7 +80,7 @@ def version() -> str:
 
 def names() -> dict[str, str]:
     """Every name and the module that it is taken from: what a test of a new version asks for."""
-    return {**_WHERE, "get_pass_context": _PASSES}
+    return {**_WHERE, "get_pass_context": _PASSES, "_cached_get_attn_backend": _SELECTOR}
 
 
 def range_of_compilation() -> tuple[int, int | None] | None:
@@ -93,6 +102,14 @@ def leave_untuned() -> None:
     """
     for name in ("VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE", "VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING"):
         os.environ.setdefault(name, "0")
+
+
+def replace_flash_attention(path: str) -> None:
+    """The class at ``path`` stands in for vLLM's FlashAttention backend in this process, wherever vLLM chooses that one from now on. May be called again."""
+    backend = __getattr__("AttentionBackendEnum").FLASH_ATTN
+    if backend.get_path() != path:
+        __getattr__("register_backend")(backend, path)
+        importlib.import_module(_SELECTOR)._cached_get_attn_backend.cache_clear()
 
 
 def stream_weights(own: Callable[[Any, Path], Iterator[tuple[str, torch.Tensor]] | None]) -> None:

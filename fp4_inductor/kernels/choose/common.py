@@ -66,6 +66,10 @@ def decode_attention(call, can):
 ONE_LAUNCH = ("triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
 
 
+def paged_attention(call, can):
+    yield from first(can, *(name for name in ("cuda_paged_attention",) if can(name)), "gather + attention")
+
+
 PREFILL = "triton_prefill_attention"
 
 

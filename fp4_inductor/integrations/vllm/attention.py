@@ -1,0 +1,150 @@
+"""Decode steps of vLLM's FlashAttention backend by ``fp4.paged_attention``: one launch where vLLM has three (append, attention, combination).
+
+Cache, metadata, prompts and everything that the kernel does not serve stay vLLM's: the classes here are those of its backend, and differ where every sequence
+of a step has one token. :func:`use` puts them in the place of vLLM's, which reaches engines of this package only: others get vLLM's own from :class:`Backend`.
+
+A step of one token each is one also under a CUDA graph: vLLM captures such steps on their own (``UNIFORM_BATCH``). It does not where a backend says that its
+graphs serve any mixture of prompts and decodes, which FlashAttention 3 says, and which this one cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._notice import say
+from ...config import dispatch_config
+from ...kernels import select
+from ...kernels.kernel import Call
+from ...kernels.paged_attention.cuda import MOST_ROWS, NAME, TOKENS, WIDTHS
+from . import engine
+from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def use() -> None:
+    """Called while a model with our layers is built: attention layers that vLLM builds from now on are those of :class:`Backend`."""
+    engine.replace_flash_attention(f"{__name__}.Backend")
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    from .config import Common
+
+    return isinstance(getattr(vllm_config, "quant_config", None), Common)
+
+
+class Backend(FlashAttentionBackend):
+    """As vLLM's, whose name it keeps."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return Attention if _is_ours(get_current_vllm_config_or_none()) else FlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return Builder
+
+
+class Builder(FlashAttentionMetadataBuilder):
+    """What a step's attention is called with. Without layers of ours it is vLLM's."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value) if _is_ours(vllm_config) else support
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Without FlashAttention 3's schedule where every layer attends by ``fp4.paged_attention``: making it costs each step launches and time of the host."""
+        one_each = common_attn_metadata.max_query_len == 1 and not common_prefix_len
+        return super().build(common_prefix_len, common_attn_metadata, fast_build or (one_each and self._all_ours))
+
+    @functools.cached_property
+    def _all_ours(self) -> bool:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return all(isinstance(impl := getattr(layers.get(name), "impl", None), Attention) and not impl.why_not for name in self.layer_names)
+
+
+class Attention(FlashAttentionImpl):
+    """One layer's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        model = getattr(get_current_vllm_config_or_none(), "model_config", None)
+        self.dtype = getattr(model, "dtype", torch.bfloat16)
+        select.compile_ahead([_call(self, select.arch_of(_device()))])  # while weights are loaded
+
+    def serves(self, metadata: Any, kv_cache: Tensor) -> bool:
+        """Is this a step of one token each that the kernel serves? The same answer to the append and to the attention of a layer."""
+        if metadata is None or metadata.max_query_len != 1 or metadata.use_cascade or not getattr(metadata, "causal", True):
+            return False
+        return not self.why_not and kv_cache.dtype in _HALF and kv_cache.shape[2] % TOKENS == 0
+
+    @functools.cached_property
+    def why_not(self) -> str:
+        """Why the kernel serves none of this layer's steps, said once in a process; empty: it does."""
+        reason = _why_not(self)
+        if reason:
+            _say(reason)
+        return reason
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        metadata = engine.get_attention_context(layer.layer_name)[0]
+        if not self.serves(metadata, kv_cache):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Any = None, *scales: Any, **options: Any
+    ) -> Tensor:
+        asked = any(s is not None for s in (*scales, *options.values()))  # a rounded result
+        if asked or output is None or not self.serves(attn_metadata, kv_cache):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options)
+        rows = min(attn_metadata.num_actual_tokens, len(attn_metadata.seq_lens))
+        keys, values = kv_cache.unbind(0)
+        window, softcap = self.sliding_window[0] + 1, self.logits_soft_cap
+        # No kernel of a step writes the cache, the table or the lengths but attention itself, and the one before it has ended: what lies between waits for it.
+        torch.ops.fp4.paged_attention(
+            query[:rows], key[:rows], value[:rows], keys, values, attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows],
+            attn_metadata.slot_mapping[:rows], output.view(-1, self.num_heads, self.head_size)[:rows], self.scale, window or None, softcap or None,
+            self.sinks, True,
+        )  # fmt: skip
+        return output
+
+
+def _why_not(layer: Any) -> str:
+    group = layer.num_heads // layer.num_kv_heads
+    asked = {
+        f"vLLM {engine.version()}, with which it has not run": engine.version() not in engine.ATTENTION_VERSIONS,
+        f"heads of width {layer.head_size}, not {' or '.join(map(str, WIDTHS))}": layer.head_size not in WIDTHS,
+        f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
+        f'a KV cache in "{layer.kv_cache_dtype}"': layer.kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+        "ALiBi": layer.alibi_slopes is not None,
+        "attention that is not a decoder's": str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder",
+        "a layer that reads another layer's cache": layer.kv_sharing_target_layer_name is not None,
+        "a context that ranks share": layer.dcp_world_size > 1,
+        "VLLM_BATCH_INVARIANT: how a sequence is divided follows the batch": layer.batch_invariant_enabled,
+    }
+    reason = next((what for what, is_asked in asked.items() if is_asked), "")
+    if reason:
+        return reason
+    call = select.describe("paged_attention", _device(), layer.dtype, layer.num_heads, layer.head_size)
+    plan = select.plan(call, dispatch_config())
+    if plan.pick(group).kernel == NAME:
+        return ""
+    return next(refused.reason for refused in plan.refused if refused.kernel.name == NAME)
+
+
+def _call(layer: Any, arch: int) -> Call:
+    return Call("paged_attention", arch, layer.dtype, layer.num_heads, layer.head_size, triton=select.triton_version())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    say(f"decode steps attend by vLLM's FlashAttention, not by fp4.paged_attention: {reason}")

@@ -1,0 +1,100 @@
+"""cuda_paged_attention: one launch for one new token of each sequence over a paged cache. Source: ``csrc/attention/paged_attention.cu``.
+
+M of its problem is the heads that share a KV head, N heads, K the width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import KernelError
+from ...ops import paged_attention as contract
+from ...ops.decode_attention import scale_of
+from ...ops.paged_attention import PagedCall
+from .. import host, params
+from ..cached_attention.step import along
+from ..forms import Launches, Library
+from ..kernel import COMPILED, MEASURED_H100, Kernel, On
+
+LIBRARY = Library("attention/paged_attention.cu", finish=None)
+NAME = "cuda_paged_attention"
+WIDTHS = (64, 128)  # that the source compiles
+TOKENS = 16  # of a tile, which lies in one page
+_ALIGNED = 16
+MOST_ROWS = 16  # heads that share a KV head
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_LOG2_E = math.log2(math.e)
+
+
+def paged_form(c: PagedCall) -> tuple[str, ...]:
+    """What a call asks for besides what the CUDA kernel serves. Reads shapes, strides and addresses only."""
+    group = c.query.shape[1] // max(c.key.shape[1], 1)
+    rows = [t for t in (c.query, c.key, c.value, c.keys, c.values) if t.stride(-1) == 1 or t is c.keys or t is c.values]
+    asked = {
+        f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
+        f"pages of {c.keys.shape[1]} tokens, no multiple of {TOKENS}": c.keys.shape[1] % TOKENS != 0,
+        "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
+        "rows that begin at no multiple of 16 bytes": any(t.data_ptr() % _ALIGNED or any(s * t.itemsize % _ALIGNED for s in t.stride()[:-1]) for t in rows),
+        "pages of a sequence that are apart": c.table.stride(1) != 1,
+    }
+    return tuple(what for what, is_asked in asked.items() if is_asked)
+
+
+def paged_attention(c: PagedCall) -> None:
+    """``fp4.paged_attention`` on CUDA."""
+    contract.check(c)
+    if not c.out.numel():
+        return
+    (_, heads, d), kv_heads = c.query.shape, c.key.shape[1]
+    kernel = host.row_for("paged_attention", c.query, heads // kv_heads, heads, d, form=paged_form(c)).implementation
+    with torch.cuda.device(c.query.device):
+        if c.out.is_contiguous():
+            kernel.source()(c)
+        else:
+            kernel.source()(c._replace(out=(dense := torch.empty(c.out.shape, dtype=c.out.dtype, device=c.out.device))))
+            c.out.copy_(dense)
+
+
+def fields(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """Of :class:`params.PagedParams`, but for y and stream. ``tile``: warps of a block, blocks of a KV head; zeros: the kernel's choice."""
+    query, key, value = map(along, (c.query, c.key, c.value))
+    (batch, heads, d), (_, page, kv_heads, _) = query.shape, c.keys.shape
+    tensors: dict[str, Tensor | None] = dict(
+        query=query, key=key, value=value, keys=c.keys, values=c.values, table=c.table, lengths=c.lengths.contiguous(), slots=c.slots.contiguous(),
+        sinks=None if c.sinks is None else c.sinks.contiguous(),
+    )  # fmt: skip
+    strides = dict(query_strides=query.stride()[:2], key_strides=key.stride()[:2], value_strides=value.stride()[:2], table_stride=c.table.stride(0))
+    sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0)
+    types = dict(dtype=_TYPES[query.dtype], sinks_type=_TYPES[torch.float32 if c.sinks is None else c.sinks.dtype], early=int(c.early))
+    numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, tile=tile)
+    return dict(keys_strides=c.keys.stride()[:3], values_strides=c.values.stride()[:3], **tensors, **strides, **sizes, **types, **numbers)
+
+
+def launch(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> None:
+    """:func:`paged_form` of ``c`` is empty, and nothing of it is.
+
+    Raises:
+        KernelError: the launch was refused.
+    """
+    from .. import csrc  # which reads the list of kernels
+
+    given = fields(c, tile)  # its tensors live until the launch
+    filled = params.PagedParams.of(**given, y=c.out, stream=torch.cuda.current_stream().cuda_stream)
+    status = params.call(csrc.library(LIBRARY.name, host.arch(c.query.device)), LIBRARY.function, filled, c.query.device)
+    if status:
+        value = f"cudaError {status} for query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
+        raise KernelError("fp4_paged_attention was not launched", value=value, limit="cudaSuccess", remedy=csrc.switch_off(LIBRARY.name))
+
+
+_WHY = "one launch, in which the new tokens are appended and the parts of a sequence meet in a cluster's shared memory"
+_WHY_90 = f"{_WHY}: 520 tokens of one sequence (32 heads, 8 KV heads of 128) 7.1 us on an H100, FlashAttention 3 with its two other launches 15.1"
+KERNELS = (
+    Kernel(
+        "paged_attention", NAME, "paged_attention", (On(90, 90, MEASURED_H100, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS, plain=True,
+        batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"), form=Launches("paged_attention.cuda:launch", LIBRARY),
+    ),
+)  # fmt: skip

@@ -1,0 +1,113 @@
+"""fp4.paged_attention on a GPU: against float64 on fresh data, what is written, replays under a CUDA graph, lengths from 1 to 70,000."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fp4_inductor.kernels.paged_attention import cuda
+from fp4_inductor.ops import paged_attention as contract
+from fp4_inductor.ops.paged_attention import PagedCall
+from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, error
+
+pytestmark = pytest.mark.gpu
+NAN = float("nan")
+
+
+def call(lengths, page=16, h=8, heads=2, d=128, dtype=BF16, **options) -> PagedCall:
+    return contract.call(torch.device(DEVICE), tuple(lengths), page, h, heads, d, dtype, **options)
+
+
+def fresh(c: PagedCall) -> PagedCall:
+    return c._replace(keys=c.keys.clone(), values=c.values.clone(), out=torch.full_like(c.out, NAN))
+
+
+def same(a, b) -> bool:
+    return torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+
+
+def check(c: PagedCall, tile=(0, 0)) -> PagedCall:
+    assert not cuda.paged_form(c)
+    ours, again, theirs = fresh(c), fresh(c), fresh(c)
+    contract.CONTRACT.reference(*theirs)
+    cuda.launch(ours, tile)
+    cuda.launch(again, tile)
+    assert error(ours.out, theirs.out.double()) <= contract.CONTRACT.tolerance[c.query.dtype]
+    assert same(ours.keys, theirs.keys) and same(ours.values, theirs.values) and torch.equal(again.out, ours.out)
+    return ours
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("d", cuda.WIDTHS)
+@pytest.mark.parametrize("group", [1, 4, 7, 8, 11, 16])
+def test_shapes(group, d, dtype):
+    tiles = [(0, 0), *itertools.product((2, 4, 8), (1, 2, 4, 8))]
+    for tile in tiles:
+        check(call((1, 16, 17, 0, 129, 700), 16, 3 * group, 3, d, dtype), tile)
+    check(call((95, 340), 48, 2 * group, 2, d, dtype, scale=0.4, early=True))
+
+
+def test_lengths():
+    for length in (1, 2, 15, 16, 17, 127, 128, 129, 520, 1023, 4096, 8001, 70_000):
+        check(call((length,), h=32, heads=8))
+    check(call([1 + 37 * i for i in range(64)], h=32, heads=8))
+    check(call([500] * 200, h=32, heads=8))
+
+
+def test_options():
+    for window, sinks, softcap in itertools.product((None, 1, 128, 1000), (False, True), (None, 2.0)):
+        check(call((1, 0, 130, 2000), 16, 16, 2, 64, window=window, sinks=sinks, softcap=softcap))
+
+
+def test_rows_of_one_product():
+    """Query, key and value as vLLM gives them, rows of one tensor, and a cache of two planes; the op itself."""
+    c = call((20, 333), h=32, heads=8)
+    product = torch.randn(2, 48 * 128, device=DEVICE).to(BF16)
+    q, k, v = (part.unflatten(1, (-1, 128)) for part in product.split([32 * 128, 8 * 128, 8 * 128], 1))
+    planes = torch.stack([c.keys, c.values])
+    c = c._replace(query=q, key=k, value=v, keys=planes[0], values=planes[1])
+    want = fresh(c)
+    contract.CONTRACT.reference(*want)
+    torch.ops.fp4.paged_attention(*c)
+    assert error(c.out, want.out.double()) <= contract.CONTRACT.tolerance[BF16]
+    assert same(c.keys, want.keys)
+
+
+def test_nan_stays_in_its_sequence_and_head():
+    c = call((300, 300), h=8, heads=2)
+    c.values[c.table[0, 3].long(), 2, 1, 5] = NAN
+    got = check_nan(c)
+    assert got[0, 4:, 5].isnan().all() and not got[0, :4].isnan().any() and not got[1].isnan().any()
+
+
+def check_nan(c):
+    cuda.launch(c)
+    return c.out
+
+
+def test_a_thousand_replays():
+    """The same bits, with lengths that a graph did not know when it was captured."""
+    c = call((700, 64, 3), h=32, heads=8, early=True)
+    short = torch.tensor([40, 64, 1], dtype=torch.int32, device=DEVICE)
+    stream = torch.cuda.Stream()
+    c.slots.fill_(-1)
+    with torch.cuda.stream(stream):
+        torch.ops.fp4.paged_attention(*c)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            torch.ops.fp4.paged_attention(*c)
+    for lengths in (c.lengths.clone(), short):
+        c.lengths.copy_(lengths)
+        want = fresh(c)
+        contract.CONTRACT.reference(*want)
+        graph.replay()
+        first = c.out.clone()
+        assert error(first, want.out.double()) <= contract.CONTRACT.tolerance[BF16]
+        different = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for _ in range(1000):
+            graph.replay()
+            different += (c.out != first).sum()
+        assert int(different) == 0
