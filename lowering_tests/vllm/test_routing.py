@@ -62,6 +62,17 @@ def test_tokens_are_those_of_vllms_router(folders, as_on_a_gpu, said):
     assert got == want
 
 
+@pytest.mark.parametrize(("name", "rows", "dense"), [("gate", E // 4, True), ("gate", 4 * H, False), ("o_proj", E // 4, False)])
+def test_a_router_of_a_dense_checkpoint_is_not_quantized(name, rows, dense):
+    """vLLM asks for the method of a layer that has sizes and no weight yet."""
+    from fp4_inductor.integrations.vllm.own import OwnConfig
+
+    module = names.ReplicatedLinear.__new__(names.ReplicatedLinear)
+    torch.nn.Module.__init__(module)
+    module.input_size, module.output_size = H, rows
+    assert OwnConfig()._stays_dense(module, f"model.layers.0.mlp.{name}", Settings()) is dense
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not served.in_process(), reason="the worker is another process")
 def test_compiled(folders, as_on_a_gpu):
