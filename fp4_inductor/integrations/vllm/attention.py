@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._notice import say
 from ...config import dispatch_config
 from ...kernels import select
 from ...kernels.kernel import Call
 from ...kernels.paged_attention.cuda import MOST_ROWS, NAME, TOKENS, WIDTHS
 from . import engine
-from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none
+from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none, init_logger
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -85,10 +84,9 @@ class Attention(FlashAttentionImpl):
 
     @functools.cached_property
     def why_not(self) -> str:
-        """Why the kernel serves none of this layer's steps, said once in a process; empty: it does."""
+        """Why the kernel serves none of this layer's steps; empty: it does. Said once in a process, as each answer."""
         reason = _why_not(self)
-        if reason:
-            _say(reason)
+        _say(f"vLLM's FlashAttention serves decode steps: {reason}" if reason else "fp4.paged_attention serves decode steps")
         return reason
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -146,5 +144,5 @@ def _device() -> torch.device:
 
 
 @functools.cache
-def _say(reason: str) -> None:
-    say(f"decode steps attend by vLLM's FlashAttention, not by fp4.paged_attention: {reason}")
+def _say(text: str) -> None:
+    init_logger("vllm.fp4_inductor").info("fp4_inductor: %s", text)

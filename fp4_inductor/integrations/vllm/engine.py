@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 VERSIONS = ("0.22.1", "0.32.0")
 ATTENTION_VERSIONS = ("0.22.1",)  # with which decode steps have attended by fp4.paged_attention on a GPU
@@ -37,8 +38,12 @@ _WHERE = {
     "FusedMoeWeightScaleSupported": f"{_LAYERS}.fused_moe",
     "MoEActivation": f"{_LAYERS}.fused_moe",
     "RoutedExperts": f"{_LAYERS}.fused_moe",
+    "FusedTopKRouter": f"{_LAYERS}.fused_moe.router.fused_topk_router",
+    "GateLinear": f"{_LAYERS}.fused_moe.router.gate_linear",
+    "MoERunner": f"{_LAYERS}.fused_moe.runner.moe_runner",
     "LinearBase": f"{_LAYERS}.linear",
     "LinearMethodBase": f"{_LAYERS}.linear",
+    "ReplicatedLinear": f"{_LAYERS}.linear",
     "UnquantizedLinearMethod": f"{_LAYERS}.linear",
     "register_weight_loader_v2_supported_method": f"{_LAYERS}.linear",
     "ParallelLMHead": f"{_LAYERS}.vocab_parallel_embedding",
@@ -59,8 +64,11 @@ _WHERE = {
     "get_current_vllm_config_or_none": "vllm.config",
     "current_platform": "vllm.platforms",
     "init_logger": "vllm.logger",
+    "VLLM_BATCH_INVARIANT": "vllm.envs",
 }
 _SELECTOR = "vllm.v1.attention.selector"
+# Of vllm 0.32.0 only: the router of a CPU, and the mask of the tokens that fill a CUDA graph up.
+_NOT_IN_0_22 = {"CPURouter": f"{_LAYERS}.fused_moe.router.cpu_router", "_get_padding_mask": _WHERE["FusedTopKRouter"]}
 _PASSES = "vllm.compilation.passes.inductor_pass"
 # Operators in the graphs that vLLM compiles for a GPU; it decomposes them behind Inductor's patterns.
 NORM, ADD_NORM = "vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm"
@@ -80,7 +88,8 @@ def version() -> str:
 
 def names() -> dict[str, str]:
     """Every name and the module that it is taken from: what a test of a new version asks for."""
-    return {**_WHERE, "get_pass_context": _PASSES, "_cached_get_attn_backend": _SELECTOR}
+    later = {} if version().startswith("0.22.") else _NOT_IN_0_22
+    return {**_WHERE, "get_pass_context": _PASSES, "_cached_get_attn_backend": _SELECTOR, **later}
 
 
 def range_of_compilation() -> tuple[int, int | None] | None:
@@ -112,7 +121,7 @@ def replace_flash_attention(path: str) -> None:
         importlib.import_module(_SELECTOR)._cached_get_attn_backend.cache_clear()
 
 
-def stream_weights(own: Callable[[Any, Path], Iterator[tuple[str, torch.Tensor]] | None]) -> None:
+def stream_weights(own: Callable[[Any, Path], Iterator[tuple[str, Tensor]] | None]) -> None:
     """Let ``own(vllm_config, folder)`` give a model's weights in place of vLLM's reader of files, unless it returns None. May be called again."""
     loader = __getattr__("DefaultModelLoader")
     original = loader.get_all_weights
@@ -121,9 +130,108 @@ def stream_weights(own: Callable[[Any, Path], Iterator[tuple[str, torch.Tensor]]
     config = __getattr__("get_current_vllm_config_or_none")
 
     @functools.wraps(original)
-    def get_all_weights(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
         weights = own(config(), Path(model_config.model))
         return original(self, model_config, model) if weights is None else weights
 
     get_all_weights._fp4_inductor = True  # type: ignore[attr-defined]
     loader.get_all_weights = get_all_weights
+
+
+# Routers that choose by a plain softmax, and what is said of a layer with another one.
+_PLAIN_ROUTERS = ("FusedTopKRouter", "CPURouter")
+_OTHER_ROUTERS = {
+    "CustomRoutingRouter": "the model has a routing function of its own",
+    "FusedTopKBiasRouter": "a correction bias or a table takes part in the choice",
+    "GroupedTopKRouter": "experts are chosen in groups",
+    "RoutingSimulatorRouter": "VLLM_MOE_ROUTING_SIMULATION_STRATEGY is set",
+    "ZeroExpertRouter": "the model has zero experts",
+}
+
+
+def compilation_config() -> Any:
+    """Of the engine that is being built in this process, with its layers; None: there is none."""
+    return getattr(__getattr__("get_current_vllm_config_or_none")(), "compilation_config", None)
+
+
+def runner_of(layer: Any, compilation: Any) -> Any:
+    """What runs a layer of experts. vLLM 0.22 has it in the layer, 0.32 has the layer in it."""
+    return layer.runner if hasattr(layer, "runner") else compilation.static_forward_context[layer.layer_name]
+
+
+def obstacles(runner: Any, moe: Any) -> Iterator[str]:
+    """Why the routing of a layer is not a softmax over the scores of a plain gate and its k largest. Only the first one is to be read.
+
+    Args:
+        moe: vLLM's FusedMoEConfig.
+    """
+    gate, router, parallel = runner.gate, runner.router, moe.moe_parallel_config
+    kind = type(router).__name__
+    if type(runner) is not __getattr__("MoERunner"):
+        yield f"the model runs its experts by a {type(runner).__name__}"
+    if gate is None:
+        yield "the model computes the scores outside of the layer of experts"
+    if kind not in _PLAIN_ROUTERS:
+        yield _OTHER_ROUTERS.get(kind, f"the router is a {kind}")
+    if router.scoring_func != "softmax":
+        yield f"scores are weighted by a {router.scoring_func}"
+    if kind == "CPURouter":  # one class for all that the other classes do
+        if router.use_grouped_topk:
+            yield _OTHER_ROUTERS["GroupedTopKRouter"]
+        if router.custom_routing_function is not None:
+            yield _OTHER_ROUTERS["CustomRoutingRouter"]
+        if router.e_score_correction_bias is not None or router._hash_indices_table is not None:
+            yield _OTHER_ROUTERS["FusedTopKBiasRouter"]
+        if router.routed_scaling_factor != 1.0:
+            yield "the router scales its weights"
+    if router.eplb_state is not None:
+        yield "experts are balanced between ranks"
+    if parallel.dp_size > 1 or parallel.pcp_size > 1 or parallel.is_sequence_parallel:
+        yield "data-, context- or sequence-parallel ranks exchange tokens with their scores"
+    if runner.shared_expert_gate is not None:
+        yield "the gate of the shared experts is part of the router's product"
+    if runner.routed_input_transform is not None:
+        yield "the experts' input is transformed"
+    if __getattr__("VLLM_BATCH_INVARIANT"):
+        yield "VLLM_BATCH_INVARIANT is set"
+    yield from _obstacles_of_gate(gate, router)
+
+
+def _obstacles_of_gate(gate: Any, router: Any) -> Iterator[str]:
+    if type(gate) not in (__getattr__("ReplicatedLinear"), __getattr__("GateLinear")):
+        yield f"the gate is a {type(gate).__name__}"
+    if type(gate.quant_method) is not __getattr__("UnquantizedLinearMethod"):
+        yield "the gate is quantized"
+    if __getattr__("current_platform").is_cpu() and not (hasattr(gate, "cpu_linear") and gate.weight.numel()):
+        yield "vLLM packs the gate's weight for this CPU"
+    if getattr(gate, "out_dtype", None) not in (None, gate.weight.dtype):
+        yield f"scores are {gate.out_dtype} of a gate in {gate.weight.dtype}"
+    if gate.weight.shape[0] != router.global_num_experts:
+        yield f"the gate has {gate.weight.shape[0]} scores for {router.global_num_experts} experts"
+
+
+class _NoGate(torch.nn.Module):
+    """Stands for a gate that is not run: it hands the tokens to the router in place of their scores."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+
+def choose_experts(runner: Any, route: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]) -> None:
+    """Let ``route(tokens, weight of the gate, its bias)`` give (weights, ids) of a layer without :func:`obstacles`. The runner's gate is not run any more.
+
+    vLLM's router still calls it, and does what it does behind the choice (it records ids, for example). A mask of the tokens that only fill a
+    CUDA graph up has the same effect as in vLLM's kernel: their experts are not read. A step of one token has none of these.
+    """
+    gate, router = runner.gate, runner.router
+    module = importlib.import_module(_WHERE["FusedTopKRouter"])
+    mask_of = getattr(module, "_get_padding_mask", None) if type(router) is module.FusedTopKRouter else None
+
+    def compute_routing(hidden_states: Tensor, router_logits: Tensor, indices_type: Any, *, input_ids: Any = None) -> tuple[Tensor, Tensor]:
+        weights, ids = route(hidden_states, gate.weight, None if gate.skip_bias_add else gate.bias)
+        if mask_of is not None and ids.shape[0] > 1 and (fills := mask_of(ids.shape[0])) is not None:
+            ids.masked_fill_(fills[:, None], -1)
+        return weights, ids
+
+    runner.gate = _NoGate()
+    router._compute_routing = compute_routing

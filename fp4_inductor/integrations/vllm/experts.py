@@ -1,4 +1,4 @@
-"""Routed experts: one call of ``fp4.moe`` for a layer. Routing, shared experts and the reductions between ranks are vLLM's.
+"""Routed experts: one call of ``fp4.moe`` for a layer. Shared experts and the reductions between ranks are vLLM's. :mod:`.routing` says whose routing is.
 
 A method without a modular kernel of vLLM's is given tokens and their routing, and returns the weighted sum of its own experts. Under
 expert parallelism ``expert_map`` gives the local id of each expert, -1 for those of other ranks, which is what ``fp4.moe`` takes.
@@ -18,9 +18,16 @@ from ...formats import nvfp4
 from ...formats.packing import PackedExperts, pack_experts
 from ...ops.activation import Activation
 from ...ops.moe_call import flat
-from . import compiling, gpt_oss
+from . import compiling, gpt_oss, routing
 from .dummy import fill_dummy
-from .engine import FusedMoEMethodBase, FusedMoEQuantConfig, FusedMoeWeightScaleSupported, initialize_online_processing, set_weight_attrs
+from .engine import (
+    FusedMoEMethodBase,
+    FusedMoEQuantConfig,
+    FusedMoeWeightScaleSupported,
+    compilation_config,
+    initialize_online_processing,
+    set_weight_attrs,
+)
 from .linear import META, Names, frozen, nan, never_loaded, quantized
 from .refusals import check_columns, check_experts
 from .settings import Settings
@@ -57,7 +64,7 @@ def activation_of(moe: Any, prefix: str) -> Activation:
 
 
 class _Experts(FusedMoEMethodBase):
-    """What both methods do."""
+    """What both methods do. ``own_router``: why vLLM's router chooses the experts of the layer; "": ``fp4.router`` does."""
 
     def __init__(self, moe: Any, prefix: str, settings: Settings, dummy: bool):
         super().__init__(moe)
@@ -65,6 +72,8 @@ class _Experts(FusedMoEMethodBase):
         self.prefix, self.settings, self.dummy = prefix, settings, dummy
         self.activation = activation_of(moe, prefix)
         self.gates = 2 if moe.is_act_and_mul else 1
+        self.compilation = compilation_config()
+        self.own_router = "its weights are not loaded"
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return FusedMoEQuantConfig.make()
@@ -73,8 +82,8 @@ class _Experts(FusedMoEMethodBase):
         """vLLM 0.22: None leaves the exchange between data-parallel ranks to the runner."""
 
     @property
-    def topk_indices_dtype(self) -> torch.dtype:
-        return torch.int32
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return torch.int32 if self.own_router else None  # None: as they are, int64
 
     def _register(self, layer: Any, name: str, data: Tensor, extra: dict[str, Any], kind: Any = None) -> None:
         layer.register_parameter(name, frozen(data))
@@ -101,6 +110,7 @@ class _Experts(FusedMoEMethodBase):
         if getattr(layer, "w2_bias", None) is not None and self.moe.tp_size > 1 and self.moe.tp_rank:
             layer.w2_bias.data.zero_()  # the sum over ranks counts it once
         layer.fp4_packed = True
+        self.own_router = routing.take(layer, self.moe, self.settings, self.compilation)
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None, shared_experts_input: Any = None) -> Tensor:
         gate_up, down = (

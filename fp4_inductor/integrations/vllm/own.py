@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...checkpoint.manifest import FILE as NATIVE
 from ...errors import CheckpointError
 from ...formats import fp8, nvfp4, sparse24
@@ -96,7 +98,9 @@ class OwnConfig(Common, Named):
     def _stays_dense(self, layer: Any, prefix: str, settings: Any) -> bool:
         if isinstance(layer, ParallelLMHead) or settings.names.reason((prefix,), layer, None):
             return True
-        return any(skip.matches(prefix, layer) for family in families() for skip in family.skips)
+        # vLLM asks before the layer has its weight, whose shape tells a router from another layer of that name.
+        owner = torch.nn.Linear(layer.input_size, layer.output_size, bias=False, device="meta") if isinstance(layer, LinearBase) else layer
+        return any(skip.matches(prefix, owner) for family in families() for skip in family.skips)
 
     def _online(self, layer: Any, prefix: str, begun: Any) -> Any:
         if isinstance(layer, RoutedExperts):

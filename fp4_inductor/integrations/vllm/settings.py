@@ -13,6 +13,7 @@ from ...models.plan import Names
 from ...ops.linear import WEIGHT_ONLY
 
 KEY = "fp4_inductor"
+ROUTERS = ("auto", "vllm")
 SALT = "salt"  # written by this package, for vLLM's cache key
 _SEARCHES = ("amax", "four_over_six", "mse")
 
@@ -26,6 +27,7 @@ class Settings:
         scale_search: how a bf16 checkpoint is quantized while it loads: ``"four_over_six"``, ``"amax"`` or ``"mse"``.
         ignore: layers of a bf16 checkpoint that stay in bf16, as in :func:`fp4_inductor.quantize_model`, by vLLM's names (``"qkv_proj"``).
         bounds: numbers of tokens at which vLLM begins another compile range; None: where another kernel is ahead.
+        router: who chooses the experts of a token: ``"auto"``, ``fp4.router`` where it computes what vLLM's router does, or ``"vllm"``.
         dispatch: fields of :class:`fp4_inductor.DispatchConfig`, which are set for the process of the engine: ``{"thresholds": {"chain": 0}}``.
 
     Raises:
@@ -36,12 +38,13 @@ class Settings:
     scale_search: str = "four_over_six"
     ignore: tuple[str, ...] = ()
     bounds: tuple[int, ...] | None = None
+    router: str = "auto"
     dispatch: Any = ()
     names: Names = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         NVFP4Config(prefill=self.prefill)  # type: ignore[arg-type]
-        for name, accepted in (("prefill", WEIGHT_ONLY), ("scale_search", _SEARCHES)):
+        for name, accepted in (("prefill", WEIGHT_ONLY), ("scale_search", _SEARCHES), ("router", ROUTERS)):
             if getattr(self, name) not in accepted:
                 raise ConfigError(
                     f"{KEY}: {name} cannot be served", value=repr(getattr(self, name)), limit=list(accepted), remedy="Leave it out for the default."
