@@ -1,14 +1,14 @@
 // One decode step of fp4.paged_attention in one launch: append of each sequence's new token, attention over its old ones, combination.
 //
 // The blocks of a cluster share the tokens of one KV head of one sequence. Their warps take tiles of 16 tokens in turn, which lie in one page, so that a tile
-// has one entry of the table. Keys and values go from global memory to registers and from there to tensor cores: call.cuh says which lane reads what. The next
-// keys are requested when the present ones are multiplied, the next values when the present ones are. The warp whose tile has the new token takes it from the
-// arguments and writes it to the cache, where nobody reads it in this launch.
+// has one entry of the table; a tile is on its way to shared memory while the one before it is multiplied. Which lane multiplies what is said in call.cuh. The
+// warp whose tile has the new token takes it from the arguments, long before it comes to that tile, and writes it to the cache, where nobody reads it in this
+// launch.
 //
 // Each warp has a softmax of its own. They meet in the shared memory of their block, and the blocks' results in that of the cluster, where each block makes
 // a part of the answer: no scratch memory, no counters, the same bits from run to run.
 //
-// PDL: the call's `early` says that the kernel before writes nothing of the cache, the table and the lengths; the first tiles are then requested before the wait.
+// PDL: the call's `early` says that the kernel before writes nothing of the cache, the table and the lengths: the first tiles are then requested before the wait.
 #include "append.cuh"
 #include "combine.cuh"
 
@@ -30,7 +30,7 @@ template <typename T_, int D_, int ROWS_, int WARPS> struct Paged {
 template <typename T> struct Pages {
   T* base;
   int64_t page, token;  // strides
-  __device__ __forceinline__ T* row(int of_page, int slot) const { return base + of_page * page + slot * token; }
+  __device__ __forceinline__ int64_t offset(int of_page, int slot) const { return of_page * page + slot * token; }
 };
 
 // The first of the eight neighbouring channels that lane 4g + t reads of the values with number `chunk`.
@@ -67,35 +67,41 @@ template <typename F> struct NewToken {
   }
 };
 
-// This lane's part of a tile of 16 tokens, in shared memory, where cp.async brings it: each lane reads what it asked for itself, so there is no barrier. Zeros
-// where a token is not attended to: there may be NaN in memory.
+// A tile of 16 tokens in shared memory, where cp.async brings it. Neighbouring lanes copy neighbouring bytes, so that whole lines are asked for; they land where
+// the lane that multiplies them reads them, whose parts lie 512 bytes apart. Zeros where a token is not attended to: there may be NaN in memory.
 template <typename F> struct Tile {
   using T = typename F::T;
   static constexpr int kChunks = F::D / 32, kValueChunks = F::D / 64, kParts = 2 * kChunks + 4 * kValueChunks, kBytes = kParts * 512;
-  uint8_t* memory;  // of this lane: its parts lie 512 bytes apart
+  static constexpr int kUnits = F::D / 8, kRows = 32 / kUnits;  // of 16 bytes of a row; rows that a warp copies at once: 2 or 4
+  uint8_t* memory;
 
   static __device__ __forceinline__ int key_part(int i, int chunk) { return i * kChunks + chunk; }
   static __device__ __forceinline__ int value_part(int j, int chunk) { return 2 * kChunks + chunk * 4 + j; }
-  __device__ __forceinline__ uint4& part(int number) const { return *(uint4*)(memory + number * 512); }
+  __device__ __forceinline__ uint4& part(int number) const { return *(uint4*)(memory + number * 512 + threadIdx.x % 32 * 16); }
 
-  // slot: of the tile in its page; first, end: of the tokens of the sequence that are read, of which the tile's first one is `at`.
-  __device__ __forceinline__ void request(const Pages<T>& keys, const Pages<T>& values, int page, int slot, int at, int first, int end) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  // Which of the rows that a warp copies at once this lane copies of, and which 16 bytes of it.
+  static __device__ __forceinline__ int row() { return threadIdx.x % 32 / kUnits; }
+  static __device__ __forceinline__ int unit() { return threadIdx.x % kUnits; }
+
+  // keys, values: where the tile's tokens lie, for this lane: from row() and unit() on; first, end: of the tokens of the sequence that are read, of which the
+  // tile's first one is `at`.
+  __device__ __forceinline__ void request(const T* keys, int64_t key_stride, const T* values, int64_t value_stride, int at, int first, int end) const {
+    constexpr int kTurns = 8 / kRows;  // copies that make half a tile
+    const int h = row(), u = unit();
+    // Row h of a copy is token h of 8: of the keys for lanes 4h .. 4h + 3, of the values as number h % 2 of lanes with t = h / 2.
+    const Shared key = shared_address(memory + u / 4 * 512 + (4 * h + u % 4) * 16);
+    const Shared value = shared_address(memory + (value_part(h % 2, u / 8)) * 512 + (4 * (u % 8) + h / 2) * 16);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = 8 * i + g;
-      const bool there = at + token >= first && at + token < end;
-      const T* row = keys.row(page, slot + token);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) cp_async_zfill<16>(shared_address(&part(key_part(i, c))), row + exact_channel<F::D>(t, 8 * c), there);
+    for (int i = 0; i < 2 * kTurns; ++i) {
+      const int token = at + kRows * i + h, in_half = kRows * (i % kTurns);
+      const bool there = token >= first && token < end;
+      cp_async_zfill<16>(key + key_part(i / kTurns, 0) * 512 + in_half * 64, keys + kRows * i * key_stride, there);
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int token = own_token(t, j);
-      const bool there = at + token >= first && at + token < end;
-      const T* row = values.row(page, slot + token);
-#pragma unroll
-      for (int c = 0; c < kValueChunks; ++c) cp_async_zfill<16>(shared_address(&part(value_part(j, c))), row + value_channel(g, c), there);
+    for (int i = 0; i < 2 * kTurns; ++i) {
+      const int token = at + kRows * i + h, in_half = kRows * (i % kTurns);
+      const bool there = token >= first && token < end;
+      cp_async_zfill<16>(value + i / kTurns * 1024 + in_half * 8, values + kRows * i * value_stride, there);
     }
   }
 
@@ -203,10 +209,15 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_atten
   const Pages<T> values{(T*)p.values + kv_head * p.values_strides[2], p.values_strides[0], p.values_strides[1]};
   const int stride = blocks * F::kWarps * kTokens, last = held / kTokens * kTokens;  // where the tile of the new token begins
   int at = first / kTokens * kTokens + (rank * F::kWarps + warp) * kTokens;
-  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + (warp * F::kStages + stage) * Tile<F>::kBytes + threadIdx.x % 32 * 16}; };
-  auto page_of = [&](int token) { return token / p.page_size < p.pages ? table[token / p.page_size] : 0; };  // also behind the end, without a wait for the length
+  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + (warp * F::kStages + stage) * Tile<F>::kBytes}; };
+  // Also behind the end of the sequence: the table is read without a wait for the length.
+  auto page_of = [&](int token) { return token / p.page_size < p.pages ? table[token / p.page_size] : 0; };
+  const T* own_keys = keys.base + Tile<F>::row() * keys.token + Tile<F>::unit() * 8;
+  const T* own_values = values.base + Tile<F>::row() * values.token + Tile<F>::unit() * 8;
   auto request = [&](int stage, int page, int token) {
-    if (token <= held) tile_of(stage).request(keys, values, page, token % p.page_size, token, first, held);
+    const int slot = token % p.page_size;
+    if (token <= held)
+      tile_of(stage).request(own_keys + keys.offset(page, slot), keys.token, own_values + values.offset(page, slot), values.token, token, first, held);
     cp_async_commit_group();
   };
   int pages[F::kStages];
@@ -232,13 +243,14 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_atten
 
   if (to >= 0) {
     const int page = to / p.page_size, slot = to % p.page_size;
-    added.store(keys.row(page, slot), values.row(page, slot));
+    added.store(keys.base + keys.offset(page, slot), values.base + values.offset(page, slot));
   }
 
   State<F> state;
   state.reset();
   for (int stage = 0; at <= held; at += stride) {
     cp_async_wait_group<F::kStages - 2>();
+    __syncwarp();  // what other lanes copied is here, and they have read the tile before
     const Tile<F> tile = tile_of(stage);
     if (at == last) tile.put(added);
     const int free = stage == 0 ? F::kStages - 1 : stage - 1, ahead = at + (F::kStages - 1) * stride;
@@ -296,9 +308,9 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_atten
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-// {warps of a block, blocks of a cluster}. A tile takes a warp about as long as its bytes take on their way, so warps are what counts: few sequences get blocks of
-// eight, as many as find room beside each other in clusters (a quarter of the multiprocessors are left, for a cluster's have to be neighbours); more sequences get
-// smaller blocks, so that all of them begin at once: three of four warps fit on a multiprocessor, or seven of two (sweep on an H100, batch 1 to 64).
+// {warps of a block, blocks of a cluster} (sweep on an H100, batch 1 to 64). A multiprocessor reads at most 40 GB/s, for which eight warps are enough. Few
+// sequences get blocks of eight, as many as find room beside each other in clusters: a quarter of the multiprocessors are left, for those of a cluster have to be
+// neighbours. More sequences get smaller blocks, so that all of them begin at once: three of four warps fit on a multiprocessor, or seven of two.
 struct Shape {
   int warps, blocks;
 };

@@ -130,7 +130,7 @@ def test_early():
 @needs_emulator
 def test_refused_by_the_library():
     c = contract.call(CPU, (20,), 16, 4, 2, 64, F16)
-    for tile in ((1, 1), (4, 3), (4, 16), (4, 0)):
+    for tile in ((1, 1), (4, 3), (4, 16), (12, 1), (4, 0)):
         with pytest.raises(EmulatorError, match="status 1"):
             run(c, tile)
     for wrong in (dict(D=96), dict(page_size=8), dict(kv_heads=3), dict(window=-1), dict(pages=0)):
