@@ -92,6 +92,7 @@ STEPS = (
     Step("generate-moe", 40, ("examples/generate_moe.py", "--device", "cuda"), needs=TRANSFORMERS),
     Step("attention", 60, ("benchmarks/attention.py",)),
     Step("cached-attention", 60, ("benchmarks/cached_attention.py",)),
+    Step("paged-attention", 60, ("benchmarks/paged_attention.py",)),
     Step("cached-prompt", 200, ("benchmarks/cached_prompt.py",)),
     Step("candidates", 150, ("benchmarks/candidates.py", "--quick")),
     Step("moe", 180, ("benchmarks/moe.py",), needs=TRANSFORMERS),

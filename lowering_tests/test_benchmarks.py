@@ -70,6 +70,13 @@ def test_cached_attention(tmp_path):
     assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[4]["floor_us"])
 
 
+def test_paged_attention(tmp_path):
+    run("paged_attention.py", "--smoke", "--out", str(tmp_path / "paged.csv"))
+    rows = rows_of(tmp_path / "paged.csv")
+    assert [(row["heads"], row["kv_heads"], row["kernel"]) for row in rows] == [("32", "8", "reference"), ("32", "4", "reference")]
+    assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[1]["floor_us"])
+
+
 def test_cached_prompt(tmp_path):
     for window in ((), ("--window", "30")):
         run("cached_prompt.py", "--smoke", *window, "--out", str(tmp_path / "prompt.csv"))

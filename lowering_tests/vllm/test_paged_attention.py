@@ -1,0 +1,137 @@
+"""Decode steps of vLLM's FlashAttention backend by fp4.paged_attention: which steps, which layers, which engines. The kernel runs on a CPU as its reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp4_inductor.integrations.vllm import attention, engine
+from fp4_inductor.integrations.vllm.attention import Attention, Backend, Builder
+from fp4_inductor.integrations.vllm.config import Common
+from fp4_inductor.ops import paged_attention as contract
+
+B, H, KV, D = 3, 8, 2, 64
+
+
+@pytest.fixture
+def layer():
+    """As vLLM makes one, without its kernels, which a CPU lacks."""
+    made = object.__new__(Attention)
+    plain = dict(num_heads=H, num_kv_heads=KV, head_size=D, scale=0.2, alibi_slopes=None, sliding_window=(-1, -1), kv_cache_dtype="auto", logits_soft_cap=0)
+    rest = dict(kv_sharing_target_layer_name=None, attn_type="decoder", sinks=None, dcp_world_size=1, batch_invariant_enabled=False, dtype=torch.bfloat16)
+    vars(made).update(plain, **rest)
+    return made
+
+
+@pytest.fixture
+def step():
+    """(query, key, value, KV cache, metadata) of a step of one token each, and the call that it is."""
+    c = contract.call(torch.device("cpu"), (20, 33, 1), 16, H, KV, D, torch.bfloat16, scale=0.2)
+    metadata = SimpleNamespace(
+        num_actual_tokens=B, max_query_len=1, use_cascade=False, causal=True, seq_lens=c.lengths, block_table=c.table, slot_mapping=c.slots
+    )  # fmt: skip
+    return (c.query, c.key, c.value, torch.stack([c.keys, c.values]), metadata), c
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """What reaches vLLM's own backend."""
+    seen: list[str] = []
+    monkeypatch.setattr(engine.FlashAttentionImpl, "forward", lambda self, *args, **options: seen.append("forward"))
+    monkeypatch.setattr(engine.FlashAttentionImpl, "do_kv_cache_update", lambda self, *args: seen.append("append"))
+    return seen
+
+
+def appended(layer, monkeypatch, given) -> None:
+    monkeypatch.setattr(engine, "get_attention_context", lambda name: (given[4], None, None, None), raising=False)
+    layer.do_kv_cache_update(SimpleNamespace(layer_name="layers.0"), given[1], given[2], given[3], given[4] and given[4].slot_mapping)
+
+
+def test_one_token_each(layer, step, flash, monkeypatch):
+    """One call appends and attends; rows behind those of the step are left alone."""
+    layer.why_not = ""
+    given, c = step
+    out = torch.full((B + 2, H * D), 7.0, dtype=torch.bfloat16)
+    appended(layer, monkeypatch, given)
+    assert layer.forward(None, *given, out) is out
+    contract.CONTRACT.reference(*c)
+    assert torch.equal(out[:B], c.out.flatten(1)) and (out[B:] == 7.0).all()
+    assert torch.equal(given[3].nan_to_num(9.0), torch.stack([c.keys, c.values]).nan_to_num(9.0))
+    assert not flash
+
+
+@pytest.mark.parametrize("change", [dict(max_query_len=2), dict(use_cascade=True), dict(causal=False), None, "scale", "cache"])
+def test_all_else_is_flash_attention(layer, step, flash, monkeypatch, change):
+    """Prompts and mixtures, cascades, encoders, the run that measures memory, a rounded result, a cache in FP8: append and attention alike."""
+    layer.why_not = ""
+    (*tensors, metadata), _ = step
+    scales = (torch.ones(1),) if change == "scale" else ()
+    if change == "cache":
+        tensors[3] = tensors[3].to(torch.float8_e4m3fn)
+    metadata = None if change is None else SimpleNamespace(**vars(metadata) | (change if isinstance(change, dict) else {}))
+    if not scales:  # asked for of the attention alone, by a layer whose append is one of ours
+        appended(layer, monkeypatch, (*tensors, metadata))
+    layer.forward(None, *tensors, metadata, torch.empty(B, H * D), *scales)
+    assert flash == (["forward"] if scales else ["append", "forward"])
+
+
+def test_layers_that_are_not_served(layer, flash, step, monkeypatch):
+    monkeypatch.setattr(engine, "version", lambda: engine.ATTENTION_VERSIONS[0])
+    for change, told in (
+        (dict(head_size=80), "heads of width 80"), (dict(num_heads=34), "17 heads that share"), (dict(kv_cache_dtype="fp8"), 'a KV cache in "fp8"'),
+        (dict(alibi_slopes=torch.ones(H)), "ALiBi"), (dict(attn_type="encoder_only"), "not a decoder's"), (dict(dcp_world_size=2), "that ranks share"),
+        (dict(kv_sharing_target_layer_name="layers.0"), "another layer's cache"), (dict(batch_invariant_enabled=True), "VLLM_BATCH_INVARIANT"),
+    ):  # fmt: skip
+        other = object.__new__(Attention)
+        vars(other).update(vars(layer) | change)
+        assert told in other.why_not
+        assert not other.serves(step[0][4], step[0][3])
+    monkeypatch.setattr(engine, "version", lambda: "0.32.0")
+    assert layer.why_not == "vLLM 0.32.0, with which it has not run"
+
+
+def test_a_kernel_that_is_switched_off_or_not_there(layer, monkeypatch):
+    """The reason is that of the plan: here that of a CPU."""
+    monkeypatch.setattr(engine, "version", lambda: engine.ATTENTION_VERSIONS[0])
+    monkeypatch.setattr(attention, "_device", lambda: torch.device("cpu"))
+    assert "CPU" in layer.why_not or "cpu" in layer.why_not, layer.why_not
+
+
+def test_only_engines_with_our_layers(monkeypatch):
+    ours, other = SimpleNamespace(quant_config=object.__new__(Common)), SimpleNamespace(quant_config=None)
+    for config, kind in ((ours, Attention), (other, engine.FlashAttentionImpl), (None, engine.FlashAttentionImpl)):
+        monkeypatch.setattr(attention, "get_current_vllm_config_or_none", lambda config=config: config)
+        assert Backend.get_impl_cls() is kind
+    support = engine.AttentionCGSupport
+    monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "get_cudagraph_support", classmethod(lambda *args: support.ALWAYS))
+    assert Builder.get_cudagraph_support(ours, None) == support.UNIFORM_BATCH and Builder.get_cudagraph_support(other, None) == support.ALWAYS
+    monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "get_cudagraph_support", classmethod(lambda *args: support.NEVER))
+    assert Builder.get_cudagraph_support(ours, None) == support.NEVER
+    assert Backend.get_name() == engine.FlashAttentionBackend.get_name() == "FLASH_ATTN"
+
+
+def test_the_schedule_is_left_out_where_nobody_reads_it(layer, monkeypatch):
+    built = []
+    monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "build", lambda self, prefix, common, fast: built.append(fast))
+    layer.why_not = ""
+    theirs = SimpleNamespace(impl=object.__new__(engine.FlashAttentionImpl))
+    for impls, prefix, queries, fast in (("a", 0, 1, True), ("a", 0, 2, False), ("a", 16, 1, False), ("ab", 0, 1, False)):
+        builder = object.__new__(Builder)
+        builder.layer_names = list(impls)
+        context = dict(a=SimpleNamespace(impl=layer), b=theirs)
+        builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+        builder.build(prefix, SimpleNamespace(max_query_len=queries))
+        assert built.pop() == fast
+
+
+def test_replaced_once():
+    backend = engine.AttentionBackendEnum.FLASH_ATTN
+    attention.use()
+    attention.use()
+    try:
+        assert backend.get_class() is Backend
+    finally:
+        backend.clear_override()
+    assert backend.get_class() is engine.FlashAttentionBackend
