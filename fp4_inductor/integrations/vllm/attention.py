@@ -1,7 +1,7 @@
 """Decode steps of vLLM's FlashAttention backend by ``fp4.paged_attention``: one launch where vLLM has three (append, attention, combination).
 
 Cache, metadata, prompts and everything that the kernel does not serve stay vLLM's: the classes here are those of its backend, and differ where every sequence
-of a step has one token. :func:`use` puts them in the place of vLLM's, which reaches engines of this package only: others get vLLM's own from :class:`Backend`.
+of a step has one token. They stand in the place of vLLM's from the first layer of ours that is built; engines without one get vLLM's own from :class:`Backend`.
 
 A step of one token each is one also under a CUDA graph: vLLM captures such steps on their own (``UNIFORM_BATCH``). It does not where a backend says that its
 graphs serve any mixture of prompts and decodes, which FlashAttention 3 says, and which this one cannot.
@@ -25,15 +25,8 @@ from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImp
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def use() -> None:
-    """Called while a model with our layers is built: attention layers that vLLM builds from now on are those of :class:`Backend`."""
-    engine.replace_flash_attention(f"{__name__}.Backend")
-
-
 def _is_ours(vllm_config: Any) -> bool:
-    from .config import Common
-
-    return isinstance(getattr(vllm_config, "quant_config", None), Common)
+    return getattr(getattr(vllm_config, "quant_config", None), "of_fp4_inductor", False)
 
 
 class Backend(FlashAttentionBackend):

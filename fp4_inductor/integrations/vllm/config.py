@@ -22,6 +22,7 @@ from .engine import (
     UnquantizedLinearMethod,
     current_platform,
     get_current_vllm_config_or_none,
+    replace_flash_attention,
 )
 from .refusals import ACTIVATIONS, NVFP4, check_platform
 from .settings import Settings, settings_of
@@ -30,6 +31,7 @@ from .settings import Settings, settings_of
 class Common:
     """What every config here does besides vLLM's own part. ``stored``: a folder that :func:`.weights.stream` reads instead of vLLM."""
 
+    of_fp4_inductor = True
     source: dict[str, Any] | None = None
     stored: weights.Stored | None = None
 
@@ -58,9 +60,7 @@ class Common:
         compiling.set_fields(settings)
         compiling.mark_cache(vllm_config)
         if vllm_config is not None and current_platform.is_cuda():
-            from . import attention
-
-            attention.use()
+            replace_flash_attention(f"{__package__}.attention.Backend")
         load = getattr(vllm_config, "load_config", None)
         return settings, str(getattr(load, "load_format", "")) == "dummy"
 
