@@ -12,6 +12,7 @@ struct LinearParams {
   const void *codes, *meta, *scale, *global_scale;
   const void *bias, *mul, *residual;
   const void* norm_weight;  // [K], in the dtype of x: x is normalised first, by its root mean square; null: it is not
+  void *z, *squares;  // of half an RMSNorm: epilogue.cuh; null: there is none
   void *y, *scratch;
   int64_t scratch_bytes;
   void* stream;
@@ -96,7 +97,9 @@ struct AttentionParams {
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.
 template <typename Params> bool is_call(const Params* p) { return p && p->size == (int64_t)sizeof(Params); }
 
-// Of a linear kernel; norm: it takes one, without which it refuses a call that asks for it.
-inline bool is_call(const LinearParams* p, bool norm = false) { return p && p->size == (int64_t)sizeof(LinearParams) && (norm || !p->norm_weight); }
+// Of a linear kernel; norm, squares: it takes an RMSNorm, or half of one, without which it refuses a call that asks for it.
+inline bool is_call(const LinearParams* p, bool norm = false, bool squares = false) {
+  return p && p->size == (int64_t)sizeof(LinearParams) && (norm || !p->norm_weight) && (squares || (!p->z && !p->squares));
+}
 
 }  // namespace fp4
