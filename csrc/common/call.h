@@ -5,6 +5,8 @@
 
 namespace fp4 {
 
+constexpr int kSquared = 16;  // columns of y of which a kernel that writes squares gives one sum
+
 // y [M, N] by a linear kernel: x [M, K], a weight of N rows. Which parts a kernel takes, and of which sizes, is said where it is defined.
 struct LinearParams {
   int64_t size = sizeof(LinearParams);  // as the caller knows it

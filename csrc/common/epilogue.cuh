@@ -39,7 +39,6 @@ enum Rms { kNoRms = 0, kWritesSquares = 1, kReadsSquares = 2 };
 #define FP4_RMS 0
 #endif
 constexpr Rms kRms = (Rms)FP4_RMS;
-constexpr int kSquared = 16;  // columns of a sum of squares
 
 __device__ __forceinline__ float activate(float z, int act) {
   switch (act) {
