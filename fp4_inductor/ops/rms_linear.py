@@ -10,9 +10,9 @@ The root mean square of a row is a factor of all sums of products behind it. So 
     z        [..., N]               y * (norm_offset + norm_weight), rounded to the dtype of x
     squares  [..., ceil(N / 16)]    float32: the sums of y^2, as it is rounded, over 16 columns each
 
-and the second multiplies its sums by ``rsqrt(sum(squares) / K + eps)`` ahead of the bias and of an activation. z is rounded where the norm itself would be, ahead
-of that factor. So y * norm_weight has to lie in the range of the dtype, which is not so of every model in float16. ``norm_weight [N]`` has the dtype of x; ``rest``
-is that of the op without a norm. A graph pass writes these ops (``passes/rms_halves.py``).
+and the second multiplies its sums by ``rsqrt(sum(squares) / K + eps)`` ahead of the bias and of an activation. z is rounded ahead of that factor, the norm's
+result behind it. So y * norm_weight has to lie in the range of the dtype, which is not so of every model in float16. ``norm_weight [N]`` has the dtype of x;
+``rest`` is that of the op without a norm. A graph pass writes these ops (``passes/rms_halves.py``).
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 

@@ -26,7 +26,7 @@ from ..kernels.kernel import Span
 from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
-from . import add_norm, epilogue, views
+from . import add_norm, epilogue, rms_halves, views
 from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
@@ -65,6 +65,11 @@ def fold(graph: Graph) -> None:
         if norm is None and total is None:
             continue
         readers, others = _readers(y)
+        if not others and rms_halves.serve(graph, readers):
+            reason = _why_not_divided(graph, y, total, norm, readers)
+            if reason:
+                missed(y, value(y), reason, APART)
+            continue
         asked = [_Reader(node, options, _row(options, node)) for node in readers if (options := _plan_of(node)) is not None]
         if not any(_takes_norm(row) for reader in asked for row in reader.options.rows):
             continue  # there is no kernel that could
@@ -84,6 +89,19 @@ def fold(graph: Graph) -> None:
             _rewrite(graph, norm, reader.linear)
 
 
+def _why_not_divided(graph: Graph, y: Node, total: AddNorm | None, norm: RMSNorm | None, readers: list[Node]) -> str:
+    """Why the norm ``y`` is not divided among the layer in front of it and ``readers``; empty: now it is."""
+    if total is not None:
+        if not any(is_call(node, fp4.linear.default) for node in (total.x, total.residual)):
+            return rms_halves.NO_LAYER
+        norm = read(add_norm.take_out(graph, total))
+    reason = "" if norm is None else _why_not_alone(norm)
+    reason = reason or rms_halves.why_not(graph, norm, readers)
+    if not reason:
+        rms_halves.divide(graph, norm, readers)  # type: ignore[arg-type]
+    return reason
+
+
 def _why_not_taken_out(total: AddNorm, readers: list[_Reader], others: list[str]) -> str:
     """Why a sum stays a part of its norm; empty: its layer's kernel can add, and ``readers`` can compute the norm."""
     reason = _why_not_others(others) or _why_not_rows(readers)
@@ -98,6 +116,18 @@ def _why_not(norm: RMSNorm | None, readers: list[_Reader], others: list[str]) ->
         return "its weight is not one number for each column"
     if others:
         return _why_not_others(others)
+    reason = _why_not_alone(norm) or _why_not_rows(readers)
+    if reason:
+        return reason
+    if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
+        return "something is written between it and a linear layer"
+    if not _is_in_memory(norm.x):
+        return BY_INDUCTOR
+    return ""
+
+
+def _why_not_alone(norm: RMSNorm) -> str:
+    """Why no kernel computes ``norm``, or a half of it, whoever reads it; empty: one may."""
     if norm.weight is None:
         return "it has no weight"
     if norm.weight.op not in ("placeholder", "get_attr"):
@@ -108,13 +138,6 @@ def _why_not(norm: RMSNorm | None, readers: list[_Reader], others: list[str]) ->
         return f"it reads {x}, multiplies by {weight} and gives {y}: kernels take one dtype"
     if any(user not in norm.inside for node in norm.inside - {norm.y} for user in node.users):
         return "something else reads a part of it"
-    reason = _why_not_rows(readers)
-    if reason:
-        return reason
-    if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
-        return "something is written between it and a linear layer"
-    if not _is_in_memory(norm.x):
-        return BY_INDUCTOR
     return ""
 
 

@@ -74,7 +74,9 @@ def rms(name, m, n, k, dtype, tile, several, seed=0, nan=None):
 
 @pytest.mark.parametrize("name", ["linear_table_rms", "linear_table_glu_rms"])
 def test_the_second_product_scales_its_sums(name):
-    for i, (m, n, k, dtype, tile) in enumerate(((2, 66, 256, BF16, OWN), (5, 96, 1024, FP16, OWN), (16, 64, 512, BF16, (2, 1, 2, 1)), (32, 130, 768, BF16, OWN))):
+    for i, (m, n, k, dtype, tile) in enumerate(
+        ((2, 66, 256, BF16, OWN), (5, 96, 1024, FP16, OWN), (16, 64, 512, BF16, (2, 1, 2, 1)), (32, 130, 768, BF16, OWN))
+    ):
         got, want = rms(name, m, n, k, dtype, tile, several=i % 2 == 1)
         for row in range(m):  # each has a factor of its own
             assert distance(got[row], want[row]) <= 2 * CONTRACTS["linear"].tolerance[dtype], (m, row)
@@ -120,9 +122,9 @@ def test_operands_that_a_library_does_not_take():
     ):
         with pytest.raises(EmulatorError, match="status 1"):
             library(name).run(LinearParams, dict(plain, **more), out)
-    odd = linear_fields(x, small_weight(24, 256), None, OWN)
+    odd = dict(linear_fields(x, small_weight(24, 256), None, OWN), z=z, squares=sums, norm_weight=norm_weight(24, BF16))
     with pytest.raises(EmulatorError, match="status 1"):
-        library("linear_table_pointwise_squares").run(LinearParams, dict(odd, z=z, squares=sums, norm_weight=norm_weight(24, BF16)), torch.zeros(2, 24, dtype=BF16))
+        library("linear_table_pointwise_squares").run(LinearParams, odd, torch.zeros(2, 24, dtype=BF16))
 
 
 def test_the_operators():
@@ -130,7 +132,8 @@ def test_the_operators():
     operators()
     m, n, k = 3, 256, 512
     x, w, residual, weight = torch.randn(m, k).to(BF16), small_weight(n, k), torch.randn(m, n).to(BF16), norm_weight(n, BF16)
-    y, z, sums = csrc.call("linear_table_pointwise_squares", x, w[:2], w[2], None, ARCH, Options(then=Epilogue(residual=residual), early=True, half=(weight, 1.0)))
+    options = Options(then=Epilogue(residual=residual), early=True, half=(weight, 1.0))
+    y, z, sums = csrc.call("linear_table_pointwise_squares", x, w[:2], w[2], None, ARCH, options)
     want = CONTRACTS["linear_residual_squares"].reference(x, *w, None, residual, weight, 1.0)
     assert [tuple(t.shape) for t in (y, z, sums)] == [(m, n), (m, n), (m, n // 16)] and sums.dtype == torch.float32
     assert all(distance(a, b) <= 8e-3 for a, b in zip((y, z, sums), want, strict=True))

@@ -35,4 +35,8 @@ def _half(op: str, finish: str, half: str, what: str) -> Kernel:
     )  # fmt: skip
 
 
-KERNELS = (_kernel("linear", "plain", _WHY), *(_kernel(op, finish, f"{saves}; {_FUSED}") for op, finish, saves in finishes()), *(_half(*half) for half in _HALVES))
+KERNELS = (
+    _kernel("linear", "plain", _WHY),
+    *(_kernel(op, finish, f"{saves}; {_FUSED}") for op, finish, saves in finishes()),
+    *(_half(*half) for half in _HALVES),
+)
