@@ -103,10 +103,10 @@ def why_not(graph: Graph, norm: RMSNorm | None, readers: list[Node]) -> str:
     if value(norm.x).dtype == torch.float16:
         return OVERFLOWS
     x, qdata, _, _, _, prefill, rows = linear_arguments(found.linear)
-    first = _plan("linear_residual_squares", value(x), *value(qdata).shape, prefill, len(rows or ()) or 1)
+    n, half_k = value(qdata).shape
+    first = _plan("linear_residual_squares", value(x), n, half_k, prefill, len(rows or ()) or 1)
     if first is None or _library(graph, first, found.linear) is None:
-        (n, half_k), kernels = value(qdata).shape, () if first is None else first.refused
-        refused = next((r.reason for r in kernels if r.kernel.csrc), "no kernel writes its squares")
+        refused = next((r.reason for r in (() if first is None else first.refused) if r.kernel.csrc), "no kernel writes its squares")
         return f"{refused}: the layer in front of it, N = {n}, K = {half_k * 2}"
     if not in_one_mutation_region([found.linear, found.total, *norm.inside, *readers]):
         return "something is written between it and a linear layer"
