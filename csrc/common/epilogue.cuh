@@ -139,8 +139,8 @@ template <typename T> struct Result {
     *(Run*)(y + (size_t)m * columns + n) = run;
   }
 #if FP4_RMS == 1
-  // Two columns from n on, an even one, of y and z, and of the squares of y as it is stored. All lanes of a warp call it; eight neighbours from a multiple of eight
-  // on have one m and kSquared columns. stores: whether these are there, the same for all eight.
+  // Two columns from n on, an even one, of y and z, and of the squares of y as it is stored. All lanes of a warp call it; eight neighbours, from a multiple of
+  // eight on, have one m and kSquared columns. stores: whether these are there, the same for all eight.
   __device__ __forceinline__ void store_squared(bool stores, int m, int n, const float (&sums)[2][kParts]) const {
     struct alignas(2 * sizeof(T)) Pair {
       T v[2];
