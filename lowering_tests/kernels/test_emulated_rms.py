@@ -30,7 +30,7 @@ def squares(m=3, n=80, k=512, dtype=BF16, tile=OWN, offset=0.0, several=False, s
     g, starts = (torch.stack((g, g * 3)), (16,)) if several else (g, ())
     bias, residual, weight = torch.randn(n).to(dtype) if several else None, torch.randn(m, n).to(dtype), norm_weight(n, dtype)
     z, sums = torch.full((m, n), float("nan"), dtype=dtype), torch.full((m, n // 16), float("nan"))
-    given = dict(linear_fields(x, (q, s, g), bias, tile, starts), residual=residual, norm_weight=weight, norm_offset=offset, z=z, squares=sums)
+    given = dict(linear_fields(x, (q, s, g), bias, tile, starts), residual=residual, norm_weight=weight, norm_offset=offset, z=z, squares=sums, early=1)
     kernel = library("linear_table_pointwise_squares")
     y = kernel.run(LinearParams, given, torch.full((m, n), float("nan"), dtype=dtype), constants=CONSTANTS, changed=(z, sums), seed=seed)
     want = CONTRACTS["linear_residual_squares"].reference(x, q, s, g, bias, residual, weight, offset, "auto", [0, *starts] if several else None)
@@ -65,7 +65,7 @@ def rms(name, m, n, k, dtype, tile, several, seed=0, nan=None):
     glu = "glu" in name
     g, starts = (torch.stack((g, g * 3)), (n // 2 if glu else 16,)) if several else (g, ())
     bias = torch.randn(n).to(dtype) if several else None
-    given = dict(linear_fields(z, (q, s, g), bias, tile, starts), squares=sums, eps=EPS, act=1 if glu else 0)
+    given = dict(linear_fields(z, (q, s, g), bias, tile, starts), squares=sums, eps=EPS, act=1 if glu else 0, early=1)
     out = library(name).run(LinearParams, given, torch.full((m, n // 2 if glu else n), float("nan"), dtype=dtype), constants=CONSTANTS[:2], seed=seed)
     if glu:
         return out, CONTRACTS["rms_scaled_linear_glu"].reference(z, sums, EPS, q, s, g, bias, "silu")
@@ -97,8 +97,19 @@ def test_threads_in_another_order():
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(("fault", "run"), [("HALF_OF_THE_SQUARES", "squares"), ("WITHOUT_EPS", "rms")])
-def test_a_broken_half_is_caught(fault, run):
+EARLY = "global memory before the previous"
+
+
+@pytest.mark.parametrize(
+    ("fault", "run", "words"),
+    [
+        ("HALF_OF_THE_SQUARES", "squares", None),
+        ("STORE_BEFORE_PDL_WAIT", "squares", f"(read|write) of {EARLY}"),
+        ("WITHOUT_EPS", "rms", None),
+        ("STORE_BEFORE_PDL_WAIT", "rms", f"read of {EARLY}"),
+    ],
+)
+def test_a_broken_half_is_caught(fault, run, words):
     def error():
         if run == "squares":
             (y, _, sums), *_ = squares()
@@ -106,7 +117,7 @@ def test_a_broken_half_is_caught(fault, run):
         got, want = rms("linear_table_rms", 4, 32, 512, BF16, OWN, several=False)
         return max(distance(a, b) for a, b in zip(got, want, strict=True))
 
-    emulator.check_caught(library("linear_table_pointwise_squares" if run == "squares" else "linear_table_rms"), fault, None, error)
+    emulator.check_caught(library("linear_table_pointwise_squares" if run == "squares" else "linear_table_rms"), fault, words, error)
 
 
 def test_operands_that_a_library_does_not_take():
