@@ -26,17 +26,16 @@ from ..kernels.kernel import Span
 from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
-from . import add_norm, epilogue, rms_halves, views
+from . import add_norm, epilogue, rms_halves
 from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
-from .layout import is_call, is_ours, linear_arguments, rows_of, same, value
+from .layout import OF_ROWS, below_views, is_call, is_ours, linear_arguments, rows_of, same, value
 from .missed import APART, missed
 from .rms_norm import RMSNorm, read
 
 aten, fp4 = torch.ops.aten, torch.ops.fp4
 LINEARS = (fp4.linear.default, fp4.linear_siblings.default, fp4.linear_glu.default)
-VIEWS = views.RESHAPES | views.UNITS | {aten.alias.default}
 BY_INDUCTOR = "the kernel that makes its input computes it on the way"
 # Operators of torch's that are not computed by a kernel that Inductor writes.
 _IN_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default}
@@ -92,8 +91,9 @@ def fold(graph: Graph) -> None:
 def _why_not_divided(graph: Graph, y: Node, total: AddNorm | None, norm: RMSNorm | None, readers: list[Node]) -> str:
     """Why the norm ``y`` is not divided among the layer in front of it and ``readers``; empty: now it is."""
     if total is not None:
-        if not any(is_call(node, fp4.linear.default) for node in (total.x, total.residual)):
-            return rms_halves.NO_LAYER
+        reason = rms_halves.why_not_in_front(graph, total)
+        if reason:
+            return reason
         norm = read(add_norm.take_out(graph, total))
     reason = "" if norm is None else _why_not_alone(norm)
     reason = reason or rms_halves.why_not(graph, norm, readers)
@@ -156,18 +156,11 @@ def _why_not_rows(readers: list[_Reader]) -> str:
     return ""
 
 
-def below_views(node: Any) -> Node:
-    """``node`` below views that leave its rows as they are."""
-    while node.op == "call_function" and node.target in VIEWS and same(value(node).shape[-1], value(node.args[0]).shape[-1]):
-        node = node.args[0]
-    return node
-
-
 def _readers(y: Node) -> tuple[list[Node], list[str]]:
     """The linear layers that read ``y``, or a view of its rows, as their activation; and what else reads it."""
     linears, others = [], []
     for user in y.users:
-        if user.op == "call_function" and user.target in VIEWS and same(value(user).shape[-1], value(y).shape[-1]):
+        if user.op == "call_function" and user.target in OF_ROWS and same(value(user).shape[-1], value(y).shape[-1]):
             more = _readers(user)
             linears += more[0]
             others += more[1]

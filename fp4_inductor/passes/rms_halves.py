@@ -27,9 +27,10 @@ from ..kernels.select import Plan
 from ..ops import linear_siblings, rms_linear
 from ..ranges import range_in_force
 from . import epilogue
+from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
-from .layout import is_call, linear_arguments, rows_of, value
+from .layout import below_views, is_call, linear_arguments, rows_of, value
 from .rms_norm import RMSNorm
 
 aten, fp4 = torch.ops.aten, torch.ops.fp4
@@ -100,14 +101,9 @@ def why_not(graph: Graph, norm: RMSNorm | None, readers: list[Node]) -> str:
     found = _sum_of(norm)
     if found is None:
         return NO_LAYER
-    if value(norm.x).dtype == torch.float16:
-        return OVERFLOWS
-    x, qdata, _, _, _, prefill, rows = linear_arguments(found.linear)
-    n, half_k = value(qdata).shape
-    first = _plan("linear_residual_squares", value(x), n, half_k, prefill, len(rows or ()) or 1)
-    if first is None or _library(graph, first, found.linear) is None:
-        refused = next((r.reason for r in (() if first is None else first.refused) if r.kernel.csrc), "no kernel writes its squares")
-        return f"{refused}: the layer in front of it, N = {n}, K = {half_k * 2}"
+    reason = _why_not_by(graph, found.linear)
+    if reason:
+        return reason
     if not in_one_mutation_region([found.linear, found.total, *norm.inside, *readers]):
         return "something is written between it and a linear layer"
     if any(_shape_of(reader, norm) is None for reader in readers):
@@ -115,11 +111,32 @@ def why_not(graph: Graph, norm: RMSNorm | None, readers: list[Node]) -> str:
     return ""
 
 
+def why_not_in_front(graph: Graph, total: AddNorm) -> str:
+    """Why no layer in front of ``total``, a sum that is a part of its norm, can write squares, as far as is known before the sum is taken out."""
+    reasons = [
+        _why_not_by(graph, node)
+        for node in (total.x, total.residual)
+        if is_call(node, fp4.linear.default) and not node.kwargs and len(node.users) == 1  # by the sum, or a cast of the product for it
+    ]
+    return "" if "" in reasons else reasons[0] if reasons else NO_LAYER
+
+
+def _why_not_by(graph: Graph, linear: Node) -> str:
+    """Why the kernel of ``linear`` cannot add a residual and write squares; empty: it can."""
+    x, qdata, _, _, _, prefill, rows = linear_arguments(linear)
+    if value(x).dtype == torch.float16:
+        return OVERFLOWS
+    n, half_k = value(qdata).shape
+    options = _plan("linear_residual_squares", value(x), n, half_k, prefill, len(rows or ()) or 1)
+    if options is not None and _library(graph, options, linear) is not None:
+        return ""
+    refused = next((r.reason for r in (() if options is None else options.refused) if r.kernel.csrc), "no kernel writes its squares")
+    return f"{refused}: the layer in front of it, N = {n}, K = {half_k * 2}"
+
+
 def _sum_of(norm: RMSNorm) -> _Sum | None:
     """What ``norm`` reads, or reads a view of, as the sum of a linear layer and a tensor."""
-    total: Any = norm.x
-    while total.op == "call_function" and total.target in epilogue.VIEWS and value(total).shape[-1] == value(total.args[0]).shape[-1]:
-        total = total.args[0]
+    total = below_views(norm.x)
     if not is_call(total, aten.add.Tensor):
         return None
     for linear in total.all_input_nodes:
@@ -147,7 +164,8 @@ def divide(graph: Graph, norm: RMSNorm, readers: list[Node]) -> None:
     shapes = [_shape_of(reader, norm) for reader in readers]
     several = (list(rows),) if rows else ()
     with graph.inserting_before(found.total):
-        call = emit(graph, rms_linear.SQUARES.op, (x, qdata, scale, global_scale, bias, found.residual, norm.weight, norm.offset, prefill, *several))
+        weight: Any = graph.node_copy(norm.weight) if norm.weight.op == "get_attr" else norm.weight  # type: ignore[union-attr]  # which may stand behind the sum
+        call = emit(graph, rms_linear.SQUARES.op, (x, qdata, scale, global_scale, bias, found.residual, weight, norm.offset, prefill, *several))
         y, z, squares = (_item(graph, call, i) for i in range(3))
     call.meta = {**found.total.meta, **call.meta}
     if "nn_module_stack" in found.linear.meta:  # the call is still that of the linear layer, for explain()

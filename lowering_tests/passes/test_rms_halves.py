@@ -185,6 +185,7 @@ LEFT = {
     "an activation in front of the sum": (of_a_sum(change=torch.relu), K, BF16, rms_halves.NO_LAYER),
     "another producer": (lambda x, residual, w, *parts: fp4.linear(llama(x * 2 + residual, w), *parts[3:]), K, BF16, rms_halves.NO_LAYER),
     "a product that something else reads": (of_a_sum(change=lambda y: y + y.mean(-1, keepdim=True)), K, BF16, rms_halves.NO_LAYER),
+    "rows in another order": (of_a_sum(norm=lambda x, w: llama(x.view(2, 2, K).transpose(0, 1), w)), K, BF16, rms_halves.NO_LAYER),
     "float16": (of_a_sum(), K, torch.float16, rms_halves.OVERFLOWS),
     "no weight": (of_a_sum(norm=lambda x, w: F.rms_norm(x, (K,), None, 1e-5)), K, BF16, "it has no weight"),
 }
