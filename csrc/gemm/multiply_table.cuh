@@ -48,7 +48,8 @@ __device__ __forceinline__ void multiply_table(const typename Weight::Source& fr
   const Weight weight(layout, shared, row_warp * (16 * R), kSharers > 1 ? k_group % kSharers : 0, g, t, lane);
   float acc[R][TILES][4] = {};
 #if FP4_RMS == 1
-  if (threadIdx.x * (64 / sizeof(T)) < rows && n0 + threadIdx.x * (64 / sizeof(T)) < N) prefetch_l2(then.norm_weight + n0 + threadIdx.x * (64 / sizeof(T)));
+  constexpr int kEach = 64 / sizeof(T);  // else the end of the kernel would wait for memory; no kernel before writes it
+  if (const int n = threadIdx.x * kEach; n < rows && n0 + n < N) prefetch_l2(then.norm_weight + n0 + n);
 #endif
   pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
 #if FP4_RMS == 2

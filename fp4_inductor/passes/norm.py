@@ -1,6 +1,7 @@
 """``linear(norm(x))`` -> ``fp4.norm_linear``: an RMSNorm becomes part of the linear layers that read it, if their kernel computes it and a launch is saved.
 
-A decode step has two norms a layer, each a kernel that moves a few kilobytes. A kernel of one row reads that row anyway. The norm is left where it is if
+A decode step has two norms a layer, each a kernel that moves a few kilobytes. A kernel of one row reads that row anyway. Of 2 to 32 rows a norm may be divided
+among the layers around it (:mod:`.rms_halves`), which is asked first. Else the norm is left where it is if
 
 * the kernel that serves this M takes no norm, or M is not known: only static shapes are folded;
 * something other than a linear layer reads it (a router, a result of the graph): its kernel would stay;
