@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4_inductor.kernels import csrc
+from fp4_inductor import dispatch
+from fp4_inductor.config import dispatch_config
+from fp4_inductor.kernels import csrc, host, select
 from fp4_inductor.kernels.forms import Epilogue, Options
+from fp4_inductor.kernels.linear import rms as rms_kernels
 from fp4_inductor.kernels.params import LinearParams
 from fp4_inductor.ops import CONTRACTS, rms_linear
 from lowering_tests.kernels import emulator
@@ -14,6 +17,7 @@ from lowering_tests.kernels.bound import ARCH, operators
 from lowering_tests.kernels.emulator import EmulatorError, linear_fields
 from lowering_tests.kernels.test_emulated_epilogue import distance, library, small_weight
 from lowering_tests.kernels.test_emulated_linear import BF16, FP16
+from lowering_tests.norm_kernels import switched_on
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None, reason="g++ is not installed: the CUDA sources are emulated where it is")
 EPS, CONSTANTS = 1e-5, ("codes", "scale", "norm_weight")  # what may be read, and prefetched, while the kernel before it runs
@@ -155,3 +159,44 @@ def test_the_operators():
         csrc.call("linear_table_rms", z, gate_up[:2], gate_up[2], None, ARCH, Options(half=(sums[:, 1:], EPS)))
     with pytest.raises(Exception, match=r"the norm's weight is \[N\]"):
         csrc.call("linear_table_pointwise_squares", x, w[:2], w[2], None, ARCH, Options(then=Epilogue(residual=residual), half=(weight[1:], 1.0)))
+
+
+def test_eager_calls(monkeypatch):
+    """``torch.ops.fp4`` on CUDA: by the kernels where they serve M, in steps elsewhere; leading sizes, several global scales, siblings."""
+
+    def row_for(op, x, m, n, k, prefill="auto", form=(), counts=select.ONE):
+        return select.plan(select.Call(op, ARCH, x.dtype, n, k, prefill, scales=counts.scales, eager=True), dispatch_config()).pick(m)
+
+    operators()
+    served: list[str] = []
+    call = csrc.call
+    monkeypatch.setattr(host, "row_for", row_for)
+    monkeypatch.setattr(host, "arch", lambda device: ARCH)
+    monkeypatch.setattr(csrc, "call", lambda name, *args: (served.append(name), call(name, *args))[1])
+    k, n = 256, 96
+    (q, s, g), (q2, s2, g2) = small_weight(k, 512), small_weight(n, k)
+    apart, of_two = [0, 16, 32, n], torch.stack([g2, g2 * 2])
+    for lead, count in (((2, 4), 3 + 5), ((1,), 0)):
+        x, residual, weight = torch.randn(*lead, 512).to(BF16), torch.randn(*lead, k).to(BF16), norm_weight(k, BF16)
+        calls = [
+            ("linear_residual_squares", (x, q, s, scales, None, residual, weight, 1.0, "auto", rows))
+            for scales, rows in ((g, None), (g[None], [0]), (torch.stack([g, g * 2]), [0, 32]), (g * torch.arange(1, 5), [0, 32, 64, 96]))
+        ]
+        _, z, sums = CONTRACTS["linear_residual_squares"].reference(*calls[0][1])
+        behind = (z, sums, EPS)
+        calls += [
+            ("rms_scaled_linear", (*behind, q2, s2, of_two, None, "auto", [0, 16])),
+            ("rms_scaled_linear", (*behind, q2, s2, g2[None], None, "auto", [0])),
+            ("rms_scaled_linear_siblings", (*behind, q2, s2, of_two, None, apart)),
+            ("rms_scaled_linear_siblings", (*behind, q2, s2, of_two, None, [0, 0, 32, n])),  # a member without rows has no scale in the kernel
+            ("rms_scaled_linear_glu", (*behind, q2, s2, g2, None, "gelu")),
+            ("rms_scaled_linear_glu", (*behind, q2, s2, of_two, None)),
+        ]
+        with dispatch(candidates=switched_on()):
+            for name, args in calls:
+                given = (rms_linear.SquaresCall.of(*args),) if name == "linear_residual_squares" else args
+                got, want = ([r] if isinstance(r, torch.Tensor) else r for r in (getattr(rms_kernels, name)(*given), CONTRACTS[name].reference(*args)))
+                for a, b in zip(got, want, strict=True):
+                    assert a.shape == b.shape and a.dtype == b.dtype and (not a.numel() or distance(a, b) <= 1e-2), (lead, name)
+        assert len(served) == count
+        served.clear()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...formats.packing import MAX_SCALES
@@ -51,7 +52,7 @@ def rms_scaled_linear_siblings(
     if not name:
         return rms_linear.IN_STEPS["rms_scaled_linear_siblings"](z, squares, eps, qdata, scale, global_scale, bias, rows, prefill)
     y = _scaled(name, z, squares, eps, (qdata, scale, _scales(global_scale, begin)), bias, Epilogue(starts=tuple(begin or ())[1:]))
-    return [y[..., a:b].contiguous() for a, b in spans(rows)]  # an op returns no views of one another
+    return [y[..., a:b].clone(memory_format=torch.contiguous_format) for a, b in spans(rows)]  # an op's results are no views of one tensor
 
 
 def rms_scaled_linear_glu(
