@@ -8,11 +8,11 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph
-from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, statically_known_true
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["interval", "is_within", "likely", "only_size", "size_of_graph", "statically_known_true"]
+__all__ = ["guarded", "interval", "is_within", "likely", "only_size", "size_of_graph", "statically_known_true"]
 
 Bounds = tuple[Any, Any]  # (least, largest), both included; the largest None: no limit
 
@@ -51,9 +51,15 @@ def is_within(size: int | torch.SymInt, bounds: tuple[int, int], graph: Graph, g
         return bool(least >= low and most <= high)
     if statically_known_true(size >= low) and statically_known_true(size <= high):
         return True
-    if not guards or checks.why_no_more(shape_env) or not promised.keys().isdisjoint(m.free_symbols):
+    if not guards or checks.why_no_more(shape_env) or not promised.keys().isdisjoint(m.free_symbols) or not low <= likely(size, 0) <= high:
         return False
-    return low <= likely(size, 0) <= high and bool(size <= high) and bool(size >= low)
+    guarded(shape_env).add(m)
+    return bool(size <= high) and bool(size >= low)
+
+
+def guarded(shape_env: ShapeEnv) -> set[sympy.Expr]:
+    """The sizes on which :func:`is_within` has put a guard."""
+    return shape_env.__dict__.setdefault("fp4_guarded", set())
 
 
 def only_size(values: Iterable[Any]) -> sympy.Symbol | None:

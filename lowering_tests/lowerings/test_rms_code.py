@@ -93,6 +93,12 @@ def test_a_range_of_rows():
     assert {condition for condition, _ in held(code)} == {"s0 < 2 or s0 > 32"}
 
 
+def test_a_guard_of_the_pass():
+    """Which proves M to every lowering, and is called a guard all the same."""
+    _, entries, counted, _, _ = compiled(lambda: nn.Sequential(Layer(), Layer()), ((8, K),), mark=lambda x: torch._dynamo.mark_dynamic(x, 0))
+    assert counted["linear_residual_squares"] == 3 and {e.decision.how for e in entries} == {"guard"}
+
+
 class Halves(nn.Module):
     """The ops by themselves, which no pass has written."""
 
