@@ -50,11 +50,11 @@ def _shared_scales(monkeypatch):
     monkeypatch.setattr(SiblingWeight, "refresh", lambda self: setattr(self, "shared", False))  # values of fake tensors cannot be compared
 
 
-def compiled(build, shapes=((8, K),), **options):
+def compiled(build, shapes=((8, K),), csrc="", **options):
     """``(the wrapper's call, journal, matches, what was left apart, the whole code)``"""
     reset_matches()
     with dispatch(candidates=norm_kernels.switched_on()), listen() as entries, missed.listen() as left:
-        code = generated_code(build, [(shape, BF16) for shape in shapes], csrc="", **options)[0]
+        code = generated_code(build, [(shape, BF16) for shape in shapes], csrc=csrc, **options)[0]
     return call_body(code), entries, matches(), [m.reason for m in left if m.what == missed.APART], code
 
 
@@ -120,6 +120,13 @@ def test_rows_that_no_kernel_takes(m, options):
     body, entries, *_ = compiled(Halves, ((m, K),), **options)
     assert not re.search(r"linear_table_\w*(squares|rms)|fp4\.(rms|linear_residual)", body)
     assert m == 0 or len(entries) == 4
+
+
+def test_without_nvcc():
+    """Neither the pass nor a lowering takes a library that is not there."""
+    for build in (Layer, Halves):
+        body, entries, counted, *_ = compiled(build, csrc="nvcc is not installed")
+        assert "linear_residual_squares" not in counted and "fp4_csrc" not in body and not any(e.decision.row.csrc for e in entries)
 
 
 def test_at_run_time():
