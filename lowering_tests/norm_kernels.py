@@ -11,7 +11,7 @@ import torch
 
 from fp4_inductor._journal import LOWERED
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.kernels import csrc, select
+from fp4_inductor.kernels import csrc, registry, select
 from fp4_inductor.kernels.forms import Library
 from fp4_inductor.kernels.kernel import MEASURED, Call, Kernel, On, Span
 from fp4_inductor.kernels.select import Plan
@@ -66,3 +66,8 @@ def serving() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "plan", plan))
         stack.callback(LOWERED.forget)  # who reads the journal later asks for the kernels that it names
         yield
+
+
+def switched_on() -> tuple[str, ...]:
+    """The kernels with half of an RMSNorm that ``DispatchConfig.candidates`` has to name on sm_90."""
+    return tuple(k.name for k in registry.kernels() if k.library and k.library.half and (on := k.at(90)) is not None and on.off)

@@ -79,15 +79,19 @@ struct Sizes {
   ScalarType type;
 };
 
+// The kernels refuse more rows, too, with cudaErrorInvalidValue, which says neither how many they serve nor why there are so many.
+void check_rows(const Linear& op, int64_t arch, const Tensor& x) {
+  const int64_t most = op.most_rows(arch);
+  STD_TORCH_CHECK(x.dim() != 2 || x.size(0) <= most, "fp4_csrc::", op.name, " serves at most M = ", most, " activation rows, got M = ", x.size(0),
+                  ". A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
+                  "which serves every M.");
+}
+
 // Checks what the kernels take for granted, and fills in p.dtype where activations have one.
 Sizes check(const Linear& op, int64_t arch, const Operands& t, LinearParams& p) {
   const char* name = op.name;
   const Tensor& x = t.x;
-  // The kernels refuse more rows, too, with cudaErrorInvalidValue, which says neither how many they serve nor why there are so many.
-  const int64_t most = op.most_rows(arch);
-  STD_TORCH_CHECK(x.dim() != 2 || x.size(0) <= most, "fp4_csrc::", name, " serves at most M = ", most, " activation rows, got M = ", x.size(0),
-                  ". A compiled graph that calls it was compiled for so few, and nothing checks its guards. Compile it for this M, or call torch.ops.fp4, "
-                  "which serves every M.");
+  check_rows(op, arch, x);
   require(t.global_scale.numel() > (p.second > 0) + (p.third > 0), name, "fewer global scales than siblings");
   const bool plain = op.activations == kPlain, codes = op.activations == kCodes;
   require(x.dim() == 2 && (!codes || t.codes.dim() == 2), name, codes ? "codes are [M, K/2] and [N, K/2]" : "activations are [M, K]");
@@ -128,7 +132,8 @@ void fill(const Operands& t, const Sizes& of, const Tensor& y, void* stream, Den
   p.early = p.early && is_dense(t.codes) && is_dense(t.scale) && (!t.meta || is_dense(*t.meta)) && (!norm || is_dense(*norm));
   p.x = dense(&t.x), p.x_scale = dense(t.x_scale), p.row_scale = dense(t.row_scale);
   p.codes = dense(&t.codes), p.meta = dense(t.meta), p.scale = dense(&t.scale), p.global_scale = t.global_scale.data_ptr();
-  p.bias = dense(t.bias), p.mul = dense(t.mul), p.residual = dense(t.residual), p.norm_weight = dense(norm), p.y = y.data_ptr();
+  p.bias = dense(t.bias), p.mul = dense(t.mul), p.residual = dense(t.residual), p.y = y.data_ptr();
+  if (norm) p.norm_weight = dense(norm);
   p.M = (int)of.m, p.N = (int)of.n, p.K = (int)of.k, p.stream = stream;
 }
 
@@ -179,6 +184,41 @@ Tensor linear_gemv(const Tensor& x, const Tensor& q, const Tensor& s, const Tens
   return call<Place>(
       OP, arch,
       {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual), .norm_weight = at(norm_weight)}, p);
+}
+
+// Half of an RMSNorm, as common/epilogue.cuh has it: the results are y, z and the squares of y.
+template <typename Place, const Linear& OP>
+std::tuple<Tensor, Tensor, Tensor> linear_squares(const Tensor& x, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch,
+                                                  int64_t t0, int64_t t1, int64_t t2, int64_t t3, int64_t second, int64_t third, int64_t act,
+                                                  const Optional& mul, const Optional& residual, int64_t early, const Optional& norm_weight,
+                                                  double norm_offset) {
+  check_rows(OP, arch, x);
+  require(x.dim() == 2 && q.dim() == 2 && q.size(0) % kSquared == 0, OP.name, "activations are [M, K], N is a multiple of 16");
+  const int64_t m = x.size(0), n = q.size(0);
+  const Maybe norm = at(norm_weight);
+  require(norm && norm->dim() == 1 && norm->size(0) == n && norm->scalar_type() == x.scalar_type() && norm->get_device() == x.get_device(), OP.name,
+          "the norm's weight is [N] in the activations' dtype");
+  const Tensor z = torch::stable::new_empty(x, {m, n}), squares = torch::stable::new_empty(x, {m, n / kSquared}, ScalarType::Float);
+  LinearParams p = numbers({t0, t1, t2, t3}, second, third, act, early);
+  Dense dense;
+  p.norm_weight = dense(norm), p.norm_offset = (float)norm_offset, p.z = z.data_ptr(), p.squares = squares.data_ptr();
+  const Tensor y = call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual)}, p);
+  return {y, z, squares};
+}
+
+// The other half: x is such a z, squares are those of the y that it is of.
+template <typename Place, const Linear& OP>
+Tensor linear_rms(const Tensor& x, const Tensor& q, const Tensor& s, const Tensor& g, const Optional& bias, int64_t arch, int64_t t0, int64_t t1, int64_t t2,
+                  int64_t t3, int64_t second, int64_t third, int64_t act, const Optional& mul, const Optional& residual, int64_t early, const Optional& squares,
+                  double eps) {
+  check_rows(OP, arch, x);
+  const Maybe of = at(squares);
+  require(x.dim() == 2 && of && of->dim() == 2 && of->size(0) == x.size(0) && of->size(1) * kSquared == x.size(1) && of->scalar_type() == ScalarType::Float &&
+              of->get_device() == x.get_device(), OP.name, "squares are float32 [M, K / 16]");
+  LinearParams p = numbers({t0, t1, t2, t3}, second, third, act, early);
+  Dense dense;
+  p.squares = (void*)dense(of), p.eps = (float)eps;
+  return call<Place>(OP, arch, {.x = x, .codes = q, .scale = s, .global_scale = g, .bias = at(bias), .mul = at(mul), .residual = at(residual)}, p);
 }
 
 template <typename Place, const Linear& OP>
@@ -399,6 +439,9 @@ int64_t sparse_small(int64_t arch) { return arch == 80 || arch == 87 || arch == 
   X(linear_table, linear, rows<32>)                                        \
   X(linear_table_pointwise, linear, rows<32>)                              \
   X(linear_table_glu, linear, rows<32>, kPlain, 2)                         \
+  X(linear_table_pointwise_squares, linear_squares, rows<32>)              \
+  X(linear_table_rms, linear_rms, rows<32>)                                \
+  X(linear_table_glu_rms, linear_rms, rows<32>, kPlain, 2)                 \
   X(linear_wide, linear, many)                                             \
   X(linear_wide_pointwise, linear, many)                                   \
   X(linear_wide_glu, linear, many, kPlain, 2)                              \

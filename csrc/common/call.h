@@ -5,6 +5,8 @@
 
 namespace fp4 {
 
+constexpr int kSquared = 16;  // columns of y of which a kernel that writes squares gives one sum
+
 // y [M, N] by a linear kernel: x [M, K], a weight of N rows. Which parts a kernel takes, and of which sizes, is said where it is defined.
 struct LinearParams {
   int64_t size = sizeof(LinearParams);  // as the caller knows it
@@ -12,6 +14,7 @@ struct LinearParams {
   const void *codes, *meta, *scale, *global_scale;
   const void *bias, *mul, *residual;
   const void* norm_weight;  // [K], in the dtype of x: x is normalised first, by its root mean square; null: it is not
+  void *z, *squares;  // of half an RMSNorm: epilogue.cuh; null: there is none
   void *y, *scratch;
   int64_t scratch_bytes;
   void* stream;
@@ -115,7 +118,9 @@ struct PagedParams {
 // False for a null pointer, and for the struct of a caller that was built with another version of this file.
 template <typename Params> bool is_call(const Params* p) { return p && p->size == (int64_t)sizeof(Params); }
 
-// Of a linear kernel; norm: it takes one, without which it refuses a call that asks for it.
-inline bool is_call(const LinearParams* p, bool norm = false) { return p && p->size == (int64_t)sizeof(LinearParams) && (norm || !p->norm_weight); }
+// Of a linear kernel; norm, squares: it takes an RMSNorm, or half of one, without which it refuses a call that asks for it.
+inline bool is_call(const LinearParams* p, bool norm = false, bool squares = false) {
+  return p && p->size == (int64_t)sizeof(LinearParams) && (norm || !p->norm_weight) && (squares || (!p->z && !p->squares));
+}
 
 }  // namespace fp4

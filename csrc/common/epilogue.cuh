@@ -31,6 +31,15 @@ constexpr Finish kFinish = (Finish)FP4_FINISH;
 #endif
 constexpr bool kSeveralScales = FP4_SEVERAL_SCALES;
 
+// Which half of an RMSNorm a library has (-DFP4_RMS=). The norm's root mean square is a factor of a row, so it may be applied to the sums of the product behind
+// the norm. kWritesSquares: besides y, z = y * (norm_offset + norm_weight), and for each row and 16 columns the sum of squares of y, float32 [M, N / 16];
+// N % 16 == 0. kReadsSquares: x is such a z, and sums are multiplied by rsqrt(sum of the row's squares / K + eps) ahead of bias and activation.
+enum Rms { kNoRms = 0, kWritesSquares = 1, kReadsSquares = 2 };
+#ifndef FP4_RMS
+#define FP4_RMS 0
+#endif
+constexpr Rms kRms = (Rms)FP4_RMS;
+
 __device__ __forceinline__ float activate(float z, int act) {
   switch (act) {
     case kSilu: return z / (1.f + expf(-z));
@@ -46,16 +55,44 @@ template <typename T> struct Epilogue {
   const T *mul, *residual;  // as y, or null
   int second, third;        // rows of W at which the second and the third global scale begin
   int act;
+#if FP4_RMS == 1
+  const T* norm_weight;  // [N]
+  T* z;
+  float* squares;
+  float norm_offset;
+#elif FP4_RMS == 2
+  const float* squares;  // [M, K / kSquared]
+  float eps;
+#endif
 
   // second, third: 0 stands for none.
   static __host__ __device__ Epilogue of(const void* mul, const void* residual, int second, int third, int act) {
     return {(const T*)mul, (const T*)residual, second ? second : INT32_MAX, third ? third : INT32_MAX, act};
+  }
+  static Epilogue of(const LinearParams& p) {
+    Epilogue then = of(p.mul, p.residual, p.second, p.third, p.act);
+#if FP4_RMS == 1
+    then.norm_weight = (const T*)p.norm_weight, then.z = (T*)p.z, then.squares = (float*)p.squares, then.norm_offset = p.norm_offset;
+#elif FP4_RMS == 2
+    then.squares = (const float*)p.squares, then.eps = p.eps;
+#endif
+    return then;
   }
   // Of a kernel with nothing but scales and bias behind its sums.
   static __device__ Epilogue scales(int second, int third) { return kSeveralScales ? of(nullptr, nullptr, second, third, kNone) : of(nullptr, nullptr, 0, 0, kNone); }
   bool fits(Finish finish, int N) const {
     if (act < kNone || act > kLastActivation || second > third || second < 0 || third < 0) return false;
     return finish == kPlain ? !mul && !residual && !act : finish == kPointwise || (!mul && !residual && N % 2 == 0);
+  }
+  // Are the operands of this library's half of an RMSNorm there?
+  bool fits_rms(int N) const {
+#if FP4_RMS == 1
+    return norm_weight && z && squares && N % kSquared == 0;
+#elif FP4_RMS == 2
+    return squares;
+#else
+    return true;
+#endif
   }
 };
 
@@ -68,10 +105,16 @@ template <typename T> struct Result {
   int M, N;
   Epilogue<T> then;
   float unit;  // the first global scale * kWeightUnit
+#if FP4_RMS == 2
+  const float* roots;  // of the rows of x, the inverse ones
+#endif
 
-  __device__ __forceinline__ float z(int row, float sum) const {
+  __device__ __forceinline__ float z(int m, int row, float sum) const {
     float u = unit;
     if (row >= then.second) u = load_float(global_scale + (row < then.third ? 1 : 2)) * kWeightUnit;
+#if FP4_RMS == 2
+    u *= roots[m];
+#endif
     return sum * u + (bias ? Numbers<T>::to_float(bias[row]) : 0.f);
   }
   // sums[p]: of row n + p * N / kParts.
@@ -95,12 +138,37 @@ template <typename T> struct Result {
     for (int i = 0; i < COUNT; ++i) run.v[i] = Numbers<T>::from_float(value(m, n + i, columns, sums[i]));
     *(Run*)(y + (size_t)m * columns + n) = run;
   }
+#if FP4_RMS == 1
+  // Two columns from n on, an even one, of y and z, and of the squares of y as it is stored. All lanes of a warp call it; eight neighbours, from a multiple of
+  // eight on, have one m and kSquared columns. stores: whether these are there, the same for all eight.
+  __device__ __forceinline__ void store_squared(bool stores, int m, int n, const float (&sums)[2][kParts]) const {
+    struct alignas(2 * sizeof(T)) Pair {
+      T v[2];
+    } stored, weighted;
+    float square = 0.f;
+    if (stores) {
+      const Pair weight = *(const Pair*)(then.norm_weight + n);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        stored.v[i] = Numbers<T>::from_float(value(m, n + i, N, sums[i]));
+        const float rounded = Numbers<T>::to_float(stored.v[i]);
+        weighted.v[i] = Numbers<T>::from_float(rounded * (then.norm_offset + Numbers<T>::to_float(weight.v[i])));
+        square += rounded * rounded;
+      }
+      *(Pair*)(y + (size_t)m * N + n) = stored;
+      *(Pair*)(then.z + (size_t)m * N + n) = weighted;
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < (FP4_FAULT(HALF_OF_THE_SQUARES) ? 4 : 8); lanes *= 2) square += shuffle_xor(square, lanes);
+    if (stores && threadIdx.x % 8 == 0) then.squares[(size_t)m * (N / kSquared) + n / kSquared] = square;
+  }
+#endif
 
  private:
   __device__ __forceinline__ float value(int m, int n, int columns, const float (&sums)[kParts]) const {
-    float v = z(n, sums[0]);
+    float v = z(m, n, sums[0]);
     if constexpr (kFinish != kPlain) v = activate(v, then.act);
-    if constexpr (kFinish == kGlu) v *= z(FP4_FAULT(UP_WITH_GATE_SCALE) ? n : n + columns, sums[kParts - 1]);
+    if constexpr (kFinish == kGlu) v *= z(m, FP4_FAULT(UP_WITH_GATE_SCALE) ? n : n + columns, sums[kParts - 1]);
     if constexpr (kFinish == kPointwise) {
       const size_t at = (size_t)m * columns + n;
       if (then.mul) v *= Numbers<T>::to_float(then.mul[at]);

@@ -10,6 +10,8 @@ namespace {
 
 using namespace fp4;
 
+constexpr int kMostTokens = 32, kRootBytes = kRms == kReadsSquares ? 4 * kMostTokens : 0;
+
 // How the rows of a block, 16 * sets, and K are shared by its warps, SUBSTEPS of the k_groups for the same stage, and the ring's sizes.
 template <int SUBSTEPS> struct Layout {
   int sets, sets_a_warp, k_groups, stages, x_rows, early;  // early: stages of weights that go ahead of the first activations
@@ -22,7 +24,8 @@ template <int SUBSTEPS> struct Layout {
   __host__ __device__ int scale_bytes() const { return SUBSTEPS * rows() * 16; }
   __host__ __device__ int scales() const { return kPairTable + stages * stage(); }
   __host__ __device__ int mbarriers() const { return scales() + stages * scale_bytes(); }
-  int bytes() const { return mbarriers() + 16 * stages; }
+  __host__ __device__ int roots() const { return mbarriers() + 16 * stages; }  // of the rows of x, where a library reads their squares
+  int bytes() const { return roots() + kRootBytes; }
 };
 
 template <typename T, int SUBSTEPS> struct Dense {
@@ -86,8 +89,6 @@ __global__ void __launch_bounds__(32 * (most_warps(TOKENS) + 1), 1)
   multiply_table<Dense<T, SUBSTEPS>, R, TOKENS / 8>({codes, scales, N}, activations, layout, global_scale, bias, y, M, N, K, then);
 }
 
-constexpr int kMostTokens = 32;
-
 // sets: rows of a block in sixteens; k_groups: warps for the same rows, which share K, a multiple of substeps; substeps: of 256 k, a stage.
 struct Tile {
   int sets, sets_a_warp, k_groups, substeps;
@@ -109,7 +110,7 @@ template <typename T, int TOKENS, int R, int SUBSTEPS> cudaError_t run(Tile tile
   Layout<SUBSTEPS> layout{tile.sets, R, tile.k_groups, 1, at_most(TOKENS, rows_of_x(p.M, 4)), 0};  // of two rows the lanes of a quad would read the same banks
   if (tile.sets < 1 || tile.sets > 16 || tile.sets % R || tile.sets % kParts || tile.k_groups < 1 || tile.k_groups % SUBSTEPS || layout.warps() > most_warps(TOKENS) || p.K % (SUBSTEPS * kWideK))
     return cudaErrorInvalidConfiguration;
-  layout.stages = at_most(kMostStages, kTableRoom / (SUBSTEPS * (TOKENS * kWideK * 2 + layout.rows() * (128 + 16))));  // no more where fewer rows of x leave room: NOTES
+  layout.stages = at_most(kMostStages, (kTableRoom - kRootBytes) / (SUBSTEPS * (TOKENS * kWideK * 2 + layout.rows() * (128 + 16))));  // no more where fewer rows of x leave room: NOTES
   layout.k_groups = at_most(layout.k_groups, layout.stages * SUBSTEPS);
   layout.early = stream.early ? at_most(layout.stages, at_least(1, kEarlyBytes / layout.stage())) : 0;
   TensorMap codes, scales, activations;
@@ -140,7 +141,7 @@ template <typename T, int TOKENS> cudaError_t by_tile(Tile tile, const Linear<T>
 // sets_a_warp in {1, 2}, in at most 16 warps, sets / sets_a_warp * k_groups; substeps 1, or 4 of two sets a warp, where M <= 16, K % 1024 == 0 and
 // k_groups % 4 == 0; 15 warps above M = 24. 1 <= M <= 32, K % 256 == 0; x, codes and scale 16-byte aligned.
 extern "C" int fp4_linear_table(const LinearParams* call) {
-  if (!is_call(call)) return cudaErrorInvalidValue;
+  if (!is_call(call, kRms == kWritesSquares, kRms != kNoRms)) return cudaErrorInvalidValue;
   const int M = call->M, N = call->N, K = call->K;
   if (M < 1 || M > kMostTokens || N < 1 || K < kWideK || K % kWideK) return cudaErrorInvalidValue;
   const auto [sets, sets_a_warp, k_groups, substeps] = call->tile;

@@ -7,6 +7,12 @@
 #pragma once
 #include "table.cuh"
 
+#if FP4_RMS == 2
+#define FP4_ROOTS , roots
+#else
+#define FP4_ROOTS
+#endif
+
 namespace fp4 {
 
 // A warp multiplies 16 * R rows. Weight::kSharers warps share a stage. then: an Epilogue, or what converts to one where sums are stored.
@@ -41,7 +47,15 @@ __device__ __forceinline__ void multiply_table(const typename Weight::Source& fr
   const int g = lane >> 2, t = lane & 3, row_warp = warp % layout.row_warps(), k_group = warp / layout.row_warps();
   const Weight weight(layout, shared, row_warp * (16 * R), kSharers > 1 ? k_group % kSharers : 0, g, t, lane);
   float acc[R][TILES][4] = {};
+#if FP4_RMS == 1
+  constexpr int kEach = 64 / sizeof(T);  // else the end of the kernel would wait for memory; no kernel before writes it
+  if (const int n = threadIdx.x * kEach; n < rows && n0 + n < N) prefetch_l2(then.norm_weight + n0 + n);
+#endif
   pdl_wait_then_trigger();  // the kernel before may still read y, and may have written what the epilogue reads
+#if FP4_RMS == 2
+  float* const roots = (float*)(shared + layout.roots());
+  read_roots(roots, then.squares, M, K, then.eps, threads);  // while the first activations are on their way
+#endif
   take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     weight.multiply(acc, layout, shared, rows, stage, g, t, lane);
     return bits_of(acc);
@@ -49,7 +63,7 @@ __device__ __forceinline__ void multiply_table(const typename Weight::Source& fr
 
   if (!FP4_FAULT(SKIP_BARRIER_BEFORE_SUMS)) named_barrier_sync(1, threads);  // nobody reads the ring any more
   sum_turns_and_store<T, R, TILES>(acc, (float*)(shared + kPairTable), rows, weight.row(g), k_group, layout.k_groups, threads, n0,
-                                   Weight::first_stored(rows, n0), {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit});
+                                   Weight::first_stored(rows, n0), {y, global_scale, bias, M, N, then, *global_scale * kWeightUnit FP4_ROOTS});
 }
 
 }  // namespace fp4

@@ -143,8 +143,8 @@ __device__ __forceinline__ void sum_turns_and_store(const float (&acc)[R][TILES]
       for (int c = 0; c < 4; ++c) sums[(k_group * kTokens + 8 * j + 2 * t + (c & 1)) * pitch + row + 16 * r + 8 * (c >> 1)] = acc[r][j][c];
   named_barrier_sync(1, threads);
   const int pairs = (columns - first) / 2;
-  for (int i = threadIdx.x; i < pairs * out.M; i += threads) {
-    const int m = i / pairs, n = first + i % pairs * 2;
+  for (int i = threadIdx.x; i < (kRms == kWritesSquares ? (pairs * out.M + 31) / 32 * 32 : pairs * out.M); i += threads) {
+    const int m = kRms == kWritesSquares ? min(i / pairs, out.M - 1) : i / pairs, n = first + i % pairs * 2;
     float all[2][kParts] = {};
 #pragma unroll 4
     for (int kg = 0; kg < k_groups; ++kg)
@@ -153,7 +153,30 @@ __device__ __forceinline__ void sum_turns_and_store(const float (&acc)[R][TILES]
         const float2 v = *(const float2*)(sums + (kg * kTokens + m) * pitch + n + p * columns);
         all[0][p] += v.x, all[1][p] += v.y;
       }
+#if FP4_RMS == 1
+    out.store_squared(i < pairs * out.M && n0 + n < out.N, m, n0 + n, all);
+#else
     out.template store_run<2>(m, n0 + n, all);
+#endif
+  }
+}
+
+// By all threads that multiply, of whole warps: of each row of x the inverse root of its mean square and eps, from the sums of its squares, [M, K / kSquared].
+// Eight lanes take a row, so that all of its loads are in flight at once.
+__device__ __forceinline__ void read_roots(float* roots, const float* squares, int M, int K, float eps, int threads) {
+  const int parts = K / kSquared, lane = threadIdx.x & 7;  // parts: a multiple of 16
+  for (int first = 0; first < M; first += threads / 8) {
+    const int m = first + threadIdx.x / 8;
+    const float4* from = (const float4*)(squares + (size_t)min(m, M - 1) * parts);
+    float sum = 0.f;
+#pragma unroll 8
+    for (int i = lane; i < parts / 4; i += 8) {
+      const float4 v = __ldcg(from + i);
+      sum += (v.x + v.y) + (v.z + v.w);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) sum += shuffle_xor(sum, lanes);
+    if (lane == 0 && m < M) roots[m] = rsqrtf(sum / K + (FP4_FAULT(WITHOUT_EPS) ? 0.f : eps));
   }
 }
 

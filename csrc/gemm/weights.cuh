@@ -18,9 +18,9 @@ template <typename T> struct Linear {
 
   static Linear of(const LinearParams& p) {
     return {(const T*)p.x, (const uint8_t*)p.codes, (const uint8_t*)p.scale, (const float*)p.global_scale, (const T*)p.bias, (T*)p.y, p.M, p.N, p.K,
-            Epilogue<T>::of(p.mul, p.residual, p.second, p.third, p.act)};
+            Epilogue<T>::of(p)};
   }
-  bool fits() const { return then.fits(kFinish, N); }
+  bool fits() const { return then.fits(kFinish, N) && then.fits_rms(N); }
   int columns() const { return N / Result<T>::kParts; }  // of y
 };
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from . import guards, holding
 from .fx import module_path
-from .symbols import Bounds, interval, size_of_graph
+from .symbols import Bounds, guarded, interval, size_of_graph
 
 aten = torch.ops.aten
 
@@ -91,8 +91,8 @@ class Symbols:
         return bool(V.graph.sizevars.evaluate_expr(sympy.Le(m, bound)))
 
     def guarded(self, m: sympy.Expr) -> bool:
-        """Has this graph a guard from :meth:`guard_at_most` on ``m``?"""
-        return m in V.graph.__dict__.get("fp4_guarded", ())
+        """Has this graph a guard from :meth:`guard_at_most`, or a pass, on ``m``?"""
+        return m in V.graph.__dict__.get("fp4_guarded", ()) or m in guarded(V.graph.sizevars.shape_env)
 
     def hold(self, m: sympy.Expr, low: int, high: int | None, what: str) -> None:
         """Let the compiled graph raise before it computes something for an ``m`` below ``low`` or above ``high``; nothing for a number.

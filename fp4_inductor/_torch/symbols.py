@@ -8,11 +8,11 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph
-from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols, statically_known_true
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-__all__ = ["interval", "likely", "only_size", "size_of_graph", "statically_known_true"]
+__all__ = ["guarded", "interval", "is_within", "likely", "only_size", "size_of_graph", "statically_known_true"]
 
 Bounds = tuple[Any, Any]  # (least, largest), both included; the largest None: no limit
 
@@ -27,6 +27,39 @@ def likely(size: int | torch.SymInt, fallback: int, graph: Graph | None = None, 
         return hint
     low, high = interval(m, dict.fromkeys(m.free_symbols, given))
     return int(min(max(hint, low), high))
+
+
+def is_within(size: int | torch.SymInt, bounds: tuple[int, int], graph: Graph, given: Bounds | None, guards: bool) -> bool:
+    """Is ``size`` within ``bounds``, both included, whenever ``graph`` is called?
+
+    Known by ``given``, the range of the graph's only dynamic size, or by what torch knows and Dynamo checks. ``guards``: else, if the example lies within, a
+    guard may make it so, where Dynamo checks guards and the user has promised no range that it would narrow.
+    """
+    from . import guards as checks  # imports Dynamo
+
+    low, high = bounds
+    if not isinstance(size, torch.SymInt):
+        return low <= size <= high
+    m, shape_env = size.node.expr, size.node.shape_env
+    if given is not None and m.free_symbols == {size_of_graph(graph)}:
+        least, most = interval(m, dict.fromkeys(m.free_symbols, given))
+        return bool(least >= low and most <= high)
+    promised = checks.promised(shape_env)
+    if checks.why_unchecked(shape_env):
+        known = {s: promised.get(s) or (0, None) for s in m.free_symbols}
+        least, most = interval(m, known)
+        return bool(least >= low and most <= high)
+    if statically_known_true(size >= low) and statically_known_true(size <= high):
+        return True
+    if not guards or checks.why_no_more(shape_env) or not promised.keys().isdisjoint(m.free_symbols) or not low <= likely(size, 0) <= high:
+        return False
+    guarded(shape_env).add(m)
+    return bool(size <= high) and bool(size >= low)
+
+
+def guarded(shape_env: ShapeEnv) -> set[sympy.Expr]:
+    """The sizes on which :func:`is_within` has put a guard."""
+    return shape_env.__dict__.setdefault("fp4_guarded", set())
 
 
 def only_size(values: Iterable[Any]) -> sympy.Symbol | None:

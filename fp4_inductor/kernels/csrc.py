@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import _notice
 from ..errors import DeviceError, KernelError, RowsError
+from ..ops.rms_linear import SQUARED
 from . import build, params, registry
 from .background import Background, Compilation
 from .build import aligned
@@ -177,8 +178,10 @@ def call(
     bias: Tensor | None,
     arch: int,
     options: Options = PLAIN,
-) -> Tensor:
+) -> Any:
     """``[M, N]`` from ``x [M, K]``, or the parts of x, and the parts of a weight of N rows, on the current stream of their device; copies what is not dense.
+
+    Of a library that writes sums of squares (``Library.half``): the three results that its op has.
 
     Raises:
         KernelError: the kernel is not built, or the launch was refused.
@@ -207,7 +210,7 @@ def _through_ctypes(
     arch: int,
     tile: Sequence[int] = (),
     more: Sequence[Any] = (),
-) -> Tensor:
+) -> Any:
     if x[0].shape[0] > most_rows(name, arch):
         raise RowsError(
             f"fp4_{name} got more activation rows than it serves",
@@ -234,13 +237,20 @@ def _through_ctypes(
     with torch.cuda.device(x[0].device):
         y = torch.empty(m, _columns(kernel, n), dtype=dtype, device=x[0].device)
         sizes = dict(M=m, N=n, K=k * 2 if kernel.codes else k, dtype=int(dtype == torch.float16))
+        written = _squares_of(y) if kernel.half == "squares" else ()
+        fields |= dict(zip(("z", "squares"), written, strict=False))
         stream = torch.cuda.current_stream().cuda_stream
         filled = params.LinearParams.of(**fields, **sizes, global_scale=global_scale, y=y, stream=stream)
         status = params.call(compiled, kernel.function, filled, x[0].device)
     if status:
         value = f"cudaError {status} for M={m}, N={n}, K={k}, tile {tuple(tile)}"
         raise KernelError(f"fp4_{name} was not launched", value=value, limit="cudaSuccess", remedy=switch_off(name))
-    return y
+    return (y, *written) if written else y
+
+
+def _squares_of(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for what a library with ``half="squares"`` writes besides ``y [M, N]``."""
+    return torch.empty_like(y), y.new_empty(y.shape[0], y.shape[1] // SQUARED, dtype=torch.float32)
 
 
 # Parts of the operators' tensors -> fields of LinearParams, where these have other names.
@@ -265,10 +275,11 @@ DEFINITIONS = torch.library.Library("fp4_csrc", "DEF")
 def _define(name: str, kernel: Library) -> None:
     parts = ", ".join(f"Tensor {part}" for part in (*kernel.activations, *kernel.weight))
     options = ", ".join((*(f"int {size}=0" for size in kernel.tile), *kernel.more))
-    DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {options}) -> Tensor")
+    results = "(Tensor, Tensor, Tensor)" if kernel.half == "squares" else "Tensor"
+    DEFINITIONS.define(f"{name}({parts}, Tensor global_scale, Tensor? bias, int arch, {options}) -> {results}")
     first, count, sizes = len(kernel.activations), len(kernel.activations) + len(kernel.weight), len(kernel.tile)
 
-    def until_bound(*args) -> Tensor:
+    def until_bound(*args) -> Any:
         """Any device, until the binding has registered itself for CUDA."""
         device = args[0].device
         if device.type != "cuda":
@@ -278,9 +289,10 @@ def _define(name: str, kernel: Library) -> None:
         global_scale, bias, arch, *extra = args[count:]
         return _through_ctypes(name, args[:first], args[first:count], global_scale, bias, arch, extra[:sizes], extra[sizes:])
 
-    def fake(*args) -> Tensor:
+    def fake(*args) -> Any:
         x, weight = args[0], args[first]
-        return x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]), dtype=_output_dtype(kernel, x.dtype, args[count + 3 :]))
+        y = x.new_empty(x.shape[0], _columns(kernel, weight.shape[0]), dtype=_output_dtype(kernel, x.dtype, args[count + 3 :]))
+        return (y, *_squares_of(y)) if kernel.half == "squares" else y
 
     DEFINITIONS.impl(name, until_bound, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp4_csrc::{name}", fake, lib=DEFINITIONS)

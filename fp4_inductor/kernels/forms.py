@@ -16,6 +16,8 @@ from ..ops.activation import activation_code
 
 # FP4_FINISH of csrc/common/epilogue.cuh: what a library is compiled to do behind its products.
 FINISHES = ("plain", "pointwise", "glu")
+# FP4_RMS of it: the half of an RMSNorm that a library has, and its suffix in the names of operators.
+HALVES = ("", "squares", "rms")
 SEVERAL_SCALES = "_scales"
 ASM = True  # Triton kernels use inline PTX; Triton's interpreter cannot
 
@@ -40,6 +42,8 @@ class Library:
         most_rows: the most activation rows of one call on an architecture, as the source itself and ``csrc/binding/ops.cpp`` have it.
         lane_order: E4M3 activations have their K in the order of ``fp4.quantize_rows_fp8(lane_order=True)``.
         norm: it normalises its activations first, if a call has a :class:`Norm`.
+        half: one of :data:`HALVES`. ``"squares"``: it has three results, y, y times the weight of the norm that reads y, and sums of squares of y.
+            ``"rms"``: its activations are the second of these, and it multiplies its sums by the inverse root mean square of the rows, from the third.
         siblings: it takes the rows where the second and the third global scale begin, where it has no ``Epilogue`` that says so.
         apart: several global scales (of an expert: two) need a library of their own, so that the one for one scale carries nothing of it.
         several: it is that library.
@@ -55,6 +59,7 @@ class Library:
     most_rows: Callable[[int], int] = many_rows
     lane_order: bool = False
     norm: bool = False
+    half: str = ""
     siblings: bool = False
     apart: bool = False
     several: bool = False
@@ -65,7 +70,8 @@ class Library:
         """Of its operator in ``torch.ops.fp4_csrc``."""
         path = PurePath(self.source)
         finish = f"_{self.finish}" if self.finish in FINISHES[1:] else ""
-        return ("moe_" if path.parts[0] == "moe" else "") + path.stem + finish + (SEVERAL_SCALES if self.several else "")
+        half = f"_{self.half}" if self.half else ""
+        return ("moe_" if path.parts[0] == "moe" else "") + path.stem + finish + half + (SEVERAL_SCALES if self.several else "")
 
     @property
     def function(self) -> str:
@@ -87,7 +93,8 @@ class Library:
         both = ("int second=0", "int third=0") if self.finish or self.siblings else ()
         rest = ("int act=0", "Tensor? mul=None", "Tensor? residual=None") if self.finish else ()
         norm = ("Tensor? norm_weight=None", "float eps=0.0", "float norm_offset=0.0") if self.norm else ()
-        return (*both, *rest, *(("int early=0",) if self.early else ()), *norm)
+        half = {"squares": ("Tensor? norm_weight=None", "float norm_offset=0.0"), "rms": ("Tensor? squares=None", "float eps=0.0")}.get(self.half, ())
+        return (*both, *rest, *(("int early=0",) if self.early else ()), *norm, *half)
 
     @property
     def defaults(self) -> tuple:
@@ -98,16 +105,18 @@ class Library:
     def arguments(self, options: Options) -> tuple:
         """Of the operator, behind ``arch``: the tile, then those that :attr:`more` declares; without defaults at the end."""
         more = options.then.arguments() if options.then else ()
-        if options.early or options.norm:
-            ahead = len(self.more) - self.early - len(Norm._fields) * self.norm  # those of ``then``
-            more = (*more, *self.defaults[len(more) : ahead], *((int(options.early),) if self.early else ()), *(options.norm or ()))
+        if options.early or options.norm or options.half:
+            ahead = len(self.more) - self.early - len(Norm._fields) * self.norm - 2 * bool(self.half)  # those of ``then``
+            early = (int(options.early),) if self.early else ()
+            more = (*more, *self.defaults[len(more) : ahead], *early, *(options.norm or ()), *options.half)
         return (*(options.tile or [0] * len(self.tile)), *more) if more else tuple(options.tile)
 
     @property
     def defines(self) -> tuple[str, ...]:
         """nvcc's flags besides those of the architecture."""
         finish = (f"-DFP4_FINISH={FINISHES.index(self.finish)}",) if self.finish in FINISHES[1:] else ()
-        return (*finish, "-DFP4_SEVERAL_SCALES=1") if self.several else finish
+        half = (f"-DFP4_RMS={HALVES.index(self.half)}",) if self.half else ()
+        return (*finish, *half, *(("-DFP4_SEVERAL_SCALES=1",) if self.several else ()))
 
     def for_scales(self, count: int) -> Library:
         """The library that takes ``count`` global scales."""
@@ -290,12 +299,14 @@ class Options(NamedTuple):
         then: what it does with the sums; None: nothing.
         early: it may begin while the kernel before it is still running, which must write neither the weight nor that of the norm.
         norm: what it does with x first, of a library that takes it (``Library.norm``); None: nothing.
+        half: of a library that has half of an RMSNorm (``Library.half``), its operands: ``(norm_weight, norm_offset)``, or ``(squares, eps)``.
     """
 
     tile: Sequence[int] = ()
     then: Epilogue | None = None
     early: bool = False
     norm: Norm | None = None
+    half: tuple[Any, ...] = ()
 
 
 PLAIN = Options()

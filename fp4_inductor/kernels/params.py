@@ -48,7 +48,7 @@ class Struct(ctypes.Structure):
 class LinearParams(Struct):
     _fields_ = [
         *_fields(ctypes.c_int64, "size"),
-        *_fields(ctypes.c_void_p, "x x_scale row_scale codes meta scale global_scale bias mul residual norm_weight y scratch"),
+        *_fields(ctypes.c_void_p, "x x_scale row_scale codes meta scale global_scale bias mul residual norm_weight z squares y scratch"),
         *_fields(ctypes.c_int64, "scratch_bytes"),
         *_fields(ctypes.c_void_p, "stream"),
         *_fields(ctypes.c_int, "M N K dtype second third act early"),

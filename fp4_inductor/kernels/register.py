@@ -23,6 +23,7 @@ from ..ops import (
     quantize_glu_rows_fp8,
     quantize_rows_fp8,
     quantize_rows_nvfp4,
+    rms_linear,
     router,
     sparse_decompress,
     sparse_dequantize,
@@ -69,6 +70,8 @@ dequantize_fp8.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "
 quantize_glu_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_glu_rows_fp8"))
 quantize_rows_fp8.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_fp8.launch", "quantize_rows_fp8"))
 quantize_rows_nvfp4.CONTRACT.implement("CUDA", _at_first_call(".quantize_rows_nvfp4.launch", "quantize_rows_nvfp4"))
+for _half in (rms_linear.SQUARES, rms_linear.LINEAR, rms_linear.LINEAR_SIBLINGS, rms_linear.LINEAR_GLU):
+    _half.implement("CUDA", _at_first_call(".linear.rms", _half.name))
 router.CONTRACT.implement("CUDA", _at_first_call(".router.launch", "router"))
 sparse_linear.CONTRACT.implement("CUDA", _at_first_call(".sparse_linear.cuda", "sparse_linear"))
 sparse_dequantize.CONTRACT.implement("CUDA", _at_first_call(".dequantize.launch", "sparse_dequantize"))

@@ -4,7 +4,7 @@
 def register() -> None:
     """Install the lowerings. Called once, when Inductor is first imported."""
     from ..kernels import operators  # noqa: F401
-    from . import cached_attention, decode_attention, linear, linear_chain, linear_epilogue, linear_fp8, linear_glu, linear_w4a4, moe, sparse_linear
+    from . import cached_attention, decode_attention, linear, linear_chain, linear_epilogue, linear_fp8, linear_glu, linear_w4a4, moe, rms_linear, sparse_linear
 
     cached_attention.register()
     decode_attention.register()
@@ -14,5 +14,6 @@ def register() -> None:
     linear_fp8.register()
     linear_glu.register()
     linear_w4a4.register()
+    rms_linear.register()
     sparse_linear.register()
     moe.register()

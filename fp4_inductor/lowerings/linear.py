@@ -206,10 +206,11 @@ def product(op, storage: Storage, call: Product, remarks: Remarks = NO_REMARKS):
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
-def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue, norm: Norm | None = None):
+def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue, norm: Norm | None = None, half: tuple = ()):
     """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch.
 
-    ``norm``: what the kernel does with its activations first, if it takes one (``Library.norm``): its weight is ``[K]`` in their dtype.
+    ``norm``: what the kernel does with its activations first, if it takes one (``Library.norm``): its weight is ``[K]`` in their dtype. ``half``: the
+    operands of the half of a norm that it has (``Library.half``), tensors contiguous.
     """
     operator = getattr(torch.ops.fp4_csrc, library.name).default
     given, early = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False
@@ -219,7 +220,7 @@ def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias,
         read = (*given[len(parts) : -1], *(() if norm is None else (norm.weight,)))  # before the kernel before has ended; the global scale is not
         early, told = begins_early(arch, given[: len(parts)], read)
         entry.note = join(entry.note, told)
-    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, Options(then=then, early=early, norm=norm)))
+    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, Options(then=then, early=early, norm=norm, half=half)))
 
 
 _FIRST_PDL = 90  # programmatic dependent launch

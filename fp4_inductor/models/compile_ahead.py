@@ -12,7 +12,8 @@ from ..kernels.select import Call
 from ..modules import FP4Experts, FP4Linear, SiblingLinear, Sparse24ExpertWeight, Sparse24Linear
 from ..modules.fp8 import FP8Linear
 
-_DENSE = ("linear", "linear_epilogue", "linear_chain")  # that a linear layer may become a part of
+# That a linear layer may become a part of.
+_DENSE = ("linear", "linear_epilogue", "linear_chain", "linear_residual_squares", "rms_scaled_linear")
 
 
 def compile_ahead(model: nn.Module) -> None:
@@ -37,7 +38,9 @@ def calls_of(module: nn.Module, arch: int | None = None) -> Iterator[Call]:
         ops: tuple[str, ...] = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else _DENSE
         yield from (_call(op, arch, module.dtype, n, k, module.prefill) for op in ops)
         if isinstance(module, SiblingLinear):
-            ops = ("linear", "linear_glu") if len(module.packed.starts) == 2 else ("linear",)
+            ops = ("linear", "rms_scaled_linear")
+            if len(module.packed.starts) == 2:
+                ops = (*ops, "linear_glu", "rms_scaled_linear_glu")
             yield from (_call(op, arch, module.dtype, module.packed.qdata.shape[0], k, module.prefill) for op in ops)
 
 

@@ -34,9 +34,8 @@ from ..ops.linear_epilogue import EpilogueCall
 from . import views
 from .counters import matched
 from .emit import OF_ONE_CALL, emit, erase
-from .layout import is_call, rows_of, value
+from .layout import below_views, is_call, rows_of, value
 from .missed import UNCHAINED, missed
-from .norm import below_views
 from .siblings import MEMBERS
 
 aten = torch.ops.aten

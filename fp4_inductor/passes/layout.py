@@ -17,6 +17,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _SAME = views.SAME | {aten.clone.default}
 ROOTS = {torch.ops.fp4.dequantize.default: nvfp4.STORAGE, torch.ops.fp4.sparse_dequantize.default: sparse24.STORAGE}
 _RESHAPES = views.RESHAPES | {aten.expand.default}
+OF_ROWS = views.RESHAPES | views.UNITS | {aten.alias.default}  # they leave rows, and the order of rows, as they are, where the last size stays
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,13 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt):
         return a.node.expr == b.node.expr
     return False
+
+
+def below_views(node: Any) -> Node:
+    """``node`` below views that leave its rows as they are."""
+    while node.op == "call_function" and node.target in OF_ROWS and same(value(node).shape[-1], value(node.args[0]).shape[-1]):
+        node = node.args[0]
+    return node
 
 
 def linear_arguments(linear: Node) -> tuple[Any, ...]:

@@ -25,9 +25,8 @@ from ..ops.moe_call import MoeCall
 from . import chain, views
 from .counters import matched
 from .emit import emit, erase
-from .layout import is_call, rows_of, value
+from .layout import below_views, is_call, rows_of, value
 from .missed import UNCHAINED, missed
-from .norm import below_views
 from .rms_norm import RMSNorm, read
 
 aten, fp4 = torch.ops.aten, torch.ops.fp4

@@ -1,6 +1,7 @@
 """``linear(norm(x))`` -> ``fp4.norm_linear``: an RMSNorm becomes part of the linear layers that read it, if their kernel computes it and a launch is saved.
 
-A decode step has two norms a layer, each a kernel that moves a few kilobytes. A kernel of one row reads that row anyway. The norm is left where it is if
+A decode step has two norms a layer, each a kernel that moves a few kilobytes. A kernel of one row reads that row anyway. Of 2 to 32 rows a norm may be divided
+among the layers around it (:mod:`.rms_halves`), which is asked first. Else the norm is left where it is if
 
 * the kernel that serves this M takes no norm, or M is not known: only static shapes are folded;
 * something other than a linear layer reads it (a router, a result of the graph): its kernel would stay;
@@ -26,17 +27,16 @@ from ..kernels.kernel import Span
 from ..kernels.select import Plan, plan
 from ..ops.linear_siblings import begins
 from ..ops.norm_linear import with_norm
-from . import add_norm, epilogue, views
+from . import add_norm, epilogue, rms_halves
 from .add_norm import AddNorm
 from .counters import matched
 from .emit import emit, erase
-from .layout import is_call, is_ours, linear_arguments, rows_of, same, value
+from .layout import OF_ROWS, below_views, is_call, is_ours, linear_arguments, rows_of, same, value
 from .missed import APART, missed
 from .rms_norm import RMSNorm, read
 
 aten, fp4 = torch.ops.aten, torch.ops.fp4
 LINEARS = (fp4.linear.default, fp4.linear_siblings.default, fp4.linear_glu.default)
-VIEWS = views.RESHAPES | views.UNITS | {aten.alias.default}
 BY_INDUCTOR = "the kernel that makes its input computes it on the way"
 # Operators of torch's that are not computed by a kernel that Inductor writes.
 _IN_MEMORY = {aten.mm.default, aten.addmm.default, aten.bmm.default}
@@ -65,6 +65,11 @@ def fold(graph: Graph) -> None:
         if norm is None and total is None:
             continue
         readers, others = _readers(y)
+        if not others and rms_halves.serve(graph, readers):
+            reason = _why_not_divided(graph, y, total, norm, readers)
+            if reason:
+                missed(y, value(y), reason, APART)
+            continue
         asked = [_Reader(node, options, _row(options, node)) for node in readers if (options := _plan_of(node)) is not None]
         if not any(_takes_norm(row) for reader in asked for row in reader.options.rows):
             continue  # there is no kernel that could
@@ -84,6 +89,20 @@ def fold(graph: Graph) -> None:
             _rewrite(graph, norm, reader.linear)
 
 
+def _why_not_divided(graph: Graph, y: Node, total: AddNorm | None, norm: RMSNorm | None, readers: list[Node]) -> str:
+    """Why the norm ``y`` is not divided among the layer in front of it and ``readers``; empty: now it is."""
+    if total is not None:
+        reason = rms_halves.why_not_in_front(graph, total)
+        if reason:
+            return reason
+        norm = read(add_norm.take_out(graph, total))
+    reason = "" if norm is None else _why_not_alone(norm)
+    reason = reason or rms_halves.why_not(graph, norm, readers)
+    if not reason:
+        rms_halves.divide(graph, norm, readers)  # type: ignore[arg-type]
+    return reason
+
+
 def _why_not_taken_out(total: AddNorm, readers: list[_Reader], others: list[str]) -> str:
     """Why a sum stays a part of its norm; empty: its layer's kernel can add, and ``readers`` can compute the norm."""
     reason = _why_not_others(others) or _why_not_rows(readers)
@@ -98,6 +117,18 @@ def _why_not(norm: RMSNorm | None, readers: list[_Reader], others: list[str]) ->
         return "its weight is not one number for each column"
     if others:
         return _why_not_others(others)
+    reason = _why_not_alone(norm) or _why_not_rows(readers)
+    if reason:
+        return reason
+    if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
+        return "something is written between it and a linear layer"
+    if not _is_in_memory(norm.x):
+        return BY_INDUCTOR
+    return ""
+
+
+def _why_not_alone(norm: RMSNorm) -> str:
+    """Why no kernel computes ``norm``, or a half of it, whoever reads it; empty: one may."""
     if norm.weight is None:
         return "it has no weight"
     if norm.weight.op not in ("placeholder", "get_attr"):
@@ -108,13 +139,6 @@ def _why_not(norm: RMSNorm | None, readers: list[_Reader], others: list[str]) ->
         return f"it reads {x}, multiplies by {weight} and gives {y}: kernels take one dtype"
     if any(user not in norm.inside for node in norm.inside - {norm.y} for user in node.users):
         return "something else reads a part of it"
-    reason = _why_not_rows(readers)
-    if reason:
-        return reason
-    if not in_one_mutation_region([*norm.inside, *(reader.linear for reader in readers)]):
-        return "something is written between it and a linear layer"
-    if not _is_in_memory(norm.x):
-        return BY_INDUCTOR
     return ""
 
 
@@ -133,18 +157,11 @@ def _why_not_rows(readers: list[_Reader]) -> str:
     return ""
 
 
-def below_views(node: Any) -> Node:
-    """``node`` below views that leave its rows as they are."""
-    while node.op == "call_function" and node.target in VIEWS and same(value(node).shape[-1], value(node.args[0]).shape[-1]):
-        node = node.args[0]
-    return node
-
-
 def _readers(y: Node) -> tuple[list[Node], list[str]]:
     """The linear layers that read ``y``, or a view of its rows, as their activation; and what else reads it."""
     linears, others = [], []
     for user in y.users:
-        if user.op == "call_function" and user.target in VIEWS and same(value(user).shape[-1], value(y).shape[-1]):
+        if user.op == "call_function" and user.target in OF_ROWS and same(value(user).shape[-1], value(y).shape[-1]):
             more = _readers(user)
             linears += more[0]
             others += more[1]

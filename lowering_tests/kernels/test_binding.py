@@ -240,6 +240,13 @@ def arguments_for(kernel: csrc.Library, m: int, n: int = 32, k: int = 256) -> tu
     return *x, *w, scales
 
 
+def more_for(name: str, m: int, n: int = 32, k: int = 256) -> tuple:
+    """What the operator takes behind ``arch``: two global scales of gate and up, and the operands of half an RMSNorm."""
+    kernel = LIBRARIES[name]
+    half = {"squares": (torch.ones(n, dtype=torch.bfloat16), 0.0), "rms": (torch.ones(m, k // 16), 1e-5)}.get(kernel.half, ())
+    return csrc.extra_arguments(name, Options(then=Epilogue((16,) if kernel.finish == "glu" else ()), half=half))
+
+
 LINEAR = [name for name, kernel in LIBRARIES.items() if kernel.weight]
 
 
@@ -266,13 +273,13 @@ def test_that_is_how_many_rows_the_kernel_serves(ops, monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     args = arguments_for(kernel, most)
-    starts = (*[0] * len(kernel.tile), 16) if kernel.finish == "glu" else ()
-    y = getattr(ops, name)(*args, None, ARCH, *starts)
+    y = getattr(ops, name)(*args, None, ARCH, *more_for(name, most))
+    y = y[0] if isinstance(y, tuple) else y
     assert y.shape == (most, 16 if kernel.finish == "glu" else 32)
     monkeypatch.setattr(csrc, "most_rows", lambda name, arch: most + 1)
     x, w, g = arguments_for(kernel, most + 1)[:1], args[1:-1], args[-1]
     with pytest.raises(KernelError, match=rf"cudaError 1 for M={most + 1}"):
-        csrc._through_ctypes(name, x, w, g, None, ARCH, (), starts[len(kernel.tile) :])
+        csrc._through_ctypes(name, x, w, g, None, ARCH, (), more_for(name, most + 1)[len(kernel.tile) :])
 
 
 def test_no_choice_gives_a_kernel_more_rows_than_it_serves():

@@ -31,6 +31,8 @@ def calls() -> Iterator[Call]:
     ops = ("linear", "linear_glu", "linear_epilogue", "linear_chain", "linear_fp8", "linear_w4a4", "sparse_linear")
     for op, arch, dtype, n, k, prefill, csrc in itertools.product(ops, ARCHS, DTYPES, N, K, PREFILL, ("", "no nvcc")):
         yield Call(op, arch, dtype, n, k, prefill, csrc)
+    for op, arch, n, k, csrc in itertools.product(("linear_residual_squares", "rms_scaled_linear", "rms_scaled_linear_glu"), ARCHS, N, K, ("", "no nvcc")):
+        yield Call(op, arch, torch.bfloat16, n, k, csrc=csrc)
     for op, arch, dtype, (n, k), prefill, csrc, experts, form in itertools.product(
         ("moe", "sparse_moe"), ARCHS, DTYPES, EXPERTS, PREFILL, ("", "no nvcc"), (1, 8, 128), ((), ("no gate",))
     ):

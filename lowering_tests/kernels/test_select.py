@@ -52,7 +52,8 @@ def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_num
     """One that says nothing is in test_emulated_sparse_table.py, or calls others by their own choice, or serves one row."""
     silent = {kernel.name for kernel in registry.kernels() if not kernel.batch[1]}
     one_row = {"triton_sparse_gemv", "triton_gemv_fp8", "triton_gemv_glu", "cuda_gemv", "cuda_gemv_pointwise", "cuda_gemv_glu", "cuda_gemv_chain"}
-    assert silent == {"cuda_sparse_table", "linear, then act * up", "linear, then pointwise", "one by one"} | one_row
+    in_steps = {"linear, then act * up", "linear, then pointwise", "one by one", "linear, sum, squares", "scaled, then linear", "scaled, then glu"}
+    assert silent == {"cuda_sparse_table"} | in_steps | one_row
     for call in CALLS:
         for row in plan(call, DEFAULT).rows:
             assert bool(row.batch) == bool(row.implementation.batch[1] and (row.max_m is None or row.max_m > row.implementation.batch[0]))
@@ -60,7 +61,7 @@ def test_every_kernel_for_several_rows_says_whether_its_bits_depend_on_their_num
 
 def test_every_kernel_has_a_form_that_runs():
     """One that nobody implements would be found by the first user of that architecture."""
-    of_op = {"linear_glu": "glu", "linear_epilogue": "pointwise"}
+    of_op = {"linear_glu": "glu", "linear_epilogue": "pointwise", "linear_residual_squares": "pointwise", "rms_scaled_linear_glu": "glu"}
     for kernel in registry.kernels():
         if kernel.form is None:  # a CPU's op chooses itself, the two steps of a fused op are other ops
             assert kernel.regime in ("cpu", "unfused")

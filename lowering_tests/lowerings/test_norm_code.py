@@ -62,7 +62,7 @@ def compiled(build, shape=(1, 1, K), serving=True, **options):
     """``(the wrapper's call, journal, matches, what was left apart, the whole code)``"""
     reset_matches()
     serves = norm_kernels.serving() if serving else mock.patch("builtins.id", id)
-    with dispatch(thresholds={"chain": 0}), listen() as entries, missed.listen() as left, serves:
+    with dispatch(thresholds={"chain": 0, "rms": 0}), listen() as entries, missed.listen() as left, serves:
         code = generated_code(build, [(shape, BF16)], csrc="", **options)[0]
     return call_body(code), entries, matches(), [m.reason for m in left if m.what == missed.APART], code
 

@@ -169,7 +169,8 @@ def test_cuda_sources_are_compiled_while_weights_are_loaded(monkeypatch):
     begun = []
     monkeypatch.setattr(compiling.select, "compile_ahead", lambda calls: begun.extend(calls))
     compiling._compile_ahead((("linear", 6144, 4096), ("linear_glu", 24576, 4096)), 90, torch.bfloat16, "auto")
-    assert {call.op for call in begun} == {"linear", "linear_epilogue", "linear_glu", "linear_chain"}
+    halves = {"linear_residual_squares", "rms_scaled_linear", "rms_scaled_linear_glu"}
+    assert {call.op for call in begun} == {"linear", "linear_epilogue", "linear_glu", "linear_chain", *halves}
     assert {name for call in begun for name in compiling.select.csrc_names(call)} >= {"linear_gemv", "linear_gemv_pointwise", "linear_gemv_glu", "linear_chain"}
     begun.clear()
     compiling._compile_ahead((("linear", 6144, 4096),), 0, torch.bfloat16, "auto")

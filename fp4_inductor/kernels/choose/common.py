@@ -55,6 +55,26 @@ def linear_chain(call, can):
     yield from first(can, "one by one")
 
 
+def linear_residual_squares(call, can):
+    yield from by_table(can, "cuda_table_squares", "linear, sum, squares")
+
+
+def rms_scaled_linear(call, can):
+    yield from by_table(can, "cuda_table_rms", "scaled, then linear")
+
+
+def rms_scaled_linear_glu(call, can):
+    yield from by_table(can, "cuda_table_glu_rms", "scaled, then glu")
+
+
+def by_table(can, name, apart):
+    """``name``, which has half of an RMSNorm, where cuda_table serves the product: one row's norm is computed by cuda_gemv."""
+    if can(name):
+        yield 1, apart
+        yield 32, name
+    yield from first(can, apart)
+
+
 def decode_attention(call, can):
     for name in ("triton_decode_attention", "triton_codes_attention"):
         if can(name):
