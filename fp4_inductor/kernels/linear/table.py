@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..forms import Library
-from ..kernel import EMULATED, Kernel, On
+from ..kernel import MEASURED_H100, Kernel, On
 from .finishes import finishes, measured
 
 # A tile is 16 * sets rows of the weight a block and 16 * sets_a_warp a warp; k_groups warps share K, ``substeps`` of them a stage.
@@ -18,6 +18,7 @@ def _kernel(op: str, finish: str, why: str) -> Kernel:
     return Kernel(op, f"cuda_table{'' if finish == 'plain' else f'_{finish}'}", "small", measured(why), k_multiple=256, batch=_WARPS, form=library)
 
 
+_HALF = "a layer of an 8B model 51.4 us at M = 8, 56.2 with launches of its norms"
 # Half of an RMSNorm, with which the launch between two products is saved: the op, FP4_FINISH, one of HALVES, and what it does.
 _HALVES = (
     ("linear_residual_squares", "pointwise", "squares", "writes what the products behind the RMSNorm of its result need of it"),
@@ -30,7 +31,7 @@ def _half(op: str, finish: str, half: str, what: str) -> Kernel:
     library = Library("gemm/linear_table.cu", ("qdata", "scale"), _TILE, finish, early=True, half=half, most_rows=lambda arch: 32)
     name = f"cuda_table{'_glu' if finish == 'glu' else ''}_{half}"
     return Kernel(
-        op, name, "rms", (On(90, 90, EMULATED, f"{what}: one launch less a norm"),), k_multiple=256, n_multiple=16 if half == "squares" else 1, batch=_WARPS,
+        op, name, "rms", (On(90, 90, MEASURED_H100, f"{what}: {_HALF}"),), k_multiple=256, n_multiple=16 if half == "squares" else 1, batch=_WARPS,
         form=library,
     )  # fmt: skip
 
