@@ -55,6 +55,7 @@ __device__ __forceinline__ void multiply_table(const typename Weight::Source& fr
 #if FP4_RMS == 2
   float* const roots = (float*)(shared + layout.roots());
   read_roots(roots, then.squares, M, K, then.eps, threads);  // while the first activations are on their way
+  named_barrier_sync(1, threads);  // take_turns() has to begin in all warps at once
 #endif
   take_turns(steps, layout.stages, layout.k_groups / kSharers, k_group / kSharers, full, free, lane, layout.sets_a_warp - R, [&](int stage) {
     weight.multiply(acc, layout, shared, rows, stage, g, t, lane);

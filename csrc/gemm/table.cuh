@@ -111,7 +111,8 @@ __device__ __forceinline__ void multiply_by_table(float (&acc)[R][TILES][4], Sha
 template <typename Use>
 __device__ __forceinline__ void take_turns(int steps, int stages, int k_groups, int k_group, Shared full, Shared free, int lane, int zero, Use use) {
   // A warp has to meet every phase of an mbarrier that it waits for: the one behind an incomplete one would look complete. So it goes to its own steps only
-  // where these always lie in the same stages, else it waits for each step and works on every k_groups-th.
+  // where these always lie in the same stages, else it waits for each step and works on every k_groups-th. All warps have to begin at once: one that begins when
+  // the others have used the stages before its own, and these are full again, would wait for a phase that is over.
   const int stride = stages % k_groups ? 1 : k_groups;
   int at = stride == 1 ? 0 : k_group, parity = 0, turn = stride == 1 ? k_group : 0;
   for (int k = at; k < steps; k += stride) {

@@ -176,13 +176,14 @@ def test_explain_names_every_layer(tiny):
 
 
 @pytest.mark.parametrize(("family", "rows", "options", "pays"), [
-    ("qwen3", 1, {}, True), ("qwen3", 8, {}, False), ("qwen3_moe", 1, {}, True), ("gpt_oss", 1, {}, False), ("qwen3", 1, dict(thresholds={"chain": 0}), False),
+    ("qwen3", 1, {}, True), ("qwen3_moe", 1, {}, True), ("gpt_oss", 1, {}, False), ("qwen3", 1, dict(thresholds={"chain": 0}), False),
+    ("qwen3", 8, {}, True), ("qwen3", 33, {}, False), ("qwen3_moe", 8, {}, False), ("qwen3", 8, dict(thresholds={"rms": 0}), False),
 ])  # fmt: skip
 def test_a_step_is_one_graph_where_products_of_two_layers_are_one_launch(tiny, family, rows, options, pays, monkeypatch):
     model = quantized(tiny(family))
     assert not regions.pays_undivided(model, rows), "on a CPU"
-    of_a_gpu = dataclasses.replace(select.describe("linear_chain", torch.device("cpu"), torch.bfloat16, 64, 64), arch=90)
-    monkeypatch.setattr(select, "describe", lambda *args, **options: of_a_gpu)
+    of_a_gpu = dataclasses.replace(select.describe("linear_chain", torch.device("cpu"), torch.bfloat16, 256, 256), arch=90)
+    monkeypatch.setattr(select, "describe", lambda op, *args, **options: dataclasses.replace(of_a_gpu, op=op))
     with fp4_inductor.dispatch(**options):
         assert regions.pays_undivided(model, rows) is pays
 
