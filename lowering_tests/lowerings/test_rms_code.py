@@ -114,7 +114,7 @@ class Halves(nn.Module):
         return y, glu, fp4.rms_scaled_linear(z, squares, EPS, q, s, g), *fp4.rms_scaled_linear_siblings(z, squares, EPS, q, s, g, None, [0, 16, 32, K])
 
 
-@pytest.mark.parametrize(("m", "options"), [(1, {}), (0, {}), (64, {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)})], ids=str)
+@pytest.mark.parametrize(("m", "options"), [(1, {}), (0, {}), (64, {"mark": lambda x: torch._dynamo.mark_dynamic(x, 0)})], ids=["one", "none", "dynamic"])
 def test_rows_that_no_kernel_takes(m, options):
     """The products by their own kernels, plain operations around them."""
     body, entries, *_ = compiled(Halves, ((m, K),), **options)

@@ -16,7 +16,6 @@ from ...ops import paged_attention as contract
 from ...ops.decode_attention import scale_of
 from ...ops.paged_attention import PagedCall
 from .. import host, params
-from ..cached_attention.step import along
 from ..forms import Launches, Library
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 
@@ -33,11 +32,11 @@ _LOG2_E = math.log2(math.e)
 def paged_form(c: PagedCall) -> tuple[str, ...]:
     """What a call asks for besides what the CUDA kernel serves. Reads shapes, strides and addresses only."""
     group = c.query.shape[1] // max(c.key.shape[1], 1)
-    rows = [t for t in (c.query, c.key, c.value, c.keys, c.values) if t.stride(-1) == 1 or t is c.keys or t is c.values]
+    rows = (c.query, c.key, c.value, c.keys, c.values)
     asked = {
         f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
         f"pages of {c.keys.shape[1]} tokens, no multiple of {TOKENS}": c.keys.shape[1] % TOKENS != 0,
-        "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
+        "channels that are apart": any(t.stride(-1) != 1 for t in rows),
         "rows that begin at no multiple of 16 bytes": any(t.data_ptr() % _ALIGNED or any(s * t.itemsize % _ALIGNED for s in t.stride()[:-1]) for t in rows),
         "pages of a sequence that are apart": c.table.stride(1) != 1,
     }
@@ -45,23 +44,32 @@ def paged_form(c: PagedCall) -> tuple[str, ...]:
 
 
 def paged_attention(c: PagedCall) -> None:
-    """``fp4.paged_attention`` on CUDA."""
+    """``fp4.paged_attention`` on CUDA. A cache whose channels are apart, or whose rows are not aligned, is copied there and back."""
     contract.check(c)
     if not c.out.numel():
         return
+    query, key, value, keys, values = map(_readable, (c.query, c.key, c.value, c.keys, c.values))
+    table = c.table if c.table.stride(1) == 1 else c.table.contiguous()
+    out = c.out if c.out.is_contiguous() else torch.empty(c.out.shape, dtype=c.out.dtype, device=c.out.device)
+    laid = c._replace(query=query, key=key, value=value, keys=keys, values=values, table=table, out=out)
     (_, heads, d), kv_heads = c.query.shape, c.key.shape[1]
-    kernel = host.row_for("paged_attention", c.query, heads // kv_heads, heads, d, form=paged_form(c)).implementation
+    kernel = host.row_for("paged_attention", c.query, heads // kv_heads, heads, d, form=paged_form(laid)).implementation
     with torch.cuda.device(c.query.device):
-        if c.out.is_contiguous():
-            kernel.source()(c)
-        else:
-            kernel.source()(c._replace(out=(dense := torch.empty(c.out.shape, dtype=c.out.dtype, device=c.out.device))))
-            c.out.copy_(dense)
+        kernel.source()(laid)
+        for given, used in ((c.keys, laid.keys), (c.values, laid.values), (c.out, laid.out)):
+            if used is not given:
+                given.copy_(used)
+
+
+def _readable(t: Tensor) -> Tensor:
+    """Rows of neighbouring numbers that begin at multiples of 16 bytes."""
+    fits = t.stride(-1) == 1 and t.data_ptr() % _ALIGNED == 0 and all(s * t.itemsize % _ALIGNED == 0 for s in t.stride()[:-1])
+    return t if fits else t.clone(memory_format=torch.contiguous_format)
 
 
 def fields(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """Of :class:`params.PagedParams`, but for y and stream. ``tile``: warps of a block, blocks of a KV head; zeros: the kernel's choice."""
-    query, key, value = map(along, (c.query, c.key, c.value))
+    query, key, value = c.query, c.key, c.value
     (batch, heads, d), (_, page, kv_heads, _) = query.shape, c.keys.shape
     tensors: dict[str, Tensor | None] = dict(
         query=query, key=key, value=value, keys=c.keys, values=c.values, table=c.table, lengths=c.lengths.contiguous(), slots=c.slots.contiguous(),
