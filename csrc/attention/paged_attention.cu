@@ -8,7 +8,7 @@
 // Each warp has a softmax of its own. They meet in the shared memory of their block, and the blocks' results in that of the cluster, where each block makes
 // a part of the answer: no scratch memory, no counters, the same bits from run to run.
 //
-// PDL: the call's `early` says that the kernel before writes nothing of the cache, the table and the lengths: the first tiles are then requested before the wait.
+// PDL: the call's `early` says that the kernel before writes nothing of the cache, the table and the lengths: first tiles are then requested before the wait.
 #include "append.cuh"
 #include "combine.cuh"
 
@@ -17,7 +17,7 @@ namespace {
 using namespace fp4;
 using namespace fp4::attention;
 
-constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int kMostBlocks = 16, kTogether = 8;  // of a cluster; those whose results are read at once
 
 // A template's constants. ROWS: 8, or 16, heads that share a KV head.
 template <typename T_, int D_, int ROWS_, int WARPS> struct Paged {
@@ -67,8 +67,8 @@ template <typename F> struct NewToken {
   }
 };
 
-// A tile of 16 tokens in shared memory, where cp.async brings it. Neighbouring lanes copy neighbouring bytes, so that whole lines are asked for; they land where
-// the lane that multiplies them reads them, whose parts lie 512 bytes apart. Zeros where a token is not attended to: there may be NaN in memory.
+// A tile of 16 tokens in shared memory, where cp.async brings it. Neighbouring lanes copy neighbouring bytes, so that whole lines are asked for; they land
+// where the lane that multiplies them reads them, whose parts lie 512 bytes apart. Zeros where a token is not attended to: there may be NaN in memory.
 template <typename F> struct Tile {
   using T = typename F::T;
   static constexpr int kChunks = F::D / 32, kValueChunks = F::D / 64, kParts = 2 * kChunks + 4 * kValueChunks, kBytes = kParts * 512;
@@ -293,14 +293,18 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_atten
   if (blocks == 1) return;
   cluster_sync();
   for (int i = rank * F::kThreads + threadIdx.x; i < group * kPairs; i += blocks * F::kThreads) {
-    float2 of[kMostBlocks], y[kMostBlocks], stat, out;
+    float2 stat{kNone, 0}, out{0, 0};
+    for (int first_of_some = 0; first_of_some < blocks; first_of_some += kTogether) {
+      float2 of[kTogether + 1], y[kTogether + 1];
 #pragma unroll
-    for (int r = 0; r < kMostBlocks; ++r) {
-      const bool there = r < blocks;
-      of[r] = there ? *map_to_rank(results.stats + i / kPairs, r) : float2{kNone, 0};
-      y[r] = there ? *map_to_rank(results.output + i, r) : float2{0, 0};
+      for (int r = 0; r < kTogether; ++r) {
+        const bool there = first_of_some + r < blocks;
+        of[r] = there ? *map_to_rank(results.stats + i / kPairs, first_of_some + r) : float2{kNone, 0};
+        y[r] = there ? *map_to_rank(results.output + i, first_of_some + r) : float2{0, 0};
+      }
+      of[kTogether] = stat, y[kTogether] = out;
+      BlockResults<F>::template add_all<kTogether + 1>(of, y, stat, out);
     }
-    BlockResults<F>::template add_all<kMostBlocks>(of, y, stat, out);
     store_answer<F>(p, sequence, kv_head * group + i / kPairs, i % kPairs, stat, out);
   }
   cluster_sync();  // nobody ends while its memory is read
@@ -309,8 +313,9 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_atten
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
 // {warps of a block, blocks of a cluster} (sweep on an H100, batch 1 to 64). A multiprocessor reads at most 40 GB/s, for which eight warps are enough. Few
-// sequences get blocks of eight, as many as find room beside each other in clusters: a quarter of the multiprocessors are left, for those of a cluster have to be
-// neighbours. More sequences get smaller blocks, so that all of them begin at once: three of four warps fit on a multiprocessor, or seven of two.
+// sequences get blocks of eight, as many as find room beside each other in clusters: a quarter of the multiprocessors are left, for those of a cluster have to
+// be neighbours. One sequence of few KV heads gets clusters of 16, which are known to fit on sm_90 alone. More sequences get smaller blocks, so that all of
+// them begin at once: three of four warps fit on a multiprocessor, or seven of two.
 struct Shape {
   int warps, blocks;
 };
@@ -319,14 +324,15 @@ Shape shape_of(const PagedParams& p) {
   const int programs = p.batch * p.kv_heads, there = multiprocessors();
   if (programs > 3 * there) return {2, 1};
   if (programs > there) return {4, 1};
+  if (FP4_ARCH == 90 && programs * kMostBlocks <= there * 3 / 4) return {4, kMostBlocks};
   int blocks = 1;
-  while (blocks < kMostBlocks && programs * blocks * 2 <= there * 3 / 4) blocks *= 2;
+  while (blocks < 8 && programs * blocks * 2 <= there * 3 / 4) blocks *= 2;
   return {8, blocks};
 }
 
 template <typename F> cudaError_t run(const PagedParams& p, int blocks) {
   constexpr int kBytes = most_of(BlockResults<F>::kBytes, F::kWarps * F::kStages * Tile<F>::kBytes);
-  const cudaError_t status = prefer_shared_memory(paged_attention<F>);
+  const cudaError_t status = first_error({prefer_shared_memory(paged_attention<F>), blocks > 8 ? allow_large_clusters(paged_attention<F>) : cudaSuccess});
   if (status != cudaSuccess) return status;
   return fp4::launch(paged_attention<F>, dim3(p.batch * p.kv_heads, 1, blocks), F::kThreads, kBytes, blocks, {(cudaStream_t)p.stream, true}, p);
 }

@@ -385,7 +385,7 @@ struct Stream {
   Stream(cudaStream_t at, bool early = false, bool together = false) : at(at), early(early), together(together) {}
 };
 
-// blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8) that share K.
+// blocks.z is a multiple of `cluster`, the number of blocks (1 or, from sm_90, up to 8; more: allow_large_clusters) that share K.
 template <typename... P, typename... A>
 cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
   if (shared_bytes > 48 * 1024) {
@@ -420,6 +420,11 @@ cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int shared_by
 // left on its multiprocessor, because memory is divided anew then.
 template <typename... P> cudaError_t prefer_shared_memory(void (*kernel)(P...)) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
+// Clusters of more than eight blocks, which not every GPU with clusters takes.
+template <typename... P> cudaError_t allow_large_clusters(void (*kernel)(P...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
 // Right behind the first kernel of the call, with which it may overlap (sm_90).

@@ -43,7 +43,7 @@ def check(c: PagedCall, tile=(0, 0)) -> PagedCall:
 @pytest.mark.parametrize("d", cuda.WIDTHS)
 @pytest.mark.parametrize("group", [1, 4, 7, 8, 11, 16])
 def test_shapes(group, d, dtype):
-    tiles = [(0, 0), *itertools.product((2, 4, 8), (1, 2, 4, 8))]
+    tiles = [(0, 0), *itertools.product((2, 4, 8), (1, 2, 4, 8, 16))]
     for tile in tiles:
         check(call((1, 16, 17, 0, 129, 700), 16, 3 * group, 3, d, dtype), tile)
     check(call((95, 340), 48, 2 * group, 2, d, dtype, scale=0.4, early=True))

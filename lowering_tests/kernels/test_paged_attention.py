@@ -51,7 +51,7 @@ def check(c: PagedCall, tile: tuple[int, int] = (0, 0), **how) -> torch.Tensor:
 
 
 @needs_emulator
-@pytest.mark.parametrize("tile", [(0, 0), (2, 1), (4, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize("tile", [(0, 0), (2, 1), (4, 2), (8, 4), (2, 16)])
 def test_lengths(tile):
     """One token, the edges of tiles and of pages, more tiles than warps, warps and blocks without a tile, no sequence."""
     for lengths, page in (((1, 40, 17, 0), 16), ((15, 16, 33, 32), 32), ((95, 96, 97, 340), 48)):
@@ -130,7 +130,7 @@ def test_early():
 @needs_emulator
 def test_refused_by_the_library():
     c = contract.call(CPU, (20,), 16, 4, 2, 64, F16)
-    for tile in ((1, 1), (4, 3), (4, 16), (12, 1), (4, 0)):
+    for tile in ((1, 1), (4, 3), (4, 32), (12, 1), (4, 0)):
         with pytest.raises(EmulatorError, match="status 1"):
             run(c, tile)
     for wrong in (dict(D=96), dict(page_size=8), dict(kv_heads=3), dict(window=-1), dict(pages=0)):

@@ -16,8 +16,10 @@ B, H, KV, D = 3, 8, 2, 64
 
 
 @pytest.fixture
-def layer():
+def layer(monkeypatch):
     """As vLLM makes one, without its kernels, which a CPU lacks."""
+    monkeypatch.setattr(attention, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(attention.host, "processors", lambda device: 132)
     made = object.__new__(Attention)
     plain = dict(num_heads=H, num_kv_heads=KV, head_size=D, scale=0.2, alibi_slopes=None, sliding_window=(-1, -1), kv_cache_dtype="auto", logits_soft_cap=0)
     rest = dict(kv_sharing_target_layer_name=None, attn_type="decoder", sinks=None, dcp_world_size=1, batch_invariant_enabled=False, dtype=torch.bfloat16)
@@ -77,6 +79,16 @@ def test_all_else_is_flash_attention(layer, step, flash, monkeypatch, change):
     assert flash == (["forward"] if scales else ["append", "forward"])
 
 
+def test_many_sequences_are_flash_attentions(layer, step, flash, monkeypatch):
+    """More KV heads of sequences than begin at once: append and attention alike."""
+    layer.why_not = ""
+    monkeypatch.setattr(attention.host, "processors", lambda device: 1)
+    given, _ = step
+    appended(layer, monkeypatch, given)
+    layer.forward(None, *given, torch.empty(B, H * D))
+    assert flash == ["append", "forward"]
+
+
 def test_layers_that_are_not_served(layer, flash, step, monkeypatch):
     monkeypatch.setattr(engine, "version", lambda: engine.ATTENTION_VERSIONS[0])
     for change, told in (
@@ -95,7 +107,6 @@ def test_layers_that_are_not_served(layer, flash, step, monkeypatch):
 def test_a_kernel_that_is_switched_off_or_not_there(layer, monkeypatch):
     """The reason is that of the plan: here that of a CPU."""
     monkeypatch.setattr(engine, "version", lambda: engine.ATTENTION_VERSIONS[0])
-    monkeypatch.setattr(attention, "_device", lambda: torch.device("cpu"))
     assert "CPU" in layer.why_not or "cpu" in layer.why_not, layer.why_not
 
 
@@ -117,12 +128,14 @@ def test_the_schedule_is_left_out_where_nobody_reads_it(layer, monkeypatch):
     monkeypatch.setattr(engine.FlashAttentionMetadataBuilder, "build", lambda self, prefix, common, fast: built.append(fast))
     layer.why_not = ""
     theirs = SimpleNamespace(impl=object.__new__(engine.FlashAttentionImpl))
-    for impls, prefix, queries, fast in (("a", 0, 1, True), ("a", 0, 2, False), ("a", 16, 1, False), ("ab", 0, 1, False)):
+    for impls, prefix, queries, rows, fast in (
+        ("a", 0, 1, 3, True), ("a", 0, 2, 3, False), ("a", 16, 1, 3, False), ("ab", 0, 1, 3, False), ("a", 0, 1, 198, True), ("a", 0, 1, 199, False)
+    ):  # fmt: skip
         builder = object.__new__(Builder)
         builder.layer_names = list(impls)
         context = dict(a=SimpleNamespace(impl=layer), b=theirs)
         builder.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-        builder.build(prefix, SimpleNamespace(max_query_len=queries))
+        builder.build(prefix, SimpleNamespace(max_query_len=queries, num_reqs=rows))
         assert built.pop() == fast
 
 

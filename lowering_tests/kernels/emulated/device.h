@@ -229,6 +229,7 @@ inline cudaError_t launch(void (*kernel)(P...), dim3 blocks, int threads, int sh
 }
 
 template <typename... P> inline cudaError_t prefer_shared_memory(void (*)(P...)) { return cudaSuccess; }
+template <typename... P> inline cudaError_t allow_large_clusters(void (*)(P...)) { return cudaSuccess; }
 
 template <typename... P, typename... A>
 inline cudaError_t launch_second(void (*kernel)(P...), dim3 blocks, int threads, int shared_bytes, int cluster, Stream stream, A... arguments) {
