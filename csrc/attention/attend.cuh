@@ -306,6 +306,17 @@ template <typename F> struct State {
     for (int tile = 0; tile < F::kTiles; ++tile) mma_m16n8k16<T>(out[m][tile], a0, a1, a2, a3, weights[tile][0], weights[tile][1]);
   }
 
+  // w: eight neighbouring channels of each of four tokens, of products m to m + 3.
+  template <typename T> __device__ __forceinline__ void add_numbers(int m, const uint4 (&w)[4], const uint32_t (&weights)[F::kTiles][2]) {
+    auto product = [&](int m, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+      add_product<T>(m, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632), weights);
+    };
+    product(m, w[0].x, w[1].x, w[2].x, w[3].x);
+    product(m + 1, w[0].y, w[1].y, w[2].y, w[3].y);
+    product(m + 2, w[0].z, w[1].z, w[2].z, w[3].z);
+    product(m + 3, w[0].w, w[1].w, w[2].w, w[3].w);
+  }
+
   __device__ __forceinline__ void add_values(const Values<F>& v, const float (&p)[F::kTiles][4]) {
     uint32_t weights[F::kTiles][2];
 #pragma unroll
@@ -467,13 +478,7 @@ __device__ __forceinline__ void attend_exact(State<F>& state, const AttentionPar
     if (chunk >= kAhead)
 #pragma unroll
       for (int j = 0; j < 4; ++j) w[j] = load_or_zero(row[j] + 8 * chunk, there[j]);
-    auto product = [&](int m, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-      state.template add_product<T>(m, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632), weights);
-    };
-    product(4 * chunk, w[0].x, w[1].x, w[2].x, w[3].x);
-    product(4 * chunk + 1, w[0].y, w[1].y, w[2].y, w[3].y);
-    product(4 * chunk + 2, w[0].z, w[1].z, w[2].z, w[3].z);
-    product(4 * chunk + 3, w[0].w, w[1].w, w[2].w, w[3].w);
+    state.template add_numbers<T>(4 * chunk, w, weights);
   }
 }
 

@@ -140,13 +140,7 @@ template <typename F> struct Tile {
 #pragma unroll
     for (int chunk = 0; chunk < kValueChunks; ++chunk) {
       const uint4 w[4] = {part(value_part(0, chunk)), part(value_part(1, chunk)), part(value_part(2, chunk)), part(value_part(3, chunk))};
-      auto product = [&](int m, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-        state.template add_product<T>(m, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632), weights);
-      };
-      product(4 * chunk, w[0].x, w[1].x, w[2].x, w[3].x);
-      product(4 * chunk + 1, w[0].y, w[1].y, w[2].y, w[3].y);
-      product(4 * chunk + 2, w[0].z, w[1].z, w[2].z, w[3].z);
-      product(4 * chunk + 3, w[0].w, w[1].w, w[2].w, w[3].w);
+      state.template add_numbers<T>(4 * chunk, w, weights);
     }
   }
 };
