@@ -74,12 +74,14 @@ def engine(folder: Path | str, **options: Any) -> Iterator[Served]:
         "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": 96,
         "disable_log_stats": True, "max_logprobs": 5, "seed": 0, "enable_prefix_caching": False, "distributed_executor_backend": "uni",
     } | options  # fmt: skip
-    served = Served(LLM(model=str(folder), **options))
+    served = None
     try:
+        served = Served(LLM(model=str(folder), **options))
         yield served
     finally:
-        served.llm = None
-        gc.collect()
+        if served is not None:
+            served.llm = None
+        gc.collect()  # what an engine that was refused leaves, too
         cleanup_dist_env_and_memory()
         torch._dynamo.reset()
 
