@@ -248,6 +248,25 @@ def _through_ctypes(
     return (y, *written) if written else y
 
 
+def launch(kernel: Library, kind: type[params.Struct], given: dict[str, Any], y: Tensor, arch: int, of: str) -> None:
+    """Call the function of a library that has no operator, on the current stream of the device of ``y``, its result.
+
+    Args:
+        given: the other fields of the struct ``kind``, but for scratch memory; its tensors live until then.
+        of: the call in an error's words.
+
+    Raises:
+        KernelError: the launch was refused.
+    """
+    with torch.cuda.device(y.device):
+        filled: Any = kind.of(**given, y=y, stream=torch.cuda.current_stream().cuda_stream)
+        status = params.call(library(kernel.name, arch), kernel.function, filled, y.device)
+    if status:
+        raise KernelError(
+            f"{kernel.function} was not launched", value=f"cudaError {status} for {of}", limit="cudaSuccess", remedy=switch_off(kernel.name)
+        )  # fmt: skip
+
+
 def _squares_of(y: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for what a library with ``half="squares"`` writes besides ``y [M, N]``."""
     return torch.empty_like(y), y.new_empty(y.shape[0], y.shape[1] // SQUARED, dtype=torch.float32)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _Fields = Sequence[tuple[str, Any]]
+FLOATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # dtypes as ``dtype`` and ``sinks_type`` have them
 
 
 def _fields(kind: Any, names: str) -> _Fields:

@@ -185,6 +185,13 @@ def csrc_status(call: Call, wait: bool = True) -> str:
     return next(filter(None, (why_not(name, call.arch) for name in names)), "")
 
 
+# The ops that a graph may make of a linear layer, and of gate and up with the activation between them.
+BECOMES = {
+    "linear": ("linear", "linear_epilogue", "linear_chain", "linear_residual_squares", "rms_scaled_linear"),
+    "linear_glu": ("linear_glu", "rms_scaled_linear_glu"),
+}
+
+
 def compile_ahead(calls: Iterable[Call]) -> None:
     """Begin to compile, in the background, the CUDA kernels that serve these calls."""
     from . import csrc

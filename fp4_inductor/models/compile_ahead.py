@@ -12,9 +12,6 @@ from ..kernels.select import Call
 from ..modules import FP4Experts, FP4Linear, SiblingLinear, Sparse24ExpertWeight, Sparse24Linear
 from ..modules.fp8 import FP8Linear
 
-# That a linear layer may become a part of.
-_DENSE = ("linear", "linear_epilogue", "linear_chain", "linear_residual_squares", "rms_scaled_linear")
-
 
 def compile_ahead(model: nn.Module) -> None:
     """Begin to compile the CUDA kernels for the quantized layers of ``model`` that are on a GPU; nothing if they are compiled."""
@@ -35,12 +32,14 @@ def calls_of(module: nn.Module, arch: int | None = None) -> Iterator[Call]:
         yield _experts(module, arch)
     elif isinstance(module, FP4Linear):
         n, k = module.storage().logical(module.parts()[0].shape)
-        ops: tuple[str, ...] = ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else _DENSE
+        ops: tuple[str, ...] = (
+            ("linear_fp8",) if isinstance(module, FP8Linear) else ("sparse_linear",) if isinstance(module, Sparse24Linear) else select.BECOMES["linear"]
+        )
         yield from (_call(op, arch, module.dtype, n, k, module.prefill) for op in ops)
         if isinstance(module, SiblingLinear):
             ops = ("linear", "rms_scaled_linear")
             if len(module.packed.starts) == 2:
-                ops = (*ops, "linear_glu", "rms_scaled_linear_glu")
+                ops = (*ops, *select.BECOMES["linear_glu"])
             yield from (_call(op, arch, module.dtype, module.packed.qdata.shape[0], k, module.prefill) for op in ops)
 
 

@@ -56,7 +56,7 @@ class _Found:
 def fuse(graph: Graph) -> None:
     """Rewrite every such call in ``graph``."""
     for linear in [node for target in LINEARS for node in graph.find_nodes(op="call_function", target=target)]:
-        found = _behind(linear)
+        found = behind(linear)
         if found.last is linear:
             continue
         options = _plan_of(linear)
@@ -116,7 +116,7 @@ def is_written_by_a_linear_layer(node: Node) -> bool:
     above = [node]
     for one in above:  # which grows
         if one.op == "call_function" and one.target in LINEARS:
-            found, options, m = _behind(one), _plan_of(one), rows_of(one)
+            found, options, m = behind(one), _plan_of(one), rows_of(one)
             ends_here = found.last is node and options is not None and type(m) is int and m > 0 and bool(options.pick(m).csrc)
             if ends_here and in_one_mutation_region([one, node]) and (not found.chain or name_of(one, found.chain) is not None):
                 return True
@@ -125,7 +125,7 @@ def is_written_by_a_linear_layer(node: Node) -> bool:
     return False
 
 
-def _behind(linear: Node) -> _Found:
+def behind(linear: Node) -> _Found:
     found = _Found(linear)
     found.chain = _function_of(linear)
     found.last = found.chain[-1] if found.chain else linear

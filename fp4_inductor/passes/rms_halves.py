@@ -106,7 +106,7 @@ def why_not(graph: Graph, norm: RMSNorm | None, readers: list[Node]) -> str:
         return reason
     if not in_one_mutation_region([found.linear, found.total, *norm.inside, *readers]):
         return "something is written between it and a linear layer"
-    if any(_shape_of(reader, norm) is None for reader in readers):
+    if any(_shape_of(reader, found) is None for reader in readers):
         return REGROUPED
     return ""
 
@@ -141,17 +141,16 @@ def _sum_of(norm: RMSNorm) -> _Sum | None:
         return None
     for linear in total.all_input_nodes:
         if is_call(linear, fp4.linear.default) and not linear.kwargs:
-            found = epilogue._behind(linear)
+            found = epilogue.behind(linear)
             if found.last is total and found.only_adds:
                 return _Sum(linear, total, found.residual)  # type: ignore[arg-type]
     return None
 
 
-def _shape_of(reader: Node, norm: RMSNorm) -> list[int] | None:
+def _shape_of(reader: Node, found: _Sum) -> list[int] | None:
     """The leading sizes of the activation of ``reader``, -1 for one that is dynamic; empty: they are those of what is summed. None: several are."""
     lead = list(value(reader.args[0]).shape[:-1])
-    found = _sum_of(norm)
-    if found is not None and lead == list(value(found.total).shape[:-1]):
+    if lead == list(value(found.total).shape[:-1]):
         return []
     sizes = [size if type(size) is int else -1 for size in lead]
     return sizes if sizes.count(-1) < 2 else None
@@ -161,7 +160,7 @@ def divide(graph: Graph, norm: RMSNorm, readers: list[Node]) -> None:
     """Rewrite ``norm``, of which :func:`why_not` says nothing."""
     found: Any = _sum_of(norm)
     x, qdata, scale, global_scale, bias, prefill, rows = linear_arguments(found.linear)
-    shapes = [_shape_of(reader, norm) for reader in readers]
+    shapes = [_shape_of(reader, found) for reader in readers]
     several = (list(rows),) if rows else ()
     with graph.inserting_before(found.total):
         weight: Any = graph.node_copy(norm.weight) if norm.weight.op == "get_attr" else norm.weight  # type: ignore[union-attr]  # which may stand behind the sum

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fp4_inductor.config import DispatchConfig
-from fp4_inductor.errors import ConfigError, DTypeError, ShapeError
-from fp4_inductor.kernels import params
+from fp4_inductor.errors import ConfigError, DTypeError, KernelError, ShapeError
+from fp4_inductor.kernels import csrc, params
 from fp4_inductor.kernels.kernel import Call
 from fp4_inductor.kernels.paged_attention import cuda, gathered
 from fp4_inductor.kernels.select import plan
@@ -137,6 +140,19 @@ def test_refused_by_the_library():
         kernel = emulated(cuda.LIBRARY.source, 90)
         with pytest.raises(EmulatorError, match="status 1"):
             kernel.run(params.PagedParams, cuda.fields(c) | wrong, c.out)
+
+
+def test_a_launch_that_is_refused(monkeypatch):
+    """What the library is given, and the error that names it, the call and the switch."""
+    c, seen = contract.call(CPU, (20, 33), 16, 4, 2, 64, F16), []
+    monkeypatch.setattr(csrc, "library", lambda name, arch: name)
+    monkeypatch.setattr(params, "call", lambda library, function, filled, device: seen.append((library, function, filled.y, filled.batch)) or len(seen) - 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    cuda.launch(c)
+    with pytest.raises(KernelError, match=r"fp4_paged_attention was not launched; got cudaError 1 for query \(2, 4, 64\).*\{\"paged_attention\": 0\}"):
+        cuda.launch(c)
+    assert seen == [("paged_attention", "fp4_paged_attention", c.out.data_ptr(), 2)] * 2
 
 
 def test_by_torch():

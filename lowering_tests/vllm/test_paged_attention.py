@@ -23,7 +23,7 @@ def layer(monkeypatch):
     made = object.__new__(Attention)
     plain = dict(num_heads=H, num_kv_heads=KV, head_size=D, scale=0.2, alibi_slopes=None, sliding_window=(-1, -1), kv_cache_dtype="auto", logits_soft_cap=0)
     rest = dict(kv_sharing_target_layer_name=None, attn_type="decoder", sinks=None, dcp_world_size=1, batch_invariant_enabled=False, dtype=torch.bfloat16)
-    vars(made).update(plain, **rest)
+    vars(made).update(plain, **rest, compilation=SimpleNamespace())
     return made
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fp4_inductor.errors import ConfigError
 from fp4_inductor.integrations.vllm import engine as names
-from fp4_inductor.integrations.vllm import routing
+from fp4_inductor.integrations.vllm import log, routing
 from fp4_inductor.integrations.vllm.settings import Settings
 from lowering_tests.vllm import served
 from lowering_tests.vllm.test_compiled import PIECEWISE
@@ -25,7 +25,7 @@ H, E, K = 64, 128, 8
 def said(monkeypatch):
     """What is logged of routers."""
     lines: list[str] = []
-    monkeypatch.setattr(routing, "init_logger", lambda name: SimpleNamespace(info=lines.append))
+    monkeypatch.setattr(log, "init_logger", lambda name: SimpleNamespace(info=lines.append))
     return lines
 
 

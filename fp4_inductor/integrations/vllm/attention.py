@@ -20,7 +20,8 @@ from ...kernels import host, select
 from ...kernels.kernel import Call
 from ...kernels.paged_attention.cuda import MOST_ROWS, NAME, TOKENS, WIDTHS
 from . import engine
-from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none, init_logger
+from .engine import AttentionCGSupport, FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder, get_current_vllm_config_or_none
+from .log import say_once
 
 _HALF = (torch.bfloat16, torch.float16)
 _A_PROCESSOR = 3  # KV heads of sequences, at most, whose attention the kernel begins at once
@@ -69,8 +70,8 @@ class Attention(FlashAttentionImpl):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        model = getattr(get_current_vllm_config_or_none(), "model_config", None)
-        self.dtype = getattr(model, "dtype", torch.bfloat16)
+        vllm_config = get_current_vllm_config_or_none()
+        self.dtype, self.compilation = vllm_config.model_config.dtype, vllm_config.compilation_config
         select.compile_ahead([_call(self, select.arch_of(_device()))])  # while weights are loaded
 
     def serves(self, metadata: Any, kv_cache: Tensor) -> bool:
@@ -87,9 +88,9 @@ class Attention(FlashAttentionImpl):
 
     @functools.cached_property
     def why_not(self) -> str:
-        """Why the kernel serves none of this layer's steps; empty: it does. Said once in a process, as each answer."""
+        """Why the kernel serves none of this layer's steps; empty: it does. An engine logs each answer once."""
         reason = _why_not(self)
-        _say(f"vLLM's FlashAttention serves decode steps: {reason}" if reason else "fp4.paged_attention serves decode steps")
+        say_once(f"vLLM's FlashAttention serves decode steps: {reason}" if reason else "fp4.paged_attention serves decode steps", self.compilation)
         return reason
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -149,8 +150,3 @@ def _call(layer: Any, arch: int) -> Call:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@functools.cache
-def _say(text: str) -> None:
-    init_logger("vllm.fp4_inductor").info("fp4_inductor: %s", text)

@@ -152,13 +152,9 @@ def _bounds(layers: tuple[tuple[str, int, int], ...], device: str, dtype: torch.
 
 def _compile_ahead(layers: tuple[tuple[str, int, int], ...], arch: int, dtype: torch.dtype, prefill: str) -> None:
     """Begin to compile the CUDA sources of all that a graph may make of these layers, while the model is built and loaded; nothing if they are compiled."""
-    ops = {
-        "linear": ("linear", "linear_epilogue", "linear_chain", "linear_residual_squares", "rms_scaled_linear"),
-        "linear_glu": ("linear_glu", "rms_scaled_linear_glu"),
-    }
     if arch:
         select.compile_ahead(
-            Call(op, arch, dtype, n, k, prefill, "", triton=select.triton_version()) for layer, n, k in layers for op in ops.get(layer, (layer,))
+            Call(op, arch, dtype, n, k, prefill, "", triton=select.triton_version()) for layer, n, k in layers for op in select.BECOMES.get(layer, (layer,))
         )
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ...errors import FP4Error
 from ...ops import router
-from .engine import choose_experts, init_logger, obstacles, runner_of
+from .engine import choose_experts, obstacles, runner_of
+from .log import say_once
 from .settings import Settings
-
-_SAID = "_fp4_inductor_routers"
 
 
 def take(layer: Any, moe: Any, settings: Settings, compilation: Any) -> str:
@@ -38,7 +37,7 @@ def take(layer: Any, moe: Any, settings: Settings, compilation: Any) -> str:
             return torch.ops.fp4.router(x, weight, bias, k, form, torch.float32)
 
         choose_experts(runner, route)
-    _say(f"fp4_inductor: vLLM's router chooses experts: {reason}" if reason else "fp4_inductor: fp4.router chooses experts", compilation)
+    say_once(f"vLLM's router chooses experts: {reason}" if reason else "fp4.router chooses experts", compilation)
     return reason
 
 
@@ -60,10 +59,3 @@ def why_not(runner: Any, moe: Any, settings: Settings) -> str:
 def form_of(plain: Any) -> str:
     """Of ``fp4.router``, from a router of vLLM's. Divided by their sum, the k largest of a softmax over all are a softmax over the k largest, too (gpt-oss)."""
     return "normalized" if plain.renormalize else "softmax"
-
-
-def _say(text: str, compilation: Any) -> None:
-    said = vars(compilation).setdefault(_SAID, set())
-    if text not in said:
-        said.add(text)
-        init_logger("vllm.fp4_inductor").info(text)

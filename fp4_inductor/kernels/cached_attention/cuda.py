@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import KernelError
 from ...formats import kv
 from ...ops.cached_call import CachedCall
 from .. import host, params
@@ -23,7 +22,6 @@ LIBRARY = Library("attention/cached_attention.cu", finish=None)
 NAME = "cuda_quantized_attention"
 WIDTHS = (64, 128, 256)  # that csrc/attention/cached_attention.cu compiles
 _FORMATS = {name: number for number, name in enumerate(kv.FORMATS)}  # as AttentionParams has them
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ALIGNED = 16
 
 
@@ -41,7 +39,12 @@ def fields(c: CachedCall, a: Arguments, tile: int = 0) -> dict[str, Any]:
     strides = dict(query_strides=a.query.stride()[:3], key_strides=a.key.stride()[:3], value_strides=a.value.stride()[:3])
     sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, D=d, slots=c.slots, window=c.window or 0, mask_length=a.mask_length)
     wide = [int(any(t is not None and t.dtype != c.query.dtype for t in pair)) for pair in ((q_norm, k_norm), (cos, sin))]
-    types = dict(dtype=_TYPES[c.query.dtype], wide_norms=wide[0], wide_angles=wide[1], sinks_type=_TYPES[torch.float32 if c.sinks is None else c.sinks.dtype])
+    types = dict(
+        dtype=params.FLOATS[c.query.dtype],
+        wide_norms=wide[0],
+        wide_angles=wide[1],
+        sinks_type=params.FLOATS[torch.float32 if c.sinks is None else c.sinks.dtype],
+    )
     scale, softcap, eps, norm_offset = a.numbers
     return dict(
         query=a.query, key=a.key, value=a.value, keys=keys, values=values, key_mean=s.key_mean, position=c.position, mask=a.mask, sinks=c.sinks,
@@ -67,15 +70,9 @@ def quantized(c: CachedCall, tile: int = 0) -> Tensor:
     """
     from .. import csrc  # which reads the list of kernels
 
-    arch = host.arch(c.query.device)
     a = arguments(ALONE, c)  # scratch memory is the library's own
-    given = fields(c, a, tile)  # its tensors live until the launch
-    with torch.cuda.device(c.query.device):
-        filled = params.AttentionParams.of(**given, y=a.out, stream=torch.cuda.current_stream().cuda_stream)
-        status = params.call(csrc.library(LIBRARY.name, arch), LIBRARY.function, filled, c.query.device)
-    if status:
-        value = f"cudaError {status} for query {tuple(c.query.shape)} over {tuple(c.keys.shape)} in {c.format.name if c.format else ''}"
-        raise KernelError("fp4_cached_attention was not launched", value=value, limit="cudaSuccess", remedy=csrc.switch_off(LIBRARY.name))
+    of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)} in {c.format.name if c.format else ''}"
+    csrc.launch(LIBRARY, params.AttentionParams, fields(c, a, tile), a.out, host.arch(c.query.device), of)
     return a.out
 
 

@@ -87,7 +87,7 @@ ONE_LAUNCH = ("triton_cached_attention", "cuda_quantized_attention", "triton_qua
 
 
 def paged_attention(call, can):
-    yield from first(can, *(name for name in ("cuda_paged_attention",) if can(name)), "gather + attention")
+    yield None, "cuda_paged_attention" if can("cuda_paged_attention") else "gather + attention"
 
 
 PREFILL = "triton_prefill_attention"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import KernelError
 from ...ops import paged_attention as contract
 from ...ops.decode_attention import scale_of
 from ...ops.paged_attention import PagedCall
@@ -25,19 +24,16 @@ WIDTHS = (64, 128)  # that the source compiles
 TOKENS = 16  # of a tile, which lies in one page
 _ALIGNED = 16
 MOST_ROWS = 16  # heads that share a KV head
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _LOG2_E = math.log2(math.e)
 
 
 def paged_form(c: PagedCall) -> tuple[str, ...]:
     """What a call asks for besides what the CUDA kernel serves. Reads shapes, strides and addresses only."""
     group = c.query.shape[1] // max(c.key.shape[1], 1)
-    rows = (c.query, c.key, c.value, c.keys, c.values)
     asked = {
         f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
         f"pages of {c.keys.shape[1]} tokens, no multiple of {TOKENS}": c.keys.shape[1] % TOKENS != 0,
-        "channels that are apart": any(t.stride(-1) != 1 for t in rows),
-        "rows that begin at no multiple of 16 bytes": any(t.data_ptr() % _ALIGNED or any(s * t.itemsize % _ALIGNED for s in t.stride()[:-1]) for t in rows),
+        "rows whose channels are apart, or that begin at no multiple of 16 bytes": not all(map(_is_readable, (c.query, c.key, c.value, c.keys, c.values))),
         "pages of a sequence that are apart": c.table.stride(1) != 1,
     }
     return tuple(what for what, is_asked in asked.items() if is_asked)
@@ -61,10 +57,13 @@ def paged_attention(c: PagedCall) -> None:
                 given.copy_(used)
 
 
+def _is_readable(t: Tensor) -> bool:
+    """Has it rows of neighbouring numbers that begin at multiples of 16 bytes?"""
+    return t.stride(-1) == 1 and t.data_ptr() % _ALIGNED == 0 and all(s * t.itemsize % _ALIGNED == 0 for s in t.stride()[:-1])
+
+
 def _readable(t: Tensor) -> Tensor:
-    """Rows of neighbouring numbers that begin at multiples of 16 bytes."""
-    fits = t.stride(-1) == 1 and t.data_ptr() % _ALIGNED == 0 and all(s * t.itemsize % _ALIGNED == 0 for s in t.stride()[:-1])
-    return t if fits else t.clone(memory_format=torch.contiguous_format)
+    return t if _is_readable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def fields(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def fields(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     )  # fmt: skip
     strides = dict(query_strides=query.stride()[:2], key_strides=key.stride()[:2], value_strides=value.stride()[:2], table_stride=c.table.stride(0))
     sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, D=d, page_size=page, pages=c.table.shape[1], window=c.window or 0)
-    types = dict(dtype=_TYPES[query.dtype], sinks_type=_TYPES[torch.float32 if c.sinks is None else c.sinks.dtype], early=int(c.early))
+    types = dict(dtype=params.FLOATS[query.dtype], sinks_type=params.FLOATS[torch.float32 if c.sinks is None else c.sinks.dtype], early=int(c.early))
     numbers = dict(scale=scale_of(query, c.scale) * _LOG2_E, softcap=(c.softcap or 0.0) * _LOG2_E, tile=tile)
     return dict(keys_strides=c.keys.stride()[:3], values_strides=c.values.stride()[:3], **tensors, **strides, **sizes, **types, **numbers)
 
@@ -90,12 +89,8 @@ def launch(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> None:
     """
     from .. import csrc  # which reads the list of kernels
 
-    given = fields(c, tile)  # its tensors live until the launch
-    filled = params.PagedParams.of(**given, y=c.out, stream=torch.cuda.current_stream().cuda_stream)
-    status = params.call(csrc.library(LIBRARY.name, host.arch(c.query.device)), LIBRARY.function, filled, c.query.device)
-    if status:
-        value = f"cudaError {status} for query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
-        raise KernelError("fp4_paged_attention was not launched", value=value, limit="cudaSuccess", remedy=csrc.switch_off(LIBRARY.name))
+    of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
+    csrc.launch(LIBRARY, params.PagedParams, fields(c, tile), c.out, host.arch(c.query.device), of)
 
 
 _WHY = "one launch: new tokens are appended, and the parts of a sequence meet in a cluster's shared memory"
