@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
+from fp4_inductor import dispatch
 from fp4_inductor.config import dispatch_config
 from fp4_inductor.formats import nvfp4, sparse24
-from fp4_inductor.kernels import select
+from fp4_inductor.kernels import host, registry, select
+from fp4_inductor.kernels.forms import Library
 from fp4_inductor.kernels.select import Plan, plan
 from fp4_inductor.ops import linear
 
@@ -64,3 +71,17 @@ def one_m_per_regime(x_dtype: torch.dtype, q: Tensor, prefill: str = "auto") -> 
     """The first and the last M of every regime."""
     found = plan_of(torch.empty(1, q.shape[1] * 2, dtype=x_dtype, device=DEVICE), q, prefill)
     return sorted({m for bound in (0, *found.bounds) for m in (bound, bound + 1) if m})
+
+
+@contextlib.contextmanager
+def serving(which: Callable[[Library], Any], op: str, **options: Any) -> Iterator[None]:
+    """The kernels of ``which`` libraries serve, those that are off by default, too; skips where there are none, or where those of ``op`` are not compiled."""
+    kernels = [kernel for kernel in registry.kernels() if kernel.library and which(kernel.library)]
+    here = [(kernel.name, on) for kernel in kernels if (on := kernel.at(host.arch(torch.device(DEVICE)))) is not None]
+    if not here:
+        pytest.skip(f"no such kernel of {op} here")
+    with dispatch(candidates=tuple(name for name, on in here if on.off), **options):
+        call = select.describe(op, torch.device(DEVICE), BF16, 4096, 4096)
+        if call.csrc:
+            pytest.skip(call.csrc)
+        yield

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4_inductor import FP4Linear, dispatch
-from fp4_inductor.kernels import host, registry, select
+from fp4_inductor import FP4Linear
 from fp4_inductor.lowerings.journal import listen
 from fp4_inductor.modules import pack_siblings
 from fp4_inductor.ops import CONTRACTS
 from fp4_inductor.passes import matches, missed, reset_matches
+from lowering_tests.gpu import helpers
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, error, weight
 
 pytestmark = pytest.mark.gpu
@@ -22,18 +20,9 @@ fp4 = torch.ops.fp4
 EPS = 1e-6
 
 
-@contextlib.contextmanager
 def serving(**options):
     """Kernels of one row that take a norm serve, those that are off by default, too."""
-    kernels = [kernel for kernel in registry.kernels() if kernel.library and kernel.library.norm]
-    here = [(kernel.name, on) for kernel in kernels if (on := kernel.at(host.arch(torch.device(DEVICE)))) is not None]
-    if not here:
-        pytest.skip("no kernel takes a norm here")
-    with dispatch(candidates=tuple(name for name, on in here if on.off), **options):
-        call = select.describe("linear", torch.device(DEVICE), BF16, 4096, 4096)
-        if call.csrc:
-            pytest.skip(call.csrc)
-        yield
+    return helpers.serving(lambda library: library.norm, "linear", **options)
 
 
 @pytest.fixture(autouse=True)

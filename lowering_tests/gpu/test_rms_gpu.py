@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp4_inductor import compile_range, dispatch
-from fp4_inductor.kernels import host, registry, select
+from fp4_inductor import compile_range
+from fp4_inductor.kernels import host
 from fp4_inductor.ops import CONTRACTS, rms_linear
 from fp4_inductor.passes import matches, missed, reset_matches
+from lowering_tests.gpu import helpers
 from lowering_tests.gpu.helpers import BF16, DEVICE, FP16, error, weight
 from lowering_tests.gpu.test_norm_gpu import Layer
 
@@ -24,18 +23,9 @@ ROWS = (2, 3, 8, 16, 17, 24, 32)
 SIZES = ((2048, 2048, 2560), (4096, 12288, 6144), (5120, 5120, 1000), (8192, 1024, 66))
 
 
-@contextlib.contextmanager
 def serving(**options):
     """The kernels with half of an RMSNorm serve, where they are off by default, too."""
-    kernels = [kernel for kernel in registry.kernels() if kernel.library and kernel.library.half]
-    here = [(kernel.name, on) for kernel in kernels if (on := kernel.at(host.arch(torch.device(DEVICE)))) is not None]
-    if not here:
-        pytest.skip("no kernel has half of an RMSNorm here")
-    with dispatch(candidates=tuple(name for name, on in here if on.off), **options):
-        call = select.describe("linear_residual_squares", torch.device(DEVICE), BF16, 4096, 4096)
-        if call.csrc:
-            pytest.skip(call.csrc)
-        yield
+    return helpers.serving(lambda library: library.half, "linear_residual_squares", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +111,7 @@ def test_launches_are_bit_equal(m):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("m", [2, 8, 17, 32])
 def test_layers(m, offset):
-    """All norms but that of the graph's input, whose kernel is its own; replays are bit-equal, and kernels that begin early compute the same."""
+    """All norms but that of the graph's input, whose kernel is its own; replays are bit-equal, with and without programmatic dependent launch."""
     model = nn.Sequential(*(Layer(offset=offset) for _ in range(3)))
     x = torch.randn(m, 1024, device=DEVICE, dtype=BF16) * 7
     want = model(x)

@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
 
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config
-from fp4_inductor.config import dispatch_config
 from fp4_inductor.integrations import regions
-from fp4_inductor.kernels import build, select
-from fp4_inductor.kernels.kernel import Call
+from fp4_inductor.kernels import build
 from fp4_inductor.lowerings.journal import listen
-from fp4_inductor.passes import epilogue
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.test_binding import ops  # noqa: F401
+from lowering_tests.lowerings.of_a_gpu import linear_layers_of_a_gpu
 from lowering_tests.models.conftest import BASE
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 BF16 = torch.bfloat16
-
-
-@contextlib.contextmanager
-def linear_layers_of_a_gpu():
-    """Passes and lowerings choose the kernels of linear layers as on sm_90; those of attention as on this CPU."""
-    of_cpu = select.describe
-
-    def describe(op, device, dtype, n, k, prefill="auto", form=(), counts=select.ONE, eager=False):
-        if op not in ("linear", "linear_epilogue", "linear_glu", "linear_chain"):
-            return of_cpu(op, device, dtype, n, k, prefill, form, counts, eager)
-        return Call(op, 90, dtype, n, k, prefill, "", form=form, scales=counts.scales, eager=eager)
-
-    def plan_of(linear):
-        x, qdata = (argument.meta["val"] for argument in epilogue.arguments_of(linear)[1][:2])
-        return select.plan(describe("linear_epilogue", x.device, x.dtype, qdata.shape[0], 2 * qdata.shape[1]), dispatch_config())
-
-    with mock.patch.object(select, "describe", describe), mock.patch.object(epilogue, "_plan_of", plan_of):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -70,7 +49,7 @@ def test_decode_steps(ops, family, layers, whole, products):  # noqa: F811
     torch._dynamo.reset()
     options = {"force_disable_caches": True}
     undivided = regions.undivided(cache) if whole else contextlib.nullcontext()
-    with linear_layers_of_a_gpu(), undivided, listen() as entries, torch._inductor.config.patch(options):
+    with linear_layers_of_a_gpu("linear_chain"), undivided, listen() as entries, torch._inductor.config.patch(options):
         got = steps(torch.compile(step, fullgraph=True), cache)
     served = [e.decision.row.kernel for e in entries if e.op == "fp4.linear_chain"]
     assert served == ["cuda_gemv_chain"] * products

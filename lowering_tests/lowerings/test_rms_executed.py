@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from unittest import mock
-
 import pytest
 import torch
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, dispatch
-from fp4_inductor.config import dispatch_config
-from fp4_inductor.kernels import build, select
-from fp4_inductor.kernels.kernel import Call
+from fp4_inductor.kernels import build
 from fp4_inductor.lowerings.journal import listen
-from fp4_inductor.passes import epilogue
 from lowering_tests import norm_kernels
 from lowering_tests.kernels import emulator
 from lowering_tests.kernels.test_binding import ops  # noqa: F401
+from lowering_tests.lowerings.of_a_gpu import linear_layers_of_a_gpu
 from lowering_tests.models.conftest import BASE
 
 pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is None, reason="no C++ compiler")
 BF16 = torch.bfloat16
-OF_A_GPU = ("linear", "linear_epilogue", "linear_glu", "linear_residual_squares", "rms_scaled_linear", "rms_scaled_linear_glu")
-
-
-@contextlib.contextmanager
-def linear_layers_of_a_gpu():
-    """Passes and lowerings choose the kernels of linear layers as on sm_90."""
-    of_cpu = select.describe
-
-    def describe(op, device, dtype, n, k, prefill="auto", form=(), counts=select.ONE, eager=False):
-        if op not in OF_A_GPU:
-            return of_cpu(op, device, dtype, n, k, prefill, form, counts, eager)
-        return Call(op, 90, dtype, n, k, prefill, "", form=form, scales=counts.scales, eager=eager)
-
-    def plan_of(linear):
-        x, qdata = (argument.meta["val"] for argument in epilogue.arguments_of(linear)[1][:2])
-        return select.plan(describe("linear_epilogue", x.device, x.dtype, qdata.shape[0], 2 * qdata.shape[1]), dispatch_config())
-
-    with mock.patch.object(select, "describe", describe), mock.patch.object(epilogue, "_plan_of", plan_of):
-        yield
+HALVES = ("linear_residual_squares", "rms_scaled_linear", "rms_scaled_linear_glu")
 
 
 def test_a_step_of_five_sequences(ops):  # noqa: F811
@@ -59,7 +36,13 @@ def test_a_step_of_five_sequences(ops):  # noqa: F811
 
     torch._dynamo.reset()
     options = {"force_disable_caches": True}
-    with linear_layers_of_a_gpu(), dispatch(candidates=norm_kernels.switched_on()), listen() as entries, torch._inductor.config.patch(options), torch.no_grad():
+    with (
+        linear_layers_of_a_gpu(*HALVES),
+        dispatch(candidates=norm_kernels.switched_on()),
+        listen() as entries,
+        torch._inductor.config.patch(options),
+        torch.no_grad(),
+    ):
         got, want = torch.compile(step, fullgraph=True)(ids), step(ids)
     served = [e.decision.row.kernel for e in entries]
     # The norm of the embedding is a kernel of its own, and so is the last one: what reads it is no linear layer of ours.
