@@ -13,8 +13,8 @@ the output. On SmolLM2-135M (``benchmarks/quality_gptq.py``, 2,048 tokens of a m
 and 0.056 / 0.076 without. With little damping the difference is larger: in the experiments behind this (8,192 tokens of its own text, damping
 0.01) it was 0.073 / 0.084 against 0.096 / 0.114, where ``scale_search="activation"`` cost 0.084 / 0.106.
 
-The loops over columns come as :class:`Panels`: here in torch operators, which run on every device, and the same bits in C for a CPU
-(``kernels/quantize/gptq.py``).
+The loops over columns come as :class:`Panels`: here in torch operators, which run on every device, and the same bits in C for a CPU and in
+Triton for a GPU (``kernels/quantize/gptq.py``).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .sparse24 import Sparse24Parts
 # correlations between channels: KL 0.073 / 0.084 with 0.01, 0.067 / 0.078 with 0.1, 0.065 / 0.075 with both, in those experiments.
 DAMPING, DAMPING_OWN = 0.1, 0.3
 SWEEPS = 4  # of the refinement over all blocks
-# The rest stands in csrc/cpu/gptq.c too, which has room for so many columns.
+# The rest stands in csrc/cpu/gptq.c too, which has room for so many columns, and in kernels/quantize/triton_gptq.py.
 _CODES = range(-7, 8)  # scales tried for a block while rounding, and
 _NEARBY = range(-2, 3)  # in the refinement: E4M3 codes around the present one
-_PASSES = 2  # over the 16 codes of a block for each scale of the refinement
+PASSES = 2  # over the 16 codes of a block for each scale of the refinement
 _PANEL = 128  # columns whose effect on all others is one matrix product
-_GAIN = 1e-6  # of the squared change that is taken back and put in: less is float32 rounding
+GAIN = 1e-6  # of the squared change that is taken back and put in: less is float32 rounding
 _FIRST, _LAST = 1, nvfp4.SCALE_MAX_BYTE
 
 
@@ -250,7 +250,7 @@ def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, 
     pull = pull[:, None].repeat(1, len(_NEARBY), 1)
     d = torch.zeros_like(pull)
     gain, size = torch.zeros_like(scale), torch.zeros_like(scale)
-    for _ in range(_PASSES):
+    for _ in range(PASSES):
         for c in range(nvfp4.GROUP):
             now = q[:, None, c] + d[..., c]
             step = _only(to_grid(now + pull[..., c] * inverse[c], scale) - now, None if keep is None else keep[:, c, None])
@@ -259,7 +259,7 @@ def _descend(pull: Tensor, q: Tensor, code: Tensor, h: Tensor, inverse: Tensor, 
             size += step * own
             d[..., c] += step
             pull -= step[..., None] * h[c]
-    gain = torch.where(valid, gain - size * _GAIN, torch.full_like(gain, -torch.inf))
+    gain = torch.where(valid, gain - size * GAIN, torch.full_like(gain, -torch.inf))
     best = torch.where(gain == gain.amax(-1, keepdim=True), tried, torch.full_like(tried, 2 * _LAST)).amin(-1)
     at = (best - tried[:, 0])[:, None]
     better = gain.gather(1, at) > 0

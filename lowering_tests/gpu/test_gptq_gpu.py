@@ -9,8 +9,9 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, quantize_model
-from fp4_inductor.formats import gptq, nvfp4
+from fp4_inductor.formats import gptq, nvfp4, sparse24
 from fp4_inductor.formats.hessian import damped
+from fp4_inductor.kernels.quantize import gptq as kernels
 from fp4_inductor.models import gptq as models_gptq
 
 transformers = pytest.importorskip("transformers")
@@ -28,8 +29,8 @@ def problem(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("shape", [(64, 160), (33, 512)])
 def test_as_good_as_on_a_cpu(shape):
     w, h = problem(*shape)
-    cpu, gpu = gptq.quantize(w, h), gptq.quantize(w.cuda(), h.cuda())
-    again = gptq.quantize(w.cuda(), h.cuda())
+    cpu, gpu = gptq.quantize(w, h), kernels.quantize(w.cuda(), h.cuda())
+    again = kernels.quantize(w.cuda(), h.cuda())
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(gpu[:2], again[:2], strict=True))
     assert torch.equal(cpu[2], gpu[2].cpu())
     weighed = damped(h, gptq.DAMPING, gptq.DAMPING_OWN)
@@ -37,6 +38,27 @@ def test_as_good_as_on_a_cpu(shape):
     assert abs(errors[1] / errors[0] - 1) < 0.01
     # Sums in another order move a few codes over a tie; what follows in the row then differs too.
     assert float((cpu[1].view(torch.uint8) == gpu[1].view(torch.uint8).cpu()).float().mean()) > 0.9
+
+
+def bits(parts) -> list[torch.Tensor]:
+    return [t.reshape(-1).view(torch.uint8) for t in parts]
+
+
+@pytest.mark.parametrize("shape", [(64, 160), (37, 48), (300, 272)])
+def test_the_same_bits_as_the_operators(shape):
+    n, k = shape
+    w, h = (t.cuda() for t in problem(*shape))
+    # Outliers far beyond the scales that the global scale leaves room for, zeros of either sign, ties, small numbers.
+    for values in (w, w * torch.exp(3 * torch.randn(n, k, device="cuda")), (w * 80).round() / 4, w * 1e-30, torch.where(w > 0, w, -0.0)):
+        assert all(map(torch.equal, bits(kernels.quantize(values, h)), bits(gptq.quantize(values, h))))
+    assert all(map(torch.equal, bits(kernels.quantize(w, torch.zeros_like(h))), bits(gptq.quantize(w, torch.zeros_like(h)))))
+
+
+def test_the_same_bits_of_sparse_weights():
+    w, h = (t.cuda() for t in problem(70, 160))
+    w[0] = 0
+    start = sparse24.quantize_sparse24(w, sparse24.magnitude_mask(w))
+    assert all(map(torch.equal, bits(kernels.quantize_sparse24(w, h, start)), bits(gptq.quantize_sparse24(w, h, start))))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])

@@ -1,0 +1,116 @@
+"""How long ``quantize_model`` takes by each search for scales, and how much memory: a model of random weights on one GPU.
+
+    python benchmarks/quality_time.py                                  # Qwen3-8B's size, scale_search="gptq"
+    python benchmarks/quality_time.py --model qwen3-30b --layers 4     # four layers of a mixture of experts
+    python benchmarks/quality_time.py --weights auto activation gptq
+    python benchmarks/quality_time.py --model tiny --device cpu        # what runs, not how fast
+
+Seconds of a call, and of its parts: ``text`` the model writes its own, ``means`` E[x^2] of every input, ``fisher`` the backward pass, ``rounding`` second
+moments and the rounding of every weight, ``kl`` the report's figures on text that was held out. GiB: of the dense model, and at most during the call.
+Times of random weights are those of real ones: no loop ends early but the refinement's, which random weights keep going.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from decode import MODELS, build
+from timing import machine, save
+
+import fp4_inductor
+from fp4_inductor import NVFP4Config
+from fp4_inductor.models import gptq, scale_choice
+
+GIB = 1 << 30
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "text": [(gptq, "text")],
+    "means": [(gptq, "statistics"), (scale_choice, "statistics")],
+    "fisher": [(gptq, "fisher")],
+    "rounding": [(gptq, "prepare")],
+    "kl": [(scale_choice, "_kl"), (scale_choice, "_predicted")],
+}
+
+
+@contextmanager
+def timed(seconds: dict[str, float], cuda: bool) -> Iterator[None]:
+    """While active, what each of ``PARTS`` takes is added to ``seconds``; what one calls of another is not counted twice."""
+    inner = [0.0]
+
+    def wrapped(part: str, call: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, inner[0] = inner[0], 0.0
+            start = time.monotonic()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if cuda:
+                    torch.cuda.synchronize()
+                took = time.monotonic() - start
+                seconds[part] += took - inner[0]
+                inner[0] = before + took
+
+        return run
+
+    with ExitStack() as stack:
+        for part, places in PARTS.items():
+            for module, name in places:
+                stack.enter_context(patch.object(module, name, wrapped(part, getattr(module, name))))
+        yield
+
+
+def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
+    cuda = args.device == "cuda"
+    torch.manual_seed(0)
+    model = build(args.model, args.layers, args.device)
+    gc.collect()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    dense = torch.cuda.memory_allocated() if cuda else 0
+    seconds = dict.fromkeys(PARTS, 0.0)
+    start = time.monotonic()
+    with timed(seconds, cuda):
+        fp4_inductor.quantize_model(model, NVFP4Config(weights), progress=args.progress)
+    if cuda:
+        torch.cuda.synchronize()
+    took = time.monotonic() - start
+    for note in fp4_inductor.report(model).notes:
+        print("  ", note)
+    row = {
+        **machine(),
+        "model": args.model,
+        "layers": args.layers or MODELS[args.model][1],
+        "weights": weights,
+        "seconds": f"{took:.1f}",
+        **{part: f"{value:.1f}" for part, value in seconds.items()},
+        "dense_gib": f"{dense / GIB:.1f}",
+        "peak_gib": f"{torch.cuda.max_memory_allocated() / GIB:.1f}" if cuda else "",
+    }
+    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="0: all")
+    parser.add_argument("--weights", nargs="+", default=["gptq"])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for weights in args.weights:
+        rows.append(measure(args, weights))
+        save(rows, "quality_time.csv", args.out, args.device == "cpu")
+
+
+if __name__ == "__main__":
+    main()
