@@ -6,7 +6,8 @@
     python benchmarks/quality_time.py --model tiny --device cpu        # what runs, not how fast
 
 Seconds of a call, and of its parts: ``text`` the model writes its own, ``means`` E[x^2] of every input, ``fisher`` the backward pass, ``rounding`` second
-moments and the rounding of every weight, ``kl`` the report's figures on text that was held out. GiB: of the dense model, and at most during the call.
+moments and the rounding of every weight, ``kl`` the report's figures on text that was held out. GiB: of the dense model, and at most during the call;
+printed for each part too.
 Times of random weights are those of real ones: no loop ends early but the refinement's, which random weights keep going.
 """
 
@@ -40,19 +41,28 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
 
 
 @contextmanager
-def timed(seconds: dict[str, float], cuda: bool) -> Iterator[None]:
-    """While active, what each of ``PARTS`` takes is added to ``seconds``; what one calls of another is not counted twice."""
-    inner = [0.0]
+def timed(seconds: dict[str, float], peaks: dict[str, float], cuda: bool) -> Iterator[None]:
+    """While active, what each of ``PARTS`` takes is added to ``seconds``, the most GiB go to ``peaks``; what one calls of another is counted there."""
+    inner, parts = [0.0], ["else"]
+
+    def look() -> None:
+        """The peak since the last look is that of the part that runs."""
+        if cuda:
+            torch.cuda.synchronize()
+            peaks[parts[-1]] = max(peaks.get(parts[-1], 0.0), torch.cuda.max_memory_allocated() / GIB)
+            torch.cuda.reset_peak_memory_stats()
 
     def wrapped(part: str, call: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
+            look()
+            parts.append(part)
             before, inner[0] = inner[0], 0.0
             start = time.monotonic()
             try:
                 return call(*args, **kwargs)
             finally:
-                if cuda:
-                    torch.cuda.synchronize()
+                look()
+                parts.pop()
                 took = time.monotonic() - start
                 seconds[part] += took - inner[0]
                 inner[0] = before + took
@@ -64,6 +74,7 @@ def timed(seconds: dict[str, float], cuda: bool) -> Iterator[None]:
             for module, name in places:
                 stack.enter_context(patch.object(module, name, wrapped(part, getattr(module, name))))
         yield
+    look()
 
 
 def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
@@ -74,12 +85,11 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     dense = torch.cuda.memory_allocated() if cuda else 0
-    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    peaks: dict[str, float] = {}
     start = time.monotonic()
-    with timed(seconds, cuda):
+    with timed(seconds, peaks, cuda):
         fp4_inductor.quantize_model(model, NVFP4Config(weights), progress=args.progress)
-    if cuda:
-        torch.cuda.synchronize()
     took = time.monotonic() - start
     for note in fp4_inductor.report(model).notes:
         print("  ", note)
@@ -91,9 +101,10 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
         "seconds": f"{took:.1f}",
         **{part: f"{value:.1f}" for part, value in seconds.items()},
         "dense_gib": f"{dense / GIB:.1f}",
-        "peak_gib": f"{torch.cuda.max_memory_allocated() / GIB:.1f}" if cuda else "",
+        "peak_gib": f"{max(peaks.values()):.1f}" if cuda else "",
     }
-    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print("GiB at most:", ", ".join(f"{part} {value:.1f}" for part, value in peaks.items()), flush=True)
     return row
 
 

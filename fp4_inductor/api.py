@@ -144,7 +144,7 @@ def quantize_model(
         if isinstance(item, ExpertsTarget):
             both = scales.experts.pop(item.name, None)
             if both is not None:
-                model, rows = install_packed(model, both, weight_only(config.prefill))
+                model, rows = install_packed(model, both, weight_only(config.prefill), target_device)
             else:
                 model, rows = convert_experts(model, item, search, target_device, weight)
         else:

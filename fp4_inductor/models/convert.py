@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -61,6 +63,7 @@ def convert_group(
         config = replace(config, prefill=weight_only(config.prefill))
     if ready is not None:
         layer, error = ready
+        move(layer, dense.device)
     elif group[0].head and config.lm_head == "fp8":
         layer = FP8Linear.from_weight(dense, prefill=config.prefill)
         error = relative_error(dense, layer)
@@ -214,6 +217,23 @@ def unpadded(w: Tensor, columns: int, pad: tuple[int, int]) -> Tensor:
     parts, extra = pad
     w = w[..., :columns]
     return torch.cat([p[..., : p.shape[-2] - extra, :] for p in w.chunk(parts, -2)], -2) if extra else w
+
+
+def move(weight: FP4Linear | FP4ExpertWeight, device: torch.device) -> None:
+    """The parts of ``weight`` to ``device``; a bias stays where it is."""
+    weight.take(tuple(p.to(device) for p in weight.parts()))
+
+
+@contextmanager
+def moved(weight: FP4Linear | FP4ExpertWeight, device: torch.device) -> Iterator[None]:
+    """While active, the parts of a ``weight`` that waits on the CPU are on ``device`` too."""
+    parts = weight.parts()
+    try:
+        if weight.scale.device.type == "cpu":
+            move(weight, device)
+        yield
+    finally:
+        weight.take(parts)
 
 
 def share(layer: FP4Linear) -> FP4Linear:

@@ -85,7 +85,7 @@ class FinishedLayers:
         if found is None:
             return None
         tensors, said = found
-        layer.take(tuple(tensors[n].to(dense.device if device is None else device) for n in layer.TENSOR.PARTS))
+        layer.take(tuple(tensors[n] if device is None else tensors[n].to(device) for n in layer.TENSOR.PARTS))
         return (layer, said["error"]), said["by_norms"]
 
     def keep_layer(self, group: list[Target], layer: FP4Linear, error: float, by_norms: list[str]) -> None:
@@ -101,8 +101,7 @@ class FinishedLayers:
             return None
         tensors, said = found
         for a, weight in weights.items():
-            to = target.stack(a).device if device is None else device
-            weight.take(tuple(tensors[f"{a}.{n}"].to(to) for n in weight.TENSOR.PARTS))
+            weight.take(tuple(tensors[f"{a}.{n}"] if device is None else tensors[f"{a}.{n}"].to(device) for n in weight.TENSOR.PARTS))
         rows = {a: said[a] for a in attributes}
         both = [PrunedExperts(target, a, weights[a], pads[a], r["error"], r["output"], r["score"], tuple(r["notes"])) for a, r in rows.items()]
         return both, said["by_norms"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..modules import FP4Experts, FP4Linear
 from .calibrate import evaluating
@@ -50,7 +51,7 @@ class _Sums:
 
 
 class Beside(nn.Module):
-    """``layer``, wherever it is, for inputs of another device."""
+    """``layer``, wherever it is, for inputs of another device: on a GPU, if one of both is there. What waits on the CPU is there again afterwards."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -58,6 +59,10 @@ class Beside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         device = next(self.layer.buffers()).device
+        given = next((a.device for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), device)
+        if device.type == "cpu" and given.type != "cpu":
+            there = {n: t.to(given) for n, t in [*self.layer.named_buffers(), *self.layer.named_parameters()]}
+            return functional_call(self.layer, there, args, kwargs)
         moved = [a.to(device) if isinstance(a, Tensor) else a for a in args]
         return self.layer(*moved, **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
 

@@ -14,7 +14,7 @@ from ..errors import CalibrationError, NonFiniteError
 from ..modules import FP4Linear
 from . import gptq, self_calibration, token_weights
 from .calibrate import batches_of, statistics
-from .convert import dense_weight, experts_module, quantize_expert_weight, rows_to_pad, share, unpadded
+from .convert import dense_weight, experts_module, moved, quantize_expert_weight, rows_to_pad, share, unpadded
 from .finished import LayerStore
 from .layer_shares import Beside, shares_of
 from .plan import ExpertsTarget, QuantizationPlan, Target, weight_count
@@ -24,11 +24,12 @@ from .sparsify_experts import PrunedExperts, weight_name
 from .substitute import Value, substituted
 
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
-SECONDS = 60.0  # that "auto" takes for "gptq" at most, by the figures below
-# A weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two. And on a GPU, where nobody has measured it: an estimate for an H100.
-_CPU_SECONDS, _GPU_SECONDS = 4.2e-6, 7.5e-8
-# Bytes of GPU memory: the quantized weight, and for what is worked on (activations and logits of a batch, a Hessian and its factors).
-_BESIDE, _WORKING = 0.6, 6e9
+# That "auto" takes for "gptq" at most, by the figures below; times as long on a GPU, where models are larger, and what is left of the loss is half.
+SECONDS, _ON_A_GPU = 60.0, 4
+# A weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two. And on a GPU (benchmarks/results/quality_time.csv), where the text takes a while too.
+_CPU_SECONDS, _GPU_SECONDS, _GPU_TEXT = 4.2e-6, 1e-8, 20.0
+# Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse; activations and logits of a batch.
+_MATRICES, _WORKING = 5, 3e9
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
 
 
@@ -196,11 +197,13 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
     items: list[Target | ExpertsTarget] = [*(g[0] for g in plan.groups), *plan.experts]
     weights = sum(weight_count(t) for t in items)
     device = next((p.device for t in items for p in t.module.parameters()), torch.device("cpu"))
-    seconds = weights * (_CPU_SECONDS / torch.get_num_threads() if device.type == "cpu" else _GPU_SECONDS)
-    if seconds > SECONDS:
-        return f"it would take about {seconds:.0f} s (limit {SECONDS:.0f} s)"
+    on_cpu = device.type == "cpu"
+    seconds, limit = (weights * _CPU_SECONDS / torch.get_num_threads(), SECONDS) if on_cpu else (weights * _GPU_SECONDS + _GPU_TEXT, SECONDS * _ON_A_GPU)
+    if seconds > limit:
+        return f"it would take about {seconds:.0f} s (limit {limit:.0f} s)"
     if device.type == "cuda":
-        need, free = weights * _BESIDE + _WORKING, torch.cuda.mem_get_info(device)[0]
+        widest = max((dense_weight(g[0]).shape[1] for g in plan.groups), default=0)
+        need, free = _MATRICES * 8 * widest**2 + _WORKING, torch.cuda.mem_get_info(device)[0]
         if need > free:
             return f"it would take about {need / 1e9:.1f} GB of GPU memory beside the model, of which {free / 1e9:.1f} GB are free"
     return None
@@ -253,7 +256,8 @@ def _predicted(model: nn.Module, plan: QuantizationPlan, choice: ScaleChoice, pr
 
 
 def _in_layout(layer: FP4Linear, target: Target) -> Tensor:
-    w = layer.dequantize()
+    with moved(layer, next(target.module.parameters()).device):
+        w = layer.dequantize()
     return w.t() if target.transposed else w
 
 

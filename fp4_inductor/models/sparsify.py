@@ -251,7 +251,7 @@ def _replace(model: nn.Module, plan: QuantizationPlan, config: Sparse24Config, d
             here = place
         if isinstance(item, ExpertsTarget):
             both = quantize_experts(item, config, sparse, device, _routed(found), data.experts.get(item.name), sequential)
-            pending.append(partial(install_packed, both=both, prefill=config.prefill))
+            pending.append(partial(install_packed, both=both, prefill=config.prefill, device=device))
             if needs_moments and sequential:
                 put_dense(both)
             continue

@@ -18,7 +18,7 @@ from ..formats.hessian import output_energy
 from ..modules import FP4ExpertWeight, Sparse24ExpertWeight
 from .calibrate_experts import Statistics, between
 from .choose import Candidate
-from .convert import experts_row, install_experts, rows_to_pad, unpadded
+from .convert import experts_row, install_experts, move, moved, rows_to_pad, unpadded
 from .coverage import LayerReport
 from .hessian import Moments, moments_of
 from .plan import ExpertsTarget
@@ -66,7 +66,8 @@ class PrunedExperts:
 
     def dense(self) -> Tensor:
         """In the layout of the module's own Parameter."""
-        w = unpadded(self.weight.dequantize(), self.weight.columns, self.pad)
+        with moved(self.weight, self.target.stack(self.attribute).device):
+            w = unpadded(self.weight.dequantize(), self.weight.columns, self.pad)
         return w.mT if self.target.spec.transposed else w
 
     def candidate(self) -> Candidate:
@@ -152,9 +153,11 @@ def quantize_experts(
     ]  # fmt: skip
 
 
-def install_packed(model: nn.Module, both: list[PrunedExperts], prefill: str) -> tuple[nn.Module, list[LayerReport]]:
-    """Put FP4Experts in place of the module; returns the model and the report's rows."""
+def install_packed(model: nn.Module, both: list[PrunedExperts], prefill: str, device: torch.device | None) -> tuple[nn.Module, list[LayerReport]]:
+    """Put FP4Experts in place of the module, on ``device`` or where it is; returns the model and the report's rows."""
     target = both[0].target
+    for p in both:
+        move(p.weight, target.stack(p.attribute).device if device is None else device)
     rows = [replace(experts_row(target, p.attribute, p.weight, p.error, p.notes), output_error=p.output) for p in both]
     return install_experts(model, target, {p.attribute: p.weight for p in both}, {p.attribute: p.pad for p in both}, prefill), rows
 

@@ -57,12 +57,14 @@ class Compiled:
         return sum(n for op, n in self.opcodes().items() if op.startswith(prefix))
 
 
-def compile_kernel(kernel, signature: dict, constexprs: dict, cc: int, num_warps: int = 4, num_stages: int = 2, divisible: tuple[str, ...] = ()) -> Compiled:
-    """``signature``: argument -> Triton type; ``divisible``: arguments known to be multiples of 16."""
+def compile_kernel(
+    kernel, signature: dict, constexprs: dict, cc: int, num_warps: int = 4, num_stages: int = 2, divisible: tuple[str, ...] = (), **options
+) -> Compiled:
+    """``signature``: argument -> Triton type; ``divisible``: arguments known to be multiples of 16; ``options``: more of the compiler's."""
     names = kernel.arg_names
     attrs = {(names.index(a),): [["tt.divisibility", 16]] for a in divisible}
     source = ASTSource(kernel, {**signature, **dict.fromkeys(constexprs, "constexpr")}, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
-    done = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": num_warps, "num_stages": num_stages})
+    done = triton.compile(source, target=GPUTarget("cuda", cc, 32), options={"num_warps": num_warps, "num_stages": num_stages, **options})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(done.asm["cubin"])
         f.flush()

@@ -72,8 +72,10 @@ def kept_of(KEEP, at, inside, KEPT: tl.constexpr):
 @triton.jit
 def round_panel(W, U, G, KEEP, Q, ERROR, CODES, N, WIDTH, KEPT: tl.constexpr, ROWS: tl.constexpr):
     """``formats.gptq.Panels.rounded`` of ``WIDTH`` columns, a multiple of 16. KEPT: there is a KEEP."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
+    above = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)
+    inside = rows < N - above
+    W, KEEP, Q, ERROR, CODES = W + above * WIDTH, KEEP + above * WIDTH, Q + above * WIDTH, ERROR + above * WIDTH, CODES + above * (WIDTH // 16)
     column = tl.arange(0, 16)
     trial = tl.minimum(tl.arange(0, 16), 14)  # 15 of them; the last one twice
     g = tl.load(G)
@@ -116,8 +118,10 @@ def round_panel(W, U, G, KEEP, Q, ERROR, CODES, N, WIDTH, KEPT: tl.constexpr, RO
 @triton.jit
 def refine_panel(PULL, Q, CODES, H, G, KEEP, CHANGE, N, WIDTH, GAIN, PASSES: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr):
     """``formats.gptq.Panels.refined`` of ``WIDTH`` columns, a multiple of 16. KEPT: there is a KEEP."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
+    above = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS)
+    inside = rows < N - above
+    PULL, KEEP, Q, CHANGE, CODES = PULL + above * WIDTH, KEEP + above * WIDTH, Q + above * WIDTH, CHANGE + above * WIDTH, CODES + above * (WIDTH // 16)
     column = tl.arange(0, 16)
     order = tl.arange(0, 8)  # of 5 trials; the last one four times
     trial = tl.minimum(order, 4) - 2
