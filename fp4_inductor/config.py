@@ -44,8 +44,8 @@ class NVFP4Config:
         scale_search: how the E4M3 scale of each block of 16 weights is chosen.
 
             * ``"auto"`` (default, needs no data): the best that fits. For a causal language model of transformers ``"gptq"`` over text that
-              it writes itself (and over ``calibration``, if it is given), if that takes about a minute at most: some 14 M weights for each
-              CPU core, 0.8 G on a GPU (an estimate). If that takes longer, or fails, or has a higher KL on text that was held
+              it writes itself (and over ``calibration``, if it is given), if that takes about a minute at most on a CPU, some 14 M weights for
+              each core, or four on a GPU, some 18 G (10 G of experts). If that takes longer, or fails, or has a higher KL on text that was held
               out, ``"activation"`` over ``calibration`` or over text the model writes. ``"four_over_six"`` for every other model, and
               where writing fails or would take long (above 2 G parameters on a CPU). The report says which, why, and at what KL.
             * ``"amax"``: ``amax / 6``, the plain rule.
@@ -56,7 +56,7 @@ class NVFP4Config:
             * ``"gptq"``: codes and scales together, so that the layer's outputs change least: GPTQ with the scale chosen inside
               the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
               best (SmolLM2-135M: KL 0.054 / 0.067 nats a token on a manual / a novel, by "activation" 0.091 / 0.096) and the
-              slowest (there 223 s against 6 s on two CPU cores); the quantized layers lie beside the model meanwhile. Over
+              slowest (there 223 s against 6 s on two CPU cores); the quantized layers lie in the host's memory meanwhile. Over
               16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Each expert is rounded by the
               tokens routed to it. Layers and experts that met fewer than 256 tokens get ``"activation"``; the report says which.
               Source: Frantar et al., "GPTQ" (2023).

@@ -26,8 +26,9 @@ from .substitute import Value, substituted
 _UNWEIGHTED: ScaleSearch = "mse"  # the same sweep as "activation", without data
 # That "auto" takes for "gptq" at most, by the figures below; times as long on a GPU, where models are larger, and what is left of the loss is half.
 SECONDS, _ON_A_GPU = 60.0, 4
-# A weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two. And on a GPU (benchmarks/results/quality_time.csv), where the text takes a while too.
-_CPU_SECONDS, _GPU_SECONDS, _GPU_TEXT = 4.2e-6, 1e-8, 20.0
+_CPU_SECONDS = 4.2e-6  # a weight, on one core: SmolLM2-135M (106 M of them) took 223 s on two
+# The text, a weight of a linear layer and one of an expert, on a GPU: benchmarks/results/quality_time.csv, an H100.
+_GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.2e-8, 2.2e-8
 # Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse; activations and logits of a batch.
 _MATRICES, _WORKING = 5, 3e9
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
@@ -195,10 +196,12 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
     if reason is not None:
         return reason
     items: list[Target | ExpertsTarget] = [*(g[0] for g in plan.groups), *plan.experts]
-    weights = sum(weight_count(t) for t in items)
+    layers, experts = sum(weight_count(g[0]) for g in plan.groups), sum(map(weight_count, plan.experts))
     device = next((p.device for t in items for p in t.module.parameters()), torch.device("cpu"))
-    on_cpu = device.type == "cpu"
-    seconds, limit = (weights * _CPU_SECONDS / torch.get_num_threads(), SECONDS) if on_cpu else (weights * _GPU_SECONDS + _GPU_TEXT, SECONDS * _ON_A_GPU)
+    if device.type == "cpu":
+        seconds, limit = (layers + experts) * _CPU_SECONDS / torch.get_num_threads(), SECONDS
+    else:
+        seconds, limit = _GPU_TEXT + layers * _GPU_SECONDS + experts * _GPU_SECONDS_EXPERTS, SECONDS * _ON_A_GPU
     if seconds > limit:
         return f"it would take about {seconds:.0f} s (limit {limit:.0f} s)"
     if device.type == "cuda":

@@ -9,6 +9,7 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, quantize_model
+from fp4_inductor.checkpoint import layer_folder
 from fp4_inductor.formats import gptq, nvfp4, sparse24
 from fp4_inductor.formats.hessian import damped
 from fp4_inductor.kernels.quantize import gptq as kernels
@@ -74,3 +75,30 @@ def test_a_model(family, device, monkeypatch):
     assert all(t.device.type == "cuda" for t in first.state_dict().values())
     assert any("weighted by the Fisher information" in line for line in fp4_inductor.report(first).notes)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("device", [None, "cuda"], ids=["on the GPU", "layer by layer from the CPU"])
+def test_an_interrupted_run_goes_on_bit_for_bit(family, device, monkeypatch, tmp_path):
+    monkeypatch.setattr(models_gptq, "SEQUENCES", 16)
+    monkeypatch.setattr(models_gptq, "TOKENS", 32)
+    dense = build(family).bfloat16()
+    dense = dense if device else dense.cuda()
+
+    def run(**options):
+        return quantize_model(copy.deepcopy(dense), NVFP4Config("gptq"), device=device, progress=False, strict=False, **options)
+
+    def write(self, key, tensors, words):
+        if key == "layer-00003":
+            raise KeyboardInterrupt
+        real(self, key, tensors, words)
+
+    whole, real = run(), layer_folder.LayerFolder.write
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(layer_folder.LayerFolder, "write", write)
+        run(checkpoint_dir=tmp_path)
+    resumed = run(checkpoint_dir=tmp_path)
+    assert any("3 of " in line and "were finished by an earlier run" in line for line in fp4_inductor.report(resumed).notes)
+    states = [{name: t.reshape(-1).view(torch.uint8) for name, t in m.state_dict().items()} for m in (whole, resumed)]
+    assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
+    assert all(t.device.type == "cuda" for t in resumed.state_dict().values())
