@@ -19,6 +19,7 @@ SEQUENCES, TOKENS = 16, 64
 # Writing is one pass over the weights per token: about a minute for this many on a desktop CPU.
 _CPU_PARAMETERS = 2_000_000_000
 _SEED = 0
+_AT_ONCE = 512  # sequences: each needs a cache, and scores for the whole vocabulary
 _TOP = 50
 _SMALLEST = 2.0**-24  # whose logarithms are finite, as are those of what is left of 1
 
@@ -83,7 +84,11 @@ def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: in
         disable_compile=True,
         remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
     )
-    return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain, logits_processor=LogitsProcessorList([Sampler(seed)]))
+    processors = LogitsProcessorList([Sampler(seed)])
+    return torch.cat([
+        model.generate(inputs=part, attention_mask=torch.ones_like(part), generation_config=plain, logits_processor=processors)
+        for part in first.split(_AT_ONCE)
+    ])  # fmt: skip
 
 
 def positions(model: Any) -> int | None:

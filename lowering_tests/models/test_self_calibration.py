@@ -137,3 +137,13 @@ def test_a_model_that_overflows_says_so_in_the_report(tiny):
 def test_data_that_would_not_be_used_is_refused(search):
     with pytest.raises(errors.ConfigError, match=search):
         NVFP4Config(search, calibration="self")
+
+
+def test_many_sequences_are_written_in_parts(tiny, monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(self_calibration, "_AT_ONCE", 3)
+    real, rows = model.generate, []
+    monkeypatch.setattr(model, "generate", lambda **kwargs: rows.append(len(kwargs["inputs"])) or real(**kwargs))
+    ids = self_calibration.write(model, 8, 6)[0]["input_ids"]
+    assert (rows, ids.shape) == ([3, 3, 2], (8, 6))
+    assert len({tuple(row) for row in ids.tolist()}) > 4, "each part draws anew"
