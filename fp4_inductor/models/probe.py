@@ -12,6 +12,7 @@ from .calibrate import evaluating, feed
 
 _BYTES = 1 << 29  # of the dense model's log probabilities that are kept
 _POSITIONS = 2048
+_AT_ONCE = 256  # positions: in float32, each of the terms is larger than a model's logits
 LOUD_KL = 0.15  # nats a token, from which a report warns: half as much again as calibrated NVFP4 weights cost SmolLM2-135M
 
 
@@ -28,12 +29,12 @@ class Probe:
         self._dense: list[Tensor] = []
         room = _POSITIONS
         with evaluating(model):
-            for batch, log_p in zip(batches, _log_probabilities(model, batches), strict=False):
-                if log_p is None:
+            for batch, logits in zip(batches, _logits(model, batches), strict=False):
+                if logits is None:
                     break
-                room = min(room, _BYTES // (log_p.shape[-1] * log_p.element_size())) if not self.batches else room
+                room = min(room, _BYTES // (logits.shape[-1] * torch.float32.itemsize)) if not self.batches else room
                 self.batches.append(batch)
-                self._dense.append(log_p[:room])
+                self._dense.append(_log_probabilities(logits[:room]))
                 room -= len(self._dense[-1])
                 if room <= 0:
                     break
@@ -57,18 +58,22 @@ class Probe:
         chosen = range(len(self.batches)) if batch is None else (batch,)
         total, count = 0.0, 0
         with evaluating(model):
-            for i, log_p in zip(chosen, _log_probabilities(model, [self.batches[i] for i in chosen]), strict=True):
-                if log_p is None:
+            for i, logits in zip(chosen, _logits(model, [self.batches[i] for i in chosen]), strict=True):
+                if logits is None:
                     continue
-                p = self._dense[i].to(log_p.device)
-                q = log_p[: len(p)]
-                total += float((p.exp() * (p - q)).sum(dtype=torch.float32))
-                count += len(p)
+                for p, q in zip(self._dense[i].split(_AT_ONCE), logits.split(_AT_ONCE), strict=False):
+                    p, q = p.to(q.device), _log_probabilities(q[: len(p)])
+                    total += float((p.exp() * (p - q)).sum(dtype=torch.float32))
+                    count += len(p)
         return total / max(count, 1)
 
 
-def _log_probabilities(model: nn.Module, batches: list[Any]) -> Iterator[Tensor | None]:
-    """``[positions, vocabulary]`` float32 for each batch, padding left out; None where the model has no logits."""
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def _logits(model: nn.Module, batches: list[Any]) -> Iterator[Tensor | None]:
+    """``[positions, vocabulary]`` for each batch, padding left out; None where the model has no logits."""
     for kwargs, output in feed(model, batches):
         logits = getattr(output, "logits", output.get("logits") if isinstance(output, dict) else None)
         if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
@@ -78,4 +83,4 @@ def _log_probabilities(model: nn.Module, batches: list[Any]) -> Iterator[Tensor 
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
             flat = flat[mask.reshape(-1) != 0]
-        yield flat[:_POSITIONS].float().log_softmax(-1)
+        yield flat[:_POSITIONS]

@@ -30,7 +30,7 @@ _CPU_SECONDS = 4.2e-6  # a weight, on one core: SmolLM2-135M (106 M of them) too
 # The text, a weight of a linear layer and one of an expert, on a GPU: benchmarks/results/quality_time.csv, an H100.
 _GPU_TEXT, _GPU_SECONDS, _GPU_SECONDS_EXPERTS = 20.0, 1.2e-8, 2.2e-8
 # Bytes of GPU memory beside the model: float64 matrices of the widest layer's Hessian, its factors and inverse; activations and logits of a batch.
-_MATRICES, _WORKING = 5, 3e9
+_MATRICES, _WORKING = 4, 2e9
 _NO_DATA: ScaleSearch = "four_over_six"  # the best perplexity where there is no data at all (benchmarks/results/quality_*.csv)
 
 
