@@ -310,7 +310,7 @@ def _w4a4(row: Span | None, arch: int, dtype: str, n: int, k: int) -> str:
     """What serves the product of a call that rounds its activations, and why."""
     if row is None or row.regime != "large_nvfp4":
         return ""
-    product = plan(select.describe_for("linear_w4a4", arch, getattr(torch, dtype), n, k), dispatch_config()).rows[-1]
+    product = plan(select.describe("linear_w4a4", arch, getattr(torch, dtype), n, k), dispatch_config()).rows[-1]
     return f"activations rounded to NVFP4 per token; linear_w4a4: {product.kernel} ({product.status}): {product.reason}"
 
 

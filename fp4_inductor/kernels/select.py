@@ -137,17 +137,11 @@ ONE = Counts()
 
 
 def describe(
-    op: str, device: torch.device, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE,
+    op: str, device: torch.device | int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE,
     eager: bool = False,
 ) -> Call:  # fmt: skip
-    """The :class:`Call` for a weight ``[n, k]`` on ``device``; ``form``, ``eager``: as of :class:`Call`."""
-    return describe_for(op, arch_of(device), dtype, n, k, prefill, form, counts, eager)
-
-
-def describe_for(
-    op: str, arch: int, dtype: torch.dtype, n: int, k: int, prefill: str = "auto", form: tuple[str, ...] = (), counts: Counts = ONE, eager: bool = False
-) -> Call:  # fmt: skip
-    """As :func:`describe`, for the architecture of a device of this machine."""
+    """The :class:`Call` for a weight ``[n, k]`` on ``device``, or a device of that architecture; ``form``, ``eager``: as of :class:`Call`."""
+    arch = device if isinstance(device, int) else arch_of(device)
     call = Call(op, arch, dtype, n, k, prefill, "", counts.experts, triton_version() if arch else (99, 0), form, counts.scales, eager)
     return replace(call, csrc=csrc_status(call))
 

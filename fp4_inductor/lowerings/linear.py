@@ -193,7 +193,7 @@ def product(op, storage: Storage, call: Product, remarks: Remarks = NO_REMARKS):
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if row.library:  # an operator of its own: no Python between the graph and the kernel, which adds the bias itself
         parts = quantized_rows(rows, lane_order=row.library.lane_order) if row.library.fp8 else (rows,)
-        y = call_csrc(entry, row.library, parts, weight, bias, arch, Epilogue(starts=tuple(begin[1:])), norm)
+        y = call_csrc(entry, row.library, parts, weight, bias, arch, Options(then=Epilogue(starts=tuple(begin[1:])), norm=norm))
         return y if len(lead) == 1 else inductor.view(y, [*lead, n])
     problem = forms.problem(rows, n, k, tuple(begin[1:]))
     if rounds_to_nvfp4(row):
@@ -206,21 +206,20 @@ def product(op, storage: Storage, call: Product, remarks: Remarks = NO_REMARKS):
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 
-def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, then: Epilogue, norm: Norm | None = None, half: tuple = ()):
+def call_csrc(entry: Entry, library: Library, parts: tuple, weight: tuple, bias, arch: int, asked: Options):
     """IR of the operator of ``library``; ``parts``: of the activations. Notes in ``entry`` whether the kernel uses programmatic dependent launch.
 
-    ``norm``: what the kernel does with its activations first, if it takes one (``Library.norm``): its weight is ``[K]`` in their dtype. ``half``: the
-    operands of the half of a norm that it has (``Library.half``), tensors contiguous.
+    ``asked``: its ``early`` is decided here. The weight of its norm is ``[K]`` in the activations' dtype; tensors of its half of a norm are contiguous.
     """
     operator = getattr(torch.ops.fp4_csrc, library.name).default
-    given, early = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False
+    given, early, norm = tuple(inductor.contiguous(t) for t in (*parts, *weight)), False, asked.norm
     if norm is not None:
         norm = norm._replace(weight=inductor.contiguous(norm.weight))
     if library.early:
         read = (*given[len(parts) : -1], *(() if norm is None else (norm.weight,)))  # before the kernel before has ended; the global scale is not
         early, told = begins_early(arch, given[: len(parts)], read)
         entry.note = join(entry.note, told)
-    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, Options(then=then, early=early, norm=norm, half=half)))
+    return inductor.call_op(operator, *given, bias, arch, *select.csrc_arguments(library.name, asked._replace(early=early, norm=norm)))
 
 
 _FIRST_PDL = 90  # programmatic dependent launch

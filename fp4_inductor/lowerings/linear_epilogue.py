@@ -10,7 +10,7 @@ from .._torch import lowering as inductor
 from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
 from ..kernels import select
-from ..kernels.forms import Epilogue, Norm
+from ..kernels.forms import Epilogue, Norm, Options
 from ..kernels.select import plan
 from ..ops.linear_epilogue import EpilogueCall
 from ..ops.linear_glu import ACTIVATIONS
@@ -61,7 +61,7 @@ def lower(*args, norm: Norm | None = None, **kwargs):
         return t if t is None or len(lead) == 1 else inductor.view(t, [m, t.get_size()[-1]])
 
     then = Epilogue(starts=tuple(rows)[1:], act=c.act, mul=_dense(flat(c.mul)), residual=_dense(flat(c.residual)))
-    y = linear.call_csrc(entry, decision.row.library, (flat(x),), weight, c.bias, options.call.arch, then, norm)
+    y = linear.call_csrc(entry, decision.row.library, (flat(x),), weight, c.bias, options.call.arch, Options(then=then, norm=norm))
     return y if len(lead) == 1 else inductor.view(y, [*lead, n])
 
 

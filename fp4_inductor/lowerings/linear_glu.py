@@ -7,7 +7,7 @@ import torch
 from .._torch import lowering as inductor
 from ..config import dispatch_config
 from ..kernels import select
-from ..kernels.forms import Epilogue, Library, Norm, Triton
+from ..kernels.forms import Epilogue, Library, Norm, Options, Triton
 from ..kernels.select import plan
 from ..ops.linear_glu import glu
 from . import forms, linear
@@ -50,7 +50,7 @@ def lower(x, qdata, scale, global_scale, bias=None, act="silu", prefill="auto", 
     rows = x if len(lead) == 1 else inductor.view(x, [m, k])
     if isinstance(form, Library):
         then = Epilogue(starts=(n // 2,) if len(global_scale.get_size()) else (), act=act)
-        y = linear.call_csrc(entry, form, (rows,), (qdata, scale, global_scale), bias, options.call.arch, then, norm)
+        y = linear.call_csrc(entry, form, (rows,), (qdata, scale, global_scale), bias, options.call.arch, Options(then=then, norm=norm))
     else:
         own = form.given(act, bias is not None, 2 if len(global_scale.get_size()) == 1 else 1)
         inputs = (rows, qdata, scale, global_scale, *(() if bias is None else (bias,)))

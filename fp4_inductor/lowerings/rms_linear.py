@@ -11,7 +11,7 @@ from .._torch import lowering as inductor
 from ..config import dispatch_config
 from ..formats.packing import MAX_SCALES
 from ..kernels import select
-from ..kernels.forms import Epilogue, Library
+from ..kernels.forms import Epilogue, Library, Options
 from ..kernels.select import Plan, plan
 from ..ops import rms_linear
 from ..ops.linear_siblings import begins
@@ -46,7 +46,7 @@ def lower_squares(*args, **kwargs):
     lead = c.x.get_size()[:-1]
     weight, then = _weight((c.qdata, c.scale, c.global_scale), c.rows), Epilogue(tuple(c.rows or ())[1:], residual=_rows(c.residual))
     half = (inductor.contiguous(c.norm_weight), c.norm_offset)
-    results = linear.call_csrc(launch.entry, launch.library, (_rows(c.x),), weight, c.bias, launch.arch, then, half=half)
+    results = linear.call_csrc(launch.entry, launch.library, (_rows(c.x),), weight, c.bias, launch.arch, Options(then=then, half=half))
     return [_shaped(t, lead) for t in results]
 
 
@@ -85,7 +85,7 @@ def _scaled(z, squares, eps, weight, bias, prefill, rows, note):
 
 def _by_kernel(launch: _Launch, z, squares, eps, weight, bias, then: Epilogue):
     half = (inductor.contiguous(_rows(squares)), eps)
-    y = linear.call_csrc(launch.entry, launch.library, (_rows(z),), weight, bias, launch.arch, then, half=half)
+    y = linear.call_csrc(launch.entry, launch.library, (_rows(z),), weight, bias, launch.arch, Options(then=then, half=half))
     return _shaped(y, z.get_size()[:-1])
 
 

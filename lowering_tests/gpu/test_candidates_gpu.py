@@ -450,7 +450,7 @@ def test_sparse_wide_is_what_serves():
     w = sparse.weight(4096, 2048)
     reference, parts = sparse.dense(*w).to(DEVICE), [t.to(DEVICE) for t in w]
     x = torch.randn(48, 2048, device=DEVICE).to(BF16)
-    assert select.plan(select.describe_for("sparse_linear", 90, BF16, 4096, 2048), dispatch_config()).pick(48).kernel == "cuda_sparse_wide"
+    assert select.plan(select.describe("sparse_linear", 90, BF16, 4096, 2048), dispatch_config()).pick(48).kernel == "cuda_sparse_wide"
     graph, source = torch.cuda.CUDAGraph(), torch.empty_like(x)
     fp4.sparse_linear(x, *parts)
     with torch.cuda.graph(graph):

@@ -85,18 +85,18 @@ def test_a_plan_asks_for_the_libraries_that_serve_it(monkeypatch):
         ("moe", 90, 4096, 4096, ["moe_decode_table", "moe_grouped_wide", "moe_grouped_wide_fp8"]),
     ):
         begun.clear()
-        assert select.describe_for(op, arch, torch.bfloat16, n, k).csrc == f"{names[0]} is broken"
+        assert select.describe(op, arch, torch.bfloat16, n, k).csrc == f"{names[0]} is broken"
         assert begun == [names], (op, n, k)
-        select.describe_for(op, arch, torch.bfloat16, n, k, eager=True)
+        select.describe(op, arch, torch.bfloat16, n, k, eager=True)
         assert begun[1:] == [[name for name in names if "gemv" not in name]], "it serves no eager call"
-    assert {select.describe_for(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
+    assert {select.describe(op, arch, torch.bfloat16, 64, 64).csrc for op, arch in (("moe", 80), ("sparse_moe", 80), ("moe", 0))} == {""}
 
 
 def test_without_nvcc_the_reason_is_told(fresh, monkeypatch, capfd):
     monkeypatch.setattr(build, "nvcc", lambda: None)
-    call = select.describe_for("linear", 90, torch.bfloat16, 4096, 4096)
+    call = select.describe("linear", 90, torch.bfloat16, 4096, 4096)
     assert "nvcc not found" in call.csrc and 'pip install "fp4_inductor[nvcc]"' in call.csrc
-    assert select.describe_for("linear", 0, torch.bfloat16, 4096, 4096).csrc == ""
+    assert select.describe("linear", 0, torch.bfloat16, 4096, 4096).csrc == ""
     assert "ctypes" in csrc.door("linear_small", 90) and "nvcc not found" in csrc.door("linear_small", 90)
     with pytest.raises(errors.KernelError, match="nvcc not found"):
         csrc._through_ctypes("linear_small", (torch.empty(1, 64),), (torch.empty(8, 32),), torch.empty(()), None, 90, (0, 0, 0))
@@ -108,7 +108,7 @@ def test_a_wheel_for_other_architectures_says_so_in_one_line(fresh, monkeypatch,
     monkeypatch.setattr(build, "nvcc", lambda: None)
     monkeypatch.setattr(prebuilt, "manifest", lambda: {f"linear_small.sm_{arch}.so": {"identity": "another"} for arch in (90, 80)} | {"binding.so": {}})
     monkeypatch.setattr(prebuilt, "find", lambda identity: None)
-    call = select.describe_for("linear", 87, torch.bfloat16, 4096, 4096)
+    call = select.describe("linear", 87, torch.bfloat16, 4096, 4096)
     assert "no CUDA kernels for sm_87" in call.csrc and "this installation has kernels for sm_80, sm_90" in call.csrc
     assert select.plan(call, select.DispatchConfig()).pick(8).kernel.startswith("triton")
     [line] = capfd.readouterr().err.splitlines()

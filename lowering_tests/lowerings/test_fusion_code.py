@@ -126,8 +126,8 @@ def test_a_norm_in_the_kernel(monkeypatch):
     monkeypatch.setattr(lowering, "order", types.SimpleNamespace(why_not_early=lambda activations, read, promised: seen.append(len(read)) or ""))
     plain = lowering.call_csrc
 
-    def with_norm(entry, library, parts, weight, bias, arch, then, norm):
-        return plain(entry, library, parts, weight, bias, arch, then, Norm(weight[1], 1e-6, 1.0))  # any tensor of the graph
+    def with_norm(entry, library, parts, weight, bias, arch, asked):
+        return plain(entry, library, parts, weight, bias, arch, asked._replace(norm=Norm(weight[1], 1e-6, 1.0)))  # any tensor of the graph
 
     monkeypatch.setattr(lowering, "call_csrc", with_norm)
     code = generated_code(lambda: FP4Linear(K, K, bias=False, dtype=BF16, device="cuda"), [((1, K), BF16)], csrc="")[0]
