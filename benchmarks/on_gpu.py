@@ -103,6 +103,7 @@ STEPS = (
     # The published figures are those of one mode: a second one would double it.
     Step("decode", 340, ("benchmarks/decode.py", "--modes", "reduce-overhead"), needs=TRANSFORMERS),
     Step("load", 120, ("benchmarks/load.py",), needs=TRANSFORMERS),
+    Step("quality-time", 150, ("benchmarks/quality_time.py",), needs=TRANSFORMERS),
     *(
         Step(tool, 60, ("benchmarks/sanitize.py",), ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"))
         for tool in ("memcheck", "racecheck", "initcheck")

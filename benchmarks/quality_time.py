@@ -3,7 +3,7 @@
     python benchmarks/quality_time.py                                  # Qwen3-8B's size, scale_search="gptq"
     python benchmarks/quality_time.py --model qwen3-30b --layers 4     # four layers of a mixture of experts
     python benchmarks/quality_time.py --weights auto activation gptq
-    python benchmarks/quality_time.py --model tiny --device cpu        # what runs, not how fast
+    python benchmarks/quality_time.py --smoke                          # a tiny model on a CPU: what runs, not how fast
 
 Seconds of a call, and of its parts: ``text`` the model writes its own, ``means`` E[x^2] of every input, ``fisher`` the backward pass, ``rounding`` second
 moments and the rounding of every weight, ``kl`` the report's figures on text that was held out. GiB: of the dense model, and at most during the call;
@@ -78,9 +78,9 @@ def timed(seconds: dict[str, float], peaks: dict[str, float], cuda: bool) -> Ite
 
 
 def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
-    cuda = args.device == "cuda"
+    cuda = not args.smoke
     torch.manual_seed(0)
-    model = build(args.model, args.layers, args.device)
+    model = build(args.model, args.layers, "cuda" if cuda else "cpu")
     gc.collect()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -89,7 +89,8 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
     peaks: dict[str, float] = {}
     start = time.monotonic()
     with timed(seconds, peaks, cuda):
-        fp4_inductor.quantize_model(model, NVFP4Config(weights), progress=args.progress)
+        config = NVFP4Config(weights, calibration="self" if weights == "activation" else None)
+        fp4_inductor.quantize_model(model, config, progress=args.progress)
     took = time.monotonic() - start
     for note in fp4_inductor.report(model).notes:
         print("  ", note)
@@ -113,14 +114,16 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=0, help="0: all")
     parser.add_argument("--weights", nargs="+", default=["gptq"])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.smoke:
+        args.model = "tiny"
     rows = []
     for weights in args.weights:
         rows.append(measure(args, weights))
-        save(rows, "quality_time.csv", args.out, args.device == "cpu")
+        save(rows, "quality_time.csv", args.out, args.smoke)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,17 @@ def test_cached_prompt(tmp_path):
         assert all(float(row["whole_us"]) > 0 and float(row["error"]) < 1e-6 for row in rows)
 
 
+def test_quality_time(tmp_path):
+    run("quality_time.py", "--smoke", "--weights", "gptq", "activation", "--out", str(tmp_path / "time.csv"))
+    rows = rows_of(tmp_path / "time.csv")
+    assert [row["weights"] for row in rows] == ["gptq", "activation"]
+    assert {*rows[0]} == {*rows_of(BENCHMARKS / "results" / "quality_time.csv")[0]}
+    parts = ("text", "means", "fisher", "rounding", "kl")
+    taken = [sum(float(row[p]) for p in parts) for row in rows]
+    assert taken[0] > taken[1]
+    assert all(t <= float(row["seconds"]) + 0.3 for t, row in zip(taken, rows, strict=True))
+
+
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     run("plots.py", "--out", str(tmp_path))
