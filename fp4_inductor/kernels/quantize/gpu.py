@@ -8,7 +8,7 @@ from torch import Tensor
 from ...formats import gptq, nvfp4
 from .triton_gptq import refine_panel, round_panel
 
-# Rows of a program of two warps: with a row's 16 or 8 trials as many lanes as it has threads, or twice as many.
+# Rows of a program of two warps, which has a thread for each of a row's 16 or 8 trials.
 ROUND_ROWS, REFINE_ROWS = 4, 8
 # Every product and every difference is rounded by itself, as the definition's operators are.
 OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}

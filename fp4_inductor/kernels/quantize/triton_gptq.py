@@ -1,7 +1,8 @@
 """The loops over columns of :mod:`...formats.gptq`, bit for bit, on a GPU: one program works on a tile of rows, block of 16 columns after block.
 
-All scales that are tried are lanes of one tile ``[16 columns, rows, scales]``. Columns are the first axis, which Triton keeps in the registers of
-one thread where ``rows * scales`` covers the threads, so that a column is a register and no thread waits for another inside a block.
+All scales that are tried are one tile ``[16 columns, rows, scales]``. Columns are the first axis, which Triton keeps in the registers of one
+thread where ``rows * scales`` covers the threads, so that no thread waits for another inside a block. The loop over columns stays a loop:
+unrolled, the compiler loads all 16 rows of the factor at once, and spills (benchmarks/NOTES.md).
 
 What earlier columns do to a block is taken from it when its turn comes, column after column in their order: the same subtractions in the same
 order as where each column changes all later ones at once. Launch with ``enable_fp_fusion=False``: a product and a difference are rounded each by itself.
