@@ -35,7 +35,7 @@ from .sparse24 import Sparse24Parts
 # correlations between channels: KL 0.073 / 0.084 with 0.01, 0.067 / 0.078 with 0.1, 0.065 / 0.075 with both, in those experiments.
 DAMPING, DAMPING_OWN = 0.1, 0.3
 SWEEPS = 4  # of the refinement over all blocks
-# The rest stands in csrc/cpu/gptq.c too, which has room for so many columns, and in kernels/quantize/triton_gptq.py.
+# The rest stands in csrc/cpu/gptq.c too, which has room for so many columns, and but for what is public in kernels/quantize/triton_gptq.py.
 _CODES = range(-7, 8)  # scales tried for a block while rounding, and
 _NEARBY = range(-2, 3)  # in the refinement: E4M3 codes around the present one
 PASSES = 2  # over the 16 codes of a block for each scale of the refinement

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..quantize_rows_nvfp4.triton_blocks import f32_to_e2m1, f32_to_e4m3
+from ..quantize_rows_nvfp4.triton_blocks import block_code, f32_to_e2m1, f32_to_e4m3
 from ..triton_common import e2m1_to_f16, e4m3_to_f32
 from .triton_step import add_tile, finish, parts_of, place, prepared, unmasked
 
@@ -90,12 +90,6 @@ def scaled(x, TOP: tl.constexpr):
     scale = tl.where(some, scale, 0.0).to(tl.float16)
     y = tl.div_rn(tl.where(finite[:, None], x, 0.0), tl.broadcast_to(tl.where(some, scale.to(tl.float32), 1.0)[:, None], x.shape))
     return tl.where(finite, scale, float("nan")).to(tl.float16), y
-
-
-@triton.jit
-def block_code(s):
-    """float32 >= 0 -> E4M3 code (int32); a positive number never becomes zero."""
-    return tl.where(s > 0.0, tl.minimum(tl.maximum(f32_to_e4m3(s), 1), 126), 0)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..quantize_rows_fp8.triton_rows import inverse_of
+from ..quantize_rows_nvfp4.triton_blocks import block_code
 from ..triton_common import e4m3_to_f32
 
 
@@ -37,16 +39,6 @@ def to_scaled_grid(x, scale, divisor):
     big = (exponent + 0x0B000000).to(tl.float32, bitcast=True)  # 2^22 times as large: its ulps are the grid's step
     magnitude = ((a + big) - big).to(tl.int32, bitcast=True)
     return (magnitude | (y.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True) * scale
-
-
-@triton.jit
-def to_code(x):
-    """``formats.nvfp4.to_code``: float32 >= 0 to the nearest E4M3 code, ties to even, saturating; a positive number never becomes zero."""
-    bits = x.to(tl.int32, bitcast=True)
-    subnormal = (x + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # 2^14 has ulps of 2^-9, the step of E4M3's subnormal numbers
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    code = tl.minimum(tl.maximum(tl.where(x < 0.015625, subnormal, normal), 1), 126)
-    return tl.where(x > 0.0, tl.where(x < 448.0, code, 126), 0)
 
 
 @triton.jit
@@ -87,7 +79,7 @@ def round_panel(W, U, G, KEEP, Q, ERROR, CODES, N, WIDTH, KEPT: tl.constexpr, RO
         size = tl.abs(x)
         if KEPT:
             size = tl.where(kept != 0.0, size, 0.0)
-        base = to_code(tl.div_rn(tl.max(size, 0), g * 6.0 + tl.zeros((ROWS, 1), tl.float32)))
+        base = block_code(tl.div_rn(tl.max(size, 0), g * 6.0 + tl.zeros((ROWS, 1), tl.float32)))
         code = tl.where(base > 0, tl.minimum(tl.maximum(base + (trial - 7)[None, :], 1), 126), 0)
         scale = e4m3_to_f32(code) * g
         divisor = tl.where(scale > 0.0, scale, 1.0)
@@ -101,7 +93,7 @@ def round_panel(W, U, G, KEEP, Q, ERROR, CODES, N, WIDTH, KEPT: tl.constexpr, RO
             if KEPT:
                 rounded = tl.where(column_of(kept, here) != 0.0, rounded, 0.0)
             row = U + (first + c) * WIDTH + first
-            off = (value - rounded) * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(row + c))
+            off = (value - rounded) * inverse_of(tl.load(row + c))
             cost += off * off
             q, error = tl.where(here, rounded[None, :, :], q), tl.where(here, off[None, :, :], error)
             rest -= tl.load(row + column)[:, None, None] * off[None, :, :]
@@ -145,7 +137,7 @@ def refine_panel(PULL, Q, CODES, H, G, KEEP, CHANGE, N, WIDTH, GAIN, PASSES: tl.
                 here = (column == c)[:, None, None]
                 row = H + (first + c) * WIDTH + first
                 diagonal = tl.load(row + c)
-                inverse = tl.div_rn(tl.full((), 1.0, tl.float32), diagonal)
+                inverse = inverse_of(diagonal)
                 changed, towards = column_of(change, here), column_of(pull, here)
                 value = column_of(before, here) + changed
                 step = to_scaled_grid(value + towards * inverse, scale, divisor) - value

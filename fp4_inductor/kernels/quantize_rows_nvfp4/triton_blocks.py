@@ -23,6 +23,12 @@ def f32_to_e4m3(v):
 
 
 @triton.jit
+def block_code(s):
+    """float32 >= 0 -> E4M3 code (int32); a positive number never becomes zero."""
+    return tl.where(s > 0.0, tl.minimum(tl.maximum(f32_to_e4m3(s), 1), 126), 0)
+
+
+@triton.jit
 def f32_to_e2m1(v):
     """float32 -> codes (int32): the comparison that a tie passes is the one towards the even code."""
     a = tl.abs(v)
