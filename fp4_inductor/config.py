@@ -56,7 +56,7 @@ class NVFP4Config:
             * ``"gptq"``: codes and scales together, so that the layer's outputs change least: GPTQ with the scale chosen inside
               the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
               best (SmolLM2-135M: KL 0.054 / 0.067 nats a token on a manual / a novel, by "activation" 0.091 / 0.096) and the
-              slowest (there 223 s against 6 s on two CPU cores); the quantized layers lie in the host's memory meanwhile. Over
+              slowest (there 223 s against 6 s on two CPU cores); the quantized layers of a model on a GPU lie in the host's memory meanwhile. Over
               16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Each expert is rounded by the
               tokens routed to it. Layers and experts that met fewer than 256 tokens get ``"activation"``; the report says which.
               Source: Frantar et al., "GPTQ" (2023).

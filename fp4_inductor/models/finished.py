@@ -76,7 +76,7 @@ class FinishedLayers:
     def keep_text(self, ids: Tensor) -> None:
         self._store.write(_TEXT, {"input_ids": ids}, {})
 
-    def layer(self, group: list[Target], config: NVFP4Config, device: torch.device | None) -> tuple[tuple[FP4Linear, float], list[str]] | None:
+    def layer(self, group: list[Target], config: NVFP4Config, device: torch.device) -> tuple[tuple[FP4Linear, float], list[str]] | None:
         """``((layer, relative error), names of layers whose tokens were weighted by the norm of their inputs)`` as :meth:`keep_layer` got them."""
         dense = dense_weight(group[0])
         prefill = weight_only(config.prefill) if group[0].head else config.prefill
@@ -85,13 +85,13 @@ class FinishedLayers:
         if found is None:
             return None
         tensors, said = found
-        layer.take(tuple(tensors[n] if device is None else tensors[n].to(device) for n in layer.TENSOR.PARTS))
+        layer.take(tuple(tensors[n].to(device) for n in layer.TENSOR.PARTS))
         return (layer, said["error"]), said["by_norms"]
 
     def keep_layer(self, group: list[Target], layer: FP4Linear, error: float, by_norms: list[str]) -> None:
         self._write(group, _parts("", layer), {"error": error, "by_norms": by_norms})
 
-    def experts(self, target: ExpertsTarget, device: torch.device | None) -> tuple[list[PrunedExperts], list[str]] | None:
+    def experts(self, target: ExpertsTarget, device: torch.device) -> tuple[list[PrunedExperts], list[str]] | None:
         """As :meth:`layer`, of both weights of a module of experts."""
         pads = rows_to_pad(target, FP4ExpertWeight.storage().k_multiple)
         attributes = target.spec.parameters[:2]
@@ -101,7 +101,7 @@ class FinishedLayers:
             return None
         tensors, said = found
         for a, weight in weights.items():
-            weight.take(tuple(tensors[f"{a}.{n}"] if device is None else tensors[f"{a}.{n}"].to(device) for n in weight.TENSOR.PARTS))
+            weight.take(tuple(tensors[f"{a}.{n}"].to(device) for n in weight.TENSOR.PARTS))
         rows = {a: said[a] for a in attributes}
         both = [PrunedExperts(target, a, weights[a], pads[a], r["error"], r["output"], r["score"], tuple(r["notes"])) for a, r in rows.items()]
         return both, said["by_norms"]

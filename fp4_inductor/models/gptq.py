@@ -39,7 +39,6 @@ from .walk import Item, targets_of, walk
 SEQUENCES, TOKENS = 64, 256
 HELD_OUT = 8  # sequences more, half of each kind, which are not calibrated on: the KL divergence is measured on them
 _AT_ONCE = 1024  # tokens of own text in one batch
-HOST = torch.device("cpu")
 
 
 @dataclass
@@ -79,7 +78,7 @@ def prepare(
     """Round every linear layer and expert of ``plan`` that has enough tokens. Changes nothing.
 
     Args:
-        device: where the rounded layers go; None: where the dense ones are in the end, until then to the CPU.
+        device: where the weights of a model on the CPU are rounded, and the rounded layers are; None: there.
         global_scales: by layer name, of siblings that share one.
         store: where each finished layer is kept, and taken from if an earlier run left it there.
 
@@ -88,7 +87,7 @@ def prepare(
         CalibrationError: no text, text longer than the model's positions, too little of it, or what :func:`.calibrate.statistics` raises.
         NonFiniteError: a layer met NaN or Inf.
     """
-    start = time.monotonic()
+    start, waiting = time.monotonic(), _waiting(model, device)
     given = given_batches(model, config)
     groups = [g for g in plan.groups if not (g[0].head and config.lm_head == "fp8")]
     finished = None if store is None else FinishedLayers(store, model, [*groups, *plan.experts], given, _settings(config))
@@ -112,22 +111,20 @@ def prepare(
     prepared.few = {g[0].name: sum(means[t.name].rows for t in g) for g in groups if g not in enough}
     reached = [e for e in plan.experts if means[e.name].rows]
     items_left: list[Item] = [*enough, *reached]
-    items_left = [item for item in items_left if finished is None or not _take(item, finished, prepared, weights, config, device)]
+    items_left = [item for item in items_left if finished is None or not _take(item, finished, prepared, weights, config, waiting)]
     for _, item, found in walk(model, chain, items_left, batches, sequential=False, progress=progress, desc="quantize", weigh=weights):
         by_norms = [t.name for t in targets_of(item) if t.name in weights.unknown]
         if isinstance(item, ExpertsTarget) and isinstance(found, RoutedInputs):
             how = Dense("gptq", weight_only(config.prefill))
             both = quantize_experts(item, how, set(), device, found, means[item.name].result())
-            if device is None:
-                for p in both:
-                    move(p.weight, HOST)
+            for p in both:
+                move(p.weight, waiting)
             prepared.experts[item.name] = both
             if finished is not None:
                 finished.keep_experts(both, by_norms)
         elif isinstance(item, list) and isinstance(found, Moments):
             layer, error = _layer(item, found, config, device, global_scales.get(item[0].name))
-            if device is None:
-                move(layer, HOST)
+            move(layer, waiting)
             prepared.layers[item[0].name] = layer, error
             if finished is not None:
                 finished.keep_layer(item, layer, error, by_norms)
@@ -135,6 +132,12 @@ def prepare(
     prepared.probe = probe if probe is not None and probe.usable else None
     prepared.notes = _notes(prepared, weights, described, chain, time.monotonic() - start) + ([] if finished is None else [finished.note()])
     return prepared
+
+
+def _waiting(model: nn.Module, device: torch.device | None) -> torch.device:
+    """Where rounded layers are until they are put in place: in the host's memory, or at once on ``device`` where the model is in the host's memory."""
+    host = torch.device("cpu")
+    return device if device is not None and next(model.parameters()).device == host else host
 
 
 def _settings(config: NVFP4Config) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def _take(
     prepared: Prepared,
     weights: TokenWeights,
     config: NVFP4Config,
-    device: torch.device | None,
+    device: torch.device,
 ) -> bool:
     """Put what an earlier run made of ``item`` into ``prepared``; False if it made nothing of it."""
     if isinstance(item, ExpertsTarget):

@@ -194,9 +194,10 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
     reason = token_weights.why_not(model) or self_calibration.why_not(model)
     if reason is not None:
         return reason
-    items: list[Target | ExpertsTarget] = [*(g[0] for g in plan.groups), *plan.experts]
-    layers, experts = sum(weight_count(g[0]) for g in plan.groups), sum(map(weight_count, plan.experts))
-    device = next((p.device for t in items for p in t.module.parameters()), torch.device("cpu"))
+    first = [g[0] for g in plan.groups]
+    layers, experts = sum(map(weight_count, first)), sum(map(weight_count, plan.experts))
+    modules = [*(t.module for t in first), *(e.module for e in plan.experts)]
+    device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
     if device.type == "cpu":
         seconds = (layers + experts) * _CPU_SECONDS / torch.get_num_threads()
     else:
@@ -204,7 +205,7 @@ def _no_gptq(model: nn.Module, plan: QuantizationPlan) -> str | None:
     if seconds > SECONDS:
         return f"it would take about {seconds:.0f} s (limit {SECONDS:.0f} s)"
     if device.type == "cuda":
-        widest = max((dense_weight(g[0]).shape[1] for g in plan.groups), default=0)
+        widest = max((dense_weight(t).shape[1] for t in first), default=0)
         need, free = _MATRICES * 8 * widest**2 + _WORKING, torch.cuda.mem_get_info(device)[0]
         if need > free:
             return f"it would take about {need / 1e9:.1f} GB of GPU memory beside the model, of which {free / 1e9:.1f} GB are free"
