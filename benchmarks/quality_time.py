@@ -41,31 +41,29 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
 
 
 @contextmanager
-def timed(seconds: dict[str, float], peaks: dict[str, float], cuda: bool) -> Iterator[None]:
-    """While active, what each of ``PARTS`` takes is added to ``seconds``, the most GiB go to ``peaks``; what one calls of another is counted there."""
-    inner, parts = [0.0], ["else"]
+def watched(seconds: dict[str, float], peaks: dict[str, float], cuda: bool) -> Iterator[None]:
+    """While active, seconds and the most GiB go to the part of ``PARTS`` that runs, the innermost; to ``"else"`` outside of them."""
+    parts, last = ["else"], [time.monotonic()]
 
     def look() -> None:
-        """The peak since the last look is that of the part that runs."""
+        """What happened since the last look belongs to the part that runs."""
         if cuda:
             torch.cuda.synchronize()
             peaks[parts[-1]] = max(peaks.get(parts[-1], 0.0), torch.cuda.max_memory_allocated() / GIB)
             torch.cuda.reset_peak_memory_stats()
+        now = time.monotonic()
+        seconds[parts[-1]] = seconds.get(parts[-1], 0.0) + now - last[0]
+        last[0] = now
 
     def wrapped(part: str, call: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
             look()
             parts.append(part)
-            before, inner[0] = inner[0], 0.0
-            start = time.monotonic()
             try:
                 return call(*args, **kwargs)
             finally:
                 look()
                 parts.pop()
-                took = time.monotonic() - start
-                seconds[part] += took - inner[0]
-                inner[0] = before + took
 
         return run
 
@@ -85,13 +83,11 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     dense = torch.cuda.memory_allocated() if cuda else 0
-    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    config = NVFP4Config(weights, calibration="self" if weights == "activation" else None)
+    seconds: dict[str, float] = {}
     peaks: dict[str, float] = {}
-    start = time.monotonic()
-    with timed(seconds, peaks, cuda):
-        config = NVFP4Config(weights, calibration="self" if weights == "activation" else None)
+    with watched(seconds, peaks, cuda):
         fp4_inductor.quantize_model(model, config, progress=args.progress)
-    took = time.monotonic() - start
     for note in fp4_inductor.report(model).notes:
         print("  ", note)
     row = {
@@ -99,8 +95,8 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
         "model": args.model,
         "layers": args.layers or MODELS[args.model][1],
         "weights": weights,
-        "seconds": f"{took:.1f}",
-        **{part: f"{value:.1f}" for part, value in seconds.items()},
+        "seconds": f"{sum(seconds.values()):.1f}",
+        **{part: f"{seconds.get(part, 0.0):.1f}" for part in PARTS},
         "dense_gib": f"{dense / GIB:.1f}",
         "peak_gib": f"{max(peaks.values()):.1f}" if cuda else "",
     }
