@@ -15,6 +15,7 @@ from fp4_inductor.formats.hessian import damped
 from fp4_inductor.kernels.quantize import gptq as kernels
 from fp4_inductor.models import gptq as models_gptq
 from fp4_inductor.models import self_calibration
+from lowering_tests import gptq_cases
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,10 +49,8 @@ def bits(parts) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("shape", [(64, 160), (37, 48), (300, 272)])
 def test_the_same_bits_as_the_operators(shape):
-    n, k = shape
     w, h = (t.cuda() for t in problem(*shape))
-    # Outliers far beyond the scales that the global scale leaves room for, zeros of either sign, ties, small numbers.
-    for values in (w, w * torch.exp(3 * torch.randn(n, k, device="cuda")), (w * 80).round() / 4, w * 1e-30, torch.where(w > 0, w, -0.0)):
+    for values in (w, *(t.cuda() for t in gptq_cases.weights(*shape).values())):
         assert all(map(torch.equal, bits(kernels.quantize(values, h)), bits(gptq.quantize(values, h))))
     assert all(map(torch.equal, bits(kernels.quantize(w, torch.zeros_like(h))), bits(gptq.quantize(w, torch.zeros_like(h)))))
 

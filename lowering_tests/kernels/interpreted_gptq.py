@@ -14,15 +14,11 @@ import torch  # isort: skip
 
 from fp4_inductor.formats import gptq, sparse24
 from fp4_inductor.kernels.quantize import gpu
+from lowering_tests.gptq_cases import hessian, weights
 
 
 def differ(got, want) -> float:
     return float(sum((a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8)).sum() for a, b in zip(got, want, strict=True)))
-
-
-def hessian(k: int) -> torch.Tensor:
-    x = torch.randn(2 * k, k) * torch.exp(torch.randn(k))
-    return x.T @ x / len(x)
 
 
 def check(case: str, w, h, g=None) -> None:
@@ -31,16 +27,10 @@ def check(case: str, w, h, g=None) -> None:
 
 def dense() -> None:
     n, k = 13, 48
-    h, w = hessian(k), torch.randn(n, k)
-    # Outliers far beyond the scales that the global scale leaves room for, zeros, ties, small numbers.
-    for name, values in {
-        "random": w,
-        "outliers": w * torch.exp(3 * torch.randn(n, k)),
-        "ties": (w * 4).round() / 4,
-        "small": w * 1e-30,
-        "zeros of either sign": torch.where(w > 0, w, -0.0),
-    }.items():
-        check(f"dense {name}", values, h)
+    h, values = hessian(k), weights(n, k)
+    for name, w in values.items():
+        check(f"dense {name}", w, h)
+    w = values["random"]
     check("dense bfloat16", w.bfloat16(), h)
     check("dense a given global scale", w, h, torch.tensor(1e-3))
     check("dense no input", w, torch.zeros(k, k))

@@ -107,7 +107,7 @@ COMPILED = [
     ("gemm/linear_w4a4.cu", 120),
 ]
 # nvcc takes ten seconds for a dozen instances, and an instance of float16 differs from that of bfloat16 in its conversions. Of the sources above it
-# is always compiled; of those with the most instances only with --slow, which compiles all.
+# is always compiled; of those with the most instances only with --slow, which compiles all. For sm_90 it is in the libraries that other tests load.
 LARGE = [
     ("sparse/sparse_linear_wide.cu", 90),
     ("sparse/sparse_linear_table.cu", 90),

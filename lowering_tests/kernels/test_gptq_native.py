@@ -11,6 +11,7 @@ from fp4_inductor.formats import gptq as definition
 from fp4_inductor.formats import sparse24
 from fp4_inductor.kernels import build
 from fp4_inductor.kernels.quantize import cpu, gptq
+from lowering_tests.gptq_cases import hessian, weights
 
 FLAGS = {"generic": ("-fopenmp",)}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -33,18 +34,13 @@ def equal(w: torch.Tensor, h: torch.Tensor, g=None) -> None:
         assert torch.equal(got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8))
 
 
-def hessian(k: int) -> torch.Tensor:
-    x = torch.randn(2 * k, k) * torch.exp(torch.randn(k))
-    return x.T @ x / len(x)
-
-
 @pytest.mark.parametrize("shape", [(16, 32), (37, 48), (5, 16)])
 def test_the_same_bits(shape):
     n, k = shape
-    h, w = hessian(k), torch.randn(shape)
-    # Outliers far beyond the scales that the global scale leaves room for, zeros, ties, small numbers.
-    for values in (w, w * torch.exp(3 * torch.randn(n, k)), (w * 4).round() / 4, w * 1e-30, torch.where(w > 0, w, -0.0)):
-        equal(values, h)
+    h, values = hessian(k), weights(n, k)
+    for w in values.values():
+        equal(w, h)
+    w = values["random"]
     equal(w.bfloat16(), h)
     equal(w, h, torch.tensor(1e-3))
     equal(w, torch.zeros(k, k))
