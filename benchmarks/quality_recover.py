@@ -18,7 +18,6 @@ from quality import WINDOW, divergence, load_model, log_probabilities, options, 
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config
-from fp4_inductor.models import recover as training
 
 COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "weights", "steps", "trained_tokens", "seconds", "ppl", "kl", "ratio")
 
@@ -27,16 +26,16 @@ def main() -> None:
     parser = options(str(__doc__), 4)
     parser.add_argument("--scale-search", default="gptq", help="of the weights to start from (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=15.0, help="of training at most")
-    parser.add_argument("--steps", type=int, default=400, help="of training at most")
+    parser.add_argument("--steps", type=int, help="of training at most (default: as many as there is time for)")
     parser.add_argument("--batch", type=int, default=8, help="rows of 256 tokens in a step")
-    parser.add_argument("--sequences", type=int, default=training.SEQUENCES, help="of 256 tokens that the model writes")
+    parser.add_argument("--own-text", type=int, default=0, help="tokens that the model writes (default: recover's)")
     args = parser.parse_args()
-    training.SEQUENCES = args.sequences
     source, tokenizer = load_model(args.model, args.device)
     batches = {k: windows(tokenizer, t, 0, args.windows) for k, t in texts().items()}
     reference = {k: log_probabilities(source, b) for k, b in batches.items()}
-    config = NVFP4Config(args.scale_search, calibration="self" if args.scale_search == "activation" else None)
+    config = NVFP4Config(args.scale_search, calibration="self" if args.scale_search == "activation" else None, prefill="bf16")
     model = fp4_inductor.quantize_model(copy.deepcopy(source), config, progress=False, strict=False)
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ") if args.device == "cuda" else ""
     label = args.name or Path(args.model).name
     common = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__, "model": label}
 
@@ -51,9 +50,9 @@ def main() -> None:
             print(f"{k:18s} {weights:24s} ppl {ppl:8.3f}  kl {kl:.4f}  ratio {figures['ratio']:.4f}  {steps} steps, {seconds:.0f} s", flush=True)
         return found
 
-    written = rows(args.scale_search, 0, 0, 0.0)
-    done = fp4_inductor.recover(model, source, steps=args.steps, minutes=args.minutes, batch=args.batch)
-    written += rows(f"{args.scale_search}, recovered", done.steps, done.tokens, done.seconds)
+    written = rows(f"{args.scale_search}{gpu and f' ({gpu})'}", 0, 0, 0.0)
+    done = fp4_inductor.recover(model, source, own_text=args.own_text or True, steps=args.steps, minutes=args.minutes, batch=args.batch)
+    written += rows(f"{args.scale_search}, recovered{gpu and f' ({gpu})'}", done.steps, done.tokens, done.seconds)
     if not args.no_write:
         save(written, "quality_recover", COLUMNS, lambda row: tuple(str(row[c]) for c in ("text", "tokens", "weights")))
 

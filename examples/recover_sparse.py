@@ -28,7 +28,7 @@ from torch import Tensor
 
 import fp4_inductor
 from fp4_inductor import Sparse24Config
-from fp4_inductor.models.recover import Rates, distil
+from fp4_inductor.models.distil import Rates, distil
 
 WINDOW = 512
 
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     rates = Rates(args.lr, args.lr, 0.0)
     done = distil(model, teacher, rest[:, :-1], steps=args.steps, batch=args.batch, rates=rates, deadline=start + 60 * args.minutes, progress=True)
     recovered = perplexity(model, held_out)
-    print(f"{done} steps of {args.batch} x {WINDOW} tokens in {time.monotonic() - start:.0f} s\n")
+    print(f"{done.steps} steps of {args.batch} x {WINDOW} tokens in {time.monotonic() - start:.0f} s\n")
     print(f"{'':28} {'perplexity':>10} {'ratio':>7} {'nats':>8}")
     for name, value in (("dense", dense), (f"2:4 NVFP4, {args.pruning}", pruned), ("2:4 NVFP4, recovered", recovered)):
         print(f"{name:28} {value:10.3f} {value / dense:7.3f} {math.log(value / dense):+8.4f}")

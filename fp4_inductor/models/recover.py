@@ -9,45 +9,28 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ..errors import ConfigError, NonFiniteError, ShapeError
-from ..modules import FP4Linear, FP8Linear, Sparse24Linear
+from ..errors import ConfigError, ShapeError
+from ..modules import FP4Linear, Sparse24Linear
 from . import self_calibration
-from .calibrate import evaluating
-from .chain import find_chain
 from .coverage import add_notes
-from .plan import Target, tensor_key
+from .distil import LARGE, SEED, Rates, distil, trainable_layers, vectors_of
 from .probe import Probe
-from .progress import bar
-from .token_weights import checkpointing, repeatable
-from .trainable import Trainable, write_parts
+from .trainable import write_parts
 
-SEQUENCES, TOKENS = 256, 256  # of the text that the source writes
+SEQUENCES, TOKENS = 256, 256  # of the text that the source writes on a CPU
+_SEQUENCES_GPU = 8192
+_AT_ONCE = 2048  # sequences that a small source writes at once on a GPU
+_WRITING = 0.25  # of the time, at most
 _HELD_OUT = 8  # one row in so many is measured on, and not trained on
-_SEED = 2  # not that of text to calibrate on, or to verify with
-_POSITIONS = 512  # whose logits are compared at once
-_LARGE = 1_000_000_000  # weights from which a block keeps only its input for the backward pass
-_WARM_UP = 0.1  # of the steps: the rate rises
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Steps of Adam. ``values`` in units of a layer's root mean square, ``scales`` in powers of two, ``rest`` (biases, norms) of their root mean square."""
-
-    values: float
-    scales: float
-    rest: float
-
+_HELD_OUT_ROWS = 64  # at most
 
 # austen_dense, 60 steps of 2,048 tokens of its own text, from "activation" with a KL of 0.0140 on a novel: 0.0104; values by 5e-4: 0.0127, by 5e-3: 0.0107;
 # scales, biases and norms alone: 0.0134. (Then values whose code is not the nearest started at its edge, which lost what "gptq" had gained:
@@ -66,6 +49,7 @@ class Recovery:
         steps, tokens: that were trained on.
         seconds: of everything.
         text: what it was trained on, in words.
+        slow: why a step on a GPU was not replayed as one CUDA graph, or its rounding not one kernel; empty: nothing was in the way.
     """
 
     kl_before: float
@@ -75,9 +59,10 @@ class Recovery:
     tokens: int
     seconds: float
     text: str
+    slow: str = ""
 
     def __str__(self) -> str:
-        verdict = "" if self.kept else "; no gain: the model is as it was"
+        verdict = ("" if self.kept else "; no gain: the model is as it was") + (f"; slowly: {self.slow}" if self.slow else "")
         return (
             f"recovered by {self.steps} steps ({self.tokens} tokens) on {self.text} in {self.seconds:.0f} s: "
             f"KL from the source on held-out rows {self.kl_before:.4f} -> {self.kl_after:.4f} nats a token{verdict}"
@@ -89,8 +74,8 @@ def recover(
     source: nn.Module,
     text: Tensor | None = None,
     *,
-    own_text: bool = True,
-    steps: int = 400,
+    own_text: bool | int = True,
+    steps: int | None = None,
     minutes: float = 15.0,
     batch: int = 8,
     rates: Rates | None = None,
@@ -106,8 +91,8 @@ def recover(
         model: quantized by :func:`fp4_inductor.quantize_model`, or loaded. After an error or Ctrl-C it is as it was.
         source: the dense model that it was made from, on the same device; not changed.
         text: int64 ``[rows, T]``: tokens to train on; None: only what ``source`` writes. Text like that which the model will see is best.
-        own_text: False: ``text`` alone.
-        steps, minutes: whichever ends first; the schedule of the rate knows both.
+        own_text: how many tokens ``source`` writes; True: 65,536, on a GPU 2,097,152, in at most a quarter of ``minutes``; False: ``text`` alone.
+        steps, minutes: whichever ends first; the schedule of the rate knows both. None: as many steps as there is time for.
         batch: rows of a step.
         rates: of Adam; None: those for dense, or for 2:4-sparse layers.
         progress: show a progress bar, and print the result.
@@ -119,11 +104,11 @@ def recover(
         ConfigError: nothing to train; ShapeError: no such text; CalibrationError: ``source`` cannot write; NonFiniteError: the loss is not finite.
     """
     start = time.monotonic()
-    if model is source or steps < 1 or batch < 1 or not minutes > 0:
+    if model is source or (steps is not None and steps < 1) or batch < 1 or not minutes > 0 or int(own_text) < 0:
         raise ConfigError(
             "recover takes a quantized model, its source, and time to train",
-            value=f"model is source: {model is source}, steps={steps}, batch={batch}, minutes={minutes}",
-            limit="two models, steps >= 1, batch >= 1, minutes > 0",
+            value=f"model is source: {model is source}, steps={steps}, batch={batch}, minutes={minutes}, own_text={own_text}",
+            limit="two models, steps >= 1, batch >= 1, minutes > 0, own_text >= 0",
             remedy="quantize_model works in place: deepcopy the model before, or load the source again.",
         )
     layers = trainable_layers(model)
@@ -134,8 +119,8 @@ def recover(
             limit="a model that quantize_model or load made, whose linear layers are quantized",
             remedy="Quantize it first. Experts are not trained.",
         )
-    rows, described = _rows(source, text, own_text)
-    held, rows = rows[::_HELD_OUT], torch.cat([rows[i::_HELD_OUT] for i in range(1, _HELD_OUT)])
+    rows, described = _rows(source, text, own_text, start + 60 * minutes * _WRITING)
+    held, rows = _held_out(rows)
     probe = Probe(source, [{"input_ids": part, "use_cache": False} for part in held.split(max(1, 1024 // held.shape[1]))])
     if not probe.usable:
         raise ConfigError("recover needs logits", value=type(source).__name__, limit="output.logits", remedy="Recover a model with a language head.")
@@ -147,28 +132,15 @@ def recover(
         kept = after < before
         if not kept:
             restore()
-    result = Recovery(before, after, kept, done, done * min(batch, len(rows)) * rows.shape[1], time.monotonic() - start, described)
+    result = Recovery(before, after, kept, done.steps, done.tokens, time.monotonic() - start, described, done.slow)
     add_notes(model, [str(result)])
     if progress:
         print(result)
     return result
 
 
-def trainable_layers(model: nn.Module) -> dict[str, FP4Linear]:
-    """The quantized linear layers in NVFP4, dense or sparse, by name; without heads, and without those that share a weight."""
-    named = {n: m for n, m in model.named_modules() if isinstance(m, FP4Linear) and not isinstance(m, FP8Linear)}
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    owners: dict[tuple, int] = {}
-    for _, m in model.named_modules(remove_duplicate=False):
-        if isinstance(m, FP4Linear):
-            key = tensor_key(m.parts()[0])
-            owners[key] = owners.get(key, 0) + 1
-    return {n: m for n, m in named.items() if m is not head and owners[tensor_key(m.parts()[0])] == 1}
-
-
-def _rows(source: Any, text: Tensor | None, own_text: bool) -> tuple[Tensor, str]:
-    """``(int64 [rows, T], what they are in words)``."""
+def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float = math.inf) -> tuple[Tensor, str]:
+    """``(int64 [rows, T], what they are in words)``. The source writes ``until`` (``time.monotonic()``)."""
     found, said = [], []
     if text is not None:
         if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.shape[1] < 2 or not len(text):
@@ -180,17 +152,43 @@ def _rows(source: Any, text: Tensor | None, own_text: bool) -> tuple[Tensor, str
         found.append(text.long().cpu())
         said.append(f"{text.numel()} given tokens")
     if own_text or text is None:
-        length = TOKENS if text is None else text.shape[1]
-        count = max(16, SEQUENCES * TOKENS // length)
-        own: Tensor = self_calibration.write(source, count, length, random_first=count // 2, seed=_SEED)[0]["input_ids"]  # type: ignore[assignment]
-        found.append(own.cpu())
+        own = _own_text(source, own_text, TOKENS if text is None else text.shape[1], until)
+        found.append(own)
         said.append(f"{own.numel()} tokens that the source wrote itself")
     width = min(t.shape[1] for t in found)
     rows = torch.cat([t[:, :width] for t in found])
     if len(rows) < 2 * _HELD_OUT:
         raise ShapeError("too little text", value=f"{len(rows)} rows", limit=f">= {2 * _HELD_OUT} rows", remedy="Give more or shorter rows, or own_text=True.")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SEED))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))
     return rows[order], " and ".join(said)
+
+
+def _own_text(source: Any, asked: bool | int, length: int, until: float) -> Tensor:
+    """int64 ``[rows, length]``; half of the rows begin with any token. At least one part is written, and no part that would not end in time."""
+    at_once, count = self_calibration.AT_ONCE, SEQUENCES
+    if next(source.parameters()).device.type == "cuda":
+        count = _SEQUENCES_GPU
+        if sum(p.numel() for p in source.parameters()) < LARGE:
+            at_once = _AT_ONCE
+    tokens = count * TOKENS if isinstance(asked, bool) else asked
+    rows, start = max(2 * _HELD_OUT, tokens // length), time.monotonic()
+    parts: list[Tensor] = []
+    while rows > 0:
+        part = min(rows, at_once)
+        # Each part has a seed of its own: how many there are changes none of them.
+        written = self_calibration.write(source, part, length, random_first=part // 2, seed=SEED + len(parts), at_once=at_once)
+        parts.append(written[0]["input_ids"].cpu())  # type: ignore[union-attr]
+        rows, now = rows - part, time.monotonic()
+        if now + (now - start) / len(parts) > until:
+            break
+    return torch.cat(parts)
+
+
+def _held_out(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What is measured on, and what is trained on."""
+    held = torch.zeros(len(rows), dtype=torch.bool)
+    held[::_HELD_OUT][:_HELD_OUT_ROWS] = True
+    return rows[held], rows[~held]
 
 
 @contextmanager
@@ -198,7 +196,7 @@ def _restored_on_error(model: nn.Module, layers: dict[str, FP4Linear]) -> Iterat
     """Gives a function that puts everything back that is trained; it is called, too, if the block ends with an error."""
     parts = {name: tuple(t.clone() for t in m.parts()) for name, m in layers.items()}
     biases = {name: m.bias.detach().clone() for name, m in layers.items() if m.bias is not None}
-    rest = {p: p.detach().clone() for p in _vectors(model)}
+    rest = {p: p.detach().clone() for p in vectors_of(model)}
     flags = {p: p.requires_grad for p in model.parameters()}
 
     def restore() -> None:
@@ -220,102 +218,3 @@ def _restored_on_error(model: nn.Module, layers: dict[str, FP4Linear]) -> Iterat
     finally:
         for p, flag in flags.items():
             p.requires_grad_(flag)
-
-
-def _vectors(model: nn.Module) -> list[nn.Parameter]:
-    """Weights and biases of norms, and other vectors."""
-    return [p for p in model.parameters() if p.dim() == 1 and p.numel() and p.is_floating_point()]
-
-
-def distil(
-    model: nn.Module, source: nn.Module, rows: Tensor, *, steps: int, batch: int, rates: Rates, deadline: float = math.inf, progress: bool = False
-) -> int:
-    """Train ``model`` in place on rows of tokens ``[rows, T]``; returns the steps done before ``deadline`` (``time.monotonic()``).
-
-    Raises:
-        NonFiniteError: the loss is not finite. The model is left as training had it.
-    """
-    layers = trainable_layers(model)
-    originals = dict(source.named_modules())
-    for p in model.parameters():
-        p.requires_grad_(False)
-    trained: list[Trainable] = []
-    for name, layer in layers.items():
-        weight = getattr(originals.get(name), "weight", None)
-        dense = weight if isinstance(weight, Tensor) and tuple(weight.shape) == (layer.out_features, layer.in_features) else None
-        trained.append(Trainable(layer, None if isinstance(layer, Sparse24Linear) else dense))
-        model.set_submodule(name, trained[-1])
-    vectors = _vectors(model) if rates.rest else []
-    vectors = [p for p in vectors if not any(p is m.bias for m in trained)]
-    masters = [p.detach().float().clone() for p in vectors]
-    groups = [{"params": [m.values], "rate": rates.values * _size(m.values, m.mask)} for m in trained]
-    groups += [{"params": [m.log_scale], "rate": rates.scales} for m in trained]
-    groups += [{"params": [m.bias], "rate": rates.rest * _size(m.bias)} for m in trained if m.bias is not None and rates.rest]
-    groups += [{"params": [t], "rate": rates.rest * _size(t)} for t in masters]
-    optimizer = torch.optim.Adam([g for g in groups if g["rate"]], lr=0.0, betas=(0.9, 0.95))
-    for p in vectors:
-        p.requires_grad_(True)
-    # More rows than there are would be the same row twice.
-    batch = min(batch, len(rows))
-    generator = torch.Generator().manual_seed(_SEED)
-    order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(-(-steps * batch // len(rows)))])
-    weights = sum(m.values.numel() for m in trained)
-    chain = find_chain(model, [Target((n,), m) for n, m in zip(layers, trained, strict=True)])
-    if weights < _LARGE:
-        chain.broken = "small enough to keep all"
-    start, done, pace = time.monotonic(), 0, 0.0
-    with _evaluating_with_gradients(model), checkpointing(chain), repeatable(model):
-        for step in bar(range(steps), "recover", "step", progress):
-            now = time.monotonic()
-            if now + pace > deadline:
-                break
-            # If time is what ends it, the rate must reach zero by then all the same.
-            fraction = max(step / steps, (now - start) / max(deadline - start, 1e-9))
-            rate = min(1.0, max((step + 1) * _WARM_UP, fraction / _WARM_UP)) * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
-            for group in optimizer.param_groups:
-                group["lr"] = group["rate"] * rate
-            x = rows[order[step * batch : (step + 1) * batch]].to(next(source.parameters()).device)
-            loss = _loss(model, source, x)
-            if not math.isfinite(loss):
-                raise NonFiniteError("the loss is not finite", value=f"{loss} at step {step}", limit="finite", remedy="Lower the rates, or check the model.")
-            for p, master in zip(vectors, masters, strict=True):
-                master.grad, p.grad = None if p.grad is None else p.grad.float(), None
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for p, master in zip(vectors, masters, strict=True):
-                    p.copy_(master)
-            done, pace = step + 1, (time.monotonic() - start) / (step + 1)
-    for name, module in zip(layers, trained, strict=True):
-        model.set_submodule(name, module.pack())
-    return done
-
-
-def _size(t: Tensor, mask: Tensor | None = None) -> float:
-    """Root mean square of what ``mask`` keeps; a step is relative to the size of what it moves."""
-    count = t.numel() if mask is None else int(mask.sum())
-    return float((t.detach().float().square().sum() / max(count, 1)).sqrt()) or 1.0
-
-
-@contextmanager
-def _evaluating_with_gradients(model: nn.Module) -> Iterator[None]:
-    with evaluating(model), torch.enable_grad():
-        yield
-
-
-def _loss(model: nn.Module, source: Any, x: Tensor) -> float:
-    """KL in nats a token of the rows ``x``; its gradients are added to the Parameters'."""
-    with evaluating(source):
-        wanted = source(input_ids=x, use_cache=False).logits.flatten(0, 1)
-    got = model(input_ids=x, use_cache=False).logits.flatten(0, 1)
-    # Part by part: in float32 the logits of all would be the largest thing in memory.
-    total = sum(checkpoint(_divergence, p, q, use_reentrant=False) for p, q in zip(got.split(_POSITIONS), wanted.split(_POSITIONS), strict=True))
-    loss: Tensor = total / len(got)  # type: ignore[assignment, operator]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        loss.backward()
-    return float(loss.detach())
-
-
-def _divergence(got: Tensor, wanted: Tensor) -> Tensor:
-    return F.kl_div(got.float().log_softmax(-1), wanted.float().log_softmax(-1), log_target=True, reduction="sum")

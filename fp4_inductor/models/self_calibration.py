@@ -21,7 +21,7 @@ SEQUENCES, TOKENS = 16, 64
 # Writing is one pass over the weights per token: about a minute for this many on a desktop CPU.
 _CPU_PARAMETERS = 2_000_000_000
 _SEED = 0
-_AT_ONCE = 512  # sequences: each needs a cache, and scores for the whole vocabulary
+AT_ONCE = 512  # sequences: each needs a cache, and scores for the whole vocabulary
 _TOP = 50
 _SMALLEST = 2.0**-24  # whose logarithms are finite, as are those of what is left of 1
 
@@ -41,7 +41,9 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def write(model: Any, sequences: int | None = None, tokens: int | None = None, random_first: int = 0, seed: int = _SEED) -> list[dict[str, Tensor | bool]]:
+def write(
+    model: Any, sequences: int | None = None, tokens: int | None = None, random_first: int = 0, seed: int = _SEED, at_once: int | None = None
+) -> list[dict[str, Tensor | bool]]:
     """One batch: ``input_ids`` int64 ``[sequences, tokens]`` (default ``[16, 64]``), sampled from ``model`` at temperature 1 after a first token.
 
     The same model gives the same text on the same device, whatever other threads do; torch's own random generators are not used.
@@ -50,6 +52,7 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
         random_first: so many of the sequences, the last ones, begin with a token drawn from the whole vocabulary, not with the beginning
             of a text.
         seed: another one gives another text.
+        at_once: how many sequences are written side by side; another number gives another text, if there are more.
 
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
@@ -58,7 +61,7 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
     if reason is None:
         try:
             with evaluating(model):
-                return [{"input_ids": _sample(model, sequences or SEQUENCES, tokens or TOKENS, random_first, seed), "use_cache": False}]
+                return [{"input_ids": _sample(model, sequences or SEQUENCES, tokens or TOKENS, random_first, seed, at_once), "use_cache": False}]
         except Exception as error:
             reason, cause = f"generate() failed with {type(error).__name__}: {error}".splitlines()[0], error
     raise CalibrationError(
@@ -69,7 +72,7 @@ def write(model: Any, sequences: int | None = None, tokens: int | None = None, r
     ) from cause
 
 
-def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: int) -> Tensor:
+def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: int, at_once: int | None) -> Tensor:
     from transformers import GenerationConfig, LogitsProcessorList
 
     device = next(model.parameters()).device
@@ -91,7 +94,7 @@ def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: in
     with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
         return torch.cat([
             model.generate(inputs=part, attention_mask=torch.ones_like(part), generation_config=plain, logits_processor=processors)
-            for part in first.split(_AT_ONCE)
+            for part in first.split(at_once or AT_ONCE)
         ])  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import fp4_inductor
 from fp4_inductor import FP4Linear, NVFP4Config, Sparse24Config, errors, quantize_model, recover
+from fp4_inductor.models import distil
 from fp4_inductor.models import recover as training
 from fp4_inductor.models.trainable import Trainable
 from fp4_inductor.modules import SiblingLinear
@@ -140,7 +141,7 @@ def test_no_gain_changes_nothing(pair):
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
 def test_an_error_changes_nothing(pair, monkeypatch, kind):
     source, model = pair("qwen2")
-    before, modules, real, calls = bits(model), {n: id(m) for n, m in model.named_modules()}, training._loss, []
+    before, modules, real, calls = bits(model), {n: id(m) for n, m in model.named_modules()}, distil._loss, []
 
     def fails(*args):
         calls.append(1)
@@ -148,7 +149,7 @@ def test_an_error_changes_nothing(pair, monkeypatch, kind):
             raise kind("enough")
         return real(*args)
 
-    monkeypatch.setattr(training, "_loss", fails)
+    monkeypatch.setattr(distil, "_loss", fails)
     with pytest.raises(kind):
         quick(model, source)
     assert differ(bits(model), before) == set() and {n: id(m) for n, m in model.named_modules()} == modules

@@ -141,7 +141,7 @@ def test_data_that_would_not_be_used_is_refused(search):
 
 def test_many_sequences_are_written_in_parts(tiny, monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr(self_calibration, "_AT_ONCE", 3)
+    monkeypatch.setattr(self_calibration, "AT_ONCE", 3)
     real, rows = model.generate, []
     monkeypatch.setattr(model, "generate", lambda **kwargs: rows.append(len(kwargs["inputs"])) or real(**kwargs))
     ids = self_calibration.write(model, 8, 6)[0]["input_ids"]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import fp4_inductor
 from fp4_inductor import NVFP4Config, Sparse24Config
 from fp4_inductor.formats import sparse24
-from fp4_inductor.models.recover import Rates, distil
+from fp4_inductor.models.distil import Rates, distil
 from fp4_inductor.models.trainable import Trainable
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -109,7 +109,7 @@ def test_training_what_is_left_recovers():
     before = nats_per_byte(student, 8) - base("austen_dense", 8)
     patterns = [m.meta.clone() for m in student.modules() if isinstance(m, fp4_inductor.Sparse24Linear)]
     rows = _bytes()[CALIBRATION_START:].unfold(0, WINDOW + 1, WINDOW)
-    assert distil(student, teacher, rows[:, :-1], steps=8, batch=2, rates=Rates(0.02, 0.02, 0.0)) == 8
+    assert distil(student, teacher, rows[:, :-1], steps=8, batch=2, rates=Rates(0.02, 0.02, 0.0)).steps == 8
     layers = [m for m in student.modules() if isinstance(m, fp4_inductor.Sparse24Linear)]
     assert len(layers) == 35
     assert all(torch.equal(m.meta, p) for m, p in zip(layers, patterns, strict=True))  # the mask is fixed

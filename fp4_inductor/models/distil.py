@@ -1,0 +1,242 @@
+"""The training loop of ``recover``: a quantized model learns to predict what its source predicts.
+
+A step is thousands of small launches. On a GPU the rounding of a layer's weight is compiled into one kernel each way, and a step is captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import NonFiniteError
+from ..modules import FP4Linear, FP8Linear, Sparse24Linear
+from .calibrate import evaluating
+from .chain import find_chain
+from .plan import Target, tensor_key
+from .progress import bar
+from .token_weights import checkpointing, repeatable
+from .trainable import Trainable, compiled_rounding
+
+SEED = 2  # not that of text to calibrate on, or to verify with
+_POSITIONS = 512  # whose logits are compared at once
+LARGE = 1_000_000_000  # weights from which a block keeps only its input for the backward pass
+_WARM_UP = 0.1  # of the steps: the rate rises
+_EPSILON = 1e-8  # of Adam
+_FIRST = 3  # steps ahead of the capture: they make the optimizer's state, compile the rounding and give the libraries their workspaces
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Steps of Adam. ``values`` in units of a layer's root mean square, ``scales`` in powers of two, ``rest`` (biases, norms) of their root mean square."""
+
+    values: float
+    scales: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What :func:`distil` did: steps, tokens, and why steps on a GPU were not one CUDA graph, or its rounding not one kernel; empty: they were."""
+
+    steps: int
+    tokens: int
+    slow: str = ""
+
+
+def trainable_layers(model: nn.Module) -> dict[str, FP4Linear]:
+    """The quantized linear layers in NVFP4, dense or sparse, by name; without heads, and without those that share a weight."""
+    named = {n: m for n, m in model.named_modules() if isinstance(m, FP4Linear) and not isinstance(m, FP8Linear)}
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    owners: dict[tuple, int] = {}
+    for _, m in model.named_modules(remove_duplicate=False):
+        if isinstance(m, FP4Linear):
+            key = tensor_key(m.parts()[0])
+            owners[key] = owners.get(key, 0) + 1
+    return {n: m for n, m in named.items() if m is not head and owners[tensor_key(m.parts()[0])] == 1}
+
+
+def vectors_of(model: nn.Module) -> list[nn.Parameter]:
+    """Weights and biases of norms, and other vectors."""
+    return [p for p in model.parameters() if p.dim() == 1 and p.numel() and p.is_floating_point()]
+
+
+def distil(
+    model: nn.Module,
+    source: nn.Module,
+    rows: Tensor,
+    *,
+    steps: int | None = None,
+    batch: int,
+    rates: Rates,
+    deadline: float = math.inf,
+    progress: bool = False,
+) -> Distilled:
+    """Train ``model`` in place on rows of tokens ``[rows, T]`` for ``steps``, or until ``deadline`` (``time.monotonic()``), whichever ends first.
+
+    Raises:
+        NonFiniteError: the loss is not finite. The model is left as training had it.
+    """
+    layers = trainable_layers(model)
+    originals = dict(source.named_modules())
+    for p in model.parameters():
+        p.requires_grad_(False)
+    trained: list[Trainable] = []
+    for name, layer in layers.items():
+        weight = getattr(originals.get(name), "weight", None)
+        dense = weight if isinstance(weight, Tensor) and tuple(weight.shape) == (layer.out_features, layer.in_features) else None
+        trained.append(Trainable(layer, None if isinstance(layer, Sparse24Linear) else dense))
+        model.set_submodule(name, trained[-1])
+    vectors = [p for p in vectors_of(model) if not any(p is m.bias for m in trained)] if rates.rest else []
+    for p in vectors:
+        p.requires_grad_(True)
+    # More rows than there are would be the same row twice.
+    batch = min(batch, len(rows))
+    weights = sum(m.values.numel() for m in trained)
+    chain = find_chain(model, [Target((n,), m) for n, m in zip(layers, trained, strict=True)])
+    if weights < LARGE:
+        chain.broken = "small enough to keep all"
+    device = next(source.parameters()).device
+    slow = [] if device.type != "cuda" else [compiled_rounding(trained)]
+    step = _Step(model, source, trained, vectors, rates, "" if chain.broken else f"{weights / 1e9:.1f} G weights are too many to keep each block's gradients")
+    start, done, pace = time.monotonic(), 0, 0.0
+    with _evaluating_with_gradients(model), checkpointing(chain), repeatable(model):
+        for x in bar(_batches(rows, batch, steps), "recover", "step", progress, steps):
+            now = time.monotonic()
+            if now + pace > deadline:
+                break
+            # If time is what ends it, the rate must reach zero by then all the same.
+            ticks, seconds = done / (steps or math.inf), (now - start) / max(deadline - start, 1e-9)
+            fraction = max(ticks, seconds)
+            risen = max((done + 1) * _WARM_UP, fraction / _WARM_UP)
+            loss = step(x.to(device), min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0))))
+            if not math.isfinite(loss):
+                raise NonFiniteError("the loss is not finite", value=f"{loss} at step {done}", limit="finite", remedy="Lower the rates, or check the model.")
+            done, pace = done + 1, (time.monotonic() - start) / (done + 1)
+    for name, module in zip(layers, trained, strict=True):
+        model.set_submodule(name, module.pack())
+    slow += [step.why_not] if device.type == "cuda" else []
+    return Distilled(done, done * batch * rows.shape[1], "; ".join(filter(None, slow)))
+
+
+def _batches(rows: Tensor, batch: int, steps: int | None) -> Iterator[Tensor]:
+    """``[batch, T]`` each: all rows in a random order, then all of them in another one."""
+    generator = torch.Generator().manual_seed(SEED)
+    order, done = torch.empty(0, dtype=torch.int64), 0
+    while steps is None or done < steps:
+        if len(order) < batch:
+            order = torch.cat([order, torch.randperm(len(rows), generator=generator)])
+        yield rows[order[:batch]]
+        order, done = order[batch:], done + 1
+
+
+class _Step:
+    """One step of training: both models' predictions, gradients, Adam. On a GPU it is captured as a CUDA graph, unless ``why_not`` says why not."""
+
+    def __init__(self, model: nn.Module, source: nn.Module, trained: list[Trainable], vectors: list[nn.Parameter], rates: Rates, why_not: str):
+        self.model, self.source, self.vectors, self.why_not = model, source, vectors, why_not
+        self.masters = [p.detach().float().clone() for p in vectors]
+        groups = [{"params": [m.values], "rate": rates.values * _size(m.values, m.mask)} for m in trained]
+        groups += [{"params": [m.log_scale], "rate": rates.scales} for m in trained]
+        groups += [{"params": [m.bias], "rate": rates.rest * _size(m.bias)} for m in trained if m.bias is not None and rates.rest]
+        groups += [{"params": [t], "rate": rates.rest * _size(t)} for t in self.masters]
+        groups = [g for g in groups if g["rate"]]
+        device = trained[0].values.device
+        self.on_gpu = device.type == "cuda"
+        # A captured step reads its rates from memory.
+        self.full = torch.tensor([g.pop("rate") for g in groups], dtype=torch.float64)
+        self.now = torch.zeros(len(groups), device=device)
+        self.optimizer = torch.optim.Adam(
+            [g | {"lr": self.now[i] if self.on_gpu else 0.0} for i, g in enumerate(groups)], betas=(0.9, 0.95), fused=self.on_gpu or None, eps=_EPSILON
+        )
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.done, self.x, self.loss = 0, torch.empty(0), torch.empty(0)
+
+    def __call__(self, x: Tensor, rate: float) -> float:
+        """KL in nats a token of the rows ``x`` before the step, which is ``rate`` times the whole one."""
+        if not self.on_gpu:
+            for group, full in zip(self.optimizer.param_groups, self.full.tolist(), strict=True):
+                group["lr"] = full * rate
+            return float(self._run(x))
+        self.now.copy_(self.full * rate)
+        if self.done == 0:
+            self.x, self.stream = x.clone(), torch.cuda.Stream()
+        self.x.copy_(x)
+        if self.done == _FIRST and not self.why_not:
+            self._capture()
+        self.done += 1
+        if self.graph is not None:
+            self.graph.replay()
+            return float(self.loss)
+        # Gradients are added to on the stream on which they are made first, which must be that of the capture.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            loss = self._run(self.x)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return float(loss)
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                self.loss = self._run(self.x)
+        except Exception as error:
+            self.why_not = f"a step could not be captured as a CUDA graph ({type(error).__name__}: {error})".splitlines()[0]
+            self.optimizer.zero_grad(set_to_none=True)
+            for p in self.vectors:
+                p.grad = None
+            torch.cuda.synchronize()
+        else:
+            self.graph = graph
+
+    def _run(self, x: Tensor) -> Tensor:
+        loss = _loss(self.model, self.source, x)
+        for p, master in zip(self.vectors, self.masters, strict=True):
+            master.grad, p.grad = None if p.grad is None else p.grad.float(), None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for p, master in zip(self.vectors, self.masters, strict=True):
+                p.copy_(master)
+        return loss
+
+
+def _size(t: Tensor, mask: Tensor | None = None) -> float:
+    """Root mean square of what ``mask`` keeps; a step is relative to the size of what it moves."""
+    count = t.numel() if mask is None else int(mask.sum())
+    return float((t.detach().float().square().sum() / max(count, 1)).sqrt()) or 1.0
+
+
+@contextmanager
+def _evaluating_with_gradients(model: nn.Module) -> Iterator[None]:
+    with evaluating(model), torch.enable_grad():
+        yield
+
+
+def _loss(model: nn.Module, source: Any, x: Tensor) -> Tensor:
+    """KL in nats a token of the rows ``x``; its gradients are added to the Parameters'."""
+    with evaluating(source):
+        wanted = source(input_ids=x, use_cache=False).logits.flatten(0, 1)
+    got = model(input_ids=x, use_cache=False).logits.flatten(0, 1)
+    # Part by part: in float32 the logits of all would be the largest thing in memory. Nothing is drawn, so that no generator is asked for its state.
+    parts = zip(got.split(_POSITIONS), wanted.split(_POSITIONS), strict=True)
+    total = sum(checkpoint(_divergence, p, q, use_reentrant=False, preserve_rng_state=False) for p, q in parts)
+    loss: Tensor = total / len(got)  # type: ignore[assignment, operator]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        loss.backward()
+    return loss.detach()
+
+
+def _divergence(got: Tensor, wanted: Tensor) -> Tensor:
+    return F.kl_div(got.float().log_softmax(-1), wanted.float().log_softmax(-1), log_target=True, reduction="sum")
