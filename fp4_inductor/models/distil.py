@@ -157,7 +157,11 @@ class _Step:
         self.full = torch.tensor([g.pop("rate") for g in groups], dtype=torch.float64)
         self.now = torch.zeros(len(groups), device=device)
         self.optimizer = torch.optim.Adam(
-            [g | {"lr": self.now[i] if self.on_gpu else 0.0} for i, g in enumerate(groups)], betas=(0.9, 0.95), fused=self.on_gpu or None, eps=_EPSILON
+            [g | {"lr": self.now[i] if self.on_gpu else 0.0} for i, g in enumerate(groups)],
+            betas=(0.9, 0.95),
+            fused=self.on_gpu or None,
+            capturable=self.on_gpu,
+            eps=_EPSILON,
         )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.done, self.x, self.loss = 0, torch.empty(0), torch.empty(0)
