@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._replay import Host, Runner, device_for
 from .._torch.compiling import is_compile_error
 from ..errors import FP4Error, NonFiniteError, ShapeError
 from ..integrations import regions
 from . import caches
-from .device import Host, Runner, device_for
 from .lookup import Text
 from .lookup import emit as emit_drafts
 from .lookup import forward_of as forward_of_drafts

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .device import Host
+from .._replay import Host
 
 
 @dataclass

@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from .._replay import Host, Runner, device_for
 from ..errors import NonFiniteError
 from ..modules import FP4Linear, FP8Linear, Sparse24Linear
 from .calibrate import evaluating
@@ -32,7 +31,7 @@ _POSITIONS = 512  # whose logits are compared at once
 LARGE = 1_000_000_000  # weights from which a block keeps only its input for the backward pass
 _WARM_UP = 0.1  # of the steps: the rate rises
 _EPSILON = 1e-8  # of Adam
-_FIRST = 3  # steps ahead of the capture: they make the optimizer's state, compile the rounding and give the libraries their workspaces
+_Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,10 @@ def distil(
     if weights < LARGE:
         chain.broken = "small enough to keep all"
     device = next(source.parameters()).device
-    slow = [] if device.type != "cuda" else [compiled_rounding(trained)]
-    step = _Step(model, source, trained, vectors, rates, "" if chain.broken else f"{weights / 1e9:.1f} G weights are too many to keep each block's gradients")
+    on_gpu = device.type == "cuda"
+    not_compiled = compiled_rounding(trained) if on_gpu else ""
+    not_captured = "" if chain.broken else f"steps are not captured: {weights / 1e9:.1f} G weights, so that blocks run again in the backward pass"
+    step = _Step(model, source, trained, vectors, rates, not_captured, compiled=on_gpu and not not_compiled)
     start, done, pace = time.monotonic(), 0, 0.0
     with _evaluating_with_gradients(model), checkpointing(chain), repeatable(model):
         for x in bar(_batches(rows, batch, steps), "recover", "step", progress, steps):
@@ -125,8 +126,8 @@ def distil(
             done, pace = done + 1, (time.monotonic() - start) / (done + 1)
     for name, module in zip(layers, trained, strict=True):
         model.set_submodule(name, module.pack())
-    slow += [step.why_not] if device.type == "cuda" else []
-    return Distilled(done, done * batch * rows.shape[1], "; ".join(filter(None, slow)))
+    slow = "; ".join(filter(None, (not_compiled, step.slow))) if on_gpu else ""
+    return Distilled(done, done * batch * rows.shape[1], slow)
 
 
 def _batches(rows: Tensor, batch: int, steps: int | None) -> Iterator[Tensor]:
@@ -141,9 +142,9 @@ def _batches(rows: Tensor, batch: int, steps: int | None) -> Iterator[Tensor]:
 
 
 class _Step:
-    """One step of training: both models' predictions, gradients, Adam. On a GPU it is captured as a CUDA graph, unless ``why_not`` says why not."""
+    """One step of training: both models' predictions, gradients, Adam. On a GPU it is captured as a CUDA graph, unless ``slow`` says why not."""
 
-    def __init__(self, model: nn.Module, source: nn.Module, trained: list[Trainable], vectors: list[nn.Parameter], rates: Rates, why_not: str):
+    def __init__(self, model: nn.Module, source: nn.Module, trained: list[Trainable], vectors: list[nn.Parameter], rates: Rates, why_not: str, compiled: bool):
         self.model, self.source, self.vectors, self.why_not = model, source, vectors, why_not
         self.masters = [p.detach().float().clone() for p in vectors]
         groups = [{"params": [m.values], "rate": rates.values * _size(m.values, m.mask)} for m in trained]
@@ -153,6 +154,7 @@ class _Step:
         groups = [g for g in groups if g["rate"]]
         device = trained[0].values.device
         self.on_gpu = device.type == "cuda"
+        self.divergence = torch.compile(_divergence, dynamic=True) if compiled else _divergence
         # A captured step reads its rates from memory.
         self.full = torch.tensor([g.pop("rate") for g in groups], dtype=torch.float64)
         self.now = torch.zeros(len(groups), device=device)
@@ -163,48 +165,34 @@ class _Step:
             capturable=self.on_gpu,
             eps=_EPSILON,
         )
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.done, self.x, self.loss = 0, torch.empty(0), torch.empty(0)
+        self.x, self.loss = torch.empty(0), torch.zeros((), device=device)
+        self.runner = Runner(Host() if why_not else device_for(device), self._run, lambda: None, lambda: self._forget)
+
+    @property
+    def slow(self) -> str:
+        return self.why_not or self.runner.note or ""
 
     def __call__(self, x: Tensor, rate: float) -> float:
         """KL in nats a token of the rows ``x`` before the step, which is ``rate`` times the whole one."""
-        if not self.on_gpu:
+        if self.on_gpu:
+            self.now.copy_(self.full * rate)
+        else:
             for group, full in zip(self.optimizer.param_groups, self.full.tolist(), strict=True):
                 group["lr"] = full * rate
-            return float(self._run(x))
-        self.now.copy_(self.full * rate)
-        if self.done == 0:
-            self.x, self.stream = x.clone(), torch.cuda.Stream()
+        if self.x.shape != x.shape:
+            self.x = torch.empty_like(x)
         self.x.copy_(x)
-        if self.done == _FIRST and not self.why_not:
-            self._capture()
-        self.done += 1
-        if self.graph is not None:
-            self.graph.replay()
-            return float(self.loss)
-        # Gradients are added to on the stream on which they are made first, which must be that of the capture.
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            loss = self._run(self.x)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return float(loss)
+        self.runner()
+        return float(self.loss)
 
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.loss = self._run(self.x)
-        except Exception as error:
-            self.why_not = f"a step could not be captured as a CUDA graph ({type(error).__name__}: {error})".splitlines()[0]
-            self.optimizer.zero_grad(set_to_none=True)
-            for p in self.vectors:
-                p.grad = None
-            torch.cuda.synchronize()
-        else:
-            self.graph = graph
+    def _forget(self) -> None:
+        """Gradients of a step that was recorded and did not run."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for p in self.vectors:
+            p.grad = None
 
-    def _run(self, x: Tensor) -> Tensor:
-        loss = _loss(self.model, self.source, x)
+    def _run(self) -> None:
+        self.loss.copy_(_loss(self.model, self.source, self.x, self.divergence))
         for p, master in zip(self.vectors, self.masters, strict=True):
             master.grad, p.grad = None if p.grad is None else p.grad.float(), None
         self.optimizer.step()
@@ -212,7 +200,6 @@ class _Step:
         with torch.no_grad():
             for p, master in zip(self.vectors, self.masters, strict=True):
                 p.copy_(master)
-        return loss
 
 
 def _size(t: Tensor, mask: Tensor | None = None) -> float:
@@ -227,14 +214,14 @@ def _evaluating_with_gradients(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _loss(model: nn.Module, source: Any, x: Tensor) -> Tensor:
+def _loss(model: nn.Module, source: Any, x: Tensor, divergence: _Pair) -> Tensor:
     """KL in nats a token of the rows ``x``; its gradients are added to the Parameters'."""
     with evaluating(source):
         wanted = source(input_ids=x, use_cache=False).logits.flatten(0, 1)
     got = model(input_ids=x, use_cache=False).logits.flatten(0, 1)
-    # Part by part: in float32 the logits of all would be the largest thing in memory. Nothing is drawn, so that no generator is asked for its state.
+    # Part by part: in float32 the logits of all would be the largest thing in memory.
     parts = zip(got.split(_POSITIONS), wanted.split(_POSITIONS), strict=True)
-    total = sum(checkpoint(_divergence, p, q, use_reentrant=False, preserve_rng_state=False) for p, q in parts)
+    total = sum(_Divergence.apply(p, q, divergence) for p, q in parts)
     loss: Tensor = total / len(got)  # type: ignore[assignment, operator]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -242,5 +229,34 @@ def _loss(model: nn.Module, source: Any, x: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _divergence(got: Tensor, wanted: Tensor) -> Tensor:
-    return F.kl_div(got.float().log_softmax(-1), wanted.float().log_softmax(-1), log_target=True, reduction="sum")
+@torch.no_grad()
+def kl_of(model: nn.Module, source: nn.Module, rows: Tensor, batch: int) -> float:
+    """KL(source || model) in nats a token over ``rows``, ``batch`` at once."""
+    total = 0.0
+    with evaluating(model), evaluating(source):
+        for part in rows.split(batch):
+            x = part.to(next(source.parameters()).device)
+            got, wanted = (m(input_ids=x, use_cache=False).logits.flatten(0, 1).split(_POSITIONS) for m in (model, source))
+            total += sum(float(_divergence(p, q)[0]) for p, q in zip(got, wanted, strict=True))
+    return total / rows.numel()
+
+
+class _Divergence(torch.autograd.Function):
+    """KL(``wanted`` || ``got``) in nats, summed over rows of logits. The gradient is made with it, so that nothing in float32 is kept until it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, got: Tensor, wanted: Tensor, divergence: _Pair) -> Tensor:
+        total, slope = divergence(got, wanted)
+        ctx.save_for_backward(slope)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0] * grad, None, None
+
+
+def _divergence(got: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum in float32, and its gradient, which is the difference of the two distributions."""
+    p, q = wanted.float().log_softmax(-1), got.float().log_softmax(-1)
+    likely = p.exp()
+    return (likely * (p - q)).sum(), (q.exp() - likely).to(got.dtype)

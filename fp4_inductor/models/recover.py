@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from ..errors import ConfigError, ShapeError
 from ..modules import FP4Linear, Sparse24Linear
 from . import self_calibration
+from .calibrate import evaluating
 from .coverage import add_notes
-from .distil import LARGE, SEED, Rates, distil, trainable_layers, vectors_of
-from .probe import Probe
+from .distil import LARGE, SEED, Rates, distil, kl_of, trainable_layers, vectors_of
 from .trainable import write_parts
 
 SEQUENCES, TOKENS = 256, 256  # of the text that the source writes on a CPU
@@ -121,14 +121,13 @@ def recover(
         )
     rows, described = _rows(source, text, own_text, start + 60 * minutes * _WRITING)
     held, rows = _held_out(rows)
-    probe = Probe(source, [{"input_ids": part, "use_cache": False} for part in held.split(max(1, 1024 // held.shape[1]))])
-    if not probe.usable:
+    if not _has_logits(source, held[:1]):
         raise ConfigError("recover needs logits", value=type(source).__name__, limit="output.logits", remedy="Recover a model with a language head.")
-    before = probe.kl(model)
+    before = kl_of(model, source, held, batch)
     chosen = rates or (SPARSE if any(isinstance(m, Sparse24Linear) for m in layers.values()) else DENSE)
     with _restored_on_error(model, layers) as restore:
         done = distil(model, source, rows, steps=steps, batch=batch, rates=chosen, deadline=start + 60 * minutes, progress=progress)
-        after = probe.kl(model)
+        after = kl_of(model, source, held, batch)
         kept = after < before
         if not kept:
             restore()
@@ -182,6 +181,11 @@ def _own_text(source: Any, asked: bool | int, length: int, until: float) -> Tens
         if now + (now - start) / len(parts) > until:
             break
     return torch.cat(parts)
+
+
+def _has_logits(source: Any, row: Tensor) -> bool:
+    with evaluating(source):
+        return isinstance(getattr(source(input_ids=row.to(next(source.parameters()).device), use_cache=False), "logits", None), Tensor)
 
 
 def _held_out(rows: Tensor) -> tuple[Tensor, Tensor]:

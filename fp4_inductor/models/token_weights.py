@@ -210,12 +210,16 @@ def repeatable(model: nn.Module) -> Iterator[None]:
     if not any(p.device.type == "cuda" for p in model.parameters()):
         yield
         return
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory
     before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         with warnings.catch_warnings():
             # An operator that has no such way runs as it is, and would warn each time.
             warnings.filterwarnings("ignore", message="(?i).*deterministic")
             torch.use_deterministic_algorithms(True, warn_only=True)
+            deterministic.fill_uninitialized_memory = False  # nothing here is read before it is written
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = filled

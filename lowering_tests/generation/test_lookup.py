@@ -12,8 +12,8 @@ from transformers import DynamicCache, StaticCache
 
 import fp4_inductor
 from fp4_inductor import errors
+from fp4_inductor._replay import Runner
 from fp4_inductor.generation import lookup, session
-from fp4_inductor.generation.device import Runner
 from fp4_inductor.generation.lookup import Text, drafts
 from fp4_inductor.generation.options import Lookup
 from fp4_inductor.integrations.handles import Counter

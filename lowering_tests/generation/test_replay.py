@@ -10,8 +10,8 @@ import torch
 from transformers import StaticCache
 
 import fp4_inductor
+from fp4_inductor._replay import Runner
 from fp4_inductor.generation import session
-from fp4_inductor.generation.device import Runner
 from lowering_tests.generation.conftest import build
 from lowering_tests.generation.standin import Replaying
 

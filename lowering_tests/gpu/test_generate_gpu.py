@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp4_inductor
-from fp4_inductor.generation.device import Runner
+from fp4_inductor._replay import Runner
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,4 +1,7 @@
-"""What the loop asks of a device beside tensor operations. ``Cuda`` holds all that is specific to CUDA; ``Host`` is a CPU, and what tests stand in for."""
+"""A step that runs again and again, and what its loop asks of a device beside tensor operations.
+
+``Cuda`` holds all that is specific to CUDA; ``Host`` is a CPU, and what tests stand in for.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedOpError
+from .errors import UnsupportedOpError
 
 
 class Replayable(Protocol):
@@ -81,8 +84,15 @@ class Cuda(Host):
     def capture(self, step: Callable[[], None]) -> Replayable:
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads do with CUDA, a streamer's reader or a compilation in the background, does not end the capture.
-        with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
-            step()
+        try:
+            with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+                step()
+        except BaseException:
+            # A capture that fails leaves the device's generator waiting for its end, so that nothing could be drawn any more (torch 2.11 to 2.13).
+            with torch.cuda.device(self.device):
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return graph
 
     def wait(self) -> None:
