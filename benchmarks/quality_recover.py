@@ -18,6 +18,8 @@ from quality import WINDOW, divergence, load_model, log_probabilities, options, 
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config
+from fp4_inductor.models.distil import Rates
+from fp4_inductor.models.recover import DENSE
 
 COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "weights", "steps", "trained_tokens", "seconds", "ppl", "kl", "ratio")
 
@@ -27,7 +29,8 @@ def main() -> None:
     parser.add_argument("--scale-search", default="gptq", help="of the weights to start from (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=15.0, help="of training at most")
     parser.add_argument("--steps", type=int, help="of training at most (default: as many as there is time for)")
-    parser.add_argument("--batch", type=int, default=8, help="rows of 256 tokens in a step")
+    parser.add_argument("--batch", type=int, help="rows of 256 tokens in a step (default: recover's)")
+    parser.add_argument("--rates", type=float, default=1.0, metavar="FACTOR", help="of recover's rates")
     parser.add_argument("--own-text", type=int, default=0, help="tokens that the model writes (default: recover's)")
     args = parser.parse_args()
     source, tokenizer = load_model(args.model, args.device)
@@ -51,7 +54,8 @@ def main() -> None:
         return found
 
     written = rows(f"{args.scale_search}{gpu and f' ({gpu})'}", 0, 0, 0.0)
-    done = fp4_inductor.recover(model, source, own_text=args.own_text or True, steps=args.steps, minutes=args.minutes, batch=args.batch)
+    rates = Rates(*(args.rates * r for r in (DENSE.values, DENSE.scales, DENSE.rest)))
+    done = fp4_inductor.recover(model, source, own_text=args.own_text or True, steps=args.steps, minutes=args.minutes, batch=args.batch, rates=rates)
     written += rows(f"{args.scale_search}, recovered{gpu and f' ({gpu})'}", done.steps, done.tokens, done.seconds)
     if not args.no_write:
         save(written, "quality_recover", COLUMNS, lambda row: tuple(str(row[c]) for c in ("text", "tokens", "weights")))

@@ -28,9 +28,10 @@ def add(subparsers: Any) -> None:
     training = parser.add_argument_group("training")
     training.add_argument("--text", metavar="FILE", help="text to train on, besides what MODEL writes: like that which the model will see")
     training.add_argument("--text-tokens", type=positive, default=65536, metavar="N", help="how much of FILE is used (default: %(default)s)")
-    training.add_argument("--steps", type=positive, default=400, metavar="N", help="how many steps at most (default: %(default)s)")
+    training.add_argument("--steps", type=positive, metavar="N", help="how many steps at most (default: as many as there is time for)")
     training.add_argument("--minutes", type=float, default=15.0, metavar="M", help="how long at most (default: %(default)s)")
-    training.add_argument("--batch", type=positive, default=8, metavar="N", help=f"rows of {_WINDOW} tokens in a step (default: %(default)s)")
+    training.add_argument("--batch", type=positive, metavar="N", help=f"rows of {_WINDOW} tokens in a step (default: 8, on a GPU 32)")
+    training.add_argument("--own-tokens", type=positive, metavar="N", help="how many tokens MODEL writes (default: 65536, on a GPU 2097152)")
     add_loading(parser)
     add_writing(parser)
 
@@ -56,7 +57,7 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
         tokenizer = models.tokenizer_of(args.folder, model, args)
         rows = windows_of_text(tokenizer, text, max(1, args.text_tokens // _WINDOW), _WINDOW)[:, :-1]
     screen.say("training ...")
-    found = recover(model, source, rows, steps=args.steps, minutes=args.minutes, batch=args.batch, progress=not screen.quiet)
+    found = recover(model, source, rows, own_text=args.own_tokens or True, steps=args.steps, minutes=args.minutes, batch=args.batch, progress=not screen.quiet)
     screen.say(f"writing {args.out} ({args.format}) ...")
     write_model(model, args.out, args.format, source=args.folder, overwrite=args.overwrite, max_shard_size=args.max_shard_size, **hub_of(args))
     screen.result(f"{found}\nwritten to {args.out}", {"out": args.out, "format": args.format, **vars(found)})

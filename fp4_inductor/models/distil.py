@@ -24,13 +24,13 @@ from .chain import find_chain
 from .plan import Target, tensor_key
 from .progress import bar
 from .token_weights import checkpointing, repeatable
-from .trainable import Trainable, compiled_rounding
+from .trainable import Trainable, compiled_rounding, root_mean_square
 
 SEED = 2  # not that of text to calibrate on, or to verify with
+_BATCH, _BATCH_GPU = 8, 32  # rows of a step
 _POSITIONS = 512  # whose logits are compared at once
 LARGE = 1_000_000_000  # weights from which a block keeps only its input for the backward pass
 _WARM_UP = 0.1  # of the steps: the rate rises
-_EPSILON = 1e-8  # of Adam
 _Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -76,12 +76,14 @@ def distil(
     rows: Tensor,
     *,
     steps: int | None = None,
-    batch: int,
+    batch: int | None = None,
     rates: Rates,
     deadline: float = math.inf,
     progress: bool = False,
 ) -> Distilled:
     """Train ``model`` in place on rows of tokens ``[rows, T]`` for ``steps``, or until ``deadline`` (``time.monotonic()``), whichever ends first.
+
+    ``batch``: rows of a step; None: 8, on a GPU 32.
 
     Raises:
         NonFiniteError: the loss is not finite. The model is left as training had it.
@@ -99,13 +101,12 @@ def distil(
     vectors = [p for p in vectors_of(model) if not any(p is m.bias for m in trained)] if rates.rest else []
     for p in vectors:
         p.requires_grad_(True)
-    # More rows than there are would be the same row twice.
-    batch = min(batch, len(rows))
+    device = next(source.parameters()).device
+    batch = batch_of(batch, rows, device)
     weights = sum(m.values.numel() for m in trained)
     chain = find_chain(model, [Target((n,), m) for n, m in zip(layers, trained, strict=True)])
     if weights < LARGE:
         chain.broken = "small enough to keep all"
-    device = next(source.parameters()).device
     on_gpu = device.type == "cuda"
     not_compiled = compiled_rounding(trained) if on_gpu else ""
     not_captured = "" if chain.broken else f"steps are not captured: {weights / 1e9:.1f} G weights, so that blocks run again in the backward pass"
@@ -130,6 +131,11 @@ def distil(
     return Distilled(done, done * batch * rows.shape[1], slow)
 
 
+def batch_of(batch: int | None, rows: Tensor, device: torch.device) -> int:
+    """How many rows a step takes. More than there are would be the same row twice."""
+    return min(batch or (_BATCH_GPU if device.type == "cuda" else _BATCH), len(rows))
+
+
 def _batches(rows: Tensor, batch: int, steps: int | None) -> Iterator[Tensor]:
     """``[batch, T]`` each: all rows in a random order, then all of them in another one."""
     generator = torch.Generator().manual_seed(SEED)
@@ -145,25 +151,24 @@ class _Step:
     """One step of training: both models' predictions, gradients, Adam. On a GPU it is captured as a CUDA graph, unless ``slow`` says why not."""
 
     def __init__(self, model: nn.Module, source: nn.Module, trained: list[Trainable], vectors: list[nn.Parameter], rates: Rates, why_not: str, compiled: bool):
-        self.model, self.source, self.vectors, self.why_not = model, source, vectors, why_not
-        self.masters = [p.detach().float().clone() for p in vectors]
-        groups = [{"params": [m.values], "rate": rates.values * _size(m.values, m.mask)} for m in trained]
-        groups += [{"params": [m.log_scale], "rate": rates.scales} for m in trained]
-        groups += [{"params": [m.bias], "rate": rates.rest * _size(m.bias)} for m in trained if m.bias is not None and rates.rest]
-        groups += [{"params": [t], "rate": rates.rest * _size(t)} for t in self.masters]
-        groups = [g for g in groups if g["rate"]]
+        self.model, self.source, self.why_not = model, source, why_not
+        # A vector moves in float32 and in units of its size, as values do.
+        self.vectors = vectors + [m.bias for m in trained if m.bias is not None and rates.rest]
+        self.sizes = [root_mean_square(p) for p in self.vectors]
+        self.masters = [p.detach().float() / size for p, size in zip(self.vectors, self.sizes, strict=True)]
+        moved = (([m.values for m in trained], rates.values), ([m.log_scale for m in trained], rates.scales), (self.masters, rates.rest))
         device = trained[0].values.device
         self.on_gpu = device.type == "cuda"
         self.divergence = torch.compile(_divergence, dynamic=True) if compiled else _divergence
         # A captured step reads its rates from memory.
-        self.full = torch.tensor([g.pop("rate") for g in groups], dtype=torch.float64)
-        self.now = torch.zeros(len(groups), device=device)
+        self.full = torch.tensor([rate for params, rate in moved if params and rate], dtype=torch.float64)
+        self.now = torch.zeros(len(self.full), device=device)
+        groups = [params for params, rate in moved if params and rate]
         self.optimizer = torch.optim.Adam(
-            [g | {"lr": self.now[i] if self.on_gpu else 0.0} for i, g in enumerate(groups)],
+            [{"params": params, "lr": self.now[i] if self.on_gpu else 0.0} for i, params in enumerate(groups)],
             betas=(0.9, 0.95),
             fused=self.on_gpu or None,
             capturable=self.on_gpu,
-            eps=_EPSILON,
         )
         self.x, self.loss = torch.empty(0), torch.zeros((), device=device)
         self.runner = Runner(Host() if why_not else device_for(device), self._run, lambda: None, lambda: self._forget)
@@ -193,19 +198,13 @@ class _Step:
 
     def _run(self) -> None:
         self.loss.copy_(_loss(self.model, self.source, self.x, self.divergence))
-        for p, master in zip(self.vectors, self.masters, strict=True):
-            master.grad, p.grad = None if p.grad is None else p.grad.float(), None
+        for p, size, master in zip(self.vectors, self.sizes, self.masters, strict=True):
+            master.grad, p.grad = None if p.grad is None else p.grad.float() * size, None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for p, master in zip(self.vectors, self.masters, strict=True):
-                p.copy_(master)
-
-
-def _size(t: Tensor, mask: Tensor | None = None) -> float:
-    """Root mean square of what ``mask`` keeps; a step is relative to the size of what it moves."""
-    count = t.numel() if mask is None else int(mask.sum())
-    return float((t.detach().float().square().sum() / max(count, 1)).sqrt()) or 1.0
+            for p, size, master in zip(self.vectors, self.sizes, self.masters, strict=True):
+                p.copy_(master * size)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ..modules import FP4Linear, Sparse24Linear
 from . import self_calibration
 from .calibrate import evaluating
 from .coverage import add_notes
-from .distil import LARGE, SEED, Rates, distil, kl_of, trainable_layers, vectors_of
+from .distil import LARGE, SEED, Rates, batch_of, distil, kl_of, trainable_layers, vectors_of
 from .trainable import write_parts
 
 SEQUENCES, TOKENS = 256, 256  # of the text that the source writes on a CPU
@@ -77,7 +77,7 @@ def recover(
     own_text: bool | int = True,
     steps: int | None = None,
     minutes: float = 15.0,
-    batch: int = 8,
+    batch: int | None = None,
     rates: Rates | None = None,
     progress: bool = True,
 ) -> Recovery:
@@ -93,7 +93,7 @@ def recover(
         text: int64 ``[rows, T]``: tokens to train on; None: only what ``source`` writes. Text like that which the model will see is best.
         own_text: how many tokens ``source`` writes; True: 65,536, on a GPU 2,097,152, in at most a quarter of ``minutes``; False: ``text`` alone.
         steps, minutes: whichever ends first; the schedule of the rate knows both. None: as many steps as there is time for.
-        batch: rows of a step.
+        batch: rows of a step; None: 8, on a GPU 32.
         rates: of Adam; None: those for dense, or for 2:4-sparse layers.
         progress: show a progress bar, and print the result.
 
@@ -104,7 +104,7 @@ def recover(
         ConfigError: nothing to train; ShapeError: no such text; CalibrationError: ``source`` cannot write; NonFiniteError: the loss is not finite.
     """
     start = time.monotonic()
-    if model is source or (steps is not None and steps < 1) or batch < 1 or not minutes > 0 or int(own_text) < 0:
+    if model is source or (steps is not None and steps < 1) or (batch is not None and batch < 1) or not minutes > 0 or int(own_text) < 0:
         raise ConfigError(
             "recover takes a quantized model, its source, and time to train",
             value=f"model is source: {model is source}, steps={steps}, batch={batch}, minutes={minutes}, own_text={own_text}",
@@ -123,11 +123,12 @@ def recover(
     held, rows = _held_out(rows)
     if not _has_logits(source, held[:1]):
         raise ConfigError("recover needs logits", value=type(source).__name__, limit="output.logits", remedy="Recover a model with a language head.")
-    before = kl_of(model, source, held, batch)
+    at_once = batch_of(batch, held, next(source.parameters()).device)
+    before = kl_of(model, source, held, at_once)
     chosen = rates or (SPARSE if any(isinstance(m, Sparse24Linear) for m in layers.values()) else DENSE)
     with _restored_on_error(model, layers) as restore:
         done = distil(model, source, rows, steps=steps, batch=batch, rates=chosen, deadline=start + 60 * minutes, progress=progress)
-        after = kl_of(model, source, held, batch)
+        after = kl_of(model, source, held, at_once)
         kept = after < before
         if not kept:
             restore()

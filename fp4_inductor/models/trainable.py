@@ -41,9 +41,9 @@ class FakeFP4(torch.autograd.Function):
         return (blocks * inside).flatten(-2), (blocks * slope).sum(-1), None
 
 
-def rounded(values: Tensor, log_scale: Tensor, mask: Tensor | None, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in ``dtype``: block scales rounded to E4M3, values to E2M1, both with a straight-through gradient."""
-    return (FakeFP4.apply(values, _rounded_scale(log_scale), mask) * global_scale).to(dtype)
+def rounded(values: Tensor, log_scale: Tensor, mask: Tensor | None, unit: Tensor, global_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in ``dtype``: block scales rounded to E4M3, ``values`` of ``unit`` to E2M1, both with a straight-through gradient."""
+    return (FakeFP4.apply(values, _rounded_scale(log_scale) / unit, mask) * (unit * global_scale)).to(dtype)
 
 
 def _rounded_scale(log_scale: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def compiled_rounding(layers: list[Trainable]) -> str:
         for sparse in {m.mask is not None for m in layers}:
             m = min((m for m in layers if (m.mask is not None) == sparse), key=lambda m: m.values.numel())
             with torch.enable_grad():
-                torch.autograd.grad(compiled(m.values, m.log_scale, m.mask, m.layer.global_scale, m.dtype).sum(), (m.values, m.log_scale))
+                torch.autograd.grad(compiled(m.values, m.log_scale, m.mask, m.unit, m.layer.global_scale, m.dtype).sum(), (m.values, m.log_scale))
     except Exception as error:  # no compiler, no Triton, or what torch.compile raises
         return f"the rounding could not be compiled ({type(error).__name__}: {error})".splitlines()[0]
     for m in layers:
@@ -77,6 +77,7 @@ class Trainable(nn.Module):
     """
 
     mask: Tensor | None
+    unit: Tensor
 
     def __init__(self, layer: FP4Linear, dense: Tensor | None = None):
         super().__init__()
@@ -96,9 +97,12 @@ class Trainable(nn.Module):
         else:
             spread = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)).to(codes.device) * 2 * _INSIDE - _INSIDE
             at = codes + codes.sign() * torch.where(spread > 0, spread * up, spread * down) + (size == 0) * 0.25 * spread
-        # In units of the global scale, which stays.
         values = (at * scale.unsqueeze(-1)).flatten(-2)
-        self.values = nn.Parameter(values if self.mask is None else values * self.mask)
+        if self.mask is not None:
+            values *= self.mask
+        # In units of their root mean square (times the global scale, which stays), so that one rate suits all layers, and all are one update of the optimizer.
+        self.register_buffer("unit", root_mean_square(values, self.mask), persistent=False)
+        self.values = nn.Parameter(values / self.unit)
         self.log_scale = nn.Parameter(scale.log2())
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().float().clone())
 
@@ -108,7 +112,7 @@ class Trainable(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight ``[N, K]`` of this forward pass."""
-        return self.rounded(self.values, self.log_scale, self.mask, self.layer.global_scale, self.dtype)[:, : self.in_features]
+        return self.rounded(self.values, self.log_scale, self.mask, self.unit, self.layer.global_scale, self.dtype)[:, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
@@ -117,13 +121,20 @@ class Trainable(nn.Module):
     def pack(self) -> FP4Linear:
         """The layer, with what was learned written into its buffers."""
         scale = _rounded_scale(self.log_scale)
-        qdata = e2m1.pack(e2m1.encode((self.values.unflatten(-1, (-1, nvfp4.GROUP)) / scale.unsqueeze(-1)).flatten(-2)))
+        qdata = e2m1.pack(e2m1.encode((self.values.unflatten(-1, (-1, nvfp4.GROUP)) / (scale / self.unit).unsqueeze(-1)).flatten(-2)))
         stored = scale.to(nvfp4.SCALE_DTYPE)
         first = (qdata,) if self.mask is None else sparse24.compress(qdata, self.mask)
         write_parts(self.layer, (*first, stored, self.layer.global_scale))
         if self.bias is not None and self.layer.bias is not None:
             self.layer.bias.copy_(self.bias)
         return self.layer
+
+
+def root_mean_square(t: Tensor, mask: Tensor | None = None) -> Tensor:
+    """float32 ``[]``: of what ``mask`` keeps; 1 where that is 0."""
+    count = t.numel() if mask is None else mask.sum()
+    size = (t.detach().float().square().sum() / count).sqrt()
+    return torch.where(size > 0, size, 1.0)
 
 
 def write_parts(layer: FP4Linear, parts: tuple[Tensor, ...]) -> None:

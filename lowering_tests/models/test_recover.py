@@ -68,7 +68,7 @@ def test_what_is_trained_is_what_is_packed(start, k):
     torch.testing.assert_close(layer(x), trainable(x), rtol=1e-5, atol=1e-5)
     if start == "dense":  # rounded to nearest: every value is what it was
         inside = w.abs() < 5.5 * layer.scale.float().repeat_interleave(16, 1)[:, :k] * layer.global_scale
-        there = torch.isclose((trainable.values * layer.global_scale)[:, :k], w, rtol=1e-4, atol=1e-6)
+        there = torch.isclose((trainable.values * trainable.unit * layer.global_scale)[:, :k], w, rtol=1e-4, atol=1e-6)
         assert there[inside].float().mean() > 0.9  # but for those close to another code
     with torch.no_grad():
         for parameter in (trainable.values, trainable.log_scale, trainable.bias):
@@ -84,8 +84,8 @@ def test_a_code_that_is_not_the_nearest_does_not_change_at_once():
     w = torch.full((16, 32), 0.9)
     w[:, ::16] = 6.0
     layer = FP4Linear.from_weight(torch.where(w < 1, 1.5, w), scale_search="amax")
-    values = Trainable(layer, w).values.detach() * layer.global_scale
-    torch.testing.assert_close(values, layer.dequantize(torch.float32), rtol=1e-3, atol=1e-3)
+    trainable = Trainable(layer, w)
+    torch.testing.assert_close(trainable.values.detach() * trainable.unit * layer.global_scale, layer.dequantize(torch.float32), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
