@@ -93,7 +93,7 @@ struct AttentionParams {
   int format;                              // of the cache, 0: fp8, 1: k8v4, 2: nvfp4 (formats/kv.py)
   int early;                               // old tokens may be read while the kernel before it in its stream runs, which writes none of them
   float scale, softcap, eps, norm_offset;  // scale and softcap in base 2; softcap 0: none
-  int tile[1];                             // the most parts of a sequence, 0: the kernel's own choice
+  int tile[2];                             // 0: the kernel's own choice. cached_attention: the most parts of a sequence. step_attention: as PagedParams has it
 };
 
 // y [batch, heads, D] by attention of one new token of each sequence to the old ones in a paged cache [pages, page_size, kv_heads, D] and to itself.

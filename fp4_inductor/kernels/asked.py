@@ -16,4 +16,9 @@ NO_COUNTERS = "no counters of arrival"
 EMPTY = "a cache that is known to be empty"
 NOT_PLAIN = "a window that ends within the prompt, a mask, a soft-cap or sinks"  # of an empty cache alone
 TURNS = "more new tokens than the ring keeps besides its window"
+# What the Triton kernel of a decode step takes, and the CUDA kernel does not.
+SEVERAL_QUERIES = "several queries"
+OTHER_ROTATION = "a rotation of other than 64 or 128 channels"
+NOT_CONTIGUOUS = "a cache that is not contiguous"
+ONLY_TRITON = (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS)
 CODES = "keys and values in 8 bits"  # of fp4.decode_attention

@@ -107,7 +107,7 @@ class AttentionParams(Struct):
         *_fields(ctypes.c_int, "batch heads kv_heads queries D slots exact_slots window mask_length rotary angles"),
         *_fields(ctypes.c_int, "dtype sinks_type wide_norms wide_angles format early"),
         *_fields(ctypes.c_float, "scale softcap eps norm_offset"),
-        *_fields(ctypes.c_int * 1, "tile"),
+        *_fields(ctypes.c_int * 2, "tile"),
     ]
 
 

@@ -23,7 +23,7 @@ _FILES = (
     "sparse_linear.temporary",
     *("moe.decode", "moe.decode_table", "moe.grouped_wide", "moe.grouped", "moe.many", "moe.by_expert"),
     *("decode_attention.split", "decode_attention.by_sdpa", "cached_attention.step"),
-    *("cached_attention.cuda", "cached_attention.quantized", "cached_attention.prefill", "cached_attention.composed"),
+    *("cached_attention.cuda", "cached_attention.cuda_step", "cached_attention.quantized", "cached_attention.prefill", "cached_attention.composed"),
     *("paged_attention.cuda", "paged_attention.gathered"),
 )
 FOREIGN = ("linear", "sparse_linear")  # ops that take kernels from outside

@@ -19,7 +19,7 @@ from ..formats import kv
 from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall
 from . import choose, registry
-from .asked import CODES, EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS
+from .asked import CODES, EMPTY, NO_COUNTERS, NOT_CONTIGUOUS, NOT_PLAIN, OTHER_ROTATION, OVERWRITTEN, SEVERAL_QUERIES, TURNS
 from .asked import cache_in as cache_in
 from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
@@ -88,6 +88,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
     quantized = () if c.stored is None else (c.keys, c.values, *(t for t in c.stored if t is not None))
     exact = None if c.stored is None else c.stored.exact_keys
+    plain = c.format is None and not c.empty
     asked = {
         cache_in(c.format.name if c.format else ""): c.format is not None,
         OVERWRITTEN: exact is not None and exact.shape[2] < kv.FIRST + kv.LAST - 1 + queries,
@@ -99,6 +100,9 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
         "a mask that adds numbers": mask is not None and mask.dtype != torch.bool,
         "a mask for each query or head": mask is not None and tuple(mask.shape[1:3]) != (1, 1),
         "attention that is not causal": not c.causal,
+        SEVERAL_QUERIES: plain and queries != 1,
+        OTHER_ROTATION: plain and c.prologue is not None and c.prologue.turning not in (0, 64, 128),
+        NOT_CONTIGUOUS: plain and not (c.keys.is_contiguous() and c.values.is_contiguous()),
         TURNS: c.window is not None and queries > c.slots - c.window + 1,
         "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
     }

@@ -13,10 +13,11 @@ from lowering_tests.kernels import interpreted  # switches the interpreter on
 import torch  # isort: skip
 
 from fp4_inductor.kernels import host, select
+from fp4_inductor.kernels.asked import ONLY_TRITON
 from fp4_inductor.kernels.cached_attention import step as kernel
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.ops import cached_attention as contract
-from fp4_inductor.ops.cached_call import CachedCall
+from lowering_tests.kernels.quantized_calls import plain_call as call
 from lowering_tests.kernels.quantized_calls import turning
 
 NAN = float("nan")
@@ -24,25 +25,13 @@ F16 = torch.float16
 
 
 def run(c, tile=None):
-    assert not select.cached_form(c), select.cached_form(c)
+    assert set(select.cached_form(c)) <= set(ONLY_TRITON), select.cached_form(c)
     with (
         mock.patch.object(host, "arch", return_value=80),
         mock.patch.object(host, "processors", return_value=4),
         mock.patch.object(torch, "empty", interpreted._float32_out),
     ):
         return kernel.step(c, tile)
-
-
-def call(b, h, kv, q, s, d, at, window=None, dtype=F16, prologue=None, sinks=None, **options):
-    """Random tokens over a cache that holds NaN wherever no token was written."""
-    query, key, value = (torch.randn(b, n, q, d).to(dtype) for n in (h, kv, kv))
-    keys, values = torch.full((2, b, kv, s, d), NAN).to(dtype)
-    held = torch.arange(max(0, at - s), at) % s
-    for cache in (keys, values):
-        cache[:, :, held] = torch.randn(b, kv, len(held), d).to(dtype)
-    arrivals = torch.zeros(b * kv + 3, dtype=torch.int32)
-    sinks = torch.randn(h).to(dtype) if sinks else None
-    return CachedCall(query, key, value, keys, values, torch.tensor(at), window=window, sinks=sinks, arrivals=arrivals, prologue=prologue, **options)
 
 
 def check(case, c, tile=None, bound=None):

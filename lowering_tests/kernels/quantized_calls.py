@@ -1,4 +1,4 @@
-"""Calls of fp4.cached_attention over a cache in 8 or 4 bits, for the tests of its kernels."""
+"""Calls of fp4.cached_attention, for the tests of its kernels."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ def call(name, b, h, heads, q, s, d, at, window=None, dtype=F16, prologue=None, 
     return CachedCall(
         *new, rows[0].codes, rows[1].codes, torch.tensor(at), window=window, sinks=sink, arrivals=arrivals, prologue=prologue, stored=stored, **options
     )
+
+
+def plain_call(b, h, kv, q, s, d, at, window=None, dtype=F16, prologue=None, sinks=None, **options):
+    """Random tokens over a cache that holds NaN wherever no token was written."""
+    query, key, value = (torch.randn(b, n, q, d).to(dtype) for n in (h, kv, kv))
+    keys, values = torch.full((2, b, kv, s, d), NAN).to(dtype)
+    held = torch.arange(max(0, at - s), at) % s
+    for cache in (keys, values):
+        cache[:, :, held] = torch.randn(b, kv, len(held), d).to(dtype)
+    arrivals = torch.zeros(b * kv + 3, dtype=torch.int32)
+    sinks = torch.randn(h).to(dtype) if sinks else None
+    return CachedCall(query, key, value, keys, values, torch.tensor(at), window=window, sinks=sinks, arrivals=arrivals, prologue=prologue, **options)
 
 
 def fresh(c):

@@ -29,13 +29,20 @@ def fields(c: CachedCall, a: Arguments, tile: int = 0) -> dict[str, Any]:
     """Of :class:`params.AttentionParams`, but for y, stream and scratch memory. ``tile``: the most parts of a sequence; 0: the kernel's choice."""
     s: Any = c.stored
     f: Any = c.format
+    keys = dict(codes=c.keys, scale=s.key_scale, blocks=s.key_blocks, exact=s.exact_keys)
+    values = dict(codes=c.values, scale=s.value_scale, blocks=s.value_blocks, exact=s.exact_values)
+    of_exact = 0 if s.exact_keys is None else s.exact_keys.shape[2]
+    cache = dict(keys=keys, values=values, key_mean=s.key_mean, arrivals=c.arrivals, exact_slots=of_exact, format=_FORMATS[f.name])
+    return dict(call_fields(c, a), **cache, tile=(tile, 0))
+
+
+def call_fields(c: CachedCall, a: Arguments) -> dict[str, Any]:
+    """What is not of the format of the cache."""
     (batch, heads, queries, d), kv_heads = c.query.shape, c.key.shape[1]
     p = c.prologue
     # Weights and angles are of the dtype of the query or in float32, both of a kind alike.
     cos, sin = _alike(a.angles, c.query.dtype)
     q_norm, k_norm = _alike(a.norms, c.query.dtype)
-    keys = dict(codes=c.keys, scale=s.key_scale, blocks=s.key_blocks, exact=s.exact_keys)
-    values = dict(codes=c.values, scale=s.value_scale, blocks=s.value_blocks, exact=s.exact_values)
     strides = dict(query_strides=a.query.stride()[:3], key_strides=a.key.stride()[:3], value_strides=a.value.stride()[:3])
     sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, D=d, slots=c.slots, window=c.window or 0, mask_length=a.mask_length)
     wide = [int(any(t is not None and t.dtype != c.query.dtype for t in pair)) for pair in ((q_norm, k_norm), (cos, sin))]
@@ -47,11 +54,9 @@ def fields(c: CachedCall, a: Arguments, tile: int = 0) -> dict[str, Any]:
     )
     scale, softcap, eps, norm_offset = a.numbers
     return dict(
-        query=a.query, key=a.key, value=a.value, keys=keys, values=values, key_mean=s.key_mean, position=c.position, mask=a.mask, sinks=c.sinks,
-        q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, arrivals=c.arrivals, mask_strides=a.mask_strides, angle_strides=a.angle_strides,
-        exact_slots=0 if s.exact_keys is None else s.exact_keys.shape[2], rotary=p.turning if p else 0, angles=1 if cos is None else cos.shape[2],
-        format=_FORMATS[f.name], early=int(c.early and c.mask is None), scale=scale, softcap=softcap, eps=eps, norm_offset=norm_offset, tile=(tile,),
-        **strides, **sizes, **types,
+        query=a.query, key=a.key, value=a.value, position=c.position, mask=a.mask, sinks=c.sinks, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin,
+        mask_strides=a.mask_strides, angle_strides=a.angle_strides, rotary=p.turning if p else 0, angles=1 if cos is None else cos.shape[2],
+        early=int(c.early and c.mask is None), scale=scale, softcap=softcap, eps=eps, norm_offset=norm_offset, **strides, **sizes, **types,
     )  # fmt: skip
 
 

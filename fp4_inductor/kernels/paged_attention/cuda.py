@@ -33,7 +33,7 @@ def paged_form(c: PagedCall) -> tuple[str, ...]:
     asked = {
         f"{group} heads that share a KV head, more than {MOST_ROWS}": group > MOST_ROWS,
         f"pages of {c.keys.shape[1]} tokens, no multiple of {TOKENS}": c.keys.shape[1] % TOKENS != 0,
-        "rows whose channels are apart, or that begin at no multiple of 16 bytes": not all(map(_is_readable, (c.query, c.key, c.value, c.keys, c.values))),
+        "rows whose channels are apart, or that begin at no multiple of 16 bytes": not all(map(is_readable, (c.query, c.key, c.value, c.keys, c.values))),
         "pages of a sequence that are apart": c.table.stride(1) != 1,
     }
     return tuple(what for what, is_asked in asked.items() if is_asked)
@@ -44,7 +44,7 @@ def paged_attention(c: PagedCall) -> None:
     contract.check(c)
     if not c.out.numel():
         return
-    query, key, value, keys, values = map(_readable, (c.query, c.key, c.value, c.keys, c.values))
+    query, key, value, keys, values = map(readable, (c.query, c.key, c.value, c.keys, c.values))
     table = c.table if c.table.stride(1) == 1 else c.table.contiguous()
     out = c.out if c.out.is_contiguous() else torch.empty(c.out.shape, dtype=c.out.dtype, device=c.out.device)
     laid = c._replace(query=query, key=key, value=value, keys=keys, values=values, table=table, out=out)
@@ -57,13 +57,13 @@ def paged_attention(c: PagedCall) -> None:
                 given.copy_(used)
 
 
-def _is_readable(t: Tensor) -> bool:
+def is_readable(t: Tensor) -> bool:
     """Has it rows of neighbouring numbers that begin at multiples of 16 bytes?"""
     return t.stride(-1) == 1 and t.data_ptr() % _ALIGNED == 0 and all(s * t.itemsize % _ALIGNED == 0 for s in t.stride()[:-1])
 
 
-def _readable(t: Tensor) -> Tensor:
-    return t if _is_readable(t) else t.clone(memory_format=torch.contiguous_format)
+def readable(t: Tensor) -> Tensor:
+    return t if is_readable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
 def fields(c: PagedCall, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""cuda_step_attention: one launch for one new token of each sequence over a cache in the dtype of the query. Source: ``csrc/attention/step_attention.cu``.
+
+M of its problem is the heads that share a KV head, N heads, K the width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...ops.cached_call import CachedCall
+from .. import host, params
+from ..asked import NO_COUNTERS
+from ..forms import Launches, Library
+from ..kernel import EMULATED, Kernel, On
+from ..paged_attention.cuda import readable
+from .cuda import ALONE, call_fields
+from .step import Arguments, arguments
+
+LIBRARY = Library("attention/step_attention.cu", finish=None)
+NAME = "cuda_step_attention"
+WIDTHS = (64, 128)  # that the source compiles
+
+
+def fields(c: CachedCall, a: Arguments, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """Of :class:`params.AttentionParams`, but for y and stream. ``tile``: warps of a block, blocks of a KV head; zeros: the kernel's choice."""
+    return dict(call_fields(c, a), keys=dict(codes=c.keys), values=dict(codes=c.values), tile=tile)
+
+
+def _aligned(a: Arguments) -> Arguments:
+    """With rows that begin at multiples of 16 bytes."""
+    q_norm, k_norm, cos, sin = (None if t is None else readable(t) for t in (*a.norms, *a.angles))
+    return a._replace(query=readable(a.query), key=readable(a.key), value=readable(a.value), norms=(q_norm, k_norm), angles=(cos, sin))
+
+
+def step(c: CachedCall, tile: tuple[int, int] = (0, 0)) -> Tensor:
+    """``[B, Q, H, D]``. ``select.cached_form(c)`` is empty, or says that there are no counters, and nothing of ``c`` is empty.
+
+    Raises:
+        KernelError: the launch was refused.
+    """
+    from .. import csrc  # which reads the list of kernels
+
+    a = _aligned(arguments(ALONE, c))
+    of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
+    csrc.launch(LIBRARY, params.AttentionParams, fields(c, a, tile), a.out, host.arch(c.query.device), of)
+    return a.out
+
+
+_WHY = "as cuda_paged_attention, which takes 5.3 us for 520 tokens of a sequence on an H100 (triton_cached_attention 8.3), with norm and rotation in its launch"
+KERNELS = (
+    Kernel(
+        "cached_attention", NAME, "cuda_attention", (On(90, 90, EMULATED, _WHY), On(100, 129, EMULATED, _WHY)), only_k=WIDTHS, serves=(NO_COUNTERS,),
+        batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.cuda_step:step", LIBRARY),
+    ),
+)  # fmt: skip
