@@ -29,6 +29,7 @@ HEADS, KV_HEADS, D = 32, 8, 128
 AT, BATCHES = (520, 4096, 8192, 32768), (1, 8, 32)
 MEMORY = 24 << 30  # of all caches of a case
 KERNELS = ("cuda_quantized_attention", "triton_quantized_attention")
+DENSE_KERNELS = ("triton_cached_attention", "cuda_step_attention")  # over a cache in bfloat16; the second is off by default
 # What is switched off so that a kernel, or torch's operators, serve the call.
 OFF: dict[str, dict[str, int]] = {KERNELS[0]: {}, KERNELS[1]: {"cuda_attention": 0}, "apart": {"cuda_attention": 0, "attention": 0}}
 
@@ -108,8 +109,9 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
     rows = []
     for sizes, case in cases(args, device):
         floor = floor_us(sizes["kv"], sizes["batch"], sizes["at"])
-        for name in (*(args.kernels if sizes["kv"] != formats.DENSE else args.kernels[:1]), *["apart"] * args.apart):
-            with fp4_inductor.dispatch(thresholds=OFF[name]):
+        for name in (*(args.kernels if sizes["kv"] != formats.DENSE else DENSE_KERNELS), *["apart"] * args.apart):
+            candidates = DENSE_KERNELS[1:] if name in DENSE_KERNELS[1:] else ()
+            with fp4_inductor.dispatch(thresholds=OFF.get(name, {}), candidates=candidates):
                 kernel, us = case.kernel, time_us(case.call, case.copies)
             rows.append(dict(machine(), **sizes, kernel=kernel, us=round(us, 2), floor_us=round(floor, 2), ratio=round(us / floor, 2)))
             print(f"{sizes['kv']:5} batch {sizes['batch']:2} at {sizes['at']:5} {kernel:26} {us:8.2f} us, floor {floor:7.2f}, {us / floor:.2f}", flush=True)

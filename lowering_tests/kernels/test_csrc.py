@@ -285,7 +285,7 @@ def test_a_kernel_is_built_only_where_a_row_names_it():
         name for name in csrc.LIBRARIES if name.startswith(("linear_chain", "linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))
     }
     assert {arch: set(csrc.LIBRARIES) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
-        80: {*hopper, "linear_w4a4", "paged_attention"},
+        80: {*hopper, "linear_w4a4", "paged_attention", "step_attention"},
         90: {"linear_w4a4"},
         100: {*hopper, "linear_w4a4"},
         120: hopper,
