@@ -177,6 +177,26 @@ template <typename F, typename Params> __device__ __forceinline__ void store_ans
   *(uint32_t*)y = pack<typename F::T>(out.x * by, out.y * by);
 }
 
+// The new token, which is this number of a tile of this warp (-1: of none), and this lane's part of the query, as the call has them.
+template <typename F, typename Params>
+__device__ __forceinline__ void load_new(NewToken<F>& added, int number, const Params& p, int sequence, int kv_head) {
+  using T = typename F::T;
+  added.load(number, (const T*)p.key + sequence * p.key_strides[0] + kv_head * p.key_strides[1],
+             (const T*)p.value + sequence * p.value_strides[0] + kv_head * p.value_strides[1]);
+}
+template <typename F, typename Params>
+__device__ __forceinline__ void load_query(uint4 (&q)[F::kTiles][F::D / 32], const Params& p, int sequence, int kv_head, int group) {
+  using T = typename F::T;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < F::kTiles; ++i) {
+    const int row = 8 * i + g;
+    const T* from = (const T*)p.query + sequence * p.query_strides[0] + (kv_head * group + row) * p.query_strides[1];
+#pragma unroll
+    for (int c = 0; c < F::D / 32; ++c) q[i][c] = load_or_zero(from + exact_channel<F::D>(t, 8 * c), row < group);
+  }
+}
+
 // What a warp does. Source says, of one KV head of one sequence, of tokens by number (of their position, or of their slot in a cache):
 //   begin, end              the tokens that are looked at; begin is that of a tile
 //   newest                  the number of the new token
@@ -185,7 +205,7 @@ template <typename F, typename Params> __device__ __forceinline__ void store_ans
 //   key_at, value_at        (place, i): its first rows; key_stride, value_stride: from row to row of a tile
 //   wait()                  before anything that the kernel ahead in the stream writes
 //   load(added, number)     the new token, which is this number of a tile of this warp; -1: it is not this warp's
-//   load(q)                 this lane's part of the query
+//   load(q, group)          this lane's part of the query, of which `group` heads share the KV head
 //   store(added)            the new token to the cache
 template <typename F, typename Params, typename Source>
 __device__ __forceinline__ void attend_in_cluster(const Params& p, Source source, int sequence, int kv_head) {
@@ -212,7 +232,7 @@ __device__ __forceinline__ void attend_in_cluster(const Params& p, Source source
   const bool adds = source.newest >= 0 && (last - at) % stride == 0 && last >= at;
   source.load(added, adds ? source.newest - last : -1);
   uint4 q[F::kTiles][kChunks];
-  source.load(q);
+  source.load(q, group);
   source.store(added);
 
   State<F> state;
@@ -301,11 +321,15 @@ inline bool is_shape(const Shape& s) {
   return (s.warps == 2 || s.warps == 4 || s.warps == 8) && s.blocks >= 1 && s.blocks <= kMostBlocks && !(s.blocks & (s.blocks - 1));
 }
 
-// f(form): of so many warps.
+// f(form), for heads of width D (64 or 128), `group` of which share a KV head, and blocks of so many warps.
 template <typename T, int D, int ROWS, typename Launch> cudaError_t with_warps(int warps, const Launch& f) {
   if (warps == 2) return f(Clustered<T, D, ROWS, 2>{});
   if (warps == 4) return f(Clustered<T, D, ROWS, 4>{});
   return f(Clustered<T, D, ROWS, 8>{});
+}
+template <typename T, typename Launch> cudaError_t with_form(int D, int group, int warps, const Launch& f) {
+  if (D == 64) return group <= 8 ? with_warps<T, 64, 8>(warps, f) : with_warps<T, 64, 16>(warps, f);
+  return group <= 8 ? with_warps<T, 128, 8>(warps, f) : with_warps<T, 128, 16>(warps, f);
 }
 
 template <typename F> constexpr int kClusterBytes = most_of(BlockResults<F>::kBytes, F::kWarps * F::kStages * Tile<F>::kBytes);

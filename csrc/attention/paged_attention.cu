@@ -24,7 +24,7 @@ template <typename F> struct PagedSource {
   Pages<T> keys, values;
   const T *own_keys, *own_values;  // what this lane copies of a tile's first row, of page 0
   const int* table;
-  int sequence, kv_head, group, held, first, to;  // held: old tokens; to: the row of the cache that the new one is written to
+  int sequence, kv_head, held, first, to;  // held: old tokens; to: the row of the cache that the new one is written to
   int begin, end, newest;
 
   static __device__ __forceinline__ PagedSource of(const PagedParams& p, int sequence, int kv_head) {
@@ -34,7 +34,7 @@ template <typename F> struct PagedSource {
     return {p, keys, values,
             keys.base + Tile<F>::row() * keys.token + Tile<F>::unit() * 8, values.base + Tile<F>::row() * values.token + Tile<F>::unit() * 8,
             (const int*)p.table + sequence * p.table_stride,
-            sequence, kv_head, p.heads / p.kv_heads, held, first, 0,
+            sequence, kv_head, held, first, 0,
             first / kTokens * kTokens, held + 1, held};
   }
   // Also behind the end of the sequence: the table is read without a wait for the length.
@@ -50,20 +50,8 @@ template <typename F> struct PagedSource {
     to = (int)((const int64_t*)p.slots)[sequence];
     if (p.early) pdl_wait_then_trigger();
   }
-  __device__ __forceinline__ void load(NewToken<F>& added, int number) const {
-    added.load(number, (const T*)p.key + sequence * p.key_strides[0] + kv_head * p.key_strides[1],
-               (const T*)p.value + sequence * p.value_strides[0] + kv_head * p.value_strides[1]);
-  }
-  __device__ __forceinline__ void load(uint4 (&q)[F::kTiles][F::D / 32]) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < F::kTiles; ++i) {
-      const int row = 8 * i + g;
-      const T* from = (const T*)p.query + sequence * p.query_strides[0] + (kv_head * group + row) * p.query_strides[1];
-#pragma unroll
-      for (int c = 0; c < F::D / 32; ++c) q[i][c] = load_or_zero(from + exact_channel<F::D>(t, 8 * c), row < group);
-    }
-  }
+  __device__ __forceinline__ void load(NewToken<F>& added, int number) const { load_new<F>(added, number, p, sequence, kv_head); }
+  __device__ __forceinline__ void load(uint4 (&q)[F::kTiles][F::D / 32], int group) const { load_query<F>(q, p, sequence, kv_head, group); }
   __device__ __forceinline__ void store(const NewToken<F>& added) const {
     if (to < 0) return;
     const int page = to / p.page_size, slot = to % p.page_size;
@@ -79,15 +67,10 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_atten
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-template <typename T, int D, int ROWS> cudaError_t by_warps(const PagedParams& p) {
+template <typename T> cudaError_t run(const PagedParams& p) {
   const Shape shape = p.tile[0] > 0 ? Shape{p.tile[0], p.tile[1]} : shape_of(p.batch * p.kv_heads);
-  return with_warps<T, D, ROWS>(shape.warps, [&](auto form) { return launch_clusters<decltype(form)>(paged_attention<decltype(form)>, p, shape.blocks); });
-}
-
-template <typename T> cudaError_t by_shape(const PagedParams& p) {
-  const bool few = p.heads / p.kv_heads <= 8;
-  if (p.D == 64) return few ? by_warps<T, 64, 8>(p) : by_warps<T, 64, 16>(p);
-  return few ? by_warps<T, 128, 8>(p) : by_warps<T, 128, 16>(p);
+  return with_form<T>(p.D, p.heads / p.kv_heads, shape.warps,
+                      [&](auto form) { return launch_clusters<decltype(form)>(paged_attention<decltype(form)>, p, shape.blocks); });
 }
 
 bool fits(const PagedParams& p) {
@@ -101,5 +84,5 @@ bool fits(const PagedParams& p) {
 // Returns a cudaError_t. D is 64 or 128, heads / kv_heads at most 16, page_size a multiple of 16; all rows begin at multiples of 16 bytes.
 extern "C" int fp4_paged_attention(const PagedParams* call) {
   if (!call || !fits(*call)) return cudaErrorInvalidValue;
-  return by_dtype(call->dtype, [&](auto zero) { return by_shape<decltype(zero)>(*call); });
+  return by_dtype(call->dtype, [&](auto zero) { return run<decltype(zero)>(*call); });
 }

@@ -91,14 +91,14 @@ template <typename F> struct StepSource {
   const AttentionParams& p;
   T *keys, *values;  // of this KV head
   const uint8_t* mask;
-  int sequence, kv_head, group, held;  // held: old tokens
+  int sequence, kv_head, held;  // held: old tokens
   int begin, end, newest;
 
   static __device__ __forceinline__ StepSource of(const AttentionParams& p, int held, int sequence, int kv_head) {
     const int64_t row = (int64_t)blockIdx.x * p.slots * F::D;
     const int end = p.window ? least_of(p.slots, held + 1) : held + 1;
     return {p, (T*)p.keys.codes + row, (T*)p.values.codes + row, p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr,
-            sequence, kv_head, p.heads / p.kv_heads, held, 0, end, slot_of(p, held)};
+            sequence, kv_head, held, 0, end, slot_of(p, held)};
   }
   __device__ __forceinline__ Place place_of(int) const { return {}; }
   __device__ __forceinline__ bool is_used(int slot) const {
@@ -116,19 +116,11 @@ template <typename F> struct StepSource {
   }
   __device__ __forceinline__ int64_t angles() const { return sequence * p.angle_strides[0]; }
   __device__ __forceinline__ void load(NewToken<F>& added, int number) const {
-    added.load(number, (const T*)p.key + sequence * p.key_strides[0] + kv_head * p.key_strides[1],
-               (const T*)p.value + sequence * p.value_strides[0] + kv_head * p.value_strides[1]);
+    load_new<F>(added, number, p, sequence, kv_head);
     if (number >= 0) Row<F>(added.k).prepare(added.k, p, p.k_norm, angles());
   }
-  __device__ __forceinline__ void load(uint4 (&q)[F::kTiles][F::D / 32]) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < F::kTiles; ++i) {
-      const int row = 8 * i + g;
-      const T* from = (const T*)p.query + sequence * p.query_strides[0] + (kv_head * group + row) * p.query_strides[1];
-#pragma unroll
-      for (int c = 0; c < F::D / 32; ++c) q[i][c] = load_or_zero(from + exact_channel<F::D>(t, 8 * c), row < group);
-    }
+  __device__ __forceinline__ void load(uint4 (&q)[F::kTiles][F::D / 32], int group) const {
+    load_query<F>(q, p, sequence, kv_head, group);
 #pragma unroll
     for (int i = 0; i < F::kTiles; ++i) Row<F>(q[i]).prepare(q[i], p, p.q_norm, angles());
   }
@@ -160,15 +152,10 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads) step_attent
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-template <typename T, int D, int ROWS> cudaError_t by_warps(const AttentionParams& p) {
+template <typename T> cudaError_t run(const AttentionParams& p) {
   const Shape shape = p.tile[0] > 0 ? Shape{p.tile[0], p.tile[1]} : shape_of(p.batch * p.kv_heads);
-  return with_warps<T, D, ROWS>(shape.warps, [&](auto form) { return launch_clusters<decltype(form)>(step_attention<decltype(form)>, p, shape.blocks); });
-}
-
-template <typename T> cudaError_t by_shape(const AttentionParams& p) {
-  const bool few = p.heads / p.kv_heads <= 8;
-  if (p.D == 64) return few ? by_warps<T, 64, 8>(p) : by_warps<T, 64, 16>(p);
-  return few ? by_warps<T, 128, 8>(p) : by_warps<T, 128, 16>(p);
+  return with_form<T>(p.D, p.heads / p.kv_heads, shape.warps,
+                      [&](auto form) { return launch_clusters<decltype(form)>(step_attention<decltype(form)>, p, shape.blocks); });
 }
 
 bool fits(const AttentionParams& p) {
@@ -184,5 +171,5 @@ bool fits(const AttentionParams& p) {
 // begin at multiples of 16 bytes.
 extern "C" int fp4_step_attention(const AttentionParams* call) {
   if (!call || !fits(*call)) return cudaErrorInvalidValue;
-  return by_dtype(call->dtype, [&](auto zero) { return by_shape<decltype(zero)>(*call); });
+  return by_dtype(call->dtype, [&](auto zero) { return run<decltype(zero)>(*call); });
 }
