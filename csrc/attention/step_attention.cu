@@ -131,7 +131,7 @@ template <typename F> struct StepSource {
   }
 };
 
-template <typename F> __global__ void __launch_bounds__(F::kThreads) step_attention(const __grid_constant__ AttentionParams p) {
+template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 16 ? 1 : 0) step_attention(const __grid_constant__ AttentionParams p) {
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
   if (!p.early) pdl_wait_then_trigger();
   // Weights of norms are in nobody's cache: they are on their way before the wait.
