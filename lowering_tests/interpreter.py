@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import math
 import os
 
@@ -73,6 +74,21 @@ def _call_directly() -> None:
     operators |= {f"__{name.strip('_')}__": operator(name, False) for name in ("truediv", "floordiv", "mod", "and_", "or_", "xor_")}
     compared = dict(lt="less_than", le="less_equal", gt="greater_than", ge="greater_equal", eq="equal", ne="not_equal")
     operators |= {f"__{name}__": operator(of, False) for name, of in compared.items()}
+
+    index, indexed = tl.tensor.__getitem__.__wrapped__, {}
+
+    def index_once(self, slices, _semantic=None):
+        """With None and whole slices alone, as NumPy does it."""
+        known = type(slices) is tuple and self.type.is_block() and all(s is None or (type(s) is slice and s == slice(None)) for s in slices)
+        key = known and (id(self.type), *(s is None for s in slices))
+        if key not in indexed:
+            found = index(self, slices, _semantic=semantic)
+            if known:
+                indexed[key] = found.type
+            return found
+        return tl.tensor(interpreter.TensorHandle(self.handle.data[slices], self.handle.dtype.scalar), indexed[key])
+
+    operators["__getitem__"] = index_once
 
     def patch(obj, name, member, builder, scope):
         scope.set_attr(obj, name, operators[name] if obj is tl.tensor and name in operators else direct(member))
@@ -170,17 +186,36 @@ def _leave_out_what_changes_nothing() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     cast, broadcast = TritonSemantic.cast, TritonSemantic.broadcast_impl_value
 
+    convert, converted, casts = builder.cast_impl, [], {}
+
+    def recorded(src, dst_type):
+        converted.append(src)
+        return convert(src, dst_type)
+
     def cast_to_another(self, input, dst_ty, *args, **kwargs):
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *args, **kwargs)
+        """What was one conversion of NumPy's is that alone from then on."""
+        if input.dtype is dst_ty:
+            return input
+        key = id(input.type), id(dst_ty), args, *kwargs.items()
+        if key not in casts:
+            converted.clear()
+            found = cast(self, input, dst_ty, *args, **kwargs)
+            once = len(converted) == 1 and converted[0] is input.handle
+            casts[key] = (found.type if once else None), input.type, dst_ty  # no other object gets the identity of these two
+            return found
+        to = casts[key][0]
+        return cast(self, input, dst_ty, *args, **kwargs) if to is None else tl.tensor(convert(input.handle, to), to)
 
     def broadcast_to_another(self, lhs, rhs):
         a, b = lhs.type, rhs.type
         same = a.is_block() and b.is_block() and a.shape is b.shape  # blocks that are described once have one shape
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
+    builder.cast_impl = recorded
     TritonSemantic.cast, TritonSemantic.broadcast_impl_value = cast_to_another, broadcast_to_another
 
 
+gc.disable()  # no cycles are made; it would search the modules of torch again and again
 _patch_once_a_launch()
 _describe_once()
 _leave_out_what_changes_nothing()
