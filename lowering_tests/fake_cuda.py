@@ -77,6 +77,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_C
     from triton.runtime import driver
 
     from fp4_inductor._torch import kept
+    from fp4_inductor.kernels import csrc as libraries
     from fp4_inductor.kernels import select
 
     properties = _properties(cc, sms)
@@ -100,6 +101,7 @@ def pretend_cuda(cc: tuple[int, int] = (9, 0), sms: int = 132, csrc: str = NOT_C
             (driver, "_active", _FakeDriver(cc)),
             (select, "csrc_status", lambda call: csrc),
             (select, "csrc_door", lambda name, arch: NOT_COMPILED),
+            (libraries, "start", lambda names, arch: None),  # minutes of nvcc in the background, for libraries that nothing here loads
             (kept, "_allocated", _without_memory(kept._allocated)),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (joint_graph, "lazy_init", lambda *a, **k: real_init(torch.device("cpu"))),

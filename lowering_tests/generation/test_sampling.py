@@ -153,8 +153,14 @@ def drawn(scores: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat(each)
 
 
-@pytest.mark.parametrize("rows", [1000, 25_000])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.7}], ids=str)
+FOLLOWED = [{}, {"temperature": 0.6, "top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"typical_p": 0.7}]
+
+
+# Options change the scores before anything is drawn: with few rows and many steps one of them is enough.
+FEW_ROWS = [pytest.param(options, 1000, marks=[pytest.mark.slow] if options else []) for options in FOLLOWED]
+
+
+@pytest.mark.parametrize(("options", "rows"), [*((options, 25_000) for options in FOLLOWED), *FEW_ROWS], ids=str)
 def test_draws_follow_the_distribution(options, rows):
     scores = (both(**options)[1] if options else scores_of())[5:6, :]
     probabilities = scores.softmax(-1)[0]

@@ -54,7 +54,7 @@ def test_positions(name):
     check(call(name, 1, 4, 2, 1, 2600, 64, 2500))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", [80, 90, pytest.param(120, marks=pytest.mark.slow)])  # sm_120 takes the branches of sm_90
 @pytest.mark.parametrize("name", FORMATS)
 def test_shapes(name, arch):
     for d, group in itertools.product(cuda.WIDTHS, (1, 4, 7, 16)):

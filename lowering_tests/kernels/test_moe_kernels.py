@@ -55,7 +55,9 @@ def test_decode_up_in_other_forms(layer, act, options):
     assert any(op.endswith(".128") and ".EF" in op for op in done.opcodes())
 
 
-@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "gpt_oss"), (120, "mixtral")])
+@pytest.mark.parametrize(("cc", "layer"), [
+    (80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "gpt_oss"), (120, "qwen3_30b"), pytest.param(120, "mixtral", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_decode_down(cc, layer):
     done, warps = moe_aot.decode_down(cc, layer, biased=layer == "gpt_oss")
     assert_fits(done, warps, cc, blocks=DOZEN // warps or 1, older=0)
@@ -72,7 +74,9 @@ def test_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
-@pytest.mark.parametrize(("cc", "layer"), [(80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (aot.GB10, "qwen3_next")])
+@pytest.mark.parametrize(("cc", "layer"), [
+    (80, "qwen3_30b"), (90, "qwen3_30b"), (90, "mixtral"), (aot.GB10, "qwen3_next"), pytest.param(80, "gpt_oss", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_sparse_decode(cc, layer):
     up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
     for done, warps in (up, down):
@@ -100,13 +104,17 @@ def test_sparse_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_two_scales_cost_no_registers(sparse):
+UP = [(moe_aot.decode_up, ("gpt_oss", GPT_OSS)), (moe_aot.decode_up, ("qwen3_30b",)), (moe_aot.grouped_up, ("qwen3_30b", 256))]
+
+
+@pytest.mark.parametrize(("sparse", "compile_one", "at"), [
+    *((False, *up) for up in UP), *(pytest.param(True, *up, marks=[pytest.mark.slow] if up is UP[0] else []) for up in UP),
+])  # fmt: skip
+def test_two_scales_cost_no_registers(sparse, compile_one, at):
     """One of gate and one of up: the measured kernels with another last line."""
-    for compile_one, at in ((moe_aot.decode_up, ("gpt_oss", GPT_OSS)), (moe_aot.decode_up, ("qwen3_30b",)), (moe_aot.grouped_up, ("qwen3_30b", 256))):
-        (one, warps), (two, _) = (compile_one(90, *at, sparse=sparse, two=two) for two in (False, True))
-        assert_fits(two, warps, 90)
-        assert two.registers <= one.registers + 8
+    (one, warps), (two, _) = (compile_one(90, *at, sparse=sparse, two=two) for two in (False, True))
+    assert_fits(two, warps, 90)
+    assert two.registers <= one.registers + 8
 
 
 @pytest.mark.parametrize("cc", [80, 90])

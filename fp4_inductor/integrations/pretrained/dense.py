@@ -16,7 +16,7 @@ from ...checkpoint.shards import CONFIG, read_json
 from ...errors import CheckpointError, bullet_names, list_names
 from ...models.preflight import check_device
 from .load import typed
-from .place import find_checkpoint, hub_options
+from .place import adapter_options, find_checkpoint, hub_options
 
 
 def identify_pretrained(path_or_id: str | os.PathLike, **hub: Any) -> Identity:
@@ -81,6 +81,7 @@ def load_dense(
     loader = class_of((config.architectures or [""])[0]) if model_class is None else model_class
     if where is not None and where.type != "cpu":  # a device_map needs the accelerate package
         options["device_map"] = {"": where}
+    options |= adapter_options(options)
     load = lambda: loader.from_pretrained(path_or_id, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)  # noqa: E731
     model, found = typed(load, path_or_id)
     if missing := sorted(found["missing_keys"]):

@@ -22,7 +22,7 @@ from ...models.training import outside_inference_mode
 from .config import FP4InductorConfig
 from .gguf import load_gguf
 from .native_folder import load_native
-from .place import find_checkpoint, hub_options
+from .place import adapter_options, find_checkpoint, hub_options
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +87,7 @@ def load_pretrained(
     path, on_hub = find_checkpoint(path_or_id, options)
     if on_hub:
         options |= hub_options(str(path_or_id), options)
+        options |= adapter_options(options)
     hub: dict[str, Any] = {k: options[k] for k in _HUB if k in options}
     for name in _CODE:
         options.pop(name, None)

@@ -66,6 +66,11 @@ def hub_options(repository: str, options: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def adapter_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``adapter_kwargs`` of an auto class that is not to ask the hub: it looks for an adapter, and tells that search nothing of ``local_files_only``."""
+    return {"adapter_kwargs": {**(options.get("adapter_kwargs") or {}), "local_files_only": True}} if options.get("local_files_only") else {}
+
+
 def _has_proxy(options: Mapping[str, Any]) -> bool:
     """A proxy may reach what this machine does not."""
     return bool(options.get("proxies")) or any(os.environ.get(name) for key in ("https_proxy", "http_proxy", "all_proxy") for name in (key, key.upper()))
