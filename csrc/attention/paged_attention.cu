@@ -59,7 +59,7 @@ template <typename F> struct PagedSource {
   }
 };
 
-template <typename F> __global__ void __launch_bounds__(F::kThreads) paged_attention(const __grid_constant__ PagedParams p) {
+template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH == 90 ? 0 : 1) paged_attention(const __grid_constant__ PagedParams p) {
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
   if (!p.early) pdl_wait_then_trigger();
   attend_in_cluster<F>(p, PagedSource<F>::of(p, sequence, kv_head), sequence, kv_head);

@@ -24,6 +24,7 @@ ARRIVAL = r"\bATOMG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
 ARRIVAL_UNREAD = r"\bREDG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
 CHAIN = "gemm/linear_chain.cu"
 ATTENTION = "attention/cached_attention.cu"
+CLUSTERS = ("attention/paged_attention.cu", "attention/step_attention.cu")
 COPY = r"LDGSTS\.E\.BYPASS\S*128"
 # per source: instructions that must be there, and how many kernels an architecture has: dtypes x tiles of 8, 16 and 32 tokens, of any K
 SOURCES = {
@@ -88,6 +89,8 @@ SOURCES = {
         (r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", r"LDG\.E\.128\.STRONG"),
         lambda arch, *finish: 2 * 3 * 3 * 2,  # dtypes x formats x heads of 64, 128, 256 x 8 or 16 rows of the query
     ),
+    # dtypes x heads of 64 and 128 x 8 or 16 rows of the query x blocks of 2, 4 and 8 warps
+    **dict.fromkeys(CLUSTERS, ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", COPY, "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2 * 3)),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch, *finish: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
@@ -112,6 +115,7 @@ LARGE = [
     ("sparse/sparse_linear_wide.cu", 90),
     ("sparse/sparse_linear_table.cu", 90),
     ("gemm/linear_wide.cu", 90),
+    *[pytest.param(source, arch, marks=[] if arch == 90 else [pytest.mark.slow]) for source in CLUSTERS for arch in (90, 100, 120)],
     *[pytest.param(ATTENTION, arch, marks=[] if arch in (90, 120) else [pytest.mark.slow]) for arch in (80, 90, 100, 120)],
 ]
 # The libraries with more behind their products.
@@ -188,7 +192,7 @@ def check_compiled(source, arch, folder, defines=(), both=True):
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
     tables = "gemm/linear_table.cu", "sparse/sparse_linear_table.cu"
     early, wide = (
-        source in tables or (source in ("gemm/linear_gemv.cu", CHAIN, ATTENTION) and arch >= 90),
+        source in (*tables, *CLUSTERS) or (source in ("gemm/linear_gemv.cu", CHAIN, ATTENTION) and arch >= 90),
         source.endswith(("linear_wide.cu", "linear_wide_fp8.cu")),
     )
     assert len(kernels) == expected
