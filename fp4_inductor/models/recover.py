@@ -104,11 +104,12 @@ def recover(
         ConfigError: nothing to train; ShapeError: no such text; CalibrationError: ``source`` cannot write; NonFiniteError: the loss is not finite.
     """
     start = time.monotonic()
-    if model is source or (steps is not None and steps < 1) or (batch is not None and batch < 1) or not minutes > 0 or int(own_text) < 0:
+    endless = steps is None and minutes == math.inf
+    if model is source or endless or (steps is not None and steps < 1) or (batch is not None and batch < 1) or not minutes > 0 or int(own_text) < 0:
         raise ConfigError(
             "recover takes a quantized model, its source, and time to train",
             value=f"model is source: {model is source}, steps={steps}, batch={batch}, minutes={minutes}, own_text={own_text}",
-            limit="two models, steps >= 1, batch >= 1, minutes > 0, own_text >= 0",
+            limit="two models, steps >= 1, batch >= 1, minutes > 0, own_text >= 0, and an end: steps, or minutes that are finite",
             remedy="quantize_model works in place: deepcopy the model before, or load the source again.",
         )
     layers = trainable_layers(model)

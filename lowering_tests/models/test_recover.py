@@ -10,7 +10,7 @@ from torch import nn
 
 import fp4_inductor
 from fp4_inductor import FP4Linear, NVFP4Config, Sparse24Config, errors, quantize_model, recover
-from fp4_inductor.models import distil
+from fp4_inductor.models import distil, self_calibration
 from fp4_inductor.models import recover as training
 from fp4_inductor.models.trainable import Trainable
 from fp4_inductor.modules import SiblingLinear
@@ -131,6 +131,14 @@ def test_the_source_writes_the_text(pair, monkeypatch):
     assert found.text == f"{48 * 24} given tokens and {16 * 24} tokens that the source wrote itself"
 
 
+def test_text_is_written_in_parts_until_its_time_is_over(pair, monkeypatch):
+    monkeypatch.setattr(self_calibration, "AT_ONCE", 16)
+    source, _ = pair("llama")
+    whole, less = (training._own_text(source, 40 * 8, 8, until) for until in (float("inf"), 0.0))
+    assert whole.shape == (40, 8) and less.shape == (16, 8) and torch.equal(whole[:16], less)
+    assert not torch.equal(whole[16:32], less), "each part is another text"
+
+
 def test_no_gain_changes_nothing(pair):
     source, model = pair("llama")
     before = bits(model)
@@ -164,6 +172,8 @@ def test_refusals(pair, tiny):
         (lambda: recover(source, source), errors.ConfigError, "its source"),
         (lambda: recover(copy.deepcopy(source), source), errors.ConfigError, "no layer to train"),
         (lambda: quick(model, source, steps=0), errors.ConfigError, "steps=0"),
+        (lambda: quick(model, source, steps=None, minutes=float("inf")), errors.ConfigError, "an end"),
+        (lambda: quick(model, source, own_text=-1), errors.ConfigError, "own_text=-1"),
         (lambda: recover(model, source, torch.zeros(3)), errors.ShapeError, "rows of tokens"),
         (lambda: recover(model, source, text(4), own_text=False), errors.ShapeError, "too little text"),
         (lambda: recover(model, source, text(48, 129), own_text=False), errors.ShapeError, "longer than"),
