@@ -102,14 +102,15 @@ def distil(
     for p in vectors:
         p.requires_grad_(True)
     device = next(source.parameters()).device
-    batch = batch_of(batch, rows, device)
+    on_gpu = device.type == "cuda"
+    # More rows than there are would be the same row twice.
+    batch = min(batch or (_BATCH_GPU if on_gpu else _BATCH), len(rows))
     weights = sum(m.values.numel() for m in trained)
     chain = find_chain(model, [Target((n,), m) for n, m in zip(layers, trained, strict=True)])
     if weights < LARGE:
         chain.broken = "small enough to keep all"
-    on_gpu = device.type == "cuda"
     not_compiled = compiled_rounding(trained) if on_gpu else ""
-    not_captured = "" if chain.broken else f"steps are not captured: {weights / 1e9:.1f} G weights, so that blocks run again in the backward pass"
+    not_captured = "" if chain.broken or not on_gpu else f"steps are not captured: {weights / 1e9:.1f} G weights, so that blocks run again in the backward pass"
     step = _Step(model, source, trained, vectors, rates, not_captured, compiled=on_gpu and not not_compiled)
     start, done, pace = time.monotonic(), 0, 0.0
     with _evaluating_with_gradients(model), checkpointing(chain), repeatable(model):
@@ -127,13 +128,7 @@ def distil(
             done, pace = done + 1, (time.monotonic() - start) / (done + 1)
     for name, module in zip(layers, trained, strict=True):
         model.set_submodule(name, module.pack())
-    slow = "; ".join(filter(None, (not_compiled, step.slow))) if on_gpu else ""
-    return Distilled(done, done * batch * rows.shape[1], slow)
-
-
-def batch_of(batch: int | None, rows: Tensor, device: torch.device) -> int:
-    """How many rows a step takes. More than there are would be the same row twice."""
-    return min(batch or (_BATCH_GPU if device.type == "cuda" else _BATCH), len(rows))
+    return Distilled(done, done * batch * rows.shape[1], "; ".join(filter(None, (not_compiled, step.slow))))
 
 
 def _batches(rows: Tensor, batch: int, steps: int | None) -> Iterator[Tensor]:
@@ -156,16 +151,16 @@ class _Step:
         self.vectors = vectors + [m.bias for m in trained if m.bias is not None and rates.rest]
         self.sizes = [root_mean_square(p) for p in self.vectors]
         self.masters = [p.detach().float() / size for p, size in zip(self.vectors, self.sizes, strict=True)]
-        moved = (([m.values for m in trained], rates.values), ([m.log_scale for m in trained], rates.scales), (self.masters, rates.rest))
+        all_ = (([m.values for m in trained], rates.values), ([m.log_scale for m in trained], rates.scales), (self.masters, rates.rest))
+        moved = [(parameters, rate) for parameters, rate in all_ if parameters and rate]
         device = trained[0].values.device
         self.on_gpu = device.type == "cuda"
         self.divergence = torch.compile(_divergence, dynamic=True) if compiled else _divergence
         # A captured step reads its rates from memory.
-        self.full = torch.tensor([rate for params, rate in moved if params and rate], dtype=torch.float64)
+        self.full = torch.tensor([rate for _, rate in moved], dtype=torch.float64)
         self.now = torch.zeros(len(self.full), device=device)
-        groups = [params for params, rate in moved if params and rate]
         self.optimizer = torch.optim.Adam(
-            [{"params": params, "lr": self.now[i] if self.on_gpu else 0.0} for i, params in enumerate(groups)],
+            [{"params": parameters, "lr": self.now[i] if self.on_gpu else 0.0} for i, (parameters, _) in enumerate(moved)],
             betas=(0.9, 0.95),
             fused=self.on_gpu or None,
             capturable=self.on_gpu,
@@ -226,18 +221,6 @@ def _loss(model: nn.Module, source: Any, x: Tensor, divergence: _Pair) -> Tensor
         warnings.simplefilter("ignore", UserWarning)
         loss.backward()
     return loss.detach()
-
-
-@torch.no_grad()
-def kl_of(model: nn.Module, source: nn.Module, rows: Tensor, batch: int) -> float:
-    """KL(source || model) in nats a token over ``rows``, ``batch`` at once."""
-    total = 0.0
-    with evaluating(model), evaluating(source):
-        for part in rows.split(batch):
-            x = part.to(next(source.parameters()).device)
-            got, wanted = (m(input_ids=x, use_cache=False).logits.flatten(0, 1).split(_POSITIONS) for m in (model, source))
-            total += sum(float(_divergence(p, q)[0]) for p, q in zip(got, wanted, strict=True))
-    return total / rows.numel()
 
 
 class _Divergence(torch.autograd.Function):
