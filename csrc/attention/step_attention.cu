@@ -135,7 +135,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
   if (!p.early) pdl_wait_then_trigger();
   // Weights of norms are in nobody's cache: they are on their way before the wait.
-  if (threadIdx.x < 4 * (1 + p.wide_norms) && threadIdx.x * 64 < F::D * (2 + 2 * p.wide_norms)) {
+  if (threadIdx.x * 64 < F::D * (p.wide_norms ? 4 : 2)) {
     if (p.q_norm) prefetch_l2((const uint8_t*)p.q_norm + threadIdx.x * 64);
     if (p.k_norm) prefetch_l2((const uint8_t*)p.k_norm + threadIdx.x * 64);
   }
