@@ -30,8 +30,14 @@ AT, BATCHES = (520, 4096, 8192, 32768), (1, 8, 32)
 MEMORY = 24 << 30  # of all caches of a case
 KERNELS = ("cuda_quantized_attention", "triton_quantized_attention")
 DENSE_KERNELS = ("triton_cached_attention", "cuda_step_attention")  # over a cache in bfloat16; the second is off by default
-# What is switched off so that a kernel, or torch's operators, serve the call.
-OFF: dict[str, dict[str, int]] = {KERNELS[0]: {}, KERNELS[1]: {"cuda_attention": 0}, "apart": {"cuda_attention": 0, "attention": 0}}
+# What is switched off, or on, so that a kernel, or torch's operators, serve the call.
+DISPATCH: dict[str, dict[str, Any]] = {
+    KERNELS[0]: {},
+    KERNELS[1]: dict(thresholds={"cuda_attention": 0}),
+    DENSE_KERNELS[0]: {},
+    DENSE_KERNELS[1]: dict(candidates=DENSE_KERNELS[1:]),
+    "apart": dict(thresholds={"cuda_attention": 0, "attention": 0}),
+}
 
 
 def rate_tb_s() -> float:
@@ -110,8 +116,7 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
     for sizes, case in cases(args, device):
         floor = floor_us(sizes["kv"], sizes["batch"], sizes["at"])
         for name in (*(args.kernels if sizes["kv"] != formats.DENSE else DENSE_KERNELS), *["apart"] * args.apart):
-            candidates = DENSE_KERNELS[1:] if name in DENSE_KERNELS[1:] else ()
-            with fp4_inductor.dispatch(thresholds=OFF.get(name, {}), candidates=candidates):
+            with fp4_inductor.dispatch(**DISPATCH[name]):
                 kernel, us = case.kernel, time_us(case.call, case.copies)
             rows.append(dict(machine(), **sizes, kernel=kernel, us=round(us, 2), floor_us=round(floor, 2), ratio=round(us / floor, 2)))
             print(f"{sizes['kv']:5} batch {sizes['batch']:2} at {sizes['at']:5} {kernel:26} {us:8.2f} us, floor {floor:7.2f}, {us / floor:.2f}", flush=True)
