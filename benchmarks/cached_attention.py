@@ -2,7 +2,7 @@
 
     python benchmarks/cached_attention.py                                  # Qwen3-8B's heads; results/cached_attention.csv
     python benchmarks/cached_attention.py --kv bf16 k8v4 --batch 1 8       # some of it
-    python benchmarks/cached_attention.py --sweep --kv k8v4 --at 8192      # tiles, parts, warps and stages
+    python benchmarks/cached_attention.py --sweep --kernels cuda_step_attention --kv k8v4 --at 8192
     python benchmarks/cached_attention.py --apart                          # torch's operators around a dequantized cache beside it
     python benchmarks/cached_attention.py --smoke                          # seconds, on a CPU: does everything run?
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,22 @@ from timing import copies_for, eager_us, graph_us, machine, save
 import fp4_inductor
 from fp4_inductor.formats import kv as formats
 from fp4_inductor.kernels import host, select
+from fp4_inductor.kernels.cached_attention import cuda, cuda_step, quantized, step
 from fp4_inductor.ops.cached_call import CachedCall, Prologue, Stored
 
 HEADS, KV_HEADS, D = 32, 8, 128
 AT, BATCHES = (520, 4096, 8192, 32768), (1, 8, 32)
 MEMORY = 24 << 30  # of all caches of a case
-KERNELS = ("cuda_quantized_attention", "triton_quantized_attention")
-DENSE_KERNELS = ("triton_cached_attention", "cuda_step_attention")  # over a cache in bfloat16; the second is off by default
-# What is switched off, or on, so that a kernel, or torch's operators, serve the call.
-DISPATCH: dict[str, dict[str, Any]] = {
-    KERNELS[0]: {},
-    KERNELS[1]: dict(thresholds={"cuda_attention": 0}),
-    DENSE_KERNELS[0]: {},
-    DENSE_KERNELS[1]: dict(candidates=DENSE_KERNELS[1:]),
-    "apart": dict(thresholds={"cuda_attention": 0, "attention": 0}),
+# Functions of kernels that do a whole step, and the formats that they take.
+KERNELS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "cuda_step_attention": (cuda_step.step, (formats.DENSE, *cuda_step.FORMATS)),
+    "triton_cached_attention": (step.step, (formats.DENSE,)),
+    "cuda_quantized_attention": (cuda.quantized, tuple(formats.FORMATS)),
+    "triton_quantized_attention": (quantized.quantized, tuple(formats.FORMATS)),
 }
+
+# What is searched of kernels whose tile is a number: blocks of a KV head; the most parts of a sequence.
+NUMBERS = {"cuda_step_attention": (1, 2, 4, 8, 16), "cuda_quantized_attention": (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)}
 
 
 def rate_tb_s() -> float:
@@ -111,35 +113,45 @@ def cases(args: argparse.Namespace, device: str):
 
 
 def measure(args: argparse.Namespace, device: str) -> list[dict]:
+    """What serves the op, then the other kernels that take the format."""
     time_us = graph_us if device == "cuda" else eager_us
     rows = []
     for sizes, case in cases(args, device):
         floor = floor_us(sizes["kv"], sizes["batch"], sizes["at"])
-        for name in (*(args.kernels if sizes["kv"] != formats.DENSE else DENSE_KERNELS), *["apart"] * args.apart):
-            with fp4_inductor.dispatch(**DISPATCH[name]):
-                kernel, us = case.kernel, time_us(case.call, case.copies)
-            rows.append(dict(machine(), **sizes, kernel=kernel, us=round(us, 2), floor_us=round(floor, 2), ratio=round(us / floor, 2)))
-            print(f"{sizes['kv']:5} batch {sizes['batch']:2} at {sizes['at']:5} {kernel:26} {us:8.2f} us, floor {floor:7.2f}, {us / floor:.2f}", flush=True)
-        del case
+        calls: dict[str, Callable[[int], torch.Tensor]] = {case.kernel: case.call}
+        for name, (run, takes) in KERNELS.items():
+            if device == "cuda" and name in args.kernels and sizes["kv"] in takes:
+                calls.setdefault(name, lambda i, run=run, case=case: run(case.calls[i]))
+        if args.apart:
+            calls["apart"] = lambda i, case=case: apart(case, i)
+        for name, call in calls.items():
+            us = time_us(call, case.copies)
+            rows.append(dict(machine(), **sizes, kernel=name, us=round(us, 2), floor_us=round(floor, 2), ratio=round(us / floor, 2)))
+            print(f"{sizes['kv']:5} batch {sizes['batch']:2} at {sizes['at']:5} {name:26} {us:8.2f} us, floor {floor:7.2f}, {us / floor:.2f}", flush=True)
+        del case, calls
         if device == "cuda":
             torch.cuda.empty_cache()
     return rows
 
 
+def apart(case: Case, i: int) -> torch.Tensor:
+    with fp4_inductor.dispatch(thresholds={"cuda_attention": 0, "attention": 0}):
+        return case.call(i)
+
+
 def sweep(args: argparse.Namespace) -> list[dict]:
     """Every tile for every case, the best four printed."""
-    from fp4_inductor.kernels.cached_attention import cuda, quantized, step
-
     rows = []
-    if args.kernels[0] == cuda.NAME:
+    if args.kernels[0] in NUMBERS:
+        run, takes = KERNELS[args.kernels[0]]
         for sizes, case in cases(args, "cuda"):
-            if case.calls[0].stored is None:
+            if sizes["kv"] not in takes:
                 continue
-            tiles = [0, *(n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64) if n * sizes["batch"] * KV_HEADS <= 1600)]
-            found = [(graph_us(lambda i, n=n, case=case: cuda.quantized(case.calls[i], n), min(case.copies, 32), 5), n) for n in tiles]
+            tiles = [0, *(n for n in NUMBERS[args.kernels[0]] if n * sizes["batch"] * KV_HEADS <= 1600)]
+            found = [(graph_us(lambda i, n=n, case=case: run(case.calls[i], n), min(case.copies, 32), 5), n) for n in tiles]
             floor = floor_us(sizes["kv"], sizes["batch"], sizes["at"])
             told = ", ".join(f"{n}: {us:.2f}" for us, n in sorted(found)[:8])
-            print(f"{sizes['kv']} batch {sizes['batch']} at {sizes['at']}: floor {floor:.2f}, default {found[0][0]:.2f} us; most parts: {told}", flush=True)
+            print(f"{sizes['kv']} batch {sizes['batch']} at {sizes['at']}: floor {floor:.2f}, default {found[0][0]:.2f} us; {told}", flush=True)
             rows += [dict(machine(), **sizes, us=round(us, 2), floor_us=round(floor, 2), config=n) for us, n in found]
         return rows
     for sizes, case in cases(args, "cuda"):
@@ -177,7 +189,7 @@ def main() -> None:
     parser.add_argument("--kv", nargs="+", choices=formats.NAMES, default=list(formats.NAMES))
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--at", type=int, nargs="+", default=list(AT), help="how many tokens came before")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="over a cache in 8 or 4 bits")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="besides what serves the op; with --sweep the first")
     parser.add_argument("--apart", action="store_true", help="torch's operators beside it")
     parser.add_argument("--sweep", action="store_true", help="search the tiles")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")

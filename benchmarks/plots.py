@@ -247,12 +247,13 @@ def quality(path: Path, out: Path) -> Path | None:
 
 
 _KV = {"bf16": "tab:gray", "fp8": "tab:blue", "k8v4": "tab:orange", "nvfp4": "tab:green"}
-_KV_KERNELS = ("triton_cached_attention", "cuda_quantized_attention")
+_KV_KERNELS = ("cuda_step_attention", "triton_cached_attention", "cuda_quantized_attention")
 
 
 def kv_step(rows: list[dict], out: Path) -> Path | None:
-    """Microseconds of a layer by tokens in the cache, a panel a batch, by the kernel that serves; dotted: the bytes of the cache at the rate of a copy."""
-    rows = [row for row in rows if row["kernel"] in _KV_KERNELS]
+    """Microseconds of a layer by tokens in the cache, a panel a batch, by the fastest kernel; dotted: the bytes of the cache at the rate of a copy."""
+    known = sorted((row for row in rows if row["kernel"] in _KV_KERNELS), key=lambda row: -float(row["us"]))
+    rows = list({(row["kv"], row["batch"], row["at"]): row for row in known}.values())
     batches = sorted({int(row["batch"]) for row in rows})
     if not rows:
         return None

@@ -45,7 +45,9 @@ template <int D> struct Requested {
     if (row.cos)
 #pragma unroll
       for (int i = 0; i < E; ++i) {
-        const int64_t at = row.angles + (first + i) % p.angles;
+        int of = first + i;
+        while (of >= p.angles) of -= p.angles;  // at most once, but for a call that nobody makes
+        const int64_t at = row.angles + of;
         cos[i] = first + i < p.rotary ? number(((const A*)row.cos)[at]) : 1.f, sin[i] = first + i < p.rotary ? number(((const A*)row.sin)[at]) : 0.f;
       }
   }
@@ -140,55 +142,95 @@ struct Rows {
   }
 };
 
-// Rounds a row and writes it to `row` of the cache. x: this lane's numbers.
-template <Kind KIND, int D> __device__ __forceinline__ void store_rounded(const Rows& to, int row, const Lanes<D>& x) {
-  constexpr int E = Lanes<D>::kEach;
-  const int lane = threadIdx.x % 32;
-  float amax = 0, bad = 0;
-#pragma unroll
-  for (int i = 0; i < E; ++i) amax = fmaxf(amax, fabsf(x.v[i])), bad = is_finite(x.v[i]) ? bad : 1.f;
-  amax = warp_max(amax);
-  const bool finite = warp_max(bad) == 0, some = finite && amax > 0;
-  const __half scale = __float2half_rn(finite ? some ? fminf(fmaxf(amax / kTop<KIND>, kLeastScale), kMostScale) : 0.f : __uint_as_float(0x7FC00000));
-  const float divisor = some ? __half2float(scale) : 1.f;
-  float y[E];
-#pragma unroll
-  for (int i = 0; i < E; ++i) y[i] = finite ? x.v[i] / divisor : 0.f;
-  if (lane == 0) to.scale[row] = scale;
-  if constexpr (KIND != kNVFP4) {
-    uint8_t* codes = to.codes + (int64_t)row * D + lane * E;
-#pragma unroll
-    for (int i = 0; i < E; ++i)
-      codes[i] = (uint8_t)(KIND == kFP8 ? e4m3_of(y[i]) : (uint32_t)(int)fminf(fmaxf(rintf(y[i]), -127.f), 127.f));
-  } else {
-    constexpr int kShare = 16 / E;  // lanes of a block
-    float most = 0;
-#pragma unroll
-    for (int i = 0; i < E; ++i) most = fmaxf(most, fabsf(y[i]));
-#pragma unroll
-    for (int mask = 1; mask < kShare; mask *= 2) most = fmaxf(most, shuffle_xor(most, mask));
-    auto code_of = [](float s) { return s > 0 ? (uint32_t)most_of(least_of((int)e4m3_of(s), 126), 1) : 0u; };
-    const uint32_t six = code_of(most / 6.f), four = code_of(most * 0.25f);
-    auto error_of = [&](uint32_t code) {
-      const float s = e4m3_number(code), by = s > 0 ? s : 1.f;
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < E; ++i) {
-        const float d = fabsf(y[i]) - e2m1_number(e2m1_of(y[i] / by)) * s;
-        sum += d * d;
-      }
-#pragma unroll
-      for (int mask = 1; mask < kShare; mask *= 2) sum += shuffle_xor(sum, mask);
-      return sum;
-    };
-    const float error_of_four = error_of(four), error_of_six = error_of(six);
-    const uint32_t block = error_of_four < error_of_six ? four : six;
-    const float s = e4m3_number(block), by = s > 0 ? s : 1.f;
-    uint8_t* codes = to.codes + (int64_t)row * (D / 2) + lane * (E / 2);
-#pragma unroll
-    for (int i = 0; i < E; i += 2) codes[i / 2] = (uint8_t)(e2m1_of(y[i] / by) | e2m1_of(y[i + 1] / by) << 4);
-    if (lane % kShare == 0) to.blocks[(int64_t)row * (D / 16) + lane / kShare] = (uint8_t)block;
-  }
+// a / b to nearest, where a / b and b * 2^-24 are no denormal numbers, without the branch that those need: work for several rows can be in flight at once.
+struct Divisor {
+  float by, inverse;
+  __device__ __forceinline__ explicit Divisor(float b) : by(b), inverse(reciprocal_approx(b)) { inverse = fmaf(fmaf(-b, inverse, 1.f), inverse, inverse); }
+};
+__device__ __forceinline__ float operator/(float a, const Divisor& b) {
+  const float q = a * b.inverse, closer = fmaf(fmaf(-b.by, q, a), b.inverse, q);
+  return fmaf(fmaf(-b.by, closer, a), b.inverse, closer);
 }
+
+// A row, rounded: this lane's codes, and the scales, which every lane of the row (scale), or of 16 numbers (block), has.
+template <Kind KIND, int D> struct Rounded {
+  static constexpr int E = Lanes<D>::kEach, kShare = 16 / E;  // lanes of 16 numbers
+  static constexpr int kBytes = E / kPacked<KIND>;
+  uint32_t codes[(kBytes + 3) / 4] = {};
+  __half scale;
+  uint8_t block;
+
+  __device__ __forceinline__ explicit Rounded(const Lanes<D>& x) {
+    float amax = 0, bad = 0;
+#pragma unroll
+    for (int i = 0; i < E; ++i) amax = fmaxf(amax, fabsf(x.v[i])), bad = is_finite(x.v[i]) ? bad : 1.f;
+    amax = warp_max(amax);
+    const bool finite = warp_max(bad) == 0, some = finite && amax > 0;
+    scale = __float2half_rn(finite ? some ? fminf(fmaxf(amax / Divisor(kTop<KIND>), kLeastScale), kMostScale) : 0.f : __uint_as_float(0x7FC00000));
+    const Divisor divisor(some ? __half2float(scale) : 1.f);
+    float y[E];
+#pragma unroll
+    for (int i = 0; i < E; ++i) y[i] = finite ? x.v[i] / divisor : 0.f;
+    if constexpr (KIND != kNVFP4) {
+#pragma unroll
+      for (int i = 0; i < E; ++i)
+        codes[i / 4] |= (KIND == kFP8 ? e4m3_of(y[i]) : (uint32_t)(int)fminf(fmaxf(rintf(y[i]), -127.f), 127.f) & 255) << (8 * (i % 4));
+    } else {
+      float most = 0;
+#pragma unroll
+      for (int i = 0; i < E; ++i) most = fmaxf(most, fabsf(y[i]));
+#pragma unroll
+      for (int mask = 1; mask < kShare; mask *= 2) most = fmaxf(most, shuffle_xor(most, mask));
+      auto code_of = [](float s) { return s > 0 ? (uint32_t)most_of(least_of((int)e4m3_of(s), 126), 1) : 0u; };
+      const uint32_t six = code_of(most / Divisor(6.f)), four = code_of(most * 0.25f);
+      auto error_of = [&](uint32_t code) {
+        const float s = e4m3_number(code);
+        const Divisor by(s > 0 ? s : 1.f);
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < E; ++i) {
+          const float d = fabsf(y[i]) - e2m1_number(e2m1_of(y[i] / by)) * s;
+          sum += d * d;
+        }
+#pragma unroll
+        for (int mask = 1; mask < kShare; mask *= 2) sum += shuffle_xor(sum, mask);
+        return sum;
+      };
+      const float error_of_four = error_of(four), error_of_six = error_of(six);
+      block = (uint8_t)(error_of_four < error_of_six ? four : six);
+      const float s = e4m3_number(block);
+      const Divisor by(s > 0 ? s : 1.f);
+#pragma unroll
+      for (int i = 0; i < E; ++i) codes[i / 8] |= e2m1_of(y[i] / by) << (4 * (i % 8));
+    }
+  }
+
+  // Whole words, for which lanes give each other what they have.
+  __device__ __forceinline__ void store(const Rows& to, int row) const {
+    const int lane = threadIdx.x % 32;
+    uint32_t* at = (uint32_t*)(to.codes + (int64_t)row * (D / kPacked<KIND>));
+    if constexpr (kBytes >= 4) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) at[lane * (kBytes / 4) + i] = codes[i];
+    } else {
+      const uint32_t word = gathered<4 / kBytes, 8 * kBytes>(codes[0], 1);
+      if (lane < 8 * kBytes) at[lane] = word;
+    }
+    if constexpr (KIND == kNVFP4) {
+      const uint32_t word = gathered<4, 8>(block, kShare);
+      if (lane < D / 64) ((uint32_t*)(to.blocks + (int64_t)row * (D / 16)))[lane] = word;
+    }
+    if (lane == 0) to.scale[row] = scale;
+  }
+
+ private:
+  // Of COUNT values, each `apart` lanes from the one before it: those of lane i begin at the (i * COUNT)-th.
+  template <int COUNT, int BITS> static __device__ __forceinline__ uint32_t gathered(uint32_t v, int apart) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) word |= shuffle_from(v, (threadIdx.x % 32 * COUNT + i) * apart % 32) << (BITS * i);
+    return word;
+  }
+};
 
 }  // namespace fp4::attention

@@ -103,11 +103,22 @@ struct Tokens {
     return r >= slots ? r - slots : r;
   }
   __device__ __forceinline__ bool in_a_row() const { return count >= kTokens && slot + kTokens <= slots; }
+  static __device__ __forceinline__ uint32_t byte(const uint8_t* p) { return load_8(p); }
+  static __device__ __forceinline__ uint32_t pair(const void* p) { return load_16(p); }
 };
 // The same where all 16 lie one behind the other: addresses differ by constants.
 struct InARow {
   int slot;
   __device__ __forceinline__ int row(int i) const { return slot + i; }
+  static __device__ __forceinline__ uint32_t byte(const uint8_t* p) { return load_8(p); }
+  static __device__ __forceinline__ uint32_t pair(const void* p) { return load_16(p); }
+};
+// A copy of them in shared memory, of which `count` are there.
+struct InShared {
+  int count;
+  __device__ __forceinline__ int row(int i) const { return least_of(i, count - 1); }
+  static __device__ __forceinline__ uint32_t byte(const uint8_t* p) { return *p; }
+  static __device__ __forceinline__ uint32_t pair(const void* p) { return *(const uint16_t*)p; }
 };
 __device__ __forceinline__ Tokens tokens_of(const AttentionParams& p, int at, int end) { return {slot_of(p, at), end - at, p.slots}; }
 
@@ -134,14 +145,14 @@ template <typename F> struct Keys {
       if constexpr (F::kKeys == kNVFP4) {
         const uint8_t* at = from.blocks + row * (F::D / 16);
         if constexpr (F::D == 64)
-          blocks[i][0] = load_8(at + t);
+          blocks[i][0] = tokens.byte(at + t);
         else
 #pragma unroll
-          for (int c = 0; c < kBlocks; ++c) blocks[i][c] = load_16(at + 8 * c + 2 * t);
+          for (int c = 0; c < kBlocks; ++c) blocks[i][c] = tokens.pair(at + 8 * c + 2 * t);
       }
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) scale[j] = load_16(from.scale + tokens.row(own_token(t, j)));
+    for (int j = 0; j < 4; ++j) scale[j] = tokens.pair(from.scale + tokens.row(own_token(t, j)));
   }
 };
 
@@ -164,9 +175,9 @@ template <typename F> struct Values {
       load_words(codes[j], from.codes + row * (F::D / kPacked<F::kValues>) + g * kBytes, 16);
       if constexpr (F::kValues == kNVFP4) {
         const uint8_t* at = from.blocks + row * (F::D / 16);
-        blocks[j] = F::D == 64 ? load_8(at + g / 2) : F::D == 128 ? load_8(at + g) : load_16(at + 2 * g);
+        blocks[j] = F::D == 64 ? tokens.byte(at + g / 2) : F::D == 128 ? tokens.byte(at + g) : tokens.pair(at + 2 * g);
       }
-      scale[j] = load_16(from.scale + row);
+      scale[j] = tokens.pair(from.scale + row);
     }
   }
 };
@@ -183,16 +194,15 @@ __device__ __forceinline__ void numbers_of_fp8(uint32_t v, uint32_t& low, uint32
 #endif
 }
 
-// Scores of this lane's rows (g, g + 8) with its four tokens, without factors.
-template <typename F> __device__ __forceinline__ void score(float (&s)[F::kTiles][4], const Keys<F>& k, const uint8_t* fragments) {
-  const uint4* q = (const uint4*)fragments + threadIdx.x % 32;
+// Scores of this lane's rows (g, g + 8) with its four tokens, without factors. fragment(i): number i of those of Query.
+template <typename F, typename Fragment> __device__ __forceinline__ void score(float (&s)[F::kTiles][4], const Keys<F>& k, const Fragment& fragment) {
   if constexpr (F::kKeys == kINT8) {
 #pragma unroll
     for (int tile = 0; tile < F::kTiles; ++tile) {
       int c[2][4] = {};
 #pragma unroll
       for (int step = 0; step < F::kKeySteps; ++step) {
-        const uint4 a = q[(tile * F::kKeySteps + step) * 32];
+        const uint4 a = fragment(tile * F::kKeySteps + step);
 #pragma unroll
         for (int i = 0; i < 2; ++i) mma_int8(c[i], a.x, a.y, a.z, a.w, k.codes[i][2 * step], k.codes[i][2 * step + 1]);
       }
@@ -215,7 +225,7 @@ template <typename F> __device__ __forceinline__ void score(float (&s)[F::kTiles
       constexpr int kSteps = F::kKeys == kFP8 ? 1 : 2;
 #pragma unroll
       for (int h = 0; h < kSteps; ++h) {
-        const uint4 a = q[(word * kSteps + h) * 32];
+        const uint4 a = fragment(word * kSteps + h);
 #pragma unroll
         for (int i = 0; i < 2; ++i) mma_m16n8k16<__half>(c[i], a.x, a.y, a.z, a.w, b[i][2 * h], b[i][2 * h + 1]);
       }
@@ -255,7 +265,7 @@ template <typename F> struct State {
   __device__ __forceinline__ Shrink<F::kTiles> add_scores(float (&s)[F::kTiles][4], const float (&scale)[4], const bool (&used)[F::kTiles][4]) {
     float logarithm[4], inverse[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) logarithm[j] = log2_approx(scale[j]), inverse[j] = __fdividef(1.f, scale[j]);
+    for (int j = 0; j < 4; ++j) logarithm[j] = log2_approx(scale[j]), inverse[j] = reciprocal_approx(scale[j]);
     Shrink<F::kTiles> shrink;
     bool changed = false;
 #pragma unroll
@@ -383,6 +393,20 @@ __device__ __forceinline__ bool unmasked(const AttentionParams& p, const uint8_t
   return !mask || (at < p.mask_length && mask[at * p.mask_strides[1]]);
 }
 
+// Scores of products, in base 2; scale: of the values of the four tokens, key_scale and value_scale as they are stored.
+template <typename F>
+__device__ __forceinline__ void finish_scores(float (&s)[F::kTiles][4], float (&scale)[4], const uint32_t (&key_scale)[4], const uint32_t (&value_scale)[4],
+                                              const AttentionParams& p, const Rest<F>& rest) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float of_key = half_of(key_scale[j], false), value = half_of(value_scale[j], false);
+    scale[j] = (value == 0 ? kLeastScale : value) * kUnit<F::kValues>;  // zero: a row of zeros
+#pragma unroll
+    for (int tile = 0; tile < F::kTiles; ++tile) s[tile][j] = s[tile][j] * (rest.factor[tile] * of_key) + rest.shift[tile];
+  }
+  cap<F>(p, s);
+}
+
 // The weights of the tokens from `at` to `end`, at most 16 of them, in s. mask: of the sequence, or null. ALL: every row attends to 16 tokens.
 template <typename F, bool ALL>
 __device__ __forceinline__ Shrink<F::kTiles> weigh(State<F>& state, float (&s)[F::kTiles][4], const Keys<F>& k, const uint32_t (&value_scale)[4],
@@ -390,14 +414,7 @@ __device__ __forceinline__ Shrink<F::kTiles> weigh(State<F>& state, float (&s)[F
   const int t = threadIdx.x % 4;
   float scale[4];
   bool used[F::kTiles][4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float key_scale = half_of(k.scale[j], false), value = half_of(value_scale[j], false);
-    scale[j] = (value == 0 ? kLeastScale : value) * kUnit<F::kValues>;  // zero: a row of zeros
-#pragma unroll
-    for (int tile = 0; tile < F::kTiles; ++tile) s[tile][j] = s[tile][j] * (rest.factor[tile] * key_scale) + rest.shift[tile];
-  }
-  cap<F>(p, s);
+  finish_scores<F>(s, scale, k.scale, value_scale, p, rest);
   if constexpr (!ALL)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

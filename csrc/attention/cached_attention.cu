@@ -84,9 +84,9 @@ template <typename F> struct Jobs {
     if (is_key) {
 #pragma unroll
       for (int i = 0; i < E; ++i) x.v[i] -= s.mean[threadIdx.x % 32 * E + i];
-      store_rounded<F::kKeys, D>(keys, slot, x);
+      Rounded<F::kKeys, D>(x).store(keys, slot);
     } else {
-      store_rounded<F::kValues, D>(values, slot, x);
+      Rounded<F::kValues, D>(x).store(values, slot);
     }
   }
 
@@ -179,6 +179,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
     rest.factor[tile] = s.factor[of], rest.shift[tile] = s.shift[of], rest.position[tile] = at.held + of / group;
   }
 
+  auto fragment = [&](int i) { return ((const uint4*)fragments)[i * 32 + lane]; };
   State<F> state;
   state.reset();
   float weights[F::kTiles][4];
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
     const int now = next;
     next += kStride;
     const Tokens tokens = tokens_of(p, next, at.end);
-    score<F>(weights, k, fragments);
+    score<F>(weights, k, fragment);
     const Shrink<F::kTiles> shrink = attends_to_all<F>(p, at, mask, now, at.end) ? weigh<F, true>(state, weights, k, v.scale, p, rest, mask, now, at.end)
                                                                                  : weigh<F, false>(state, weights, k, v.scale, p, rest, mask, now, at.end);
     state.apply(shrink);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
       const int end = at.held + p.queries;
       const Tokens tokens = tokens_of(p, at.held, end);
       k.load(keys, tokens), v.load(values, tokens);
-      score<F>(weights, k, fragments);
+      score<F>(weights, k, fragment);
       state.apply(weigh<F, false>(state, weights, k, v.scale, p, rest, mask, at.held, end));
       state.add_values(v, weights);
     }

@@ -16,7 +16,7 @@ constexpr int kMostRows = 16;          // of a KV head: queries times the heads 
 constexpr int kMostParts = 64;
 constexpr float kLeastScale = 0x1p-24f, kMostScale = 65504.f;  // of a token
 
-enum Kind { kFP8, kINT8, kNVFP4 };
+enum Kind { kFP8, kINT8, kNVFP4, kSame };  // kSame: not rounded, in the dtype of the query
 
 // Codes in one byte, and the largest number that a scale of 1 stands for.
 template <Kind KIND> constexpr int kPacked = KIND == kNVFP4 ? 2 : 1;

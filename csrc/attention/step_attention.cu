@@ -1,175 +1,337 @@
-// One decode step of fp4.cached_attention over a cache in the dtype of the query, in one launch: norm and rotation of query and key, append of each sequence's
-// new token, attention over its old ones, combination (cluster.cuh). Each warp prepares the rows of the query for itself: a lane has all channels of a pair that
-// is rotated, and four lanes have a row, so that nothing but the sum of a norm crosses lanes.
+// One decode step of fp4.cached_attention, one new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new
+// token, attention to all of them, combination by the blocks of a cluster (cluster.cuh). For caches in the dtype of the query, in fp8 and in k8v4.
+//
+// Tokens are taken by their slot, so that those of a tile lie one behind the other in every array of the cache. The last warp of a block is the producer: it has
+// tiles copied in bulk, some ahead, and it prepares the new token, if that is in a tile of the block. The other warps prepare the rows of the query, each for
+// itself, in registers, and take 16 tokens of each tile. The warp that comes to the new token puts it into the tile and writes it to the cache, where nobody else
+// reads it in this launch.
 //
 // PDL: the call's `early` says that the kernel before writes nothing of the cache and not the counter: first tiles are then requested before the wait.
+#include "../sm90/pipeline.cuh"
 #include "cluster.cuh"
+#include "query.cuh"
 
 namespace {
 
 using namespace fp4;
 using namespace fp4::attention;
 
-template <typename T> __device__ __forceinline__ void numbers_of(float (&to)[8], const uint4& v) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) to[i] = to_float(((const T*)words)[i]);
-}
+// Shared memory of a block for tiles: two blocks find room on a multiprocessor where it is large.
+constexpr int kForTiles = kLargeSharedMemory ? 100 * 1024 : 84 * 1024;
 
-// Eight neighbouring numbers of an array of T or, if it is wide, of float32.
-template <typename T> __device__ __forceinline__ void load_8_numbers(float (&to)[8], const void* array, int wide, int64_t at) {
-  if (wide) {
-    const float4 *from = (const float4*)((const float*)array + at), low = from[0], high = from[1];
-    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w, to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-  } else {
-    const uint4 v = *(const uint4*)((const T*)array + at);
-    numbers_of<T>(to, v);
+template <Kind KIND, int D> constexpr int kRowBytes = KIND == kSame ? 2 * D : D / kPacked<KIND>;
+
+// A template's constants. ROWS: 8, or 16, heads that share a KV head. Warps that attend (sweep on an H200): seven over codes, for with the producer they are two on
+// each of the four parts of a multiprocessor, and two blocks find room in its registers; four over a cache that is not rounded, which has twice as many bytes.
+template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_> struct Step {
+  using T = T_;
+  static constexpr Kind kKeys = KEYS, kValues = VALUES;
+  static constexpr int D = D_, ROWS = ROWS_, kTiles = ROWS / 8, kWarps = KEYS == kSame ? 4 : 7, kThreads = 32 * kWarps + 32;
+  static constexpr int kKeySteps = KEYS == kINT8 ? D / 32 : D / 16;
+  static constexpr bool kExact = false;
+};
+
+// As many times 16 tokens as a block has warps, in shared memory, as they lie in the cache. A warp takes 16 of them.
+template <typename F> struct Tile {
+  static constexpr bool kScaled = F::kKeys != kSame;
+  static constexpr int kCount = kTokens * F::kWarps;
+  static constexpr int kKeyRow = kRowBytes<F::kKeys, F::D>, kValueRow = kRowBytes<F::kValues, F::D>, kBlockRow = F::kValues == kNVFP4 ? F::D / 16 : 0;
+  static constexpr int kValues = kCount * kKeyRow, kBlocks = kValues + kCount * kValueRow, kKeyScales = kBlocks + kCount * kBlockRow;
+  static constexpr int kValueScales = kKeyScales + (kScaled ? kCount * 2 : 0), kBytes = kValueScales + (kScaled ? kCount * 2 : 0);
+  uint8_t* memory;
+
+  // From token `first` on.
+  __device__ __forceinline__ Rows keys(int first) const { return {memory + first * kKeyRow, (__half*)(memory + kKeyScales) + first, nullptr, nullptr}; }
+  __device__ __forceinline__ Rows values(int first) const {
+    return {memory + kValues + first * kValueRow, (__half*)(memory + kValueScales) + first, memory + kBlocks + first * kBlockRow, nullptr};
   }
-}
 
-// This lane's channels of a row of the query or of keys: chunk c has exact_channel<D>(t, 8c) and the seven behind it. Rotation pairs channels that are a multiple
-// of 32 apart, which are the same channel of two chunks.
-template <typename F> struct Row {
-  using T = typename F::T;
-  static constexpr int D = F::D, kChunks = D / 32;
-  float v[kChunks][8];
-
-  __device__ __forceinline__ Row(const uint4 (&x)[kChunks]) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) numbers_of<T>(v[c], x[c]);
-  }
-  static __device__ __forceinline__ int channel(int c) { return exact_channel<D>(threadIdx.x % 4, 8 * c); }
-
-  __device__ __forceinline__ void normalise(const AttentionParams& p, const void* weight) {
-    float squares = 0;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) squares += v[c][i] * v[c][i];
-    squares += shuffle_xor(squares, 1), squares += shuffle_xor(squares, 2);
-    const float factor = rsqrtf(squares / D + p.eps);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      float w[8];
-      load_8_numbers<T>(w, weight, p.wide_norms, channel(c));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[c][i] = v[c][i] * factor * (p.norm_offset + w[i]);
+  // One thread: the `count` tokens from slot `at` on.
+  __device__ __forceinline__ void request(const Rows& keys, const Rows& values, int at, int count, Shared mbarrier) const {
+    const Shared to = shared_address(memory);
+    mbarrier_arrive_expect_tx(mbarrier, count * (kBytes / kCount));
+    cp_async_bulk(to, keys.codes + (int64_t)at * kKeyRow, count * kKeyRow, mbarrier);
+    cp_async_bulk(to + kValues, values.codes + (int64_t)at * kValueRow, count * kValueRow, mbarrier);
+    if constexpr (kScaled) {
+      cp_async_bulk(to + kKeyScales, keys.scale + at, count * 2, mbarrier);
+      cp_async_bulk(to + kValueScales, values.scale + at, count * 2, mbarrier);
     }
-  }
-  // SHIFT: how many chunks lie between the two channels of a pair.
-  template <int SHIFT> __device__ __forceinline__ void turn(const AttentionParams& p, int64_t angles) {
-    if constexpr (2 * SHIFT <= kChunks) {
-#pragma unroll
-      for (int c = 0; c < SHIFT; ++c) {
-        float (&a)[8] = v[c], (&b)[8] = v[c + SHIFT];
-        const int64_t of_a = angles + channel(c) % p.angles, of_b = angles + channel(c + SHIFT) % p.angles;
-        float cos_a[8], sin_a[8], cos_b[8], sin_b[8];
-        load_8_numbers<T>(cos_a, p.cos, p.wide_angles, of_a), load_8_numbers<T>(sin_a, p.sin, p.wide_angles, of_a);
-        load_8_numbers<T>(cos_b, p.cos, p.wide_angles, of_b), load_8_numbers<T>(sin_b, p.sin, p.wide_angles, of_b);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float first = a[i] * cos_a[i] - b[i] * sin_a[i], second = b[i] * cos_b[i] + a[i] * sin_b[i];
-          a[i] = first, b[i] = second;
-        }
-      }
-    }
-  }
-  // After RMSNorm and rotation, rounded once to T.
-  __device__ __forceinline__ void prepare(uint4 (&x)[kChunks], const AttentionParams& p, const void* norm, int64_t angles) {
-    if (norm) normalise(p, norm);
-    if (p.rotary == 128) turn<2>(p, angles);
-    if (p.rotary == 64) turn<1>(p, angles);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) x[c] = make_uint4(pack<T>(v[c][0], v[c][1]), pack<T>(v[c][2], v[c][3]), pack<T>(v[c][4], v[c][5]), pack<T>(v[c][6], v[c][7]));
+    if constexpr (kBlockRow) cp_async_bulk(to + kBlocks, values.blocks + (int64_t)at * kBlockRow, count * kBlockRow, mbarrier);
   }
 };
 
-// Tokens by their slot in the cache; a ring (window > 0) holds position i in slot i % slots.
-template <typename F> struct StepSource {
-  using T = typename F::T;
-  struct Place {};
-  const AttentionParams& p;
-  T *keys, *values;  // of this KV head
-  const uint8_t* mask;
-  int sequence, kv_head, held;  // held: old tokens
-  int begin, end, newest;
+// Zeros in the values of those of a warp's tokens that are not used: there may be NaN.
+template <typename F> __device__ __forceinline__ void clear_values(const Rows& values, uint32_t used) {
+  constexpr int kUnits = Tile<F>::kValueRow / 16;
+  for (int i = threadIdx.x % 32; i < kTokens * kUnits; i += 32)
+    if (!(used >> (i / kUnits) & 1)) *(uint4*)(values.codes + i * 16) = uint4{0, 0, 0, 0};
+}
 
-  static __device__ __forceinline__ StepSource of(const AttentionParams& p, int held, int sequence, int kv_head) {
-    const int64_t row = (int64_t)blockIdx.x * p.slots * F::D;
-    const int end = p.window ? least_of(p.slots, held + 1) : held + 1;
-    return {p, (T*)p.keys.codes + row, (T*)p.values.codes + row, p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr,
-            sequence, kv_head, held, 0, end, slot_of(p, held)};
+// The new token as it is stored, in shared memory.
+template <typename F> struct NewRow16 {
+  static constexpr int kKeyRow = Tile<F>::kKeyRow, kValueRow = Tile<F>::kValueRow, kBlockRow = Tile<F>::kBlockRow;
+  static constexpr int kBlocks = kKeyRow + kValueRow, kScales = kBlocks + 16, kBytes = kScales + 16;
+  uint8_t* memory;
+
+  __device__ __forceinline__ Rows key() const { return {memory, (__half*)(memory + kScales), nullptr, nullptr}; }
+  __device__ __forceinline__ Rows value() const { return {memory + kKeyRow, (__half*)(memory + kScales) + 2, memory + kBlocks, nullptr}; }
+
+  // To a row of a tile and of the cache; one warp.
+  static __device__ __forceinline__ void copy(const Rows& from, int bytes, int blocks, const Rows& tile, int row, const Rows& cache, int slot) {
+    const int lane = threadIdx.x % 32;
+    auto words = [&](const uint8_t* x, uint8_t* a, uint8_t* b, int count) {
+      for (int i = lane; i < count / 4; i += 32) ((uint32_t*)a)[i] = ((uint32_t*)b)[i] = ((const uint32_t*)x)[i];
+    };
+    words(from.codes, tile.codes + row * bytes, cache.codes + (int64_t)slot * bytes, bytes);
+    if (blocks) words(from.blocks, tile.blocks + row * blocks, cache.blocks + (int64_t)slot * blocks, blocks);
+    if (Tile<F>::kScaled && lane == 0) tile.scale[row] = cache.scale[slot] = *from.scale;
   }
-  __device__ __forceinline__ Place place_of(int) const { return {}; }
-  __device__ __forceinline__ bool is_used(int slot) const {
+};
+
+template <typename F> struct Memory {
+  static constexpr int kStages = most_of(least_of(kForTiles / Tile<F>::kBytes, 4), kLargeSharedMemory ? 2 : 1);
+  using Cluster = ClusterMemory<F, kStages * Tile<F>::kBytes>;
+  static constexpr int kMbarriers = Cluster::kBytes, kNew = kMbarriers + (2 * kStages + 2) * 8, kMean = kNew + NewRow16<F>::kBytes, kBytes = kMean + F::D * 4;
+};
+
+// What the last warp of the block that has the new token does with it: norm, rotation, rounding. mean: of keys; D floats in shared memory, which it writes where
+// the sequence begins with this token.
+template <typename F>
+__device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequence, int kv_head, bool first, float* mean, const NewRow16<F>& to) {
+  using T = typename F::T;
+  constexpr int D = F::D, E = Lanes<D>::kEach;
+  const int channel = threadIdx.x % 32 * E;
+  float* key_mean = (float*)p.key_mean + (int64_t)blockIdx.x * D + channel;
+  Requested<D> of_key, of_value;
+  NewRow<T> key{(const T*)p.key + sequence * p.key_strides[0] + kv_head * p.key_strides[1], p.k_norm, p.cos, p.sin, sequence * p.angle_strides[0]};
+  const NewRow<T> value{(const T*)p.value + sequence * p.value_strides[0] + kv_head * p.value_strides[1], nullptr, nullptr, nullptr, 0};
+  if (!p.rotary) key.cos = nullptr;
+  of_key.template load_as<T, T, T>(p, key), of_value.template load_as<T, T, T>(p, value);
+  float old_mean[E] = {};
+  if (Tile<F>::kScaled && !first)
+#pragma unroll
+    for (int i = 0; i < E; ++i) old_mean[i] = key_mean[i];
+  Lanes<D> v = prepared<T, D>(p, value, of_value, mean);
+  __syncwarp();
+  Lanes<D> k = prepared<T, D>(p, key, of_key, mean);
+  __syncwarp();
+  if constexpr (Tile<F>::kScaled) {
+#pragma unroll
+    for (int i = 0; i < E; ++i) {
+      if (first) mean[channel + i] = key_mean[i] = old_mean[i] = is_finite(k.v[i]) ? k.v[i] : 0.f;
+      k.v[i] -= old_mean[i];
+    }
+    const Rounded<F::kKeys, D> key_codes(k);
+    const Rounded<F::kValues, D> value_codes(v);
+    key_codes.store(to.key(), 0), value_codes.store(to.value(), 0);
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i += 2) {
+      *(uint32_t*)((T*)to.key().codes + channel + i) = pack<T>(k.v[i], k.v[i + 1]);
+      *(uint32_t*)((T*)to.value().codes + channel + i) = pack<T>(v.v[i], v.v[i + 1]);
+    }
+  }
+}
+
+// The tokens of a sequence by slot; a ring (window > 0) holds position i in slot i % slots.
+struct Slots {
+  const uint8_t* mask;
+  int held, end, newest;  // old tokens; behind the last slot that is looked at; that of the new token
+
+  static __device__ __forceinline__ Slots of(const AttentionParams& p, int held, int sequence) {
+    return {p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr, held, p.window ? least_of(p.slots, held + 1) : held + 1, slot_of(p, held)};
+  }
+  __device__ __forceinline__ bool is_used(const AttentionParams& p, int slot) const {
     const int position = slot <= newest ? held - newest + slot : held - newest + slot - p.slots;
     return slot < end && position >= 0 && (!p.window || position > held - p.window) && unmasked(p, mask, position);
   }
-  __device__ __forceinline__ bool is_read(int slot) const { return slot != newest && is_used(slot); }
-  __device__ __forceinline__ int key_stride() const { return F::D; }
-  __device__ __forceinline__ int value_stride() const { return F::D; }
-  __device__ __forceinline__ const T* key_at(Place, int slot) const { return keys + (slot + Tile<F>::row()) * F::D + Tile<F>::unit() * 8; }
-  __device__ __forceinline__ const T* value_at(Place, int slot) const { return values + (slot + Tile<F>::row()) * F::D + Tile<F>::unit() * 8; }
-
-  __device__ __forceinline__ void wait() const {
-    if (p.early) pdl_wait_then_trigger();
-  }
-  __device__ __forceinline__ int64_t angles() const { return sequence * p.angle_strides[0]; }
-  __device__ __forceinline__ void load(NewToken<F>& added, int number) const {
-    load_new<F>(added, number, p, sequence, kv_head);
-    if (number >= 0) Row<F>(added.k).prepare(added.k, p, p.k_norm, angles());
-  }
-  __device__ __forceinline__ void load(uint4 (&q)[F::kTiles][F::D / 32], int group) const {
-    load_query<F>(q, p, sequence, kv_head, group);
-#pragma unroll
-    for (int i = 0; i < F::kTiles; ++i) Row<F>(q[i]).prepare(q[i], p, p.q_norm, angles());
-  }
-  // A new token that is masked is written, and is a row of zeros to the tile, like any other that is not attended to.
-  __device__ __forceinline__ void store(NewToken<F>& added) const {
-    added.store(keys + newest * F::D, values + newest * F::D);
-    if (!is_used(newest)) added.key = added.value = -1;
-  }
 };
 
-template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 16 ? 1 : 0) step_attention(const __grid_constant__ AttentionParams p) {
-  const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
-  if (!p.early) pdl_wait_then_trigger();
-  // Weights of norms are in nobody's cache: they are on their way before the wait.
-  if (threadIdx.x * 64 < F::D * (p.wide_norms ? 4 : 2)) {
-    if (p.q_norm) prefetch_l2((const uint8_t*)p.q_norm + threadIdx.x * 64);
-    if (p.k_norm) prefetch_l2((const uint8_t*)p.k_norm + threadIdx.x * 64);
+// The weights of a tile's tokens in s, and their values are added. ALL: every one is used.
+template <typename F, bool ALL>
+__device__ __forceinline__ void add_tile(State<F>& state, const Rows& keys, const Rows& values, int count, uint32_t bits, const QueryFragments<F>& q,
+                                         const AttentionParams& p) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float s[F::kTiles][4], scale[4] = {1.f, 1.f, 1.f, 1.f};
+  bool used[F::kTiles][4];
+#pragma unroll
+  for (int i = 0; i < F::kTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) used[i][j] = ALL || (bits >> own_token(t, j) & 1);
+  if constexpr (F::kKeys == kSame) {
+    using T = typename F::T;
+    float c[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int chunk = 0; chunk < F::D / 32; ++chunk) {
+        const uint4 a = q.of[0][chunk], b = F::kTiles == 2 ? q.of[F::kTiles - 1][chunk] : uint4{0, 0, 0, 0};
+        const uint4 k = *(const uint4*)(keys.codes + (ALL ? 8 * i + g : InShared{count}.row(8 * i + g)) * Tile<F>::kKeyRow + exact_channel<F::D>(t, 8 * chunk) * 2);
+        mma_m16n8k16<T>(c[i], a.x, b.x, a.y, b.y, k.x, k.y);
+        mma_m16n8k16<T>(c[i], a.z, b.z, a.w, b.w, k.z, k.w);
+      }
+#pragma unroll
+    for (int i = 0; i < F::kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[i][j] = c[j / 2][j % 2 + 2 * i] * p.scale;
+    cap<F>(p, s);
+    state.apply(state.template add_scores<ALL>(s, scale, used));
+    uint32_t weights[F::kTiles][2];
+#pragma unroll
+    for (int i = 0; i < F::kTiles; ++i) weights[i][0] = pack<T>(s[i][0], s[i][1]), weights[i][1] = pack<T>(s[i][2], s[i][3]);
+#pragma unroll
+    for (int chunk = 0; chunk < F::D / 64; ++chunk) {
+      uint4 w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = *(const uint4*)(values.codes + own_token(t, j) * Tile<F>::kValueRow + (g * (F::D / 8) + 8 * chunk) * 2);
+      state.template add_numbers<T>(4 * chunk, w, weights);
+    }
+  } else {
+    Keys<F> k;
+    Values<F> v;
+    k.load_from(keys, InShared{count}), v.load_from(values, InShared{count});
+    score<F>(s, k, q);
+    finish_scores<F>(s, scale, k.scale, v.scale, p, q.rest);
+    state.apply(state.template add_scores<ALL>(s, scale, used));
+    state.add_values(v, s);
   }
+}
+
+template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1) step_attention(const __grid_constant__ AttentionParams p) {
+  using T = typename F::T;
+  using M = Memory<F>;
+  begin_cluster();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size(), rank = cluster_rank();
+  const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
+  const Ring<> ring = Ring<>::at(shared_address(dynamic_shared() + M::kMbarriers), M::kStages);
+  const Shared is_ready = ring.end(M::kStages);  // the new token
+  if (!p.early) pdl_wait_then_trigger();
   const int64_t position = *(const int64_t*)p.position;
+  if (threadIdx.x == F::kWarps * 32) ring.init(M::kStages, 1, F::kWarps), mbarrier_init(is_ready, 1), fence_mbarrier_init();
   if (position < 0 || (!p.window && position >= p.slots)) {  // nothing is written to the cache
     if (p.early) pdl_wait_then_trigger();
     const float nan = __uint_as_float(0x7FC00000);
-    for (int i = threadIdx.x; i < group * (F::D / 2) && cluster_rank() == 0; i += F::kThreads)
-      ((uint32_t*)p.y)[((int64_t)sequence * p.heads + kv_head * group) * (F::D / 2) + i] = pack<typename F::T>(nan, nan);
+    for (int i = threadIdx.x; i < group * (F::D / 2) && rank == 0; i += F::kThreads)
+      ((uint32_t*)p.y)[((int64_t)sequence * p.heads + kv_head * group) * (F::D / 2) + i] = pack<T>(nan, nan);
+    cluster_wait();
     return;
   }
-  attend_in_cluster<F>(p, StepSource<F>::of(p, (int)position, sequence, kv_head), sequence, kv_head);
+  __syncthreads();
+
+  const Slots slots = Slots::of(p, (int)position, sequence);
+  auto rows_of = [&](const CacheParams& c, int row_bytes) {
+    const int64_t row = (int64_t)blockIdx.x * p.slots;
+    return Rows{(uint8_t*)c.codes + row * row_bytes, (__half*)c.scale + row, (uint8_t*)c.blocks + row * (F::D / 16), nullptr};
+  };
+  const Rows keys = rows_of(p.keys, Tile<F>::kKeyRow), values = rows_of(p.values, Tile<F>::kValueRow);
+  constexpr int kCount = Tile<F>::kCount;
+  const int stride = blocks * kCount, last = slots.newest / kTokens * kTokens;  // where the 16 tokens with the new one begin
+  const bool has_new = slots.newest / kCount % blocks == rank;
+  const NewRow16<F> added{dynamic_shared() + M::kNew};
+  float* new_mean = (float*)(dynamic_shared() + M::kMean);
+  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + stage * Tile<F>::kBytes}; };
+
+  State<F> state;
+  state.reset();
+  if (warp == F::kWarps) {
+    int at = rank * kCount;
+    fp4::Place<M::kStages> to;
+    auto request = [&]() {  // by lane 0
+      ring.acquire(to);
+      tile_of(to.i).request(keys, values, at, least_of(kCount, least_of(p.slots, (slots.end + kTokens - 1) / kTokens * kTokens) - at), ring.of(to));
+      to.next(), at += stride;
+    };
+    if (lane == 0)
+      for (int i = 0; i < M::kStages && at < slots.end; ++i) request();
+    if (p.early) pdl_wait_then_trigger();
+    __syncwarp();
+    if (has_new) {
+      prepare_new<F>(p, sequence, kv_head, slots.held == 0, new_mean, added);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(is_ready);
+    }
+    if (lane == 0)
+      while (at < slots.end) request();
+    __syncwarp();
+  } else {
+    QueryRows<F> rows;
+    rows.request_norm(p);
+    if (p.early) pdl_wait_then_trigger();
+    rows.request(p, sequence, kv_head, group);
+    // q . (k + mean) = q . k + q . mean: the second term is the same for all tokens, and matters where something else is compared with their scores.
+    const float* mean = Tile<F>::kScaled && (p.softcap > 0 || p.sinks) ? (const float*)p.key_mean + (int64_t)blockIdx.x * F::D : nullptr;
+    if (mean && slots.held == 0 && has_new) mbarrier_wait_parity(is_ready, 0), mean = new_mean;
+    const QueryFragments<F> q(rows, p, mean);
+    fp4::Place<M::kStages> from;
+    for (int base = rank * kCount; base < slots.end; base += stride, from.next()) {
+      const int at = base + warp * kTokens;
+      ring.wait(from);
+      const Rows own_keys = tile_of(from.i).keys(warp * kTokens), own_values = tile_of(from.i).values(warp * kTokens);
+      if (at == last) {
+        mbarrier_wait_parity(is_ready, 0);
+        NewRow16<F>::copy(added.key(), Tile<F>::kKeyRow, 0, own_keys, slots.newest - last, keys, slots.newest);
+        NewRow16<F>::copy(added.value(), Tile<F>::kValueRow, Tile<F>::kBlockRow, own_values, slots.newest - last, values, slots.newest);
+        fence_proxy_async();  // before the next copy to this place
+        __syncwarp();
+      }
+      const uint32_t used = lanes_where(slots.is_used(p, at + lane % kTokens)) & 0xFFFF;
+      if (used == 0xFFFF) {
+        add_tile<F, true>(state, own_keys, own_values, kTokens, used, q, p);
+      } else if (used) {
+        if (F::kValues == kSame) {
+          clear_values<F>(own_values, used);
+          fence_proxy_async();
+          __syncwarp();
+        }
+        add_tile<F, false>(state, own_keys, own_values, slots.end - at, used, q, p);
+      }
+      __syncwarp();  // all have read their tokens
+      if (lane == 0) ring.release(from);
+    }
+  }
+  combine_cluster<F>(p, state, M::Cluster::kExchange, sequence, kv_head, channel_of_pair<F::D>);
 }
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-template <typename T> cudaError_t run(const AttentionParams& p) {
-  const Shape shape = p.tile[0] > 0 ? Shape{p.tile[0], p.tile[1]} : shape_of(p.batch * p.kv_heads);
-  return with_form<T>(p.D, p.heads / p.kv_heads, shape.warps,
-                      [&](auto form) { return launch_clusters<decltype(form)>(step_attention<decltype(form)>, p, shape.blocks); });
+// Blocks of a KV head of a sequence (sweep on an H200, 520 to 32768 tokens, batch 1 to 32): as many as find room at once, one on a multiprocessor, of which those
+// of a cluster are neighbours. Two on each would be 62 clusters of four, or 30 of eight, and not the 64 and 32 that powers of two want. Clusters of 16, which are
+// known to fit on sm_90 alone, are worth their barriers where few clusters have many tokens.
+int blocks_of(const AttentionParams& p) {
+  const int programs = p.batch * p.kv_heads, there = multiprocessors();
+  if (FP4_ARCH == 90 && programs * kMostBlocks <= there / 2 && p.slots > 2048) return kMostBlocks;
+  int blocks = 8;
+  while (blocks > 1 && programs * blocks > there) blocks /= 2;
+  return blocks;
+}
+
+template <typename F> cudaError_t run(const AttentionParams& p) {
+  return launch_clusters<F>(step_attention<F>, p, p.tile[0] ? p.tile[0] : blocks_of(p), Memory<F>::kBytes);
+}
+
+template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const AttentionParams& p) {
+  const bool few = p.heads / p.kv_heads <= 8;
+  if (p.D == 64) return few ? run<Step<T, KEYS, VALUES, 64, 8>>(p) : run<Step<T, KEYS, VALUES, 64, 16>>(p);
+  return few ? run<Step<T, KEYS, VALUES, 128, 8>>(p) : run<Step<T, KEYS, VALUES, 128, 16>>(p);
 }
 
 bool fits(const AttentionParams& p) {
   if (!is_call(&p) || p.batch < 1 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads || p.heads / p.kv_heads > kMostRows) return false;
   if (p.queries != 1 || p.slots < 1 || p.window < 0 || p.window > p.slots || (int64_t)p.slots * p.D >= (int64_t)1 << 31) return false;
-  if (p.rotary && ((p.rotary != 64 && p.rotary != 128) || p.rotary > p.D || p.angles < 1 || p.rotary % p.angles || p.angles % 8)) return false;
-  return (p.D == 64 || p.D == 128) && (!p.tile[0] || is_shape({p.tile[0], p.tile[1]}));
+  if (p.format < -1 || p.format > 1 || (p.format >= 0 && p.slots % 8)) return false;
+  if (p.rotary && ((p.rotary != 64 && p.rotary != 128) || p.rotary > p.D || (p.angles != p.rotary && 2 * p.angles != p.rotary))) return false;
+  if (p.wide_norms || p.wide_angles) return false;
+  return (p.D == 64 || p.D == 128) && (!p.tile[0] || are_blocks(p.tile[0]));
 }
 
 }  // namespace
 
-// Returns a cudaError_t. D is 64 or 128, heads / kv_heads at most 16; one query; the cache contiguous, in the dtype of the query; rotary 0, 64 or 128; all rows
-// begin at multiples of 16 bytes.
+// Returns a cudaError_t. D is 64 or 128, heads / kv_heads at most 16; one query; the cache contiguous, of format -1, 0 or 1, with codes of slots that are a
+// multiple of 8; rotary 0, 64 or 128; norms and angles in the dtype of the query; all rows begin at multiples of 16 bytes.
 extern "C" int fp4_step_attention(const AttentionParams* call) {
   if (!call || !fits(*call)) return cudaErrorInvalidValue;
-  return by_dtype(call->dtype, [&](auto zero) { return run<decltype(zero)>(*call); });
+  return by_dtype(call->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return call->format < 0 ? by_shape<T, kSame, kSame>(*call) : call->format == 0 ? by_shape<T, kFP8, kFP8>(*call) : by_shape<T, kINT8, kNVFP4>(*call);
+  });
 }

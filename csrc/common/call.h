@@ -90,10 +90,10 @@ struct AttentionParams {
   int dtype;                               // of the new tokens, 0: bfloat16, 1: float16
   int sinks_type;                          // 0: bfloat16, 1: float16, 2: float32
   int wide_norms, wide_angles;             // 1: they are float32, 0: of the dtype of the new tokens
-  int format;                              // of the cache, 0: fp8, 1: k8v4, 2: nvfp4 (formats/kv.py)
+  int format;                              // of the cache, 0: fp8, 1: k8v4, 2: nvfp4 (formats/kv.py), -1: the dtype of the new tokens
   int early;                               // old tokens may be read while the kernel before it in its stream runs, which writes none of them
   float scale, softcap, eps, norm_offset;  // scale and softcap in base 2; softcap 0: none
-  int tile[2];                             // 0: the kernel's own choice. cached_attention: the most parts of a sequence. step_attention: as PagedParams has it
+  int tile[2];                             // 0: the kernel's own choice. cached_attention: the most parts of a sequence. step_attention: blocks of a KV head
 };
 
 // y [batch, heads, D] by attention of one new token of each sequence to the old ones in a paged cache [pages, page_size, kv_heads, D] and to itself.

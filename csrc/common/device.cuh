@@ -130,7 +130,10 @@ __device__ __forceinline__ float shuffle_xor(float v, int mask) { return __shfl_
 
 // The value of lane `lane`.
 __device__ __forceinline__ float shuffle_from(float v, int lane) { return __shfl_sync(0xFFFFFFFFu, v, lane); }
+__device__ __forceinline__ uint32_t shuffle_from(uint32_t v, int lane) { return __shfl_sync(0xFFFFFFFFu, v, lane); }
 __device__ __forceinline__ bool any_lane(bool v) { return __any_sync(0xFFFFFFFFu, v); }
+// A bit for each lane.
+__device__ __forceinline__ uint32_t lanes_where(bool v) { return __ballot_sync(0xFFFFFFFFu, v); }
 
 // The value of lane t of the caller's four.
 __device__ __forceinline__ uint32_t shuffle_in_quad(uint32_t v, int t) { return __shfl_sync(0xFFFFFFFFu, v, t, 4); }
@@ -173,12 +176,23 @@ __device__ __forceinline__ void cluster_sync() {
   __syncthreads();
 #endif
 }
+// In two halves: all blocks of the cluster run once they have arrived. What threads wrote before is not published.
+__device__ __forceinline__ void cluster_arrive() {
+#if FP4_ARCH >= 90
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if FP4_ARCH >= 90
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
 // The same place in the shared memory of another block of the cluster.
-template <typename T> __device__ __forceinline__ const T* map_to_rank(const T* shared, int rank) {
+template <typename T> __device__ __forceinline__ T* map_to_rank(T* shared, int rank) {
 #if FP4_ARCH >= 90
   uint64_t there;
   asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-  return (const T*)there;
+  return (T*)there;
 #else
   return shared;
 #endif
@@ -252,6 +266,11 @@ __device__ __forceinline__ float exp2_approx(float v) {
 __device__ __forceinline__ float log2_approx(float v) {
   float d;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+__device__ __forceinline__ float reciprocal_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
   return d;
 }
 

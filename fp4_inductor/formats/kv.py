@@ -202,6 +202,10 @@ def mean_of(keys: Tensor) -> Tensor:
     return torch.where(finite, first, torch.zeros_like(first)).sum(-2) / finite.sum(-2).clamp(min=1)
 
 
+# Caches are made with a multiple of so many slots, whose scales are whole units of 16 bytes: kernels copy them in bulk.
+SLOTS = 8
+
+
 def exact_slots(max_length: int, rollback: int) -> int:
     """How many tokens the exact ones of a cache take: with ``rollback`` more, the last 64 are there after that many were taken back."""
     return FIRST + min(LAST + rollback, max_length)

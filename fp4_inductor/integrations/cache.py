@@ -56,6 +56,8 @@ class KVLayer(CacheLayerMixin):
         super().__init__()
         batch, heads, width = shape
         slots = counter.max_length if window is None else min(counter.max_length, window + rollback)
+        if format is not None:
+            slots = -(-slots // formats.SLOTS) * formats.SLOTS
         self.window = None if window is None or window >= counter.max_length else window
         self.counter, self.batch_size, self.rollback, self.is_sliding = counter, batch, rollback, sliding
         self.first = self.last = False

@@ -116,7 +116,7 @@ class Kernel:
         least_n, most_n: the fewest and the most outputs that it takes; None: any.
         one_scale: it takes a weight with one global scale only; others also several layers of one call, each with a global scale of its own.
         plain: it takes only calls whose ``form`` is empty.
-        forms: it takes only calls whose ``form`` is one of these alone.
+        forms: it takes only calls whose ``form`` has one of these, and besides it nothing but ``serves``.
         serves: it takes only calls whose ``form`` has nothing but these.
         batch: (up to this M all calls sum a row in one order, what changes above).
         tile_by_bound: its tile follows the largest M of its range, so two neighbouring ranges of it are not one.
@@ -184,11 +184,11 @@ class Kernel:
             return call.csrc
         if self.plain and call.form:
             return f"does not take {', '.join(call.form)}"
-        if self.serves and (others := [asked for asked in call.form if asked not in self.serves]):
-            return f"does not take {', '.join(others)}"
-        if self.forms and not (len(call.form) == 1 and call.form[0] in self.forms):
-            others = [asked for asked in call.form if asked not in self.forms]
-            return f"does not take {', '.join(others)}" if others else f"takes {' or '.join(self.forms)} only"
+        if self.serves or self.forms:
+            if others := [asked for asked in call.form if asked not in self.serves + self.forms]:
+                return f"does not take {', '.join(others)}"
+            if self.forms and not set(self.forms) & set(call.form):
+                return f"takes {' or '.join(self.forms)} only"
         if here.triton > call.triton:
             return f"needs Triton {here.triton[0]}.{here.triton[1]} or later, this is {call.triton[0]}.{call.triton[1]}"
         if call.k % self.k_multiple:

@@ -17,10 +17,23 @@ from ..config import DispatchConfig, dispatch_config
 from ..errors import ConfigError, KernelError
 from ..formats import kv
 from ..formats.packing import MAX_SCALES
-from ..ops.cached_call import CachedCall
+from ..ops.cached_call import CachedCall, Prologue
 from . import choose, registry
-from .asked import CODES, EMPTY, NO_COUNTERS, NOT_CONTIGUOUS, NOT_PLAIN, OTHER_ROTATION, OVERWRITTEN, SEVERAL_QUERIES, TURNS
-from .asked import cache_in as cache_in
+from .asked import (
+    CODES,
+    EMPTY,
+    NO_COUNTERS,
+    NOT_CONTIGUOUS,
+    NOT_PLAIN,
+    ODD_SLOTS,
+    OTHER_ROTATION,
+    OVERWRITTEN,
+    SEVERAL_QUERIES,
+    TURNS,
+    WIDE_PROLOGUE,
+    cache_in,
+    sizes,
+)
 from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
 from .kernel import LOST, Call, Kernel, Span
@@ -83,6 +96,11 @@ def attention_form(d: int, codes: bool = False) -> tuple[str, ...]:
     return (*asked, CODES) if codes else asked
 
 
+def _turns_by_lanes(p: Prologue) -> bool:
+    """Is its rotation, if there is one, that of the first 64 or 128 channels, by angles for all of them or for a half?"""
+    return p.cos is None or (p.turning in (64, 128) and p.turning in (p.cos.shape[-1], 2 * p.cos.shape[-1]))
+
+
 def cached_form(c: CachedCall) -> tuple[str, ...]:
     """What a call of ``fp4.cached_attention`` asks for besides a decode step over a cache that counts arrivals. Reads shapes, strides and dtypes only."""
     width, mask, queries = c.query.shape[3], c.mask, c.query.shape[2]
@@ -100,13 +118,16 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
         "a mask that adds numbers": mask is not None and mask.dtype != torch.bool,
         "a mask for each query or head": mask is not None and tuple(mask.shape[1:3]) != (1, 1),
         "attention that is not causal": not c.causal,
-        SEVERAL_QUERIES: plain and queries != 1,
-        OTHER_ROTATION: plain and c.prologue is not None and c.prologue.turning not in (0, 64, 128),
+        SEVERAL_QUERIES: not c.empty and queries != 1,
+        OTHER_ROTATION: not c.empty and c.prologue is not None and not _turns_by_lanes(c.prologue),
+        WIDE_PROLOGUE: not c.empty and c.prologue is not None and any(t.dtype != c.query.dtype for t in c.prologue.tensors),
+        ODD_SLOTS: not c.empty and c.format is not None and c.slots % kv.SLOTS != 0,
         NOT_CONTIGUOUS: plain and not (c.keys.is_contiguous() and c.values.is_contiguous()),
         TURNS: c.window is not None and queries > c.slots - c.window + 1,
         "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
     }
-    return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
+    size = () if c.empty or queries != 1 else (sizes(c.query.shape[0] * c.key.shape[1], c.slots, c.format is not None),)
+    return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked) + tuple(filter(None, size))
 
 
 ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"

@@ -32,6 +32,10 @@ class Prologue(NamedTuple):
         """R, how many elements of a head are rotated."""
         return 0 if self.cos is None else self.cos.shape[-1] if self.rotary is None else self.rotary
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.q_norm, self.k_norm, self.cos, self.sin) if t is not None)
+
     def of_query(self, x: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
         """``x [B, H, Q, D]`` after it, computed in ``wide`` and rounded once to its own dtype."""
         return self._applied(x, self.q_norm, wide)

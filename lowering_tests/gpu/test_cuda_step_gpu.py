@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 import fp4_inductor
 from fp4_inductor.kernels.cached_attention import cuda_step
+from lowering_tests.gpu import test_quantized_attention_gpu as codes
 from lowering_tests.gpu.helpers import BF16, FP16
-from lowering_tests.gpu.test_attention_step_gpu import NAN, SHAPES, call, check, fresh
+from lowering_tests.gpu.test_attention_step_gpu import NAN, SHAPES, call, check, check_replays, fresh
 
 pytestmark = pytest.mark.gpu
 STEPS = [shape for shape in SHAPES if shape[3] == 1 and shape[5] in cuda_step.WIDTHS]
@@ -28,10 +30,10 @@ def test_shapes(shape):
         check(call(*shape, dtype=dtype, prologue=prologue), cuda_step.step)
 
 
-@pytest.mark.parametrize("tile", [(2, 1), (4, 1), (4, 4), (8, 2), (8, 8), (4, 16)])
-def test_tiles(tile):
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8, 16])
+def test_blocks(blocks):
     for at in (0, 15, 16, 300, 2000):
-        check(call(1, 32, 8, 1, 2100, 128, at, prologue="norm"), lambda c: cuda_step.step(c, tile))
+        check(call(1, 32, 8, 1, 2100, 128, at, prologue="norm"), lambda c: cuda_step.step(c, blocks))
 
 
 @pytest.mark.parametrize("at", [1, 17, 1000, 4095, 33000, 70000])
@@ -64,3 +66,42 @@ def test_a_thousand_replays_are_bit_equal():
     for _ in range(1000):
         graph.replay()
         assert torch.equal(got, want)
+
+
+# --- a cache in fp8 or k8v4 ------------------------------------------------------------------------------------------
+
+CODED = [
+    # (B, H, Hkv, Q, S, D, position, window)
+    (1, 32, 8, 1, 520, 128, 519, None), (1, 32, 8, 1, 520, 128, 0, None), (1, 32, 8, 1, 4104, 128, 520, None), (8, 32, 8, 1, 520, 128, 66, None),
+    (3, 8, 1, 1, 304, 64, 257, None), (1, 64, 8, 1, 256, 64, 5000, 128), (2, 8, 4, 1, 136, 128, 777, 128), (1, 28, 4, 1, 20000, 128, 19998, None),
+    (40, 32, 8, 1, 1000, 128, 999, None), (2, 64, 4, 1, 8192, 128, 8000, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cuda_step.FORMATS)
+@pytest.mark.parametrize("shape", CODED, ids=str)
+def test_codes(shape, name):
+    for options in ({}, dict(prologue=True), dict(prologue=True, early=True), dict(softcap=3.0, sinks=True), dict(padded=True)):
+        c = codes.call(name, *shape, **options)
+        torch.cuda.synchronize()  # what was written is there for a call that is early
+        codes.check(c, run=lambda c: (torch.cuda.synchronize(), cuda_step.step(c))[1])
+    codes.check(codes.call(name, *shape, dtype=FP16), run=cuda_step.step)
+
+
+@pytest.mark.parametrize("name", cuda_step.FORMATS)
+@pytest.mark.parametrize("blocks", [1, 2, 4, 8, 16])
+def test_blocks_of_codes(blocks, name):
+    for at in (0, 1, 15, 16, 17, 300, 2103):
+        codes.check(codes.call(name, 2, 32, 8, 1, 2104, 128, at, prologue=True), run=lambda c: cuda_step.step(c, blocks))
+
+
+@pytest.mark.parametrize("name", cuda_step.FORMATS)
+def test_the_op_calls_it(name):
+    c = codes.call(name, 1, 32, 8, 1, 520, 128, 300, prologue=True)
+    with mock.patch.object(cuda_step, "fields", wraps=cuda_step.fields) as asked:
+        torch.ops.fp4.cached_attention(*c.flat())
+    assert asked.called
+
+
+def test_a_thousand_replays_of_codes():
+    check_replays([codes.call("k8v4", 1, 32, 8, 1, 2048, 128, 700, prologue=True) for _ in range(12)], cuda_step.step)

@@ -65,6 +65,11 @@ def test_a_step_that_cannot_be_captured_says_so_and_trains(pair, monkeypatch):
     assert found.kept and found.steps == 12
 
 
+def different(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The share of numbers that differ by more than the order of three products."""
+    return float(((a - b).abs() > 1e-6 * b.abs()).float().mean())
+
+
 @pytest.mark.parametrize(("n", "k", "config"), [(96, 64, DENSE), (48, 40, DENSE), (576, 1536, DENSE), (96, 64, SPARSE), (576, 1536, SPARSE)])
 def test_the_compiled_rounding_is_torchs(n, k, config):
     layer = quantize_model(torch.nn.Sequential(torch.nn.Linear(k, n, device="cuda")), config, progress=False, strict=False)[0]
@@ -77,7 +82,6 @@ def test_the_compiled_rounding_is_torchs(n, k, config):
     g = torch.randn(n, k, device="cuda")
     (plain.weight * g).sum().backward()
     (compiled.weight * g).sum().backward()
-    different = (plain.weight != compiled.weight).float().mean()
-    assert different < 1e-3, "but for values within an ulp of the edge between two codes"
+    assert different(compiled.weight, plain.weight) < 1e-3, "but for values within an ulp of the edge between two codes"
     torch.testing.assert_close(compiled.log_scale.grad, plain.log_scale.grad, rtol=0.05, atol=0.02 * float(plain.log_scale.grad.abs().max()))
-    assert (plain.values.grad != compiled.values.grad).float().mean() < 1e-3
+    assert different(compiled.values.grad, plain.values.grad) < 1e-3

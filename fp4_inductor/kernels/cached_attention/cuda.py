@@ -13,9 +13,9 @@ from torch import Tensor
 from ...formats import kv
 from ...ops.cached_call import CachedCall
 from .. import host, params
+from ..asked import NOT_BY_CLUSTERS, SIZES, cache_in
 from ..forms import Launches, Library
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
-from ..select import cache_in
 from .step import Arguments, StepConfig, arguments
 
 LIBRARY = Library("attention/cached_attention.cu", finish=None)
@@ -27,13 +27,17 @@ _ALIGNED = 16
 
 def fields(c: CachedCall, a: Arguments, tile: int = 0) -> dict[str, Any]:
     """Of :class:`params.AttentionParams`, but for y, stream and scratch memory. ``tile``: the most parts of a sequence; 0: the kernel's choice."""
+    return dict(call_fields(c, a), **cache_fields(c), arrivals=c.arrivals, tile=(tile, 0))
+
+
+def cache_fields(c: CachedCall) -> dict[str, Any]:
+    """A cache in 8 or 4 bits."""
     s: Any = c.stored
     f: Any = c.format
     keys = dict(codes=c.keys, scale=s.key_scale, blocks=s.key_blocks, exact=s.exact_keys)
     values = dict(codes=c.values, scale=s.value_scale, blocks=s.value_blocks, exact=s.exact_values)
     of_exact = 0 if s.exact_keys is None else s.exact_keys.shape[2]
-    cache = dict(keys=keys, values=values, key_mean=s.key_mean, arrivals=c.arrivals, exact_slots=of_exact, format=_FORMATS[f.name])
-    return dict(call_fields(c, a), **cache, tile=(tile, 0))
+    return dict(keys=keys, values=values, key_mean=s.key_mean, exact_slots=of_exact, format=_FORMATS[f.name])
 
 
 def call_fields(c: CachedCall, a: Arguments) -> dict[str, Any]:
@@ -88,7 +92,7 @@ KERNELS = (
     Kernel(
         "cached_attention", NAME, "cuda_attention",
         (On(90, 90, MEASURED_H100, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)),
-        only_k=WIDTHS, forms=tuple(map(cache_in, kv.FORMATS)),
+        only_k=WIDTHS, forms=tuple(map(cache_in, kv.FORMATS)), serves=(*NOT_BY_CLUSTERS, *SIZES),
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.cuda:quantized", LIBRARY),
     ),
 )  # fmt: skip

@@ -11,21 +11,25 @@ from torch import Tensor
 
 from ...ops.cached_call import CachedCall
 from .. import host, params
-from ..asked import NO_COUNTERS
+from ..asked import NO_COUNTERS, SIZES, cache_in
 from ..forms import Launches, Library
-from ..kernel import EMULATED, Kernel, On
+from ..kernel import COMPILED, MEASURED, Kernel, On
 from ..paged_attention.cuda import readable
-from .cuda import ALONE, call_fields
+from .cuda import ALONE, cache_fields, call_fields
 from .step import Arguments, arguments
 
 LIBRARY = Library("attention/step_attention.cu", finish=None)
 NAME = "cuda_step_attention"
 WIDTHS = (64, 128)  # that the source compiles
+FORMATS = ("fp8", "k8v4")
+NOT_ROUNDED = -1  # as AttentionParams has it
 
 
-def fields(c: CachedCall, a: Arguments, tile: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """Of :class:`params.AttentionParams`, but for y and stream. ``tile``: warps of a block, blocks of a KV head; zeros: the kernel's choice."""
-    return dict(call_fields(c, a), keys=dict(codes=c.keys), values=dict(codes=c.values), tile=tile)
+def fields(c: CachedCall, a: Arguments, blocks: int = 0) -> dict[str, Any]:
+    """Of :class:`params.AttentionParams`, but for y and stream. ``blocks``: of a KV head of a sequence, a power of two up to 16; 0: the kernel's choice."""
+    if c.stored is None:
+        return dict(call_fields(c, a), keys=dict(codes=c.keys), values=dict(codes=c.values), format=NOT_ROUNDED, tile=(blocks, 0))
+    return dict(call_fields(c, a), **cache_fields(c), tile=(blocks, 0))
 
 
 def _aligned(a: Arguments) -> Arguments:
@@ -34,7 +38,7 @@ def _aligned(a: Arguments) -> Arguments:
     return a._replace(query=readable(a.query), key=readable(a.key), value=readable(a.value), norms=(q_norm, k_norm), angles=(cos, sin))
 
 
-def step(c: CachedCall, tile: tuple[int, int] = (0, 0)) -> Tensor:
+def step(c: CachedCall, blocks: int = 0) -> Tensor:
     """``[B, Q, H, D]``. ``select.cached_form(c)`` is empty, or says that there are no counters, and nothing of ``c`` is empty.
 
     Raises:
@@ -44,14 +48,16 @@ def step(c: CachedCall, tile: tuple[int, int] = (0, 0)) -> Tensor:
 
     a = _aligned(arguments(ALONE, c))
     of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
-    csrc.launch(LIBRARY, params.AttentionParams, fields(c, a, tile), a.out, host.arch(c.query.device), of)
+    csrc.launch(LIBRARY, params.AttentionParams, fields(c, a, blocks), a.out, host.arch(c.query.device), of)
     return a.out
 
 
-_WHY = "as cuda_paged_attention, which takes 5.3 us for 520 tokens of a sequence on an H100 (triton_cached_attention 8.3), with norm and rotation in its launch"
+_WHY = "as on sm_90"
+_WHY_90 = "one launch by clusters: 6.0 us for 520 tokens on an H200 (triton_cached_attention 8.5), batch 8 10.7 (15.6); k8v4 7.5 (cuda_quantized_attention 9.2)"
 KERNELS = (
     Kernel(
-        "cached_attention", NAME, "cuda_attention", (On(90, 90, EMULATED, _WHY), On(100, 129, EMULATED, _WHY)), only_k=WIDTHS, serves=(NO_COUNTERS,),
-        batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.cuda_step:step", LIBRARY),
+        "cached_attention", NAME, "cuda_attention", (On(90, 90, MEASURED, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
+        serves=(NO_COUNTERS, *SIZES, *map(cache_in, FORMATS)), batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"),
+        form=Launches("cached_attention.cuda_step:step", LIBRARY),
     ),
 )  # fmt: skip

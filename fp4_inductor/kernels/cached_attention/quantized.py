@@ -14,10 +14,10 @@ from torch import Tensor
 from ...formats import kv
 from ...ops.cached_call import CachedCall
 from .. import host
+from ..asked import NOT_BY_CLUSTERS, SIZES, cache_in
 from ..decode_attention.split import power
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
-from ..select import cache_in
 from .step import StepConfig, arguments, config
 from .step import constants as shared_constants
 
@@ -66,7 +66,8 @@ _WHY = "one launch that reads codes and scales as they are, for heads of any wid
 KERNELS = (
     Kernel(
         "cached_attention", "triton_quantized_attention", "attention",
-        (On(90, 90, MEASURED_H100, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), forms=tuple(map(cache_in, kv.FORMATS)),
+        (On(90, 90, MEASURED_H100, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)),
+        forms=tuple(map(cache_in, kv.FORMATS)), serves=(*NOT_BY_CLUSTERS, *SIZES),
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.quantized:quantized"),
     ),
 )  # fmt: skip

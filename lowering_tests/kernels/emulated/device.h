@@ -49,6 +49,18 @@ inline float shuffle_from(float v, int lane) {
   });
   return mine.got;
 }
+struct Exchanged {
+  int v, by;
+  uint32_t got;
+};
+inline uint32_t lanes_where(bool v) {
+  Exchanged mine{v, 0, 0};
+  emulated::together("a vote", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i)
+      for (int j = 0; j < 32; ++j) ((Exchanged*)lanes[i])->got |= (uint32_t)((Exchanged*)lanes[j])->v << j;
+  });
+  return mine.got;
+}
 inline bool any_lane(bool v) {
   bool mine = v;
   emulated::together("a vote", &mine, [](void** lanes) {
@@ -60,6 +72,14 @@ inline bool any_lane(bool v) {
 }
 inline float exp2_approx(float v) { return std::exp2(v); }
 inline float log2_approx(float v) { return std::log2(v); }
+inline float reciprocal_approx(float v) { return 1.f / v; }
+inline uint32_t shuffle_from(uint32_t v, int lane) {
+  Exchanged mine{(int)v, lane, 0};
+  emulated::together("a shuffle", &mine, [](void** lanes) {
+    for (int i = 0; i < 32; ++i) ((Exchanged*)lanes[i])->got = ((Exchanged*)lanes[((Exchanged*)lanes[i])->by])->v;
+  });
+  return mine.got;
+}
 inline uint32_t shuffle_in_quad(uint32_t v, int t) {
   struct Lane {
     uint32_t v, got;
@@ -70,10 +90,6 @@ inline uint32_t shuffle_in_quad(uint32_t v, int t) {
   });
   return mine.got;
 }
-struct Exchanged {
-  int v, by;
-  uint32_t got;
-};
 inline int shuffle_up(int v, int by) {
   Exchanged mine{v, by, 0};
   emulated::together("a shuffle up", &mine, [](void** lanes) {
@@ -145,7 +161,9 @@ inline int thread_again() { return threadIdx.x; }
 inline int cluster_size() { return emulated::cluster_size(); }
 inline int cluster_rank() { return emulated::cluster_rank(); }
 inline void cluster_sync() { emulated::cluster_sync(); }
-template <typename T> inline const T* map_to_rank(const T* shared, int rank) { return (const T*)emulated::other_block((void*)shared, rank); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { emulated::cluster_sync(); }  // that all arrive there is less than it demands on a GPU, where who has ended has arrived
+template <typename T> inline T* map_to_rank(T* shared, int rank) { return (T*)emulated::other_block((void*)shared, rank); }
 
 // Bodies in device.cpp; kHalf: float16 instead of bfloat16.
 uint32_t multiply_pairs(bool half, uint32_t a, uint32_t b);
