@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, device: str) -> list[dict]:
 
 
 def apart(case: Case, i: int) -> torch.Tensor:
-    with fp4_inductor.dispatch(thresholds={"cuda_attention": 0, "attention": 0}):
+    with fp4_inductor.dispatch(thresholds={"step_attention": 0, "cuda_attention": 0, "attention": 0}):
         return case.call(i)
 
 

@@ -294,15 +294,15 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
 
-// Blocks of a KV head of a sequence (sweep on an H200, 520 to 32768 tokens, batch 1 to 32): as many as find room at once, one on a multiprocessor, of which those
-// of a cluster are neighbours. Two on each would be 62 clusters of four, or 30 of eight, and not the 64 and 32 that powers of two want. Clusters of 16, which are
-// known to fit on sm_90 alone, are worth their barriers where few clusters have many tokens.
+// Blocks of a KV head of a sequence (sweep on an H200, 4 to 256 KV heads in all, 520 to 32768 tokens): as many as find room at once, one on a multiprocessor.
+// Blocks of a cluster are neighbours: of those of eight, or of four, a quarter of the multiprocessors is left. Clusters of 16, which are known to fit on sm_90
+// alone, are worth their barriers where few clusters have many tokens.
 int blocks_of(const AttentionParams& p) {
   const int programs = p.batch * p.kv_heads, there = multiprocessors();
   if (FP4_ARCH == 90 && programs * kMostBlocks <= there / 2 && p.slots > 2048) return kMostBlocks;
   int blocks = 8;
-  while (blocks > 1 && programs * blocks > there) blocks /= 2;
-  return blocks;
+  while (blocks > 2 && programs * blocks > there * 3 / 4) blocks /= 2;
+  return programs * blocks > there ? 1 : blocks;
 }
 
 template <typename F> cudaError_t run(const AttentionParams& p) {

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-import fp4_inductor
 from fp4_inductor.kernels.cached_attention import cuda_step
 from lowering_tests.gpu import test_quantized_attention_gpu as codes
 from lowering_tests.gpu.helpers import BF16, FP16
@@ -16,12 +15,6 @@ from lowering_tests.gpu.test_attention_step_gpu import NAN, SHAPES, call, check,
 
 pytestmark = pytest.mark.gpu
 STEPS = [shape for shape in SHAPES if shape[3] == 1 and shape[5] in cuda_step.WIDTHS]
-
-
-@pytest.fixture(autouse=True)
-def _on():
-    with fp4_inductor.dispatch(candidates=(cuda_step.NAME,)):
-        yield
 
 
 @pytest.mark.parametrize("shape", STEPS, ids=str)

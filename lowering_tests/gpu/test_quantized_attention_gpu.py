@@ -13,6 +13,7 @@ from fp4_inductor import KVCache, NVFP4Config, explain
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels import select
 from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS, cache_in
+from fp4_inductor.kernels.asked import SIZES as SIZES_OF_CACHES
 from fp4_inductor.kernels.cached_attention import cuda, quantized
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.lowerings import cached_attention as lowering
@@ -27,7 +28,7 @@ NAN = float("nan")
 FORMATS = tuple(kv.FORMATS)
 TRITON, CUDA = "triton_quantized_attention", "cuda_quantized_attention"
 KERNELS = (CUDA, TRITON)
-OFF: dict[str, dict[str, int]] = {CUDA: {}, TRITON: {"cuda_attention": 0}}  # so that it serves the call
+OFF: dict[str, dict[str, int]] = {CUDA: {"step_attention": 0}, TRITON: {"step_attention": 0, "cuda_attention": 0}}  # so that it serves the call
 PROLOGUE = 2  # keys and queries are rounded once more often than in the reference
 
 
@@ -87,7 +88,7 @@ def numbers(c: CachedCall) -> list[torch.Tensor]:
 
 def check(c: CachedCall, kernel: str = CUDA, run=None):
     """``run``: in place of a call of the op that ``kernel`` serves."""
-    assert set(select.cached_form(c)) - set(NOT_BY_CLUSTERS) == {cache_in(c.format.name)}
+    assert set(select.cached_form(c)).difference(NOT_BY_CLUSTERS, SIZES_OF_CACHES) == {cache_in(c.format.name)}
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     want = contract.CONTRACT.reference(*theirs.flat())
     watched = mock.patch.object(cuda, "fields", wraps=cuda.fields) if kernel == CUDA else mock.patch.object(quantized, "tile_of", wraps=quantized.tile_of)
@@ -165,7 +166,7 @@ def test_tokens_one_after_the_other(name):
 SIZES = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64, num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [0, 2])  # sequences
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @torch.no_grad()
@@ -189,7 +190,7 @@ def test_a_compiled_step(kernel, name, early, monkeypatch):
             token = (ids[:, i : i + 1] + 7) % 512
             torch.compiler.cudagraph_mark_step_begin()
             got = compiled(token, past_key_values=ours).logits.float().clone()
-            with fp4_inductor.dispatch(thresholds={"cuda_attention": 0, "attention": 0}):
+            with fp4_inductor.dispatch(thresholds={"step_attention": 0, "cuda_attention": 0, "attention": 0}):
                 want = model(token, past_key_values=theirs).logits.float()
             assert error(got, want.double()) <= 0.04, i
         assert matches()["rope_attention"] == 3

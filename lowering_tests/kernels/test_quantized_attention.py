@@ -27,8 +27,8 @@ from lowering_tests.own_process import cases_of
 BF16 = torch.bfloat16
 FORMATS = tuple(kv.FORMATS)
 TRITON, CUDA = "triton_quantized_attention", "cuda_quantized_attention"
-WITHOUT_CUDA = DispatchConfig(thresholds={"cuda_attention": 0})
-NO_PREFILL = DispatchConfig(thresholds={"prefill_attention": 0})  # test_prompts.py has what it serves
+WITHOUT_CUDA = DispatchConfig(thresholds={"step_attention": 0, "cuda_attention": 0})
+NO_PREFILL = DispatchConfig(thresholds={"step_attention": 0, "prefill_attention": 0})  # test_prompts.py has what it serves
 
 
 def test_in_the_interpreter():
@@ -86,7 +86,7 @@ def test_which_calls_it_serves(arch):
     assert {kernel(4, form=(f"a cache in {name}",), d=d) for name in FORMATS for d in WIDTHS} == {cuda}
     assert {kernel(4, d=80), kernel(4, csrc="no nvcc"), kernel(4, config=WITHOUT_CUDA)} == {triton}
     off = [dict(dtype=torch.float32), dict(d=40), dict(form=("a cache in k8v4", "no counters of arrival"))]
-    off += [dict(config=DispatchConfig(thresholds={"cuda_attention": 0, "attention": 0}))]
+    off += [dict(config=DispatchConfig(thresholds={"step_attention": 0, "cuda_attention": 0, "attention": 0}))]
     assert {kernel(4, **case) for case in off} == {apart}
     assert kernel(4, form=()) == ("triton_cached_attention" if arch else apart), "a cache in the dtype of the query has a kernel of its own"
 
@@ -114,7 +114,7 @@ def a_call(name="k8v4", q=1, d=64, slots=80, rollback=8, **options) -> CachedCal
 
 
 def test_what_a_call_asks_for():
-    assert select.cached_form(a_call("nvfp4", q=2)) == ("a cache in nvfp4",)
+    assert select.cached_form(a_call("nvfp4", q=2)) == ("a cache in nvfp4", "several queries")
     few = "exact tokens of which the new ones would overwrite some"
     assert few in select.cached_form(a_call("nvfp4", q=2, rollback=0)) and few not in select.cached_form(a_call("nvfp4", rollback=0))
     c = a_call()

@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from fp4_inductor import DispatchConfig, dispatch
-from fp4_inductor.config import dispatch_config
+from fp4_inductor import DispatchConfig
 from fp4_inductor.kernels import params, select
-from fp4_inductor.kernels.asked import NO_COUNTERS, NOT_CONTIGUOUS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE
+from fp4_inductor.kernels.asked import LONG_ALONE, MANY_SHORT, NO_COUNTERS, NOT_CONTIGUOUS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE
 from fp4_inductor.kernels.cached_attention import cuda_step
 from fp4_inductor.kernels.cached_attention.cuda import ALONE
 from fp4_inductor.kernels.cached_attention.step import arguments
@@ -156,23 +155,25 @@ def test_a_kernel_that_keeps_an_old_peak_is_caught():
 
 
 def test_which_calls_it_serves():
-    """It is switched on by name, and says what it does not take."""
-    on = DispatchConfig(candidates=(cuda_step.NAME,))
-    for arch, expected in ((80, "triton_cached_attention"), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
-        asked = Call("cached_attention", arch, BF16, 32, 128)
-        assert plan(asked, on).pick(4).kernel == expected
-        assert plan(asked, DispatchConfig()).pick(4).kernel == "triton_cached_attention"
-    for form in ((SEVERAL_QUERIES,), (OTHER_ROTATION,), (NOT_CONTIGUOUS,), (WIDE_PROLOGUE,)):
-        assert plan(Call("cached_attention", 90, BF16, 32, 128, form=form), on).pick(4).kernel == "triton_cached_attention"
-    assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(NO_COUNTERS,)), on).pick(4).kernel == cuda_step.NAME
-    assert plan(Call("cached_attention", 90, BF16, 32, 80), on).pick(4).kernel == "triton_cached_attention"
-    with dispatch(candidates=(cuda_step.NAME,)):
-        assert plan(Call("cached_attention", 90, BF16, 32, 128), dispatch_config()).pick(4).kernel == cuda_step.NAME
+    """It says what it does not take, which another kernel serves then; so are sizes at which that is ahead."""
+    off, other = DispatchConfig(thresholds={"step_attention": 0}), "triton_cached_attention"
+
+    def kernel(config=None, arch=90, d=128, form=()):
+        return plan(Call("cached_attention", arch, BF16, 32, d, form=form), config or DispatchConfig()).pick(4).kernel
+
+    for arch, expected in ((80, other), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
+        assert kernel(arch=arch) == expected and kernel(off, arch) == other
+    for form in (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, WIDE_PROLOGUE, LONG_ALONE):
+        assert kernel(form=(form,)) == other
+    assert kernel(d=80) == other
+    assert {kernel(form=(NO_COUNTERS,)), kernel(form=(NO_COUNTERS, LONG_ALONE)), kernel(form=(MANY_SHORT,))} == {cuda_step.NAME}
 
 
 def test_what_is_said_of_calls():
     c = call(1, 4, 2, 1, 80, 64, 30)
     assert not select.cached_form(c)
+    long = torch.zeros(1, 2, 7000, 64, dtype=F16)
+    assert select.cached_form(c._replace(keys=long, values=long)) == (LONG_ALONE,)
     assert select.cached_form(call(1, 4, 2, 2, 80, 64, 30)) == (SEVERAL_QUERIES,)
     assert select.cached_form(c._replace(prologue=turning(1, 1, 64, rotary=32))) == (OTHER_ROTATION,)
     assert select.cached_form(c._replace(prologue=turning(1, 1, 64, torch.float32))) == (WIDE_PROLOGUE,)

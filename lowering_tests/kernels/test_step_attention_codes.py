@@ -9,7 +9,7 @@ import torch
 
 from fp4_inductor import DispatchConfig
 from fp4_inductor.kernels import params, select
-from fp4_inductor.kernels.asked import NO_COUNTERS, NOT_CONTIGUOUS, ODD_SLOTS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE, cache_in
+from fp4_inductor.kernels.asked import LONG_ALONE, MANY_SHORT, NO_COUNTERS, NOT_CONTIGUOUS, ODD_SLOTS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE, cache_in
 from fp4_inductor.kernels.cached_attention import cuda_step
 from fp4_inductor.kernels.cached_attention.cuda import ALONE
 from fp4_inductor.kernels.cached_attention.step import arguments
@@ -146,7 +146,7 @@ def test_what_is_said_of_calls():
 @pytest.mark.parametrize("name", FORMATS)
 def test_which_calls_it_serves(name):
     """It says what it does not take, which another kernel serves then."""
-    on = DispatchConfig(candidates=(cuda_step.NAME,))
+    on = DispatchConfig()
     other = "cuda_quantized_attention"
     for arch, expected in ((80, other), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
         assert plan(Call("cached_attention", arch, BF16, 32, 128, form=(cache_in(name),)), on).pick(4).kernel == expected
@@ -155,3 +155,6 @@ def test_which_calls_it_serves(name):
     assert plan(Call("cached_attention", 90, BF16, 32, 256, form=(cache_in(name),)), on).pick(4).kernel == other
     assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in("nvfp4"),)), on).pick(4).kernel == other
     assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(NOT_CONTIGUOUS,)), on).pick(4).kernel == "triton_cached_attention"
+    assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in(name), LONG_ALONE)), on).pick(4).kernel == other
+    many = plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in(name), MANY_SHORT)), on).pick(4).kernel
+    assert many == (other if name == "k8v4" else cuda_step.NAME)

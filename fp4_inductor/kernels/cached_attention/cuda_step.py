@@ -56,7 +56,7 @@ _WHY = "as on sm_90"
 _WHY_90 = "one launch by clusters: 6.0 us for 520 tokens on an H200 (triton_cached_attention 8.5), batch 8 10.7 (15.6); k8v4 7.5 (cuda_quantized_attention 9.2)"
 KERNELS = (
     Kernel(
-        "cached_attention", NAME, "cuda_attention", (On(90, 90, MEASURED, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
+        "cached_attention", NAME, "step_attention", (On(90, 90, MEASURED, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
         serves=(NO_COUNTERS, *SIZES, *map(cache_in, FORMATS)), batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"),
         form=Launches("cached_attention.cuda_step:step", LIBRARY),
     ),
