@@ -20,6 +20,7 @@ from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall, Prologue
 from . import choose, registry
 from .asked import (
+    BULK,
     CODES,
     EMPTY,
     NO_COUNTERS,
@@ -32,7 +33,7 @@ from .asked import (
     TURNS,
     WIDE_PROLOGUE,
     cache_in,
-    sizes,
+    is_bulk,
 )
 from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
@@ -123,11 +124,11 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
         WIDE_PROLOGUE: not c.empty and c.prologue is not None and any(t.dtype != c.query.dtype for t in c.prologue.tensors),
         ODD_SLOTS: not c.empty and c.format is not None and c.slots % kv.SLOTS != 0,
         NOT_CONTIGUOUS: plain and not (c.keys.is_contiguous() and c.values.is_contiguous()),
+        BULK: not c.empty and queries == 1 and is_bulk(c.query.shape[0] * c.key.shape[1], c.slots, c.format.name if c.format else ""),
         TURNS: c.window is not None and queries > c.slots - c.window + 1,
         "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
     }
-    size = () if c.empty or queries != 1 else (sizes(c.query.shape[0] * c.key.shape[1], c.slots, c.format is not None),)
-    return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked) + tuple(filter(None, size))
+    return attention_form(width) + tuple(what for what, is_asked in asked.items() if is_asked)
 
 
 ATTENTION_NOTE = "attention: M is queries times heads that share a KV head, N heads, K the width of a head"

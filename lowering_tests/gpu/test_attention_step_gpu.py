@@ -10,8 +10,7 @@ import torch
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, explain
 from fp4_inductor.kernels import select
-from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS
-from fp4_inductor.kernels.asked import SIZES as SIZES_OF_CACHES
+from fp4_inductor.kernels.asked import BULK, NOT_BY_CLUSTERS
 from fp4_inductor.kernels.cached_attention.step import StepConfig, step
 from fp4_inductor.lowerings import cached_attention as lowering
 from fp4_inductor.ops import cached_attention as contract
@@ -53,16 +52,13 @@ def fresh(c: CachedCall) -> CachedCall:
     return c._replace(keys=c.keys.clone(), values=c.values.clone())
 
 
-OFF = {"triton_cached_attention": {"step_attention": 0}, "cuda_step_attention": {}}  # so that it serves the call
-
-
 def op(c: CachedCall):
-    with fp4_inductor.dispatch(thresholds=OFF["triton_cached_attention"]):
+    with fp4_inductor.dispatch(thresholds={"step_attention": 0}):
         return torch.ops.fp4.cached_attention(*c.flat())
 
 
 def check(c: CachedCall, run=op):
-    assert set(select.cached_form(c)) <= {*NOT_BY_CLUSTERS, *SIZES_OF_CACHES}
+    assert set(select.cached_form(c)) <= {*NOT_BY_CLUSTERS, BULK}
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     want = contract.CONTRACT.reference(*theirs.flat())
     got = run(ours)
@@ -194,7 +190,7 @@ FAMILIES = [("Qwen3", {}), ("Llama", {}), ("Mistral", dict(sliding_window=24)), 
 
 
 @pytest.mark.parametrize("early", [0, 2])  # sequences
-@pytest.mark.parametrize("kernel", OFF)
+@pytest.mark.parametrize("kernel", ["triton_cached_attention", "cuda_step_attention"])
 @pytest.mark.parametrize(("name", "changed"), FAMILIES)
 @torch.no_grad()
 def test_a_compiled_step(name, changed, kernel, early, monkeypatch):
@@ -208,16 +204,16 @@ def test_a_compiled_step(name, changed, kernel, early, monkeypatch):
     ours, theirs = KVCache(model, 128, 2), KVCache(model, 128, 2)
     for cache in (ours, theirs):
         model(ids, past_key_values=cache)
-    with fp4_inductor.dispatch(thresholds=OFF[kernel]):
-        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-        for i in range(20):
-            token = (ids[:, i : i + 1] + 7) % 512
-            torch.compiler.cudagraph_mark_step_begin()
-            got = compiled(token, past_key_values=ours).logits.float().clone()
-            want = model(token, past_key_values=theirs).logits.float()
-            assert error(got, want.double()) <= 0.03, i
-        assert matches()["rope_attention"] == 3
-        assert int(ours.get_seq_length()) == 60 and not ours.counter.arrivals.any()
-        told = explain(compiled, input_ids=ids[:, :1], past_key_values=ours)
-        assert [row.kernel for row in told.rows if row.op == "fp4.cached_attention"] == [kernel] * 3
-        assert not [m for m in told.missed if m.what == BEFORE_ATTENTION]
+    monkeypatch.setattr(select, "is_bulk", lambda *of: kernel == "cuda_step_attention")
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for i in range(20):
+        token = (ids[:, i : i + 1] + 7) % 512
+        torch.compiler.cudagraph_mark_step_begin()
+        got = compiled(token, past_key_values=ours).logits.float().clone()
+        want = model(token, past_key_values=theirs).logits.float()
+        assert error(got, want.double()) <= 0.03, i
+    assert matches()["rope_attention"] == 3
+    assert int(ours.get_seq_length()) == 60 and not ours.counter.arrivals.any()
+    told = explain(compiled, input_ids=ids[:, :1], past_key_values=ours)
+    assert [row.kernel for row in told.rows if row.op == "fp4.cached_attention"] == [kernel] * 3
+    assert not [m for m in told.missed if m.what == BEFORE_ATTENTION]

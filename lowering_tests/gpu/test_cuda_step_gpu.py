@@ -90,7 +90,7 @@ def test_blocks_of_codes(blocks, name):
 
 @pytest.mark.parametrize("name", cuda_step.FORMATS)
 def test_the_op_calls_it(name):
-    c = codes.call(name, 1, 32, 8, 1, 520, 128, 300, prologue=True)
+    c = codes.call(name, 32, 32, 8, 1, 8192, 128, 300, prologue=True)
     with mock.patch.object(cuda_step, "fields", wraps=cuda_step.fields) as asked:
         torch.ops.fp4.cached_attention(*c.flat())
     assert asked.called

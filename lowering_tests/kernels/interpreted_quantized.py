@@ -14,7 +14,7 @@ import torch  # isort: skip
 
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels import host, select
-from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS, SIZES, cache_in
+from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS, cache_in
 from fp4_inductor.kernels.cached_attention import quantized as kernel
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.ops import cached_attention as contract
@@ -24,7 +24,7 @@ FORMATS = tuple(kv.FORMATS)
 
 
 def run(c, tile=None):
-    assert set(select.cached_form(c)).difference(NOT_BY_CLUSTERS, SIZES) == {cache_in(c.format.name)}, select.cached_form(c)
+    assert set(select.cached_form(c)).difference(NOT_BY_CLUSTERS) == {cache_in(c.format.name)}, select.cached_form(c)
     with (
         mock.patch.object(host, "arch", return_value=80),
         mock.patch.object(host, "processors", return_value=4),

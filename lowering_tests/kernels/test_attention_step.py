@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.kernels import host, select
-from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS, SIZES
+from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS
 from fp4_inductor.kernels.cached_attention import composed, step, triton_step
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.kernels.select import Call, plan
@@ -109,13 +109,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_why_a_call_is_not_served(reason):
-    assert tuple(asked for asked in select.cached_form(a_call(**REFUSED[reason])) if asked not in NOT_BY_CLUSTERS + SIZES) == (reason,)
+    assert tuple(asked for asked in select.cached_form(a_call(**REFUSED[reason])) if asked not in NOT_BY_CLUSTERS) == (reason,)
 
 
 def test_what_it_serves_besides_plain_calls():
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     for options in ({}, dict(q=4), dict(window=8), dict(window=37, q=4), dict(mask=mask), dict(mask=mask[:1]), dict(softcap=2.0), dict(sinks=torch.zeros(8))):
-        assert set(select.cached_form(a_call(**options))) <= {*NOT_BY_CLUSTERS, *SIZES}, options
+        assert set(select.cached_form(a_call(**options))) <= set(NOT_BY_CLUSTERS), options
 
 
 def test_the_operator_takes_the_kernel_of_the_plan(monkeypatch):

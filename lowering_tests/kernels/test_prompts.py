@@ -136,7 +136,7 @@ def test_which_calls_it_serves(arch):
         assert kernel(2048, cache, EMPTY, NOT_PLAIN, OVERWRITTEN, NO_COUNTERS, TURNS, arch=arch) == PREFILL
         assert kernel(2048, cache, "attention that is not causal", arch=arch) == APART
         assert kernel(2048, cache, arch=arch, config=DispatchConfig(thresholds={"prefill_attention": 0})) == APART
-        off = DispatchConfig(thresholds={"step_attention": 0, "cuda_attention": 0, "attention": 0})
+        off = DispatchConfig(thresholds={"cuda_attention": 0, "attention": 0})
         assert [kernel(m, cache, arch=arch, config=off) for m in (1, 16, 17)] == [APART, APART, PREFILL]
     assert [kernel(m, arch=arch) for m in (16, 17)] == ["triton_cached_attention", PREFILL]
     assert kernel(2048, EMPTY, arch=arch) == APART and kernel(2048, EMPTY, NOT_PLAIN, arch=arch) == PREFILL

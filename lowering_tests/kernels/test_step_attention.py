@@ -9,7 +9,7 @@ import torch
 
 from fp4_inductor import DispatchConfig
 from fp4_inductor.kernels import params, select
-from fp4_inductor.kernels.asked import LONG_ALONE, MANY_SHORT, NO_COUNTERS, NOT_CONTIGUOUS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE
+from fp4_inductor.kernels.asked import BULK, NO_COUNTERS, NOT_CONTIGUOUS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE
 from fp4_inductor.kernels.cached_attention import cuda_step
 from fp4_inductor.kernels.cached_attention.cuda import ALONE
 from fp4_inductor.kernels.cached_attention.step import arguments
@@ -155,25 +155,28 @@ def test_a_kernel_that_keeps_an_old_peak_is_caught():
 
 
 def test_which_calls_it_serves():
-    """It says what it does not take, which another kernel serves then; so are sizes at which that is ahead."""
-    off, other = DispatchConfig(thresholds={"step_attention": 0}), "triton_cached_attention"
+    """Many tokens, where nothing is asked for that it does not take."""
+    other = "triton_cached_attention"
 
-    def kernel(config=None, arch=90, d=128, form=()):
-        return plan(Call("cached_attention", arch, BF16, 32, d, form=form), config or DispatchConfig()).pick(4).kernel
+    def kernel(*form, arch=90, d=128, **config):
+        return plan(Call("cached_attention", arch, BF16, 32, d, form=form), DispatchConfig(**config)).pick(4).kernel
 
     for arch, expected in ((80, other), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
-        assert kernel(arch=arch) == expected and kernel(off, arch) == other
-    for form in (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, WIDE_PROLOGUE, LONG_ALONE):
-        assert kernel(form=(form,)) == other
-    assert kernel(d=80) == other
-    assert {kernel(form=(NO_COUNTERS,)), kernel(form=(NO_COUNTERS, LONG_ALONE)), kernel(form=(MANY_SHORT,))} == {cuda_step.NAME}
+        assert kernel(BULK, arch=arch) == expected and kernel(arch=arch) == other
+    assert kernel(BULK, thresholds={"step_attention": 0}) == other
+    for more in (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, WIDE_PROLOGUE):
+        assert kernel(BULK, more) == other
+    assert kernel(BULK, d=80) == other
+    assert kernel(BULK, NO_COUNTERS) == cuda_step.NAME, "which has none"
 
 
 def test_what_is_said_of_calls():
     c = call(1, 4, 2, 1, 80, 64, 30)
     assert not select.cached_form(c)
-    long = torch.zeros(1, 2, 7000, 64, dtype=F16)
-    assert select.cached_form(c._replace(keys=long, values=long)) == (LONG_ALONE,)
+    many = torch.empty(32, 2, 8192, 64, dtype=F16, device="meta")
+    on_meta = call(32, 4, 2, 1, 8, 64, 0)._replace(keys=many, values=many)
+    assert select.cached_form(on_meta) == (BULK,)
+    assert not select.cached_form(on_meta._replace(keys=many[:, :, :8000].contiguous(), values=many[:, :, :8000].contiguous()))
     assert select.cached_form(call(1, 4, 2, 2, 80, 64, 30)) == (SEVERAL_QUERIES,)
     assert select.cached_form(c._replace(prologue=turning(1, 1, 64, rotary=32))) == (OTHER_ROTATION,)
     assert select.cached_form(c._replace(prologue=turning(1, 1, 64, torch.float32))) == (WIDE_PROLOGUE,)

@@ -9,7 +9,7 @@ import torch
 
 from fp4_inductor import DispatchConfig
 from fp4_inductor.kernels import params, select
-from fp4_inductor.kernels.asked import LONG_ALONE, MANY_SHORT, NO_COUNTERS, NOT_CONTIGUOUS, ODD_SLOTS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE, cache_in
+from fp4_inductor.kernels.asked import BULK, NO_COUNTERS, ODD_SLOTS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE, cache_in, is_bulk
 from fp4_inductor.kernels.cached_attention import cuda_step
 from fp4_inductor.kernels.cached_attention.cuda import ALONE
 from fp4_inductor.kernels.cached_attention.step import arguments
@@ -145,16 +145,20 @@ def test_what_is_said_of_calls():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_which_calls_it_serves(name):
-    """It says what it does not take, which another kernel serves then."""
-    on = DispatchConfig()
-    other = "cuda_quantized_attention"
+    """Many tokens, where nothing is asked for that it does not take."""
+    of, other = cache_in(name), "cuda_quantized_attention"
+
+    def kernel(*form, arch=90, d=128, **config):
+        return plan(Call("cached_attention", arch, BF16, 32, d, form=form), DispatchConfig(**config)).pick(4).kernel
+
     for arch, expected in ((80, other), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
-        assert plan(Call("cached_attention", arch, BF16, 32, 128, form=(cache_in(name),)), on).pick(4).kernel == expected
+        assert kernel(of, BULK, arch=arch) == expected and kernel(of, arch=arch) == other
     for more in (SEVERAL_QUERIES, OTHER_ROTATION, ODD_SLOTS, WIDE_PROLOGUE):
-        assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in(name), more)), on).pick(4).kernel == other
-    assert plan(Call("cached_attention", 90, BF16, 32, 256, form=(cache_in(name),)), on).pick(4).kernel == other
-    assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in("nvfp4"),)), on).pick(4).kernel == other
-    assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(NOT_CONTIGUOUS,)), on).pick(4).kernel == "triton_cached_attention"
-    assert plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in(name), LONG_ALONE)), on).pick(4).kernel == other
-    many = plan(Call("cached_attention", 90, BF16, 32, 128, form=(cache_in(name), MANY_SHORT)), on).pick(4).kernel
-    assert many == (other if name == "k8v4" else cuda_step.NAME)
+        assert kernel(of, BULK, more) == other
+    assert {kernel(of, BULK, d=256), kernel(cache_in("nvfp4"), BULK), kernel(of, BULK, thresholds={"step_attention": 0})} == {other}
+    assert kernel(of, BULK, NO_COUNTERS) == cuda_step.NAME, "which has none"
+
+
+def test_what_is_many():
+    assert is_bulk(64, 8192, "fp8") and is_bulk(64, 8192, "") and not is_bulk(64, 8192, "k8v4") and is_bulk(256, 8192, "k8v4")
+    assert not is_bulk(8, 1 << 20, "") and not is_bulk(64, 4096, "fp8")

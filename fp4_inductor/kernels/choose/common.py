@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..asked import EMPTY, LONG_ALONE, MANY_SHORT, NOT_PLAIN, cache_in
+from ..asked import BULK, EMPTY, NOT_PLAIN, cache_in
 
 FEW_QUERIES = 16  # of one KV head
 DENSE, ROUNDED = "dequantize + mm", "quantize_rows_nvfp4 + linear_w4a4"
@@ -94,16 +94,8 @@ def paged_attention(call, can):
 PREFILL = "triton_prefill_attention"
 
 
-def is_for_others(call):
-    """Sizes at which another kernel of a step is ahead of the one by clusters: asked.sizes has the figures."""
-    return LONG_ALONE in call.form or (MANY_SHORT in call.form and cache_in("k8v4") in call.form)
-
-
 def cached_attention(call, can):
-    steps = [name for name in ONE_LAUNCH if can(name)]
-    if steps[1:] and steps[0] == CLUSTERS and is_for_others(call):
-        del steps[0]
-    step = steps[0] if steps else None
+    step = next((name for name in ONE_LAUNCH if can(name) and (name != CLUSTERS or BULK in call.form)), None)
     if step is not None:
         yield FEW_QUERIES, step  # a decode step: one launch in the place of five and more
     if can(PREFILL) and not by_library(call):
