@@ -90,7 +90,11 @@ SOURCES = {
         lambda arch, *finish: 2 * 3 * 3 * 2,  # dtypes x formats x heads of 64, 128, 256 x 8 or 16 rows of the query
     ),
     # dtypes x heads of 64 and 128 x 8 or 16 rows of the query x blocks of 2, 4 and 8 warps
-    **dict.fromkeys(CLUSTERS, ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", COPY, "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2 * 3)),
+    "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", COPY, "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2 * 3),
+    "attention/step_attention.cu": (
+        (r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", "UBLKCP", "UCGABAR_ARV"),
+        lambda arch, *finish: 2 * 2 * 2 * 3,
+    ),  # dtypes, widths, 8 or 16 rows, formats
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch, *finish: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
