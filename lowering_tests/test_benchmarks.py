@@ -65,9 +65,9 @@ def test_attention(tmp_path):
 def test_cached_attention(tmp_path):
     run("cached_attention.py", "--smoke", "--apart", "--out", str(tmp_path / "cached.csv"))
     rows = rows_of(tmp_path / "cached.csv")
-    assert [row["kv"] for row in rows] == ["bf16"] * 3 + ["fp8"] * 3 + ["k8v4"] * 3 + ["nvfp4"] * 3, "with each kernel of one launch, and without"
-    assert {row["kernel"] for row in rows} == {"append + attention"}, "no kernel of one launch runs on a CPU"
-    assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[4]["floor_us"])
+    assert [row["kv"] for row in rows] == ["bf16"] * 2 + ["fp8"] * 2 + ["k8v4"] * 2 + ["nvfp4"] * 2, "what serves the op, and torch's operators"
+    assert [row["kernel"] for row in rows] == ["append + attention", "apart"] * 4, "no kernel of one launch runs on a CPU"
+    assert all(float(row["us"]) > 0 for row in rows) and float(rows[0]["floor_us"]) > float(rows[2]["floor_us"])
 
 
 def test_paged_attention(tmp_path):
