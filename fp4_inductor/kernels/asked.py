@@ -29,12 +29,13 @@ NOT_BY_CLUSTERS = (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, ODD_SLOTS, W
 def is_bulk(programs: int, slots: int, format: str) -> bool:
     """Has a cache for ``programs`` KV heads of all sequences, of ``slots`` tokens each, BULK?
 
-    cuda_step_attention takes less time than the kernel that serves otherwise also at a few tokens (520 on an H200: 6.0 for 8.9 us), but a step of an 8B
-    model takes more with it (H100: 2.53 for 2.45 ms): its shared memory leaves no room for the next product, which then does not begin early. So it serves
-    where it is ahead by more than that costs, on an H200 with 64 heads of 8,192 tokens 67.9 for 78.1 us in bfloat16, 40.7 for 46.3 in fp8; in k8v4 from
-    256 heads of 8,192 tokens on, 115.3 for 121.4.
+    At 520 tokens cuda_step_attention takes 6.0 us on an H200, the kernel that serves there 8.9. A step of an 8B model takes longer with it all the same
+    (H100, batch 1: 2.53 and 2.45 ms). That was not profiled; its 100 KB of shared memory a block probably keep PDL from overlapping the next product with it.
+    So it serves where it is ahead by more. On an H200 with 64 heads of 8,192 tokens: bfloat16 67.9 and 78.1 us, fp8 40.7 and 46.3. In k8v4 it is ahead from
+    256 heads of 8,192 tokens on: 115.3 and 121.4.
     """
-    return programs >= 32 and programs * slots >= (1 << 21 if format == "k8v4" else 1 << 19) and (programs > 132 or format != "k8v4")
+    heads, tokens = (133, 1 << 21) if format == "k8v4" else (32, 1 << 19)  # at least, of all sequences
+    return programs >= heads and programs * slots >= tokens
 
 
 CODES = "keys and values in 8 bits"  # of fp4.decode_attention
