@@ -32,7 +32,7 @@ AT, BATCHES = (520, 4096, 8192, 32768), (1, 8, 32)
 MEMORY = 24 << 30  # of all caches of a case
 # Functions of kernels that do a whole step, and the formats that they take.
 KERNELS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
-    "cuda_step_attention": (cuda_step.step, (formats.DENSE, *cuda_step.FORMATS)),
+    "cuda_step_attention": (lambda c, blocks=0: cuda_step.step(c, (blocks, 0)), (formats.DENSE, *cuda_step.FORMATS)),
     "triton_cached_attention": (step.step, (formats.DENSE,)),
     "cuda_quantized_attention": (cuda.quantized, tuple(formats.FORMATS)),
     "triton_quantized_attention": (quantized.quantized, tuple(formats.FORMATS)),

@@ -1,9 +1,10 @@
 // One KV head of one sequence by the blocks of a cluster: shapes, and how their softmaxes become one. What paged_attention.cu and step_attention.cu share.
 //
 // The warps of all blocks take tiles of 16 tokens in turn. Each warp has a softmax of its own; they meet in the shared memory of their block. Each block then
-// writes its result, in parts, to the shared memory of the blocks that make these parts of the answer: no scratch memory, no counters, one barrier of the
-// cluster, the same bits from run to run.
+// writes its result, in parts, to the shared memory of the blocks that make these parts of the answer: no scratch memory, no counters, no barrier, the same
+// bits from run to run.
 #pragma once
+#include "../sm90/ptx.cuh"
 #include "append.cuh"
 #include "combine.cuh"
 
@@ -12,18 +13,26 @@ namespace fp4::attention {
 constexpr int kMostBlocks = 16;  // of a cluster
 
 // Results of blocks, as other blocks send them: of a unit, 32 neighbouring pairs of channels of a row, one (peak, sum) and an output for each pair. Unit u is made
-// an answer of by block u % blocks.
+// an answer of by block u % blocks. An mbarrier counts their bytes. A barrier of the cluster would first wait until the block's own writes to memory are there,
+// and while the next kernel fetches its weights, that is several microseconds.
 template <typename F> struct Exchange {
   static constexpr int kPairs = F::D / 2, kUnitsOfRow = kPairs / 32, kMostUnits = F::ROWS * kUnitsOfRow + kMostBlocks;  // each block has a whole number of them
-  static constexpr int kBytes = kMostUnits * 33 * 8;
-  float2 *output, *stats;
+  static constexpr int kStats = kMostUnits * 32 * 8, kMbarrier = kStats + kMostUnits * 8, kBytes = kMbarrier + 16;
+  uint8_t* memory;
 
-  static __device__ __forceinline__ Exchange of(uint8_t* memory) { return {(float2*)memory, (float2*)memory + kMostUnits * 32}; }
+  static __device__ __forceinline__ Exchange of(uint8_t* memory) { return {memory}; }
+  __device__ __forceinline__ float2* outputs() const { return (float2*)memory; }
+  __device__ __forceinline__ float2* stats() const { return (float2*)(memory + kStats); }
+  __device__ __forceinline__ Shared mbarrier() const { return shared_address(memory + kMbarrier); }
+
+  static __device__ __forceinline__ int units(int group) { return group * kUnitsOfRow; }
 };
 
-// Shared memory: tiles, or in their place the results of the warps; what other blocks send lies behind them, for these may be ahead.
-template <typename F, int TILES> struct ClusterMemory {
-  static constexpr int kExchange = (most_of(Results<F>::kBytes, TILES) + 15) / 16 * 16, kBytes = kExchange + Exchange<F>::kBytes;
+// Shared memory: what other blocks send, for these may be ahead; behind it tiles, or in their place the results of the warps.
+template <typename F> struct ClusterMemory {
+  static constexpr int kTiles = (Exchange<F>::kBytes + 127) / 128 * 128;
+
+  static constexpr int bytes(int tiles) { return kTiles + most_of(Results<F>::kBytes, tiles); }
 };
 
 template <int COUNT> __device__ __forceinline__ void add_results(const float2 (&of)[COUNT], const float2 (&y)[COUNT], float2& stat, float2& out) {
@@ -51,21 +60,28 @@ __device__ __forceinline__ void store_answer(const Params& p, int sequence, int 
   *(uint32_t*)y = pack<typename F::T>(out.x * by, out.y * by);
 }
 
-// Every block of the cluster calls it once, before it does anything else: others may write to its shared memory once all have.
-__device__ __forceinline__ void begin_cluster() { cluster_arrive(); }
+// Every block of the cluster calls it once, before it does anything else, and cluster_wait() before combine_cluster(): then all have begun, and others may write
+// to its shared memory. group: rows of the query.
+template <typename F> __device__ __forceinline__ void begin_cluster(const Exchange<F>& exchange, int group) {
+  const int blocks = cluster_size(), units = Exchange<F>::units(group), rank = cluster_rank();
+  if (blocks > 1 && threadIdx.x == 0) {
+    mbarrier_init(exchange.mbarrier(), 1), fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(exchange.mbarrier(), (units - rank + blocks - 1) / blocks * blocks * 33 * 8);
+  }
+  cluster_arrive();
+}
 
-// The answer of the first kWarps warps of every block of the cluster; all threads call it. No copy to the tiles is in flight.
+// The answer of the first kWarps warps of every block of the cluster; all threads call it. No copy to the tiles is in flight. memory: for the warps' results.
 template <typename F, typename Params, typename Channels>
-__device__ __forceinline__ void combine_cluster(const Params& p, const State<F>& state, int exchange_at, int sequence, int kv_head, const Channels& channels) {
+__device__ __forceinline__ void combine_cluster(const Params& p, const State<F>& state, const Exchange<F>& exchange, uint8_t* memory, int sequence, int kv_head,
+                                                const Channels& channels) {
   using X = Exchange<F>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = p.heads / p.kv_heads, blocks = cluster_size(), rank = cluster_rank();
-  const int units = group * X::kUnitsOfRow, each = (units + blocks - 1) / blocks;
-  const X exchange = X::of(dynamic_shared() + exchange_at);
-  const Results<F> warps{(float*)dynamic_shared()};
+  const int units = X::units(group), each = (units + blocks - 1) / blocks;
+  const Results<F> warps{(float*)memory};
   __syncthreads();
   if (warp < F::kWarps) warps.put(state);
   __syncthreads();
-  cluster_wait();
   for (int unit = warp; unit < units && warp < F::kWarps; unit += F::kWarps) {
     const int row = unit / X::kUnitsOfRow, pair = unit % X::kUnitsOfRow * 32 + lane;
     float2 of[F::kWarps], y[F::kWarps], stat, out;
@@ -76,21 +92,21 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const State<F>&
       store_answer<F>(p, sequence, kv_head * group + row, pair, stat, out, channels);
     } else {
       const int to = rank * each + unit / blocks, by = unit % blocks;
-      map_to_rank(exchange.output, by)[to * 32 + lane] = out;
-      if (lane == 0) map_to_rank(exchange.stats, by)[to] = stat;
+      st_async(shared_address(exchange.outputs() + to * 32 + lane), out, exchange.mbarrier(), by);
+      if (lane == 0) st_async(shared_address(exchange.stats() + to), stat, exchange.mbarrier(), by);
     }
   }
   if (blocks == 1) return;
-  cluster_sync();
   for (int i = warp; i < each && warp < F::kWarps; i += F::kWarps) {
     const int unit = i * blocks + rank;
     if (unit >= units) return;
+    mbarrier_wait_parity(exchange.mbarrier(), 0);
     float2 of[kMostBlocks], y[kMostBlocks], stat, out;
 #pragma unroll
     for (int r = 0; r < kMostBlocks; ++r) {
       const bool there = r < blocks;
-      of[r] = there ? exchange.stats[r * each + i] : float2{kNone, 0};
-      y[r] = there ? exchange.output[(r * each + i) * 32 + lane] : float2{0, 0};
+      of[r] = there ? exchange.stats()[r * each + i] : float2{kNone, 0};
+      y[r] = there ? exchange.outputs()[(r * each + i) * 32 + lane] : float2{0, 0};
     }
     add_results(of, y, stat, out);
     store_answer<F>(p, sequence, kv_head * group + unit / X::kUnitsOfRow, unit % X::kUnitsOfRow * 32 + lane, stat, out, channels);

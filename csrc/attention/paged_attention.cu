@@ -73,12 +73,14 @@ template <typename F> struct PagedSource {
   }
 };
 
-template <typename F> using Memory = ClusterMemory<F, F::kWarps * F::kStages * Tile<F>::kBytes>;
+template <typename F> constexpr int kTileBytes = F::kWarps * F::kStages * Tile<F>::kBytes;
 
 // A tile of a warp is on its way while the one before it is multiplied. The warp whose tile has the new token has it in registers, long before it comes to that
 // tile, and writes it to the cache, where nobody reads it in this launch.
 template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH == 90 ? 0 : 1) paged_attention(const __grid_constant__ PagedParams p) {
-  begin_cluster();
+  const Exchange<F> exchange = Exchange<F>::of(dynamic_shared());
+  begin_cluster(exchange, p.heads / p.kv_heads);
+  uint8_t* tiles = dynamic_shared() + ClusterMemory<F>::kTiles;
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
   if (!p.early) pdl_wait_then_trigger();
   PagedSource<F> source = PagedSource<F>::of(p, sequence, kv_head);
@@ -86,7 +88,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH ==
   const int warp = threadIdx.x / 32, t = threadIdx.x % 4, group = p.heads / p.kv_heads, blocks = cluster_size(), rank = cluster_rank();
   const int stride = blocks * F::kWarps * kTokens, last = source.newest / kTokens * kTokens;  // where the tile of the new token begins
   int at = source.begin + (rank * F::kWarps + warp) * kTokens;
-  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + (warp * F::kStages + stage) * Tile<F>::kBytes}; };
+  auto tile_of = [&](int stage) { return Tile<F>{tiles + (warp * F::kStages + stage) * Tile<F>::kBytes}; };
   auto request = [&](int stage, int place, int token) {
     if (token < source.end)
       tile_of(stage).request(source.key_at(place, token), source.key_stride(), source.value_at(place, token), source.value_stride(), token,
@@ -99,6 +101,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH ==
 #pragma unroll
   for (int i = 0; i < F::kStages - 1; ++i) request(i, places[i], at + i * stride);
   int place = places[F::kStages - 1];  // of the next tile that is requested
+  cluster_wait();
   source.wait();
   NewToken<F> added;  // of the warp whose tile it is in
   const bool adds = source.newest >= 0 && (last - at) % stride == 0 && last >= at;
@@ -134,7 +137,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH ==
     tile.add_values(state, s);
   }
   cp_async_wait_group<0>();
-  combine_cluster<F>(p, state, Memory<F>::kExchange, sequence, kv_head, channel_of);
+  combine_cluster<F>(p, state, exchange, tiles, sequence, kv_head, channel_of);
 }
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ Shape shape_of(int programs) {
   return {8, blocks};
 }
 
-template <typename F> cudaError_t run(const PagedParams& p, int blocks) { return launch_clusters<F>(paged_attention<F>, p, blocks, Memory<F>::kBytes); }
+template <typename F> cudaError_t run(const PagedParams& p, int blocks) { return launch_clusters<F>(paged_attention<F>, p, blocks, ClusterMemory<F>::bytes(kTileBytes<F>)); }
 
 template <typename T, int D, int ROWS> cudaError_t by_warps(const PagedParams& p, const Shape& s) {
   if (s.warps == 2) return run<Paged<T, D, ROWS, 2>>(p, s.blocks);

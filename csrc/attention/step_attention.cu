@@ -3,8 +3,8 @@
 //
 // Tokens are taken by their slot, so that those of a tile lie one behind the other in every array of the cache. The last warp of a block is the producer: it has
 // tiles copied in bulk, some ahead, and it prepares the new token, if that is in a tile of the block. The other warps prepare the rows of the query, each for
-// itself, in registers, and take 16 tokens of each tile. The warp that comes to the new token puts it into the tile and writes it to the cache, where nobody else
-// reads it in this launch.
+// itself, in registers, and take 16 tokens of each tile. The warp that comes to the new token puts it into its tile: what was copied there
+// from the cache does not count, and the producer writes the cache meanwhile.
 //
 // PDL: the call's `early` says that the kernel before writes nothing of the cache and not the counter: first tiles are then requested before the wait.
 #include "../sm90/pipeline.cuh"
@@ -21,12 +21,16 @@ constexpr int kForTiles = kLargeSharedMemory ? 100 * 1024 : 84 * 1024;
 
 template <Kind KIND, int D> constexpr int kRowBytes = KIND == kSame ? 2 * D : D / kPacked<KIND>;
 
-// A template's constants. ROWS: 8, or 16, heads that share a KV head. Warps that attend (sweep on an H200): seven over codes, for with the producer they are two on
-// each of the four parts of a multiprocessor, and two blocks find room in its registers; four over a cache that is not rounded, which has twice as many bytes.
-template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_> struct Step {
+// Warps that attend, besides the producer. Few: over the short caches of few sequences. linear_chain, which is around attention then, leaves the registers of
+// four warps, one on each of the four parts of a multiprocessor: only then do the blocks of this kernel begin beside it, and those of the next chain beside
+// these. Else seven over codes, two with the producer's on each part, twice; and four over a cache that is not rounded, which has more bytes (sweep on an H200).
+constexpr int kFew = 3, kShort = 4608;
+
+// A template's constants. ROWS: 8, or 16, heads that share a KV head.
+template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_, int WARPS> struct Step {
   using T = T_;
   static constexpr Kind kKeys = KEYS, kValues = VALUES;
-  static constexpr int D = D_, ROWS = ROWS_, kTiles = ROWS / 8, kWarps = KEYS == kSame ? 4 : 7, kThreads = 32 * kWarps + 32;
+  static constexpr int D = D_, ROWS = ROWS_, kTiles = ROWS / 8, kWarps = WARPS, kThreads = 32 * kWarps + 32;
   static constexpr int kKeySteps = KEYS == kINT8 ? D / 32 : D / 16;
   static constexpr bool kExact = false;
 };
@@ -76,22 +80,41 @@ template <typename F> struct NewRow16 {
   __device__ __forceinline__ Rows key() const { return {memory, (__half*)(memory + kScales), nullptr, nullptr}; }
   __device__ __forceinline__ Rows value() const { return {memory + kKeyRow, (__half*)(memory + kScales) + 2, memory + kBlocks, nullptr}; }
 
-  // To a row of a tile and of the cache; one warp.
-  static __device__ __forceinline__ void copy(const Rows& from, int bytes, int blocks, const Rows& tile, int row, const Rows& cache, int slot) {
+  // To a row of the keys and values of a tile, or of the cache; one warp.
+  __device__ __forceinline__ void copy(const Rows& keys, const Rows& values, int row) const {
+    copy(key(), kKeyRow, 0, keys, row), copy(value(), kValueRow, kBlockRow, values, row);
+  }
+  static __device__ __forceinline__ void copy(const Rows& from, int bytes, int blocks, const Rows& to, int row) {
     const int lane = threadIdx.x % 32;
-    auto words = [&](const uint8_t* x, uint8_t* a, uint8_t* b, int count) {
-      for (int i = lane; i < count / 4; i += 32) ((uint32_t*)a)[i] = ((uint32_t*)b)[i] = ((const uint32_t*)x)[i];
+    auto words = [&](const uint8_t* x, uint8_t* y, int count) {
+      for (int i = lane; i < count / 4; i += 32) ((uint32_t*)y)[i] = ((const uint32_t*)x)[i];
     };
-    words(from.codes, tile.codes + row * bytes, cache.codes + (int64_t)slot * bytes, bytes);
-    if (blocks) words(from.blocks, tile.blocks + row * blocks, cache.blocks + (int64_t)slot * blocks, blocks);
-    if (Tile<F>::kScaled && lane == 0) tile.scale[row] = cache.scale[slot] = *from.scale;
+    words(from.codes, to.codes + (int64_t)row * bytes, bytes);
+    if (blocks) words(from.blocks, to.blocks + (int64_t)row * blocks, blocks);
+    if (Tile<F>::kScaled && lane == 0) to.scale[row] = *from.scale;
   }
 };
 
+// Shared memory: tiles, as many as the call has stages, lie behind everything else.
 template <typename F> struct Memory {
-  static constexpr int kStages = most_of(least_of(kForTiles / Tile<F>::kBytes, 4), kLargeSharedMemory ? 2 : 1);
-  using Cluster = ClusterMemory<F, kStages * Tile<F>::kBytes>;
-  static constexpr int kMbarriers = Cluster::kBytes, kNew = kMbarriers + (2 * kStages + 2) * 8, kMean = kNew + NewRow16<F>::kBytes, kBytes = kMean + F::D * 4;
+  static constexpr int kMostStages = most_of(least_of(kForTiles / Tile<F>::kBytes, 4), kLargeSharedMemory ? 2 : 1);
+  static constexpr int kMbarriers = Exchange<F>::kBytes, kNew = kMbarriers + (2 * kMostStages + 2) * 8, kMean = kNew + NewRow16<F>::kBytes;
+  static constexpr int kTiles = (kMean + F::D * 4 + 127) / 128 * 128;
+
+  // A short cache needs fewer, and leaves room for the next kernel.
+  static __host__ __device__ int stages(int slots, int blocks) {
+    const int round = blocks * Tile<F>::kCount;
+    return least_of((slots + round - 1) / round, kMostStages);
+  }
+  static int bytes(int stages) { return kTiles + most_of(Results<F>::kBytes, stages * Tile<F>::kBytes); }
+};
+
+// A stage of as many as the call has, and the parity of its phase.
+struct Stage {
+  int i = 0, parity = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++i == stages) i = 0, parity ^= 1;
+  }
 };
 
 // What the last warp of the block that has the new token does with it: norm, rotation, rounding. mean: of keys; D floats in shared memory, which it writes where
@@ -200,20 +223,21 @@ __device__ __forceinline__ void add_tile(State<F>& state, const Rows& keys, cons
 template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1) step_attention(const __grid_constant__ AttentionParams p) {
   using T = typename F::T;
   using M = Memory<F>;
-  begin_cluster();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size(), rank = cluster_rank();
+  const Exchange<F> exchange = Exchange<F>::of(dynamic_shared());
+  begin_cluster(exchange, p.heads / p.kv_heads);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size(), rank = cluster_rank(), stages = M::stages(p.slots, blocks);
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
-  const Ring<> ring = Ring<>::at(shared_address(dynamic_shared() + M::kMbarriers), M::kStages);
-  const Shared is_ready = ring.end(M::kStages);  // the new token
+  const Ring<> ring = Ring<>::at(shared_address(dynamic_shared() + M::kMbarriers), M::kMostStages);
+  const Shared is_ready = ring.end(M::kMostStages);  // the new token
   if (!p.early) pdl_wait_then_trigger();
   const int64_t position = *(const int64_t*)p.position;
-  if (threadIdx.x == F::kWarps * 32) ring.init(M::kStages, 1, F::kWarps), mbarrier_init(is_ready, 1), fence_mbarrier_init();
+  if (threadIdx.x == F::kWarps * 32) ring.init(M::kMostStages, 1, F::kWarps), mbarrier_init(is_ready, 1), fence_mbarrier_init();
+  cluster_wait();
   if (position < 0 || (!p.window && position >= p.slots)) {  // nothing is written to the cache
     if (p.early) pdl_wait_then_trigger();
     const float nan = __uint_as_float(0x7FC00000);
     for (int i = threadIdx.x; i < group * (F::D / 2) && rank == 0; i += F::kThreads)
       ((uint32_t*)p.y)[((int64_t)sequence * p.heads + kv_head * group) * (F::D / 2) + i] = pack<T>(nan, nan);
-    cluster_wait();
     return;
   }
   __syncthreads();
@@ -229,26 +253,27 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
   const bool has_new = slots.newest / kCount % blocks == rank;
   const NewRow16<F> added{dynamic_shared() + M::kNew};
   float* new_mean = (float*)(dynamic_shared() + M::kMean);
-  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + stage * Tile<F>::kBytes}; };
+  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + M::kTiles + stage * Tile<F>::kBytes}; };
 
   State<F> state;
   state.reset();
   if (warp == F::kWarps) {
     int at = rank * kCount;
-    fp4::Place<M::kStages> to;
+    Stage to;
     auto request = [&]() {  // by lane 0
       ring.acquire(to);
       tile_of(to.i).request(keys, values, at, least_of(kCount, least_of(p.slots, (slots.end + kTokens - 1) / kTokens * kTokens) - at), ring.of(to));
-      to.next(), at += stride;
+      to.next(stages), at += stride;
     };
     if (lane == 0)
-      for (int i = 0; i < M::kStages && at < slots.end; ++i) request();
+      for (int i = 0; i < stages && at < slots.end; ++i) request();
     if (p.early) pdl_wait_then_trigger();
     __syncwarp();
     if (has_new) {
       prepare_new<F>(p, sequence, kv_head, slots.held == 0, new_mean, added);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(is_ready);
+      added.copy(keys, values, slots.newest);
     }
     if (lane == 0)
       while (at < slots.end) request();
@@ -262,15 +287,14 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
     const float* mean = Tile<F>::kScaled && (p.softcap > 0 || p.sinks) ? (const float*)p.key_mean + (int64_t)blockIdx.x * F::D : nullptr;
     if (mean && slots.held == 0 && has_new) mbarrier_wait_parity(is_ready, 0), mean = new_mean;
     const QueryFragments<F> q(rows, p, mean);
-    fp4::Place<M::kStages> from;
-    for (int base = rank * kCount; base < slots.end; base += stride, from.next()) {
+    Stage from;
+    for (int base = rank * kCount; base < slots.end; base += stride, from.next(stages)) {
       const int at = base + warp * kTokens;
       ring.wait(from);
       const Rows own_keys = tile_of(from.i).keys(warp * kTokens), own_values = tile_of(from.i).values(warp * kTokens);
       if (at == last) {
         mbarrier_wait_parity(is_ready, 0);
-        NewRow16<F>::copy(added.key(), Tile<F>::kKeyRow, 0, own_keys, slots.newest - last, keys, slots.newest);
-        NewRow16<F>::copy(added.value(), Tile<F>::kValueRow, Tile<F>::kBlockRow, own_values, slots.newest - last, values, slots.newest);
+        added.copy(own_keys, own_values, slots.newest - last);
         fence_proxy_async();  // before the next copy to this place
         __syncwarp();
       }
@@ -289,7 +313,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 
       if (lane == 0) ring.release(from);
     }
   }
-  combine_cluster<F>(p, state, M::Cluster::kExchange, sequence, kv_head, channel_of_pair<F::D>);
+  combine_cluster<F>(p, state, exchange, dynamic_shared() + M::kTiles, sequence, kv_head, channel_of_pair<F::D>);
 }
 
 // --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
@@ -306,13 +330,20 @@ int blocks_of(const AttentionParams& p) {
 }
 
 template <typename F> cudaError_t run(const AttentionParams& p) {
-  return launch_clusters<F>(step_attention<F>, p, p.tile[0] ? p.tile[0] : blocks_of(p), Memory<F>::kBytes);
+  const int blocks = p.tile[0] ? p.tile[0] : blocks_of(p);
+  return launch_clusters<F>(step_attention<F>, p, blocks, Memory<F>::bytes(Memory<F>::stages(p.slots, blocks)));
 }
 
-template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const AttentionParams& p) {
+template <typename T, Kind KEYS, Kind VALUES, int WARPS> cudaError_t by_shape(const AttentionParams& p) {
   const bool few = p.heads / p.kv_heads <= 8;
-  if (p.D == 64) return few ? run<Step<T, KEYS, VALUES, 64, 8>>(p) : run<Step<T, KEYS, VALUES, 64, 16>>(p);
-  return few ? run<Step<T, KEYS, VALUES, 128, 8>>(p) : run<Step<T, KEYS, VALUES, 128, 16>>(p);
+  if (p.D == 64) return few ? run<Step<T, KEYS, VALUES, 64, 8, WARPS>>(p) : run<Step<T, KEYS, VALUES, 64, 16, WARPS>>(p);
+  return few ? run<Step<T, KEYS, VALUES, 128, 8, WARPS>>(p) : run<Step<T, KEYS, VALUES, 128, 16, WARPS>>(p);
+}
+
+template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_warps(const AttentionParams& p) {
+  constexpr int kMany = KEYS == kSame ? 4 : 7;
+  const bool few = p.batch * p.kv_heads * 8 <= multiprocessors() * 3 / 4 && p.slots <= kShort;
+  return (p.tile[1] ? p.tile[1] == kFew : few) ? by_shape<T, KEYS, VALUES, kFew>(p) : by_shape<T, KEYS, VALUES, kMany>(p);
 }
 
 bool fits(const AttentionParams& p) {
@@ -321,7 +352,7 @@ bool fits(const AttentionParams& p) {
   if (p.format < -1 || p.format > 1 || (p.format >= 0 && p.slots % 8)) return false;
   if (p.rotary && ((p.rotary != 64 && p.rotary != 128) || p.rotary > p.D || (p.angles != p.rotary && 2 * p.angles != p.rotary))) return false;
   if (p.wide_norms || p.wide_angles) return false;
-  return (p.D == 64 || p.D == 128) && (!p.tile[0] || are_blocks(p.tile[0]));
+  return (p.D == 64 || p.D == 128) && (!p.tile[0] || are_blocks(p.tile[0])) && p.tile[1] >= 0;
 }
 
 }  // namespace
@@ -332,6 +363,6 @@ extern "C" int fp4_step_attention(const AttentionParams* call) {
   if (!call || !fits(*call)) return cudaErrorInvalidValue;
   return by_dtype(call->dtype, [&](auto zero) {
     using T = decltype(zero);
-    return call->format < 0 ? by_shape<T, kSame, kSame>(*call) : call->format == 0 ? by_shape<T, kFP8, kFP8>(*call) : by_shape<T, kINT8, kNVFP4>(*call);
+    return call->format < 0 ? by_warps<T, kSame, kSame>(*call) : call->format == 0 ? by_warps<T, kFP8, kFP8>(*call) : by_warps<T, kINT8, kNVFP4>(*call);
   });
 }

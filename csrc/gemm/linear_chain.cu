@@ -153,7 +153,11 @@ template <typename T, bool kRouted> __device__ __forceinline__ void multiply(con
   Fetching<T, kRouted> coming;
   coming.end = kRouted ? chain.routing.product : chain.count;
   coming.begin(chain, 0, warp);
-  for (int i = 0; i < chain.stages; ++i) coming.next(chain, ring_address + i * Step<R>::kBytes, warp, lane);
+  // At most two stages are on their way at once: what the kernel before still writes, and so its end, waits behind all that is asked of memory.
+  for (int i = 0; i < chain.stages; ++i) {
+    coming.next(chain, ring_address + i * Step<R>::kBytes, warp, lane);
+    cp_async_wait_group<1>();
+  }
   if (kRouted) chain.routing.prefetch(kMultiplying);
 #if FP4_ARCH >= 90
   pdl_wait_then_trigger();

@@ -54,6 +54,15 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 __device__ __forceinline__ void mbarrier_arrive_remote(Shared mbarrier, int rank) {
   asm volatile("{.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(mbarrier), "r"(rank) : "memory");
 }
+// Eight bytes to the same place in another block of the cluster, whose mbarrier at the same place counts them; the other block must have begun and not have ended.
+// Nothing else that this thread wrote is published, so it waits for nothing.
+__device__ __forceinline__ void st_async(Shared shared, float2 value, Shared mbarrier, int rank) {
+  asm volatile(
+      "{.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\nmapa.shared::cluster.u32 there, %3, %4;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%1, %2}, [there];}" ::"r"(shared),
+      "f"(value.x), "f"(value.y), "r"(mbarrier), "r"(rank)
+      : "memory");
+}
 // One thread copies; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(Shared shared, const void* global, int bytes, Shared mbarrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes), "r"(mbarrier) : "memory");

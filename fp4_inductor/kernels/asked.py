@@ -22,18 +22,22 @@ OTHER_ROTATION = "a rotation of other than 64 or 128 channels"
 NOT_CONTIGUOUS = "a cache that is not contiguous"
 ODD_SLOTS = "codes of slots that are no multiple of 8"
 WIDE_PROLOGUE = "norms or angles of another dtype than the query"
-BULK = "many tokens of many sequences"  # every kernel of a step takes them; cuda_step_attention is ahead there
-NOT_BY_CLUSTERS = (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, ODD_SLOTS, WIDE_PROLOGUE)
+OTHER_SIZE = "a cache of a size at which clusters are behind"
+NOT_BY_CLUSTERS = (SEVERAL_QUERIES, OTHER_ROTATION, NOT_CONTIGUOUS, ODD_SLOTS, WIDE_PROLOGUE, OTHER_SIZE)
 
 
-def is_bulk(programs: int, slots: int, format: str) -> bool:
-    """Has a cache for ``programs`` KV heads of all sequences, of ``slots`` tokens each, BULK?
+SHORT = 4608  # slots of a cache for 4,096 tokens of a prompt and an answer
 
-    At 520 tokens cuda_step_attention takes 6.0 us on an H200, the kernel that serves there 8.9. A step of an 8B model takes longer with it all the same
-    (H100, batch 1: 2.53 and 2.45 ms). That was not profiled; its 100 KB of shared memory a block probably keep PDL from overlapping the next product with it.
-    So it serves where it is ahead by more. On an H200 with 64 heads of 8,192 tokens: bfloat16 67.9 and 78.1 us, fp8 40.7 and 46.3. In k8v4 it is ahead from
-    256 heads of 8,192 tokens on: 115.3 and 121.4.
+
+def suits_clusters(programs: int, slots: int, format: str) -> bool:
+    """Is cuda_step_attention ahead over a cache for ``programs`` KV heads of all sequences, of ``slots`` tokens each?
+
+    Over short caches of up to 132 heads. H100, 520 tokens of one sequence of 8 heads: 5.9 us (triton_cached_attention 8.9), in k8v4 6.9 (8.7); of eight
+    sequences 11.8 (16.8). Over many tokens of many sequences. H200, 64 heads of 8,192 tokens: 67.9 us (78.1), fp8 40.7 (46.3); in k8v4 from 256 heads on.
+    Few heads of long caches have too few blocks.
     """
+    if slots <= SHORT and programs <= 132:
+        return True
     heads, tokens = (133, 1 << 21) if format == "k8v4" else (32, 1 << 19)  # at least, of all sequences
     return programs >= heads and programs * slots >= tokens
 

@@ -20,7 +20,6 @@ from ..formats.packing import MAX_SCALES
 from ..ops.cached_call import CachedCall, Prologue
 from . import choose, registry
 from .asked import (
-    BULK,
     CODES,
     EMPTY,
     NO_COUNTERS,
@@ -28,12 +27,13 @@ from .asked import (
     NOT_PLAIN,
     ODD_SLOTS,
     OTHER_ROTATION,
+    OTHER_SIZE,
     OVERWRITTEN,
     SEVERAL_QUERIES,
     TURNS,
     WIDE_PROLOGUE,
     cache_in,
-    is_bulk,
+    suits_clusters,
 )
 from .choose.common import ONE_LAUNCH as ONE_LAUNCH
 from .forms import Options
@@ -124,7 +124,7 @@ def cached_form(c: CachedCall) -> tuple[str, ...]:
         WIDE_PROLOGUE: not c.empty and c.prologue is not None and any(t.dtype != c.query.dtype for t in c.prologue.tensors),
         ODD_SLOTS: not c.empty and c.format is not None and c.slots % kv.SLOTS != 0,
         NOT_CONTIGUOUS: plain and not (c.keys.is_contiguous() and c.values.is_contiguous()),
-        BULK: not c.empty and queries == 1 and is_bulk(c.query.shape[0] * c.key.shape[1], c.slots, c.format.name if c.format else ""),
+        OTHER_SIZE: not c.empty and queries == 1 and not suits_clusters(c.query.shape[0] * c.key.shape[1], c.slots, c.format.name if c.format else ""),
         TURNS: c.window is not None and queries > c.slots - c.window + 1,
         "a cache whose channels are apart": c.keys.stride(3) != 1 or c.values.stride(3) != 1,
     }

@@ -10,7 +10,7 @@ import torch
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, explain
 from fp4_inductor.kernels import select
-from fp4_inductor.kernels.asked import BULK, NOT_BY_CLUSTERS
+from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS
 from fp4_inductor.kernels.cached_attention.step import StepConfig, step
 from fp4_inductor.lowerings import cached_attention as lowering
 from fp4_inductor.ops import cached_attention as contract
@@ -58,7 +58,7 @@ def op(c: CachedCall):
 
 
 def check(c: CachedCall, run=op):
-    assert set(select.cached_form(c)) <= {*NOT_BY_CLUSTERS, BULK}
+    assert set(select.cached_form(c)) <= set(NOT_BY_CLUSTERS)
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     want = contract.CONTRACT.reference(*theirs.flat())
     got = run(ours)
@@ -204,7 +204,7 @@ def test_a_compiled_step(name, changed, kernel, early, monkeypatch):
     ours, theirs = KVCache(model, 128, 2), KVCache(model, 128, 2)
     for cache in (ours, theirs):
         model(ids, past_key_values=cache)
-    monkeypatch.setattr(select, "is_bulk", lambda *of: kernel == "cuda_step_attention")
+    monkeypatch.setattr(select, "suits_clusters", lambda *of: kernel == "cuda_step_attention")
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     for i in range(20):
         token = (ids[:, i : i + 1] + 7) % 512

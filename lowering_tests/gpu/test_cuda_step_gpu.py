@@ -23,10 +23,10 @@ def test_shapes(shape):
         check(call(*shape, dtype=dtype, prologue=prologue), cuda_step.step)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8, 16])
-def test_blocks(blocks):
+@pytest.mark.parametrize("tile", [(1, 4), (2, 3), (4, 4), (8, 3), (16, 3), (16, 4)], ids=str)
+def test_tiles(tile):
     for at in (0, 15, 16, 300, 2000):
-        check(call(1, 32, 8, 1, 2100, 128, at, prologue="norm"), lambda c: cuda_step.step(c, blocks))
+        check(call(1, 32, 8, 1, 2100, 128, at, prologue="norm"), lambda c: cuda_step.step(c, tile))
 
 
 @pytest.mark.parametrize("at", [1, 17, 1000, 4095, 33000, 70000])
@@ -82,10 +82,10 @@ def test_codes(shape, name):
 
 
 @pytest.mark.parametrize("name", cuda_step.FORMATS)
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8, 16])
-def test_blocks_of_codes(blocks, name):
+@pytest.mark.parametrize("tile", [(1, 7), (2, 3), (4, 7), (8, 3), (16, 3), (16, 7)], ids=str)
+def test_tiles_of_codes(tile, name):
     for at in (0, 1, 15, 16, 17, 300, 2103):
-        codes.check(codes.call(name, 2, 32, 8, 1, 2104, 128, at, prologue=True), run=lambda c: cuda_step.step(c, blocks))
+        codes.check(codes.call(name, 2, 32, 8, 1, 2104, 128, at, prologue=True), run=lambda c: cuda_step.step(c, tile))
 
 
 @pytest.mark.parametrize("name", cuda_step.FORMATS)

@@ -12,7 +12,7 @@ import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, explain
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels import select
-from fp4_inductor.kernels.asked import BULK, NOT_BY_CLUSTERS, cache_in
+from fp4_inductor.kernels.asked import NOT_BY_CLUSTERS, cache_in
 from fp4_inductor.kernels.cached_attention import cuda, quantized
 from fp4_inductor.kernels.cached_attention.step import StepConfig
 from fp4_inductor.lowerings import cached_attention as lowering
@@ -87,7 +87,7 @@ def numbers(c: CachedCall) -> list[torch.Tensor]:
 
 def check(c: CachedCall, kernel: str = CUDA, run=None):
     """``run``: in place of a call of the op that ``kernel`` serves."""
-    assert set(select.cached_form(c)).difference(NOT_BY_CLUSTERS, (BULK,)) == {cache_in(c.format.name)}
+    assert set(select.cached_form(c)).difference(NOT_BY_CLUSTERS) == {cache_in(c.format.name)}
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     want = contract.CONTRACT.reference(*theirs.flat())
     watched = mock.patch.object(cuda, "fields", wraps=cuda.fields) if kernel == CUDA else mock.patch.object(quantized, "tile_of", wraps=quantized.tile_of)

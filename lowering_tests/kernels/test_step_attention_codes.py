@@ -9,7 +9,7 @@ import torch
 
 from fp4_inductor import DispatchConfig
 from fp4_inductor.kernels import params, select
-from fp4_inductor.kernels.asked import BULK, NO_COUNTERS, ODD_SLOTS, OTHER_ROTATION, SEVERAL_QUERIES, WIDE_PROLOGUE, cache_in, is_bulk
+from fp4_inductor.kernels.asked import NO_COUNTERS, ODD_SLOTS, OTHER_ROTATION, OTHER_SIZE, SEVERAL_QUERIES, WIDE_PROLOGUE, cache_in, suits_clusters
 from fp4_inductor.kernels.cached_attention import cuda_step
 from fp4_inductor.kernels.cached_attention.cuda import ALONE
 from fp4_inductor.kernels.cached_attention.step import arguments
@@ -26,33 +26,33 @@ EARLY = ("position", "codes", "scale", "blocks")  # read before the PDL wait of 
 needs_emulator = pytest.mark.skipif(compiler() is None, reason="needs g++")
 
 
-def run(c: CachedCall, blocks: int = 0, arch: int = 90, constants: tuple[str, ...] = ()) -> torch.Tensor:
+def run(c: CachedCall, tile: cuda_step.Tile = cuda_step.OWN, arch: int = 90, constants: tuple[str, ...] = ()) -> torch.Tensor:
     a = cuda_step._aligned(arguments(ALONE, c))
     changed = [t for t in (c.keys, c.values, *c.stored) if t is not None]
     kernel = emulated(cuda_step.LIBRARY.source, arch)
-    return kernel.run(params.AttentionParams, cuda_step.fields(c, a, blocks), a.out, changed=changed, constants=constants)
+    return kernel.run(params.AttentionParams, cuda_step.fields(c, a, tile), a.out, changed=changed, constants=constants)
 
 
-def check(c: CachedCall, blocks: int = 0, written: float = 1e-6, bound: float = 1.0, **how) -> torch.Tensor:
+def check(c: CachedCall, tile: cuda_step.Tile = cuda_step.OWN, written: float = 1e-6, bound: float = 1.0, **how) -> torch.Tensor:
     """Against float64: the result, and what was written. Twice: the same bits."""
     assert set(select.cached_form(c)) <= {cache_in(c.format.name), NO_COUNTERS}
     ours, again, theirs = fresh(c), fresh(c), fresh(c)
     want = contract.CONTRACT.reference(*theirs.flat())
-    got = run(ours, blocks, **how)
+    got = run(ours, tile, **how)
     assert distance(got, want) <= bound * contract.CONTRACT.tolerance[c.query.dtype]
     assert max(distance(a, b) for a, b in zip(numbers(ours), numbers(theirs), strict=True)) <= written
-    assert torch.equal(run(again, blocks, **how).nan_to_num(9.0), got.nan_to_num(9.0)) and all(map(torch.equal, numbers(again), numbers(ours)))
+    assert torch.equal(run(again, tile, **how).nan_to_num(9.0), got.nan_to_num(9.0)) and all(map(torch.equal, numbers(again), numbers(ours)))
     return got
 
 
 @needs_emulator
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("blocks", [0, 1, 2, 16])
-def test_positions(name, blocks):
+@pytest.mark.parametrize("tile", [(0, 0), (1, 7), (2, 3), (16, 3), (16, 7)], ids=str)
+def test_positions(name, tile):
     """Empty, one token, the edges of tiles, more tiles than warps, warps and blocks without a tile, the last slot; slots that end within a tile."""
     for at in (0, 1, 15, 16, 17, 31, 32, 95, 130, 303):
-        check(call(name, 2, 4, 2, 1, 304, 64, at), blocks)
-    check(call(name, 1, 4, 1, 1, 1304, 64, 1303, dtype=BF16), blocks)
+        check(call(name, 2, 4, 2, 1, 304, 64, at), tile)
+    check(call(name, 1, 4, 1, 1, 1304, 64, 1303, dtype=BF16), tile)
 
 
 @needs_emulator
@@ -60,7 +60,7 @@ def test_positions(name, blocks):
 @pytest.mark.parametrize("name", FORMATS)
 def test_shapes(name, arch):
     for d, group, dtype in itertools.product(cuda_step.WIDTHS, (1, 4, 8, 11, 16), (F16, BF16)):
-        check(call(name, 2, 2 * group, 2, 1, 80, d, 70, dtype=dtype, scale=0.3), 2, arch=arch)
+        check(call(name, 2, 2 * group, 2, 1, 80, d, 70, dtype=dtype, scale=0.3), (2, 7 if dtype == F16 else 3), arch=arch)
 
 
 @needs_emulator
@@ -68,7 +68,7 @@ def test_shapes(name, arch):
 def test_rings(name):
     """Before, at and after their first turn; of a length that tiles do not divide."""
     for at, (slots, window) in itertools.product((0, 8, 23, 24, 47, 150, 1000), ((24, 20), (40, 16), (160, 150), (304, 290))):
-        check(call(name, 2, 4, 2, 1, slots, 64, at, window), 2)
+        check(call(name, 2, 4, 2, 1, slots, 64, at, window), (2, 0))
 
 
 @needs_emulator
@@ -77,11 +77,11 @@ def test_options(name):
     """Masked tokens change nothing, even the new one; what is compared with scores needs the mean of keys in them."""
     for at in (0, 70):
         shape = (name, 2, 4, 2, 1, 80, 64, at)
-        check(call(*shape, sinks=True), 2)
-        check(call(*shape, softcap=1.5), 1)
-        check(call(*shape, window=33, sinks=True, softcap=0.7), 2)
+        check(call(*shape, sinks=True), (2, 0))
+        check(call(*shape, softcap=1.5), (1, 0))
+        check(call(*shape, window=33, sinks=True, softcap=0.7), (2, 0))
         for first in (torch.tensor([0, 7]), torch.tensor([at, 20]), torch.tensor([0, 999])):
-            check(call(*shape, mask=(torch.arange(80) >= first[:, None])[:, None, None]), 2)
+            check(call(*shape, mask=(torch.arange(80) >= first[:, None])[:, None, None]), (2, 0))
     check(call(*shape)._replace(arrivals=None))
 
 
@@ -107,9 +107,9 @@ def test_early(name):
     for at, window in itertools.product((0, 1, 70), (None, 33)):
         check(call(name, 1, 4, 2, 1, 80, 64, at, window, sinks=True, early=True), 2, constants=(*EARLY, "q_norm", "k_norm"))
     c = call(name, 1, 4, 2, 1, 80, 64, 70)
-    check(c, 2)
+    check(c, (2, 0))
     with pytest.raises(EmulatorError, match="before the previous kernel has finished"):
-        run(c._replace(early=True), 2)
+        run(c._replace(early=True), (2, 0))
 
 
 @needs_emulator
@@ -118,7 +118,7 @@ def test_no_room_writes_nothing_and_gives_nan(name):
     for at in (-1, 80, 1000):
         c = call(name, 1, 4, 2, 1, 80, 64, 60)._replace(position=torch.tensor(at))
         ours = fresh(c)
-        assert run(ours, 2).isnan().all() and all(map(torch.equal, numbers(ours), numbers(c)))
+        assert run(ours, (2, 0)).isnan().all() and all(map(torch.equal, numbers(ours), numbers(c)))
 
 
 @needs_emulator
@@ -126,10 +126,10 @@ def test_no_room_writes_nothing_and_gives_nan(name):
 def test_nan_stays_in_its_head_and_sequence(name):
     c = call(name, 2, 4, 2, 1, 80, 64, 60)
     c.stored.value_scale[0, 1, 7] = NAN
-    got = run(fresh(c), 2)
+    got = run(fresh(c), (2, 0))
     assert got[0, 0, 2:].isnan().all() and got[0, 0, :2].isfinite().all() and got[1].isfinite().all()
     c.key[1, 0] = NAN
-    got = run(fresh(c), 2)
+    got = run(fresh(c), (2, 0))
     assert got[1, 0, :2].isnan().all() and got[1, 0, 2:].isfinite().all()
 
 
@@ -145,20 +145,20 @@ def test_what_is_said_of_calls():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_which_calls_it_serves(name):
-    """Many tokens, where nothing is asked for that it does not take."""
+    """Where nothing is asked for that it does not take."""
     of, other = cache_in(name), "cuda_quantized_attention"
 
     def kernel(*form, arch=90, d=128, **config):
         return plan(Call("cached_attention", arch, BF16, 32, d, form=form), DispatchConfig(**config)).pick(4).kernel
 
     for arch, expected in ((80, other), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
-        assert kernel(of, BULK, arch=arch) == expected and kernel(of, arch=arch) == other
+        assert kernel(of, arch=arch) == expected and kernel(of, OTHER_SIZE, arch=arch) == other
     for more in (SEVERAL_QUERIES, OTHER_ROTATION, ODD_SLOTS, WIDE_PROLOGUE):
-        assert kernel(of, BULK, more) == other
-    assert {kernel(of, BULK, d=256), kernel(cache_in("nvfp4"), BULK), kernel(of, BULK, thresholds={"step_attention": 0})} == {other}
-    assert kernel(of, BULK, NO_COUNTERS) == cuda_step.NAME, "which has none"
+        assert kernel(of, more) == other
+    assert {kernel(of, d=256), kernel(cache_in("nvfp4")), kernel(of, thresholds={"step_attention": 0})} == {other}
+    assert kernel(of, NO_COUNTERS) == cuda_step.NAME, "which has none"
 
 
-def test_what_is_many():
-    assert is_bulk(64, 8192, "fp8") and is_bulk(64, 8192, "") and not is_bulk(64, 8192, "k8v4") and is_bulk(256, 8192, "k8v4")
-    assert not is_bulk(8, 1 << 20, "") and not is_bulk(64, 4096, "fp8")
+def test_which_sizes_suit_it():
+    assert suits_clusters(8, 768, "") and suits_clusters(64, 4608, "k8v4") and not suits_clusters(8, 8192, "") and not suits_clusters(256, 768, "")
+    assert suits_clusters(64, 8192, "fp8") and suits_clusters(64, 8192, "") and not suits_clusters(64, 8192, "k8v4") and suits_clusters(256, 8192, "k8v4")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...formats import kv
 from ...ops.cached_call import CachedCall
 from .. import host, params
-from ..asked import BULK, NOT_BY_CLUSTERS, cache_in
+from ..asked import NOT_BY_CLUSTERS, cache_in
 from ..forms import Launches, Library
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 from .step import Arguments, StepConfig, arguments
@@ -92,7 +92,7 @@ KERNELS = (
     Kernel(
         "cached_attention", NAME, "cuda_attention",
         (On(90, 90, MEASURED_H100, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)),
-        only_k=WIDTHS, forms=tuple(map(cache_in, kv.FORMATS)), serves=(*NOT_BY_CLUSTERS, BULK),
+        only_k=WIDTHS, forms=tuple(map(cache_in, kv.FORMATS)), serves=NOT_BY_CLUSTERS,
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.cuda:quantized", LIBRARY),
     ),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from ...formats import kv
 from ...ops.cached_call import CachedCall, check_room
 from ...ops.decode_attention import scale_of
 from .. import host
-from ..asked import BULK, EMPTY, NO_COUNTERS, NOT_BY_CLUSTERS, NOT_PLAIN, OVERWRITTEN, TURNS, cache_in
+from ..asked import EMPTY, NO_COUNTERS, NOT_BY_CLUSTERS, NOT_PLAIN, OVERWRITTEN, TURNS, cache_in
 from ..decode_attention.split import AttentionConfig, combine_constants, power
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
@@ -186,7 +186,7 @@ def attend(c: CachedCall, to: Numbers, tile: PrefillConfig | None = None) -> Ten
 
 
 # What a call may ask for besides a decode step.
-SERVES = (*map(cache_in, kv.FORMATS), OVERWRITTEN, NO_COUNTERS, EMPTY, NOT_PLAIN, TURNS, *NOT_BY_CLUSTERS, BULK)
+SERVES = (*map(cache_in, kv.FORMATS), OVERWRITTEN, NO_COUNTERS, EMPTY, NOT_PLAIN, TURNS, *NOT_BY_CLUSTERS)
 _WHY = "many queries over a cache: causality and windows from the counter, and of nvfp4 the exact and the rounded copies, without a mask in memory"
 _WHY_90 = "no mask in memory: 2048 tokens behind 8192 take 0.67 ms on an H100, 7.0 by torch's operators over a mask; 8192 of nvfp4 1.5 for 45"
 KERNELS = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...formats import kv
 from ...ops.cached_call import CachedCall
 from .. import host
-from ..asked import BULK, NOT_BY_CLUSTERS, cache_in
+from ..asked import NOT_BY_CLUSTERS, cache_in
 from ..decode_attention.split import power
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
@@ -67,7 +67,7 @@ KERNELS = (
     Kernel(
         "cached_attention", "triton_quantized_attention", "attention",
         (On(90, 90, MEASURED_H100, _WHY), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)),
-        forms=tuple(map(cache_in, kv.FORMATS)), serves=(*NOT_BY_CLUSTERS, BULK),
+        forms=tuple(map(cache_in, kv.FORMATS)), serves=NOT_BY_CLUSTERS,
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.quantized:quantized"),
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ops.cached_call import CachedCall, Prologue
 from ...ops.decode_attention import scale_of
 from .. import host
-from ..asked import BULK, NOT_BY_CLUSTERS
+from ..asked import NOT_BY_CLUSTERS
 from ..decode_attention.split import attention, power
 from ..forms import Launches
 from ..kernel import COMPILED, MEASURED_H100, Kernel, On
@@ -133,7 +133,7 @@ _WHY_90 = "one launch from q/k/v to attention, 8.8 us a layer in an 8B model's d
 KERNELS = (
     Kernel(
         "cached_attention", "triton_cached_attention", "attention",
-        (On(90, 90, MEASURED_H100, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, serves=(*NOT_BY_CLUSTERS, BULK),
+        (On(90, 90, MEASURED_H100, _WHY_90), On(80, 89, COMPILED, _WHY), On(100, 129, COMPILED, _WHY)), k_multiple=8, serves=NOT_BY_CLUSTERS,
         batch=(1, "the number of parts follows the numbers of sequences and KV heads, not M"), form=Launches("cached_attention.step:step"),
     ),
 )  # fmt: skip

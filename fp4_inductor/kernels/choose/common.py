@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..asked import BULK, EMPTY, NOT_PLAIN, cache_in
+from ..asked import EMPTY, NOT_PLAIN, cache_in
 
 FEW_QUERIES = 16  # of one KV head
 DENSE, ROUNDED = "dequantize + mm", "quantize_rows_nvfp4 + linear_w4a4"
@@ -82,9 +82,8 @@ def decode_attention(call, can):
     yield from first(can, "sdpa")
 
 
-CLUSTERS = "cuda_step_attention"
 # Kernels that do all of a decode step of fp4.cached_attention, its prologue too: over a cache in the dtype of the query, and over one in 8 or 4 bits.
-ONE_LAUNCH = (CLUSTERS, "triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
+ONE_LAUNCH = ("cuda_step_attention", "triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
 
 
 def paged_attention(call, can):
@@ -95,7 +94,7 @@ PREFILL = "triton_prefill_attention"
 
 
 def cached_attention(call, can):
-    step = next((name for name in ONE_LAUNCH if can(name) and (name != CLUSTERS or BULK in call.form)), None)
+    step = next((name for name in ONE_LAUNCH if can(name)), None)
     if step is not None:
         yield FEW_QUERIES, step  # a decode step: one launch in the place of five and more
     if can(PREFILL) and not by_library(call):

@@ -120,6 +120,7 @@ inline void mbarrier_wait_parity(Shared mbarrier, int parity) { emulated::mbarri
 inline void cp_async_mbarrier_arrive(Shared mbarrier) { cp_async_commit_group(), cp_async_wait_group<0>(), mbarrier_arrive(mbarrier); }
 inline void fence_proxy_async() { emulated::publish_writes(); }
 inline void mbarrier_arrive_remote(Shared mbarrier, int rank) { emulated::mbarrier_arrive_remote(mbarrier, rank); }
+inline void st_async(Shared shared, float2 value, Shared mbarrier, int rank) { emulated::st_async(shared, &value, sizeof value, mbarrier, rank); }
 inline void cp_async_bulk(Shared shared, const void* global, int bytes, Shared mbarrier) { emulated::cp_async_bulk(shared, global, bytes, mbarrier, 0); }
 inline void cp_async_bulk_multicast(Shared shared, const void* global, int bytes, Shared mbarrier, uint16_t blocks) {
   emulated::cp_async_bulk(shared, global, bytes, mbarrier, blocks ? blocks : 1u << 16);

@@ -52,6 +52,8 @@ void mbarrier_arrive(const void* mbarrier, int bytes);  // and promises so many 
 void mbarrier_arrive_remote(const void* mbarrier, int rank);
 void mbarrier_wait_parity(const void* mbarrier, int parity);
 
+// To the same place in block `rank` of the cluster, whose mbarrier counts the bytes.
+void st_async(void* shared, const void* value, int bytes, const void* mbarrier, int rank);
 // `blocks`: a bit for each block of the cluster to which it is copied, to the same place in each; 0: the calling block.
 void cp_async_bulk(void* shared, const void* global, int bytes, const void* mbarrier, unsigned blocks);
 

@@ -56,6 +56,7 @@ struct Copy {
 struct Mbarrier {
   int arrivals, left, bytes = 0, phase = 0;  // bytes: promised, less those that have come; another block's may come before they are promised
   Time set_up = 0;
+  std::deque<std::vector<uint8_t>> stored;              // values of asynchronous stores
   std::vector<Copy> coming, copies;                     // of this phase; of those that are over: they land when somebody waits
   std::vector<std::pair<int, Time>> arriving, arrived;  // which warps arrived when, or copied; in this phase, in the one that is over
   Warps waited, published;                              // for the phase that is over; and then published writes
@@ -513,6 +514,20 @@ void copy_parts(const std::vector<Copy>& parts, int bytes, const void* address, 
     c.bytes -= bytes;
     complete(c);
   }
+}
+
+void st_async(void* shared, const void* value, int bytes, const void* address, int rank) {
+  if ((uintptr_t)shared % bytes) fail("an asynchronous store of %d bytes to a misaligned address", bytes);
+  void* there = other_block(shared, rank);
+  Mbarrier& c = mbarrier(address, *the->blocks[rank]);
+  if (c.bytes < bytes) fail("an asynchronous store of %d bytes where %d are promised", bytes, c.bytes);
+  access((const uint8_t*)there, bytes, true, true);
+  memset(there, 0xFF, bytes);
+  c.stored.emplace_back((const uint8_t*)value, (const uint8_t*)value + bytes);
+  c.coming.push_back({(uint8_t*)there, c.stored.back().data(), bytes, bytes});
+  c.arriving.emplace_back(current->warp_of_all(), ++the->now);
+  c.bytes -= bytes;
+  complete(c);
 }
 
 void cp_async_bulk(void* shared, const void* global, int bytes, const void* address, unsigned blocks) {
