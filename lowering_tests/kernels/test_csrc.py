@@ -24,7 +24,7 @@ ARRIVAL = r"\bATOMG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
 ARRIVAL_UNREAD = r"\bREDG\.E\.ADD(?:\.S32)?\.STRONG\.GPU\b"
 CHAIN = "gemm/linear_chain.cu"
 ATTENTION = "attention/cached_attention.cu"
-CLUSTERS = ("attention/paged_attention.cu", "attention/step_attention.cu")
+CLUSTERS = ("attention/paged_attention.cu", "attention/step_attention.cu", "attention/step_attention_codes.cu")
 COPY = r"LDGSTS\.E\.BYPASS\S*128"
 # per source: instructions that must be there, and how many kernels an architecture has: dtypes x tiles of 8, 16 and 32 tokens, of any K
 SOURCES = {
@@ -91,10 +91,9 @@ SOURCES = {
     ),
     # dtypes x heads of 64 and 128 x 8 or 16 rows of the query x blocks of 2, 4 and 8 warps
     "attention/paged_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", COPY, "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 2 * 3),
-    "attention/step_attention.cu": (
-        (r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", "UBLKCP", "UCGABAR_ARV"),
-        lambda arch, *finish: 2 * 2 * 2 * 3,
-    ),  # dtypes, widths, 8 or 16 rows, formats
+    # dtypes x widths x 8 rows by few warps or by many, or 16 rows; and formats
+    "attention/step_attention.cu": ((r"HMMA\.16816\.F32\.BF16", r"HMMA\.16816\.F32\s", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3),
+    "attention/step_attention_codes.cu": ((r"HMMA\.16816\.F32\s", r"IMMA\.16832\.S8\.S8", "UBLKCP", "UCGABAR_ARV"), lambda arch, *finish: 2 * 2 * 3 * 2),
     "gemm/linear_w4a4.cu": ((r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X", COPY), lambda arch, *finish: 2),
 }
 NEW = pytest.mark.skipif(aot.VERSION < (3, 7), reason="the disassembler of Triton 3.6 does not know sm_121")
@@ -306,7 +305,7 @@ def test_a_kernel_is_built_only_where_a_row_names_it():
         name for name in csrc.LIBRARIES if name.startswith(("linear_chain", "linear_table", "sparse_linear_table", "linear_wide", "sparse_linear_wide", "moe"))
     }
     assert {arch: set(csrc.LIBRARIES) - set(csrc.kernels_for(arch)) for arch in (80, 90, 100, 120, 121)} == {
-        80: {*hopper, "linear_w4a4", "paged_attention", "step_attention"},
+        80: {*hopper, "linear_w4a4", "paged_attention", "step_attention", "step_attention_codes"},
         90: {"linear_w4a4"},
         100: {*hopper, "linear_w4a4"},
         120: hopper,

@@ -16,7 +16,7 @@ from fp4_inductor import errors
 from fp4_inductor.config import DispatchConfig
 from fp4_inductor.formats import kv
 from fp4_inductor.kernels import select
-from fp4_inductor.kernels.asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OVERWRITTEN, TURNS, cache_in
+from fp4_inductor.kernels.asked import EMPTY, NO_COUNTERS, NOT_PLAIN, OTHER_SIZE, OVERWRITTEN, TURNS, cache_in
 from fp4_inductor.kernels.cached_attention import prefill
 from fp4_inductor.kernels.cached_attention.append import rows_config
 from fp4_inductor.kernels.select import Call, plan
@@ -131,14 +131,14 @@ def test_which_calls_it_serves(arch):
     """Exact tokens, and whatever else torch's attention would need a mask for."""
     for name in FORMATS:
         cache = cache_in(name)
-        assert [kernel(m, cache, arch=arch) for m in (16, 17, 10**6)] == [ONE, PREFILL, PREFILL]
+        assert [kernel(m, cache, OTHER_SIZE, arch=arch) for m in (16, 17, 10**6)] == [ONE, PREFILL, PREFILL]
         assert kernel(2048, cache, EMPTY, arch=arch) == (PREFILL if name == "nvfp4" else APART)
         assert kernel(2048, cache, EMPTY, NOT_PLAIN, OVERWRITTEN, NO_COUNTERS, TURNS, arch=arch) == PREFILL
         assert kernel(2048, cache, "attention that is not causal", arch=arch) == APART
         assert kernel(2048, cache, arch=arch, config=DispatchConfig(thresholds={"prefill_attention": 0})) == APART
-        off = DispatchConfig(thresholds={"cuda_attention": 0, "attention": 0})
+        off = DispatchConfig(thresholds={"step_attention": 0, "cuda_attention": 0, "attention": 0})
         assert [kernel(m, cache, arch=arch, config=off) for m in (1, 16, 17)] == [APART, APART, PREFILL]
-    assert [kernel(m, arch=arch) for m in (16, 17)] == ["triton_cached_attention", PREFILL]
+    assert [kernel(m, OTHER_SIZE, arch=arch) for m in (16, 17)] == ["triton_cached_attention", PREFILL]
     assert kernel(2048, EMPTY, arch=arch) == APART and kernel(2048, EMPTY, NOT_PLAIN, arch=arch) == PREFILL
     assert kernel(2048, arch=arch, dtype=torch.float32) == APART
 

@@ -1,4 +1,4 @@
-"""csrc/attention/step_attention.cu on a CPU, over caches in fp8 and k8v4: against float64, and what it writes against formats/kv.py."""
+"""csrc/attention/step_attention_codes.cu on a CPU, over caches in fp8 and k8v4: against float64, and what it writes against formats/kv.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_emulator = pytest.mark.skipif(compiler() is None, reason="needs g++")
 def run(c: CachedCall, tile: cuda_step.Tile = cuda_step.OWN, arch: int = 90, constants: tuple[str, ...] = ()) -> torch.Tensor:
     a = cuda_step._aligned(arguments(ALONE, c))
     changed = [t for t in (c.keys, c.values, *c.stored) if t is not None]
-    kernel = emulated(cuda_step.LIBRARY.source, arch)
+    kernel = emulated(cuda_step.LIBRARY_OF_CODES.source, arch)
     return kernel.run(params.AttentionParams, cuda_step.fields(c, a, tile), a.out, changed=changed, constants=constants)
 
 
@@ -96,7 +96,7 @@ def test_norm_and_rotation(name, dtype):
             prologue = prologue._replace(cos=None, sin=None, rotary=None)
         for group in (2, 12):
             # Rounded once more often than in the reference; one of them may put a number on the other side of a tie.
-            check(call(name, 2, 2 * group, 2, 1, 80, d, at, dtype=dtype, prologue=prologue), 2, written=1e-2, bound=2.0)
+            check(call(name, 2, 2 * group, 2, 1, 80, d, at, dtype=dtype, prologue=prologue), (2, 0), written=1e-2, bound=2.0)
     check(call(name, 1, 4, 2, 1, 80, 64, 30, prologue=turning(1, 1, 64)._replace(q_norm=None)), written=1e-2, bound=2.0)
 
 
@@ -105,7 +105,7 @@ def test_norm_and_rotation(name, dtype):
 def test_early(name):
     """Tiles requested before the PDL wait are those that are attended to; without `early` nothing is read before it."""
     for at, window in itertools.product((0, 1, 70), (None, 33)):
-        check(call(name, 1, 4, 2, 1, 80, 64, at, window, sinks=True, early=True), 2, constants=(*EARLY, "q_norm", "k_norm"))
+        check(call(name, 1, 4, 2, 1, 80, 64, at, window, sinks=True, early=True), (2, 0), constants=(*EARLY, "q_norm", "k_norm"))
     c = call(name, 1, 4, 2, 1, 80, 64, 70)
     check(c, (2, 0))
     with pytest.raises(EmulatorError, match="before the previous kernel has finished"):
@@ -151,12 +151,12 @@ def test_which_calls_it_serves(name):
     def kernel(*form, arch=90, d=128, **config):
         return plan(Call("cached_attention", arch, BF16, 32, d, form=form), DispatchConfig(**config)).pick(4).kernel
 
-    for arch, expected in ((80, other), (90, cuda_step.NAME), (100, cuda_step.NAME), (120, cuda_step.NAME)):
+    for arch, expected in ((80, other), (90, cuda_step.NAME_OF_CODES), (100, cuda_step.NAME_OF_CODES), (120, cuda_step.NAME_OF_CODES)):
         assert kernel(of, arch=arch) == expected and kernel(of, OTHER_SIZE, arch=arch) == other
     for more in (SEVERAL_QUERIES, OTHER_ROTATION, ODD_SLOTS, WIDE_PROLOGUE):
         assert kernel(of, more) == other
     assert {kernel(of, d=256), kernel(cache_in("nvfp4")), kernel(of, thresholds={"step_attention": 0})} == {other}
-    assert kernel(of, NO_COUNTERS) == cuda_step.NAME, "which has none"
+    assert kernel(of, NO_COUNTERS) == cuda_step.NAME_OF_CODES, "which has none"
 
 
 def test_which_sizes_suit_it():

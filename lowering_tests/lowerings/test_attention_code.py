@@ -64,7 +64,7 @@ def body(queries=1, batch=1, cc=(9, 0)):
 @pytest.mark.parametrize(("queries", "batch", "cc"), [(1, 1, (9, 0)), (1, 8, (9, 0)), (4, 2, (9, 0)), (1, 1, (8, 0)), (1, 1, (12, 0))])
 def test_query_key_and_value_are_read_where_their_product_lies(queries, batch, cc):
     code, told = body(queries, batch, cc)
-    assert told.decision.row.kernel == "triton_cached_attention"
+    assert told.decision.row.kernel == ("cuda_step_attention" if queries == 1 and cc >= (9, 0) else "triton_cached_attention")
     assert matches()["rope_attention"] == 1
     (arguments,) = re.findall(r"fp4\.cached_attention\.default\((.*)\)", code)
     operands = re.findall(r"reinterpret_tensor\((\w+), \(\d+, (\d+), \d+, 128\), \([^)]*\), (\d+)\)", arguments)
@@ -111,7 +111,12 @@ class Quantized(Attention):
 
 @pytest.mark.parametrize(
     ("off", "kernel"),
-    [({}, "cuda_quantized_attention"), ({"cuda_attention": 0}, "triton_quantized_attention"), ({"cuda_attention": 0, "attention": 0}, "append + attention")],
+    [
+        ({}, "cuda_step_attention_codes"),
+        ({"step_attention": 0}, "cuda_quantized_attention"),
+        ({"step_attention": 0, "cuda_attention": 0}, "triton_quantized_attention"),
+        ({"step_attention": 0, "cuda_attention": 0, "attention": 0}, "append + attention"),
+    ],
 )
 def test_norms_move_into_the_one_launch_over_a_cache_in_8_or_4_bits(off, kernel):
     reset_matches()

@@ -1,4 +1,6 @@
-"""cuda_step_attention: one launch for one new token of each sequence over a cache in the dtype of the query. Source: ``csrc/attention/step_attention.cu``.
+"""cuda_step_attention, and cuda_step_attention_codes: one launch for one new token of each sequence. Source: ``csrc/attention/step.cuh``.
+
+The first takes caches in the dtype of the query, the second those in fp8 and in k8v4, by libraries of their own.
 
 M of its problem is the heads that share a KV head, N heads, K the width of a head.
 """
@@ -13,13 +15,14 @@ from ...ops.cached_call import CachedCall
 from .. import host, params
 from ..asked import NO_COUNTERS, cache_in
 from ..forms import Launches, Library
-from ..kernel import COMPILED, MEASURED, Kernel, On
+from ..kernel import COMPILED, MEASURED_H100, Kernel, On
 from ..paged_attention.cuda import readable
 from .cuda import ALONE, cache_fields, call_fields
 from .step import Arguments, arguments
 
 LIBRARY = Library("attention/step_attention.cu", finish=None)
-NAME = "cuda_step_attention"
+LIBRARY_OF_CODES = Library("attention/step_attention_codes.cu", finish=None)
+NAME, NAME_OF_CODES = "cuda_step_attention", "cuda_step_attention_codes"
 WIDTHS = (64, 128)  # that the source compiles
 FORMATS = ("fp8", "k8v4")
 NOT_ROUNDED = -1  # as AttentionParams has it
@@ -55,16 +58,22 @@ def step(c: CachedCall, tile: Tile = OWN) -> Tensor:
 
     a = _aligned(arguments(ALONE, c))
     of = f"query {tuple(c.query.shape)} over {tuple(c.keys.shape)}"
-    csrc.launch(LIBRARY, params.AttentionParams, fields(c, a, tile), a.out, host.arch(c.query.device), of)
+    library = LIBRARY if c.stored is None else LIBRARY_OF_CODES
+    csrc.launch(library, params.AttentionParams, fields(c, a, tile), a.out, host.arch(c.query.device), of)
     return a.out
 
 
 _WHY = "as on sm_90"
-_WHY_90 = "the blocks of a cluster send each other their results: 520 tokens of a sequence 5.9 us on an H100 (triton_cached_attention 8.9), k8v4 6.9 (8.7)"
+_WHY_90 = "the blocks of a cluster send each other their results: 520 tokens of a sequence 5.9 us on an H100 (triton_cached_attention 8.9)"
+_WHY_CODES_90 = "as cuda_step_attention: 520 tokens of a sequence in k8v4 6.9 us on an H100 (cuda_quantized_attention 8.7)"
+_BATCH = (1, "the number of blocks follows the numbers of sequences and KV heads, not M")
 KERNELS = (
     Kernel(
-        "cached_attention", NAME, "step_attention", (On(90, 90, MEASURED, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
-        serves=(NO_COUNTERS, *map(cache_in, FORMATS)), batch=(1, "the number of blocks follows the numbers of sequences and KV heads, not M"),
-        form=Launches("cached_attention.cuda_step:step", LIBRARY),
+        "cached_attention", NAME, "step_attention", (On(90, 90, MEASURED_H100, _WHY_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
+        serves=(NO_COUNTERS,), batch=_BATCH, form=Launches("cached_attention.cuda_step:step", LIBRARY),
+    ),
+    Kernel(
+        "cached_attention", NAME_OF_CODES, "step_attention", (On(90, 90, MEASURED_H100, _WHY_CODES_90), On(100, 129, COMPILED, _WHY)), only_k=WIDTHS,
+        forms=tuple(map(cache_in, FORMATS)), serves=(NO_COUNTERS,), batch=_BATCH, form=Launches("cached_attention.cuda_step:step", LIBRARY_OF_CODES),
     ),
 )  # fmt: skip

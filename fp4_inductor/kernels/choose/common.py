@@ -83,7 +83,7 @@ def decode_attention(call, can):
 
 
 # Kernels that do all of a decode step of fp4.cached_attention, its prologue too: over a cache in the dtype of the query, and over one in 8 or 4 bits.
-ONE_LAUNCH = ("cuda_step_attention", "triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
+ONE_LAUNCH = ("cuda_step_attention", "cuda_step_attention_codes", "triton_cached_attention", "cuda_quantized_attention", "triton_quantized_attention")
 
 
 def paged_attention(call, can):

@@ -1,0 +1,359 @@
+// One decode step of fp4.cached_attention, one new token of each sequence, in one launch: norm and rotation of query and key, rounding and append of the new
+// token, attention to all of them, combination by the blocks of a cluster (cluster.cuh). For caches in the dtype of the query (step_attention.cu), and in fp8 and
+// k8v4 (step_attention_codes.cu).
+//
+// Tokens are taken by their slot, so that those of a tile lie one behind the other in every array of the cache. The last warp of a block is the producer: it has
+// tiles copied in bulk, some ahead, and it prepares the new token, if that is in a tile of the block. The other warps prepare the rows of the query, each for
+// itself, in registers, and take 16 tokens of each tile. The warp that comes to the new token puts it into its tile: what was copied there from the cache does not
+// count, and the producer writes the cache meanwhile.
+//
+// PDL: the call's `early` says that the kernel before writes nothing of the cache and not the counter: first tiles are then requested before the wait.
+#pragma once
+#include "../sm90/pipeline.cuh"
+#include "cluster.cuh"
+#include "query.cuh"
+
+namespace {
+
+using namespace fp4;
+using namespace fp4::attention;
+
+// Shared memory of a block for tiles: two blocks find room on a multiprocessor where it is large.
+constexpr int kForTiles = kLargeSharedMemory ? 100 * 1024 : 84 * 1024;
+
+template <Kind KIND, int D> constexpr int kRowBytes = KIND == kSame ? 2 * D : D / kPacked<KIND>;
+
+// Warps that attend, besides the producer. Few: of up to eight rows, over the short caches of few sequences. linear_chain, which is around attention then, leaves the registers of
+// four warps, one on each of the four parts of a multiprocessor: only then do the blocks of this kernel begin beside it, and those of the next chain beside
+// these. Else seven over codes, two with the producer's on each part, twice; and four over a cache that is not rounded, which has more bytes (sweep on an H200).
+constexpr int kFew = 3, kShort = 4608;
+
+// A template's constants. ROWS: 8, or 16, heads that share a KV head.
+template <typename T_, Kind KEYS, Kind VALUES, int D_, int ROWS_, int WARPS> struct Step {
+  using T = T_;
+  static constexpr Kind kKeys = KEYS, kValues = VALUES;
+  static constexpr int D = D_, ROWS = ROWS_, kTiles = ROWS / 8, kWarps = WARPS, kThreads = 32 * kWarps + 32;
+  static constexpr int kKeySteps = KEYS == kINT8 ? D / 32 : D / 16;
+  static constexpr bool kExact = false;
+};
+
+// As many times 16 tokens as a block has warps, in shared memory, as they lie in the cache. A warp takes 16 of them.
+template <typename F> struct Tile {
+  static constexpr bool kScaled = F::kKeys != kSame;
+  static constexpr int kCount = kTokens * F::kWarps;
+  static constexpr int kKeyRow = kRowBytes<F::kKeys, F::D>, kValueRow = kRowBytes<F::kValues, F::D>, kBlockRow = F::kValues == kNVFP4 ? F::D / 16 : 0;
+  static constexpr int kValues = kCount * kKeyRow, kBlocks = kValues + kCount * kValueRow, kKeyScales = kBlocks + kCount * kBlockRow;
+  static constexpr int kValueScales = kKeyScales + (kScaled ? kCount * 2 : 0), kBytes = kValueScales + (kScaled ? kCount * 2 : 0);
+  uint8_t* memory;
+
+  // From token `first` on.
+  __device__ __forceinline__ Rows keys(int first) const { return {memory + first * kKeyRow, (__half*)(memory + kKeyScales) + first, nullptr, nullptr}; }
+  __device__ __forceinline__ Rows values(int first) const {
+    return {memory + kValues + first * kValueRow, (__half*)(memory + kValueScales) + first, memory + kBlocks + first * kBlockRow, nullptr};
+  }
+
+  // One thread: the `count` tokens from slot `at` on.
+  __device__ __forceinline__ void request(const Rows& keys, const Rows& values, int at, int count, Shared mbarrier) const {
+    const Shared to = shared_address(memory);
+    mbarrier_arrive_expect_tx(mbarrier, count * (kBytes / kCount));
+    cp_async_bulk(to, keys.codes + (int64_t)at * kKeyRow, count * kKeyRow, mbarrier);
+    cp_async_bulk(to + kValues, values.codes + (int64_t)at * kValueRow, count * kValueRow, mbarrier);
+    if constexpr (kScaled) {
+      cp_async_bulk(to + kKeyScales, keys.scale + at, count * 2, mbarrier);
+      cp_async_bulk(to + kValueScales, values.scale + at, count * 2, mbarrier);
+    }
+    if constexpr (kBlockRow) cp_async_bulk(to + kBlocks, values.blocks + (int64_t)at * kBlockRow, count * kBlockRow, mbarrier);
+  }
+};
+
+// Zeros in the values of those of a warp's tokens that are not used: there may be NaN.
+template <typename F> __device__ __forceinline__ void clear_values(const Rows& values, uint32_t used) {
+  constexpr int kUnits = Tile<F>::kValueRow / 16;
+  for (int i = threadIdx.x % 32; i < kTokens * kUnits; i += 32)
+    if (!(used >> (i / kUnits) & 1)) *(uint4*)(values.codes + i * 16) = uint4{0, 0, 0, 0};
+}
+
+// The new token as it is stored, in shared memory.
+template <typename F> struct NewRow16 {
+  static constexpr int kKeyRow = Tile<F>::kKeyRow, kValueRow = Tile<F>::kValueRow, kBlockRow = Tile<F>::kBlockRow;
+  static constexpr int kBlocks = kKeyRow + kValueRow, kScales = kBlocks + 16, kBytes = kScales + 16;
+  uint8_t* memory;
+
+  __device__ __forceinline__ Rows key() const { return {memory, (__half*)(memory + kScales), nullptr, nullptr}; }
+  __device__ __forceinline__ Rows value() const { return {memory + kKeyRow, (__half*)(memory + kScales) + 2, memory + kBlocks, nullptr}; }
+
+  // To a row of the keys and values of a tile, or of the cache; one warp.
+  __device__ __forceinline__ void copy(const Rows& keys, const Rows& values, int row) const {
+    copy(key(), kKeyRow, 0, keys, row), copy(value(), kValueRow, kBlockRow, values, row);
+  }
+  static __device__ __forceinline__ void copy(const Rows& from, int bytes, int blocks, const Rows& to, int row) {
+    const int lane = threadIdx.x % 32;
+    auto words = [&](const uint8_t* x, uint8_t* y, int count) {
+      for (int i = lane; i < count / 4; i += 32) ((uint32_t*)y)[i] = ((const uint32_t*)x)[i];
+    };
+    words(from.codes, to.codes + (int64_t)row * bytes, bytes);
+    if (blocks) words(from.blocks, to.blocks + (int64_t)row * blocks, blocks);
+    if (Tile<F>::kScaled && lane == 0) to.scale[row] = *from.scale;
+  }
+};
+
+// Shared memory: tiles, as many as the call has stages, lie behind everything else.
+template <typename F> struct Memory {
+  static constexpr int kMostStages = most_of(least_of(kForTiles / Tile<F>::kBytes, 4), kLargeSharedMemory ? 2 : 1);
+  static constexpr int kMbarriers = Exchange<F>::kBytes, kNew = kMbarriers + (2 * kMostStages + 2) * 8, kMean = kNew + NewRow16<F>::kBytes;
+  static constexpr int kTiles = (kMean + F::D * 4 + 127) / 128 * 128;
+
+  // A short cache needs fewer, and leaves room for the next kernel.
+  static __host__ __device__ int stages(int slots, int blocks) {
+    const int round = blocks * Tile<F>::kCount;
+    return least_of((slots + round - 1) / round, kMostStages);
+  }
+  static int bytes(int stages) { return kTiles + most_of(Results<F>::kBytes, stages * Tile<F>::kBytes); }
+};
+
+// A stage of as many as the call has, and the parity of its phase.
+struct Stage {
+  int i = 0, parity = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++i == stages) i = 0, parity ^= 1;
+  }
+};
+
+// What the last warp of the block that has the new token does with it: norm, rotation, rounding. mean: of keys; D floats in shared memory, which it writes where
+// the sequence begins with this token.
+template <typename F>
+__device__ __forceinline__ void prepare_new(const AttentionParams& p, int sequence, int kv_head, bool first, float* mean, const NewRow16<F>& to) {
+  using T = typename F::T;
+  constexpr int D = F::D, E = Lanes<D>::kEach;
+  const int channel = threadIdx.x % 32 * E;
+  float* key_mean = (float*)p.key_mean + (int64_t)blockIdx.x * D + channel;
+  Requested<D> of_key, of_value;
+  NewRow<T> key{(const T*)p.key + sequence * p.key_strides[0] + kv_head * p.key_strides[1], p.k_norm, p.cos, p.sin, sequence * p.angle_strides[0]};
+  const NewRow<T> value{(const T*)p.value + sequence * p.value_strides[0] + kv_head * p.value_strides[1], nullptr, nullptr, nullptr, 0};
+  if (!p.rotary) key.cos = nullptr;
+  of_key.template load_as<T, T, T>(p, key), of_value.template load_as<T, T, T>(p, value);
+  float old_mean[E] = {};
+  if (Tile<F>::kScaled && !first)
+#pragma unroll
+    for (int i = 0; i < E; ++i) old_mean[i] = key_mean[i];
+  Lanes<D> v = prepared<T, D>(p, value, of_value, mean);
+  __syncwarp();
+  Lanes<D> k = prepared<T, D>(p, key, of_key, mean);
+  __syncwarp();
+  if constexpr (Tile<F>::kScaled) {
+#pragma unroll
+    for (int i = 0; i < E; ++i) {
+      if (first) mean[channel + i] = key_mean[i] = old_mean[i] = is_finite(k.v[i]) ? k.v[i] : 0.f;
+      k.v[i] -= old_mean[i];
+    }
+    const Rounded<F::kKeys, D> key_codes(k);
+    const Rounded<F::kValues, D> value_codes(v);
+    key_codes.store(to.key(), 0), value_codes.store(to.value(), 0);
+  } else {
+#pragma unroll
+    for (int i = 0; i < E; i += 2) {
+      *(uint32_t*)((T*)to.key().codes + channel + i) = pack<T>(k.v[i], k.v[i + 1]);
+      *(uint32_t*)((T*)to.value().codes + channel + i) = pack<T>(v.v[i], v.v[i + 1]);
+    }
+  }
+}
+
+// The tokens of a sequence by slot; a ring (window > 0) holds position i in slot i % slots.
+struct Slots {
+  const uint8_t* mask;
+  int held, end, newest;  // old tokens; behind the last slot that is looked at; that of the new token
+
+  static __device__ __forceinline__ Slots of(const AttentionParams& p, int held, int sequence) {
+    return {p.mask ? (const uint8_t*)p.mask + sequence * p.mask_strides[0] : nullptr, held, p.window ? least_of(p.slots, held + 1) : held + 1, slot_of(p, held)};
+  }
+  __device__ __forceinline__ bool is_used(const AttentionParams& p, int slot) const {
+    const int position = slot <= newest ? held - newest + slot : held - newest + slot - p.slots;
+    return slot < end && position >= 0 && (!p.window || position > held - p.window) && unmasked(p, mask, position);
+  }
+};
+
+// The weights of a tile's tokens in s, and their values are added. ALL: every one is used.
+template <typename F, bool ALL>
+__device__ __forceinline__ void add_tile(State<F>& state, const Rows& keys, const Rows& values, int count, uint32_t bits, const QueryFragments<F>& q,
+                                         const AttentionParams& p) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float s[F::kTiles][4], scale[4] = {1.f, 1.f, 1.f, 1.f};
+  bool used[F::kTiles][4];
+#pragma unroll
+  for (int i = 0; i < F::kTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) used[i][j] = ALL || (bits >> own_token(t, j) & 1);
+  if constexpr (F::kKeys == kSame) {
+    using T = typename F::T;
+    float c[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int chunk = 0; chunk < F::D / 32; ++chunk) {
+        const uint4 a = q.of[0][chunk], b = F::kTiles == 2 ? q.of[F::kTiles - 1][chunk] : uint4{0, 0, 0, 0};
+        const uint4 k = *(const uint4*)(keys.codes + (ALL ? 8 * i + g : InShared{count}.row(8 * i + g)) * Tile<F>::kKeyRow + exact_channel<F::D>(t, 8 * chunk) * 2);
+        mma_m16n8k16<T>(c[i], a.x, b.x, a.y, b.y, k.x, k.y);
+        mma_m16n8k16<T>(c[i], a.z, b.z, a.w, b.w, k.z, k.w);
+      }
+#pragma unroll
+    for (int i = 0; i < F::kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s[i][j] = c[j / 2][j % 2 + 2 * i] * p.scale;
+    cap<F>(p, s);
+    state.apply(state.template add_scores<ALL>(s, scale, used));
+    uint32_t weights[F::kTiles][2];
+#pragma unroll
+    for (int i = 0; i < F::kTiles; ++i) weights[i][0] = pack<T>(s[i][0], s[i][1]), weights[i][1] = pack<T>(s[i][2], s[i][3]);
+#pragma unroll
+    for (int chunk = 0; chunk < F::D / 64; ++chunk) {
+      uint4 w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = *(const uint4*)(values.codes + own_token(t, j) * Tile<F>::kValueRow + (g * (F::D / 8) + 8 * chunk) * 2);
+      state.template add_numbers<T>(4 * chunk, w, weights);
+    }
+  } else {
+    Keys<F> k;
+    Values<F> v;
+    k.load_from(keys, InShared{count}), v.load_from(values, InShared{count});
+    score<F>(s, k, q);
+    finish_scores<F>(s, scale, k.scale, v.scale, p, q.rest);
+    state.apply(state.template add_scores<ALL>(s, scale, used));
+    state.add_values(v, s);
+  }
+}
+
+template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1) step_attention(const __grid_constant__ AttentionParams p) {
+  using T = typename F::T;
+  using M = Memory<F>;
+  const Exchange<F> exchange = Exchange<F>::of(dynamic_shared());
+  begin_cluster(exchange, p.heads / p.kv_heads);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size(), rank = cluster_rank(), stages = M::stages(p.slots, blocks);
+  const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;
+  const Ring<> ring = Ring<>::at(shared_address(dynamic_shared() + M::kMbarriers), M::kMostStages);
+  const Shared is_ready = ring.end(M::kMostStages);  // the new token
+  if (!p.early) pdl_wait_then_trigger();
+  const int64_t position = *(const int64_t*)p.position;
+  if (threadIdx.x == F::kWarps * 32) ring.init(M::kMostStages, 1, F::kWarps), mbarrier_init(is_ready, 1), fence_mbarrier_init();
+  cluster_wait();
+  if (position < 0 || (!p.window && position >= p.slots)) {  // nothing is written to the cache
+    if (p.early) pdl_wait_then_trigger();
+    const float nan = __uint_as_float(0x7FC00000);
+    for (int i = threadIdx.x; i < group * (F::D / 2) && rank == 0; i += F::kThreads)
+      ((uint32_t*)p.y)[((int64_t)sequence * p.heads + kv_head * group) * (F::D / 2) + i] = pack<T>(nan, nan);
+    return;
+  }
+  __syncthreads();
+
+  const Slots slots = Slots::of(p, (int)position, sequence);
+  auto rows_of = [&](const CacheParams& c, int row_bytes) {
+    const int64_t row = (int64_t)blockIdx.x * p.slots;
+    return Rows{(uint8_t*)c.codes + row * row_bytes, (__half*)c.scale + row, (uint8_t*)c.blocks + row * (F::D / 16), nullptr};
+  };
+  const Rows keys = rows_of(p.keys, Tile<F>::kKeyRow), values = rows_of(p.values, Tile<F>::kValueRow);
+  constexpr int kCount = Tile<F>::kCount;
+  const int stride = blocks * kCount, last = slots.newest / kTokens * kTokens;  // where the 16 tokens with the new one begin
+  const bool has_new = slots.newest / kCount % blocks == rank;
+  const NewRow16<F> added{dynamic_shared() + M::kNew};
+  float* new_mean = (float*)(dynamic_shared() + M::kMean);
+  auto tile_of = [&](int stage) { return Tile<F>{dynamic_shared() + M::kTiles + stage * Tile<F>::kBytes}; };
+
+  State<F> state;
+  state.reset();
+  if (warp == F::kWarps) {
+    int at = rank * kCount;
+    Stage to;
+    auto request = [&]() {  // by lane 0
+      ring.acquire(to);
+      tile_of(to.i).request(keys, values, at, least_of(kCount, least_of(p.slots, (slots.end + kTokens - 1) / kTokens * kTokens) - at), ring.of(to));
+      to.next(stages), at += stride;
+    };
+    if (lane == 0)
+      for (int i = 0; i < stages && at < slots.end; ++i) request();
+    if (p.early) pdl_wait_then_trigger();
+    __syncwarp();
+    if (has_new) {
+      prepare_new<F>(p, sequence, kv_head, slots.held == 0, new_mean, added);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(is_ready);
+      added.copy(keys, values, slots.newest);
+    }
+    if (lane == 0)
+      while (at < slots.end) request();
+    __syncwarp();
+  } else {
+    QueryRows<F> rows;
+    rows.request_norm(p);
+    if (p.early) pdl_wait_then_trigger();
+    rows.request(p, sequence, kv_head, group);
+    // q . (k + mean) = q . k + q . mean: the second term is the same for all tokens, and matters where something else is compared with their scores.
+    const float* mean = Tile<F>::kScaled && (p.softcap > 0 || p.sinks) ? (const float*)p.key_mean + (int64_t)blockIdx.x * F::D : nullptr;
+    if (mean && slots.held == 0 && has_new) mbarrier_wait_parity(is_ready, 0), mean = new_mean;
+    const QueryFragments<F> q(rows, p, mean);
+    Stage from;
+    for (int base = rank * kCount; base < slots.end; base += stride, from.next(stages)) {
+      const int at = base + warp * kTokens;
+      ring.wait(from);
+      const Rows own_keys = tile_of(from.i).keys(warp * kTokens), own_values = tile_of(from.i).values(warp * kTokens);
+      if (at == last) {
+        mbarrier_wait_parity(is_ready, 0);
+        added.copy(own_keys, own_values, slots.newest - last);
+        fence_proxy_async();  // before the next copy to this place
+        __syncwarp();
+      }
+      const uint32_t used = lanes_where(slots.is_used(p, at + lane % kTokens)) & 0xFFFF;
+      if (used == 0xFFFF) {
+        add_tile<F, true>(state, own_keys, own_values, kTokens, used, q, p);
+      } else if (used) {
+        if (F::kValues == kSame) {
+          clear_values<F>(own_values, used);
+          fence_proxy_async();
+          __syncwarp();
+        }
+        add_tile<F, false>(state, own_keys, own_values, slots.end - at, used, q, p);
+      }
+      __syncwarp();  // all have read their tokens
+      if (lane == 0) ring.release(from);
+    }
+  }
+  combine_cluster<F>(p, state, exchange, dynamic_shared() + M::kTiles, sequence, kv_head, channel_of_pair<F::D>);
+}
+
+// --- host ---------------------------------------------------------------------------------------------------------------------------------------------------
+
+// Blocks of a KV head of a sequence (sweep on an H200, 4 to 256 KV heads in all, 520 to 32768 tokens): as many as find room at once, one on a multiprocessor.
+// Blocks of a cluster are neighbours: of those of eight, or of four, a quarter of the multiprocessors is left. Clusters of 16, which are known to fit on sm_90
+// alone, are worth their barriers where few clusters have many tokens.
+int blocks_of(const AttentionParams& p) {
+  const int programs = p.batch * p.kv_heads, there = multiprocessors();
+  if (FP4_ARCH == 90 && programs * kMostBlocks <= there / 2 && p.slots > 2048) return kMostBlocks;
+  int blocks = 8;
+  while (blocks > 2 && programs * blocks > there * 3 / 4) blocks /= 2;
+  return programs * blocks > there ? 1 : blocks;
+}
+
+template <typename F> cudaError_t run(const AttentionParams& p) {
+  const int blocks = p.tile[0] ? p.tile[0] : blocks_of(p);
+  return launch_clusters<F>(step_attention<F>, p, blocks, Memory<F>::bytes(Memory<F>::stages(p.slots, blocks)));
+}
+
+template <typename T, Kind KEYS, Kind VALUES, int D> cudaError_t by_rows(const AttentionParams& p) {
+  constexpr int kMany = KEYS == kSame ? 4 : 7;
+  if (p.heads / p.kv_heads > 8) return run<Step<T, KEYS, VALUES, D, 16, kMany>>(p);
+  const bool few = p.batch * p.kv_heads * 8 <= multiprocessors() * 3 / 4 && p.slots <= kShort;
+  return (p.tile[1] ? p.tile[1] == kFew : few) ? run<Step<T, KEYS, VALUES, D, 8, kFew>>(p) : run<Step<T, KEYS, VALUES, D, 8, kMany>>(p);
+}
+
+template <typename T, Kind KEYS, Kind VALUES> cudaError_t by_shape(const AttentionParams& p) {
+  return p.D == 64 ? by_rows<T, KEYS, VALUES, 64>(p) : by_rows<T, KEYS, VALUES, 128>(p);
+}
+
+bool fits(const AttentionParams& p) {
+  if (!is_call(&p) || p.batch < 1 || p.kv_heads < 1 || p.heads < p.kv_heads || p.heads % p.kv_heads || p.heads / p.kv_heads > kMostRows) return false;
+  if (p.queries != 1 || p.slots < 1 || p.window < 0 || p.window > p.slots || (int64_t)p.slots * p.D >= (int64_t)1 << 31) return false;
+  if (p.format >= 0 && p.slots % 8) return false;
+  if (p.rotary && ((p.rotary != 64 && p.rotary != 128) || p.rotary > p.D || (p.angles != p.rotary && 2 * p.angles != p.rotary))) return false;
+  if (p.wide_norms || p.wide_angles) return false;
+  return (p.D == 64 || p.D == 128) && (!p.tile[0] || are_blocks(p.tile[0])) && p.tile[1] >= 0;
+}
+
+}  // namespace
