@@ -101,6 +101,7 @@ template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH ==
 #pragma unroll
   for (int i = 0; i < F::kStages - 1; ++i) request(i, places[i], at + i * stride);
   int place = places[F::kStages - 1];  // of the next tile that is requested
+  __syncwarp();
   cluster_wait();
   source.wait();
   NewToken<F> added;  // of the warp whose tile it is in
@@ -160,7 +161,9 @@ Shape shape_of(int programs) {
   return {8, blocks};
 }
 
-template <typename F> cudaError_t run(const PagedParams& p, int blocks) { return launch_clusters<F>(paged_attention<F>, p, blocks, ClusterMemory<F>::bytes(kTileBytes<F>)); }
+template <typename F> cudaError_t run(const PagedParams& p, int blocks) {
+  return launch_clusters<F>(paged_attention<F>, p, blocks, ClusterMemory<F>::bytes(kTileBytes<F>));
+}
 
 template <typename T, int D, int ROWS> cudaError_t by_warps(const PagedParams& p, const Shape& s) {
   if (s.warps == 2) return run<Paged<T, D, ROWS, 2>>(p, s.blocks);

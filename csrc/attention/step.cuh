@@ -23,9 +23,10 @@ constexpr int kForTiles = kLargeSharedMemory ? 100 * 1024 : 84 * 1024;
 
 template <Kind KIND, int D> constexpr int kRowBytes = KIND == kSame ? 2 * D : D / kPacked<KIND>;
 
-// Warps that attend, besides the producer. Few: of up to eight rows, over the short caches of few sequences. linear_chain, which is around attention then, leaves the registers of
-// four warps, one on each of the four parts of a multiprocessor: only then do the blocks of this kernel begin beside it, and those of the next chain beside
-// these. Else seven over codes, two with the producer's on each part, twice; and four over a cache that is not rounded, which has more bytes (sweep on an H200).
+// Warps that attend, besides the producer.
+// - Few, for up to eight rows, over the short caches of few sequences. The kernels before and behind are linear_chain then, which leaves the registers of four
+//   warps, one on each of the four parts of a multiprocessor. With more, a block of this kernel begins when the chain's has ended, and the next chain's when it has.
+// - Else seven over codes: with the producer's they are two on each part, and two blocks fit. Four over a cache that is not rounded (sweep on an H200).
 constexpr int kFew = 3, kShort = 4608;
 
 // A template's constants. ROWS: 8, or 16, heads that share a KV head.
