@@ -2,7 +2,7 @@
 
     python benchmarks/cached_attention.py                                  # Qwen3-8B's heads; results/cached_attention.csv
     python benchmarks/cached_attention.py --kv bf16 k8v4 --batch 1 8       # some of it
-    python benchmarks/cached_attention.py --sweep --kernels cuda_step_attention --kv k8v4 --at 8192
+    python benchmarks/cached_attention.py --sweep --kernels cuda_step_attention_codes --kv k8v4 --at 8192
     python benchmarks/cached_attention.py --apart                          # torch's operators around a dequantized cache beside it
     python benchmarks/cached_attention.py --smoke                          # seconds, on a CPU: does everything run?
 
@@ -30,16 +30,26 @@ from fp4_inductor.ops.cached_call import CachedCall, Prologue, Stored
 HEADS, KV_HEADS, D = 32, 8, 128
 AT, BATCHES = (520, 4096, 8192, 32768), (1, 8, 32)
 MEMORY = 24 << 30  # of all caches of a case
+
+
+def by_clusters(c: CachedCall, blocks: int = 0) -> torch.Tensor:
+    return cuda_step.step(c, (blocks, 0))
+
+
 # Functions of kernels that do a whole step, and the formats that they take.
 KERNELS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
-    "cuda_step_attention": (lambda c, blocks=0: cuda_step.step(c, (blocks, 0)), (formats.DENSE, *cuda_step.FORMATS)),
+    cuda_step.NAME: (by_clusters, (formats.DENSE,)),
+    cuda_step.NAME_OF_CODES: (by_clusters, cuda_step.FORMATS),
     "triton_cached_attention": (step.step, (formats.DENSE,)),
     "cuda_quantized_attention": (cuda.quantized, tuple(formats.FORMATS)),
     "triton_quantized_attention": (quantized.quantized, tuple(formats.FORMATS)),
 }
 
 # What is searched of kernels whose tile is a number: blocks of a KV head; the most parts of a sequence.
-NUMBERS = {"cuda_step_attention": (1, 2, 4, 8, 16), "cuda_quantized_attention": (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64)}
+NUMBERS = {
+    **dict.fromkeys((cuda_step.NAME, cuda_step.NAME_OF_CODES), (1, 2, 4, 8, 16)),
+    "cuda_quantized_attention": (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64),
+}
 
 
 def rate_tb_s() -> float:

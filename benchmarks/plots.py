@@ -247,7 +247,7 @@ def quality(path: Path, out: Path) -> Path | None:
 
 
 _KV = {"bf16": "tab:gray", "fp8": "tab:blue", "k8v4": "tab:orange", "nvfp4": "tab:green"}
-_KV_KERNELS = ("cuda_step_attention", "triton_cached_attention", "cuda_quantized_attention")
+_KV_KERNELS = ("cuda_step_attention", "cuda_step_attention_codes", "triton_cached_attention", "cuda_quantized_attention")
 
 
 def kv_step(rows: list[dict], out: Path) -> Path | None:

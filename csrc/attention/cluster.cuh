@@ -1,4 +1,4 @@
-// One KV head of one sequence by the blocks of a cluster: shapes, and how their softmaxes become one. What paged_attention.cu and step_attention.cu share.
+// One KV head of one sequence by the blocks of a cluster: shapes, and how their softmaxes become one. What paged_attention.cu and step.cuh share.
 //
 // The warps of all blocks take tiles of 16 tokens in turn. Each warp has a softmax of its own; they meet in the shared memory of their block. Each block then
 // writes its result, in parts, to the shared memory of the blocks that make these parts of the answer: no scratch memory, no counters, no barrier, the same
@@ -13,26 +13,18 @@ namespace fp4::attention {
 constexpr int kMostBlocks = 16;  // of a cluster
 
 // Results of blocks, as other blocks send them: of a unit, 32 neighbouring pairs of channels of a row, one (peak, sum) and an output for each pair. Unit u is made
-// an answer of by block u % blocks. An mbarrier counts their bytes. A barrier of the cluster would first wait until the block's own writes to memory are there,
+// an answer of by block u % blocks. An mbarrier counts their bytes. Other blocks may be ahead, so nothing else lies there. A barrier of the cluster would first wait until the block's own writes to memory are there,
 // and while the next kernel fetches its weights, that is several microseconds.
 template <typename F> struct Exchange {
   static constexpr int kPairs = F::D / 2, kUnitsOfRow = kPairs / 32, kMostUnits = F::ROWS * kUnitsOfRow + kMostBlocks;  // each block has a whole number of them
   static constexpr int kStats = kMostUnits * 32 * 8, kMbarrier = kStats + kMostUnits * 8, kBytes = kMbarrier + 16;
   uint8_t* memory;
 
-  static __device__ __forceinline__ Exchange of(uint8_t* memory) { return {memory}; }
   __device__ __forceinline__ float2* outputs() const { return (float2*)memory; }
   __device__ __forceinline__ float2* stats() const { return (float2*)(memory + kStats); }
   __device__ __forceinline__ Shared mbarrier() const { return shared_address(memory + kMbarrier); }
 
   static __device__ __forceinline__ int units(int group) { return group * kUnitsOfRow; }
-};
-
-// Shared memory: what other blocks send, for these may be ahead; behind it tiles, or in their place the results of the warps.
-template <typename F> struct ClusterMemory {
-  static constexpr int kTiles = (Exchange<F>::kBytes + 127) / 128 * 128;
-
-  static constexpr int bytes(int tiles) { return kTiles + most_of(Results<F>::kBytes, tiles); }
 };
 
 template <int COUNT> __device__ __forceinline__ void add_results(const float2 (&of)[COUNT], const float2 (&y)[COUNT], float2& stat, float2& out) {

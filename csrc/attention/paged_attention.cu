@@ -73,14 +73,18 @@ template <typename F> struct PagedSource {
   }
 };
 
-template <typename F> constexpr int kTileBytes = F::kWarps * F::kStages * Tile<F>::kBytes;
+// Shared memory: what other blocks send; behind it tiles, or in their place the results of the warps.
+template <typename F> struct Memory {
+  static constexpr int kTiles = (Exchange<F>::kBytes + 127) / 128 * 128;
+  static constexpr int kBytes = kTiles + most_of(Results<F>::kBytes, F::kWarps * F::kStages * Tile<F>::kBytes);
+};
 
 // A tile of a warp is on its way while the one before it is multiplied. The warp whose tile has the new token has it in registers, long before it comes to that
 // tile, and writes it to the cache, where nobody reads it in this launch.
 template <typename F> __global__ void __launch_bounds__(F::kThreads, FP4_ARCH == 90 ? 0 : 1) paged_attention(const __grid_constant__ PagedParams p) {
-  const Exchange<F> exchange = Exchange<F>::of(dynamic_shared());
+  const Exchange<F> exchange{dynamic_shared()};
   begin_cluster(exchange, p.heads / p.kv_heads);
-  uint8_t* tiles = dynamic_shared() + ClusterMemory<F>::kTiles;
+  uint8_t* tiles = dynamic_shared() + Memory<F>::kTiles;
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
   if (!p.early) pdl_wait_then_trigger();
   PagedSource<F> source = PagedSource<F>::of(p, sequence, kv_head);
@@ -161,9 +165,7 @@ Shape shape_of(int programs) {
   return {8, blocks};
 }
 
-template <typename F> cudaError_t run(const PagedParams& p, int blocks) {
-  return launch_clusters<F>(paged_attention<F>, p, blocks, ClusterMemory<F>::bytes(kTileBytes<F>));
-}
+template <typename F> cudaError_t run(const PagedParams& p, int blocks) { return launch_clusters<F>(paged_attention<F>, p, blocks, Memory<F>::kBytes); }
 
 template <typename T, int D, int ROWS> cudaError_t by_warps(const PagedParams& p, const Shape& s) {
   if (s.warps == 2) return run<Paged<T, D, ROWS, 2>>(p, s.blocks);

@@ -226,7 +226,7 @@ __device__ __forceinline__ void add_tile(State<F>& state, const Rows& keys, cons
 template <typename F> __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 ? 2 : 1) step_attention(const __grid_constant__ AttentionParams p) {
   using T = typename F::T;
   using M = Memory<F>;
-  const Exchange<F> exchange = Exchange<F>::of(dynamic_shared());
+  const Exchange<F> exchange{dynamic_shared()};
   begin_cluster(exchange, p.heads / p.kv_heads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = cluster_size(), rank = cluster_rank(), stages = M::stages(p.slots, blocks);
   const int sequence = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads, group = p.heads / p.kv_heads;

@@ -388,9 +388,13 @@ void cluster_sync() { arrive(the->cluster, the->fibers.size(), "cluster barrier"
 int cluster_rank() { return current->block->rank; }
 int cluster_size() { return the->blocks.size(); }
 
-void* other_block(void* shared, int rank) {
+Block& block_of(int rank) {
   if (rank < 0 || rank >= cluster_size()) fail("block rank %d in a cluster of %d", rank, cluster_size());
-  return the->blocks[rank]->shared + ((uint8_t*)shared - current->block->shared);
+  return *the->blocks[rank];
+}
+
+void* other_block(void* shared, int rank) {
+  return block_of(rank).shared + ((uint8_t*)shared - current->block->shared);
 }
 
 void publish_writes() {
@@ -475,8 +479,7 @@ void arrive_at(Mbarrier& c, int bytes) {
 void mbarrier_arrive(const void* address, int bytes) { arrive_at(mbarrier(address, *current->block), bytes); }
 
 void mbarrier_arrive_remote(const void* address, int rank) {
-  if (rank < 0 || rank >= cluster_size()) fail("block rank %d in a cluster of %d", rank, cluster_size());
-  arrive_at(mbarrier(address, *the->blocks[rank]), 0);
+  arrive_at(mbarrier(address, block_of(rank)), 0);
 }
 
 void mbarrier_wait_parity(const void* address, int parity) {
@@ -518,16 +521,10 @@ void copy_parts(const std::vector<Copy>& parts, int bytes, const void* address, 
 
 void st_async(void* shared, const void* value, int bytes, const void* address, int rank) {
   if ((uintptr_t)shared % bytes) fail("an asynchronous store of %d bytes to a misaligned address", bytes);
-  void* there = other_block(shared, rank);
-  Mbarrier& c = mbarrier(address, *the->blocks[rank]);
+  Mbarrier& c = mbarrier(address, block_of(rank));
   if (c.bytes < bytes) fail("an asynchronous store of %d bytes where %d are promised", bytes, c.bytes);
-  access((const uint8_t*)there, bytes, true, true);
-  memset(there, 0xFF, bytes);
   c.stored.emplace_back((const uint8_t*)value, (const uint8_t*)value + bytes);
-  c.coming.push_back({(uint8_t*)there, c.stored.back().data(), bytes, bytes});
-  c.arriving.emplace_back(current->warp_of_all(), ++the->now);
-  c.bytes -= bytes;
-  complete(c);
+  copy_parts({{(uint8_t*)shared, c.stored.back().data(), bytes, bytes}}, bytes, address, 1u << rank);
 }
 
 void cp_async_bulk(void* shared, const void* global, int bytes, const void* address, unsigned blocks) {
