@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch.pytree import tree_map_only
+from .._torch.wide_products import wide_products
 from ..errors import CalibrationError, list_names
 from .calibrate_experts import ExpertsMeans, non_finite
 from .plan import ExpertsTarget, Target
@@ -106,11 +107,12 @@ def statistics(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, without gradients; every module's mode is restored."""
+    """Eval mode, without gradients; every module's mode is restored. On a CPU without 16-bit products they are computed in float32."""
     modes = [(m, m.training) for m in model.modules()]
+    on_cpu = any(p.device.type == "cpu" and p.dtype.itemsize == 2 for p in model.parameters())
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), wide_products() if on_cpu else contextlib.nullcontext():
             yield
     finally:
         for module, training in modes:
