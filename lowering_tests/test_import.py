@@ -8,17 +8,19 @@ import statistics
 import subprocess
 import sys
 
-LIMIT_S = 0.3
+LIMIT = 0.3  # of what torch takes
 FORBIDDEN = ("triton", "torch._inductor.compile_fx", "torch._dynamo", "transformers")
 
 _TIMED = """
 import json, sys, time
+start = time.process_time()  # of the processor, and beside torch: the figure must not depend on the machine or on what else it does
 import torch
+torch_s = time.process_time() - start
 before = set(sys.modules)
-start = time.process_time()  # of the processor: the figure must not depend on what else the machine is doing
+start = time.process_time()
 import fp4_inductor
 took = time.process_time() - start
-print(json.dumps({"s": took, "new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
+print(json.dumps({"ratio": took / torch_s, "new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
 """
 
 _FORKED = """
@@ -46,12 +48,12 @@ def _python(code: str) -> subprocess.CompletedProcess:
 
 def test_import_is_cheap_and_touches_nothing():
     runs = []
-    while sum(run["s"] <= LIMIT_S for run in runs) < 2 and len(runs) < 3:  # until the median of three is known
+    while sum(run["ratio"] <= LIMIT for run in runs) < 2 and len(runs) < 3:  # until the median of three is known
         done = _python(_TIMED)
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout))
-    times = [run["s"] for run in runs]
-    assert statistics.median_low(times) <= LIMIT_S, times
+    ratios = [run["ratio"] for run in runs]
+    assert statistics.median_low(ratios) <= LIMIT, ratios
     brought = {m for run in runs for m in run["new"] if any(m == name or m.startswith(name + ".") for name in FORBIDDEN)}
     assert brought == set()
     assert not any(run["cuda"] for run in runs)
