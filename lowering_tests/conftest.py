@@ -39,7 +39,13 @@ else:
         settings.load_profile("ci")
 
 NO_GPU = "no CUDA device: gpu tests run on one"
-LONG = {f"test_{name}.py" for name in ("quickstart", "moe_kernels", "interpreter", "decode_attention", "attention_step", "executed", "csrc", "benchmarks")}
+LONG = {
+    f"test_{name}.py"
+    for name in (
+        "quickstart", "docs", "pages", "moe_kernels", "interpreter", "decode_attention", "attention_step", "prompts", "quantized_attention", "executed", "csrc",
+        "benchmarks",
+    )
+}  # fmt: skip
 NOT_ASKED = "takes minutes: run with --slow"
 
 
