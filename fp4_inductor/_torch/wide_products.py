@@ -8,6 +8,8 @@ copied to float32, the result is rounded once: what a GPU computes, which accumu
 from __future__ import annotations
 
 import contextlib
+import functools
+import platform
 from typing import Any
 
 import torch
@@ -21,11 +23,14 @@ _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, 
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # the forward pass is as fast in both
 
 
+@functools.cache
 def serves(dtype: torch.dtype) -> bool:
-    """Has this CPU products of ``dtype``?"""
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype != torch.float16 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    """Has this CPU products of ``dtype``, as far as torch uses them? Known of x86 alone."""
+    if dtype not in _HALVES or platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 class _WideProducts(TorchDispatchMode):

@@ -107,3 +107,14 @@ def test_a_model_that_is_evaluated(unserved, dtype, count):
             assert active() == count
         assert active() == count
     assert active() == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "onednn", "expected"), [("aarch64", True, {True}), ("x86_64", False, {False}), ("AMD64", True, {True, False})], ids=["arm", "no oneDNN", "x86"]
+)
+def test_what_is_known_of_a_cpu(monkeypatch, machine, onednn, expected):
+    monkeypatch.setattr(wide_products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    asked = wide_products.serves.__wrapped__
+    assert {asked(dtype) for dtype in HALVES} <= expected
+    assert asked(torch.float32)
