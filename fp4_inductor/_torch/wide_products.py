@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,24 +36,30 @@ def serves(dtype: torch.dtype) -> bool:
 
 class _WideProducts(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not _is_wide(op, args):
+        half = _half_of(op, args)
+        if half is None:
             return op(*args, **(kwargs or {}))
-        half = next(t.dtype for t in args if isinstance(t, Tensor) and t.dtype in _HALVES)
-        found = op(*(t.float() if isinstance(t, Tensor) and t.dtype in _HALVES else t for t in args), **(kwargs or {}))
+        found = op(*(t.float() if isinstance(t, Tensor) and t.dtype == half else t for t in args), **(kwargs or {}))
         return tuple(t.to(half) for t in found) if isinstance(found, tuple) else found.to(half)
 
 
-def _is_wide(op: Any, args: tuple) -> bool:
+def _half_of(op: Any, args: tuple) -> torch.dtype | None:
+    """The 16-bit dtype of a call that is computed in float32; None: it stays."""
     if op is _ATTENTION:  # nothing else makes this call but torch: its tensors are plain, and on the CPU
-        return args[0].dtype in _HALVES and not serves(args[0].dtype)
+        return None if serves(args[0].dtype) else args[0].dtype
     if op not in _PRODUCTS:
-        return False
+        return None
     a, b = args[_PRODUCTS[op] :][:2]
-    plain = a.device.type == "cpu" and a.dtype in _HALVES and type(a) in (Tensor, torch.nn.Parameter) and type(b) in (Tensor, torch.nn.Parameter)
-    return plain and not serves(a.dtype) and min(*a.shape[-2:], b.shape[-1]) >= _LEAST
+    plain = a.device.type == "cpu" and type(a) in (Tensor, torch.nn.Parameter) and type(b) in (Tensor, torch.nn.Parameter)
+    return a.dtype if plain and not serves(a.dtype) and min(*a.shape[-2:], b.shape[-1]) >= _LEAST else None
 
 
-def wide_products() -> contextlib.AbstractContextManager:
-    """While active, products on the CPU are computed in float32 where :func:`serves` says no. Backward passes of this thread, too."""
+def wide_products(of: Iterable[Tensor]) -> contextlib.AbstractContextManager:
+    """While active, products on the CPU are computed in float32 where :func:`serves` says no. Backward passes of this thread, too.
+
+    Args:
+        of: what takes part in them, as a model's Parameters. Nothing happens if none is on a CPU that does not serve its dtype.
+    """
     active = any(isinstance(mode, _WideProducts) for mode in _get_current_dispatch_mode_stack())
-    return contextlib.nullcontext() if active or all(map(serves, _HALVES)) else _WideProducts()
+    wanted = any(t.device.type == "cpu" and not serves(t.dtype) for t in of)
+    return _WideProducts() if wanted and not active else contextlib.nullcontext()

@@ -109,10 +109,9 @@ def statistics(
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode, without gradients; every module's mode is restored. On a CPU without 16-bit products they are computed in float32."""
     modes = [(m, m.training) for m in model.modules()]
-    on_cpu = any(p.device.type == "cpu" and p.dtype.itemsize == 2 for p in model.parameters())
     model.eval()
     try:
-        with torch.no_grad(), wide_products() if on_cpu else contextlib.nullcontext():
+        with torch.no_grad(), wide_products(model.parameters()):
             yield
     finally:
         for module, training in modes:
