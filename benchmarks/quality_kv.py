@@ -24,8 +24,8 @@ from quality import WINDOW, divergence, load_model, log_probabilities, options, 
 from torch import Tensor
 
 import fp4_inductor
+from fp4_inductor.decoding.cache import KVLayer
 from fp4_inductor.formats import kv
-from fp4_inductor.integrations.cache import KVLayer
 
 BIAS = 60.0
 COLUMNS = ("date", "torch", "transformers", "model", "text", "tokens", "kv", "bits_a_pair", "bias", "ppl", "kl", "ratio")

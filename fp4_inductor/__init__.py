@@ -26,7 +26,7 @@ _PUBLIC = {
     "load": ".api",
     "load_pretrained": ".integrations.pretrained",
     "export_pretrained": ".integrations.pretrained",
-    "KVCache": ".integrations.cache",
+    "KVCache": ".decoding.cache",
     "inspect_checkpoint": ".checkpoint.inspection",
     "evaluate": ".models.evaluate",
     "verify": ".models.verify",
@@ -72,11 +72,11 @@ if TYPE_CHECKING:
     from .api import load, quantize_model, save
     from .checkpoint.inspection import inspect_checkpoint
     from .config import DispatchConfig, NVFP4Config, Sparse24Config, dispatch, set_dispatch
+    from .decoding.cache import KVCache
     from .explain import decisions, explain
     from .formats.packing import PackedExperts, PackedLinear, pack_experts, pack_linear
     from .formats.reciprocal import reciprocal_scale
     from .generation import GenerationRecord, LoopOptions, generate, generate_loop, generation_record
-    from .integrations.cache import KVCache
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .models.recover import recover

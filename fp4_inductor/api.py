@@ -14,11 +14,11 @@ from . import checkpoint
 from .checkpoint import save
 from .checkpoint.layer_folder import layer_folder
 from .config import Attention, NVFP4Config, Sparse24Config, check_attention, weight_only
+from .decoding.attention import use_attention_backend
+from .decoding.regions import use_regions
 from .errors import ConfigError
 from .formats import nvfp4
 from .integrations import adopt_adapters, describe_for_saving, own_configs
-from .integrations.attention import use_attention_backend
-from .integrations.regions import use_regions
 from .integrations.transformers import use_experts_backend
 from .integrations.whole import prefill_of
 from .models.activation_cost import activation_cost

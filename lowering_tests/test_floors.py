@@ -21,7 +21,7 @@ FLOORS = [
     {"ops"},
     {"tensors", "modules", "kernels"},
     {"passes", "lowerings"},
-    {"models", "checkpoint", "integrations", "generation"},
+    {"models", "checkpoint", "integrations", "generation", "decoding"},
     {"api", "explain", "regimes", "report", "__init__"},
     {"cli", "__main__"},
 ]
@@ -42,7 +42,10 @@ NEIGHBOURS = {
     ("checkpoint", "models"),
     ("integrations", "models"),
     ("integrations", "checkpoint"),
-    ("generation", "integrations"),
+    ("integrations", "decoding"),
+    ("generation", "decoding"),
+    ("models", "decoding"),
+    ("models", "generation"),
     ("lowerings", "passes"),
 }
 # F3 sees kernels through their registry, the selection, and their forms, which say what is inlined into generated code. Never what launches them.

@@ -96,7 +96,7 @@ def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None
     """
     from transformers import StaticCache
 
-    from ..integrations.cache import KVCache
+    from ..decoding.cache import KVCache
 
     config, held = model.config.get_text_config(decoder=True), holder_of(model)
     length = rounded(length, getattr(config, "max_position_embeddings", None))
@@ -117,7 +117,7 @@ def make_cache(model: Any, length: int, batch: int, lookup: Lookup | None = None
 
 def why_no_kv_cache(model: Any) -> str:
     """Why a call that brings no cache is not given a KVCache, though one could be made; empty: nothing is known."""
-    from ..integrations.cache import not_served
+    from ..decoding.cache import not_served
 
     config = model.config.get_text_config(decoder=True)
     if others := not_served(config):
@@ -138,7 +138,7 @@ def give_up(model: Any, cache: Any, why: str) -> None:
 
 def is_ours(cache: Any) -> bool:
     """Is it a :class:`fp4_inductor.KVCache`?"""
-    from ..integrations.cache import KVCache
+    from ..decoding.cache import KVCache
 
     return isinstance(cache, KVCache)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .._replay import Host, Runner, device_for
-from .._torch.compiling import is_compile_error
+from .._torch.compiling import Compiled
+from ..decoding import regions
 from ..errors import FP4Error, NonFiniteError, ShapeError
-from ..integrations import regions
 from . import caches
 from .lookup import Text
 from .lookup import emit as emit_drafts
@@ -23,7 +22,7 @@ from .masks import Masks
 from .options import Lookup
 from .processors import Program, Stops
 from .record import GenerationRecord
-from .step import State, emit, forward_of, load_values, move_on, own_code
+from .step import State, emit, forward_of, load_values, move_on
 from .streaming import Look, Mail, Outlet
 
 
@@ -72,36 +71,6 @@ class Plan:
 
 class NotServedError(Exception):
     """The model could not run its prompt over a KVCache that nobody has asked for."""
-
-
-class Compiled:
-    """A function that is compiled when it is first called, or runs as it is if that fails, with a note. ``within``: makes the context of each call."""
-
-    def __init__(self, function: Callable, compiled: bool, name: str, within: Callable[[], Any] = nullcontext):
-        self.plain, self.name, self.within = function, name, within
-        self.note: str | None = None
-        self.run = torch.compile(own_code(function), fullgraph=True) if compiled else function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.run is self.plain:
-            return self.plain(*args, **kwargs)
-        try:
-            with self.within():
-                return self.run(*args, **kwargs)
-        except Exception as error:
-            if not is_compile_error(error):
-                raise
-            self.run = self.plain
-            self.note = f"{self.name} is not compiled: {reason_of(error)}"
-            return self.plain(*args, **kwargs)
-
-
-def reason_of(error: Exception) -> str:
-    """What a compiler's error says: its first line, the one behind it where the first only names who raised, and where Dynamo stopped."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    where = [line.partition(":")[2].strip() for line in lines if line.startswith("Developer debug context:")]
-    return f"{said} ({where[0]})" if where and where[0] else said
 
 
 class Session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,12 +124,6 @@ def move_on(state: State) -> None:
     """The cache holds one token more."""
     state.position.add_(1)
     state.column.add_(1)
-
-
-def own_code(function: Callable) -> Callable:
-    """``function`` with a code object of its own: Dynamo counts recompilations by code object, gives up at eight, and counts those of other loops, too."""
-    code: types.CodeType = function.__code__.replace()  # type: ignore[attr-defined]
-    return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)  # type: ignore[attr-defined]
 
 
 def load_values(stored: list[list[Tensor]] | None, program: Program, state: State) -> list[list[Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from .attention import NAME, implementations, without_ours
+from ..decoding.attention import NAME, implementations, without_ours
 
 _SWITCH = "switch_to_cb_friendly_attn"
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import trainer
 
+from ..decoding.attention import NAME, implementations, without_ours
 from ..errors import ConfigError, list_names
 from ..models.training import Training
 from ..modules import FP4Experts, FP4Linear
-from .attention import NAME, implementations, without_ours
 
 _NAME = "validate_quantization_for_training"
 _CONTEXT_PARALLEL = "_prepare_context_parallel_inputs"

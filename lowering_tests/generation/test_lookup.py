@@ -13,10 +13,10 @@ from transformers import DynamicCache, StaticCache
 import fp4_inductor
 from fp4_inductor import errors
 from fp4_inductor._replay import Runner
+from fp4_inductor.decoding.handles import Counter
 from fp4_inductor.generation import lookup, session
 from fp4_inductor.generation.lookup import Text, drafts
 from fp4_inductor.generation.options import Lookup
-from fp4_inductor.integrations.handles import Counter
 from lowering_tests.generation.conftest import build
 from lowering_tests.generation.standin import Replaying
 from lowering_tests.generation.test_bad_input import spoiled

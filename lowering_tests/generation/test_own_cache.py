@@ -8,8 +8,8 @@ from transformers import StaticCache
 
 import fp4_inductor
 from fp4_inductor import errors
+from fp4_inductor.decoding import attention, cache
 from fp4_inductor.generation import caches
-from fp4_inductor.integrations import attention, cache
 from lowering_tests.generation.conftest import build
 from lowering_tests.generation.test_streaming import Kept, same
 from lowering_tests.generation.texts import drafting

@@ -12,8 +12,8 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import FP4InductorConfig, NVFP4Config, Sparse24Config, errors
-from fp4_inductor.integrations import attention
-from fp4_inductor.integrations.attention import NAME, use_attention_backend
+from fp4_inductor.decoding import attention
+from fp4_inductor.decoding.attention import NAME, use_attention_backend
 from fp4_inductor.kernels.select import ATTENTION_NOTE
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests import fake_cuda

@@ -13,8 +13,8 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config
-from fp4_inductor.integrations import attention
-from fp4_inductor.integrations.attention import NAME
+from fp4_inductor.decoding import attention
+from fp4_inductor.decoding.attention import NAME
 
 ASSETS = Path(__file__).parents[2] / "examples" / "assets"
 PROMPTS = [[1, 5, 9, 20, 33], [7, 8, 9], [1, 100, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [64]]

@@ -11,8 +11,8 @@ from torch._inductor.utils import run_and_get_code
 
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, errors
-from fp4_inductor.integrations import attention, handles
-from fp4_inductor.integrations.attention import NAME
+from fp4_inductor.decoding import attention, handles
+from fp4_inductor.decoding.attention import NAME
 from fp4_inductor.passes import missed, rope_attention
 
 BASE = dict(

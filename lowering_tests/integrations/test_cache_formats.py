@@ -7,8 +7,8 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config, errors
+from fp4_inductor.decoding import regions
 from fp4_inductor.formats import kv
-from fp4_inductor.integrations import regions
 from lowering_tests.integrations.test_cache import GREEDY, NEW, build, ours, prompt
 
 FORMATS = tuple(kv.FORMATS)

@@ -14,8 +14,9 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import errors
-from fp4_inductor.integrations.pretrained import parallel
-from fp4_inductor.integrations.pretrained.parallel import Ranks, part_of
+from fp4_inductor.decoding import ranks
+from fp4_inductor.decoding.ranks import Ranks
+from fp4_inductor.integrations.pretrained.parallel import part_of
 from fp4_inductor.tensors import NVFP4Tensor
 from lowering_tests.foreign import MIXTRAL, MODELOPT, logits, relative
 
@@ -87,11 +88,11 @@ def test_heads_of_a_rank(monkeypatch):
     plans = ({"model.layers.*.self_attn.k_proj": "colwise"}, {"layers.*.self_attn.k_proj": "colwise_gather_output"}, {"layers.*.mlp.up_proj": "colwise"})
     found = []
     for plan in plans:
-        monkeypatch.setattr(parallel, "ranks_of", lambda model, plan=plan: Ranks(0, 2, None, plan))
-        found.append(parallel.heads_here(None, 8))
+        monkeypatch.setattr(ranks, "ranks_of", lambda model, plan=plan: Ranks(0, 2, None, plan))
+        found.append(ranks.heads_here(None, 8))
     assert found == [4, 8, 8]
-    monkeypatch.setattr(parallel, "ranks_of", lambda model: Ranks(0, 2, None, plans[0]))
+    monkeypatch.setattr(ranks, "ranks_of", lambda model: Ranks(0, 2, None, plans[0]))
     with pytest.raises(errors.ShapeError, match="3 heads of K and V cannot be divided among 2 ranks"):
-        parallel.heads_here(None, 3)
-    monkeypatch.setattr(parallel, "ranks_of", lambda model: None)
-    assert parallel.heads_here(None, 3) == 3
+        ranks.heads_here(None, 3)
+    monkeypatch.setattr(ranks, "ranks_of", lambda model: None)
+    assert ranks.heads_here(None, 3) == 3

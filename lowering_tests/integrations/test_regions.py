@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, S
 
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config
-from fp4_inductor.integrations import regions
+from fp4_inductor.decoding import regions
 from fp4_inductor.kernels import select
 from lowering_tests.models.conftest import BASE, DENSE, MOE
 

@@ -9,7 +9,7 @@ import torch
 
 import fp4_inductor
 from fp4_inductor import KVCache, NVFP4Config
-from fp4_inductor.integrations import regions
+from fp4_inductor.decoding import regions
 from fp4_inductor.kernels import build
 from fp4_inductor.lowerings.journal import listen
 from lowering_tests.kernels import emulator

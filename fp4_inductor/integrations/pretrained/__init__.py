@@ -6,7 +6,7 @@ import warnings
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
-from .. import attention
+from ...decoding import attention
 from .. import transformers as experts
 from .config import FP4InductorConfig, ModelOptConfig
 from .export import export_pretrained

@@ -14,6 +14,7 @@ from ...checkpoint.ahead import ahead
 from ...checkpoint.readers import StoredWeight
 from ...checkpoint.readers.weight import FP8Weight, multiplying
 from ...checkpoint.safetensors_file import Reader
+from ...decoding.ranks import Ranks, ranks_of
 from ...errors import CoverageError
 from ...models.convert import carry_over, replace_module
 from ...models.progress import bar
@@ -22,7 +23,7 @@ from ...modules.packed import PackedWeight
 from ...tensors import NVFP4Tensor
 from ...tensors.base import FP4Tensor
 from .names import Assembly, Source
-from .parallel import Ranks, finish_experts, finish_layer, finish_model, part_of, ranks_of
+from .parallel import finish_experts, finish_layer, finish_model, part_of
 from .plan import LoadPlan, parts_of, unhide
 
 _WHY = "its scales span more than one NVFP4 global scale can hold without loss"

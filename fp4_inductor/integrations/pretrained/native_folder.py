@@ -12,11 +12,11 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ...checkpoint.load import load
+from ...decoding.attention import use_attention_backend
+from ...decoding.regions import use_regions
 from ...errors import ConfigError
 from ...models.compile_ahead import compile_ahead
 from ...models.coverage import add_notes
-from ..attention import use_attention_backend
-from ..regions import use_regions
 from ..transformers import use_experts_backend
 from ..whole import prefill_of
 from .quantizer import describe_for_saving

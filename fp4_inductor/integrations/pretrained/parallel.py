@@ -7,8 +7,6 @@ collective in place cannot be compiled in one graph (:func:`finish_model`).
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..._torch.collectives import all_gather, all_reduce
+from ...decoding.ranks import LOCAL_ROWS, Ranks
 from ...errors import ShapeError
 from ...formats import nvfp4
 from ...modules import FP4Experts, FP4Linear
@@ -26,51 +25,8 @@ from ...tensors import NVFP4Tensor
 _ROWS = ("colwise", "colwise_rep", "colwise_gather_output")
 _COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input")
 _PACKED_ROWS = "packed_colwise"  # gate and up one after the other: a part of each
-_LOCAL_ROWS = "colwise"  # of _ROWS the one whose results stay parts; of the others they are put together
 _SPLIT = ("rowwise_split_input", "rowwise_rep")  # of _COLUMNS those that are given a whole input
 _GRADIENTS = "replicated_with_grad_allreduce"  # a weight that every rank holds, whose gradient is summed
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that share a weight."""
-
-    rank: int
-    size: int
-    group: Any
-    plan: dict[str, str]
-
-    def style(self, name: str) -> str | None:
-        """What the plan says about a module or weight, its layer numbers replaced by stars."""
-        return self.plan.get(name) or self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-
-
-def ranks_of(model: PreTrainedModel) -> Ranks | None:
-    """None unless transformers distributed this model by tensor parallelism."""
-    mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None)
-    if mesh is None or not size or size <= 1:
-        return None
-    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-    return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), dict(model.tp_plan))
-
-
-def heads_here(model: PreTrainedModel, heads: int) -> int:
-    """Of ``heads`` K and V heads those of this rank.
-
-    Raises:
-        ShapeError: they cannot be divided among the ranks.
-    """
-    ranks = ranks_of(model)
-    if ranks is None or not any(re.search(r"\bk_proj$", name) and style == _LOCAL_ROWS for name, style in ranks.plan.items()):
-        return heads
-    if heads % ranks.size:
-        raise ShapeError(
-            f"{heads} heads of K and V cannot be divided among {ranks.size} ranks",
-            value=heads,
-            limit=f"a multiple of {ranks.size}",
-            remedy="Use fewer ranks, or a tp_plan that leaves the attention out.",
-        )
-    return heads // ranks.size
 
 
 def is_parallel(model: PreTrainedModel) -> bool:
@@ -186,13 +142,13 @@ def _forward_of(module: Any, style: str, ranks: Ranks) -> Any:
             x = x.chunk(ranks.size, -1)[ranks.rank]
         if isinstance(module, FP4Linear):
             y = type(module).forward(module, x, *args, **kwargs)  # its class changes where siblings are packed
-            return all_reduce(y, ranks.group) if style in _COLUMNS else y if style == _LOCAL_ROWS else all_gather(y, ranks.group)
+            return all_reduce(y, ranks.group) if style in _COLUMNS else y if style == LOCAL_ROWS else all_gather(y, ranks.group)
         weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
         if style in _COLUMNS:  # its bias is whole on every rank
             y = all_reduce(nn.functional.linear(x, weight), ranks.group)
             return y if bias is None else y + bias
         y = nn.functional.linear(x, weight, bias)
-        return y if style == _LOCAL_ROWS else all_gather(y, ranks.group)
+        return y if style == LOCAL_ROWS else all_gather(y, ranks.group)
 
     return forward
 

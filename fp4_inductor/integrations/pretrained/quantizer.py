@@ -12,18 +12,19 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.shards import Shards, shards_of
 from ...config import Prefill
+from ...decoding.attention import use_attention_backend
+from ...decoding.ranks import ranks_of
+from ...decoding.regions import use_regions
 from ...errors import CheckpointError, ConfigError, DeviceError, list_names
 from ...models import siblings
 from ...models.compile_ahead import compile_ahead
 from ...models.coverage import Report, record
 from ...models.plan import inspect
 from ...tensors.base import FP4Tensor
-from ..attention import use_attention_backend
-from ..regions import use_regions
 from ..transformers import use_experts_backend
 from .fill import fill
 from .on_the_fly import QuantizeOnLoad
-from .parallel import is_parallel, ranks_of
+from .parallel import is_parallel
 from .plan import LoadPlan, install_empty, make_load_plan
 
 

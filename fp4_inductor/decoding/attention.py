@@ -18,6 +18,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ _WITHOUT_MEANING = {
     "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "return_dict", "logits_to_keep",
 }  # fmt: skip
+_whole: set[int] = set()  # where masks lie that hide nothing
 _ASKS_BY_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
 
 
@@ -55,11 +58,67 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     offset = arguments.get("q_offset")
-    return mask_for(offset, arguments, sdpa_mask) if isinstance(offset, Offset) else sdpa_mask(**arguments)
+    if isinstance(offset, Offset):
+        return mask_for(offset, arguments, sdpa_mask)
+    padding = arguments.get("attention_mask")
+    if padding is not None and _whole and padding.untyped_storage().data_ptr() in _whole:
+        arguments["attention_mask"] = None
+        if _only_causal(**arguments):
+            return None
+    return sdpa_mask(**arguments)
+
+
+@contextmanager
+def whole(ids: Tensor) -> Iterator[Tensor]:
+    """A padding mask ``[B, T]`` for ``ids`` that hides nothing, which the attention ``"fp4_inductor"`` knows in here without looking into it.
+
+    Without a mask Transformers looks for several texts in one row, and in one for padding. In the capture of a CUDA graph it cannot look: there it makes
+    other masks than outside.
+    """
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    place = mask.untyped_storage().data_ptr()  # some models make a view of it
+    _whole.add(place)
+    try:
+        yield mask
+    finally:
+        _whole.remove(place)
+
+
+def _only_causal(
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> bool:
+    """Is the mask that Transformers asks for the one that attention over a whole prompt computes without?"""
+    from_the_first = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
+    windowed = local_size is not None and kv_length >= local_size
+    return allow_is_causal_skip and from_the_first and attention_mask is None and not windowed and not use_vmap
+
+
+@contextmanager
+def kept(*models: Any) -> Iterator[None]:
+    """Afterwards Transformers models have the attention implementations that they have now."""
+    before = [implementations(model) for model in models]
+    try:
+        yield
+    finally:
+        for model, names in zip(models, before, strict=True):
+            if implementations(model) != names:
+                model.set_attn_implementation(names)
 
 
 def implementations(model: Any) -> dict[str, str]:
-    """The attention implementations of a Transformers model and of the direct parts of its config, as ``set_attn_implementation`` takes them."""
+    """The attention implementations of a Transformers model and of the direct parts of its config, as ``set_attn_implementation`` takes them.
+
+    Empty for another module.
+    """
+    if not hasattr(getattr(model, "config", None), "sub_configs"):
+        return {}
     places = {"": model.config, **{key: getattr(model.config, key, None) for key in model.config.sub_configs}}
     return {key: place._attn_implementation for key, place in places.items() if place is not None}
 

@@ -82,6 +82,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for modules in lists for layer in modules if type(layer).__name__ in names]
 
 
+def plain_forward(layer: nn.Module) -> Any:
+    """The forward of the class of a layer, marked or not; None: somebody else has wrapped it."""
+    own = vars(layer).get("forward")
+    forward = type(layer).forward
+    return forward if own is None or getattr(own, "__func__", None) is _forward_of(type(layer)) else None  # type: ignore[arg-type]
+
+
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 

@@ -26,7 +26,7 @@ from ..ops.cached_call import Stored
 from . import cache_state
 from .attention import NAME, use_attention_backend
 from .handles import Counter, Handle, Offset
-from .pretrained.parallel import heads_here
+from .ranks import heads_here
 
 _STATIC = "Use transformers.StaticCache, or DynamicCache."
 
@@ -306,7 +306,7 @@ class KVCache(Cache):
     def state_dict(self) -> dict[str, Tensor]:
         """What it holds, as tensors of their own, for ``torch.save`` or ``safetensors``: the tokens so far, not the empty rest. Reads the counter.
 
-        ``fp4_inductor.integrations.cache_state`` has the keys.
+        ``fp4_inductor.decoding.cache_state`` has the keys.
 
         Raises:
             UnsupportedOpError: a layer is one of Transformers' own.
