@@ -7,14 +7,18 @@ resemble what it was trained on; random tokens do not (measured on the bundled b
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import CalibrationError
+from ..errors import CalibrationError, NonFiniteError
+from ..generation import generate
+from ..generation.aside import aside
 from .calibrate import evaluating
 
 SEQUENCES, TOKENS = 16, 64
@@ -42,17 +46,26 @@ def why_not(model: Any) -> str | None:
 
 
 def write(
-    model: Any, sequences: int | None = None, tokens: int | None = None, random_first: int = 0, seed: int = _SEED, at_once: int | None = None
+    model: Any,
+    sequences: int | None = None,
+    tokens: int | None = None,
+    random_first: int = 0,
+    seed: int = _SEED,
+    at_once: int | None = None,
+    until: float = math.inf,
+    likeliest: int = _TOP,
 ) -> list[dict[str, Tensor | bool]]:
     """One batch: ``input_ids`` int64 ``[sequences, tokens]`` (default ``[16, 64]``), sampled from ``model`` at temperature 1 after a first token.
 
     The same model gives the same text on the same device, whatever other threads do; torch's own random generators are not used.
 
     Args:
-        random_first: so many of the sequences, the last ones, begin with a token drawn from the whole vocabulary, not with the beginning
+        random_first: so many of the sequences, the last ones of each part, begin with a token drawn from the whole vocabulary, not with the beginning
             of a text.
         seed: another one gives another text.
-        at_once: how many sequences are written side by side; another number gives another text, if there are more.
+        at_once: how many sequences are a part, which is written side by side; another number gives another text, if there are more.
+        until: ``time.monotonic()``. At least one part is written, and no part that would not end by then: fewer sequences.
+        likeliest: each token is one of so many that are most likely; 0: of all.
 
     Raises:
         CalibrationError: the model cannot write, or failed to; names the reason.
@@ -61,7 +74,8 @@ def write(
     if reason is None:
         try:
             with evaluating(model):
-                return [{"input_ids": _sample(model, sequences or SEQUENCES, tokens or TOKENS, random_first, seed, at_once), "use_cache": False}]
+                first = _first_tokens(model, sequences or SEQUENCES, random_first, seed, at_once or AT_ONCE)
+                return [{"input_ids": _sample(model, first, tokens or TOKENS, seed, until, likeliest), "use_cache": False}]
         except Exception as error:
             reason, cause = f"generate() failed with {type(error).__name__}: {error}".splitlines()[0], error
     raise CalibrationError(
@@ -72,13 +86,51 @@ def write(
     ) from cause
 
 
-def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: int, at_once: int | None) -> Tensor:
-    from transformers import GenerationConfig, LogitsProcessorList
-
+def _sample(model: Any, first: list[Tensor], tokens: int, seed: int, until: float, likeliest: int) -> Tensor:
     device = next(model.parameters()).device
-    first = _first_tokens(model, sequences, random_first, seed).to(device)
     # Past its positions a model would read beyond a table.
     new = min(tokens, positions(model) or tokens) - 1
+    if device.type != "cuda":
+        return _in_parts(first, until, _plain(model, new, seed, likeliest))
+    # Torch's FlashAttention gives other bits from one run to the next where one token attends to more than 128 (torch 2.11 on an H100).
+    with sdpa_kernel(SDPBackend.MATH):
+        try:
+            with aside(model):
+                return _in_parts(first, until, _captured(model, new, seed, likeliest))
+        except NonFiniteError:
+            # Here scores that are no numbers are replaced: calibration names the layer that they come from.
+            return _in_parts(first, until, _plain(model, new, seed, likeliest))
+
+
+def _in_parts(first: list[Tensor], until: float, write_part: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """int64 ``[sequences, tokens]`` on the device; parts wait on the CPU."""
+    start, parts = time.monotonic(), []
+    for i, part in enumerate(first):
+        parts.append(write_part(part, i))
+        device = parts[-1].device
+        if len(first) > 1:
+            parts[-1] = parts[-1].cpu()
+        now = time.monotonic()
+        if now + (now - start) / len(parts) > until:
+            break
+    return torch.cat(parts).to(device)
+
+
+def _captured(model: Any, new: int, seed: int, likeliest: int) -> Callable[[Tensor, int], Tensor]:
+    """By the loop of :func:`fp4_inductor.generate`: one CUDA graph a token."""
+    options: dict[str, Any] = dict(do_sample=True, temperature=1.0, top_k=likeliest, top_p=1.0, repetition_penalty=1.0, max_new_tokens=new, min_new_tokens=new)
+
+    def write_part(first: Tensor, i: int) -> Tensor:
+        first = first.to(model.device)
+        return generate(model, first, attention_mask=torch.ones_like(first), seed=(seed << 32) + i, compiled=False, pad_token_id=0, **options)
+
+    return write_part
+
+
+def _plain(model: Any, new: int, seed: int, likeliest: int) -> Callable[[Tensor, int], Tensor]:
+    """By the loop of Transformers."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
     plain = GenerationConfig(
         do_sample=False,  # the largest score, which is a sample once Sampler has added its noise
         repetition_penalty=1.0,
@@ -89,13 +141,13 @@ def _sample(model: Any, sequences: int, tokens: int, random_first: int, seed: in
         disable_compile=True,
         remove_invalid_values=True,  # NaN logits would end in a device-side assertion; calibration names them instead
     )
-    processors = LogitsProcessorList([Sampler(seed)])
-    # Torch's FlashAttention gives other bits from one run to the next where one token attends to more than 128 (torch 2.11 on an H100).
-    with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
-        return torch.cat([
-            model.generate(inputs=part, attention_mask=torch.ones_like(part), generation_config=plain, logits_processor=processors)
-            for part in first.split(at_once or AT_ONCE)
-        ])  # fmt: skip
+    processors = LogitsProcessorList([Sampler(seed, likeliest)])
+
+    def write_part(first: Tensor, i: int) -> Tensor:
+        first = first.to(model.device)
+        return model.generate(inputs=first, attention_mask=torch.ones_like(first), generation_config=plain, logits_processor=processors)
+
+    return write_part
 
 
 def positions(model: Any) -> int | None:
@@ -105,15 +157,15 @@ def positions(model: Any) -> int | None:
 
 
 class Sampler:
-    """A logits processor after which the largest score is a sample at temperature 1 of the 50 most likely tokens.
+    """A logits processor after which the largest score is a sample at temperature 1 of the ``likeliest`` tokens; 0: of all.
 
     It draws from a generator of its own. Torch's generators belong to the whole process: what other threads draw from them would
     change what the model writes, and saving and restoring their state would make other threads draw the same numbers twice.
     Source: Gumbel (1954); the largest of log p + Gumbel noise is distributed as p.
     """
 
-    def __init__(self, seed: int):
-        self.seed = seed
+    def __init__(self, seed: int, likeliest: int = _TOP):
+        self.seed, self.likeliest = seed, likeliest
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -121,20 +173,33 @@ class Sampler:
             self._generators[scores.device] = torch.Generator(scores.device).manual_seed(self.seed)
         uniform = torch.rand(scores.shape, generator=self._generators[scores.device], device=scores.device, dtype=torch.float32)
         noise = -torch.log(-torch.log(uniform.clamp(_SMALLEST, 1 - _SMALLEST)))
-        least = scores.topk(min(_TOP, scores.shape[-1]), -1).values[..., -1:]
+        if not self.likeliest:
+            return scores.float() + noise
+        least = scores.topk(min(self.likeliest, scores.shape[-1]), -1).values[..., -1:]
         return torch.where(scores < least, -float("inf"), scores.float() + noise)
 
 
-def _first_tokens(model: Any, sequences: int, random_first: int, seed: int) -> Tensor:
-    """``[sequences, 1]``: the beginning-of-text token where the model has one, and tokens at random for the rest."""
+def _first_tokens(model: Any, sequences: int, random_first: int, seed: int, at_once: int) -> list[Tensor]:
+    """``[part, 1]`` for each part of ``at_once``: the beginning-of-text token where the model has one, and tokens at random for the rest."""
     size = _vocabulary(model) or 1
-    first = torch.randint(size, (sequences, 1), generator=torch.Generator().manual_seed(seed))
+    begin = _begin(model, size)
+    found = []
+    for i, done in enumerate(range(0, sequences, at_once)):
+        part = min(at_once, sequences - done)
+        first = torch.randint(size, (part, 1), generator=torch.Generator().manual_seed(seed + i))
+        if begin is not None:
+            first[: part - part * random_first // sequences] = begin
+        found.append(first)
+    return found
+
+
+def _begin(model: Any, size: int) -> int | None:
+    """The token that a text begins with, where the model's configs say so."""
     for config in (getattr(model, "generation_config", None), model.config):
         begin = getattr(config, "bos_token_id", None)
         if isinstance(begin, int) and 0 <= begin < size:
-            first[: sequences - random_first] = begin
-            break
-    return first
+            return begin
+    return None
 
 
 def _vocabulary(model: Any) -> int | None:

@@ -10,6 +10,8 @@ from torch import nn
 
 import fp4_inductor
 from fp4_inductor import NVFP4Config, errors, quantize_model
+from fp4_inductor.decoding.attention import implementations
+from fp4_inductor.generation.aside import aside
 from fp4_inductor.models import self_calibration
 
 
@@ -85,6 +87,37 @@ def test_the_sampler_follows_the_probabilities():
     many = torch.zeros(2000, 200)
     many[:, :50] = 1.0
     assert int(self_calibration.Sampler(0)(None, many).argmax(-1).max()) < 50
+
+
+def test_parts_have_their_share_of_random_first_tokens_and_end_in_time(tiny, monkeypatch):
+    model = tiny("qwen3", torch.float32)
+    whole = self_calibration.write(model, 24, 5, random_first=16, at_once=12)[0]["input_ids"]
+    for part in whole.split(12):
+        assert (part[:4, 0] == 1).all() and len(set(part[4:, 0].tolist())) > 4
+    monkeypatch.setattr(self_calibration.time, "monotonic", iter(range(100)).__next__)
+    found = self_calibration.write(model, 24, 5, random_first=16, at_once=6, until=2)[0]["input_ids"]
+    assert found.shape == (12, 5), "the third part would end at 3"
+
+
+def test_the_loop_of_a_gpu_writes_such_text_and_leaves_no_trace(tiny):
+    model = tiny("qwen3", torch.float32)
+    first = torch.ones(64, 1, dtype=torch.int64)
+    fp4_inductor.generate(model, first[:2], max_new_tokens=2)
+    record, cache, names = fp4_inductor.generation_record(model), vars(model)["_fp4_loop"].cache, implementations(model)
+    model.set_attn_implementation("sdpa")
+
+    def written(seed: int, likeliest: int) -> torch.Tensor:
+        with aside(model):
+            return self_calibration._captured(model, 9, seed, likeliest)(first, 0)
+
+    text = written(3, 4)
+    assert text.shape == (64, 10) and torch.equal(text, written(3, 4)) and not torch.equal(text, written(4, 4))
+    assert implementations(model) == {"": "sdpa"} != names
+    assert fp4_inductor.generation_record(model) is record and vars(model)["_fp4_loop"].cache is cache
+    logits = model(input_ids=text, use_cache=False).logits
+    rank = (logits[:, :-1] > logits[:, :-1].gather(-1, text[:, 1:, None])).sum(-1)
+    assert int(rank.max()) == 3, "one of the four likeliest"
+    assert len(set(written(3, 0)[:, 1].tolist())) > 4
 
 
 def test_without_a_first_token_it_starts_at_random(tiny):
