@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +87,7 @@ class Cuda(Host):
         graph = torch.cuda.CUDAGraph()
         # thread_local: what other threads do with CUDA, a streamer's reader or a compilation in the background, does not end the capture.
         try:
-            with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
                 step()
         except BaseException:
             # A capture that fails leaves the device's generator waiting for its end, so that nothing could be drawn any more (torch 2.11 to 2.13).
@@ -97,6 +99,18 @@ class Cuda(Host):
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: a dead CUDA graph in a cycle would be destroyed, which ends a capture that is under way."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def device_for(device: torch.device) -> Host:
