@@ -30,8 +30,15 @@ def add(subparsers: Any) -> None:
     training.add_argument("--text-tokens", type=positive, default=65536, metavar="N", help="how much of FILE is used (default: %(default)s)")
     training.add_argument("--steps", type=positive, metavar="N", help="how many steps at most (default: as many as there is time for)")
     training.add_argument("--minutes", type=float, default=15.0, metavar="M", help="how long at most (default: %(default)s)")
-    training.add_argument("--batch", type=positive, metavar="N", help=f"rows of {_WINDOW} tokens in a step (default: 8, on a GPU 32)")
-    training.add_argument("--own-tokens", type=positive, metavar="N", help="how many tokens MODEL writes (default: 65536, on a GPU 2097152)")
+    training.add_argument(
+        "--batch", type=positive, metavar="N", help=f"rows of {_WINDOW} tokens in a step (default: 8, on a GPU 64, of a billion weights or more 32)"
+    )
+    training.add_argument(
+        "--own-tokens",
+        type=positive,
+        metavar="N",
+        help="how many tokens MODEL writes (default: 65536, on a GPU as many as a quarter of the time allows, up to 67108864)",
+    )
     add_loading(parser)
     add_writing(parser)
 

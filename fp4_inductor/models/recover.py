@@ -1,6 +1,6 @@
 """``recover``: a quantized model trained to predict what its source predicts, by what costs nothing when it runs.
 
-Codes (E2M1, straight through the rounding), block scales (E4M3), biases and norms move; the format, the global scales and the pattern of 2:4
+Codes (E2M1, straight through the rounding), block scales (E4M3), biases, norms and tables of tokens move; the format, the global scales and the pattern of 2:4
 weights stay. The loss is the KL divergence of the next token's distribution from the source's (distillation), on text that the source writes
 and text that is given.
 """
@@ -22,13 +22,14 @@ from ..errors import ConfigError, ShapeError
 from ..modules import FP4Linear, Sparse24Linear
 from . import self_calibration
 from .coverage import add_notes
-from .distil import LARGE, SEED, Rates, distil, trainable_layers, vectors_of
+from .distil import BATCH_GPU, LARGE, SEED, Rates, distil, trainable_layers, unquantized, weight_count
 from .evaluate import evaluate
 from .trainable import write_parts
 
 SEQUENCES, TOKENS = 256, 256  # of the text that the source writes
-_SEQUENCES_GPU = 8192  # there it is quicker
+_SEQUENCES_GPU = 262_144  # there it is quicker
 _AT_ONCE = 2048  # sequences that a small source writes at once on a GPU
+_LIKELIEST = 0  # of all tokens: less likely ones come as in real text, and a model that is trained on them loses less on it
 _WRITING = 0.25  # of the time, at most
 _HELD_OUT = 8  # one row in so many is measured on, and not trained on
 _HELD_OUT_ROWS = 64  # at most
@@ -82,17 +83,17 @@ def recover(
 ) -> Recovery:
     """Train a quantized language model to predict what its source predicts. In place, and only if that lowers the KL on held-out text.
 
-    Trained are the codes and block scales of quantized linear layers, dense and 2:4-sparse (whose pattern stays), their biases, and norms: what
-    costs nothing at run time. Experts, the output head and layers that share one weight stay as they are. Training takes 16 bytes of memory
-    for each weight that is trained, besides both models.
+    Trained are the codes and block scales of quantized linear layers, dense and 2:4-sparse (whose pattern stays), their biases, norms, and beside less
+    than a billion such weights the tables of tokens, input and output, where they are not quantized: what costs nothing at run time. Experts, quantized
+    heads and layers that share one weight stay as they are. Training takes 16 bytes of memory for each weight that is trained, besides both models.
 
     Args:
         model: quantized by :func:`fp4_inductor.quantize_model`, or loaded. After an error or Ctrl-C it is as it was.
         source: the dense model that it was made from, on the same device; not changed.
         text: int64 ``[rows, T]``: tokens to train on; None: only what ``source`` writes. Text like that which the model will see is best.
-        own_text: how many tokens ``source`` writes; True: 65,536, on a GPU 2,097,152, in at most a quarter of ``minutes``; False: ``text`` alone.
+        own_text: how many tokens ``source`` writes; True: 65,536, on a GPU up to 67,108,864, in at most a quarter of ``minutes``; False: ``text`` alone.
         steps, minutes: whichever ends first; the schedule of the rate knows both. None: as many steps as there is time for.
-        batch: rows of a step; None: 8, on a GPU 32.
+        batch: rows of a step; None: 8, on a GPU 64, of a billion weights or more 32.
         rates: of Adam; None: those for dense, or for 2:4-sparse layers.
         progress: show a progress bar, and print the result.
 
@@ -119,7 +120,8 @@ def recover(
             limit="a model that quantize_model or load made, whose linear layers are quantized",
             remedy="Quantize it first. Experts are not trained.",
         )
-    rows, described = _rows(source, text, own_text, start + 60 * minutes * _WRITING)
+    wanted = math.inf if steps is None else steps * (batch or BATCH_GPU) + _HELD_OUT_ROWS  # rows
+    rows, described = _rows(source, text, own_text, start + 60 * minutes * _WRITING, wanted)
     held, rows = _held_out(rows)
     before = _kl(model, source, held)
     chosen = rates or (SPARSE if any(isinstance(m, Sparse24Linear) for m in layers.values()) else DENSE)
@@ -136,8 +138,8 @@ def recover(
     return result
 
 
-def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float = math.inf) -> tuple[Tensor, str]:
-    """``(int64 [rows, T], what they are in words)``. The source writes ``until`` (``time.monotonic()``)."""
+def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float = math.inf, wanted: float = math.inf) -> tuple[Tensor, str]:
+    """``(int64 [rows, T], what they are in words)``. The source writes ``until`` (``time.monotonic()``); on a GPU no more than ``wanted`` rows."""
     found, said = [], []
     if text is not None:
         if not isinstance(text, Tensor) or text.dim() != 2 or text.is_floating_point() or text.shape[1] < 2 or not len(text):
@@ -149,7 +151,7 @@ def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float =
         found.append(text.long().cpu())
         said.append(f"{text.numel()} given tokens")
     if own_text or text is None:
-        own = _own_text(source, own_text, TOKENS if text is None else text.shape[1], until)
+        own = _own_text(source, own_text, TOKENS if text is None else text.shape[1], until, wanted)
         found.append(own)
         said.append(f"{own.numel()} tokens that the source wrote itself")
     width = min(t.shape[1] for t in found)
@@ -160,25 +162,17 @@ def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float =
     return rows[order], " and ".join(said)
 
 
-def _own_text(source: Any, asked: bool | int, length: int, until: float) -> Tensor:
+def _own_text(source: Any, asked: bool | int, length: int, until: float, wanted: float = math.inf) -> Tensor:
     """int64 ``[rows, length]``; half of the rows begin with any token. At least one part is written, and no part that would not end in time."""
     at_once, count = self_calibration.AT_ONCE, SEQUENCES
     if next(source.parameters()).device.type == "cuda":
-        count = _SEQUENCES_GPU
+        count = int(min(_SEQUENCES_GPU, max(SEQUENCES, wanted)))
         if sum(p.numel() for p in source.parameters()) < LARGE:
             at_once = _AT_ONCE
     tokens = count * TOKENS if isinstance(asked, bool) else asked
-    rows, start = max(2 * _HELD_OUT, tokens // length), time.monotonic()
-    parts: list[Tensor] = []
-    while rows > 0:
-        part = min(rows, at_once)
-        # Each part has a seed of its own: how many there are changes none of them.
-        written = self_calibration.write(source, part, length, random_first=part // 2, seed=SEED + len(parts), at_once=at_once)
-        parts.append(written[0]["input_ids"].cpu())  # type: ignore[union-attr]
-        rows, now = rows - part, time.monotonic()
-        if now + (now - start) / len(parts) > until:
-            break
-    return torch.cat(parts)
+    rows = max(2 * _HELD_OUT, tokens // length)
+    written = self_calibration.write(source, rows, length, random_first=rows // 2, seed=SEED, at_once=at_once, until=until, likeliest=_LIKELIEST)
+    return written[0]["input_ids"].cpu()  # type: ignore[union-attr]
 
 
 def _kl(model: nn.Module, source: nn.Module, rows: Tensor) -> float:
@@ -198,7 +192,7 @@ def _restored_on_error(model: nn.Module, layers: dict[str, FP4Linear]) -> Iterat
     """Gives a function that puts everything back that is trained; it is called, too, if the block ends with an error."""
     parts = {name: tuple(t.clone() for t in m.parts()) for name, m in layers.items()}
     biases = {name: m.bias.detach().clone() for name, m in layers.items() if m.bias is not None}
-    rest = {p: p.detach().clone() for p in vectors_of(model)}
+    rest = {p: p.detach().clone() for p in unquantized(model, weight_count(layers))}
     flags = {p: p.requires_grad for p in model.parameters()}
 
     def restore() -> None:
