@@ -36,7 +36,7 @@ _POSITIONS = 512  # whose logits are compared at once
 LARGE = 1_000_000_000  # weights from which a block keeps only its input for the backward pass
 _WARM_UP = 0.1  # of the steps: the rate rises
 # More steps than that are smaller ones. What moves by the noise of a step does not come back: 5,727 whole steps of SmolLM2 are worse than 427, and 1,638 of
-# 0.3 times the size better (benchmarks/results/quality_recover_rates_smollm2.csv).
+# 0.3 times the size better (benchmarks/results/quality_recover_smollm2.csv).
 _WHOLE_STEPS = 500
 _Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

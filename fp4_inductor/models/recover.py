@@ -30,7 +30,7 @@ SEQUENCES, TOKENS = 256, 256  # of the text that the source writes
 _SEQUENCES_GPU = 262_144  # there it is quicker
 _AT_ONCE = 2048  # sequences that a small source writes at once on a GPU
 _LIKELIEST = 0  # of all tokens: less likely ones come as in real text, and a model that is trained on them loses less on it
-_WRITING = 0.25  # of the time, at most
+WRITING = 0.25  # of the time, at most
 _HELD_OUT = 8  # one row in so many is measured on, and not trained on
 _HELD_OUT_ROWS = 64  # at most
 
@@ -121,7 +121,7 @@ def recover(
             remedy="Quantize it first. Experts are not trained.",
         )
     wanted = math.inf if steps is None else steps * (batch or BATCH_GPU) + _HELD_OUT_ROWS  # rows
-    rows, described = _rows(source, text, own_text, start + 60 * minutes * _WRITING, wanted)
+    rows, described = _rows(source, text, own_text, start + 60 * minutes * WRITING, wanted)
     held, rows = _held_out(rows)
     before = _kl(model, source, held)
     chosen = rates or (SPARSE if any(isinstance(m, Sparse24Linear) for m in layers.values()) else DENSE)
@@ -151,7 +151,7 @@ def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float =
         found.append(text.long().cpu())
         said.append(f"{text.numel()} given tokens")
     if own_text or text is None:
-        own = _own_text(source, own_text, TOKENS if text is None else text.shape[1], until, wanted)
+        own = text_of(source, own_text, until, wanted, TOKENS if text is None else text.shape[1])
         found.append(own)
         said.append(f"{own.numel()} tokens that the source wrote itself")
     width = min(t.shape[1] for t in found)
@@ -162,8 +162,8 @@ def _rows(source: Any, text: Tensor | None, own_text: bool | int, until: float =
     return rows[order], " and ".join(said)
 
 
-def _own_text(source: Any, asked: bool | int, length: int, until: float, wanted: float = math.inf) -> Tensor:
-    """int64 ``[rows, length]``; half of the rows begin with any token. At least one part is written, and no part that would not end in time."""
+def text_of(source: Any, asked: bool | int, until: float, wanted: float = math.inf, length: int = TOKENS) -> Tensor:
+    """int64 ``[rows, length]`` that the source writes; half of them begin with any token. At least one part is written, and none that would not end in time."""
     at_once, count = self_calibration.AT_ONCE, SEQUENCES
     if next(source.parameters()).device.type == "cuda":
         count = int(min(_SEQUENCES_GPU, max(SEQUENCES, wanted)))

@@ -136,7 +136,7 @@ def test_the_source_writes_the_text(pair, monkeypatch):
 def test_text_is_written_in_parts_until_its_time_is_over(pair, monkeypatch):
     monkeypatch.setattr(self_calibration, "AT_ONCE", 16)
     source, _ = pair("llama")
-    whole, less = (training._own_text(source, 40 * 8, 8, until) for until in (float("inf"), 0.0))
+    whole, less = (training.text_of(source, 40 * 8, until, length=8) for until in (float("inf"), 0.0))
     assert whole.shape == (40, 8) and less.shape == (16, 8) and torch.equal(whole[:16], less)
     assert not torch.equal(whole[16:32], less), "each part is another text"
 
