@@ -37,7 +37,7 @@ OTHERS = {
     ("models/preflight.py", "error"): "the typed error over several layers",
     ("formats/packing.py", "type"): "the typed error of the format, with the weight's name before it",
     ("passes/rms_norm.py", "_OtherError"): "a graph is not what is looked for; caught by read",
-    ("generation/loop.py", "_TheirsError"): "another loop has to run; caught by generate",
+    ("generation/loop.py", "TheirsError"): "another loop has to run; caught by generate",
     ("generation/session.py", "NotServedError"): "another cache, or another loop, has to be taken; caught by generate",
     ("models/hessian.py", "_ReachedError"): "ends a forward pass whose rest is not needed; caught by Watch.run",
     ("integrations/pretrained/on_the_fly.py", "error"): "a typed error of the plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -103,21 +104,12 @@ def generate(
     if why:
         return theirs(why)
 
-    def run(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
-        return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, lookup is not None), loop)
-
+    run = _custom(loop, streamer, held=lookup is not None)
     if lookup is None:
         return model.generate(ids, streamer=streamer, custom_generate=run, **options)
     try:
         return model.generate(ids, custom_generate=run, **options)
-    except _TheirsError as found:
+    except TheirsError as found:
         why = found.why
     return theirs(why)
 
@@ -147,6 +139,26 @@ def generate_loop(
     return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs), loop)
 
 
+def generate_here(model: Any, ids: Tensor, loop: LoopOptions, **options: Any) -> Tensor:
+    """As :func:`generate`, by this loop or not at all, without its checks.
+
+    Raises:
+        TheirsError: Transformers' loop would have to run.
+        NonFiniteError: logits were NaN or infinite.
+    """
+    found: Tensor = model.generate(ids, custom_generate=_custom(loop, None, held=True), **options)
+    return found
+
+
+def _custom(loop: LoopOptions, streamer: Any, held: bool) -> Callable[..., Any]:
+    """This loop as a ``custom_generate``."""
+
+    def run(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any) -> Any:
+        return _run(Call(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, held), loop)
+
+    return run
+
+
 def generation_record(model: Any) -> GenerationRecord | None:
     """What the last ``generate()`` of ``model`` by this package did, as a :class:`fp4_inductor.GenerationRecord`; None if there was none."""
     held = getattr(getattr(model, "_orig_mod", model), caches.HOLDER, None)
@@ -159,7 +171,7 @@ def transformers_version() -> str:
     return transformers.__version__
 
 
-class _TheirsError(Exception):
+class TheirsError(Exception):
     """Transformers' loop has to run, and it needs what the convention for a ``custom_generate`` leaves out."""
 
     def __init__(self, why: list[str]):
@@ -278,7 +290,7 @@ def _run_over(call: Call, prompt: Prompt, plan: Plan, loop: LoopOptions, cache: 
 def _theirs(call: Call, loop: LoopOptions, why: list[str]) -> Any:
     """Transformers' loop, with what it has prepared."""
     if call.held:
-        raise _TheirsError(why)
+        raise TheirsError(why)
     from transformers.generation.utils import GENERATION_MODES_MAPPING
 
     mode = call.config.get_generation_mode(None)

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import CalibrationError, NonFiniteError
-from ..generation import generate
 from ..generation.aside import aside
+from ..generation.loop import TheirsError, generate_here
+from ..generation.options import LoopOptions
 from .calibrate import evaluating
 
 SEQUENCES, TOKENS = 16, 64
@@ -97,8 +98,8 @@ def _sample(model: Any, first: list[Tensor], tokens: int, seed: int, until: floa
         try:
             with aside(model):
                 return _in_parts(first, until, _captured(model, new, seed, likeliest))
-        except NonFiniteError:
-            # Here scores that are no numbers are replaced: calibration names the layer that they come from.
+        except (NonFiniteError, TheirsError):
+            # In Transformers' loop scores that are no numbers are replaced: calibration names the layer that they come from.
             return _in_parts(first, until, _plain(model, new, seed, likeliest))
 
 
@@ -122,7 +123,8 @@ def _captured(model: Any, new: int, seed: int, likeliest: int) -> Callable[[Tens
 
     def write_part(first: Tensor, i: int) -> Tensor:
         first = first.to(model.device)
-        return generate(model, first, attention_mask=torch.ones_like(first), seed=(seed << 32) + i, compiled=False, pad_token_id=0, **options)
+        loop = LoopOptions(seed=(seed << 32) + i, compiled=False)
+        return generate_here(model, first, loop, attention_mask=torch.ones_like(first), pad_token_id=0, **options)
 
     return write_part
 

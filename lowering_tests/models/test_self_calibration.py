@@ -12,6 +12,7 @@ import fp4_inductor
 from fp4_inductor import NVFP4Config, errors, quantize_model
 from fp4_inductor.decoding.attention import implementations
 from fp4_inductor.generation.aside import aside
+from fp4_inductor.generation.loop import TheirsError
 from fp4_inductor.models import self_calibration
 
 
@@ -99,7 +100,7 @@ def test_parts_have_their_share_of_random_first_tokens_and_end_in_time(tiny, mon
     assert found.shape == (12, 5), "the third part would end at 3"
 
 
-def test_the_loop_of_a_gpu_writes_such_text_and_leaves_no_trace(tiny):
+def test_the_loop_of_a_gpu_writes_such_text_and_leaves_no_trace(tiny, monkeypatch):
     model = tiny("qwen3", torch.float32)
     first = torch.ones(64, 1, dtype=torch.int64)
     fp4_inductor.generate(model, first[:2], max_new_tokens=2)
@@ -118,6 +119,10 @@ def test_the_loop_of_a_gpu_writes_such_text_and_leaves_no_trace(tiny):
     rank = (logits[:, :-1] > logits[:, :-1].gather(-1, text[:, 1:, None])).sum(-1)
     assert int(rank.max()) == 3, "one of the four likeliest"
     assert len(set(written(3, 0)[:, 1].tolist())) > 4
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
+    with pytest.raises(TheirsError, match="_can_compile_fullgraph"):  # whose sampling ends in an assertion of the device if scores are no numbers
+        written(3, 4)
+    assert fp4_inductor.generation_record(model) is record and implementations(model) == {"": "sdpa"}
 
 
 def test_without_a_first_token_it_starts_at_random(tiny):
