@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,10 +195,12 @@ def text(model: nn.Module, given: list[Any], finished: FinishedLayers | None = N
         return given, [], f"{len(given)} given batches, without own text because {reason}"
     count, half = SEQUENCES + HELD_OUT, HELD_OUT // 2
     written = None if finished is None else finished.text()
-    everything: Tensor = self_calibration.write(model, count, TOKENS, random_first=count // 2)[0]["input_ids"] if written is None else written  # type: ignore[assignment]
-    if written is None and finished is not None:
-        finished.keep_text(everything)
-    everything = everything.to(next(model.parameters()).device)
+    if written is None:
+        batch = self_calibration.write(model, count, TOKENS, random_first=count // 2, likeliest=self_calibration.ALL)[0]
+        written = cast(Tensor, batch["input_ids"])
+        if finished is not None:
+            finished.keep_text(written)
+    everything = written.to(next(model.parameters()).device)
     held, ids = torch.cat((everything[:half], everything[-half:])), everything[half:-half]
     own, held_out = ([{"input_ids": part, "use_cache": False} for part in t.split(max(1, _AT_ONCE // t.shape[1]))] for t in (ids, held))
     return given + own, held_out, f"{ids.numel()} tokens that the model wrote itself" + (f" and {len(given)} given batches" if given else "")

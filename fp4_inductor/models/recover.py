@@ -29,7 +29,6 @@ from .trainable import write_parts
 SEQUENCES, TOKENS = 256, 256  # of the text that the source writes
 _SEQUENCES_GPU = 262_144  # there it is quicker
 _AT_ONCE = 2048  # sequences that a small source writes at once on a GPU
-_LIKELIEST = 0  # of all tokens: less likely ones come as in real text, and a model that is trained on them loses less on it
 WRITING = 0.25  # of the time, at most
 _HELD_OUT = 8  # one row in so many is measured on, and not trained on
 _HELD_OUT_ROWS = 64  # at most
@@ -171,7 +170,7 @@ def text_of(source: Any, asked: bool | int, until: float, wanted: float = math.i
             at_once = _AT_ONCE
     tokens = count * TOKENS if isinstance(asked, bool) else asked
     rows = max(2 * _HELD_OUT, tokens // length)
-    written = self_calibration.write(source, rows, length, random_first=rows // 2, seed=SEED, at_once=at_once, until=until, likeliest=_LIKELIEST)
+    written = self_calibration.write(source, rows, length, random_first=rows // 2, seed=SEED, at_once=at_once, until=until, likeliest=self_calibration.ALL)
     return written[0]["input_ids"].cpu()  # type: ignore[union-attr]
 
 

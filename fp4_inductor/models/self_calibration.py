@@ -28,6 +28,9 @@ _CPU_PARAMETERS = 2_000_000_000
 _SEED = 0
 AT_ONCE = 512  # sequences: each needs a cache, and scores for the whole vocabulary
 _TOP = 50
+# Of all tokens less likely ones come as in real text. SmolLM2-135M by "gptq" on 16,384 tokens: KL on a novel and a manual 0.0609 and 0.0521; of the 50
+# likeliest, four texts: 0.063 to 0.067 and 0.053 to 0.057.
+ALL = 0
 _SMALLEST = 2.0**-24  # whose logarithms are finite, as are those of what is left of 1
 
 
