@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .forwards import replaced_forwards
 from .plan import ExpertsTarget, Target, weight_count
 
 
@@ -155,15 +156,10 @@ def stages(block: Block, targets: Sequence[Target | ExpertsTarget], hidden: Tens
 @contextmanager
 def skipping(chain: Chain, index: int, hidden: Tensor) -> Iterator[None]:
     """While active, the blocks before ``index`` do nothing and block ``index`` is fed with ``hidden``."""
-    skipped = [b.module for b in chain.blocks[:index]]
-    for module in skipped:
-        # On the instance: whatever the module's __call__ does around forward stays.
-        module.forward = lambda *args, **kwargs: hidden  # type: ignore[method-assign]
-    try:
+    with replaced_forwards() as replace:
+        for block in chain.blocks[:index]:
+            replace(block.module, lambda *args, **kwargs: hidden)
         yield
-    finally:
-        for module in skipped:
-            del module.forward
 
 
 def _note(order: list[tuple[Target | ExpertsTarget, Any]], target: Target | ExpertsTarget) -> Callable:

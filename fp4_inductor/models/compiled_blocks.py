@@ -10,6 +10,7 @@ from torch import nn
 
 from .._torch.compiling import Compiled
 from ..decoding.regions import plain_forward
+from .forwards import replaced_forwards
 
 
 @contextmanager
@@ -19,9 +20,8 @@ def compiled_blocks(models: Sequence[nn.Module], names: Sequence[str]) -> Iterat
     Gives a function that says why something is not compiled; empty: all is.
     """
     made: dict[tuple[int, Callable], Compiled] = {}
-    replaced: list[tuple[nn.Module, Callable | None]] = []
     said: set[str] = set()
-    try:
+    with replaced_forwards() as replace:
         for i, model in enumerate(models):
             modules = dict(model.named_modules())
             for name in names:
@@ -31,13 +31,5 @@ def compiled_blocks(models: Sequence[nn.Module], names: Sequence[str]) -> Iterat
                     said.add(f"blocks of {type(model).__name__} are not compiled: " + (f"there is no {name}" if module is None else "their forward is wrapped"))
                     continue
                 compiled = made.setdefault((i, function), Compiled(function, True, f"{type(module).__name__}.forward"))
-                # On the instance: what the module's __call__ does around forward stays.
-                replaced.append((module, vars(module).get("forward")))
-                module.forward = partial(compiled, module)  # type: ignore[method-assign]
+                replace(module, partial(compiled, module))
         yield lambda: "; ".join(sorted(said | {c.note for c in made.values() if c.note}))
-    finally:
-        for module, own in replaced:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own  # type: ignore[method-assign]

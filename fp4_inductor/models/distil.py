@@ -72,14 +72,14 @@ def trainable_layers(model: nn.Module) -> dict[str, FP4Linear]:
     return {n: m for n, m in named.items() if m is not head and owners[tensor_key(m.parts()[0])] == 1}
 
 
-def weight_count(layers: dict[str, FP4Linear]) -> int:
+def _weights(layers: dict[str, FP4Linear]) -> int:
     return sum(m.out_features * m.in_features for m in layers.values())
 
 
-def unquantized(model: nn.Module, weights: int) -> list[nn.Parameter]:
-    """What of ``model`` is trained as it is: weights and biases of norms, other vectors, and beside few quantized ``weights`` the tables of its tokens."""
+def unquantized(model: nn.Module, layers: dict[str, FP4Linear]) -> list[nn.Parameter]:
+    """What of ``model`` is trained as it is: weights and biases of norms, other vectors, and if ``layers`` are small the tables of its tokens."""
     found = [p for p in model.parameters() if p.dim() == 1 and p.numel() and p.is_floating_point()]
-    if weights < LARGE:
+    if _weights(layers) < LARGE:
         getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
         tables = [getattr(getter(), "weight", None) for getter in getters if callable(getter)]
         # One that is both, or quantized, or itself a vector, is no second time in the list.
@@ -106,7 +106,7 @@ def distil(
         NonFiniteError: the loss is not finite. The model is left as training had it.
     """
     layers = trainable_layers(model)
-    weights, originals = weight_count(layers), dict(source.named_modules())
+    weights, originals = _weights(layers), dict(source.named_modules())
     for p in model.parameters():
         p.requires_grad_(False)
     trained: list[Trainable] = []
@@ -115,7 +115,7 @@ def distil(
         dense = weight if isinstance(weight, Tensor) and tuple(weight.shape) == (layer.out_features, layer.in_features) else None
         trained.append(Trainable(layer, None if isinstance(layer, Sparse24Linear) else dense))
         model.set_submodule(name, trained[-1])
-    others = [p for p in unquantized(model, weights) if not any(p is m.bias for m in trained)] if rates.rest else []
+    others = [p for p in unquantized(model, layers) if not any(p is m.bias for m in trained)] if rates.rest else []
     for p in others:
         p.requires_grad_(True)
     device = next(source.parameters()).device

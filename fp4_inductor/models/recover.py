@@ -22,7 +22,7 @@ from ..errors import ConfigError, ShapeError
 from ..modules import FP4Linear, Sparse24Linear
 from . import self_calibration
 from .coverage import add_notes
-from .distil import BATCH_GPU, LARGE, SEED, Rates, distil, trainable_layers, unquantized, weight_count
+from .distil import BATCH_GPU, LARGE, SEED, Rates, distil, trainable_layers, unquantized
 from .evaluate import evaluate
 from .trainable import write_parts
 
@@ -191,7 +191,7 @@ def _restored_on_error(model: nn.Module, layers: dict[str, FP4Linear]) -> Iterat
     """Gives a function that puts everything back that is trained; it is called, too, if the block ends with an error."""
     parts = {name: tuple(t.clone() for t in m.parts()) for name, m in layers.items()}
     biases = {name: m.bias.detach().clone() for name, m in layers.items() if m.bias is not None}
-    rest = {p: p.detach().clone() for p in unquantized(model, weight_count(layers))}
+    rest = {p: p.detach().clone() for p in unquantized(model, layers)}
     flags = {p: p.requires_grad for p in model.parameters()}
 
     def restore() -> None:

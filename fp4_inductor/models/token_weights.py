@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .calibrate import evaluating, feed
 from .chain import Chain, without_cache
 from .expert_gradients import PairWeights, squared_gradients
+from .forwards import replaced_forwards
 from .plan import ExpertsTarget, Target
 from .routed import input_norms
 
@@ -184,24 +185,16 @@ def frozen(model: nn.Module) -> Iterator[None]:
 def checkpointing(chain: Chain) -> Iterator[None]:
     """While active, the blocks of ``chain`` keep only their inputs for the backward pass, and run again when it needs more."""
     blocks = [] if chain.broken else [b.module for b in chain.blocks]
-    # On the instance: whatever the module's __call__ does around forward stays.
-    replaced = [(m, m.__dict__.get("forward"), m.forward) for m in blocks]
 
     def through(forward: Any, *args: Any, **kwargs: Any) -> Any:
         # Without the cache, which a second run would fill a second time.
         args, kwargs = tuple(map(without_cache, args)), {k: without_cache(v) for k, v in kwargs.items()}
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    try:
-        for module, _, forward in replaced:
-            module.forward = partial(through, forward)  # type: ignore[method-assign]
+    with replaced_forwards() as replace:
+        for module in blocks:
+            replace(module, partial(through, module.forward))
         yield
-    finally:
-        for module, own, _ in replaced:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
 
 
 @contextmanager
