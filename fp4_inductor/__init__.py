@@ -34,6 +34,7 @@ _PUBLIC = {
     "generate": ".generation",
     "generate_loop": ".generation",
     "generation_record": ".generation",
+    "release_memory": ".generation",
     "GenerationRecord": ".generation",
     "LoopOptions": ".generation",
     "FP4InductorConfig": ".integrations.pretrained",
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from .explain import decisions, explain
     from .formats.packing import PackedExperts, PackedLinear, pack_experts, pack_linear
     from .formats.reciprocal import reciprocal_scale
-    from .generation import GenerationRecord, LoopOptions, generate, generate_loop, generation_record
+    from .generation import GenerationRecord, LoopOptions, generate, generate_loop, generation_record, release_memory
     from .integrations.pretrained import FP4InductorConfig, export_pretrained, load_pretrained
     from .models.evaluate import evaluate
     from .models.recover import recover

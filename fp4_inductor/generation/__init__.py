@@ -7,8 +7,9 @@ traces of a call off the model. What is specific to CUDA is in ``_replay.py``.
 
 from __future__ import annotations
 
+from .caches import release_memory
 from .loop import generate, generate_loop, generation_record
 from .options import LoopOptions
 from .record import GenerationRecord
 
-__all__ = ["GenerationRecord", "LoopOptions", "generate", "generate_loop", "generation_record"]
+__all__ = ["GenerationRecord", "LoopOptions", "generate", "generate_loop", "generation_record", "release_memory"]

@@ -5,6 +5,7 @@ Source: transformers.cache_utils (5.17 to 5.23).
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -316,6 +317,36 @@ def claim(cache: Any) -> None:
 
 def release(cache: Any) -> None:
     holder_of(cache).lock.release()
+
+
+def release_memory(model_or_cache: Any) -> None:
+    """Give back what ``generate()`` keeps between calls: of a model its cache, of that or a given cache the captured CUDA graphs and their memory.
+
+    The next call makes them anew. Call it before ``torch.distributed.destroy_process_group()``: NCCL waits for every CUDA graph that holds one of its
+    sums, and so would the program, forever (pytorch #115388).
+
+    Args:
+        model_or_cache: a model that :func:`fp4_inductor.generate` was called with, or a cache that it was given. One that was never used is left alone.
+
+    Raises:
+        CacheInUseError: a ``generate()`` is using it.
+    """
+    held = vars(model_or_cache).get(HOLDER)
+    if held is None:
+        return
+    caches = [cache for cache in (model_or_cache, held.cache) if cache is not None and HOLDER in vars(cache)]
+    for i, cache in enumerate(caches):
+        try:
+            claim(cache)
+        except CacheInUseError:
+            for claimed in caches[:i]:
+                release(claimed)
+            raise
+    held.cache = held.made_for = None
+    for cache in caches:
+        vars(cache)[HOLDER].session = None
+        release(cache)
+    gc.collect()  # a graph may be part of a cycle, and has to be gone when this returns
 
 
 @contextmanager

@@ -111,6 +111,7 @@ def test_a_cache_in_use(llama):
                 for run in (
                     lambda: fp4_inductor.generate(llama, IDS, past_key_values=cache, **GREEDY),
                     lambda: llama.generate(IDS, custom_generate=fp4_inductor.generate_loop, past_key_values=cache, **GREEDY),
+                    lambda: fp4_inductor.release_memory(cache),
                 ):
                     with pytest.raises(errors.CacheInUseError, match="in use by another generate") as error:
                         run()
@@ -121,7 +122,7 @@ def test_a_cache_in_use(llama):
 
     wanted = llama.generate(IDS, **GREEDY)
     assert torch.equal(fp4_inductor.generate(llama, IDS, past_key_values=cache, streamer=Second(), **GREEDY), wanted)
-    assert len(caught) == 3 and torch.equal(caught[2], wanted)
+    assert len(caught) == 4 and torch.equal(caught[3], wanted)
     nested = Second()
     cache.reset()
     caught.clear()

@@ -5,6 +5,8 @@ Over a StaticCache: on a CPU a KVCache reads its counter on the host.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from transformers import StaticCache
@@ -55,6 +57,25 @@ def test_other_numbers_are_the_same_graph(device):
     assert len(device.graphs) == 1
     run(temperature=0.5, top_p=0.9, seed=1)
     assert len(device.graphs) == 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_released_graphs_are_gone(device, own):
+    """torch.distributed.destroy_process_group waits for the graphs that hold a sum of NCCL."""
+    model = build("llama")
+    cache = None if own else StaticCache(config=model.config, max_cache_len=64)
+    run = lambda: fp4_inductor.generate(model, IDS, max_new_tokens=8, do_sample=False, past_key_values=cache)  # noqa: E731
+    tokens = run()
+    graphs = [weakref.ref(graph) for graph in device.graphs]
+    device.graphs.clear()
+    assert graphs and graphs[0]() is not None
+    fp4_inductor.release_memory(model if own else cache)
+    assert [graph() for graph in graphs] == [None] * len(graphs)
+    if cache is not None:
+        cache.reset()
+    assert torch.equal(run(), tokens)
+    assert fp4_inductor.generation_record(model).captures == 1
+    fp4_inductor.release_memory(build("llama"))  # nothing is kept on it
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.9, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"min_new_tokens": 12, "eos_token_id": 5}])
