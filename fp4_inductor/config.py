@@ -57,8 +57,9 @@ class NVFP4Config:
               the loop, then coordinate descent, each token weighted with its Fisher information (one backward pass). The
               best (SmolLM2-135M: KL 0.054 / 0.067 nats a token on a manual / a novel, by "activation" 0.091 / 0.096) and the
               slowest (there 223 s against 6 s on two CPU cores); the quantized layers of a model on a GPU lie in the host's memory meanwhile. Over
-              16,384 tokens that the model writes itself, and over ``calibration`` besides, if it is given. Each expert is rounded by the
-              tokens routed to it. Layers and experts that met fewer than 256 tokens get ``"activation"``; the report says which.
+              16,384 tokens that the model writes itself (on a GPU, below a billion parameters, 65,536), and over ``calibration`` besides,
+              if it is given. Each expert is rounded by the tokens routed to it. Layers and experts that met fewer than 256 tokens get
+              ``"activation"``; the report says which.
               Source: Frantar et al., "GPTQ" (2023).
         calibration: for ``"auto"``, ``"activation"`` and ``"gptq"``: an iterable of batches, or ``"self"`` for text the model writes. A batch is a
             tensor (passed as the only positional argument), a tuple (positional arguments) or a mapping (keyword

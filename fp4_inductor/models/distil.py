@@ -35,9 +35,9 @@ _BATCH, _BATCH_LARGE, BATCH_GPU = 8, 32, 64  # rows of a step: on a CPU, of a la
 _POSITIONS = 512  # whose logits are compared at once
 LARGE = 1_000_000_000  # weights from which a block keeps only its input for the backward pass
 _WARM_UP = 0.1  # of the steps: the rate rises
-# More steps than that are smaller ones. What moves by the noise of a step does not come back: 5,727 whole steps of SmolLM2 are worse than 427, and 1,638 of
-# 0.3 times the size better (benchmarks/results/quality_recover_smollm2.csv).
-_WHOLE_STEPS = 500
+# More steps than that are smaller ones: under a rate that stays the loss stays, too, and lower under a lower rate. SmolLM2: at 1,300 steps 0.4 of the rate is
+# better than 0.15 and than 1, and 5,400 steps of 0.15 are better than all of these (benchmarks/results/quality_recover_smollm2.csv).
+_WHOLE_STEPS, _SHRINK = 500, 0.8
 _Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -153,7 +153,7 @@ def distil(
 def _rate(done: int, steps: float, fraction: float) -> float:
     """Of the whole rate, behind ``done`` of about ``steps`` steps, when the ``fraction`` of them, or of the time, is over."""
     risen = max((done + 1) * _WARM_UP, fraction / _WARM_UP)
-    return min(1.0, _WHOLE_STEPS / steps) * min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
+    return min(1.0, (_WHOLE_STEPS / steps) ** _SHRINK) * min(1.0, risen) * 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
 
 
 def _compile_blocks(stack: contextlib.ExitStack, model: nn.Module, source: nn.Module, names: list[str]) -> Callable[[], str]:

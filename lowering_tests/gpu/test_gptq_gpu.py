@@ -65,7 +65,8 @@ def test_the_same_bits_of_sparse_weights():
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize("device", [None, "cuda"], ids=["on the GPU", "layer by layer from the CPU"])
 def test_a_model(family, device, monkeypatch):
-    monkeypatch.setattr(models_gptq, "SEQUENCES", 16)
+    for name in ("SEQUENCES", "SEQUENCES_GPU"):
+        monkeypatch.setattr(models_gptq, name, 16)
     monkeypatch.setattr(models_gptq, "TOKENS", 32)
     dense = build(family).bfloat16()
     dense = dense if device else dense.cuda()
@@ -80,7 +81,8 @@ def test_a_model(family, device, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("device", [None, "cuda"], ids=["on the GPU", "layer by layer from the CPU"])
 def test_an_interrupted_run_goes_on_bit_for_bit(family, device, monkeypatch, tmp_path):
-    monkeypatch.setattr(models_gptq, "SEQUENCES", 16)
+    for name in ("SEQUENCES", "SEQUENCES_GPU"):
+        monkeypatch.setattr(models_gptq, name, 16)
     monkeypatch.setattr(models_gptq, "TOKENS", 32)
     dense = build(family).bfloat16()
     dense = dense if device else dense.cuda()
