@@ -130,12 +130,6 @@ template <typename F> struct Keys {
   static constexpr int kBytes = F::D / 4 / kPacked<F::kKeys>, kWords = kBytes / 4, kBlocks = F::kKeys == kNVFP4 ? (F::D > 128 ? 2 : 1) : 0;
   uint32_t codes[2][kWords], blocks[2][kBlocks ? kBlocks : 1], scale[4];
 
-  __device__ __forceinline__ void load(const Rows& from, const Tokens& tokens) {
-    if (tokens.in_a_row())
-      load_from(from, InARow{tokens.slot});
-    else
-      load_from(from, tokens);
-  }
   template <typename Where> __device__ __forceinline__ void load_from(const Rows& from, const Where& tokens) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -161,12 +155,6 @@ template <typename F> struct Values {
   static constexpr int kBytes = F::D / 8 / kPacked<F::kValues>, kWords = kBytes / 4;
   uint32_t codes[4][kWords], blocks[F::kValues == kNVFP4 ? 4 : 1], scale[4];
 
-  __device__ __forceinline__ void load(const Rows& from, const Tokens& tokens) {
-    if (tokens.in_a_row())
-      load_from(from, InARow{tokens.slot});
-    else
-      load_from(from, tokens);
-  }
   template <typename Where> __device__ __forceinline__ void load_from(const Rows& from, const Where& tokens) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -181,6 +169,14 @@ template <typename F> struct Values {
     }
   }
 };
+
+// Loads Keys or Values.
+template <typename Part> __device__ __forceinline__ void load(Part& part, const Rows& from, const Tokens& tokens) {
+  if (tokens.in_a_row())
+    part.load_from(from, InARow{tokens.slot});
+  else
+    part.load_from(from, tokens);
+}
 
 // --- products -------------------------------------------------------------------------------------------------------------------------------------------
 
@@ -325,6 +321,20 @@ template <typename F> struct State {
     product(m + 1, w[0].y, w[1].y, w[2].y, w[3].y);
     product(m + 2, w[0].z, w[1].z, w[2].z, w[3].z);
     product(m + 3, w[0].w, w[1].w, w[2].w, w[3].w);
+  }
+
+  // value(chunk, j): 16 bytes of numbers in T of own_token(t, j).
+  template <typename T, typename Value> __device__ __forceinline__ void add_exact(const float (&p)[F::kTiles][4], const Value& value) {
+    uint32_t weights[F::kTiles][2];
+#pragma unroll
+    for (int tile = 0; tile < F::kTiles; ++tile) weights[tile][0] = pack<T>(p[tile][0], p[tile][1]), weights[tile][1] = pack<T>(p[tile][2], p[tile][3]);
+#pragma unroll
+    for (int chunk = 0; chunk < F::D / 64; ++chunk) {
+      uint4 w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = value(chunk, j);
+      add_numbers<T>(4 * chunk, w, weights);
+    }
   }
 
   __device__ __forceinline__ void add_values(const Values<F>& v, const float (&p)[F::kTiles][4]) {
@@ -486,17 +496,7 @@ __device__ __forceinline__ void attend_exact(State<F>& state, const AttentionPar
     for (int j = 0; j < 4; ++j) s[tile][j] = c[j / 2][j % 2 + 2 * tile] * p.scale;
   cap<F>(p, s);
   state.apply(state.template add_scores<false>(s, ones, used));
-  uint32_t weights[F::kTiles][2];
-#pragma unroll
-  for (int tile = 0; tile < F::kTiles; ++tile) weights[tile][0] = pack<T>(s[tile][0], s[tile][1]), weights[tile][1] = pack<T>(s[tile][2], s[tile][3]);
-#pragma unroll
-  for (int chunk = 0; chunk < D / 64; ++chunk) {
-    uint4(&w)[4] = v[chunk % kAhead];
-    if (chunk >= kAhead)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) w[j] = load_or_zero(row[j] + 8 * chunk, there[j]);
-    state.template add_numbers<T>(4 * chunk, w, weights);
-  }
+  state.template add_exact<T>(s, [&](int chunk, int j) { return chunk < kAhead ? v[chunk % kAhead][j] : load_or_zero(row[j] + 8 * chunk, there[j]); });
 }
 
 }  // namespace fp4::attention

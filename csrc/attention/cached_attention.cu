@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
   Values<F> v;
   if (room && next < at.end) {
     const Tokens tokens = tokens_of(p, next, at.end);
-    k.load(keys, tokens), v.load(values, tokens);
+    load(k, keys, tokens), load(v, values, tokens);
   }
   if (waits) pdl_wait_then_trigger(), requested.load(p, row);
   if (!room) {  // nothing is written to the cache
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
     const Shrink<F::kTiles> shrink = attends_to_all<F>(p, at, mask, now, at.end) ? weigh<F, true>(state, weights, k, v.scale, p, rest, mask, now, at.end)
                                                                                  : weigh<F, false>(state, weights, k, v.scale, p, rest, mask, now, at.end);
     state.apply(shrink);
-    if (next < at.end) k.load(keys, tokens);
+    if (next < at.end) load(k, keys, tokens);
     state.add_values(v, weights);
-    if (next < at.end) v.load(values, tokens);
+    if (next < at.end) load(v, values, tokens);
   }
   if (at.last) {
     const int turn = F::kWarps - 1 - warp;  // the last warps have the fewest tiles
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(F::kThreads, F::ROWS == 8 && F::D <= 128 ? 2 :
     } else if (turn == 0) {  // the new tokens, at most 16
       const int end = at.held + p.queries;
       const Tokens tokens = tokens_of(p, at.held, end);
-      k.load(keys, tokens), v.load(values, tokens);
+      load(k, keys, tokens), load(v, values, tokens);
       score<F>(weights, k, fragment);
       state.apply(weigh<F, false>(state, weights, k, v.scale, p, rest, mask, at.held, end));
       state.add_values(v, weights);

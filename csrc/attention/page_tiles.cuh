@@ -112,14 +112,7 @@ template <typename F> struct Tile {
   }
 
   __device__ __forceinline__ void add_values(State<F>& state, const float (&p)[F::kTiles][4]) const {
-    uint32_t weights[F::kTiles][2];
-#pragma unroll
-    for (int tile = 0; tile < F::kTiles; ++tile) weights[tile][0] = pack<T>(p[tile][0], p[tile][1]), weights[tile][1] = pack<T>(p[tile][2], p[tile][3]);
-#pragma unroll
-    for (int chunk = 0; chunk < kValueChunks; ++chunk) {
-      const uint4 w[4] = {part(value_part(0, chunk)), part(value_part(1, chunk)), part(value_part(2, chunk)), part(value_part(3, chunk))};
-      state.template add_numbers<T>(4 * chunk, w, weights);
-    }
+    state.template add_exact<T>(p, [&](int chunk, int j) { return part(value_part(j, chunk)); });
   }
 };
 

@@ -202,16 +202,9 @@ __device__ __forceinline__ void add_tile(State<F>& state, const Rows& keys, cons
       for (int j = 0; j < 4; ++j) s[i][j] = c[j / 2][j % 2 + 2 * i] * p.scale;
     cap<F>(p, s);
     state.apply(state.template add_scores<ALL>(s, scale, used));
-    uint32_t weights[F::kTiles][2];
-#pragma unroll
-    for (int i = 0; i < F::kTiles; ++i) weights[i][0] = pack<T>(s[i][0], s[i][1]), weights[i][1] = pack<T>(s[i][2], s[i][3]);
-#pragma unroll
-    for (int chunk = 0; chunk < F::D / 64; ++chunk) {
-      uint4 w[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) w[j] = *(const uint4*)(values.codes + own_token(t, j) * Tile<F>::kValueRow + (g * (F::D / 8) + 8 * chunk) * 2);
-      state.template add_numbers<T>(4 * chunk, w, weights);
-    }
+    state.template add_exact<T>(s, [&](int chunk, int j) {
+      return *(const uint4*)(values.codes + own_token(t, j) * Tile<F>::kValueRow + (g * (F::D / 8) + 8 * chunk) * 2);
+    });
   } else {
     Keys<F> k;
     Values<F> v;
