@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -103,21 +104,13 @@ COMPILED = [
     pytest.param("gemm/linear_small.cu", 121, marks=[NEW, pytest.mark.slow]),
     *[("gemm/linear_gemv.cu", arch) for arch in (80, 90, 100, 120)],
     *[("sparse/sparse_linear_small.cu", arch) for arch in (80, 90, 120)],
-    (CHAIN, 90),
-    ("sparse/sparse_linear_wide_fp8.cu", 90),
-    ("gemm/linear_table.cu", 90),
-    ("gemm/linear_wide_fp8.cu", 90),
-    ("moe/decode_table.cu", 90),
-    ("moe/grouped_wide.cu", 90),
-    ("moe/grouped_wide_fp8.cu", 90),
+    *[
+        (source, 90)
+        for source in SOURCES
+        if source.startswith(("gemm/linear_table", "gemm/linear_wide", "sparse/sparse_linear_table", "sparse/sparse_linear_wide"))
+    ],
+    *[(source, 90) for source in SOURCES if source.startswith("moe") or source == CHAIN],
     ("gemm/linear_w4a4.cu", 120),
-]
-# nvcc takes ten seconds for a dozen instances, and an instance of float16 differs from that of bfloat16 in its conversions. Of the sources above it
-# is always compiled; of those with the most instances, and of libraries with more behind their products, only with --slow, which compiles all.
-LARGE = [
-    ("sparse/sparse_linear_wide.cu", 90),
-    ("sparse/sparse_linear_table.cu", 90),
-    ("gemm/linear_wide.cu", 90),
     *[pytest.param(source, arch, marks=[] if arch == 90 else [pytest.mark.slow]) for source in CLUSTERS for arch in (90, 100, 120)],
     *[pytest.param(ATTENTION, arch, marks=[] if arch in (90, 120) else [pytest.mark.slow]) for arch in (80, 90, 100, 120)],
 ]
@@ -129,37 +122,115 @@ VARIANTS = [
     for arch in (80, 90, 100, 120)
     if name in csrc.kernels_for(arch)
 ]
-# What is left out without --slow, by source and what it is compiled for: instances (a pattern), how many, and how many kernels they have. With a global scale
-# for each of several layers one multiplication differs from the library that is compiled whole: there the tiles with the most sums of a thread, and one for
-# each product of tensor cores. sm_120 takes the branches of sm_90: one width of heads.
+# nvcc takes ten seconds for a dozen instances, and the sources have 500. Without --slow, which compiles all of them, those of bfloat16 alone are compiled (an
+# instance of float16 differs in its conversions), and of these the ones with the most sums of a thread and one for each branch of the source; a library for
+# several global scales, which differs in one multiplication, has the branches that the one with one global scale leaves out. By source, or with what it is
+# compiled for: the text that is left out of it, or what takes its place, and how many kernels remain.
 SEVERAL = "-DFP4_SEVERAL_SCALES=1"
+NOTHING = "cudaErrorInvalidValue"
+SMALL_TILES = ("if (p.M <= 8) return by_tile<T, 1>(tile, p, stream);", "TILE(2, 16, 2)", "if constexpr (MT == 4) { TILE(2, 8, 4) TILE(4, 4, 3) }")
+FP8_TILES = (
+    "TILE(64, 1) TILE(64, 2) TILE(64, 4) TILE(128, 1) TILE(128, 2)",
+    "TILE(192, 1) TILE(192, 2)",
+    "TILE(256, 2)",
+    "STREAMED(64) STREAMED(128) STREAMED(192)",
+)
+SPARSE_TILES = ("TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)", "TILE(128, 16, 2) TILE(128, 32, 2) TILE(128, 64, 2)")
+MOE_TILES = (
+    "{8, false, {1, 2, 3, 4, 1, 2}, {1, 2, 3, 4, 1, 2}},",
+    "{48, false, {2, 2, 4, 2, 1, 1}, {2, 2, 4, 2, 1, 1}},",
+    "{80, true, {2, 2, 3, 2, 1, 1}, {2, 2, 3, 2, 1, 1}},",
+    "{128, false, {2, 1, 4, 2, 1, 1}, {2, 1, 4, 2, 1, 1}},",
+)
+MOE_FP8_TILES = ("TILE(96, 6, 8, 64, 80)", "TILE(128, 4, 8, 64, 80, 96)", "TILE(192, 3, 6, 96, 128, 144, 160)")
+MOE_FP8_FORMS = """mapped ? run<UP, true, W_STAGES, X_STAGES, SIZES>(l, space, stream)
+                : run<UP, false, W_STAGES, X_STAGES, SIZES>(l, space, stream)"""
+NO_64 = "p.D == 64 ? by_rows<T, KEYS, VALUES, 64>(p) : "
+NO_FP8 = "call->format == 0 ? by_shape<T, kFP8, kFP8>(*call) : "
+BY_ROWS = "few ? run<Form<T, KEYS, VALUES, d, 8>>(p) : run<Form<T, KEYS, VALUES, d, 16>>(p)"
 LEFT_OUT = {
-    ("sparse/sparse_linear_wide.cu", SEVERAL): (r"TILE\((?!128, 128)\d+, \d+, \d\)", 7, 2 * 2),
-    ("moe/grouped_wide.cu", SEVERAL): (r"\{(?:8|48|128), false, \{.*\}\},", 3, 7),
-    ("moe/grouped_wide_fp8.cu", SEVERAL): (r"TILE\((?:96|128|192), .*\)", 3, 4),
-    (ATTENTION, 120): (r"SHAPE\((?!128)\d+\)", 2, 3 * 2 * 2),
+    "gemm/linear_small.cu": (SMALL_TILES, lambda arch, *finish: 2),
+    ("gemm/linear_small.cu", 90): ((*SMALL_TILES, "if (p.M <= 16) return by_tile<T, 2>(tile, p, stream);"), lambda arch, *finish: 2),
+    "gemm/linear_gemv.cu": (("TILE(2) ",), lambda arch, *finish: 1),
+    "gemm/linear_table.cu": (
+        ("M <= 8 ? by_tile<T, 8>(tile, p, at) : ", "M <= 24 ? by_tile<T, 24>(tile, p, at) : ", "TILE(1, 1)"),
+        lambda arch, *finish: 2 if "-DFP4_FINISH=2" in finish else 3,
+    ),
+    "sparse/sparse_linear_small.cu": (
+        (
+            "if (c.M <= 8) return run<T, 1, 2, 8, 2, true>(c, tile.splits);",
+            "TILE(1, 2, 8, 2) TILE(1, 2, 16, 2) TILE(1, 4, 8, 3) TILE(2, 2, 8, 2) TILE(2, 2, 8, 3)",
+        ),
+        lambda arch, *finish: 4 if arch in (80, 90, 100) else 2,
+    ),
+    "sparse/sparse_linear_table.cu": (("M <= 8 ? by_tile<T, 8>(tile, c) : ", "TILE(1, 2) TILE(2, 2)", "TILE(1, 4) TILE(2, 4)"), lambda arch, *finish: 2),
+    "sparse/sparse_linear_wide.cu": (SPARSE_TILES, lambda arch, *finish: 2 * 2),
+    ("sparse/sparse_linear_wide.cu", SEVERAL): ((*SPARSE_TILES, "TILE(64, 16, 4)"), lambda arch, *finish: 2),
+    "sparse/sparse_linear_wide_fp8.cu": ((*FP8_TILES, "TILE(128, 4)"), lambda arch, *finish: 3),
+    "gemm/linear_wide.cu": (
+        ("TILE(64, 32, 4) TILE(64, 64, 2) TILE(64, 128, 2)", "TILE(128, 32, 2) TILE(128, 64, 2)", "ANY_K(128, 32, 2) ANY_K(128, 64, 2)", "STREAMED(192, 64)"),
+        lambda arch, *finish: 3 if finish else 5,
+    ),
+    "gemm/linear_wide_fp8.cu": (FP8_TILES, lambda arch, *finish: 4),
+    "moe/grouped_wide.cu": (
+        dict.fromkeys(MOE_TILES, "") | {"run<UP, true, GATHERED, TILE>(l, space, stream)": NOTHING},
+        lambda arch, *finish: 3 * (3 + 1) + 3,
+    ),
+    ("moe/grouped_wide.cu", SEVERAL): (
+        dict.fromkeys(MOE_TILES, "") | {"run<UP, false, GATHERED, TILE>(l, space, stream)": NOTHING},
+        lambda arch, *finish: 3 * (3 + 1) + 3,
+    ),
+    "moe/grouped_wide_fp8.cu": (
+        dict.fromkeys(MOE_FP8_TILES, "") | {MOE_FP8_FORMS: "run<UP, UP, W_STAGES, X_STAGES, SIZES>(l, space, stream)"},
+        lambda arch, *finish: 2 * 2 + 2 * 4 + 2,
+    ),
+    ("moe/grouped_wide_fp8.cu", SEVERAL): (
+        dict.fromkeys(MOE_FP8_TILES, "") | {MOE_FP8_FORMS: "run<UP, !UP, W_STAGES, X_STAGES, SIZES>(l, space, stream)"},
+        lambda arch, *finish: 2 * 2 + 2 * 4 + 2,
+    ),
+    "moe/decode_table.cu": ({"run<UP, 1>(c, meta, tile)": NOTHING}, lambda arch, *finish: 2 * 3),
+    ("moe/decode_table.cu", SEVERAL): ({"run<UP, 2>(c, meta, tile)": NOTHING}, lambda arch, *finish: 2 * 3),
+    (ATTENTION, 90): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, KEYS == kNVFP4 ? 16 : 8>>(p)"}, lambda arch, *finish: 3),
+    # takes the branches of sm_90
+    (ATTENTION, 120): ({"SHAPE(64) ": "", " SHAPE(256)": "", BY_ROWS: "run<Form<T, KEYS, VALUES, d, 8>>(p)", NO_FP8: ""}, lambda arch, *finish: 2),
+    "attention/paged_attention.cu": (
+        (
+            "if (p.D == 64) return few ? by_warps<T, 64, 8>(p, shape) : by_warps<T, 64, 16>(p, shape);",
+            "if (s.warps == 4) return run<Paged<T, D, ROWS, 4>>(p, s.blocks);",
+        ),
+        lambda arch, *finish: 2 * 2,
+    ),
+    "attention/step_attention.cu": ((NO_64,), lambda arch, *finish: 3),
+    "attention/step_attention_codes.cu": ({NO_64: "", "run<Step<T, KEYS, VALUES, D, 8, kMany>>(p)": NOTHING}, lambda arch, *finish: 2 * 2),
 }
-DTYPES = pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bfloat16", "and float16"])
+# Of these float16 is compiled, too: there its own instructions are looked for.
+BOTH = (
+    ("gemm/linear_small.cu", 90), ("gemm/linear_gemv.cu", 90), ("gemm/linear_table.cu", 90), ("sparse/sparse_linear_small.cu", 90),
+    ("gemm/linear_w4a4.cu", 120),
+)  # fmt: skip
+WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
 
 
 @needs_nvcc
-@DTYPES
+@WHOLE
 @pytest.mark.parametrize(("name", "arch"), VARIANTS)
-def test_every_variant_compiles_without_spills(name, arch, both, tmp_path):
-    check_compiled(csrc.LIBRARIES[name].source, arch, tmp_path, csrc.LIBRARIES[name].defines, both)
+def test_every_variant_compiles_without_spills(name, arch, whole, tmp_path):
+    check_compiled(csrc.LIBRARIES[name].source, arch, tmp_path, csrc.LIBRARIES[name].defines, whole)
 
 
 @needs_nvcc
-@DTYPES
-@pytest.mark.parametrize(("source", "arch"), LARGE)
-def test_many_instances_compile_without_spills(source, arch, both, tmp_path):
-    check_compiled(source, arch, tmp_path, both=both)
-
-
-@needs_nvcc
+@WHOLE
 @pytest.mark.parametrize(("source", "arch"), COMPILED)
-def test_compiles_without_spills(source, arch, tmp_path):
-    check_compiled(source, arch, tmp_path)
+def test_compiles_without_spills(source, arch, whole, tmp_path):
+    check_compiled(source, arch, tmp_path, whole=whole)
+
+
+def put_instead(files: Iterable[Path], text: str, instead: str) -> None:
+    """In the place of ``text``, which is there once in one of ``files``."""
+    (file,) = (file for file in files if text in file.read_text())
+    whole = file.read_text()
+    assert whole.count(text) == 1, f"{text} is there more than once"
+    file.write_text(whole.replace(text, instead))
 
 
 def compiled(source, arch, folder, defines, both, left_out) -> Path:
@@ -167,29 +238,25 @@ def compiled(source, arch, folder, defines, both, left_out) -> Path:
     if source == "gemm/linear_w4a4.cu":
         return build.cuda_library(source, arch, defines)
     flags = [flag for flag in build.cuda_flags(arch) if flag not in ("-shared", "-Xcompiler", "-fPIC")]
-    tree = build.csrc_dir()
+    tree = shutil.copytree(build.csrc_dir(), folder / "csrc")
     if not both:
-        tree = shutil.copytree(tree, folder / "csrc")
-        header = tree / "common/device.cuh"
-        text = header.read_text()
-        assert text.count(": f(__half())") == 1, "the line that chooses the dtype is gone"
-        header.write_text(text.replace(": f(__half())", ": cudaErrorInvalidValue"))
-        if left_out:
-            pattern, instances, _ = left_out
-            text, removed = re.subn(pattern, "", (tree / source).read_text())
-            assert removed == instances, "other instances than were left out"
-            (tree / source).write_text(text)
+        put_instead([tree / "common/device.cuh"], "f(__half())", NOTHING)
+    for text, instead in left_out.items():
+        put_instead([tree / source, *(tree / source).parent.glob("*.cuh")], text, instead)
     subprocess.run([build.nvcc(), *flags, *defines, "-cubin", "-o", folder / "a.cubin", tree / source], check=True)
     return folder / "a.cubin"
 
 
-def check_compiled(source, arch, folder, defines=(), both=True):
+def check_compiled(source, arch, folder, defines=(), whole=True):
+    """``whole``: all instances."""
     wanted, count = SOURCES[source]
-    left_out = None if both else LEFT_OUT.get((source, arch)) or next((LEFT_OUT[source, d] for d in defines if (source, d) in LEFT_OUT), None)
-    library = compiled(source, arch, folder, defines, both, left_out)
-    kernels_left_out = left_out[1] * left_out[2] if left_out else 0
-    expected = (count(arch, *defines) - kernels_left_out) // (1 if both or source.startswith("moe") else 2)  # of moe there is bfloat16 alone
-    both = both or source.startswith("moe")
+    both = whole or ((source, arch) in BOTH and not defines)
+    keys = () if whole else ((source, arch), *((source, define) for define in defines), source)
+    left_out, remain = next((LEFT_OUT[key] for key in keys if key in LEFT_OUT), ((), None))
+    dtypes = 1 if source.startswith("moe") else 2  # of moe there is bfloat16 alone
+    expected = (remain(arch, *defines) if remain else count(arch, *defines) // dtypes) * (dtypes if both else 1)
+    library = compiled(source, arch, folder, defines, both, left_out if isinstance(left_out, dict) else dict.fromkeys(left_out, ""))
+    both = both or dtypes == 1
     usage = subprocess.run([aot.tool("cuobjdump"), "--dump-resource-usage", str(library)], capture_output=True, text=True, check=True).stdout
     name = "fp4" if source.startswith("moe") else Path(source).stem  # there all of them, elsewhere what the source itself defines
     kernels = re.findall(rf"Function (\S*{name}\S*):\s+REG:(\d+) STACK:(\d+)", usage)
