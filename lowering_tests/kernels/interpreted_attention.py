@@ -76,10 +76,10 @@ def shapes():
 
 
 def masked():
-    for b, h, kv, q, s in ((2, 4, 2, 1, 150), (1, 6, 2, 3, 97), (2, 4, 4, 1, 200)):
-        for kind, mask in masks(b, h, q, s):
-            for splits in (1, 4):
-                check(f"mask {kind} {(b, h, kv, q, s)} in {splits}", *operands(b, h, kv, q, s, 64), mask, tile=AttentionConfig(32, splits))
+    shapes = ((2, 4, 2, 1, 150), (1, 6, 2, 3, 97), (2, 4, 4, 1, 200))
+    cases = ((shape, *mask, splits) for shape in shapes for mask in masks(*shape[:2], *shape[3:]) for splits in (1, 4))
+    for shape, kind, mask, splits in interpreted.some(cases, 3):
+        check(f"mask {kind} {shape} in {splits}", *operands(*shape, 64), mask, tile=AttentionConfig(32, splits))
     # A mask too long to be read whole by every program: each reads its part's.
     with mock.patch.object(kernel, "_SCANNED", 128):
         for kind, mask in masks(2, 4, 1, 700):

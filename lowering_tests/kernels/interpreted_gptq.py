@@ -26,7 +26,7 @@ def check(case: str, w, h, g=None) -> None:
 
 
 def dense() -> None:
-    n, k = 13, 48
+    n, k = 9, 48
     h, values = hessian(k), weights(n, k)
     for name, w in values.items():
         check(f"dense {name}", w, h)

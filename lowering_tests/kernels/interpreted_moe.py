@@ -7,6 +7,7 @@ bfloat16, both wrong there; so bfloat16 occurs as an input of the decode kernels
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from dataclasses import replace
 from unittest import mock
@@ -251,7 +252,7 @@ def many_tokens():
         return out
 
     mapped = torch.tensor([-1, 0, 3, 2, -1, 1, 4, 99])
-    for act, gated, biased, on_input, sparse, table, *two in (
+    layers = (
         (ACTS["silu"], True, False, False, (None, None), None),
         (ACTS["silu"], True, False, False, (None, None), None, True),
         (ACTS["gpt_oss"], True, True, False, ("mixed", None), mapped, True),
@@ -259,17 +260,18 @@ def many_tokens():
         (ACTS["concatenated gpt_oss"], True, True, False, (None, None), mapped),
         (ACTS["silu"], True, True, True, ("mixed", "mixed"), mapped),
         (Activation("relu2"), False, True, False, (None, None), None),
-    ):
-        for fp8, limit, block in ((False, 1 << 30, 0), (True, 4096, 16), (True, 1 << 30, 0)):  # whole; in parts, and every loop over a row
-            inner = 48 if sparse[1] is None else 64
-            more = dict(ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table, two=bool(two))
-            c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, **more)
-            c.expert_weights[(c.expert_ids < 0) | (c.expert_ids > 4)] = float("nan") if table is None else 0.5
-            steps = mock.patch.object(many, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
-            with interpreted(), steps, mock.patch.object(many, "TRANSIENT_BYTES", limit):
-                got = many._many(c, product, fp8)
-            form = f"{act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} two scales {bool(two)}"
-            report(f"many {form} fp8 {fp8}", distance(got, exact(c)), 4e-6)
+    )
+    ways = ((False, 1 << 30, 0), (True, 4096, 16), (True, 1 << 30, 0))  # whole; in parts, and every loop over a row
+    for (act, gated, biased, on_input, sparse, table, *two), (fp8, limit, block) in common.some(itertools.product(layers, ways), 2):
+        inner = 48 if sparse[1] is None else 64
+        more = dict(ids=torch.randint(-1, 8, (30, 3)), sparse=sparse, table=table, two=bool(two))
+        c = layer(30, 64, inner, 5, 3, act, gated=gated, biased=biased, on_input=on_input, **more)
+        c.expert_weights[(c.expert_ids < 0) | (c.expert_ids > 4)] = float("nan") if table is None else 0.5
+        steps = mock.patch.object(many, "whole_row", lambda columns, b=block: (b, False, 1) if b else _whole_row(columns))
+        with interpreted(), steps, mock.patch.object(many, "TRANSIENT_BYTES", limit):
+            got = many._many(c, product, fp8)
+        form = f"{act.name} gate {gated} 2:4 {sparse} bias {biased} on input {on_input} map {table is not None} two scales {bool(two)}"
+        report(f"many {form} fp8 {fp8}", distance(got, exact(c)), 4e-6)
     c = layer(6, 64, 48, 5, 2, ids=torch.randint(0, 5, (6, 2)))
     with interpreted():
         clean = many._many(c, product, False)

@@ -102,7 +102,10 @@ def global_atomics(done: aot.Compiled) -> set[str]:
     return {op for op in done.opcodes() if op.split(".")[0] in ("RED", "REDG", "ATOM", "ATOMG")}
 
 
-@pytest.mark.parametrize(("cc", "m"), [(80, 1), (80, 2), (89, 1), (90, 1), (90, 2), (90, 4), (100, 1), (120, 4), (aot.GB10, 1)])
+GEMV = [(80, 1), (89, 1), (90, 1), (90, 4), (100, 1), (120, 4), (aot.GB10, 1), *(pytest.param(cc, 2, marks=pytest.mark.slow) for cc in (80, 90))]
+
+
+@pytest.mark.parametrize(("cc", "m"), GEMV)
 def test_gemv(cc, m):
     done, warps = gemv(cc, m, 4096, 4096)
     assert_fits(done, warps, cc, blocks=2)
@@ -193,17 +196,17 @@ def test_sparse_gemv(cc, n, k, dtype):
 
 
 def mid_cases():
-    """One M per distinct tile, up to the last M that the architecture's row serves."""
+    """One M per distinct tile, up to the last M that the architecture's row serves. Without --slow that last one alone where sm_90 is not compiled for."""
     for cc, shapes in ((80, (4096, 16384)), (89, (4096,)), (90, (4096, 16384)), (100, (4096, 16384)), (120, (16384,)), (aot.GB10, (4096,))):
         spans = plan(Call("linear", cc, torch.bfloat16, 4096, 4096, csrc="no nvcc"), DispatchConfig()).rows
         last = max(row.max_m for row in spans if row.regime == "mid")
-        seen = set()
+        tiles = {}
         for n in shapes:
             for m in (16, 32, 64, 256) if cc in (80, 90) else (16, 64):
-                tile = dense_mid.tile(Problem(m, n, 4096, cc, torch.bfloat16))
-                if m <= last and tile not in seen:
-                    seen.add(tile)
-                    yield cc, m, n
+                if m <= last:
+                    tiles.setdefault(dense_mid.tile(Problem(m, n, 4096, cc, torch.bfloat16)), (m, n))
+        for m, n in tiles.values():
+            yield pytest.param(cc, m, n, marks=[] if cc == 90 or (m, n) == max(tiles.values()) else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("cc", "m", "n"), list(mid_cases()))
@@ -221,8 +224,9 @@ def test_mid_off_the_tile(cc, m, n, k, dtype):
     assert done.count(tensor_core(cc, tile)) > 0
 
 
-SPARSE_MID = [(90, m, n) for m, n in ((16, 8192), (16, 16384), (32, 4096), (32, 8192), (64, 4096), (64, 8192))]
+SPARSE_MID = [(90, m, n) for m, n in ((16, 8192), (32, 4096), (64, 8192))]
 SPARSE_MID += [(80, 64, 8192), (100, 64, 8192), (120, 64, 8192)]
+SPARSE_MID += [pytest.param(90, m, n, marks=pytest.mark.slow) for m, n in ((16, 16384), (32, 8192), (64, 4096))]
 SPARSE_MID += [pytest.param(*case, marks=pytest.mark.slow) for case in ((89, 64, 8192), (100, 16, 8192), (aot.GB10, 32, 8192))]  # as sm_80, 100 and 120
 
 
@@ -267,14 +271,14 @@ def stays_in_its_thread(done: aot.Compiled) -> bool:
     ("cc", "out", "batched"),
     [
         (80, "bf16", False),
-        (80, "fp32", True),
-        (90, "bf16", False),
+        pytest.param(80, "fp32", True, marks=pytest.mark.slow),
+        pytest.param(90, "bf16", False, marks=pytest.mark.slow),
         (90, "bf16", True),
         (100, "fp16", True),
         (aot.GB10, "bf16", False),
         (89, "fp8e4nv", False),
         (90, "fp8e4nv", False),
-        (90, "fp8e4nv", True),
+        pytest.param(90, "fp8e4nv", True, marks=pytest.mark.slow),
         (120, "fp8e4nv", False),
     ],
 )
@@ -305,30 +309,33 @@ def test_sparse_decompress(cc):
     assert all(op.endswith(".128") for op in done.opcodes() if op.startswith("STG"))
 
 
-@pytest.mark.parametrize("cc", [89, 90, 100, 120])
-def test_quantize_rows(cc):
+def on_each(shapes, widest):
+    """All on sm_90; elsewhere, without --slow, the one of which most is in registers."""
+    return [pytest.param(cc, x, marks=[] if cc == 90 or x == widest else [pytest.mark.slow]) for cc in (89, 90, 100, 120) for x in shapes]
+
+
+@pytest.mark.parametrize(("cc", "shape"), on_each(((128, 4096), (2048, 14336), (128, 32768), (128, 33024)), (128, 32768)))
+def test_quantize_rows(cc, shape):
     signature = {"X": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "K": "i32", "LIMIT": "fp32"}
-    for m, k in ((128, 4096), (2048, 14336), (128, 32768), (128, 33024)):
-        constants = quantize_tile(m, k) | {"LANE_ORDER": cc == 90, "PDL": cc >= 90}
-        warps = constants.pop("num_warps")
-        done = aot.compile_kernel(quantize_rows, signature, constants, cc, warps, 2, ("X", "OUT", "ROW_SCALE", "K"))
-        assert_fits(done, warps, cc)
-        assert done.count("F2FP.SATFINITE.E4M3") > 0
-        assert ("griddepcontrol.wait" in done.ptx) == (cc >= 90)
+    constants = quantize_tile(*shape) | {"LANE_ORDER": cc == 90, "PDL": cc >= 90}
+    warps = constants.pop("num_warps")
+    done = aot.compile_kernel(quantize_rows, signature, constants, cc, warps, 2, ("X", "OUT", "ROW_SCALE", "K"))
+    assert_fits(done, warps, cc)
+    assert done.count("F2FP.SATFINITE.E4M3") > 0
+    assert ("griddepcontrol.wait" in done.ptx) == (cc >= 90)
 
 
-@pytest.mark.parametrize("cc", [89, 90, 100, 120])
-def test_quantize_glu_rows(cc):
+@pytest.mark.parametrize(("cc", "inner"), on_each((1536, 12288, 28672), 12288))
+def test_quantize_glu_rows(cc, inner):
     signature = {"GATE_UP": "*bf16", "OUT": "*fp8e4nv", "ROW_SCALE": "*fp32", "INNER": "i32", "LIMIT": "fp32"}
-    for inner in (1536, 12288, 28672):
-        constants = dict(glu_tile(inner), ACT=ActivationCode.SILU.value, LANE_ORDER=cc == 90 and inner % 256 == 0, PDL=cc >= 90)
-        warps = constants.pop("num_warps")
-        done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
-        assert_fits(done, warps, cc)
-        assert done.count("F2FP.SATFINITE.E4M3") > 0
-        wide = ".64" if constants["LANE_ORDER"] else ".128"  # four numbers lie side by side
-        assert any(op.startswith("LDG") and op.endswith(wide) for op in done.opcodes())
-        assert ("griddepcontrol.wait" in done.ptx) == (cc >= 90)
+    constants = dict(glu_tile(inner), ACT=ActivationCode.SILU.value, LANE_ORDER=cc == 90 and inner % 256 == 0, PDL=cc >= 90)
+    warps = constants.pop("num_warps")
+    done = aot.compile_kernel(quantize_glu_rows, signature, constants, cc, warps, 2, ("GATE_UP", "OUT", "ROW_SCALE", "INNER"))
+    assert_fits(done, warps, cc)
+    assert done.count("F2FP.SATFINITE.E4M3") > 0
+    wide = ".64" if constants["LANE_ORDER"] else ".128"  # four numbers lie side by side
+    assert any(op.startswith("LDG") and op.endswith(wide) for op in done.opcodes())
+    assert ("griddepcontrol.wait" in done.ptx) == (cc >= 90)
 
 
 @pytest.mark.parametrize("cc", [80, 90, 120])

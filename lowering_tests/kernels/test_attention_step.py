@@ -26,21 +26,27 @@ from lowering_tests.own_process import cases_of
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize(("every", "counts"), [
+    ("", {**dict.fromkeys(("step", "written", "counters", "again"), 107), "late": 10, "strided": 8, "full": 8}),
+    pytest.param("1", {**dict.fromkeys(("step", "written", "counters", "again"), 263), "late": 48, "strided": 8, "full": 8}, marks=pytest.mark.slow),
+], ids=["some", "every"])  # fmt: skip
+def test_in_the_interpreter(every, counts, monkeypatch):
+    monkeypatch.setenv("FP4_EVERY_CASE", every)
     cases = cases_of(Path(__file__).with_name("interpreted_step.py"))
-    each = {"step": 263, "written": 263, "counters": 263, "again": 263}
-    assert Counter(c["case"].split()[0] for c in cases) == {**each, "late": 48, "strided": 8, "full": 8}
+    assert Counter(c["case"].split()[0] for c in cases) == counts
 
 
 # --- machine code -----------------------------------------------------------------------------------------------
 
-# (architecture, what of the call): all of it where it was made for, elsewhere what takes most registers
+# (architecture, what of the call): all of it where it was made for, elsewhere what takes most registers. With --slow what has fewer parts than another, too.
 COMPILED = [
-    (90, {}), (90, dict(prologue="norm rope")), (90, dict(prologue="norm rope", early=True)), (90, dict(prologue="rope", window=128, others=True)),
-    (90, dict(prologue="norm rope", batch=32)), (90, dict(prologue="norm rope", queries=4)), (90, dict(d=64, group=8, dtype="fp16")),
-    (90, dict(d=256, kv_heads=4, group=2, prologue="norm rope")), (90, dict(d=96, group=1, prologue="rope", masked=True)),
-    (80, dict(prologue="norm rope")), (80, dict(d=256, prologue="norm rope", masked=True)), (120, dict(prologue="norm rope")),
-    (120, dict(d=256, prologue="norm rope", others=True, masked=True)),
+    (90, dict(prologue="norm rope")), (90, dict(prologue="norm rope", early=True)), (90, dict(prologue="rope", window=128, others=True)),
+    (90, dict(prologue="norm rope", batch=32)), (90, dict(d=64, group=8, dtype="fp16")),
+    (80, dict(d=256, prologue="norm rope", masked=True)), (120, dict(d=256, prologue="norm rope", others=True, masked=True)),
+    *[pytest.param(cc, call, marks=pytest.mark.slow) for cc, call in (
+        (90, {}), (90, dict(prologue="norm rope", queries=4)), (90, dict(d=256, kv_heads=4, group=2, prologue="norm rope")),
+        (90, dict(d=96, group=1, prologue="rope", masked=True)), (80, dict(prologue="norm rope")), (120, dict(prologue="norm rope")),
+    )],
 ]  # fmt: skip
 
 

@@ -26,22 +26,29 @@ from lowering_tests.own_process import cases_of
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize(("every", "counts"), [
+    ("", {"attention": 74, "counted": 24, "unread": 40, "codes": 44, "strided": 3, "apart:": 2}),
+    pytest.param("1", {"attention": 114, "counted": 24, "unread": 40, "codes": 44, "strided": 3, "apart:": 2}, marks=pytest.mark.slow),
+], ids=["some", "every"])  # fmt: skip
+def test_in_the_interpreter(every, counts, monkeypatch):
+    monkeypatch.setenv("FP4_EVERY_CASE", every)
     cases = cases_of(Path(__file__).with_name("interpreted_attention.py"))
-    assert Counter(c["case"].split()[0] for c in cases) == {"attention": 114, "counted": 24, "unread": 40, "codes": 44, "strided": 3, "apart:": 2}
+    assert Counter(c["case"].split()[0] for c in cases) == counts
 
 
 # --- machine code -----------------------------------------------------------------------------------------------
 
 
-# Every width and both forms once; on the other architectures the usual width, the odd one and the one that takes most registers. Of those that
-# copy as sm_80 or sm_120 does the last alone, the others with --slow.
-STEPS = [(90, d, batch) for d in (64, 80, 96, 128, 256) for batch in (1, 32)]
+# Every width and both forms once; on the other architectures the usual width and the one that takes most registers, of those that copy as sm_80 or
+# sm_120 does the last alone. Both forms of every width, and other widths elsewhere, with --slow.
+STEPS = [pytest.param(90, d, batch, marks=[pytest.mark.slow] if d != 128 and batch > 1 else []) for d in (64, 80, 96, 128, 256) for batch in (1, 32)]
 OTHERS = ((80, 1), (128, 1), (128, 32), (256, 1))
-STEPS += [(cc, d, batch) for cc in (80, 120) for d, batch in OTHERS]
+STEPS += [pytest.param(cc, d, batch, marks=[pytest.mark.slow] if (d, batch) in OTHERS[:2] else []) for cc in (80, 120) for d, batch in OTHERS]
 STEPS += [pytest.param(cc, d, batch, marks=[pytest.mark.slow] if d < 256 else []) for cc in (89, 100, aot.GB10) for d, batch in OTHERS]
-MASKS_COMPILED = [(90, 0, False, 1), (90, 2, False, 1), (90, 1, True, 4), (90, 2, True, 2), (120, 2, True, 2), (90, 3, False, 4), (80, 3, False, 4)]
-MASKS_COMPILED += [pytest.param(*case, marks=pytest.mark.slow) for case in ((80, 2, True, 2), (90, 3, False, 1), (120, 3, False, 1))]
+MASKS_COMPILED = [(90, 0, False, 1), (90, 1, True, 4), (90, 2, True, 2), (120, 2, True, 2), (80, 3, False, 4)]
+MASKS_COMPILED += [
+    pytest.param(*case, marks=pytest.mark.slow) for case in ((80, 2, True, 2), (90, 2, False, 1), (90, 3, False, 1), (90, 3, False, 4), (120, 3, False, 1))
+]
 
 
 @pytest.mark.parametrize(("cc", "d", "batch"), STEPS)
@@ -68,9 +75,10 @@ def test_other_masks(cc, mask_kind, per_row, queries):
 
 
 # E4M3 is the second kind; INT8 has the same instructions on every architecture.
-CODED = [(cc, (2, 2), {}) for cc in (80, 90, 100, 120)] + [pytest.param(cc, (1, 1), {}, marks=pytest.mark.slow) for cc in (80, 100, 120)] + [
-    (90, (1, 1), {}),
-    (90, (1, 2), dict(d=256)), (90, (2, 2), dict(queries=4, per_row=True)), (80, (1, 1), dict(queries=4, per_row=True)), (120, (2, 2), dict(batch=32)),
+CODED = [
+    (80, (2, 2), {}), (100, (2, 2), {}), (90, (1, 2), dict(d=256)), (90, (2, 2), dict(queries=4, per_row=True)), (120, (2, 2), dict(batch=32)),
+    *[pytest.param(cc, (1, 1), {}, marks=pytest.mark.slow) for cc in (80, 90, 100, 120)],
+    *[pytest.param(*case, marks=pytest.mark.slow) for case in ((90, (2, 2), {}), (120, (2, 2), {}), (80, (1, 1), dict(queries=4, per_row=True)))],
 ]  # fmt: skip
 
 

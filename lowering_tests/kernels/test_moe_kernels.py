@@ -29,10 +29,12 @@ def assert_operands_stay_in_their_threads(done):
     assert done.count("BAR") <= 8
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize(("every", "many"), [("", 12), pytest.param("1", 22, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_in_the_interpreter(every, many, monkeypatch):
+    monkeypatch.setenv("FP4_EVERY_CASE", every)
     cases = cases_of(Path(__file__).with_name("interpreted_moe.py"))
     kinds = Counter(c["case"].split()[0] for c in cases)
-    assert kinds == {"decode": 48, "grouped": 46, "route": 5, "apart": 8, "many": 22, "product": 3, "two": 2}, kinds
+    assert kinds == {"decode": 48, "grouped": 46, "route": 5, "apart": 8, "many": many, "product": 3, "two": 2}, kinds
 
 
 @pytest.mark.parametrize("cc", ARCHITECTURES)
@@ -56,7 +58,8 @@ def test_decode_up_in_other_forms(layer, act, options):
 
 
 @pytest.mark.parametrize(("cc", "layer"), [
-    (80, "gpt_oss"), (90, "qwen3_30b"), (90, "mixtral"), (100, "gpt_oss"), (120, "qwen3_30b"), pytest.param(120, "mixtral", marks=pytest.mark.slow),
+    (80, "gpt_oss"), (90, "qwen3_30b"), (100, "qwen3_30b"), (120, "qwen3_30b"),
+    *[pytest.param(cc, layer, marks=pytest.mark.slow) for cc, layer in ((90, "mixtral"), (100, "gpt_oss"), (120, "mixtral"))],
 ])  # fmt: skip
 def test_decode_down(cc, layer):
     done, warps = moe_aot.decode_down(cc, layer, biased=layer == "gpt_oss")
@@ -66,7 +69,7 @@ def test_decode_down(cc, layer):
     assert_operands_stay_in_their_threads(done)
 
 
-@pytest.mark.parametrize(("cc", "pairs"), [(80, 256), (90, 256), (90, 8192), (100, 8192), (120, 2048)])
+@pytest.mark.parametrize(("cc", "pairs"), [(80, 256), pytest.param(90, 256, marks=pytest.mark.slow), (90, 8192), (100, 8192), (120, 2048)])
 def test_grouped(cc, pairs):
     for done, warps in (moe_aot.grouped_up(cc, "qwen3_30b", pairs), moe_aot.grouped_down(cc, "qwen3_30b", pairs)):
         assert_fits(done, warps, cc)
@@ -75,7 +78,8 @@ def test_grouped(cc, pairs):
 
 
 @pytest.mark.parametrize(("cc", "layer"), [
-    (80, "qwen3_30b"), (90, "qwen3_30b"), (90, "mixtral"), (aot.GB10, "qwen3_next"), pytest.param(80, "gpt_oss", marks=pytest.mark.slow),
+    (80, "qwen3_30b"), (90, "qwen3_30b"), (aot.GB10, "qwen3_30b"),
+    *[pytest.param(cc, layer, marks=pytest.mark.slow) for cc, layer in ((80, "gpt_oss"), (90, "mixtral"), (aot.GB10, "qwen3_next"))],
 ])  # fmt: skip
 def test_sparse_decode(cc, layer):
     up, down = (f(cc, layer, biased=layer == "gpt_oss", sparse=True) for f in (moe_aot.decode_up, moe_aot.decode_down))
@@ -88,10 +92,11 @@ def test_sparse_decode(cc, layer):
         assert_operands_stay_in_their_threads(done)
 
 
-def test_sparse_decode_takes_about_as_many_instructions():
+@pytest.mark.parametrize("layer", ["qwen3_30b", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_sparse_decode_takes_about_as_many_instructions(layer):
     """What fewer codes save, the gathered activations cost; the bytes remain: 22% fewer."""
     for f in (moe_aot.decode_up, moe_aot.decode_down):
-        dense, sparse = (sum(f(90, "mixtral", sparse=sparse)[0].opcodes().values()) for sparse in (False, True))
+        dense, sparse = (sum(f(90, layer, sparse=sparse)[0].opcodes().values()) for sparse in (False, True))
         assert sparse < 1.12 * dense
 
 
@@ -104,13 +109,13 @@ def test_sparse_grouped(cc, pairs):
         assert not global_atomics(done)
 
 
-UP = [(moe_aot.decode_up, ("gpt_oss", GPT_OSS)), (moe_aot.decode_up, ("qwen3_30b",)), (moe_aot.grouped_up, ("qwen3_30b", 256))]
+UP = [(moe_aot.decode_up, ("qwen3_30b", GPT_OSS)), (moe_aot.decode_up, ("qwen3_30b",)), (moe_aot.grouped_up, ("qwen3_30b", 256))]
+UP += [pytest.param(moe_aot.decode_up, ("gpt_oss", GPT_OSS), marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("sparse", "compile_one", "at"), [
-    *((False, *up) for up in UP), *(pytest.param(True, *up, marks=[pytest.mark.slow] if up is UP[0] else []) for up in UP),
-])  # fmt: skip
-def test_two_scales_cost_no_registers(sparse, compile_one, at):
+@pytest.mark.parametrize(("compile_one", "at"), UP)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_two_scales_cost_no_registers(compile_one, at, sparse):
     """One of gate and one of up: the measured kernels with another last line."""
     (one, warps), (two, _) = (compile_one(90, *at, sparse=sparse, two=two) for two in (False, True))
     assert_fits(two, warps, 90)
@@ -124,8 +129,12 @@ def test_route_and_combine(cc):
         assert not global_atomics(done)
 
 
-@pytest.mark.parametrize(("cc", "fp8"), [(80, False), (90, True), (90, False)])
-@pytest.mark.parametrize("layer", ["qwen3_30b", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(("cc", "fp8", "layer"), [
+    *[(cc, fp8, "qwen3_30b") for cc, fp8 in ((80, False), (90, True), (90, False))], (90, True, "gpt_oss"),
+    *[pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (80, False, "mixtral"), (90, True, "mixtral"), (90, False, "mixtral"), (80, False, "gpt_oss"), (90, False, "gpt_oss"),
+    )],
+])  # fmt: skip
 def test_rows_of_many_tokens(cc, fp8, layer):
     """Wide loads; one exchange between the warps of a program, for the maximum of its row."""
     act = GPT_OSS if layer == "gpt_oss" else Activation()

@@ -31,10 +31,14 @@ WITHOUT_CUDA = DispatchConfig(thresholds={"step_attention": 0, "cuda_attention":
 NO_PREFILL = DispatchConfig(thresholds={"step_attention": 0, "prefill_attention": 0})  # test_prompts.py has what it serves
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize(("every", "counts"), [
+    ("", {**dict.fromkeys(("quantized", "written", "counters", "again"), 97), "unusual": 12, "full": 4}),
+    pytest.param("1", {**dict.fromkeys(("quantized", "written", "counters", "again"), 294), "unusual": 12, "full": 18}, marks=pytest.mark.slow),
+], ids=["some", "every"])  # fmt: skip
+def test_in_the_interpreter(every, counts, monkeypatch):
+    monkeypatch.setenv("FP4_EVERY_CASE", every)
     cases = cases_of(Path(__file__).with_name("interpreted_quantized.py"))
-    each = {"quantized": 294, "written": 294, "counters": 294, "again": 294}
-    assert Counter(c["case"].split()[0] for c in cases) == {**each, "unusual": 12, "full": 18}
+    assert Counter(c["case"].split()[0] for c in cases) == counts
 
 
 # --- machine code -----------------------------------------------------------------------------------------------
@@ -42,9 +46,11 @@ def test_in_the_interpreter():
 # Forms of a call are tried for nvfp4, whose kernel has the most parts: codes, block scales and exact tokens. --slow tries them for every format.
 FORMS = (dict(prologue="norm rope", early=True), dict(prologue="norm rope", queries=4))
 COMPILED = [
-    *[(90, name, dict(prologue="norm rope")) for name in FORMATS], *[(90, "nvfp4", form) for form in FORMS],
-    (90, "nvfp4", dict(prologue="rope", window=128, others=True, masked=True)), (90, "k8v4", dict(d=64, group=8, dtype="fp16")),
-    (80, "nvfp4", dict(prologue="norm rope", others=True, masked=True)), (80, "fp8", {}), (120, "nvfp4", dict(prologue="norm rope")),
+    *[(90, name, dict(prologue="norm rope")) for name in ("fp8", "k8v4")], (90, "nvfp4", FORMS[0]),
+    (90, "nvfp4", dict(prologue="rope", window=128, others=True, masked=True)),
+    (80, "nvfp4", dict(prologue="norm rope", others=True, masked=True)), (120, "nvfp4", dict(prologue="norm rope")),
+    *[pytest.param(90, "nvfp4", form, marks=pytest.mark.slow) for form in (dict(prologue="norm rope"), FORMS[1])],
+    pytest.param(90, "k8v4", dict(d=64, group=8, dtype="fp16"), marks=pytest.mark.slow), pytest.param(80, "fp8", {}, marks=pytest.mark.slow),
     *[pytest.param(90, name, form, marks=pytest.mark.slow) for name in ("fp8", "k8v4") for form in FORMS],
     *[pytest.param(cc, "k8v4", dict(prologue="norm rope"), marks=pytest.mark.slow) for cc in (80, 120)],
 ]  # fmt: skip
@@ -65,7 +71,7 @@ def test_a_decode_step(cc, name, call):
         assert sum(opcodes.values()) < 6000, "a new token is rounded in one row, not in sixteen"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "k8v4"))])
 @pytest.mark.parametrize("early", [pytest.param(False, marks=pytest.mark.slow), True])  # early: more is in registers at once
 def test_wide_heads_fit(name, early):
     done, _ = attention_aot.quantized(90, name, d=256, kv_heads=4, group=2, prologue="norm rope", early=early)
