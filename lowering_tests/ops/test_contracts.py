@@ -22,17 +22,24 @@ def cases(name: str, device: str = "cpu"):
 
 
 def covering(found, dtypes: bool = True):
-    """Those of the cases that bring something new: a value, or a tensor's dtype, rank, emptiness or single row, in some argument's place."""
+    """Those of the cases that bring something new: a value, or a tensor's dtype, rank, emptiness or single row, in some argument's place.
+
+    First those that bring the most: fewer are needed then.
+    """
+    left = [(case, set(enumerate(_form(a, dtypes) for a in case[1]))) for case in found]
     seen: set[tuple] = set()
-    for description, args in found:
-        what = {(i, *(form if dtypes else (f for f in form if not isinstance(f, torch.dtype)))) for i, form in enumerate(map(_form, args))}
-        if not what <= seen:
-            seen |= what
-            yield description, args
+    while left:
+        case, what = max(left, key=lambda each: len(each[1] - seen))
+        if what <= seen:
+            return
+        seen |= what
+        yield case
 
 
-def _form(a) -> tuple:
-    return (a.dtype, a.dim(), 0 in a.shape, a.dim() > 1 and a.shape[-2] == 1) if isinstance(a, torch.Tensor) else (repr(a),)
+def _form(a, dtypes: bool) -> tuple:
+    if isinstance(a, torch.Tensor):
+        return (a.dtype if dtypes else None, a.dim(), 0 in a.shape, a.dim() > 1 and a.shape[-2] == 1)
+    return tuple(_form(each, dtypes) for each in a) if isinstance(a, (list, tuple)) else (repr(a),)
 
 
 def tensors(args) -> list[torch.Tensor]:
