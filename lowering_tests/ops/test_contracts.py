@@ -21,12 +21,12 @@ def cases(name: str, device: str = "cpu"):
     return list(CONTRACTS[name].inputs(torch.device(device)))
 
 
-def covering(found, dtypes: bool = True):
+def covering(found, values: bool = True):
     """Those of the cases that bring something new: a value, or a tensor's dtype, rank, emptiness or single row, in some argument's place.
 
-    First those that bring the most: fewer are needed then.
+    First those that bring the most: fewer are needed then. Without ``values`` it matters only which type a number or a word has, and no dtype does.
     """
-    left = [(case, set(enumerate(_form(a, dtypes) for a in case[1]))) for case in found]
+    left = [(case, set(enumerate(_form(a, values) for a in case[1]))) for case in found]
     seen: set[tuple] = set()
     while left:
         case, what = max(left, key=lambda each: len(each[1] - seen))
@@ -36,10 +36,12 @@ def covering(found, dtypes: bool = True):
         yield case
 
 
-def _form(a, dtypes: bool) -> tuple:
+def _form(a, values: bool) -> tuple:
     if isinstance(a, torch.Tensor):
-        return (a.dtype if dtypes else None, a.dim(), 0 in a.shape, a.dim() > 1 and a.shape[-2] == 1)
-    return tuple(_form(each, dtypes) for each in a) if isinstance(a, (list, tuple)) else (repr(a),)
+        return (a.dtype if values else None, a.dim(), 0 in a.shape, a.dim() > 1 and a.shape[-2] == 1)
+    if isinstance(a, (list, tuple)):
+        return tuple(_form(each, values) for each in a)
+    return (repr(a) if values or isinstance(a, bool) else type(a),)
 
 
 def tensors(args) -> list[torch.Tensor]:
@@ -114,17 +116,25 @@ def test_inputs_cover_what_reliability_asks_for(name):
     assert {0, 1} <= rows, rows
 
 
+def opcheck(name, args, *tests) -> set[str]:
+    return set(torch.library.opcheck(CONTRACTS[name].op, args, test_utils=tests, raise_exception=False).values())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, device):
-    """All of opcheck but test_schema (next test): registration of gradients, fake tensors, AOT dispatch with dynamic shapes.
+    """Registration of gradients and fake tensors. Of opcheck's other tests test_schema and AOT dispatch are the next two."""
+    for description, args in covering(cases(name, device)):
+        assert opcheck(name, args, "test_autograd_registration", "test_faketensor") == {"SUCCESS"}, description
 
-    AOT dispatch, by far the most time, asks the fake kernel for dtypes, which is compared in each of them.
-    """
-    for tests, dtypes in ((("test_autograd_registration", "test_faketensor"), True), (("test_aot_dispatch_dynamic",), False)):
-        for description, args in covering(cases(name, device), dtypes):
-            result = torch.library.opcheck(CONTRACTS[name].op, args, test_utils=tests, raise_exception=False)
-            assert set(result.values()) == {"SUCCESS"}, (description, result)
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("values", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck_aot_dispatch(name, values, device):
+    """With dynamic shapes. By far the most time; results are the fake kernel's, which is compared for every value and dtype above."""
+    for description, args in covering(cases(name, device), values):
+        assert opcheck(name, args, "test_aot_dispatch_dynamic") == {"SUCCESS"}, description
 
 
 @pytest.mark.parametrize("name", ["linear", "bmm", "dequantize"])
