@@ -191,8 +191,8 @@ def check_caught(fault, words, x, ids, w, parts, tile) -> None:
 
 @pytest.mark.parametrize(("fault", "words", "tile"), CAUGHT)
 def test_a_broken_kernel_is_caught(fault, words, tile):
-    x, ids = torch.randn(40, 320).to(BF16), torch.arange(80).view(40, 2) // 27
-    check_caught(fault, words, x, ids, torch.rand(40, 2), layer(3, 320, 320, width=264), tile)
+    x, ids = torch.randn(20, 320).to(BF16), torch.arange(40).view(20, 2) // 14  # more than a tile of 8 of each expert
+    check_caught(fault, words, x, ids, torch.rand(20, 2), layer(3, 320, 320, width=264), tile)
 
 
 @pytest.mark.parametrize(("fault", "words"), CAUGHT_ROUTING)

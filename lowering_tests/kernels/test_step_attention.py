@@ -54,7 +54,7 @@ def check(c: CachedCall, tile: cuda_step.Tile = cuda_step.OWN, **how) -> torch.T
 
 
 @needs_emulator
-@pytest.mark.parametrize("tile", [(0, 0), (1, 3), (1, 4), (2, 3), (4, 4), (16, 3), (16, 4)], ids=str)
+@pytest.mark.parametrize("tile", [(0, 0), (1, 3), (1, 4), (2, 3), (4, 4), pytest.param((16, 3), marks=pytest.mark.slow), (16, 4)], ids=str)
 def test_positions(tile):
     """Empty, one token, the edges of tiles, more tiles than warps, warps and blocks without a tile, the last slot."""
     for at in (0, 1, 15, 16, 17, 31, 32, 95, 96, 130, 299):

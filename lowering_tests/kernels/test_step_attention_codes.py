@@ -46,8 +46,10 @@ def check(c: CachedCall, tile: cuda_step.Tile = cuda_step.OWN, written: float = 
 
 
 @needs_emulator
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tile", [(0, 0), (1, 7), (2, 3), (16, 3), (16, 7)], ids=str)
+@pytest.mark.parametrize(("name", "tile"), [
+    *itertools.product(FORMATS, [(0, 0), (1, 7), (2, 3)]), ("k8v4", (16, 3)), ("fp8", (16, 7)),
+    *[pytest.param(name, tile, marks=pytest.mark.slow) for name, tile in (("fp8", (16, 3)), ("k8v4", (16, 7)))],
+], ids=str)  # fmt: skip
 def test_positions(name, tile):
     """Empty, one token, the edges of tiles, more tiles than warps, warps and blocks without a tile, the last slot; slots that end within a tile."""
     for at in (0, 1, 15, 16, 17, 31, 32, 95, 130, 303):
@@ -86,8 +88,9 @@ def test_options(name):
 
 
 @needs_emulator
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("fp8", F16), ("k8v4", BF16), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", BF16), ("k8v4", F16))),
+])  # fmt: skip
 def test_norm_and_rotation(name, dtype):
     """Whole heads and a part of them, angles for a half or for all channels, one norm alone."""
     for at, d, (norm, rotary, half) in itertools.product((0, 70), (64, 128), ((True, None, False), (False, 64, True), (True, 0, False))):

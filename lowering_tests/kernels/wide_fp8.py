@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 
 from fp4_inductor.ops import quantize_rows_fp8
@@ -12,6 +14,12 @@ from fp4_inductor.ops.dequantize_fp8 import WEIGHT_FACTOR
 
 NINE = ("-DFP4_EMULATED_SMS=9",)  # four clusters
 TOLERANCE = 2.5e-3  # of products of the same codes: rounding to bfloat16
+
+
+def some(tiles: Sequence[tuple[int, int]]) -> list[Any]:
+    """Of the fewest and of the most tokens in every way to share K, of the others in one; all of them with --slow."""
+    ends = min(tiles)[0], max(tiles)[0]
+    return [tile if tile[0] in ends or tile in ((128, 2), (192, 0)) else pytest.param(tile, marks=pytest.mark.slow) for tile in tiles]
 
 
 def tokens(m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
