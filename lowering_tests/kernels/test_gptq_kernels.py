@@ -32,7 +32,7 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.parametrize("kernel", ARGUMENTS, ids=["round", "refine"])
-@pytest.mark.parametrize(("cc", "kept"), [(80, False), (90, False), (90, True), (120, True)])
+@pytest.mark.parametrize(("cc", "kept"), [(80, False), pytest.param(90, False, marks=pytest.mark.slow), (90, True), (120, True)])
 def test_compiled(kernel, cc, kept):
     pointers = ARGUMENTS[kernel]
     signature = {**pointers, "N": "i32", "WIDTH": "i32", **({"GAIN": "fp32"} if kernel is refine_panel else {})}
