@@ -93,8 +93,13 @@ def _seeds():
 
 @pytest.fixture(autouse=True)
 def _quick_default(monkeypatch):
-    """The default is "activation" where a test does not say otherwise: "gptq" takes ten times as long, and has tests of its own."""
+    """The default is "activation" where a test does not say otherwise: "gptq" takes ten times as long, and has tests of its own.
+
+    A few tokens of calibration text show that the model writes it.
+    """
     monkeypatch.setattr("fp4_inductor.models.scale_choice.SECONDS", 0.0)
+    monkeypatch.setattr("fp4_inductor.models.self_calibration.SEQUENCES", 2)
+    monkeypatch.setattr("fp4_inductor.models.self_calibration.TOKENS", 8)
 
 
 @pytest.fixture(autouse=True)

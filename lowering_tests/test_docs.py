@@ -89,7 +89,6 @@ def program(text: str) -> str:
 
 # How much a model writes, to calibrate and to measure on: a reader's text is 16 to 64 times as long and runs the same code.
 LITTLE_TEXT = {
-    **{"self_calibration.SEQUENCES": 4, "self_calibration.TOKENS": 16},
     **{"gptq.SEQUENCES": 8, "gptq.HELD_OUT": 2, "gptq.TOKENS": 64},
     **{"verify.SEQUENCES": 2, "verify.TOKENS": 64, "recover.SEQUENCES": 16, "recover.TOKENS": 64},
 }

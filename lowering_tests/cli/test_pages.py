@@ -16,6 +16,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 PROGRAM = "fp4-inductor "
+# A quarter of the text that "gptq" has the model write: the figures of the pages hold within their tenth.
+LITTLE_TEXT = "from fp4_inductor.models import gptq; gptq.SEQUENCES, gptq.HELD_OUT, gptq.TOKENS = 32, 4, 128"
 
 
 def sessions(text: str) -> list[tuple[str, list[str]]]:
@@ -35,7 +37,7 @@ def run(fp4: Commands, command: str, folder: Path) -> tuple[int, str]:
     out = ""
     if command.startswith(PROGRAM):
         command, _, behind = command.removeprefix(PROGRAM).partition(" | ")
-        done = fp4(*shlex.split(command), cwd=folder)
+        done = fp4(*shlex.split(command), cwd=folder, before=LITTLE_TEXT)
         if not behind:
             return done.status, done.out or done.err
         out, command = done.must().out, behind

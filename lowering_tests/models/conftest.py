@@ -120,13 +120,6 @@ def tiny():
     return build
 
 
-@pytest.fixture(autouse=True)
-def short_calibration(monkeypatch):
-    """The default writes calibration text with every model: a few tokens show that it does."""
-    monkeypatch.setattr("fp4_inductor.models.self_calibration.SEQUENCES", 2)
-    monkeypatch.setattr("fp4_inductor.models.self_calibration.TOKENS", 8)
-
-
 def pytest_generate_tests(metafunc):
     for fixture, table in (("family", DENSE | MOE), ("dense_family", DENSE), ("moe_family", MOE)):
         if fixture in metafunc.fixturenames:
