@@ -21,17 +21,25 @@ pytestmark = pytest.mark.skipif(emulator.compiler() is None or build.cxx() is No
 BF16 = torch.bfloat16
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("family", "layers", "whole", "products"),
-    [("LlamaConfig", 2, False, 4 + 3), ("Qwen3Config", 3, False, 4 + 4 + 3), ("LlamaConfig", 5, False, 3 + 3), ("LlamaConfig", 5, True, 4 * 4 + 3)],
-)
-def test_decode_steps(ops, family, layers, whole, products):  # noqa: F811
-    """Of five layers four are one region, but where a step is one graph (``whole``).
+    ("family", "layers", "least", "whole", "products"),
+    [
+        ("Qwen3Config", 2, 4, False, 4 + 3), ("LlamaConfig", 3, 2, False, 3 + 3), ("LlamaConfig", 3, 2, True, 4 + 4 + 3),
+        pytest.param("LlamaConfig", 2, 4, False, 4 + 3, marks=SLOW), pytest.param("Qwen3Config", 3, 4, False, 4 + 4 + 3, marks=SLOW),
+        pytest.param("LlamaConfig", 5, 4, False, 3 + 3, marks=SLOW), pytest.param("LlamaConfig", 5, 4, True, 4 * 4 + 3, marks=SLOW),
+    ],
+)  # fmt: skip
+def test_decode_steps(ops, family, layers, least, whole, products, monkeypatch):  # noqa: F811
+    """``least`` layers, all but the last, are one region, but where a step is one graph (``whole``).
 
     Counters are zero again after each step, and a step reads what the one before it left in the cache.
     """
     import transformers
 
+    monkeypatch.setattr(regions, "LEAST", least)
     torch.manual_seed(0)
     fields = BASE | dict(num_hidden_layers=layers, intermediate_size=128, head_dim=16)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family)(**fields), dtype=BF16).eval()
