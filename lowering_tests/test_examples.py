@@ -1,14 +1,13 @@
-"""The examples as a newcomer runs them: subprocesses, offline, the embedded or tiny models. (The quickstart: test_quickstart.py.)"""
+"""The examples as a newcomer runs them: processes of their own, offline, the embedded or tiny models. (The quickstart: test_quickstart.py.)"""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from lowering_tests import forked
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RUNS = {
@@ -17,21 +16,17 @@ RUNS = {
     "chat.py": (["--tokens", "8", "--length", "64"], [r"tokens/s; generate\(\): 8 tokens[^$]*tokens/s; generate\(\): 8 tokens"]),
     "gpt_oss.py": (["--tokens", "4", "--eager"], [r"quantized +4 layers", r"tokens/s"]),
     "finetune_lora.py": (
-        ["--steps", "8", "--batch", "4", "--windows", "2"],
+        ["--steps", "4", "--batch", "2", "--windows", "2", "--lr", "5e-3"],
         [r"loss after: +[\d.]+ nats per byte \(-0\.", r"loaded again: KL to the trained model 0\.00"],
     ),
     "quantize_and_export.py": (["--model", "austen_moe", "--out", "{out}"], [r"modelopt; read back, \d+ tensors are equal bit for bit and 0 are not"]),
 }
 
 
-# As in conftest.py: "gptq", the default for models of this size, takes eight seconds of each run; test_quickstart.py has it.
+# As in conftest.py: "gptq", the default for models of this size, takes most of each run; test_quickstart.py has it.
 QUICK = """
-import runpy, sys
-from fp4_inductor.models import scale_choice
-scale_choice.SECONDS = 0.0
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+from fp4_inductor.models import scale_choice, self_calibration
+scale_choice.SECONDS, self_calibration.TOKENS = 0.0, 16
 """
 SAID = {"chat.py": "They arrived at Bath.\nCatherine was\n"}
 
@@ -39,9 +34,8 @@ SAID = {"chat.py": "They arrived at Bath.\nCatherine was\n"}
 @pytest.mark.parametrize("name", RUNS)
 def test_example(name, tmp_path):
     arguments, wanted = RUNS[name]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", QUICK, str(EXAMPLES / name), *(a.format(out=tmp_path / "out") for a in arguments)]
-    done = subprocess.run(command, input=SAID.get(name), capture_output=True, text=True, timeout=300, env=env, check=False)
+    arguments = [a.format(out=tmp_path / "out") for a in arguments]
+    done = forked.run(EXAMPLES / name, *arguments, before=QUICK, stdin=SAID.get(name, ""), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-4000:]
     for pattern in wanted:
         assert re.search(pattern, done.stdout), f"{pattern!r} not in:\n{done.stdout[-3000:]}"
